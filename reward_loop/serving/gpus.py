@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 from collections.abc import Mapping
@@ -54,9 +55,10 @@ class GpuShares:
     servers get devices from that list, even if other models use them. Two models share devices if both list them.
     """
 
-    def __init__(self) -> None:
-        self._accelerator = GPU
-        self._free: list[str] | None = None
+    @functools.cached_property
+    def _free(self) -> tuple[Accelerator, list[str]]:
+        """The devices that this process may use, less those that were assigned."""
+        return _listed_in(os.environ) or (GPU, _installed())
 
     def share(self, count: int, servers: int, env: Mapping[str, str], model: str) -> list[dict[str, str]]:
         """Returns the environment variables that assign GPUs to a model's servers, one dict for each server.
@@ -72,7 +74,7 @@ class GpuShares:
         """
         if not count:
             return [{} for _ in range(servers)]
-        accelerator, free = _listed_in(env) or self._of_this_process()
+        accelerator, free = _listed_in(env) or self._free
         if count * servers > len(free):
             raise ConfigError(
                 f"model {model!r}: {servers} server(s) with {count} GPU(s) each need {count * servers}, and "
@@ -81,12 +83,6 @@ class GpuShares:
             )
         taken = [free.pop(0) for _ in range(count * servers)]
         return [accelerator.environment(taken[i * count : (i + 1) * count]) for i in range(servers)]
-
-    def _of_this_process(self) -> tuple[Accelerator, list[str]]:
-        """Returns the devices that this process may use, less those that were assigned."""
-        if self._free is None:
-            self._accelerator, self._free = _listed_in(os.environ) or (GPU, _installed())
-        return self._accelerator, self._free
 
 
 def _listed_in(environment: Mapping[str, str]) -> tuple[Accelerator, list[str]] | None:

@@ -1,129 +1,133 @@
-"""Finds places for servers, on this machine or in Ray, and creates their processes."""
+"""The servers of models, and where they run: on this machine or in Ray."""
 
 from __future__ import annotations
 
-import functools
+import itertools
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reward_loop._util.sockets import listen, reserve, url_of
-from reward_loop.config import RewardModelConfig, ServedModelConfig
+from reward_loop._util.sockets import listen, reserve
+from reward_loop.config import ServedModelConfig
+from reward_loop.serving.engines.engine import Engine
 from reward_loop.serving.gpus import GpuShares
 from reward_loop.serving.models import ENGINES
 from reward_loop.serving.process import ServerProcess
 from reward_loop.serving.supervisor import Server
 
 if TYPE_CHECKING:
-    from reward_loop.serving.reservation import Place, Placement
+    from reward_loop.serving.reservation import Placement
 
-__all__ = ["Launch", "Launched", "in_ray", "on_this_machine"]
+__all__ = ["Launch", "ServerSpec", "in_ray", "on_this_machine", "server_specs"]
 
 _HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
-    """One server's place."""
+class ServerSpec:
+    """One server of a model. It is pickled for servers in Ray."""
 
-    new_process: Callable[[str, str], Server]
-    """Creates the server's next run, from its name for messages and its role, such as ``server 1``."""
-    url: str | None = None
-    """The server's URL; ``None`` if it is unknown before the start."""
-    close: Callable[[], None] | None = None
-    """Releases the address."""
+    model: ServedModelConfig
+    engine: Engine
+    name: str
+    """The name in messages, such as ``reward model server 1/2``."""
+    number: int
+    """The number among the servers of all models, from 1."""
+    log_dir: Path | None
+    """The folder of the log, on the server's node; ``None`` for a new temporary folder."""
+
+    @property
+    def role(self) -> str:
+        """A short name, such as ``server 1``."""
+        return f"server {self.number}"
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs of the server."""
+        return self.engine.gpus(self.model)
+
+    def bind(self) -> socket.socket:
+        """Returns a socket with a free loopback port, as :class:`ServerProcess` expects it."""
+        return listen(_HOST) if self.engine.inherits_socket else reserve(_HOST)
+
+    def process(self, bound: socket.socket, devices: Mapping[str, str], where: str = "") -> ServerProcess:
+        """Returns a run of the server on this machine.
+
+        Args:
+            bound: the address, from :meth:`bind`.
+            devices: the environment variables that assign accelerators to the server.
+            where: appended to the name in messages.
+        """
+        return ServerProcess(
+            self.name + where,
+            self.engine.command(self.model, *bound.getsockname()[:2]),
+            bound=bound,
+            env={**self.engine.environment(self.model), **devices},
+            log_path=self.log_dir and self.log_dir / f"server-{self.number}.log",
+            health_path=self.engine.health_path,
+            start_timeout_s=self.model.start_timeout_s,
+        )
 
 
-Launch = Callable[[ServedModelConfig], Iterator[Launched]]
-"""Yields the places of a model's servers."""
+def server_specs(models: Sequence[ServedModelConfig], log_dir: Path | None) -> list[list[ServerSpec]]:
+    """Returns the servers of each model, without those of external models, which run already."""
+    numbers = itertools.count(1)
+    specs = []
+    for model in models:
+        if model.engine == "external":
+            continue
+        of = f" of {model.served_model_name}" if len(models) > 1 else ""
+        names = [f"reward model server {replica}/{model.replicas}{of}" for replica in range(1, model.replicas + 1)]
+        specs.append([ServerSpec(model, ENGINES[model.engine], name, next(numbers), log_dir) for name in names])
+    return specs
 
 
-def on_this_machine(log_dir: Path, resources: ExitStack) -> Launch:
-    """Returns the launch of servers on this machine, each with its own GPUs.
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A server with a place to run."""
 
-    Args:
-        log_dir: the folder for the servers' logs.
-        resources: gets the sockets that hold the servers' addresses.
+    spec: ServerSpec
+    new_process: Callable[[], Server]
+    """Creates the server's next run."""
+    bound: socket.socket | None = None
+    """The socket that holds the server's address; ``None`` in Ray, where each run has its own."""
+
+
+def on_this_machine(specs: Sequence[Sequence[ServerSpec]]) -> Iterator[Launch]:
+    """Yields the servers of each model as processes of this machine, each with its own GPUs.
+
+    Raises:
+        ConfigError: there are too few GPUs.
     """
     shares = GpuShares()
-
-    def launch(model: ServedModelConfig) -> Iterator[Launched]:
-        engine = ENGINES[model.engine]
-        name = str(model.served_model_name)
-        for gpus in shares.share(engine.gpus(model), model.replicas, model.env, name):
-            bound = resources.enter_context(listen(_HOST) if engine.inherits_socket else reserve(_HOST))
-
-            def new_process(
-                name: str, role: str, bound: socket.socket = bound, gpus: dict[str, str] = gpus
-            ) -> ServerProcess:
-                return ServerProcess(
-                    name,
-                    engine.command(model, *bound.getsockname()[:2]),
-                    bound=bound,
-                    env=engine.environment(model) | gpus,
-                    log_path=_log_path(log_dir, role),
-                    health_path=engine.health_path,
-                    start_timeout_s=model.start_timeout_s,
-                )
-
-            yield Launched(new_process, url_of(bound), bound.close)
-
-    return launch
+    for servers in specs:
+        model = servers[0].model
+        devices = shares.share(servers[0].gpus, len(servers), model.env, str(model.served_model_name))
+        for spec, visible in zip(servers, devices, strict=True):
+            bound = spec.bind()
+            yield Launch(spec, partial(spec.process, bound, visible), bound)
 
 
-async def in_ray(
-    config: RewardModelConfig, models: Sequence[ServedModelConfig], gpus: Placement | None, resources: ExitStack
-) -> Launch:
-    """Finds Ray resources for all servers, and returns their launch in Ray actors.
-
-    Args:
-        config: the options.
-        models: all models.
-        gpus: where the servers run; by default, reserved resources.
-        resources: releases the Ray resources when it is closed.
+async def in_ray(specs: Sequence[Sequence[ServerSpec]], placement: Placement) -> list[Launch]:
+    """Returns the servers of each model as Ray actors.
 
     Raises:
         ConfigError, ServerStartError: there are too few resources.
     """
     # Imported only if Ray is used.
     from reward_loop.serving.ray_server import RayServer
-    from reward_loop.serving.reservation import Demand, GpuReservation
+    from reward_loop.serving.reservation import Demand
     from reward_loop.serving.tunnels import new_key
 
-    gpus = gpus or GpuReservation(timeout_s=config.placement_timeout_s)
-    resources.callback(gpus.release)
-    started = [model for model in models if model.engine != "external"]
-    found = await gpus.places(
-        [Demand(model.replicas, ENGINES[model.engine].gpus(model), model.threads) for model in started]
+    places = await placement.places(
+        [Demand(len(servers), servers[0].gpus, servers[0].model.threads) for servers in specs]
     )
-    places = {model.served_model_name: group for model, group in zip(started, found, strict=True)}
     tunnel_key = new_key()
-
-    def launch(model: ServedModelConfig) -> Iterator[Launched]:
-        engine = ENGINES[model.engine]
-        log_dir = Path(config.log_dir).absolute() if config.log_dir else None  # on the server's node
-        for place in places[model.served_model_name]:
-
-            def new_process(name: str, role: str, place: Place = place) -> Server:
-                return RayServer(
-                    name,
-                    functools.partial(engine.command, model),
-                    inherits_socket=engine.inherits_socket,
-                    place=place,
-                    tunnel_key=tunnel_key,
-                    env=engine.environment(model),
-                    health_path=engine.health_path,
-                    start_timeout_s=model.start_timeout_s,
-                    log_path=_log_path(log_dir, role) if log_dir else None,
-                )
-
-            yield Launched(new_process)
-
-    return launch
-
-
-def _log_path(folder: Path, role: str) -> Path:
-    return folder / f"{role.replace(' ', '-')}.log"
+    return [
+        Launch(spec, partial(RayServer, spec, place, tunnel_key))
+        for servers, found in zip(specs, places, strict=True)
+        for spec, place in zip(servers, found, strict=True)
+    ]

@@ -30,7 +30,7 @@ def log_folder(log_dir: str | None) -> Path:
         ConfigError: the folder cannot be created; the message names it and the option.
     """
     try:
-        folder = Path(log_dir or tempfile.mkdtemp(prefix=_PREFIX))
+        folder = Path(log_dir or tempfile.mkdtemp(prefix=_PREFIX)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         if log_dir:

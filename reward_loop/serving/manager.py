@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import functools
 import logging
 import socket
 import sys
-from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
 from reward_loop._util.sockets import listen, url_of
 from reward_loop.config import RewardModelConfig, ServedModelConfig
 from reward_loop.errors import ConfigError
-from reward_loop.serving.launch import in_ray, on_this_machine
+from reward_loop.serving.launch import Launch, ServerSpec, in_ray, on_this_machine, server_specs
 from reward_loop.serving.logs import log_folder
 from reward_loop.serving.model_server import ModelServer
 from reward_loop.serving.models import served_models
@@ -50,7 +47,7 @@ class RewardModelManager:
     wait. A process that dies more than `max_restarts` times within `restart_window_s` seconds stays down, and an error
     is logged. After exit, all processes are gone. If this process is killed, they are killed, too.
 
-    Entry and exit must happen in the same task. Synchronous programs use :func:`serve_reward_model`.
+    Synchronous programs use :func:`serve_reward_model`.
 
     Args:
         config: the models and how to serve them.
@@ -70,10 +67,6 @@ class RewardModelManager:
         self._gpus = gpus
         self._starts = Starts(config.starts_at_a_time)
         self._supervisors: dict[str, Supervisor] = {}
-        self._tasks: asyncio.TaskGroup | None = None
-        self._runs: list[asyncio.Task[None]] = []
-        self._router_run: asyncio.Task[None] | None = None
-        self._resources = ExitStack()
         self._router_url = ""
         self._servers: list[ModelServer] = []
 
@@ -95,7 +88,6 @@ class RewardModelManager:
                 "and there is none here; set placement='local' or 'ray'"
             )
         try:
-            self._tasks = await asyncio.TaskGroup().__aenter__()
             await self._start(models)
             await asyncio.gather(*(supervisor.started for supervisor in self._supervisors.values()))
         except BaseException:
@@ -105,30 +97,26 @@ class RewardModelManager:
         logger.info("reward model %s is ready at %s", names, self.reward_router_address)
         return self
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     async def stop(self) -> None:
         """Stops every process, and waits until all are gone. Called on exit; a second call does nothing."""
-        tasks, self._tasks = self._tasks, None
+        supervisors, self._supervisors = self._supervisors, {}
+        stopping = []
         try:
-            if tasks:
-                try:
-                    await self._stop_router()
-                finally:
-                    for run in self._runs:
-                        run.cancel()
-                    await tasks.__aexit__(None, None, None)
+            # First the router, which would wait for responses of servers that are gone.
+            if router := supervisors.pop("router", None):
+                stopping.append(asyncio.create_task(router.stop()))
+                await asyncio.wait(stopping, timeout=_ROUTER_STOPS_WITHIN_S)
         finally:
-            self._resources.close()
-
-    async def _stop_router(self) -> None:
-        """Stops the router before its servers; otherwise it would wait for responses of servers that are gone."""
-        if self._router_run:
-            self._router_run.cancel()
-            await asyncio.wait([self._router_run], timeout=_ROUTER_STOPS_WITHIN_S)
+            try:
+                # With return_exceptions, a cancelled gather also waits until all have ended.
+                stopping += [asyncio.create_task(server.stop()) for server in supervisors.values()]
+                await asyncio.gather(*stopping, return_exceptions=True)
+            finally:
+                if self._gpus:
+                    self._gpus.release()
 
     async def sleep(self) -> None:
         """Frees the models' memory: the router holds new requests, requests in flight finish, then the engines sleep.
@@ -165,78 +153,76 @@ class RewardModelManager:
     async def _start(self, models: list[ServedModelConfig]) -> None:
         config = self._config
         log_dir = log_folder(config.log_dir)
-        if config.placement == "local":
-            launch = on_this_machine(log_dir, self._resources)
-        else:
-            launch = await in_ray(config, models, self._gpus, self._resources)
-        count = sum(model.replicas for model in models if model.engine != "external")
-        logger.info("starting %d reward model server(s); logs are in %s", count, log_dir)
-        listener = self._listen(config.host, config.router_port)
+        # In Ray, a server has its log on its own node: in the same folder, or in a temporary one.
+        specs = server_specs(models, log_dir if config.placement == "local" or config.log_dir else None)
+        launches = await self._launches(specs)
+        logger.info("starting %d reward model server(s); logs are in %s", sum(map(len, specs)), log_dir)
+        listener = self._listen()
         self._router_url = url_of(listener)
-        router = RouterClient(
-            self._router_url, self._start_router(listener, log_dir), config.request_timeout_s + _SLEEPS_WITHIN_S
-        )
-        for model in models:
-            if model.engine == "external":
-                self._servers += [ModelServer(model, url, router) for url in model.urls]
-                continue
-            for number, launched in enumerate(launch(model), 1):
-                role = f"server {len(self._supervisors)}"
-                of = f" of {model.served_model_name}" if len(models) > 1 else ""
-                server = ModelServer(model, launched.url, router, launched.close)
-                self._servers.append(server)
-                self._supervise(
-                    role,
-                    functools.partial(launched.new_process, f"reward model server {number}/{model.replicas}{of}", role),
-                    starts=self._starts,
-                    on_up=server.on_up,
-                    on_down=server.on_down,
-                    on_lost=server.on_lost,
-                )
-
-    def _start_router(self, listener: socket.socket, log_dir: Path) -> asyncio.Future[None]:
-        """Starts to supervise the router; returns the future that is done when the router is ready."""
-
-        def new_process() -> ServerProcess:
-            return ServerProcess(
-                "reward router",
-                self._router_command(),
-                bound=listener,
-                log_path=log_dir / "router.log",
-                # Its /health depends on the servers, which may not be ready yet.
-                health_path="/live",
-                start_timeout_s=self._config.start_timeout_s,
-            )
-
-        async def send_states(_: str) -> None:
-            for server in self._servers:
-                await server.send_state()
-
-        async def close(_: str) -> None:
-            listener.close()
-
         # Requests to all servers wait for the router, so it restarts at once.
-        self._router_run = self._supervise(
-            "router", new_process, starts=Starts(1), at_once=True, on_up=send_states, on_lost=close
+        supervisor = self._supervise(
+            "router",
+            lambda: self._router_process(listener, log_dir),
+            bound=listener,
+            at_once=True,
+            on_up=self._send_states,
         )
-        return self._supervisors["router"].started
+        router = RouterClient(self._router_url, supervisor.started, config.request_timeout_s + _SLEEPS_WITHIN_S)
+        for model in models:
+            self._servers += [ModelServer(model, url, router) for url in model.urls]
+        for launch in launches:
+            url = url_of(launch.bound) if launch.bound else None
+            server = ModelServer(launch.spec.model, url, router)
+            self._servers.append(server)
+            self._supervise(
+                launch.spec.role,
+                launch.new_process,
+                bound=launch.bound,
+                starts=self._starts,
+                on_up=server.on_up,
+                on_down=server.on_down,
+                on_lost=server.on_lost,
+            )
+        for supervisor in self._supervisors.values():
+            supervisor.start()
 
-    def _supervise(self, role: str, new_process: Callable[[], Server], **options: Any) -> asyncio.Task[None]:
-        assert self._tasks is not None
+    async def _launches(self, specs: list[list[ServerSpec]]) -> Iterable[Launch]:
+        if self._config.placement == "local":
+            return on_this_machine(specs)
+        # Imported only if Ray is used.
+        from reward_loop.serving.reservation import GpuReservation
+
+        self._gpus = self._gpus or GpuReservation(timeout_s=self._config.placement_timeout_s)
+        return await in_ray(specs, self._gpus)
+
+    def _supervise(self, role: str, new_process: Callable[[], Server], **options: Any) -> Supervisor:
         policy = RestartPolicy(self._config.max_restarts, self._config.restart_window_s)
-        supervisor = Supervisor(new_process, policy, **options)
-        self._supervisors[role] = supervisor
-        run = self._tasks.create_task(supervisor.run(), name=f"supervise {role}")
-        self._runs.append(run)
-        return run
+        self._supervisors[role] = Supervisor(new_process, policy, **options)
+        return self._supervisors[role]
 
-    def _listen(self, host: str, port: int | None = None) -> socket.socket:
+    async def _send_states(self, _: str) -> None:
+        for server in self._servers:
+            await server.send_state()
+
+    def _listen(self) -> socket.socket:
+        host, port = self._config.host, self._config.router_port
         try:
-            return self._resources.enter_context(listen(host, port or 0))
+            return listen(host, port or 0)
         except OSError as error:
             if error.errno == errno.EADDRINUSE and port:
                 raise ConfigError(f"router_port={port}: the port is in use on {host}; choose another one") from error
             raise ConfigError(f"host={host!r}, router_port={port}: cannot listen there: {error}") from error
+
+    def _router_process(self, listener: socket.socket, log_dir: Path) -> ServerProcess:
+        return ServerProcess(
+            "reward router",
+            self._router_command(),
+            bound=listener,
+            log_path=log_dir / "router.log",
+            # Its /health depends on the servers, which may not be ready yet.
+            health_path="/live",
+            start_timeout_s=self._config.start_timeout_s,
+        )
 
     def _router_command(self) -> list[str]:
         shared = {"request_timeout_s", "max_in_flight", "health_interval_s", "health_timeout_s", "max_failed_checks"}

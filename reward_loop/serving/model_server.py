@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from reward_loop.config import ServedModelConfig
 from reward_loop.router.config import BackendConfig
 from reward_loop.serving.engines.engine import Engine
 from reward_loop.serving.models import ENGINES
-from reward_loop.serving.router_client import RouterClient, post
+from reward_loop.serving.router_client import RouterClient, send
 
 __all__ = ["ModelServer"]
 
@@ -21,16 +20,13 @@ class ModelServer:
         model: the configuration of its model.
         url: ``None`` until the address is known: in Ray, until the server is ready for the first time.
         router: the client of the router.
-        close: releases the server's address when the server is lost.
     """
 
-    def __init__(
-        self, model: ServedModelConfig, url: str | None, router: RouterClient, close: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, model: ServedModelConfig, url: str | None, router: RouterClient) -> None:
         self.model = model
         self.url = url
+        self._engine: Engine | type[Engine] = ENGINES.get(model.engine, Engine)  # an external server has the defaults
         self._router = router
-        self._close = close
         self._asleep = False
         self._lost: str | None = None
         """The reason why the server is no longer restarted; ``None`` while it may be restarted."""
@@ -40,17 +36,9 @@ class ModelServer:
         """Whether this run of the server was told to sleep since it was last told to wake up."""
 
     @property
-    def _engine(self) -> Engine | None:
-        return ENGINES.get(self.model.engine)  # None for an external server
-
-    @property
-    def _sleep_paths(self) -> tuple[str, ...]:
-        return self._engine.sleep_paths if self._engine else ()
-
-    @property
     def can_sleep(self) -> bool:
         """Whether the server can be put to sleep: its engine has no memory to free, or sleep mode is enabled."""
-        return not self._sleep_paths or self.model.enable_sleep_mode
+        return not self._engine.sleep_paths or self.model.enable_sleep_mode
 
     def config(self) -> BackendConfig:
         """Returns the router's configuration of this server."""
@@ -59,7 +47,7 @@ class ModelServer:
             models=(self.model.served_model_name,) if self.model.served_model_name else (),
             kind=None if self.model.kind == "auto" else self.model.kind,
             engine=self.model.engine,
-            health_path=self._engine.health_path if self._engine else "/health",
+            health_path=self._engine.health_path,
         )
 
     async def sleep(self) -> None:
@@ -72,7 +60,7 @@ class ModelServer:
             if self.url is None or self._lost:
                 return
             self._asleep = True
-            await self._router.sleep(self.url)
+            await self._router.require("sleep", self.url)
             await self._send_sleep(self.url)
 
     async def wake(self) -> None:
@@ -86,11 +74,11 @@ class ModelServer:
                 return
             self._asleep = False
             # SGLang dies if it must allocate memory that it has not freed.
-            if self._engine and self._sleep_sent:
+            if self._sleep_sent:
                 for path in self._engine.wake_paths:
-                    await post(self.url, path, self._router.timeout_s)
+                    await send(self.url, path, self._router.timeout_s)
             self._sleep_sent = False
-            await self._router.resume(self.url)
+            await self._router.require("resume", self.url)
 
     async def on_up(self, url: str) -> None:
         """Puts a restarted server to sleep if the others sleep; sends a new URL to the router."""
@@ -103,7 +91,7 @@ class ModelServer:
             before, self.url = self.url, url
             await self._router.add(self.config())
             if self._asleep:
-                await self._router.mark_asleep(url)
+                await self._router.report("sleep", url)
             if before:
                 await self._router.remove(before)
 
@@ -111,13 +99,10 @@ class ModelServer:
         """Reports to the router that the server has died."""
         self._sleep_sent = False
         if self.url is not None:
-            await self._router.mark_dead(self.url, reason)
+            await self._router.report("mark_dead", self.url, reason=reason)
 
     async def on_lost(self, reason: str) -> None:
-        """Releases the address, and reports to the router that the server will not be restarted."""
-        # Resets the connections in the backlog, so that the router retries these requests on other servers.
-        if self._close is not None:
-            self._close()
+        """Reports to the router that the server will not be restarted."""
         self._lost = reason
         await self.send_state()
 
@@ -126,11 +111,11 @@ class ModelServer:
         if self.url is None:
             return
         if self._lost:
-            await self._router.give_up(self.url, self._lost)
+            await self._router.report("give_up", self.url, reason=self._lost)
         elif self._asleep:
-            await self._router.mark_asleep(self.url)
+            await self._router.report("sleep", self.url)
 
     async def _send_sleep(self, url: str) -> None:
-        for path in self._sleep_paths:
+        for path in self._engine.sleep_paths:
             self._sleep_sent = True
-            await post(url, path, self._router.timeout_s)
+            await send(url, path, self._router.timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -14,8 +15,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
 import anyio
@@ -44,12 +44,10 @@ class ServerProcess:
 
     The address is fixed before the child starts, and later runs can use the same one. `bound` has two forms:
 
-    - A listening socket: ``--fd N`` (the socket) and ``--parent-pipe N`` (a pipe) are added to the command. The child
-      must exit at the pipe's end of file (:func:`reward_loop._util.parent_death_pipe.exit_with_parent`). Connections
-      made before the server is ready wait in the backlog.
+    - A listening socket: ``--fd N`` (the socket) and ``--parent-pipe N`` (see `parent_death_pipe`) are added to the
+      command. Connections made before the server is ready wait in the backlog.
     - A reserved address (:func:`reward_loop._util.sockets.reserve`): the command contains the port, and runs as a child
-      of :mod:`reward_loop.serving.reaper`, which kills it at the pipe's end of file. Connections made before the server
-      is ready are refused.
+      of :mod:`reward_loop.serving.reaper`. Connections made before the server is ready are refused.
 
     Args:
         name: the server's name in messages.
@@ -119,9 +117,7 @@ class ServerProcess:
         self.started_in_s = time.monotonic() - began
         return self
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stop()
 
     async def wait(self) -> ServerDiedError:
@@ -157,42 +153,36 @@ class ServerProcess:
             raise ServerStartError(f"{self.name} cannot be started: {error}") from error
         self._parent_death.close_child_fd()
         # A thread works with every event loop and in every thread; asyncio's child watcher does not.
-        waiter = threading.Thread(
-            target=_wait, args=(self._process, loop, self._exited), name=f"wait-{self.name}", daemon=True
-        )
-        waiter.start()
+        waiter = (self._process, loop, self._exited)
+        threading.Thread(target=_wait, args=waiter, name=f"wait-{self.name}", daemon=True).start()
 
     async def _ready(self) -> None:
         assert self._exited is not None
-        health = asyncio.create_task(self._ask_health())
-        began = time.monotonic()
-        deadline = began + self._start_timeout_s
+        health = asyncio.create_task(self._health_problem())
+        progress = asyncio.create_task(self._log_progress())
         try:
-            while not (health.done() or self._exited.done()) and (left := deadline - time.monotonic()) > 0:
-                await asyncio.wait(
-                    [health, self._exited], timeout=min(_PROGRESS_S, left), return_when=asyncio.FIRST_COMPLETED
-                )
-                if not (health.done() or self._exited.done()):
-                    elapsed, last = time.monotonic() - began, (self.log.lines() or [""])[-1]
-                    logger.info(
-                        "%s is still starting after %.0f s; its last log line: %s", self.name, elapsed, last[:200]
-                    )
+            ends: list[asyncio.Future[Any]] = [health, self._exited]
+            await asyncio.wait(ends, timeout=self._start_timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if self._exited.done():
-                what = f"{_ending(self._exited.result())} before it was ready"
-            elif not health.done():
-                what = f"was not ready after {self._start_timeout_s:g} s"
-            elif health.exception():
-                what = f"did not answer the health check {self._health_path}: {health.exception()}"
-            elif (status := health.result()) < 400:
-                return
+                problem: str | None = f"{_ending(self._exited.result())} before it was ready"
+            elif health.done():
+                problem = health.result()
             else:
-                what = f"answered {self._health_path} with status {status}"
+                problem = f"was not ready after {self._start_timeout_s:g} s"
         finally:
             health.cancel()
-        raise ServerStartError(f"{self.name} {what}.\n{self.log.end()}")
+            progress.cancel()
+        if problem:
+            raise ServerStartError(f"{self.name} {problem}.\n{self.log.end()}")
 
-    async def _ask_health(self) -> int:
-        """Returns the status of the health check.
+    async def _log_progress(self) -> None:
+        for elapsed in itertools.count(_PROGRESS_S, _PROGRESS_S):
+            await asyncio.sleep(_PROGRESS_S)
+            last = (self.log.lines() or [""])[-1]
+            logger.info("%s is still starting after %.0f s; its last log line: %s", self.name, elapsed, last[:200])
+
+    async def _health_problem(self) -> str | None:
+        """Returns ``None`` once the health check succeeds, else what is wrong.
 
         A server that inherits its socket is asked once. A server that binds the address itself is asked until the check
         succeeds.
@@ -202,11 +192,13 @@ class ServerProcess:
             while True:
                 try:
                     async with session.get(self.url + self._health_path) as response:
-                        if response.status < 400 or self._inherits_socket:
-                            return response.status
-                except aiohttp.ClientError:
-                    if self._inherits_socket:
-                        raise
+                        if response.status < 400:
+                            return None
+                        problem = f"answered {self._health_path} with status {response.status}"
+                except (aiohttp.ClientError, OSError) as error:
+                    problem = f"did not answer the health check {self._health_path}: {error}"
+                if self._inherits_socket:
+                    return problem
                 # Polling, because the server does not signal when it listens.
                 await asyncio.sleep(_POLL_S)
 

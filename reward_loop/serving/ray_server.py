@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import anyio
 import ray
 from ray.exceptions import RayError
 
-from reward_loop._util.sockets import listen, reserve, url_of
 from reward_loop.errors import ServerDiedError, ServerError, ServerStartError
 from reward_loop.serving.gpus import Accelerator
+from reward_loop.serving.launch import ServerSpec
 from reward_loop.serving.process import ServerProcess
 from reward_loop.serving.reservation import Place
 from reward_loop.serving.tunnels import tunnel_entry, tunnel_exit
@@ -26,7 +24,6 @@ __all__ = ["RayServer"]
 
 logger = logging.getLogger(__name__)
 
-_HOST = "127.0.0.1"
 _STOPS_WITHIN_S = 30.0
 _EXTRA_START_S = 60.0
 """Seconds for what a start needs in addition to `start_timeout_s` of the server's process: the stop of a process that
@@ -40,51 +37,28 @@ class RayServer:
     loopback address of its node. `url` is a loopback address of this node: if the server runs on another node, a tunnel
     forwards connections. `url` is set on entry, and may differ from the URL of the previous run.
 
-        async with server.placed(), server:
-            ...
-
     If the node of the server is lost, Ray moves the place of the server to another node when one has the resources:
     :meth:`placed` waits for it.
 
     Args:
-        name: the server's name in messages.
-        command: returns the command line for a host and a port. It is pickled.
-        inherits_socket: whether the command accepts ``--fd`` and ``--parent-pipe``.
+        spec: the server.
         place: the Ray resources that the server runs on.
         tunnel_key: the key of the tunnel to another node.
-        env, health_path, start_timeout_s: as in :class:`ServerProcess`.
-        log_path: the server's log file, on its node; by default a file in a new temporary directory.
 
     Entering raises:
         ServerStartError: the server cannot be started, or is not ready in time. The message shows the end of its log.
     """
 
-    def __init__(
-        self,
-        name: str,
-        command: Callable[[str, int], list[str]],
-        *,
-        inherits_socket: bool,
-        place: Place,
-        tunnel_key: str,
-        env: dict[str, str],
-        health_path: str = "/health",
-        start_timeout_s: float = 600.0,
-        log_path: Path | None = None,
-    ) -> None:
-        self.name = name
+    def __init__(self, spec: ServerSpec, place: Place, tunnel_key: str) -> None:
+        self.name = spec.name
         self.url = ""
         self.pid: int | None = None
         self.started_in_s: float | None = None
-        self._command = command
-        self._env = env
-        self._log_path = log_path
-        self._health_path = health_path
+        self._spec = spec
+        self._place = place
         self._tunnel_key = tunnel_key
         self._tunnel = AsyncExitStack()
-        self._inherits_socket = inherits_socket
-        self._place = place
-        self._start_timeout_s = start_timeout_s
+        self._start_timeout_s = spec.model.start_timeout_s
         self._actor: Any = None
 
     @asynccontextmanager
@@ -124,9 +98,7 @@ class RayServer:
         except RayError as error:
             raise ServerStartError(f"{self.name} cannot be started: {_cause(error)}") from error
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stop()
 
     async def wait(self) -> ServerDiedError:
@@ -137,16 +109,13 @@ class RayServer:
             return ServerDiedError(f"{self.name}: its Ray actor died: {_cause(error)}")
 
     async def _start(self) -> None:
-        place = self._place
-        env = self._env | await place.environment()
-        options = {"health_path": self._health_path, "start_timeout_s": self._start_timeout_s, "env": env}
-        held = place.accelerator if place.gpus and not place.shared else None
-        node = ray.get_runtime_context().get_node_id()
+        place, node = self._place, ray.get_runtime_context().get_node_id()
+        devices = await place.environment()
         self.url, exit_address, self.pid, self.started_in_s = await self._actor.start.remote(
-            self.name, self._command, self._inherits_socket, self._log_path, options, held, node, self._tunnel_key
+            self._spec, devices, place.reserved, node, self._tunnel_key
         )
         if exit_address:
-            entry = tunnel_entry(exit_address, self._tunnel_key, health_path=self._health_path)
+            entry = tunnel_entry(exit_address, self._tunnel_key, health_path=self._spec.engine.health_path)
             self.url = f"http://{await self._tunnel.enter_async_context(entry)}"
 
     async def _stop(self) -> None:
@@ -169,45 +138,35 @@ class _Host:
         self._process: ServerProcess | None = None
 
     async def start(
-        self,
-        name: str,
-        command: Callable[[str, int], list[str]],
-        inherits_socket: bool,
-        log_path: Path | None,
-        options: dict[str, Any],
-        held: Accelerator | None,
-        users_node: str,
-        tunnel_key: str,
+        self, spec: ServerSpec, devices: dict[str, str], reserved: Accelerator | None, users_node: str, tunnel_key: str
     ) -> tuple[str, str | None, int | None, float | None]:
-        """Starts the server.
+        """Starts the server, and the exit of a tunnel if its user is on another node.
 
         Args:
-            name, command, inherits_socket, log_path: as in :class:`RayServer`.
-            options: further options of :class:`ServerProcess`.
-            held: the type of accelerator that the actor reserves for the server; ``None`` if it reserves none.
+            spec, tunnel_key: as for :class:`RayServer`.
+            devices: the environment variables that assign shared accelerators to the server.
+            reserved: the type of accelerator that the actor reserves for the server; ``None`` if it reserves none.
             users_node: the id of the node that sends the requests.
-            tunnel_key: the key of the tunnel, which is opened if ``users_node`` is another node.
 
         Returns:
             the server's URL on this node, the tunnel exit's ``host:port`` or ``None``, the server's process id, and
             the seconds until it was ready.
         """
         context, address = ray.get_runtime_context(), ray.util.get_node_ip_address()
-        if held:
+        if reserved and spec.model.env.keys().isdisjoint(reserved.variables):
             # Set here because Ray does not set the variable if a RAY_EXPERIMENTAL_NOSET_... variable forbids it.
-            options["env"] = held.environment(context.get_accelerator_ids()[held.resource]) | options["env"]
-        bound = self._stack.enter_context(listen(_HOST) if inherits_socket else reserve(_HOST))
-        host, port = bound.getsockname()[:2]
+            devices = reserved.environment(context.get_accelerator_ids()[reserved.resource])
+        bound = self._stack.enter_context(spec.bind())
         # For vLLM with the option `python`, this starts that interpreter to ask for the version.
-        line = await asyncio.to_thread(command, host, port)
-        process = ServerProcess(f"{name} on {address}", line, bound=bound, log_path=log_path, **options)
+        process = await asyncio.to_thread(spec.process, bound, devices, f" on {address}")
         self._process = await self._stack.enter_async_context(process)
         exit_address = None
         if context.get_node_id() != users_node:
             tunnel_log = None if process.log.path is None else process.log.path.with_suffix(".tunnel.log")
-            tunnel = tunnel_exit(address, f"{host}:{port}", tunnel_key, log_path=tunnel_log)
+            target = process.url.removeprefix("http://")
+            tunnel = tunnel_exit(address, target, tunnel_key, log_path=tunnel_log)
             exit_address = await self._stack.enter_async_context(tunnel)
-        return url_of(bound), exit_address, process.pid, process.started_in_s
+        return process.url, exit_address, process.pid, process.started_in_s
 
     async def wait(self) -> str:
         assert self._process is not None

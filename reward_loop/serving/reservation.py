@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,17 +35,13 @@ Bundle = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The resources that the servers of one model need.
-
-    Args:
-        servers: the number of servers.
-        gpus: the number of accelerators of each server, all on one node.
-        cpus: the number of CPU cores of each server.
-    """
+    """The resources that the servers of one model need."""
 
     servers: int
     gpus: int
+    """The number of accelerators of each server, all on one node."""
     cpus: int
+    """The number of CPU cores of each server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +73,13 @@ class Place:
     @property
     def resources(self) -> dict[str, Any]:
         """The options of a Ray actor that runs here."""
-        if self.shared:
-            return {"num_gpus": 0, "num_cpus": 0, **_in_bundle(self.group, self.bundles[0])}
-        return {
-            **(self.accelerator.options(self.gpus) if self.gpus else {"num_gpus": 0}),
-            "num_cpus": self.cpus,
-            **_in_bundle(self.group, self.bundles[0]),
-        }
+        options = self.reserved.options(self.gpus) if self.reserved else {"num_gpus": 0}
+        return {**options, "num_cpus": 0 if self.shared else self.cpus, **_in_bundle(self.group, self.bundles[0])}
+
+    @property
+    def reserved(self) -> Accelerator | None:
+        """The type of the accelerators that an actor here reserves; ``None`` if it reserves none."""
+        return self.accelerator if self.gpus and not self.shared else None
 
     async def environment(self) -> dict[str, str]:
         """Returns the environment variables that restrict a server to its shared accelerators, if it has any."""
@@ -129,7 +125,7 @@ class GpuReservation:
     - All accelerators of a server are on one node. The servers are on as few nodes as possible, so that whole nodes
       stay free. Servers without accelerators are spread over the nodes.
     - The servers never take the resources that `others` need: while the servers' group is placed, temporary groups hold
-      these resources. Groups are placed in order of size, the largest first. Then the temporary groups are removed.
+      these resources.
     - The reservation is kept when servers restart, until :meth:`release`.
     - Ray must be initialised.
 
@@ -156,9 +152,14 @@ class GpuReservation:
         """
         if not ray.is_initialized():
             raise ConfigError("placement='ray': Ray is not initialised; call ray.init() first")
-        bundles = [self._bundle(demand) for demand in demands for _ in range(demand.servers)]
+        resource = self._accelerator.resource
+        bundles: list[Bundle] = [
+            {"CPU": demand.cpus, **({resource: demand.gpus} if demand.gpus else {})}
+            for demand in demands
+            for _ in range(demand.servers)
+        ]
         if not bundles:
-            return [[] for _ in demands]
+            return []
         # Servers without accelerators do not compete with `others`.
         others = self._others if any(demand.gpus for demand in demands) else ()
         arithmetic = self._arithmetic(demands, others, await asyncio.to_thread(_nodes))
@@ -179,15 +180,8 @@ class GpuReservation:
         if group is not None:
             _remove(group)
 
-    def _bundle(self, demand: Demand) -> Bundle:
-        cpus: Bundle = {"CPU": demand.cpus}
-        return cpus | ({self._accelerator.resource: demand.gpus} if demand.gpus else {})
-
     async def _reserve(self, bundles: list[Bundle], others: Sequence[Others], arithmetic: str) -> None:
-        """Creates the servers' placement group.
-
-        Temporary groups for ``others`` are created as well, all in order of size, and then removed.
-        """
+        """Creates the servers' placement group, while temporary groups hold what ``others`` need."""
         resource = self._accelerator.resource
         # Each piece must be on one node. The largest comes first, before smaller pieces split the nodes.
         wanted: list[tuple[float, int, Others | None]] = [
@@ -201,16 +195,10 @@ class GpuReservation:
                 if other is None:
                     strategy = "PACK" if any(bundle.get(resource, 0) for bundle in bundles) else "SPREAD"
                     self._group = placement_group(bundles, strategy=strategy)
-                    await _until_ready(self._group, deadline, arithmetic)
+                    await self._until_ready(self._group, deadline, arithmetic)
                 else:
                     held.append(placement_group([dict(other.bundle)] * other.bundles, strategy="STRICT_PACK"))
-                    await _until_ready(held[-1], deadline, arithmetic)
-        except TimeoutError:
-            self.release()
-            raise ServerStartError(
-                f"Ray did not have enough free resources for the reward model servers within {self._timeout_s:g} s "
-                f"(placement_timeout_s). {arithmetic}"
-            ) from None
+                    await self._until_ready(held[-1], deadline, arithmetic)
         except BaseException:
             self.release()
             raise
@@ -218,6 +206,16 @@ class GpuReservation:
             for group in held:
                 _remove(group)
             await asyncio.to_thread(_wait_until_removed, held)
+
+    async def _until_ready(self, group: PlacementGroup, deadline: float, arithmetic: str) -> None:
+        while (left := deadline - time.monotonic()) > 0:
+            if await asyncio.to_thread(group.wait, math.ceil(min(_PROGRESS_S, left))):
+                return
+            logger.info("the reward model servers wait for free resources in Ray. %s", arithmetic)
+        raise ServerStartError(
+            f"Ray did not have enough free resources for the reward model servers within {self._timeout_s:g} s "
+            f"(placement_timeout_s). {arithmetic}"
+        )
 
     def _arithmetic(self, demands: Sequence[Demand], others: Sequence[Others], nodes: list[_Node]) -> str:
         """Returns a message with the requested resources and those of each node.
@@ -284,19 +282,6 @@ def _amounts(each: Mapping[str, float], resource: str) -> str:
     return " and ".join(f"{each.get(name, 0):g} {name}(s)" for name in (resource, "CPU"))
 
 
-async def _until_ready(group: PlacementGroup, deadline: float, arithmetic: str) -> None:
-    """Waits until the resources of a group are reserved.
-
-    Raises:
-        TimeoutError: they are not reserved by the deadline (`time.monotonic`).
-    """
-    while (left := deadline - time.monotonic()) > 0:
-        if await asyncio.to_thread(group.wait, math.ceil(min(_PROGRESS_S, left))):
-            return
-        logger.info("the reward model servers wait for free resources in Ray. %s", arithmetic)
-    raise TimeoutError
-
-
 def _wait_until_removed(groups: Sequence[PlacementGroup]) -> None:
     """Waits up to 10 s until Ray has removed the groups and freed their resources."""
     deadline = time.monotonic() + _REMOVED_WITHIN_S
@@ -330,23 +315,22 @@ class SharedGpus:
         Raises:
             ConfigError: the groups have too few bundles.
         """
-        return [list(self._places(demand)) for demand in demands]
+        return [self._places(demand) for demand in demands]
 
-    def _places(self, demand: Demand) -> Iterator[Place]:
+    def _places(self, demand: Demand) -> list[Place]:
         size = max(1, demand.gpus)  # A server without an accelerator also gets one bundle as its place.
-        slots = [
-            (group, tuple(range(first, first + size)))
+        places = [
+            Place(group, tuple(range(first, first + size)), demand.gpus, demand.cpus, True, self._accelerator)
             for group in self._groups
             for first in range(0, group.bundle_count - size + 1, size)
         ]
-        if demand.servers > len(slots):
+        if demand.servers > len(places):
             counts = ", ".join(str(group.bundle_count) for group in self._groups)
             raise ConfigError(
                 f"{demand.servers} server(s) of {size} GPU(s), each on one node, do not fit on the GPUs that they "
                 f"share ({counts} a node): lower replicas, tensor_parallel_size or data_parallel_size"
             )
-        for group, bundles in slots[: demand.servers]:
-            yield Place(group, bundles, demand.gpus, demand.cpus, shared=True, accelerator=self._accelerator)
+        return places[: demand.servers]
 
     def release(self) -> None:
         """Does nothing, because nothing is reserved."""

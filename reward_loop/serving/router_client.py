@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlencode
 
@@ -13,7 +14,7 @@ import aiohttp
 from reward_loop.errors import ServerError
 from reward_loop.router.config import API_KEY_VARIABLE, BackendConfig
 
-__all__ = ["RouterClient", "post"]
+__all__ = ["RouterClient", "send"]
 
 logger = logging.getLogger(__name__)
 
@@ -23,15 +24,15 @@ cores. If the request that adds a server times out, the server gets no requests.
 
 
 class RouterClient:
-    """Changes the servers of a running router.
+    """Changes the servers of a running router. The actions are its endpoints below ``/workers``.
 
-    The methods other than `sleep` and `resume` log failures as warnings: the router's health checks detect the state of
-    a server, and a restarted router receives it.
+    Except in :meth:`require`, failures are only logged as warnings: the router's health checks detect the state of a
+    server, and a restarted router receives it.
 
     Args:
         url: the router's URL.
         started: done when the router is ready for the first time.
-        timeout_s: seconds that `sleep` and `resume` may take; `sleep` waits for the requests in flight.
+        timeout_s: seconds that :meth:`require` may take; the action ``sleep`` waits for the requests in flight.
     """
 
     def __init__(self, url: str, started: asyncio.Future[None], timeout_s: float) -> None:
@@ -46,49 +47,38 @@ class RouterClient:
 
     async def remove(self, url: str) -> None:
         """Removes a server."""
-        await self._request("DELETE", _path("", url=url))
+        await self._request("DELETE", f"/workers?{urlencode({'url': url})}")
 
-    async def mark_dead(self, url: str, reason: str) -> None:
-        """Reports that the process of a server has died and will be restarted."""
-        await self._request("POST", _path("/mark_dead", url=url, reason=reason))
+    async def report(self, action: str, url: str, **details: str) -> None:
+        """Reports the state of a server: ``mark_dead`` or ``give_up`` with a `reason`, or ``sleep``."""
+        await self._request("POST", f"/workers/{action}?{urlencode({'url': url, **details})}")
 
-    async def give_up(self, url: str, reason: str) -> None:
-        """Reports that a server will not be restarted."""
-        await self._request("POST", _path("/give_up", url=url, reason=reason))
-
-    async def mark_asleep(self, url: str) -> None:
-        """Reports that a server sleeps, as `sleep` does; a failure is only logged."""
-        await self._request("POST", _path("/sleep", url=url))
-
-    async def sleep(self, url: str) -> None:
-        """Holds new requests for a server, and waits for its requests in flight.
+    async def require(self, action: str, url: str) -> None:
+        """Has the router ``sleep`` a server, which holds its new requests, or ``resume`` it.
 
         Raises:
             ServerError: the router did not confirm it.
         """
-        await post(self.url, _path("/sleep", url=url), self.timeout_s, headers=_credentials())
-
-    async def resume(self, url: str) -> None:
-        """Sends requests to a server again, those held included.
-
-        Raises:
-            ServerError: the router did not confirm it.
-        """
-        await post(self.url, _path("/resume", url=url), self.timeout_s, headers=_credentials())
+        path = f"/workers/{action}?{urlencode({'url': url})}"
+        await send(self.url, path, self.timeout_s, headers=_credentials())
 
     async def _request(self, method: str, path: str, body: Any = None) -> None:
-        timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
         try:
-            async with aiohttp.ClientSession(
-                self.url, timeout=timeout, headers=_credentials(), raise_for_status=True
-            ) as session:
-                await session.request(method, path, json=body)
-        except (aiohttp.ClientError, TimeoutError) as error:
-            logger.warning("the router did not confirm %s %s: %r", method, path, error)
+            await send(self.url, path, _TIMEOUT_S, method=method, body=body, headers=_credentials())
+        except ServerError as error:
+            logger.warning("the router did not confirm %s %s: %s", method, path, error)
 
 
-async def post(url: str, path: str, timeout_s: float, headers: dict[str, str] | None = None) -> None:
-    """Sends a POST of ``{}``.
+async def send(
+    url: str,
+    path: str,
+    timeout_s: float,
+    *,
+    method: str = "POST",
+    body: Any = None,
+    headers: Mapping[str, str] | None = None,
+) -> None:
+    """Sends a request with a JSON body, by default a POST of ``{}``.
 
     A refused connection is only logged: a server that is down gets its state when it is up again.
 
@@ -99,7 +89,7 @@ async def post(url: str, path: str, timeout_s: float, headers: dict[str, str] | 
     try:
         async with (
             aiohttp.ClientSession(url, timeout=timeout, headers=headers) as session,
-            session.post(path, json={}) as response,
+            session.request(method, path, json=body or {}) as response,
         ):
             if response.status >= 400:
                 raise ServerError(f"{url}{path} was answered with status {response.status}: {await response.text()}")
@@ -107,10 +97,6 @@ async def post(url: str, path: str, timeout_s: float, headers: dict[str, str] | 
         logger.warning("%s%s: %r", url, path, error)
     except (aiohttp.ClientError, TimeoutError) as error:
         raise ServerError(f"{url}{path} was not answered: {error!r}") from error
-
-
-def _path(action: str, **query: str) -> str:
-    return f"/workers{action}?{urlencode(query)}"
 
 
 def _credentials() -> dict[str, str] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -104,18 +105,18 @@ class Supervisor:
     Event                                 Effect                      Next
     ====================================  ==========================  ==================================================
     the server is ready                   awaits ``on_up(url)``       waits until the server dies
-    the first start fails                 `started` gets the error    `run` returns
+    the first start fails                 `started` gets the error    ends
     the server dies or a restart fails    awaits ``on_down(reason)``  restart after a pause
-    as before, restart limit reached      awaits ``on_lost(reason)``  `run` returns
+    as before, restart limit reached      awaits ``on_lost(reason)``  ends
     ====================================  ==========================  ==================================================
 
-    The pause is 0.2 s, doubles with each restart within the policy's window, and is at most 30 s. With ``at_once``, the
-    first restart within the window has no pause.
+    The pause is 0.2 s, doubles with each restart within the policy's window, and is at most 30 s.
 
     Args:
         new_process: creates the next run of the server.
         policy: the restart limit.
         starts: shared by the servers that must not all start at the same time.
+        bound: holds the server's address. Closed when the restart limit is reached, and at :meth:`stop`.
         at_once: whether the first restart within the window has no pause.
         on_up: awaited with the URL each time the server becomes ready.
         on_down: awaited with the reason each time the server has died and will be restarted.
@@ -127,7 +128,8 @@ class Supervisor:
         new_process: Callable[[], Server],
         policy: RestartPolicy,
         *,
-        starts: Starts,
+        starts: Starts | None = None,
+        bound: socket.socket | None = None,
         at_once: bool = False,
         on_up: Callable[[str], Awaitable[None]] = _nothing,
         on_down: Callable[[str], Awaitable[None]] = _nothing,
@@ -137,20 +139,44 @@ class Supervisor:
         """Done when the server is ready for the first time; raises the ServerError of a failed first start."""
         self._new_process = new_process
         self._policy = policy
-        self._starts = starts
+        self._starts = starts or Starts(1)
+        self._bound = bound
         self._at_once = at_once
         self._on_up = on_up
         self._on_down = on_down
         self._on_lost = on_lost
         self._process: Server | None = None
+        self._task: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int | None:
         """The process id, or ``None`` between two runs."""
         return self._process.pid if self._process else None
 
-    async def run(self) -> None:
-        """Runs until cancelled, until the first start fails, or until the restart limit is reached."""
+    def start(self) -> None:
+        """Starts the server, and restarts it when it dies, in a task that ends at :meth:`stop`."""
+        self._task = asyncio.create_task(self._run(), name="supervisor")
+
+    async def stop(self) -> None:
+        """Stops the server, and waits until it is gone. If the wait is cancelled, the server is killed."""
+        try:
+            if self._task:
+                self._task.cancel()
+                # If this is cancelled, gather cancels the task again, and still waits until it has ended.
+                await asyncio.gather(self._task, return_exceptions=True)
+        finally:
+            self._release()
+
+    async def _run(self) -> None:
+        try:
+            await self._restart_until_lost()
+        except Exception as error:
+            if self.started.done():
+                logger.exception("a server has stopped, and is not restarted")
+            else:
+                self.started.set_exception(error)
+
+    async def _restart_until_lost(self) -> None:
         restarts: deque[float] = deque()
         while True:
             try:
@@ -158,8 +184,7 @@ class Supervisor:
             # Raised by the start or by on_up.
             except ServerError as failed:
                 if not self.started.done():
-                    self.started.set_exception(failed)
-                    return
+                    raise
                 error = failed
             now = time.monotonic()
             while restarts and now - restarts[0] > self._policy.window_s:
@@ -167,6 +192,7 @@ class Supervisor:
             if len(restarts) >= self._policy.max_restarts:
                 window = self._policy.window_s
                 logger.error("not restarted after %d restarts within %g s: %s", len(restarts), window, error)
+                self._release()
                 await self._on_lost(_first_line(error))
                 return
             pause = min(_FIRST_PAUSE_S * 2 ** len(restarts), _LONGEST_PAUSE_S)
@@ -179,12 +205,10 @@ class Supervisor:
 
     async def _live(self) -> ServerError:
         """Runs the server once; returns the error with which it died."""
-        self._process = self._new_process()
+        process = self._process = self._new_process()
         try:
-            async with AsyncExitStack() as stack:
-                process = self._process
-                # Outside of `_starts`: after the loss of a node, its servers may wait long for another place.
-                await stack.enter_async_context(process.placed())
+            # Outside of `_starts`: after the loss of a node, its servers may wait long for another place.
+            async with process.placed(), AsyncExitStack() as stack:
                 async with self._starts:
                     await stack.enter_async_context(process)
                 logger.info("%s ready in %.1f s", process.name, process.started_in_s)
@@ -194,6 +218,11 @@ class Supervisor:
                 return await process.wait()
         finally:
             self._process = None
+
+    def _release(self) -> None:
+        """Closes the socket: connections in its backlog are reset, so that the router retries their requests."""
+        if self._bound:
+            self._bound.close()
 
 
 def _first_line(error: ServerError) -> str:

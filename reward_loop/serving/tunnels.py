@@ -5,18 +5,17 @@ Each end of a tunnel is a child process, which runs :mod:`reward_loop.serving.tu
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from reward_loop._util.sockets import listen, url_of
 from reward_loop.errors import ServerStartError
 from reward_loop.serving.process import ServerProcess
-from reward_loop.serving.supervisor import RestartPolicy, Starts, Supervisor
+from reward_loop.serving.supervisor import RestartPolicy, Supervisor
 from reward_loop.serving.tunnel import KEY_VARIABLE
 
 __all__ = ["new_key", "tunnel_entry", "tunnel_exit"]
@@ -31,8 +30,7 @@ def new_key() -> str:
     return secrets.token_urlsafe(24)
 
 
-@asynccontextmanager
-async def tunnel_exit(host: str, to: str, key: str, *, log_path: Path | None = None) -> AsyncIterator[str]:
+def tunnel_exit(host: str, to: str, key: str, *, log_path: Path | None = None) -> AbstractAsyncContextManager[str]:
     """Opens the exit of a tunnel, through which other nodes reach a loopback server of this node.
 
     Args:
@@ -47,19 +45,19 @@ async def tunnel_exit(host: str, to: str, key: str, *, log_path: Path | None = N
     Raises:
         ServerStartError: the process did not start, or the address cannot be used.
     """
-    async with _end("exit", host, to, key, "/live", log_path) as address:
-        yield address
+    return _end("exit", host, to, key, "/live", log_path)
 
 
-@asynccontextmanager
-async def tunnel_entry(to: str, key: str, *, health_path: str, log_path: Path | None = None) -> AsyncIterator[str]:
+def tunnel_entry(
+    to: str, key: str, *, health_path: str, log_path: Path | None = None
+) -> AbstractAsyncContextManager[str]:
     """Opens the entry of a tunnel: the server behind the exit becomes reachable at a loopback address of this node.
 
     Args:
         to: the exit's ``host:port``.
         key: the exit's key.
         health_path: the server answers a GET of this path with a status below 400.
-        log_path: the log; by default a file in a new temporary directory.
+        log_path: as for :func:`tunnel_exit`.
 
     Yields:
         the entry's ``host:port``, once the server has answered through the tunnel.
@@ -67,8 +65,7 @@ async def tunnel_entry(to: str, key: str, *, health_path: str, log_path: Path | 
     Raises:
         ServerStartError: the process did not start, or the server did not answer.
     """
-    async with _end("entry", _LOOPBACK, to, key, health_path, log_path) as address:
-        yield address
+    return _end("entry", _LOOPBACK, to, key, health_path, log_path)
 
 
 @asynccontextmanager
@@ -90,18 +87,10 @@ async def _end(end: str, host: str, to: str, key: str, health_path: str, log_pat
             start_timeout_s=_STARTS_WITHIN_S,
         )
 
-    async def close(_: str) -> None:
-        listener.close()
-
-    supervisor = Supervisor(new_process, _RESTARTS, starts=Starts(1), on_lost=close)
-    run = asyncio.create_task(supervisor.run(), name=f"supervise {name}")
+    supervisor = Supervisor(new_process, _RESTARTS, bound=listener)
+    supervisor.start()
     try:
-        await asyncio.wait([run, supervisor.started], return_when=asyncio.FIRST_COMPLETED)
-        if run.done() and not supervisor.started.done():
-            run.result()
         await supervisor.started
         yield urlsplit(url_of(listener)).netloc
     finally:
-        run.cancel()
-        await asyncio.wait([run])
-        listener.close()
+        await supervisor.stop()

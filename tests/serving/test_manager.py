@@ -164,15 +164,15 @@ async def test_if_a_server_does_not_fall_asleep_the_error_follows_the_sleep_of_t
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asleep = []
-    post_to_server = model_server.post
+    send_to_server = model_server.send
 
-    async def posted(url: str, path: str, timeout_s: float) -> None:
+    async def sent(url: str, path: str, timeout_s: float) -> None:
         if url == models._servers[0].url:
             raise ServerError("no sleep")
-        await post_to_server(url, path, timeout_s)
+        await send_to_server(url, path, timeout_s)
         asleep.append(url)
 
-    monkeypatch.setattr(model_server, "post", posted)
+    monkeypatch.setattr(model_server, "send", sent)
     async with RewardModelManager(config(replicas=2, enable_sleep_mode=True)) as models:
         with pytest.raises(ServerError, match="no sleep"):
             await models.sleep()
@@ -185,19 +185,17 @@ async def test_the_router_has_ended_before_the_servers_are_stopped(
     monkeypatch.setattr("reward_loop.serving.manager._ROUTER_STOPS_WITHIN_S", 60.0)
     ended: list[str] = []
 
-    async def run(name: str) -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            for _ in range(10 if name == "router" else 0):  # it takes longer than the servers
+    class Server:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        async def stop(self) -> None:
+            for _ in range(10 if self.name == "router" else 0):  # it takes longer than the servers
                 await asyncio.sleep(0)
-            ended.append(name)
+            ended.append(self.name)
 
     models = RewardModelManager(config())
-    models._tasks = await asyncio.TaskGroup().__aenter__()
-    models._runs = [models._tasks.create_task(run(name)) for name in ("server", "router")]
-    models._router_run = models._runs[1]
-    await asyncio.sleep(0)
+    models._supervisors = {name: Server(name) for name in ("server", "router")}
     await models.stop()
     assert ended == ["router", "server"]
 

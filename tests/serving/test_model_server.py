@@ -24,21 +24,18 @@ class RecordingRouter(RouterClient):
     async def _request(self, method: str, path: str, body: Any = None) -> None:
         self.requests.append(f"{method} {path}" if body is None else f"{method} {path} {body['url']}")
 
-    async def sleep(self, url: str) -> None:
-        self.requests.append(f"sleep {url}")
-
-    async def resume(self, url: str) -> None:
-        self.requests.append(f"resume {url}")
+    async def require(self, action: str, url: str) -> None:
+        self.requests.append(f"{action} {url}")
 
 
 @pytest.fixture
 async def router(monkeypatch: pytest.MonkeyPatch) -> RecordingRouter:
     router = RecordingRouter()
 
-    async def post(url: str, path: str, timeout_s: float) -> None:
+    async def send(url: str, path: str, timeout_s: float) -> None:
         router.requests.append(f"POST {url}{path}")
 
-    monkeypatch.setattr(model_server, "post", post)
+    monkeypatch.setattr(model_server, "send", send)
     return router
 
 
@@ -106,12 +103,8 @@ async def test_sglang_is_paused_before_it_frees_its_memory_and_continues_when_it
     ]
 
 
-async def test_a_lost_server_releases_its_address_and_a_restarted_router_gets_the_reason(
-    router: RecordingRouter,
-) -> None:
-    closed: list[bool] = []
-    server = ModelServer(MODEL, "http://a:1", router, lambda: closed.append(True))
+async def test_a_restarted_router_gets_the_reason_why_a_server_is_lost(router: RecordingRouter) -> None:
+    server = ModelServer(MODEL, "http://a:1", router)
     await server.on_lost("exited with status 4")
     await server.send_state()
-    assert closed == [True]
     assert router.requests == ["POST /workers/give_up?url=http%3A%2F%2Fa%3A1&reason=exited+with+status+4"] * 2

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from reward_loop._util.sockets import listen
 from reward_loop.errors import ServerDiedError, ServerError
 from reward_loop.serving import supervisor as supervision
 from reward_loop.serving.supervisor import RestartPolicy, Starts, Supervisor
@@ -57,15 +58,14 @@ async def test_a_server_that_cannot_be_made_ready_for_use_is_stopped_and_tried_a
         if len(told) == 3:
             up.set()
 
-    supervisor = Supervisor(new, RestartPolicy(3, 60), starts=Starts(1), on_up=on_up)
-    running = asyncio.create_task(supervisor.run())
+    supervisor = Supervisor(new, RestartPolicy(3, 60), on_up=on_up)
+    supervisor.start()
     await supervisor.started
     servers[0].dies.set()
     async with asyncio.timeout(30):
         await up.wait()
     assert [server.entered for server in servers] == [False, False, True]
-    running.cancel()
-    await asyncio.wait([running])
+    await supervisor.stop()
     assert not servers[-1].entered
 
 
@@ -80,26 +80,26 @@ async def test_the_first_restart_may_have_no_pause(monkeypatch: pytest.MonkeyPat
         servers.append(FakeServer())
         return servers[-1]
 
-    supervisor = Supervisor(new, RestartPolicy(3, 60), starts=Starts(1), at_once=True, on_up=up.put, on_down=down.put)
-    running = asyncio.create_task(supervisor.run())
+    supervisor = Supervisor(new, RestartPolicy(3, 60), at_once=True, on_up=up.put, on_down=down.put)
+    supervisor.start()
     async with asyncio.timeout(30):
         for server in range(2):
             await up.get()
             servers[server].dies.set()
             await down.get()
     assert len(servers) == 2  # the second restart has a pause
-    running.cancel()
-    await asyncio.wait([running])
+    await supervisor.stop()
 
 
 async def test_a_first_start_that_fails_is_reported_and_not_repeated() -> None:
     async def on_up(_: str) -> None:
         raise ServerError("it will not sleep")
 
-    supervisor = Supervisor(FakeServer, RestartPolicy(3, 60), starts=Starts(1), on_up=on_up)
-    await supervisor.run()
+    supervisor = Supervisor(FakeServer, RestartPolicy(3, 60), on_up=on_up)
+    supervisor.start()
     with pytest.raises(ServerError, match="it will not sleep"):
         await supervisor.started
+    await supervisor.stop()
 
 
 async def test_a_server_that_waits_for_a_place_does_not_delay_the_start_of_others() -> None:
@@ -107,7 +107,8 @@ async def test_a_server_that_waits_for_a_place_does_not_delay_the_start_of_other
     without_place, other = FakeServer(), FakeServer()
     without_place.has_place.clear()
     supervisors = [Supervisor(lambda s=s: s, RestartPolicy(3, 60), starts=starts) for s in (without_place, other)]  # type: ignore[misc]
-    runs = [asyncio.create_task(supervisor.run()) for supervisor in supervisors]
+    for supervisor in supervisors:
+        supervisor.start()
     async with asyncio.timeout(30):
         await supervisors[1].started
         await starts.forbid()  # waits for servers that are starting
@@ -116,10 +117,73 @@ async def test_a_server_that_waits_for_a_place_does_not_delay_the_start_of_other
         await starts.allow()
         await supervisors[0].started
     assert without_place.entered
-    for run in runs:
-        run.cancel()
-    await asyncio.wait(runs)
+    for supervisor in supervisors:
+        await supervisor.stop()
     assert not without_place.entered
+
+
+async def test_a_lost_server_releases_its_address_and_so_does_one_that_is_stopped() -> None:
+    lost: asyncio.Queue[str] = asyncio.Queue()
+    server, socket = FakeServer(), listen("127.0.0.1")
+    supervisor = Supervisor(lambda: server, RestartPolicy(0, 60), bound=socket, on_lost=lost.put)
+    supervisor.start()
+    await supervisor.started
+    assert socket.fileno() >= 0
+    server.dies.set()
+    async with asyncio.timeout(30):
+        assert await lost.get() == "it was told to"
+    assert socket.fileno() < 0
+    await supervisor.stop()
+    unused = listen("127.0.0.1")
+    await Supervisor(FakeServer, RestartPolicy(0, 60), bound=unused).stop()
+    assert unused.fileno() < 0
+
+
+async def test_an_unexpected_error_is_raised_by_the_first_start_and_logged_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    broken = [True]
+
+    async def on_up(_: str) -> None:
+        if broken[0]:
+            raise TypeError("a defect")
+
+    supervisor = Supervisor(FakeServer, RestartPolicy(3, 60), on_up=on_up)
+    supervisor.start()
+    with pytest.raises(TypeError, match="a defect"):
+        await supervisor.started
+    await supervisor.stop()
+    server, broken[0] = FakeServer(), False
+    supervisor = Supervisor(lambda: server, RestartPolicy(3, 60), on_up=on_up)
+    supervisor.start()
+    await supervisor.started
+    broken[0] = True
+    server.dies.set()
+    await until(lambda: "a server has stopped, and is not restarted" in caplog.text)
+    await supervisor.stop()
+
+
+async def test_a_stop_that_is_cancelled_stops_the_server_at_once_and_waits_for_it() -> None:
+    class Slow(FakeServer):
+        ended = False
+
+        async def __aexit__(self, *_: object) -> None:
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                await asyncio.sleep(0.01)
+                self.entered, self.ended = False, True
+
+    server = Slow()
+    supervisor = Supervisor(lambda: server, RestartPolicy(3, 60))
+    supervisor.start()
+    await supervisor.started
+    stopping = asyncio.create_task(supervisor.stop())
+    await asyncio.sleep(0.01)
+    stopping.cancel()
+    await asyncio.wait([stopping], timeout=30)
+    assert stopping.cancelled()
+    assert server.ended
 
 
 async def test_starts_are_bounded_and_can_be_forbidden() -> None:

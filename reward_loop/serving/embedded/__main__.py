@@ -33,9 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"--kind {args.kind}: the model in {args.model} is {kind}")
         raise_descriptor_limit()
         # Imports torch, which takes seconds, so the options are checked first.
-        from reward_loop.serving.embedded.app import create_app, load_model
+        from reward_loop.serving.embedded.app import create_app
+        from reward_loop.serving.embedded.model import EmbeddedModel
 
-        model = load_model(
+        model = EmbeddedModel(
             args.model, name=name, kind=kind, max_batch_size=args.max_batch_size, max_wait_s=args.max_wait_ms / 1000
         )
     except ConfigError as error:

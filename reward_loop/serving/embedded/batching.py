@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Hashable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from reward_loop.serving.embedded.sampling import Generation, RowEndings, RowSampler, SamplingParams
+from reward_loop.serving.embedded.sampling import Generation, RowEndings, RowSampler
+from reward_loop.serving.embedded.sampling_params import SamplingParams
 
-__all__ = ["BatchingEngine", "ContextTooLong", "Generation", "SamplingParams"]
+__all__ = ["BatchingEngine", "ContextTooLong"]
 
 
 class ContextTooLong(ValueError):
@@ -49,7 +49,7 @@ class BatchingEngine:
 
     Requests with the same sampling parameters, except length and seed, share a batch. The group with the oldest request
     runs first. The engine owns the model: it replaces the model's ``generation_config`` by a neutral one, so that only
-    the sampling parameters of a request apply. Weights may be changed in place inside :meth:`exclusive`.
+    the sampling parameters of a request apply. Weights may be changed in place under `model_lock`.
 
     Args:
         model: a transformers ``*ForCausalLM`` or ``*ForSequenceClassification`` in eval mode. A decoder with a
@@ -87,7 +87,8 @@ class BatchingEngine:
         self._max_batch_tokens = max_batch_tokens
         text_config = model.config.get_text_config()
         self._vocab_size: int = text_config.vocab_size
-        self._max_length: int | None = getattr(text_config, "max_position_embeddings", None)
+        self.max_length: int | None = getattr(text_config, "max_position_embeddings", None)
+        """The model's context length in tokens, for input and new tokens together; ``None`` if unknown."""
         self._random = torch.Generator(model.device)
         if seed is None:
             self._random.seed()
@@ -95,10 +96,11 @@ class BatchingEngine:
             self._random.manual_seed(seed)
         if model.can_generate():
             model.generation_config = GenerationConfig(pad_token_id=pad_token_id)
-        self._groups: dict[Hashable, deque[_Request]] = {}
+        self._groups: dict[str | None, deque[_Request]] = {}
         self._running: list[_Request] = []
         self._arrival = asyncio.Event()
-        self._model_lock = asyncio.Lock()
+        self.model_lock = asyncio.Lock()
+        """Held by the running batch. While a caller holds it, the model is idle, and its weights may be changed."""
         self._thread: ThreadPoolExecutor | None = None
         self._worker: asyncio.Task[None] | None = None
 
@@ -107,9 +109,7 @@ class BatchingEngine:
         self._worker = asyncio.create_task(self._work(), name="batching-engine")
         return self
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         worker, self._worker = self._worker, None
         thread, self._thread = self._thread, None
         assert worker is not None
@@ -121,11 +121,6 @@ class BatchingEngine:
         await asyncio.wait([worker])
         await asyncio.to_thread(thread.shutdown)
 
-    @property
-    def max_length(self) -> int | None:
-        """The model's context length in tokens, for input and new tokens together; ``None`` if unknown."""
-        return self._max_length
-
     async def generate(self, prompt_ids: list[int], params: SamplingParams) -> Generation:
         """Generates a continuation of ``prompt_ids``.
 
@@ -136,7 +131,7 @@ class BatchingEngine:
             ContextTooLong: the prompt and ``params.max_tokens`` exceed the model's context length.
             ValueError: the prompt is empty, or contains an unknown token.
         """
-        return await self._submit(params.distribution, prompt_ids, params)
+        return await self._submit(prompt_ids, params)
 
     async def classify(self, input_ids: list[int]) -> list[float]:
         """Returns the raw logits of a sequence classification model for ``input_ids``, one for each label.
@@ -145,20 +140,15 @@ class BatchingEngine:
             ContextTooLong: the input exceeds the model's context length.
             ValueError: the input is empty, or contains an unknown token.
         """
-        return await self._submit(None, input_ids, None)
+        return await self._submit(input_ids, None)
 
-    @asynccontextmanager
-    async def exclusive(self) -> AsyncIterator[None]:
-        """Keeps the model idle inside the block: waits for the running batch, and delays the next one."""
-        async with self._model_lock:
-            yield
-
-    async def _submit(self, group: Hashable, token_ids: list[int], params: SamplingParams | None) -> Any:
+    async def _submit(self, token_ids: list[int], params: SamplingParams | None) -> Any:
         if self._worker is None:
             raise RuntimeError("the engine is not running: use it inside `async with BatchingEngine(...)`")
         loop = asyncio.get_running_loop()
         request = _Request(token_ids, params, loop.time(), loop.create_future())
         self._check(request)
+        group = params.distribution if params else None
         self._groups.setdefault(group, deque()).append(request)
         self._arrival.set()
         return await request.result
@@ -169,17 +159,17 @@ class BatchingEngine:
             raise ValueError("the input has no tokens")
         if min(ids) < 0 or max(ids) >= self._vocab_size:
             raise ValueError(f"token ids must be at least 0 and less than {self._vocab_size}")
-        biased = [token for token, _ in request.params.logit_bias] if request.params else []
+        biased = request.params.logit_bias if request.params else ()
         if biased and (min(biased) < 0 or max(biased) >= self._vocab_size):
             raise ValueError(f"logit_bias: token ids must be at least 0 and less than {self._vocab_size}")
-        if self._max_length is not None and len(ids) + new > self._max_length:
+        if self.max_length is not None and len(ids) + new > self.max_length:
             wanted = f"{len(ids)} input tokens" + (f" and {new} new tokens" if new else "")
-            raise ContextTooLong(f"this model's maximum context length is {self._max_length} tokens, not {wanted}")
+            raise ContextTooLong(f"this model's maximum context length is {self.max_length} tokens, not {wanted}")
 
     async def _work(self) -> None:
         while True:
             group = await self._next_group()
-            async with self._model_lock:
+            async with self.model_lock:
                 self._running = self._take_batch(group)
                 if self._running:
                     await self._run(self._running)

@@ -7,9 +7,11 @@ import uuid
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StrictInt, StrictStr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError, model_validator
 
-__all__ = ["ApiError", "ChatRequest", "ClassifyRequest", "Message", "new_id", "now", "parse"]
+from reward_loop.serving.embedded.sampling_params import SamplingOptions
+
+__all__ = ["ApiError", "ChatRequest", "ClassifyRequest", "PromptRequest", "R", "envelope", "now", "parse"]
 
 _SHOWN_PROBLEMS = 10
 
@@ -44,12 +46,6 @@ class Body(BaseModel):
         return given
 
 
-class Request(Body):
-    """Base of all requests."""
-
-    model: str | None = None
-
-
 class TextPart(Body):
     """One part of a message's content."""
 
@@ -74,9 +70,10 @@ class Message(Body):
         return {"role": self.role, "content": content}
 
 
-class PromptRequest(Request):
+class PromptRequest(Body):
     """A request with a prompt that this server tokenizes."""
 
+    model: str | None = None
     add_special_tokens: bool | None = None
     """By default, the tokenizer adds its special tokens to a text; a conversation has only those of its template."""
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, lt=2**63)
@@ -86,7 +83,7 @@ class PromptRequest(Request):
     chat_template_kwargs: dict[str, Any] = {}
 
 
-class ChatRequest(PromptRequest):
+class ChatRequest(PromptRequest, SamplingOptions):
     """``POST /v1/chat/completions``."""
 
     unsupported = {
@@ -107,18 +104,8 @@ class ChatRequest(PromptRequest):
     n: int = Field(default=1, ge=1, le=1024)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=-1, ge=-1)
-    min_p: float = Field(default=0.0, ge=0, le=1)
-    repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
-    logit_bias: dict[int, FiniteFloat] = {}
     stop: str | list[str] | None = None
     include_stop_str_in_output: bool = False
-    stop_token_ids: list[int] | None = None
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     logprobs: bool = False
     top_logprobs: int | None = None
     stream: bool = False
@@ -161,7 +148,7 @@ class ClassifyRequest(PromptRequest):
         return self
 
 
-R = TypeVar("R", bound=Request)
+R = TypeVar("R", bound=PromptRequest)
 
 
 def parse(kind: type[R], body: bytes) -> R:
@@ -198,9 +185,19 @@ def _unsupported(name: str) -> str:
     return f"{what}: leave it out, or serve the model with engine='vllm' or 'sglang'"
 
 
-def new_id(prefix: str) -> str:
-    """Returns a new unique id for a response."""
-    return f"{prefix}-{uuid.uuid4().hex}"
+def envelope(prefix: str, kind: str, model: str, prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
+    """Returns the fields that all responses have: a new id with this prefix, the time, the model and the usage."""
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": now(),
+        "model": model,
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": new_tokens,
+            "total_tokens": prompt_tokens + new_tokens,
+        },
+    }
 
 
 def now() -> int:

@@ -8,7 +8,7 @@ and a seeded request draws the same random numbers in every batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -22,53 +22,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-__all__ = ["Generation", "RowEndings", "RowSampler", "SamplingParams"]
+from reward_loop.serving.embedded.sampling_params import SamplingParams
 
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """The sampling parameters of one request. Names and meanings are those of vLLM."""
-
-    max_tokens: int
-    """The maximum number of new tokens, including the end token."""
-    temperature: float = 1.0
-    """0 decodes greedily."""
-    top_p: float = 1.0
-    top_k: int = -1
-    """-1 or 0 disables top-k sampling."""
-    min_p: float = 0.0
-    """Excludes tokens that are less probable than this fraction of the most probable one."""
-    repetition_penalty: float = 1.0
-    """Applies to the tokens of prompt and response, before the temperature."""
-    presence_penalty: float = 0.0
-    """Subtracted from the logit of each token that the response contains."""
-    frequency_penalty: float = 0.0
-    """Subtracted from the logit of each token, once for each time that the response contains it."""
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    """Pairs of a token id and the value added to its logit, before the penalties and the temperature."""
-    stop_token_ids: tuple[int, ...] = ()
-    """End tokens in addition to those of the engine."""
-    seed: int | None = None
-    """Seeds a random stream for this request: the same seed draws the same random numbers in every batch."""
-
-    def __post_init__(self) -> None:
-        for name, valid in {
-            "max_tokens": self.max_tokens >= 1,
-            "temperature": 0 <= self.temperature < float("inf"),
-            "top_p": 0 < self.top_p <= 1,
-            "top_k": self.top_k >= -1,
-            "min_p": 0 <= self.min_p <= 1,
-            "repetition_penalty": 0 < self.repetition_penalty < float("inf"),
-            "presence_penalty": -2 <= self.presence_penalty <= 2,
-            "frequency_penalty": -2 <= self.frequency_penalty <= 2,
-        }.items():
-            if not valid:
-                raise ValueError(f"{name} is out of range: {getattr(self, name)}")
-
-    @property
-    def distribution(self) -> tuple[Any, ...]:
-        """The parameters that all requests of a batch share: all except length and seed."""
-        return astuple(replace(self, max_tokens=1, seed=None))
+__all__ = ["Generation", "RowEndings", "RowSampler"]
 
 
 @dataclass(slots=True)
@@ -136,7 +92,7 @@ def _processors(params: SamplingParams) -> list[LogitsProcessor]:
     """Returns the logits processors in vLLM's order."""
     processors: list[LogitsProcessor] = []
     if params.logit_bias:
-        processors.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in params.logit_bias]))
+        processors.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in params.logit_bias.items()]))
     if params.repetition_penalty != 1:
         processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
     if params.presence_penalty or params.frequency_penalty:

@@ -48,7 +48,7 @@ def has_module(name: str, model: ServedModelConfig) -> bool:
     """
     if model.python is None:
         return importlib.util.find_spec(name) is not None
-    return bool(_evaluate(f"importlib.util.find_spec({name!r}) is not None", model))
+    return bool(_value(f"importlib.util.find_spec({name!r}) is not None", model.python, frozenset(model.env.items())))
 
 
 def version(distribution: str, model: ServedModelConfig) -> str | None:
@@ -63,15 +63,12 @@ def version(distribution: str, model: ServedModelConfig) -> str | None:
         except importlib.metadata.PackageNotFoundError:
             return None
     found = f"importlib.metadata.distributions(name={distribution!r})"
-    return _evaluate(f"next((distribution.version for distribution in {found}), None)", model)
-
-
-def _evaluate(expression: str, model: ServedModelConfig) -> Any:
-    return _value(expression, str(model.python), tuple(sorted(model.env.items())))
+    expression = f"next((distribution.version for distribution in {found}), None)"
+    return _value(expression, model.python, frozenset(model.env.items()))
 
 
 @functools.cache
-def _value(expression: str, python: str, env: tuple[tuple[str, str], ...]) -> Any:
+def _value(expression: str, python: str, env: frozenset[tuple[str, str]]) -> Any:
     """Returns the value of an expression in another interpreter. Errors are not cached: the user may fix the cause."""
     program = f"import importlib.metadata, importlib.util, json; print(json.dumps({expression}))"
     try:

@@ -11,7 +11,8 @@ from typing import Any
 import ray
 import torch
 
-from reward_loop.serving.embedded.batching import BatchingEngine, SamplingParams
+from reward_loop.serving.embedded.batching import BatchingEngine
+from reward_loop.serving.embedded.sampling_params import SamplingParams
 
 __all__ = ["CPURolloutServer"]
 
@@ -56,7 +57,7 @@ class CPURolloutServer:
         self._global_steps: int | None = None
         self._asleep = False
         self._open = AsyncExitStack()
-        self._update: AsyncExitStack | None = None
+        self._updating = False
         self._admission = asyncio.Event()
         self._admission.set()
         self._reject = False
@@ -122,9 +123,9 @@ class CPURolloutServer:
 
     async def update_weights(self, bucket: dict[str, torch.Tensor], *, last: bool, global_steps: int | None) -> None:
         """Copies one bucket of weights into the model. No generation between the first and the last."""
-        if self._update is None:
-            self._update = AsyncExitStack()
-            await self._update.enter_async_context(self._engine.exclusive())
+        if not self._updating:
+            self._updating = True
+            await self._engine.model_lock.acquire()
         target = self._model.state_dict()
         unknown = bucket.keys() - target.keys()
         if unknown:
@@ -137,8 +138,8 @@ class CPURolloutServer:
             # verl's validation sends the weights again without a step number.
             if global_steps is not None:
                 self._global_steps = global_steps
-            await self._update.aclose()
-            self._update = None
+            self._updating = False
+            self._engine.model_lock.release()
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
         """Aborts all running requests with ``stop_reason="aborted"``. New requests wait, or are aborted too.

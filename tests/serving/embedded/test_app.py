@@ -17,7 +17,8 @@ torch.set_num_threads(1)  # Tiny tensors: more threads only wait for each other.
 from reward_loop.client import Json, Judge  # noqa: E402
 from reward_loop.errors import ConfigError, RequestError  # noqa: E402
 from reward_loop.router.app import Router  # noqa: E402
-from reward_loop.serving.embedded.app import EmbeddedModel, create_app, load_model  # noqa: E402
+from reward_loop.serving.embedded.app import create_app  # noqa: E402
+from reward_loop.serving.embedded.model import EmbeddedModel  # noqa: E402
 from tests.servers import served_by_router, serving  # noqa: E402
 
 pytestmark = pytest.mark.integration  # imports torch
@@ -49,14 +50,14 @@ class Client:
 
 @pytest_asyncio.fixture
 async def judge(tiny_generative_model: Path) -> AsyncIterator[Client]:
-    model = load_model(str(tiny_generative_model), name="judge", kind="generative")
+    model = EmbeddedModel(str(tiny_generative_model), name="judge", kind="generative")
     async with serving(create_app(model)) as url, aiohttp.ClientSession(url) as session:
         yield Client(session, model)
 
 
 @pytest_asyncio.fixture
 async def scorer(tiny_discriminative_model: Path) -> AsyncIterator[Client]:
-    model = load_model(str(tiny_discriminative_model), name="scorer", kind="discriminative")
+    model = EmbeddedModel(str(tiny_discriminative_model), name="scorer", kind="discriminative")
     async with serving(create_app(model)) as url, aiohttp.ClientSession(url) as session:
         yield Client(session, model)
 
@@ -416,7 +417,7 @@ async def test_a_client_that_leaves_takes_its_request_back(scorer: Client) -> No
 
     engine = scorer.model.engine
     engine._model.register_forward_pre_hook(count)
-    async with engine.exclusive():
+    async with engine.model_lock:
         async with aiohttp.ClientSession(scorer.session._base_url) as leaver:
             request = asyncio.create_task(leaver.post("/classify", json={"input": "x"}))
             async with asyncio.timeout(60):
@@ -438,7 +439,7 @@ def test_a_model_whose_head_has_another_form_is_rejected(tiny_discriminative_mod
     weights["score.0.weight"] = weights.pop("score.weight")  # as in Qwen2ForRewardModel
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match=r"has no weights for score\.weight of Qwen2ForSequenceClassification: "):
-        load_model(str(path), name="it", kind="discriminative")
+        EmbeddedModel(str(path), name="it", kind="discriminative")
 
 
 @pytest.mark.parametrize("kind", ["generative", "discriminative"])
@@ -446,7 +447,7 @@ async def test_asleep_it_holds_no_weights_and_awake_it_answers_as_before(
     kind: Any, tiny_generative_model: Path, tiny_discriminative_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tiny_generative_model if kind == "generative" else tiny_discriminative_model
-    model = load_model(str(path), name="it", kind=kind)
+    model = EmbeddedModel(str(path), name="it", kind=kind)
     held = model._model.state_dict()
     async with (
         serving(create_app(model, can_sleep=True)) as url,

@@ -14,12 +14,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 torch.set_num_threads(1)  # Tiny tensors: more threads only wait for each other.
 
-from reward_loop.serving.embedded.batching import (  # noqa: E402
-    BatchingEngine,
-    ContextTooLong,
-    Generation,
-    SamplingParams,
-)
+from reward_loop.serving.embedded.batching import BatchingEngine, ContextTooLong  # noqa: E402
+from reward_loop.serving.embedded.sampling import Generation  # noqa: E402
+from reward_loop.serving.embedded.sampling_params import SamplingParams  # noqa: E402
 
 pytestmark = pytest.mark.integration  # imports torch
 
@@ -230,7 +227,7 @@ async def test_a_running_generation_that_is_cancelled_stops(generative: Any, ste
         task.cancel()
         await asyncio.wait([task])
         steps.gate.set()
-        async with engine.exclusive():
+        async with engine.model_lock:
             assert len(steps.sizes) <= 2
 
 
@@ -269,12 +266,12 @@ async def test_a_model_error_fails_its_batch_and_the_engine_continues(discrimina
         assert len(await engine.classify([5])) == 1
 
 
-async def test_exclusive_keeps_the_model_idle(discriminative: Any, batches: Batches) -> None:
+async def test_the_model_lock_keeps_the_model_idle(discriminative: Any, batches: Batches) -> None:
     async with engine_for(discriminative, max_wait_s=0) as engine:
         batches.gate.clear()
         running = asyncio.create_task(engine.classify([5]))
         await asyncio.to_thread(batches.entered.wait)
-        inside = asyncio.create_task(anext(exclusive := _hold(engine)))
+        inside = asyncio.create_task(engine.model_lock.acquire())
         done, _ = await asyncio.wait([inside], timeout=0.05)
         assert not done
         batches.gate.set()
@@ -284,14 +281,9 @@ async def test_exclusive_keeps_the_model_idle(discriminative: Any, batches: Batc
         done, _ = await asyncio.wait([held], timeout=0.05)
         assert not done
         assert batches.sizes == [1]
-        await exclusive.aclose()
+        engine.model_lock.release()
         await held
     assert batches.sizes == [1, 1]
-
-
-async def _hold(engine: BatchingEngine) -> Any:
-    async with engine.exclusive():
-        yield
 
 
 async def test_leaving_cancels_what_waits_and_what_runs(generative: Any, steps: Batches) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reward_loop.serving.embedded.dialect import ApiError, ChatRequest, ClassifyRequest, Request, parse
+from reward_loop.serving.embedded.dialect import ApiError, ChatRequest, ClassifyRequest, PromptRequest, parse
 
 MESSAGES = '"messages": [{"role": "user", "content": "x"}]'
 
@@ -17,7 +17,7 @@ MESSAGES = '"messages": [{"role": "user", "content": "x"}]'
         (ClassifyRequest, '{"input": "a \\ud800 b"}'),
     ],
 )
-def test_lone_surrogates_are_refused(kind: type[Request], body: str) -> None:
+def test_lone_surrogates_are_refused(kind: type[PromptRequest], body: str) -> None:
     with pytest.raises(ApiError, match=r"lone surrogate.*replace") as refused:
         parse(kind, body.encode())
     assert refused.value.code == 400

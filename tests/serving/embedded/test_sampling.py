@@ -6,7 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from reward_loop.serving.embedded.sampling import RowSampler, SamplingParams  # noqa: E402
+from reward_loop.serving.embedded.sampling import RowSampler  # noqa: E402
+from reward_loop.serving.embedded.sampling_params import SamplingParams  # noqa: E402
 
 pytestmark = pytest.mark.integration  # imports torch
 
@@ -40,7 +41,7 @@ def test_a_bias_is_added_before_the_repetition_penalty() -> None:
     changed[1, [0, 5]] /= 2.0
     changed[1, [1, 4]] *= 2.0  # negative ones
     expected = torch.log_softmax(changed, dim=-1)
-    torch.testing.assert_close(logits_of(logit_bias=((2, 3.0),), repetition_penalty=2.0), expected)
+    torch.testing.assert_close(logits_of(logit_bias={2: 3.0}, repetition_penalty=2.0), expected)
 
 
 def test_min_p_excludes_tokens_below_a_fraction_of_the_most_probable() -> None:
@@ -58,7 +59,7 @@ def test_requests_share_a_batch_if_all_but_length_and_seed_is_equal() -> None:
         {"presence_penalty": 1.0},
         {"frequency_penalty": 1.0},
         {"min_p": 0.1},
-        {"logit_bias": ((1, 1.0),)},
+        {"logit_bias": {1: 1.0}},
         {"stop_token_ids": (3,)},
     ):
         assert base.distribution != SamplingParams(max_tokens=4, **other).distribution

@@ -1,0 +1,246 @@
+"""The model of the embedded server: answers requests, sleeps and wakes up."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+import transformers
+
+from reward_loop._util.output import print_line
+from reward_loop._util.text import listing
+from reward_loop.errors import ConfigError
+from reward_loop.serving.checkpoint import ModelKind
+from reward_loop.serving.embedded.batching import BatchingEngine
+from reward_loop.serving.embedded.dialect import ApiError, ChatRequest, ClassifyRequest, PromptRequest, envelope
+from reward_loop.serving.embedded.sampling import Generation
+from reward_loop.serving.embedded.sampling_params import SamplingOptions, SamplingParams
+
+__all__ = ["EmbeddedModel"]
+
+
+class EmbeddedModel:
+    """A model in float32 with its tokenizer, and the engine that runs it.
+
+    Args:
+        path: a model directory, or the name of a model of the Hugging Face hub.
+        name: the model's name in requests.
+        kind: ``generative`` or ``discriminative``.
+        engine_options: passed on to :class:`BatchingEngine`.
+
+    Raises:
+        ConfigError: the directory lacks weights of the model.
+    """
+
+    def __init__(self, path: str, *, name: str, kind: ModelKind, **engine_options: Any) -> None:
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        self.name = name
+        self.kind = kind
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        self._path = path
+        self._model = self._read()
+        self.config = self._model.config
+        text_config = self.config.get_text_config()
+        if text_config.pad_token_id is None:
+            candidates = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
+            text_config.pad_token_id = next((token for token in candidates if token is not None), 0)
+        self._template_options = frozenset(inspect.signature(self.tokenizer.apply_chat_template).parameters)
+        self._answered = 0
+        self.asleep = False
+        """Whether the weights are freed and requests wait."""
+        self._changing = asyncio.Lock()
+        self.engine = BatchingEngine(
+            self._model,
+            pad_token_id=text_config.pad_token_id,
+            eos_token_ids=_eos_token_ids(self._model, self.tokenizer),
+            **engine_options,
+        )
+
+    async def chat(self, body: ChatRequest) -> dict[str, Any]:
+        """Answers a chat completion request with ``n`` choices.
+
+        Raises:
+            ApiError: the model is not generative or has another name, or the request is not supported or not valid.
+            ValueError: the engine rejects the prompt.
+        """
+        self._require("generative", "/v1/chat/completions", body.model)
+        if body.stream:
+            raise ApiError(400, "this server does not support streaming: omit `stream`", param="stream")
+        if body.top_logprobs:
+            raise ApiError(400, "this server returns logprobs of the chosen tokens only", param="top_logprobs")
+        max_tokens = body.max_completion_tokens or body.max_tokens
+        prompt = self._prompt(body, new_tokens=max_tokens or 1)
+        if max_tokens is None:
+            max_tokens = max(1, (self.engine.max_length or len(prompt) + 512) - len(prompt))
+        params = SamplingParams(max_tokens=max_tokens, **body.model_dump(include=set(SamplingOptions.model_fields)))
+        seeds = [None if body.seed is None else body.seed + index for index in range(body.n)]
+        generations = await asyncio.gather(
+            *(self.engine.generate(prompt, params.model_copy(update={"seed": seed})) for seed in seeds)
+        )
+        self._answered += 1
+        choices = [self._choice(index, generation, body) for index, generation in enumerate(generations)]
+        new_tokens = sum(len(generation.token_ids) for generation in generations)
+        return envelope("chatcmpl", "chat.completion", self.name, len(prompt), new_tokens) | {"choices": choices}
+
+    async def classify(self, body: ClassifyRequest) -> dict[str, Any]:
+        """Answers a classification request, with one entry of ``data`` for each input.
+
+        Raises:
+            ApiError: the model is not discriminative or has another name, or the request is not valid.
+            ValueError: the engine rejects an input.
+        """
+        self._require("discriminative", "/classify", body.model)
+        inputs = self._inputs(body)
+        data = []
+        for index, logits in enumerate(await asyncio.gather(*map(self.engine.classify, inputs))):
+            probs = logits if body.use_activation is False else self._activate(logits)
+            label = self.config.id2label.get(max(range(len(probs)), key=probs.__getitem__))
+            data.append({"index": index, "label": label, "probs": probs, "num_classes": len(probs)})
+        self._answered += 1
+        return envelope("classify", "list", self.name, sum(map(len, inputs)), 0) | {"data": data}
+
+    async def sleep(self) -> None:
+        """Frees the memory of the weights after the running batch has ended. Requests wait until :meth:`wake_up`."""
+        async with self._changing:
+            if self.asleep:
+                return
+            await self.engine.model_lock.acquire()
+            self.asleep = True
+            for tensor in self._model.state_dict(keep_vars=True).values():
+                tensor.data = tensor.data.new_empty(0)
+            self._print("asleep")
+
+    async def wake_up(self) -> None:
+        """Loads the weights again, and resumes the requests that wait."""
+        async with self._changing:
+            if not self.asleep:
+                return
+            weights = (await asyncio.to_thread(self._read)).state_dict()
+            for name, tensor in self._model.state_dict(keep_vars=True).items():
+                tensor.data = weights[name]
+            self._print("awake")
+            self.asleep = False
+            self.engine.model_lock.release()
+
+    def _read(self) -> Any:
+        """Returns the model of the directory, in float32 and eval mode."""
+        auto = (
+            transformers.AutoModelForCausalLM
+            if self.kind == "generative"
+            else transformers.AutoModelForSequenceClassification
+        )
+        model, info = auto.from_pretrained(self._path, dtype=torch.float32, output_loading_info=True)
+        # transformers would initialise them randomly.
+        if missing := info["missing_keys"]:
+            raise ConfigError(
+                f"{self._path} has no weights for {listing(missing)} of {type(model).__name__}: the embedded server "
+                "supports only models with transformers' own heads. Use vLLM or SGLang"
+            )
+        return model.eval()
+
+    def _print(self, state: str) -> None:
+        time = datetime.now(UTC).isoformat(timespec="milliseconds")
+        print_line(f"{time} {state}; answers so far: {self._answered}")
+
+    def _require(self, kind: ModelKind, path: str, model: str | None) -> None:
+        if self.kind != kind:
+            raise ApiError(404, f"the model `{self.name}` is {self.kind} and does not support {path}")
+        if model is not None and model != self.name:
+            raise ApiError(404, f"The model `{model}` does not exist; this server has `{self.name}`.", param="model")
+
+    def _inputs(self, body: ClassifyRequest) -> list[list[int]]:
+        if body.messages is not None:
+            return [self._prompt(body, new_tokens=0)]
+        given: Any = body.input
+        items = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+        special = body.add_special_tokens is not False
+        return [self._token_ids(item, body, add_special_tokens=special, new_tokens=0) for item in items]
+
+    def _prompt(self, body: ChatRequest | ClassifyRequest, *, new_tokens: int) -> list[int]:
+        """Returns the token ids of the conversation, formatted with the model's chat template."""
+        arguments = body.chat_template_kwargs
+        if reserved := sorted(arguments.keys() & self._template_options):
+            raise ApiError(
+                400,
+                f"chat_template_kwargs cannot set {', '.join(reserved)}: leave it out",
+                param="chat_template_kwargs",
+            )
+        if isinstance(body, ChatRequest) and body.reasoning_effort is not None:
+            arguments = {"reasoning_effort": body.reasoning_effort, **arguments}
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [message.as_dict() for message in body.messages or ()],
+                add_generation_prompt=body.add_generation_prompt,
+                tokenize=False,
+                **arguments,
+            )
+        # A chat template may raise any exception for messages that it does not support.
+        except Exception as error:
+            raise ApiError(400, f"the chat template rejected the messages: {error}", param="messages") from error
+        special = bool(body.add_special_tokens)
+        return self._token_ids(text, body, add_special_tokens=special, new_tokens=new_tokens)
+
+    def _token_ids(
+        self, given: str | list[int], body: PromptRequest, *, add_special_tokens: bool, new_tokens: int
+    ) -> list[int]:
+        """Returns the token ids of a text or of a list of token ids, truncated if the request asks for it."""
+        limit, side = body.truncate_prompt_tokens, body.truncation_side or self.tokenizer.truncation_side
+        if limit == -1:
+            limit = None if self.engine.max_length is None else max(0, self.engine.max_length - new_tokens)
+        ids: Any = given
+        if isinstance(given, str):
+            options: dict[str, Any] = {"add_special_tokens": add_special_tokens}
+            if limit and side == self.tokenizer.truncation_side:  # its own truncation keeps special tokens
+                options |= {"truncation": True, "max_length": limit}
+            try:
+                ids = self.tokenizer(given, **options)["input_ids"]
+            except Exception as error:  # caused by the text, or by a limit that is too small
+                raise ApiError(400, f"the tokenizer rejected the text: {error}") from error
+        if limit is None or len(ids) <= limit:
+            return ids
+        return ids[:limit] if side == "right" else ids[len(ids) - limit :]
+
+    def _activate(self, logits: list[float]) -> list[float]:
+        problem = getattr(self.config, "problem_type", None)
+        if problem == "regression":
+            return logits
+        values = torch.tensor(logits)
+        if problem == "multi_label_classification" or len(logits) == 1:
+            return torch.sigmoid(values).tolist()
+        return torch.softmax(values, dim=-1).tolist()
+
+    def _choice(self, index: int, generation: Generation, body: ChatRequest) -> dict[str, Any]:
+        text = self.tokenizer.decode(generation.token_ids, skip_special_tokens=body.skip_special_tokens)
+        finish_reason, stop_reason = generation.finish_reason, None
+        # Stop strings are searched in the complete text: the tokens after a stop string are generated and discarded.
+        found = [(text.index(stop), stop) for stop in body.stop_strings if stop in text]
+        if found:
+            end, stop_reason = min(found)
+            end += len(stop_reason) if body.include_stop_str_in_output else 0
+            text, finish_reason = text[:end], "stop"
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": text},
+            "logprobs": {"content": self._logprobs(generation)} if body.logprobs else None,
+            "finish_reason": finish_reason,
+            "stop_reason": stop_reason,
+        }
+
+    def _logprobs(self, generation: Generation) -> list[dict[str, Any]]:
+        tokens = [self.tokenizer.decode([token]) for token in generation.token_ids]
+        return [
+            {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+            for token, logprob in zip(tokens, generation.logprobs, strict=True)
+        ]
+
+
+def _eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
+    ids: set[int] = set()
+    for source in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
+        eos = getattr(source, "eos_token_id", None)
+        ids.update([eos] if isinstance(eos, int) else eos or ())
+    return sorted(ids)
