@@ -35,6 +35,7 @@ def load_scorer(
     options: RewardLoopConfig,
     *,
     reward_kwargs: Mapping[str, Any] | None = None,
+    tokenizer: Any = None,
     router_address: str | None = None,
     reward_model_tokenizer: Any = None,
 ) -> Scorer:
@@ -46,6 +47,7 @@ def load_scorer(
         manager: name or import path of the manager.
         options: the options of the run.
         reward_kwargs: configured arguments of the function.
+        tokenizer: decodes responses; needed only for verl's batches.
         router_address: ``host:port`` that functions receive as ``reward_router_address``.
         reward_model_tokenizer: the reward model's tokenizer, which functions receive.
 
@@ -74,7 +76,7 @@ def load_scorer(
     try:
         made = cls(
             config=options,
-            tokenizer=None,
+            tokenizer=tokenizer,
             compute_score=function,
             reward_router_address=router_address,
             reward_model_tokenizer=reward_model_tokenizer,
