@@ -207,7 +207,7 @@ def writing_records(folder: Path, count: int) -> dict[str, float]:
     for _ in range(count):
         active = ActiveSample(sample, "compute_score", is_recorded=True)
         active.exchange(exchange)
-        record_sample(writer, active, result, reward=7.0, masked=False, full=1.0)
+        record_sample(writer, active, result, RewardLoopConfig())
     writer.flush(60.0)
     seconds = time.process_time() - began
     size = sum(path.stat().st_size for path in (folder / "written").rglob("*.jsonl"))

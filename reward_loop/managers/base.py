@@ -13,7 +13,7 @@ from reward_loop.limits.failures import failure_bound
 from reward_loop.limits.permit import DEFAULT, Limits
 from reward_loop.managers.audit import Audit
 from reward_loop.managers.decoding import ResponseDecoder
-from reward_loop.managers.policy import apply_policy, reward_after_policy
+from reward_loop.managers.policy import apply_policy
 from reward_loop.managers.recording import open_events, open_records, record_sample
 from reward_loop.records import ActiveSample, exchanges_of, watch
 from reward_loop.records.judges import Judges
@@ -192,8 +192,7 @@ class RewardLoopManagerBase:
             if self.judge_counts is not None and active.exchanges:
                 self.judge_counts.add(exchanges_of(active), None if active.batch is None else active.batch.id)
             if self.records is not None:
-                reward, masked = reward_after_policy(result, self.options)
-                record_sample(self.records, active, result, reward, masked, self.options.record.full)
+                record_sample(self.records, active, result, self.options)
             if self.evaluation_events is not None:
                 self.evaluation_events.send(active, result)
         if self.audit is not None:

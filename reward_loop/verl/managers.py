@@ -11,7 +11,7 @@ from reward_loop.limits.failures import failure_bound
 from reward_loop.limits.permit import Limits
 from reward_loop.managers import RewardLoopManagerBase, scoring_function
 from reward_loop.managers.base import VALIDATE, last_row, step_of, uid_of
-from reward_loop.managers.policy import apply_policy, reward_after_policy
+from reward_loop.managers.policy import apply_policy
 from reward_loop.managers.recording import open_events, open_records, record_sample
 from reward_loop.processes.pool import usable_cores
 from reward_loop.records import ActiveSample
@@ -121,8 +121,7 @@ class VerlManager:
         with ActiveSample(sample, self._name, self._options.watchdog_s, is_recorded) as active:
             result = check_result(sample, await self._score(data))
             if self._records is not None:
-                reward, masked = reward_after_policy(result, self._options)
-                record_sample(self._records, active, result, reward, masked, self._options.record.full)
+                record_sample(self._records, active, result, self._options)
             if self._events is not None:
                 self._events.send(active, result)
         self._failures.count(result)

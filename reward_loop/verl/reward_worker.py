@@ -18,8 +18,7 @@ from reward_loop.limits.failures import FailureBound
 from reward_loop.managers import RewardLoopManagerBase
 from reward_loop.managers.audit import Audit
 from reward_loop.managers.base import VALIDATE
-from reward_loop.managers.policy import fail_reward
-from reward_loop.managers.post_process import PostProcess
+from reward_loop.managers.post_process import PostProcess, fail_reward
 from reward_loop.managers.recording import open_records
 from reward_loop.records import watch
 from reward_loop.records.exchange_counts import ExchangeCounts
