@@ -57,14 +57,13 @@ class RateLimitedRewardLoopManager(RewardLoopManagerBase):
             for name in RateLimitedConfig.model_fields
             if (value := verl_options(config, f"reward.{name}")) is not None
         }
-        if DEFAULT in options.limits:
-            if limits := sorted(given.keys() - {"timeout"}):
-                raise ConfigError(f"reward.{limits[0]} contradicts reward_loop.limits.default: give one of them")
-            limit = options.limits[DEFAULT]
-        else:
-            limit = _limit(parse(RateLimitedConfig, given, "reward"))
-        timeout = parse(RateLimitedConfig, given, "reward").timeout or options.timeout
-        return options.model_copy(update={"limits": {**options.limits, DEFAULT: limit}, "timeout": timeout})
+        parsed = parse(RateLimitedConfig, given, "reward")
+        limits = options.limits
+        if DEFAULT not in limits:
+            limits = {**limits, DEFAULT: _limit(parsed)}
+        elif contradicting := sorted(given.keys() - {"timeout"}):
+            raise ConfigError(f"reward.{contradicting[0]} contradicts reward_loop.limits.default: give one of them")
+        return options.model_copy(update={"limits": limits, "timeout": parsed.timeout or options.timeout})
 
 
 def _limit(given: RateLimitedConfig) -> LimitConfig:
