@@ -25,7 +25,6 @@ from typing import Any, Self
 
 from reward_loop.agent.batch import Batch, group_sizes
 from reward_loop.agent.pending import PendingRewards
-from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardLoopError, RewardsCancelledError, ScoringError
 from reward_loop.managers.post_process import PostProcess
 from reward_loop.scoring import ScoringFunction
@@ -87,11 +86,9 @@ class RewardAgent:
         self._on_ended = on_ended
         self._needs_group: bool = getattr(manager, "needs_group", False)
         function = getattr(manager, "function", None)
-        self._function = function if isinstance(function, ScoringFunction) else None
-        self._post_process: PostProcess | None = None
-        if self._function is not None and self._function.has_post_process:
-            options: RewardLoopConfig = getattr(manager, "options", None) or RewardLoopConfig()
-            self._post_process = PostProcess(self._function, options)
+        self._logs_to = function if isinstance(function, ScoringFunction) and function.has_log else None
+        """The user's function, if it has a ``log``."""
+        self._post_process = PostProcess.of(manager)
         self._needs_name = self._needs_group or getattr(manager, "records", None) is not None
         self._name = secrets.token_hex(4)
         """Part of the names of groups: several runs may record samples in one folder."""
@@ -339,7 +336,7 @@ class RewardAgent:
             raise TypeError(f"it returned {type(reward).__name__}, not a dict with reward_score")
         if batch.error is not None:
             return
-        if self._function is not None and self._function.has_log:
+        if self._logs_to is not None:
             batch.timings[sample] = time.perf_counter() - started, time.time()
         group = batch.add_reward(sample, reward)  # type: ignore[arg-type]
         if self._on_ended is not None:
@@ -379,8 +376,8 @@ class RewardAgent:
 
     def _complete(self, batch: Batch, group: int) -> None:
         batch.complete(group)
-        if batch.ended and self._function is not None and self._function.has_log:
-            self._own(batch, asyncio.create_task(self._log(self._function, batch)), self._task_done)
+        if batch.ended and self._logs_to is not None:
+            self._own(batch, asyncio.create_task(self._log(self._logs_to, batch)), self._task_done)
 
     async def _log(self, function: ScoringFunction, batch: Batch) -> None:
         try:

@@ -117,10 +117,7 @@ class Batch:
     def restore(self, rewards: Sequence[Reward | None], completed: Sequence[int], *, whole_groups: bool) -> list[int]:
         """Fill a new batch from a checkpoint; return the groups that only lack their post-processing.
 
-        Args:
-            rewards: the reward of each sample, or None.
-            completed: the complete groups, in order of completion.
-            whole_groups: whether an incomplete group starts again as a whole, because its members wait for each other.
+        With ``whole_groups``, an incomplete group starts again as a whole, because its members wait for each other.
         """
         self.rewards[:] = rewards
         self.completed_groups[:] = completed
@@ -209,12 +206,7 @@ class Batch:
 
 
 def group_sizes(count: int, group_size: int | None, groups: Sequence[int] | None) -> Sequence[int]:
-    """The size of each group of ``count`` samples.
-
-    Args:
-        count: the number of samples.
-        group_size: the size of all groups; None for groups of one sample.
-        groups: the size of each group, instead of ``group_size``.
+    """The size of each group of ``count`` samples; see `RewardAgent.submit`.
 
     Raises:
         ConfigError: both were given, or ``count`` is not a multiple of ``group_size``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Self
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ScoringError
@@ -22,6 +23,14 @@ class PostProcess:
         self._function = function
         self._options = options
         self._failures = FailureBound.of_options(options)
+
+    @classmethod
+    def of(cls, manager: Any) -> Self | None:
+        """Return the post-processing of a manager's function; ``None`` if the function has none."""
+        function = getattr(manager, "function", None)
+        if not isinstance(function, ScoringFunction) or not function.has_post_process:
+            return None
+        return cls(function, getattr(manager, "options", None) or RewardLoopConfig())
 
     async def __call__(self, rewards: Sequence[Reward], names: Sequence[str | None]) -> list[Reward]:
         """Return the rewards of a group, with post-processed scores for its scored samples.

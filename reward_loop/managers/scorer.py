@@ -47,9 +47,7 @@ def load_scorer(
         manager: name or import path of the manager.
         options: the options of the run.
         reward_kwargs: configured arguments of the function.
-        tokenizer: decodes responses; needed only for verl's batches.
-        router_address: ``host:port`` that functions receive as ``reward_router_address``.
-        reward_model_tokenizer: the reward model's tokenizer, which functions receive.
+        tokenizer, router_address, reward_model_tokenizer: see `RewardLoopManagerBase`.
 
     Raises:
         ConfigError: the manager does not exist or cannot be created, or its options are invalid; the function is
@@ -90,12 +88,7 @@ def load_scorer(
 
 
 async def reward_of(manager: Any, sample: RewardSample, name: str) -> Reward:
-    """Return the reward of a sample, from a manager that may be the user's own.
-
-    Args:
-        manager: the manager.
-        sample: the sample.
-        name: the name of the sample, for messages.
+    """Return the reward of a sample, from a manager that may be the user's own. Messages contain the ``name``.
 
     Raises:
         RewardLoopError: an error that stops the run; or ``run_single`` raised another exception, which would occur for

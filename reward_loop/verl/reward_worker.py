@@ -23,7 +23,7 @@ from reward_loop.managers.recording import open_records
 from reward_loop.records import watch
 from reward_loop.records.exchange_counts import ExchangeCounts
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Reward, RewardSample
-from reward_loop.verl.managers import build_manager, post_processing
+from reward_loop.verl.managers import build_manager
 from reward_loop.verl.router_address import RouterAddress, address_on_this_node
 from reward_loop.verl.settings import RewardSettings
 
@@ -50,8 +50,7 @@ class RewardWorker:
         address = self._open.enter_context(address_on_this_node(router))
         self._manager = build_manager(settings, address, self._limits, workers_on_node or settings.num_workers)
         self._audit = self._start_audit()
-        function = post_processing(self._manager)
-        self._post_process = PostProcess(function, self._options) if function is not None else None
+        self._post_process = PostProcess.of(self._manager)
         self._rejections = FailureBound.of_options(self._options, of=", ".join(sorted(PART_KEYS)))
         self._fatal: str | None = None
         self._running: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)
