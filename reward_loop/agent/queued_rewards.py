@@ -150,6 +150,8 @@ class QueuedRewards:
                 self._judging[task] = entry
                 task.add_done_callback(self._judged)
         except QueueClosedError:
+            pass
+        finally:
             self._changed.set()
 
     async def _judge(self, entry: QueueEntry) -> None:
