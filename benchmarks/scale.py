@@ -199,7 +199,7 @@ async def held(client: Any, rows: list[Any], processes: Processes, before_mb: di
 
 def writing_records(folder: Path, count: int) -> dict[str, float]:
     """Return CPU time and bytes of a record with a judge's prompt and reply, for a response of 2,000 tokens."""
-    writer = records(folder / "written")
+    writer, options = records(folder / "written"), RewardLoopConfig()
     response = "48 + 24 = 72. " * 600
     sample = RewardSample(response, "openai/gsm8k", "72", uid="7d6a3f0c-5b7e-4d29-9a44-0c1f2e3d4b5a")
     result = RewardResult(outcome=Outcome.SCORED, score=7.0)
@@ -209,7 +209,7 @@ def writing_records(folder: Path, count: int) -> dict[str, float]:
     for _ in range(count):
         active = ActiveSample(sample, "compute_score", is_recorded=True)
         active.exchange(exchange)
-        record_sample(writer, active, result, reward=7.0, masked=False, full=1.0)
+        record_sample(writer, active, result, options)
     writer.flush(60.0)
     seconds = time.process_time() - began
     size = sum(path.stat().st_size for path in (folder / "written").rglob("*.jsonl"))

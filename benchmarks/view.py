@@ -43,6 +43,7 @@ from urllib.parse import urlencode
 import httpx
 import orjson
 
+from reward_loop.config import RecordConfig, RewardLoopConfig
 from reward_loop.managers.recording import record_sample
 from reward_loop.records import ActiveSample, records
 from reward_loop.types import Outcome, RewardResult, RewardSample
@@ -58,7 +59,7 @@ MAIN = "import sys; from reward_loop.cli import main; sys.argv[0] = 'reward-loop
 def example(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Return a row, its texts and its exchange, as the library writes them."""
     writer = records(folder)
-    write_one(writer, 0, full=1.0)
+    write_one(writer, 0, RewardLoopConfig())
     assert writer.flush(60.0)
     row, text, exchange = (
         orjson.loads(next(folder.glob(pattern)).read_bytes()) for pattern in ("*.jsonl", "texts/*", "exchanges/*")
@@ -66,7 +67,7 @@ def example(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any
     return row, text, exchange
 
 
-def write_one(writer: Any, number: int, full: float) -> None:
+def write_one(writer: Any, number: int, options: RewardLoopConfig) -> None:
     """Write the record of one sample, with a judge's request and reply."""
     response = "First, 48 / 2 = 24 clips were sold in May. Then 48 + 24 = 72.\n" * 130
     sample = RewardSample(
@@ -103,7 +104,7 @@ def write_one(writer: Any, number: int, full: float) -> None:
         "unscored": None,
     }
     active.exchange(exchange)
-    record_sample(writer, active, result, reward=7.0, masked=False, full=full)
+    record_sample(writer, active, result, options)
 
 
 class Segments:
@@ -312,12 +313,12 @@ def console_errors(viewer: Viewer, count: int) -> dict[str, Any]:
 
 def write_at_rate(folder: Path, first: int, seconds: float, written: Synchronized[int]) -> None:
     """Write `RATE` records a second; a process of its own."""
-    writer = records(folder)
+    writer, options = records(folder), RewardLoopConfig(record=RecordConfig(full=1 / TEXT_SHARE))
     began = time.perf_counter()
     for number in range(int(RATE * seconds)):
         if number % 20 == 0:
             time.sleep(max(0.0, began + number / RATE - time.perf_counter()))
-        write_one(writer, first + number, full=1 / TEXT_SHARE)
+        write_one(writer, first + number, options)
         written.value = number + 1
     assert writer.flush(60.0)
 

@@ -45,7 +45,7 @@ HOMES = {
     "greenlet": ["adapters/trl"],
 }
 
-EXCEPTIONS = {("managers/base.py", "torch", "assemble_rm_scores"), ("agent/ray_agent.py", "torch", "tensor")}
+EXCEPTIONS = {("managers/base.py", "torch", "assemble_rm_scores")}
 """File, package, and the function that imports it: each is called by those who use tensors."""
 
 

@@ -5,16 +5,17 @@ Invariants:
 - A group is complete when all its members have a reward and, where the function has one, ``post_process_scores`` has
   run. `completed_groups` lists complete groups in order of completion; a group appears there once.
 - A batch ends once: when its last group is complete, or with the first error. After that nothing changes.
-- Everything here runs on the runner's event loop, except reads of `completed_groups`, `error` and lengths, which only
+- Everything here runs on the agent's event loop, except reads of `completed_groups`, `error` and lengths, which only
   grow or are set once.
 """
 
 from __future__ import annotations
 
 import asyncio
-from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field
+from datetime import datetime
 from itertools import accumulate
 from typing import Any
 
@@ -24,80 +25,52 @@ from reward_loop.types import Reward
 __all__ = ["Batch", "group_sizes"]
 
 
+@dataclass(slots=True, eq=False)
 class Batch:
-    """One submitted batch. `reward_loop.agent.runner.BatchRunner` changes it; `PendingRewards` shows it to users."""
+    """One submitted batch. `RewardAgent` changes it; `PendingRewards` shows it to users.
 
-    __slots__ = (
-        "_left",
-        "_next",
-        "_starts",
-        "_waiters",
-        "completed_groups",
-        "error",
-        "error_was_raised",
-        "latencies",
-        "number",
-        "on_cancel",
-        "on_delivered",
-        "post_process",
-        "priority",
-        "rewards",
-        "samples",
-        "tag",
-        "tasks",
-        "times",
-    )
+    Raises:
+        ConfigError: a group is empty, or the sizes of the groups do not add up to the number of samples.
+    """
 
-    def __init__(
-        self,
-        samples: list[Any],
-        sizes: Sequence[int],
-        *,
-        number: int,
-        priority: float,
-        tag: Any,
-        on_cancel: Callable[[Batch], None],
-        on_delivered: Callable[[Batch], None],
-    ) -> None:
-        """Divide the samples into groups.
+    samples: list[Any]
+    """Members of a group are neighbours. Empty after an error."""
+    sizes: InitVar[Sequence[int]]
+    """The size of each group."""
+    number: int
+    """Counts the agent's batches, in order of submission."""
+    priority: float
+    """Batches with a lower number start first."""
+    tag: Any
+    """The caller's own mark of the batch."""
+    on_delivered: Callable[[Batch], None]
+    """Called when the user has received all rewards, or the error, or has cancelled the batch."""
+    post_process: bool = True
+    """Whether ``post_process_scores`` runs on its groups; False for a single member of a larger group."""
+    timings: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """For the user's ``log``: by sample, the seconds from start to end, and the time of the end."""
+    rewards: list[Reward | None] = field(init=False)
+    completed_groups: list[int] = field(default_factory=list)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    error: RewardLoopError | None = None
+    error_was_raised: bool = False
+    """Whether somebody received the error, or it needs no receiver because the user cancelled the batch."""
+    _starts: list[int] = field(init=False)
+    """The index of the first sample of each group, and the number of samples."""
+    _left: list[int] = field(init=False)
+    """The number of members of each group that have no reward."""
+    _next: int = 0
+    _waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
-        Args:
-            samples: the samples; members of a group are neighbours.
-            sizes: the size of each group.
-            number: counts the batches of a runner, in order of submission.
-            priority: batches with a lower number start first.
-            tag: the caller's own mark of the batch.
-            on_cancel: called when the user cancels the batch.
-            on_delivered: called when the user has received all rewards, or the error.
-
-        Raises:
-            ConfigError: a group is empty, or the sizes do not add up to the number of samples.
-        """
-        if any(size < 1 for size in sizes) or sum(sizes) != len(samples):
+    def __post_init__(self, sizes: Sequence[int]) -> None:
+        if any(size < 1 for size in sizes) or sum(sizes) != len(self.samples):
             raise ConfigError(
-                f"the groups have {sum(sizes)} samples in all, but {len(samples)} samples were given; "
+                f"the groups have {sum(sizes)} samples in all, but {len(self.samples)} samples were given; "
                 "each group needs at least one sample"
             )
-        self.number = number
-        self.priority = priority
-        self.tag = tag
-        self.samples = samples
-        self.rewards: list[Reward | None] = [None] * len(samples)
-        self.completed_groups: list[int] = []
-        self.error: RewardLoopError | None = None
-        self.error_was_raised = False
-        """Whether somebody received the error, or it needs no receiver because the user cancelled the batch."""
-        self.post_process = True
-        """Whether ``post_process_scores`` runs on its groups; False for a single member of a larger group."""
-        self.latencies: array[float] | None = None
-        self.times: array[float] | None = None
-        self.tasks: set[asyncio.Task[None]] = set()
-        self.on_cancel = on_cancel
-        self.on_delivered = on_delivered
+        self.rewards = [None] * len(self.samples)
         self._starts = list(accumulate(sizes, initial=0))
-        self._left = array("l", sizes)
-        self._next = 0
-        self._waiters: list[asyncio.Future[None]] = []
+        self._left = list(sizes)
 
     def __len__(self) -> int:
         return len(self.rewards)
@@ -144,10 +117,7 @@ class Batch:
     def restore(self, rewards: Sequence[Reward | None], completed: Sequence[int], *, whole_groups: bool) -> list[int]:
         """Fill a new batch from a checkpoint; return the groups that only lack their post-processing.
 
-        Args:
-            rewards: the reward of each sample, or None.
-            completed: the complete groups, in order of completion.
-            whole_groups: whether an incomplete group starts again as a whole, because its members wait for each other.
+        With ``whole_groups``, an incomplete group starts again as a whole, because its members wait for each other.
         """
         self.rewards[:] = rewards
         self.completed_groups[:] = completed
@@ -176,18 +146,14 @@ class Batch:
         self.error_was_raised = isinstance(error, RewardsCancelledError)
         self.samples = []
         self._next = len(self.rewards)
-        current = asyncio.current_task()
         for task in self.tasks:
-            if task is not current:
-                task.cancel()
+            task.cancel()
         self._wake()
 
-    def raise_error(self) -> None:
-        """Raise the error that ended the batch, if there is one."""
-        if self.error is not None:
-            self.error_was_raised = True
-            self.on_delivered(self)
-            raise self.error
+    def cancel(self) -> None:
+        """End the batch at the user's request."""
+        self.fail(RewardsCancelledError("this batch was cancelled before it was complete"))
+        self.on_delivered(self)
 
     async def wait(self, groups: int) -> int:
         """Wait until that many groups, or all, are complete; return the number of complete groups.
@@ -195,13 +161,42 @@ class Batch:
         Raises:
             RewardLoopError: an error ended the batch.
         """
-        while len(self.completed_groups) < min(groups, self.group_count):
-            self.raise_error()
+        while self.error is None and len(self.completed_groups) < min(groups, self.group_count):
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             await waiter
-        self.raise_error()
+        if self.error is not None:
+            self.error_was_raised = True
+            self.on_delivered(self)
+            raise self.error
         return len(self.completed_groups)
+
+    async def all(self) -> list[Reward]:
+        """Wait for all rewards, in order of submission; the batch then counts as delivered."""
+        await self.wait(self.group_count)
+        self.on_delivered(self)
+        return [reward for reward in self.rewards if reward is not None]
+
+    def log_columns(self) -> dict[str, list[Any]]:
+        """The arguments of the user's ``log``, which docs/agent.md describes. All rewards must be in."""
+        rewards = [reward for reward in self.rewards if reward is not None]
+        infos = [reward.get("reward_extra_info") or {} for reward in rewards]
+        replies = [info.get("explanation") for info in infos]
+        groups = [group for group in range(self.group_count) for _ in self.members(group)]
+        timings = [self.timings.get(sample, (0.0, 0.0)) for sample in range(len(self))]  # none from before a restore
+        return {
+            "queries": [
+                info.get("prompt", getattr(sample, "solution_str", None))
+                for info, sample in zip(infos, self.samples, strict=True)
+            ],
+            "replies": replies,
+            "results": replies,
+            "scores": [reward["reward_score"] for reward in rewards],
+            "latencies": [seconds for seconds, _ in timings],
+            "groups": groups,
+            "group_uids": groups,
+            "timestamps": [datetime.fromtimestamp(ended).isoformat() for _, ended in timings],
+        }
 
     def _wake(self) -> None:
         waiters, self._waiters = self._waiters, []
@@ -211,12 +206,7 @@ class Batch:
 
 
 def group_sizes(count: int, group_size: int | None, groups: Sequence[int] | None) -> Sequence[int]:
-    """The size of each group of ``count`` samples.
-
-    Args:
-        count: the number of samples.
-        group_size: the size of all groups; None for groups of one sample.
-        groups: the size of each group, instead of ``group_size``.
+    """The size of each group of ``count`` samples; see `RewardAgent.submit`.
 
     Raises:
         ConfigError: both were given, or ``count`` is not a multiple of ``group_size``.

@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from reward_loop._util.background_loop import in_background
+from reward_loop.agent.agent import RewardAgent
 from reward_loop.agent.batch import Batch
-from reward_loop.agent.pending import Group, MiniBatch, PendingRewards
-from reward_loop.agent.runner import BatchRunner
+from reward_loop.agent.pending import BatchView, Group, MiniBatch
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.types import Reward
 
@@ -30,13 +30,14 @@ class BlockingRewardAgent:
 
     def __init__(self, manager: Any, *, concurrency: int | None = None) -> None:
         """Create an agent; see `RewardAgent` for the arguments."""
-        self._runner = BatchRunner(manager, concurrency=concurrency, on_ended=None)
+        self._agent = RewardAgent(manager, concurrency=concurrency)
         self._stack = ExitStack()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._pid: int | None = None
 
     def __enter__(self) -> Self:
         self._pid = os.getpid()
-        self._stack.enter_context(in_background(self._running, name="reward-agent"))
+        self._loop = self._stack.enter_context(in_background(self._running, name="reward-agent"))
         return self
 
     def __exit__(
@@ -44,15 +45,12 @@ class BlockingRewardAgent:
     ) -> None:
         self._stack.close()
         if error is None:
-            self._runner.raise_unseen_error()
+            self._agent._raise_unseen_error()
 
     @asynccontextmanager
-    async def _running(self) -> AsyncIterator[None]:
-        self._runner.open()
-        try:
-            yield
-        finally:
-            await self._runner.close()
+    async def _running(self) -> AsyncIterator[asyncio.AbstractEventLoop]:
+        async with self._agent:
+            yield asyncio.get_running_loop()
 
     def submit(
         self,
@@ -66,30 +64,29 @@ class BlockingRewardAgent:
         """Submit a batch; return at once. See `RewardAgent.submit`."""
         loop = self._open_loop()
         # Registered in this thread, so that the caller does not wait for the event loop.
-        batch = self._runner.accept(samples, group_size=group_size, groups=groups, priority=priority, tag=tag)
-        loop.call_soon_threadsafe(self._runner.start, batch)
-        return BlockingPendingRewards(batch, self._run, self._call)
+        batch = self._agent._accept(samples, group_size, groups, priority, tag)
+        loop.call_soon_threadsafe(self._agent._start, batch)
+        return BlockingPendingRewards(batch, self)
 
     def state(self) -> dict[str, Any]:
         """Return a checkpoint; see `RewardAgent.state`."""
-        return self._call(self._runner.state)
+        return self._call(self._agent.state)
 
     def restore(self, state: Mapping[str, Any]) -> list[BlockingPendingRewards]:
         """Resume the batches of a `state`; see `RewardAgent.restore`."""
-        batches = self._call(lambda: self._runner.restore(state))
-        return [BlockingPendingRewards(batch, self._run, self._call) for batch in batches]
+        pendings = self._call(lambda: self._agent.restore(state))
+        return [BlockingPendingRewards(pending._batch, self) for pending in pendings]
 
     def _open_loop(self) -> asyncio.AbstractEventLoop:
-        loop = self._runner.loop
-        if loop is None:
+        if self._loop is None:
             raise RewardLoopError("enter the agent first: `with BlockingRewardAgent(...)`")
-        if loop.is_closed():
+        if self._loop.is_closed():
             raise RewardLoopError("the agent is closed")
         if self._pid != os.getpid():  # a fork does not copy the thread of the event loop: the call would never end
             raise RewardLoopError(
                 "this agent belongs to the process that entered it: create another one in the forked process"
             )
-        return loop
+        return self._loop
 
     def _call(self, function: Callable[[], T]) -> T:
         async def call() -> T:
@@ -114,68 +111,36 @@ class BlockingRewardAgent:
             raise
 
 
-class BlockingPendingRewards:
+class BlockingPendingRewards(BatchView):
     """`PendingRewards` without ``async``.
 
     Methods that take a ``timeout`` (seconds) raise `TimeoutError` after it; the batch continues, and you can
     wait again.
     """
 
-    def __init__(
-        self,
-        batch: Batch,
-        run: Callable[[Coroutine[Any, Any, Any], float | None], Any],
-        call: Callable[[Callable[[], Any]], Any],
-    ) -> None:
-        self._batch = batch
-        self._pending = PendingRewards(batch)
-        self._run = run
-        self._call = call
+    __slots__ = ("_agent",)
 
-    def __repr__(self) -> str:
-        return f"Blocking{self._pending!r}"
-
-    def __len__(self) -> int:
-        return len(self._pending)
+    def __init__(self, batch: Batch, agent: BlockingRewardAgent) -> None:
+        super().__init__(batch)
+        self._agent = agent
 
     def __iter__(self) -> Iterator[Group]:
         return self.groups()
 
-    @property
-    def tag(self) -> Any:
-        """The tag given to `BlockingRewardAgent.submit`."""
-        return self._pending.tag
-
-    @property
-    def group_count(self) -> int:
-        """The number of groups."""
-        return self._pending.group_count
-
-    @property
-    def completed(self) -> int:
-        """The number of complete groups."""
-        return self._pending.completed
-
-    def done(self) -> bool:
-        """Whether all groups are complete, or an error or `cancel` has ended the batch."""
-        return self._pending.done()
-
     def cancel(self) -> None:
         """Cancel the samples that have not ended."""
-        self._call(self._pending.cancel)
+        self._agent._call(self._batch.cancel)
 
     def result(self, timeout: float | None = None) -> list[Reward]:
         """Wait for all rewards, in order of submission."""
-        rewards: list[Reward] = self._run(self._pending.all(), timeout)
-        return rewards
+        return self._agent._run(self._batch.all(), timeout)
 
     def wait(self, groups: int, timeout: float | None = None) -> int:
         """Wait until that many groups, or all, are complete; return the number of complete groups."""
         # Groups that are already complete need no turn of the event loop, which may be busy starting the next batch.
         if self._batch.error is None and self.completed >= min(groups, self.group_count):
             return self.completed
-        completed: int = self._run(self._pending.wait(groups), timeout)
-        return completed
+        return self._agent._run(self._batch.wait(groups), timeout)
 
     def groups(self) -> Iterator[Group]:
         """Yield the groups as they complete."""
@@ -192,7 +157,7 @@ class BlockingPendingRewards:
         try:
             while yielded < self.group_count:
                 self.wait(yielded + groups)
-                chosen = self._pending.complete_groups(yielded, yielded + groups)
+                chosen = self.complete_groups(yielded, yielded + groups)
                 yielded += len(chosen)
                 yield MiniBatch(tuple(chosen))
         finally:

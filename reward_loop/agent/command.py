@@ -16,7 +16,7 @@ from reward_loop._util.output import print_line
 from reward_loop.errors import ConfigError
 
 if TYPE_CHECKING:
-    from reward_loop.agent.capacity import RunSize
+    from reward_loop.agent.capacity import PartLoad, RunSize
     from reward_loop.agent.simulation import Run
 
 __all__ = ["simulate"]
@@ -158,13 +158,11 @@ def simulate(
     runs = [simulation.simulate(load, name) for name in (MODES if mode == "all" else [mode])]
     if timeline is not None:
         simulation.draw_timeline(runs, timeline)
-    out = Console(soft_wrap=True, emoji=False)
     if as_json:
         print_line(json.dumps([_run_json(run) for run in runs]))
         return
-    table = Table("mode", box=None, pad_edge=False)
-    for column in ("s a step", "floor", "over floor", "waits for rewards", "judging hidden"):
-        table.add_column(column, justify="right")
+    out = Console(soft_wrap=True, emoji=False, highlight=False)
+    table = _table("mode", "s a step", "floor", "over floor", "waits for rewards", "judging hidden")
     for run in runs:
         table.add_row(
             run.mode,
@@ -174,12 +172,10 @@ def simulate(
             f"{run.waiting:.1f} s",
             f"{run.hidden:.0%}",
         )
-    out.print(table, highlight=False)
-    judging = sum(runs[0].judge_seconds) / steps / concurrency
+    out.print(table)
     out.print(
-        f"\nG + T = {load.gpu_seconds:.1f} s; R = {judging:.1f} s, {load.samples} responses of "
-        f"{load.judge.mean:.3g} s with {concurrency} at a time.",
-        highlight=False,
+        f"\nG + T = {load.gpu_seconds:.1f} s; R = {runs[0].judge_seconds:.1f} s, {load.samples} responses of "
+        f"{load.judge.mean:.3g} s with {concurrency} at a time."
     )
     enough = simulation.enough_concurrency(load)
     if enough > concurrency:
@@ -188,13 +184,12 @@ def simulate(
         )
         out.print(
             f"Judging bounds the step. In mode {runs[-1].mode}: {higher}. From about {enough} at a time, judging "
-            "takes no longer than generation and training.",
-            highlight=False,
+            "takes no longer than generation and training."
         )
     else:
-        out.print("Generation and training bound the step: more concurrency brings little.", highlight=False)
+        out.print("Generation and training bound the step: more concurrency brings little.")
     if timeline is not None:
-        out.print(f"timeline: {escape(str(timeline))}", highlight=False)
+        out.print(f"timeline: {escape(str(timeline))}")
 
 
 def _check_options(context: typer.Context, *, sized: bool) -> None:
@@ -231,45 +226,48 @@ def _print_size(size: RunSize, *, as_json: bool) -> None:
     from reward_loop.agent import capacity
 
     loads = capacity.part_loads(size)
-    first = loads[0]
     if as_json:
-        parts = [
-            {
-                "part": load.part,
-                "unit": load.unit,
-                "load": load.load,
-                "capacity": load.capacity,
-                "used_share": load.used,
-                "full_at_nodes": load.full_at(size),
-                "remedy": load.remedy,
-            }
-            for load in loads
-        ]
         run = {"samples_per_s": size.rate, "in_flight": size.in_flight, "seconds_in_flight": size.seconds_in_flight}
+        parts = [_load_json(load, size) for load in loads]
         print_line(json.dumps({**run, "parts": parts, "costs": capacity.SOURCE}))
         return
-    out = Console(soft_wrap=True, emoji=False)
+    out = Console(soft_wrap=True, emoji=False, highlight=False)
     out.print(
         f"{size.nodes} nodes x {size.node_rate:g} samples/s = {size.rate:,.0f} samples/s. {size.in_flight:,} samples "
-        f"in flight, {size.seconds_in_flight:.1f} s each.\n",
-        highlight=False,
+        f"in flight, {size.seconds_in_flight:.1f} s each.\n"
     )
-    table = Table("part", box=None, pad_edge=False)
-    for column in ("load", "capacity", "", "used", "full at"):
-        table.add_column(column, justify="left" if not column else "right")
+    table = _table("part", "load", "capacity", "", "used", "full at")
     for load in loads:
-        digits = 2 if load.unit == "cores" else 0
         table.add_row(
             load.part,
-            f"{load.load:,.{digits}f}",
+            f"{load.load:,.{2 if load.unit == 'cores' else 0}f}",
             f"{load.capacity:,.0f}",
             load.unit,
             f"{load.used:.0%}",
             f"{load.full_at(size):,.0f} nodes",
         )
-    out.print(table, highlight=False)
-    out.print(f"\nFull first: {first.part}.", highlight=False)
+    out.print(table)
+    out.print(f"\nFull first: {loads[0].part}.")
     for load in loads:
         if load.used > capacity.BUSY:
-            out.print(f"{load.part} ({load.used:.0%}): {load.remedy}.", highlight=False)
-    out.print(f"Costs: {capacity.SOURCE}.", highlight=False)
+            out.print(f"{load.part} ({load.used:.0%}): {load.remedy}.")
+    out.print(f"Costs: {capacity.SOURCE}.")
+
+
+def _load_json(load: PartLoad, size: RunSize) -> dict[str, Any]:
+    return {
+        "part": load.part,
+        "unit": load.unit,
+        "load": load.load,
+        "capacity": load.capacity,
+        "used_share": load.used,
+        "full_at_nodes": load.full_at(size),
+        "remedy": load.remedy,
+    }
+
+
+def _table(first: str, *columns: str) -> Table:
+    table = Table(first, box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column else "left")
+    return table

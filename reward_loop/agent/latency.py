@@ -16,7 +16,6 @@ __all__ = ["Latency", "parse_latency"]
 
 _FORMS = "uniform:LOW:HIGH, constant:SECONDS, lognormal:MEDIAN:SIGMA, exponential:MEAN, file:PATH"
 
-
 LONGEST_S = 1e9
 """The longest judging time allowed, in seconds; keeps sums finite."""
 
@@ -48,21 +47,20 @@ def parse_latency(text: str) -> Latency:
         values = _read(Path(rest))
         return Latency(text, sum(values) / len(values), lambda rng: rng.choice(values))
     try:
-        a, b = ([float(part) for part in rest.split(":")] + [0.0])[:2]
-        count = rest.count(":") + 1
+        numbers = [float(part) for part in rest.split(":")]
     except ValueError:
-        count = 0
-        a = b = 0.0
-    finite = max(a, b) <= LONGEST_S
-    if kind == "uniform" and count == 2 and 0 <= a <= b and finite:
-        span = b - a
-        return Latency(text, (a + b) / 2, lambda rng: a + span * rng.random())
-    if kind == "constant" and count == 1 and a >= 0 and finite:
-        return Latency(text, a, lambda rng: a)
-    if kind == "lognormal" and count == 2 and a > 0 and 0 <= b <= WIDEST and finite:
-        return Latency(text, a * math.exp(b * b / 2), lambda rng: rng.lognormvariate(math.log(a), b))
-    if kind == "exponential" and count == 1 and a > 0 and finite:
-        return Latency(text, a, lambda rng: rng.expovariate(1 / a))
+        numbers = []
+    if all(0 <= number <= LONGEST_S for number in numbers):
+        match kind, numbers:
+            case "uniform", [low, high] if low <= high:
+                return Latency(text, (low + high) / 2, lambda rng: low + (high - low) * rng.random())
+            case "constant", [seconds]:
+                return Latency(text, seconds, lambda rng: seconds)
+            case "lognormal", [median, sigma] if median > 0 and sigma <= WIDEST:
+                mean = median * math.exp(sigma * sigma / 2)
+                return Latency(text, mean, lambda rng: rng.lognormvariate(math.log(median), sigma))
+            case "exponential", [mean] if mean > 0:
+                return Latency(text, mean, lambda rng: rng.expovariate(1 / mean))
     raise ConfigError(
         f"invalid judge latency {text!r}: write one of {_FORMS}; times must be from 0 to {LONGEST_S:g} seconds"
     )

@@ -11,7 +11,7 @@ from reward_loop.agent.batch import Batch
 from reward_loop.errors import ConfigError
 from reward_loop.types import Reward
 
-__all__ = ["Group", "MiniBatch", "PendingRewards"]
+__all__ = ["BatchView", "Group", "MiniBatch", "PendingRewards"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +54,8 @@ class MiniBatch:
         return [reward for group in self.groups for reward in group.rewards]
 
 
-class PendingRewards:
-    """The rewards of one batch; `RewardAgent.submit` returns it.
-
-    Await it to get all rewards in order of submission. Iterate over it (``async for``) to get each `Group` when it is
-    complete. Both work more than once and from several tasks; each iteration starts with the first group. A cancelled
-    ``await`` does not cancel the batch: `cancel` does.
-
-    An error that must stop the run (the policy ``raise``, too many failures, a bug in the manager) ends the batch: its
-    other samples are cancelled, and every ``await`` and iteration raises the error.
-    """
+class BatchView:
+    """What can be read of a submitted batch at any time, in any thread."""
 
     __slots__ = ("_batch",)
 
@@ -74,7 +66,7 @@ class PendingRewards:
         batch = self._batch
         state = "failed" if batch.error else "done" if batch.ended else "pending"
         tag = "" if batch.tag is None else f", tag={batch.tag!r}"
-        return f"PendingRewards({state}, {self.completed} of {self.group_count} groups{tag})"
+        return f"{type(self).__name__}({state}, {self.completed} of {self.group_count} groups{tag})"
 
     def __len__(self) -> int:
         """The number of samples."""
@@ -109,9 +101,32 @@ class PendingRewards:
         """Whether all groups are complete, or an error or `cancel` has ended the batch."""
         return self._batch.ended
 
+    def complete_groups(self, first: int = 0, last: int | None = None) -> list[Group]:
+        """Return the complete groups ``first`` to ``last - 1``, counted in order of completion."""
+        return [self._group(index) for index in self._batch.completed_groups[first:last]]
+
+    def _group(self, index: int) -> Group:
+        members = self._batch.members(index)
+        rewards = self._batch.rewards[members.start : members.stop]
+        return Group(index, members, [reward for reward in rewards if reward is not None])
+
+
+class PendingRewards(BatchView):
+    """The rewards of one batch; `RewardAgent.submit` returns it.
+
+    Await it to get all rewards in order of submission. Iterate over it (``async for``) to get each `Group` when it is
+    complete. Both work more than once and from several tasks; each iteration starts with the first group. A cancelled
+    ``await`` does not cancel the batch: `cancel` does.
+
+    An error that must stop the run (the policy ``raise``, too many failures, a bug in the manager) ends the batch: its
+    other samples are cancelled, and every ``await`` and iteration raises the error.
+    """
+
+    __slots__ = ()
+
     def cancel(self) -> None:
         """Cancel the samples that have not ended. All who wait get a `RewardsCancelledError`."""
-        self._batch.on_cancel(self._batch)
+        self._batch.cancel()
 
     def __await__(self) -> Generator[Any, None, list[Reward]]:
         return self.all().__await__()
@@ -121,17 +136,11 @@ class PendingRewards:
 
     async def all(self) -> list[Reward]:
         """Wait for all rewards, in order of submission; the same as ``await pending``."""
-        await self._batch.wait(self.group_count)
-        self._delivered()
-        return [reward for reward in self._batch.rewards if reward is not None]
+        return await self._batch.all()
 
     async def wait(self, groups: int) -> int:
         """Wait until that many groups, or all, are complete; return the number of complete groups."""
         return await self._batch.wait(groups)
-
-    def complete_groups(self, first: int = 0, last: int | None = None) -> list[Group]:
-        """Return the complete groups ``first`` to ``last - 1``, counted in order of completion."""
-        return [self._group(index) for index in self._batch.completed_groups[first:last]]
 
     async def groups(self) -> AsyncGenerator[Group, None]:
         """Yield the groups as they complete."""
@@ -152,12 +161,4 @@ class PendingRewards:
                 yield MiniBatch(tuple(chosen))
         finally:
             if yielded == self.group_count:
-                self._delivered()
-
-    def _delivered(self) -> None:
-        self._batch.on_delivered(self._batch)
-
-    def _group(self, index: int) -> Group:
-        members = self._batch.members(index)
-        rewards = self._batch.rewards[members.start : members.stop]
-        return Group(index, members, [reward for reward in rewards if reward is not None])
+                self._batch.on_delivered(self._batch)

@@ -17,17 +17,13 @@ __all__ = ["QueueEntry", "RewardQueue", "Staleness"]
 
 @dataclass(frozen=True, slots=True)
 class QueueEntry:
-    """A rollout that waits to be judged."""
+    """A rollout that waits to be judged; see `RewardQueue.put` for the fields."""
 
     sample: Any
     group: Hashable
-    """The group of the rollout."""
     group_size: int
-    """The number of members of that group."""
     member: int
-    """The index of the rollout in its group, from 0."""
     step: int
-    """The training step whose weights generated it."""
     queued_at: float = field(default_factory=time.monotonic, compare=False)
 
 

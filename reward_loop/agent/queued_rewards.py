@@ -10,8 +10,6 @@ from types import TracebackType
 from typing import Self
 
 from reward_loop.agent.agent import RewardAgent
-from reward_loop.agent.batch import Batch
-from reward_loop.agent.pending import PendingRewards
 from reward_loop.agent.queue import QueueEntry, RewardQueue, Staleness
 from reward_loop.errors import ConfigError, QueueClosedError, RewardLoopError
 from reward_loop.types import Reward
@@ -50,21 +48,20 @@ class QueuedRewards:
         """
         if in_flight < 1 or (max_ready is not None and max_ready < 1):
             raise ConfigError("in_flight and max_ready: at least 1")
-        self._runner = agent._runner
-        if self._runner.needs_group:
+        if agent._needs_group:
             raise ConfigError(
                 f"{type(agent.manager).__name__} waits for all samples of a group, but a queue delivers them one by "
                 "one: submit whole groups to the agent instead"
             )
         self._queue = queue
+        self._agent = agent
         self._in_flight = in_flight
         self._max_ready = max_ready
-        self._judging: dict[asyncio.Task[None], tuple[QueueEntry, Batch]] = {}
+        self._judging: dict[asyncio.Task[None], QueueEntry] = {}
         self._incomplete: dict[Hashable, dict[int, tuple[QueueEntry, Reward]]] = {}
         """Group -> the members that have a reward, by their index in the group."""
         self._ready: deque[CompleteGroup] = deque()
         self._changed = asyncio.Event()
-        self._room = asyncio.Event()
         self._pump: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
 
@@ -76,8 +73,6 @@ class QueuedRewards:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         tasks = [task for task in (self._pump, *self._judging) if task is not None]
-        for _, batch in self._judging.values():
-            PendingRewards(batch).cancel()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -101,10 +96,9 @@ class QueuedRewards:
                         f"{sum(map(len, self._incomplete.values()))} scored samples"
                     )
                 raise StopAsyncIteration
-            self._changed.clear()
-            await self._changed.wait()
+            await self._change()
         group = self._ready.popleft()
-        self._room.set()
+        self._changed.set()
         return group
 
     @property
@@ -121,7 +115,7 @@ class QueuedRewards:
         """The staleness of everything the trainer has not received: in the queue, in flight, and complete."""
         return Staleness.of(
             self._queue.steps
-            + [entry.step for entry, _ in self._judging.values()]
+            + [entry.step for entry in self._judging.values()]
             + [entry.step for members in self._incomplete.values() for entry, _ in members.values()]
             + [entry.step for group in self._ready for entry, _ in group.members],
             current_step,
@@ -139,37 +133,38 @@ class QueuedRewards:
             "reward_queue/all_staleness_mean": staleness.mean,
         }
 
+    async def _change(self) -> None:
+        """Wait for the next change; both the trainer and the pump may wait."""
+        self._changed.clear()
+        await self._changed.wait()
+
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
         try:
             while True:
                 while len(self._judging) >= self._in_flight or (
                     self._max_ready is not None and len(self._ready) >= self._max_ready
                 ):
-                    self._room.clear()
-                    await self._room.wait()
+                    await self._change()
                 entry = await self._queue.get()
-                task = loop.create_task(self._judge(entry, batch := self._submit(entry)))
-                self._judging[task] = (entry, batch)
+                task = asyncio.create_task(self._judge(entry))
+                self._judging[task] = entry
                 task.add_done_callback(self._judged)
         except QueueClosedError:
             pass
-        except Exception as error:
-            self._error = self._error or error
         finally:
             self._changed.set()
 
-    def _submit(self, entry: QueueEntry) -> Batch:
-        """Submit one member of a group as a batch; its group is post-processed here when it is complete."""
-        self._runner.check_loop()
-        batch = self._runner.accept([entry.sample], priority=entry.step)
-        batch.post_process = False
-        self._runner.start(batch)
-        return batch
-
-    async def _judge(self, entry: QueueEntry, batch: Batch) -> None:
+    async def _judge(self, entry: QueueEntry) -> None:
+        """Score one member of a group as a batch of its own; if it completes its group, post-process the group."""
         try:
-            (reward,) = await PendingRewards(batch)
+            self._agent._check_loop()
+            batch = self._agent._accept([entry.sample], priority=entry.step)
+            batch.post_process = False
+            self._agent._start(batch)
+            try:
+                (reward,) = await batch.all()
+            finally:
+                batch.cancel()
             members = self._incomplete.setdefault(entry.group, {})
             if entry.member in members:
                 raise RewardLoopError(f"group {entry.group!r} already has member {entry.member}")
@@ -182,14 +177,10 @@ class QueuedRewards:
             self._error = self._error or error
 
     async def _post_process(self, members: list[tuple[QueueEntry, Reward]]) -> list[tuple[QueueEntry, Reward]]:
-        if (process := self._runner.post_processor) is None:
-            return members
         entries = [entry for entry, _ in members]
-        names = [getattr(entry.sample, "uid", None) for entry in entries]
-        rewards = await process([reward for _, reward in members], names)
+        rewards = await self._agent._post_processed([entry.sample for entry in entries], [r for _, r in members])
         return list(zip(entries, rewards, strict=True))
 
     def _judged(self, task: asyncio.Task[None]) -> None:
         del self._judging[task]
         self._changed.set()
-        self._room.set()

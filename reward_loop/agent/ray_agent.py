@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -20,9 +21,8 @@ from reward_loop.agent.journal import Entry, Journal
 from reward_loop.agent.pending import Group, PendingRewards
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError
-from reward_loop.managers import scoring_function
-from reward_loop.managers.registry import get as get_manager
-from reward_loop.scoring.load import load_function
+from reward_loop.managers import RewardLoopManagerBase
+from reward_loop.managers.scorer import load_scorer
 from reward_loop.types import Reward
 
 __all__ = ["AsyncRewardAgent", "RayAsyncRewardAgent"]
@@ -61,25 +61,16 @@ class AsyncRewardAgent:
             reward_model_tokenizer: passed to the function.
             concurrency: how many samples run at a time; ``None`` for no limit.
         """
-        options = parse(RewardLoopConfig, config, "config")
-        cls = get_manager(manager)
-        function = scoring_function(
-            cls,
-            load_function(compute_score) if isinstance(compute_score, str) else compute_score,
-            options,
+        scorer = load_scorer(
+            compute_score,
+            manager,
+            parse(RewardLoopConfig, config, "config"),
             reward_kwargs=reward_kwargs,
+            tokenizer=tokenizer,
+            router_address=reward_router_address,
+            reward_model_tokenizer=reward_model_tokenizer,
         )
-        self._agent = RewardAgent(
-            cls(
-                config=options,
-                tokenizer=tokenizer,
-                compute_score=function,
-                reward_router_address=reward_router_address,
-                reward_model_tokenizer=reward_model_tokenizer,
-            ),
-            concurrency=concurrency,
-            on_ended=self._ended,
-        )
+        self._agent = RewardAgent(scorer.manager, concurrency=concurrency, on_ended=self._ended)
         self._started = asyncio.Lock()
         self._entered = False
         self._taking = asyncio.Lock()
@@ -164,8 +155,7 @@ class AsyncRewardAgent:
 
     def _take_up(self, name: str, entry: Entry) -> _Batch:
         data = entry.data
-        is_proto = hasattr(data, "batch")
-        rows = [data[i : i + 1] for i in range(len(data))] if is_proto else list(data)
+        rows = [data[i : i + 1] for i in range(len(data))] if _is_proto(data) else list(data)
         order = _by_group(_uids(data), len(rows), entry.group_size)
         kept = {
             "tag": name,
@@ -176,7 +166,7 @@ class AsyncRewardAgent:
             "completed": entry.handed_out,
         }
         (pending,) = self._agent.restore({"version": 1, "batches": [kept]})
-        return _Batch(name, pending, order, entry, _Shape(data) if is_proto else None)
+        return _Batch(pending, order, entry)
 
     def _answered(self, call: str) -> tuple[_Batch, list[Group]] | None:
         """The groups that an earlier process handed out to this call, if it was killed before the answer arrived."""
@@ -196,11 +186,11 @@ class AsyncRewardAgent:
         try:
             groups = await batch.next_groups(chunk_size // size)
         except RewardLoopError:
-            del self._batches[batch.name]
-            await self._note("dropped", batch.name)
+            del self._batches[batch.pending.tag]
+            await self._note("dropped", batch.pending.tag)
             raise
         rewards = {i: reward for group in groups for i, reward in zip(group.indices, group.rewards, strict=True)}
-        await self._note("handed_out", batch.name, call, [group.index for group in groups], rewards)
+        await self._note("handed_out", batch.pending.tag, call, [group.index for group in groups], rewards)
         self._batches = {name: self._batches[name] for name in self._journal.entries()}
         return batch, groups
 
@@ -278,17 +268,15 @@ RayAsyncRewardAgent = _ActorClass(max_concurrency=MAX_CALLS, max_restarts=-1, ma
 """The actor: ``RayAsyncRewardAgent.remote("reward.py:compute_score")``, or with Ray's ``options(...)`` first."""
 
 
+@dataclass
 class _Batch:
     """A batch and its groups that were handed out."""
 
-    def __init__(
-        self, name: str, pending: PendingRewards, order: list[int], entry: Entry, shape: _Shape | None
-    ) -> None:
-        self.name = name
-        self.pending = pending
-        self.entry = entry
-        self._order = order
-        self._shape = shape
+    pending: PendingRewards
+    """Its tag is the name of the batch."""
+    order: list[int]
+    """The index of each of its samples in the caller's batch."""
+    entry: Entry
 
     @property
     def left(self) -> int:
@@ -305,34 +293,20 @@ class _Batch:
         return groups
 
     def answer(self, groups: list[Group]) -> tuple[list[int], Any, dict[str, Any]]:
-        pairs = [
-            (self._order[i], reward) for group in groups for i, reward in zip(group.indices, group.rewards, strict=True)
-        ]
-        pairs.sort(key=lambda pair: pair[0])
-        indices = [i for i, _ in pairs]
-        rewards = [reward for _, reward in pairs]
-        scores: Any = [reward["reward_score"] for reward in rewards]
-        infos = _columns(rewards)
-        if self._shape is not None:
-            return indices, self._shape.tensor(indices, scores), {key: _array(column) for key, column in infos.items()}
-        return indices, scores, infos
+        rewards = {
+            self.order[i]: reward for group in groups for i, reward in zip(group.indices, group.rewards, strict=True)
+        }
+        indices = sorted(rewards)
+        scores = [rewards[i]["reward_score"] for i in indices]
+        infos = _columns([rewards[i] for i in indices])
+        if not _is_proto(self.entry.data):
+            return indices, scores, infos
+        token_rewards = RewardLoopManagerBase.assemble_rm_scores(self.entry.data[indices], scores)
+        return indices, token_rewards, {key: _array(column) for key, column in infos.items()}
 
 
-class _Shape:
-    """The positions of the rewards of a ``DataProto``."""
-
-    def __init__(self, data: Any) -> None:
-        responses = data.batch["responses"]
-        self.width = responses.shape[-1]
-        self.lengths: list[int] = data.batch["attention_mask"][:, -self.width :].sum(dim=-1).tolist()
-
-    def tensor(self, indices: list[int], scores: list[float]) -> Any:
-        import torch
-
-        rewards = torch.zeros(len(indices), self.width, dtype=torch.float32)
-        for row, (i, score) in enumerate(zip(indices, scores, strict=True)):
-            rewards[row, max(0, self.lengths[i] - 1)] = score
-        return rewards
+def _is_proto(data: Any) -> bool:
+    return hasattr(data, "batch")
 
 
 def _columns(rewards: Sequence[Reward]) -> dict[str, list[Any]]:
@@ -350,7 +324,7 @@ def _array(column: list[Any]) -> Any:
 
 
 def _uids(data: Any) -> list[Any] | None:
-    if hasattr(data, "batch"):
+    if _is_proto(data):
         uids = data.non_tensor_batch.get("uid")
         return None if uids is None else list(uids)
     uids = [getattr(sample, "uid", None) for sample in data]

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Literal
 
 from reward_loop.agent.latency import Latency, parse_latency
-from reward_loop.agent.schedule import Generate, Prepare, Schedule, Train, Wait
+from reward_loop.agent.schedule import Generate, Prepare, Schedule, Wait
 from reward_loop.errors import ConfigError
 
-__all__ = ["Part", "Run", "Workload", "draw_timeline", "enough_concurrency", "simulate", "with_concurrency"]
+__all__ = ["Judging", "Part", "Run", "Workload", "draw_timeline", "enough_concurrency", "simulate", "with_concurrency"]
 
 SHOWN_STEPS = 4
 """The number of steps in a timeline."""
@@ -77,10 +77,27 @@ class Workload:
 class Part:
     """One activity of the trainer, with its start and end."""
 
-    kind: Literal["generate", "prepare", "wait", "train"]
+    kind: str
+    """``generate``, ``prepare``, ``wait`` or ``train``."""
     step: int
     start: float
     end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Judging:
+    """The judging of one step."""
+
+    start: float
+    """The start of its first judge call."""
+    end: float
+    """The end of its last one."""
+    seconds: float
+    """The sum of its judging times."""
+    longest: float
+    """Its longest judging time."""
+    ready: list[float]
+    """The time at which each mini-batch has all its rewards."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +109,8 @@ class Run:
     seconds: float
     """The length of the whole run."""
     parts: list[Part]
-    judged: list[tuple[float, float]]
-    """For each step, the start of its first judge call and the end of its last one."""
-    judge_seconds: list[float]
-    """For each step, the sum of its judging times."""
-    longest: list[float]
-    """For each step, its longest judging time."""
+    judging: list[Judging]
+    """For each step."""
     calls: list[tuple[float, float]]
     """Start and end of each judge call of the first steps."""
 
@@ -120,12 +133,17 @@ class Run:
     def hidden(self) -> float:
         """The hidden share of judging: of the time in which samples of a step were judged, the share in which the
         trainer did not wait."""
-        waits = [(part.start, part.end) for part in self.parts if part.kind == "wait"]
-        total = sum(end - start for start, end in self.judged)
+        waits = [part for part in self.parts if part.kind == "wait"]
+        total = sum(step.end - step.start for step in self.judging)
         waited = sum(
-            max(0.0, min(end, stop) - max(begin, start)) for begin, end in self.judged for start, stop in waits
+            max(0.0, min(step.end, wait.end) - max(step.start, wait.start)) for step in self.judging for wait in waits
         )
         return 1.0 - waited / total if total else 1.0
+
+    @property
+    def judge_seconds(self) -> float:
+        """The judging time of a step at full concurrency, if judges are always busy; the mean over all steps."""
+        return sum(step.seconds for step in self.judging) / self.workload.concurrency / self.workload.steps
 
     @property
     def floor(self) -> float:
@@ -135,16 +153,13 @@ class Run:
         concurrency. Otherwise the judging of a step must end before its training, or the last part of it, starts.
         """
         load = self.workload
-        rewards = [
-            max(total / load.concurrency, longest)
-            for total, longest in zip(self.judge_seconds, self.longest, strict=True)
-        ]
         schedule = Schedule.of_mode(self.mode, load.mini_batches)
         if schedule.one_step_off_policy:
-            return max(load.gpu_seconds, sum(self.judge_seconds) / load.concurrency / load.steps)
+            return max(load.gpu_seconds, self.judge_seconds)
         last = load.training / load.mini_batches
         floors = []
-        for seconds in rewards:
+        for step in self.judging:
+            seconds = max(step.seconds / load.concurrency, step.longest)
             if schedule.mini_batch_pipeline and load.arrival == "end":
                 floors.append(load.generation + max(load.prepare + load.training, seconds + last))
             elif schedule.mini_batch_pipeline:
@@ -164,27 +179,22 @@ def simulate(workload: Workload, mode: str) -> Run:
     now = 0.0
 
     def ready(step: int) -> int:
-        return bisect_right(judges.ready[step], now)
+        return bisect_right(judges.steps[step].ready, now)
 
     for action in schedule.actions(workload.steps, ready):
         started = now
         if isinstance(action, Generate):
             now += workload.generation
-            judges.submit(action.step, started, now)
-            kind: Literal["generate", "prepare", "wait", "train"] = "generate"
+            judges.submit(started, now)
         elif isinstance(action, Prepare):
             now += workload.prepare
-            kind = "prepare"
         elif isinstance(action, Wait):
-            now = max(now, judges.ready[action.step][action.mini_batches - 1])
-            kind = "wait"
+            now = max(now, judges.steps[action.step].ready[action.mini_batches - 1])
         else:
-            assert isinstance(action, Train)
             now += workload.training * action.count / workload.mini_batches
-            kind = "train"
         if now > started:
-            parts.append(Part(kind, action.step, started, now))
-    return Run(mode, workload, now, parts, judges.judged, judges.seconds, judges.longest, judges.calls)
+            parts.append(Part(type(action).__name__.lower(), action.step, started, now))
+    return Run(mode, workload, now, parts, judges.steps, judges.calls)
 
 
 def enough_concurrency(workload: Workload) -> int:
@@ -202,23 +212,19 @@ class _Judges:
         self._workload = workload
         # At most two steps are in flight, so more judges than that have no effect.
         self._free = [0.0] * min(workload.concurrency, 2 * workload.samples)
-        self._last_end = 0.0
-        self.ready: dict[int, list[float]] = {}
-        """For each step, the time at which each mini-batch has all its rewards."""
-        self.judged: list[tuple[float, float]] = []
-        self.seconds: list[float] = []
-        self.longest: list[float] = []
+        self.steps: list[Judging] = []
         self.calls: list[tuple[float, float]] = []
 
-    def submit(self, step: int, started: float, ended: float) -> None:
+    def submit(self, started: float, ended: float) -> None:
+        """Judge the samples of the next step, which were generated from ``started`` to ``ended``."""
         load, free = self._workload, self._free
-        draws = load.draws(step)
+        draws = load.draws(len(self.steps))
         if load.arrival == "end":
             arrivals: Sequence[float] = [ended] * len(draws)
         else:
             pace = (ended - started) / len(draws)
             arrivals = [started + pace * (i + 1) for i in range(len(draws))]
-        earliest = self._last_end if load.one_batch_at_a_time else 0.0
+        earliest = self.steps[-1].end if load.one_batch_at_a_time and self.steps else 0.0
         begins, ends = [], []
         for arrival, seconds in zip(arrivals, draws, strict=True):
             begin = max(arrival, free[0], earliest)
@@ -227,15 +233,10 @@ class _Judges:
             ends.append(begin + seconds)
         size = load.responses
         groups = sorted(max(ends[i : i + size]) for i in range(0, len(ends), size))
-        self.ready[step] = [
-            groups[math.ceil(load.batch * (i + 1) / load.mini_batches) - 1] for i in range(load.mini_batches)
-        ]
-        self._last_end = max(ends)
-        self.judged.append((min(begins), self._last_end))
-        self.seconds.append(sum(draws))
-        self.longest.append(max(draws))
-        if step < SHOWN_STEPS:
+        ready = [groups[math.ceil(load.batch * (i + 1) / load.mini_batches) - 1] for i in range(load.mini_batches)]
+        if len(self.steps) < SHOWN_STEPS:
             self.calls += zip(begins, ends, strict=True)
+        self.steps.append(Judging(min(begins), max(ends), sum(draws), max(draws), ready))
 
 
 def draw_timeline(runs: Sequence[Run], path: Path) -> None:
@@ -252,7 +253,12 @@ def draw_timeline(runs: Sequence[Run], path: Path) -> None:
         raise ConfigError(
             "drawing a timeline needs matplotlib, which is not installed: pip install matplotlib"
         ) from None
-    colours = {"generate": "#4c78a8", "prepare": "#72b7b2", "train": "#54a24b", "wait": "#e45756"}
+    shown_as = {
+        "generate": ("#4c78a8", "generation"),
+        "prepare": ("#72b7b2", "log-probabilities"),
+        "train": ("#54a24b", "training"),
+        "wait": ("#e45756", "waits for rewards"),
+    }
     figure = Figure(figsize=(12, 0.6 + 2.0 * len(runs)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
@@ -261,7 +267,7 @@ def draw_timeline(runs: Sequence[Run], path: Path) -> None:
     end = max((part.end for some in parts for part in some), default=1.0)
     for axis, run, some in zip(axes, runs, parts, strict=True):
         for part in some:
-            axis.broken_barh([(part.start, part.end - part.start)], (1.1, 0.8), color=colours[part.kind])
+            axis.broken_barh([(part.start, part.end - part.start)], (1.1, 0.8), color=shown_as[part.kind][0])
             if part.kind == "generate":
                 axis.text((part.start + part.end) / 2, 1.5, str(part.step), ha="center", va="center", fontsize=8)
         times, counts = _in_flight(run.calls)
@@ -272,14 +278,8 @@ def draw_timeline(runs: Sequence[Run], path: Path) -> None:
         axis.set_xlim(0, end)
         axis.set_title(f"{run.mode}: {run.step_seconds:.0f} s per step", loc="left", fontsize=10)
     axes[-1].set_xlabel("seconds")
-    labels = {
-        "generate": "generation",
-        "prepare": "log-probabilities",
-        "train": "training",
-        "wait": "waits for rewards",
-    }
     figure.legend(
-        handles=[Patch(color=colours[kind], label=label) for kind, label in labels.items()],
+        handles=[Patch(color=colour, label=label) for colour, label in shown_as.values()],
         loc="outside upper right",
         ncols=4,
         fontsize=8,

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reward_loop._util.text import shorten
-from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError
 from reward_loop.records import ActiveSample, Records, exchanges_of, records
 from reward_loop.records.files import AUDIT
 from reward_loop.records.rows import new_row
 from reward_loop.types import RewardResult, RewardSample
+
+if TYPE_CHECKING:
+    from reward_loop.managers.base import RewardLoopManagerBase
 
 __all__ = ["Audit"]
 
@@ -35,38 +36,28 @@ class Audit:
     The object owns its tasks: `close` cancels them.
 
     Args:
-        score: scores a sample: ``score_one`` of the manager.
-        function: the function's name, for the list of active samples.
-        options: the options of the run. With ``log_dir``, each second call is a row in its sub-folder ``audit``.
-        needs_group: whether the manager scores all samples of a prompt together.
+        manager: the manager whose function is called again. With its option ``log_dir``, each second call is a row in
+            the sub-folder ``audit``.
 
     Raises:
         ConfigError: the score of one sample cannot be repeated: the manager needs whole groups, or a cache would
             return the first score again.
     """
 
-    def __init__(
-        self,
-        score: Callable[[RewardSample], Awaitable[RewardResult]],
-        function: str,
-        options: RewardLoopConfig,
-        needs_group: bool = False,
-    ) -> None:
-        if needs_group:
+    def __init__(self, manager: RewardLoopManagerBase) -> None:
+        options = manager.options
+        if manager.needs_group:
             raise ConfigError("audit.reask must be 0 with a manager that compares the samples of a prompt")
         if options.cache.enabled:
             raise ConfigError("audit.reask needs cache.enabled=False: the cache would return the first score again")
-        self._score = score
-        self._function = function
+        self._manager = manager
         self._options = options
-        self._records = _open(options)
+        self._records: Records | None = None
+        if options.log_dir:
+            self._records = records(Path(options.log_dir) / AUDIT, options.record.max_bytes)
         self._random = random.Random()
         self._running: set[asyncio.Task[None]] = set()
-        self._reset()
-
-    def _reset(self) -> None:
-        self._asked = self._agreed = self._without_score = 0
-        self._differences: list[float] = []
+        self._counts = _no_counts()
 
     def ask_again(self, sample: RewardSample, first: RewardResult) -> None:
         """Start a second call for a sample if it is chosen. Returns at once.
@@ -89,13 +80,7 @@ class Audit:
             ``asked``: second calls that have ended; ``agreed``: those whose score agrees with the first;
             ``without_score``: those without a score; ``differences``: the absolute differences of the others.
         """
-        taken = {
-            "asked": self._asked,
-            "agreed": self._agreed,
-            "without_score": self._without_score,
-            "differences": self._differences,
-        }
-        self._reset()
+        taken, self._counts = self._counts, _no_counts()
         return taken
 
     def close(self) -> None:
@@ -104,27 +89,29 @@ class Audit:
             task.cancel()
 
     async def _ask(self, sample: RewardSample, first: float) -> None:
-        with ActiveSample(sample, self._function, self._options.watchdog_s, self._records is not None) as active:
+        manager = self._manager
+        with ActiveSample(sample, manager.name, self._options.watchdog_s, self._records is not None) as active:
             try:
-                second = await self._score(sample)
+                second = await manager.score_one(sample)
             except Exception as error:  # an audit must not stop a run
                 logger.warning("audit.reask: the second call of sample %s: %s", sample.uid, shorten(error))
                 return
-        self._asked += 1
+        counts = self._counts
+        counts["asked"] += 1
         agrees = None
         if second.score is None:
-            self._without_score += 1
+            counts["without_score"] += 1
         else:
             difference = abs(second.score - first)
             agrees = difference <= self._options.audit.tolerance
-            self._agreed += agrees
-            self._differences.append(difference)
+            counts["agreed"] += agrees
+            counts["differences"].append(difference)
         if self._records is not None:
             self._records.write_rows([_row(sample, first, second, agrees, active)])
 
 
-def _open(options: RewardLoopConfig) -> Records | None:
-    return records(Path(options.log_dir) / AUDIT, options.record.max_bytes) if options.log_dir else None
+def _no_counts() -> dict[str, Any]:
+    return {"asked": 0, "agreed": 0, "without_score": 0, "differences": []}
 
 
 def _row(

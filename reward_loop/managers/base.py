@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Collection, Mapping
 from typing import Any, ClassVar
 
 from reward_loop._util.text import shorten
@@ -13,7 +13,7 @@ from reward_loop.limits.failures import failure_bound
 from reward_loop.limits.permit import DEFAULT, Limits
 from reward_loop.managers.audit import Audit
 from reward_loop.managers.decoding import ResponseDecoder
-from reward_loop.managers.policy import apply_policy, reward_after_policy
+from reward_loop.managers.policy import apply_policy
 from reward_loop.managers.recording import open_events, open_records, record_sample
 from reward_loop.records import ActiveSample, exchanges_of, watch
 from reward_loop.records.judges import Judges
@@ -135,8 +135,12 @@ class RewardLoopManagerBase:
 
     @property
     def requires(self) -> frozenset[str]:
-        """The provided arguments that the user's function declares without a default."""
-        return self.function.requires if self.function else frozenset()
+        """The provided arguments that the user's functions declare without a default."""
+        return frozenset().union(*(function.requires for function in self._functions()))
+
+    def _functions(self) -> Collection[Any]:
+        """The scoring functions that the manager calls."""
+        return () if self.function is None else (self.function,)
 
     async def to_sample(self, data: Any) -> RewardSample:
         """Return the sample in ``data``: a `RewardSample` unchanged, or the decoded last row of a ``DataProto``.
@@ -192,8 +196,7 @@ class RewardLoopManagerBase:
             if self.judge_counts is not None and active.exchanges:
                 self.judge_counts.add(exchanges_of(active), None if active.batch is None else active.batch.id)
             if self.records is not None:
-                reward, masked = reward_after_policy(result, self.options)
-                record_sample(self.records, active, result, reward, masked, self.options.record.full)
+                record_sample(self.records, active, result, self.options)
             if self.evaluation_events is not None:
                 self.evaluation_events.send(active, result)
         if self.audit is not None:
@@ -229,16 +232,12 @@ class RewardLoopManagerBase:
         return apply_policy(result, self.options)
 
     def close(self) -> None:
-        """Stop the worker processes of the user's function, and close the limits that the manager created itself.
+        """Stop the worker processes of the user's functions, and close the limits that the manager created itself.
 
         Blocks until the processes have ended and all records are written: do not call it on the event loop.
         """
-        if self.function is not None:
-            self.function.close()
-        self.close_limits_and_records()
-
-    def close_limits_and_records(self) -> None:
-        """Close the limits, unless they are shared, and wait until all records are written."""
+        for function in self._functions():
+            function.close()
         if self._owns_limits:
             self.limits.close()
         if self.records is not None:

@@ -46,9 +46,9 @@ class Batcher:
         if batch is None:
             batch = self._open[key] = _Batch(loop.call_later(wait, self._close, key, self._expired))
         result: asyncio.Future[RewardResult] = loop.create_future()
-        batch.members[result] = sample
-        if (active := current()) is not None:
-            batch.active[result] = active
+        active = current()
+        batch.members[result] = (sample, active)
+        if active is not None:
             active.batching = self._waits_for
         if len(batch.members) >= size:
             self._close(key, self._score)
@@ -67,7 +67,6 @@ class Batcher:
         """Remove a sample whose task was cancelled. Cancel the call if all its samples are cancelled."""
         if batch.call is None:
             del batch.members[result]
-            batch.active.pop(result, None)
             if not batch.members:
                 batch.timer.cancel()
                 del self._open[key]
@@ -78,18 +77,18 @@ class Batcher:
 @dataclass(slots=True)
 class _Batch:
     timer: asyncio.TimerHandle
-    members: dict[asyncio.Future[RewardResult], RewardSample] = field(default_factory=dict)
-    active: dict[asyncio.Future[RewardResult], ActiveSample] = field(default_factory=dict)
-    """The active samples of the members; a member scored without a manager has none."""
+    members: dict[asyncio.Future[RewardResult], tuple[RewardSample, ActiveSample | None]] = field(default_factory=dict)
+    """By the future of its result; a sample scored without a manager is not active."""
     call: asyncio.Task[None] | None = None
     """The task that scores the batch, once the batch is closed. The batch owns it."""
 
     async def run(self, score: Score) -> None:
-        active = list(self.active.values())
+        samples = [sample for sample, _ in self.members.values()]
+        active = [active for _, active in self.members.values() if active is not None]
         try:
             # The task inherits the context of one member; `ActiveBatch` attributes its requests to all members.
             with ActiveBatch(active) if active else contextlib.nullcontext():
-                results = dict(zip(self.members, await score(list(self.members.values())), strict=True))
+                results = dict(zip(self.members, await score(samples), strict=True))
         except BaseException as error:
             for member in self.members:
                 if not member.done():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
@@ -62,20 +62,12 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
         }
 
     @property
-    def requires(self) -> frozenset[str]:
-        """The provided arguments that at least one component's function declares without a default."""
-        return frozenset().union(*(component.function.requires for component in self._components.values()))
-
-    @property
     def functions(self) -> dict[str, Any]:
         """The scoring function of each component, by its name."""
         return {name: component.function for name, component in self._components.items()}
 
-    def close(self) -> None:
-        """Stop the worker processes of all components, and close limits and records as the base class does."""
-        for component in self._components.values():
-            component.function.close()
-        self.close_limits_and_records()
+    def _functions(self) -> Collection[Any]:
+        return self.functions.values()
 
     async def score_one(self, sample: RewardSample) -> RewardResult:
         """Call the components, count the outcome of each, and sum up the weighted scores.

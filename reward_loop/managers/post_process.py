@@ -1,32 +1,36 @@
-"""Apply the user's ``post_process_scores`` to the scores of a complete group."""
+"""Change rewards after ``run_single``: the user's ``post_process_scores``, and samples that fail only then."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Self
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ScoringError
 from reward_loop.limits.failures import FailureBound
-from reward_loop.managers.policy import fail_reward
+from reward_loop.managers.policy import apply_policy, reward_after_policy
 from reward_loop.managers.recording import record_reward_change
 from reward_loop.scoring import ScoringFunction
-from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
+from reward_loop.types import RESERVED_KEYS, Outcome, Reward, RewardResult, RewardSample
 
-__all__ = ["PostProcess", "is_scored"]
+__all__ = ["PostProcess", "fail_reward"]
 
 
 class PostProcess:
-    """Applies a class's ``post_process_scores`` to groups in which every sample has a reward.
-
-    Args:
-        function: the scoring function of the class.
-        options: the policies and the failure bound.
-    """
+    """Applies a class's ``post_process_scores`` to groups in which every sample has a reward."""
 
     def __init__(self, function: ScoringFunction, options: RewardLoopConfig) -> None:
         self._function = function
         self._options = options
         self._failures = FailureBound.of_options(options)
+
+    @classmethod
+    def of(cls, manager: Any) -> Self | None:
+        """Return the post-processing of a manager's function; ``None`` if the function has none."""
+        function = getattr(manager, "function", None)
+        if not isinstance(function, ScoringFunction) or not function.has_post_process:
+            return None
+        return cls(function, getattr(manager, "options", None) or RewardLoopConfig())
 
     async def __call__(self, rewards: Sequence[Reward], names: Sequence[str | None]) -> list[Reward]:
         """Return the rewards of a group, with post-processed scores for its scored samples.
@@ -43,14 +47,16 @@ class PostProcess:
             TooManyFailuresError: the share of samples that failed in this way among the recent samples is too large.
         """
         processed = list(rewards)
-        scored = [i for i, reward in enumerate(rewards) if is_scored(reward)]
+        scored = [i for i, reward in enumerate(rewards) if _is_scored(reward)]
         if not scored:
             return processed
         try:
             scores = await self._function.post_process_scores([rewards[i]["reward_score"] for i in scored])
         except ScoringError as error:
             for i in scored:
-                processed[i] = self._failed(rewards[i], names[i], error)
+                failure = error.about(RewardSample("", uid=names[i]))
+                failure.__cause__ = error
+                processed[i] = fail_reward(rewards[i], failure, self._failures, self._options)
         else:
             for i, score in zip(scored, scores, strict=True):
                 self._failures.count(RewardResult(Outcome.SCORED, score))
@@ -60,13 +66,43 @@ class PostProcess:
                 processed[i] = {**rewards[i], "reward_score": score}
         return processed
 
-    def _failed(self, reward: Reward, name: str | None, error: ScoringError) -> Reward:
-        failure = error.about(RewardSample("", uid=name))
-        failure.__cause__ = error
-        return fail_reward(reward, failure, self._failures, self._options)
 
-
-def is_scored(reward: Reward) -> bool:
+def _is_scored(reward: Reward) -> bool:
     """Whether the sample was scored; a reward without ``reward_outcome`` counts as scored."""
     info = reward.get("reward_extra_info") or {}
     return info.get("reward_outcome", Outcome.SCORED) == Outcome.SCORED
+
+
+def fail_reward(reward: Reward, failure: ScoringError, failures: FailureBound, options: RewardLoopConfig) -> Reward:
+    """Return the reward of a failed sample, for a sample that failed after its function had returned.
+
+    The sample's record gets a revision, whose outcome is *failed*.
+
+    Args:
+        reward: the reward that ``run_single`` returned.
+        failure: the error, which names the sample.
+        failures: the failure bound, which counts the sample.
+        options: the policies.
+
+    Raises:
+        ScoringError: the policy is ``raise``.
+        TooManyFailuresError: the share of failed samples among the recent samples is too large.
+    """
+    info = reward.get("reward_extra_info") or {}
+    result = RewardResult(
+        Outcome.FAILED,
+        None,
+        extra_info={key: value for key, value in info.items() if key not in RESERVED_KEYS},
+        error=str(failure),
+        seconds=info.get("reward_seconds", 0.0),
+        attempts=info.get("reward_attempts", 1),
+        wait_seconds=info.get("reward_wait_seconds", 0.0),
+        queue_seconds=info.get("reward_queue_seconds", 0.0),
+        exception=failure,
+    )
+    sample = RewardSample("", uid=failure.sample_uid, data_source=failure.data_source)
+    after, masked = reward_after_policy(result, options)
+    changes = {"outcome": Outcome.FAILED, "error": result.error, "reward": after, "masked": masked}
+    record_reward_change(options, sample, failure.function or "", **changes)
+    failures.count(result)
+    return apply_policy(result, options)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError
+from reward_loop.managers.policy import reward_after_policy
 from reward_loop.records import (
     ActiveSample,
     Records,
@@ -50,23 +51,13 @@ def open_events(options: RewardLoopConfig) -> EvaluationEvents | None:
     return evaluation_events()
 
 
-def record_sample(
-    writer: Records, active: ActiveSample, result: RewardResult, reward: float | None, masked: bool, full: float
-) -> None:
-    """Record a sample that has been scored.
-
-    Args:
-        writer: the writer of the folder.
-        active: the sample, with what it measured.
-        result: the result of the function.
-        reward: the score after the policy; ``None`` if the sample is masked or stops the run.
-        masked: whether the sample is excluded from training.
-        full: the share of samples, or of groups, that are recorded with their texts.
-    """
+def record_sample(writer: Records, active: ActiveSample, result: RewardResult, options: RewardLoopConfig) -> None:
+    """Record a sample that has been scored, with its reward after the policy."""
+    full = options.record.full
     is_full = full >= 1 or result.outcome is not Outcome.SCORED or _fraction(active.sample) < full
     large = large_components(result.extra_info)
     text = text_row(active.sample, large) if is_full else None
-    row = sample_row(active, result, large, reward, masked)
+    row = sample_row(active, result, large, *reward_after_policy(result, options))
     writer.write(row, text, exchanges_of(active) if active.exchanges else ())
 
 

@@ -35,6 +35,7 @@ def load_scorer(
     options: RewardLoopConfig,
     *,
     reward_kwargs: Mapping[str, Any] | None = None,
+    tokenizer: Any = None,
     router_address: str | None = None,
     reward_model_tokenizer: Any = None,
 ) -> Scorer:
@@ -46,8 +47,7 @@ def load_scorer(
         manager: name or import path of the manager.
         options: the options of the run.
         reward_kwargs: configured arguments of the function.
-        router_address: ``host:port`` that functions receive as ``reward_router_address``.
-        reward_model_tokenizer: the reward model's tokenizer, which functions receive.
+        tokenizer, router_address, reward_model_tokenizer: see `RewardLoopManagerBase`.
 
     Raises:
         ConfigError: the manager does not exist or cannot be created, or its options are invalid; the function is
@@ -74,7 +74,7 @@ def load_scorer(
     try:
         made = cls(
             config=options,
-            tokenizer=None,
+            tokenizer=tokenizer,
             compute_score=function,
             reward_router_address=router_address,
             reward_model_tokenizer=reward_model_tokenizer,
@@ -88,12 +88,7 @@ def load_scorer(
 
 
 async def reward_of(manager: Any, sample: RewardSample, name: str) -> Reward:
-    """Return the reward of a sample, from a manager that may be the user's own.
-
-    Args:
-        manager: the manager.
-        sample: the sample.
-        name: the name of the sample, for messages.
+    """Return the reward of a sample, from a manager that may be the user's own. Messages contain the ``name``.
 
     Raises:
         RewardLoopError: an error that stops the run; or ``run_single`` raised another exception, which would occur for

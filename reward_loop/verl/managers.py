@@ -12,6 +12,7 @@ from reward_loop.errors import ConfigError, RewardFunctionError
 from reward_loop.limits.permit import Limits
 from reward_loop.managers import RewardLoopManagerBase, scoring_function
 from reward_loop.managers.base import VALIDATE, last_row, step_of, uid_of
+from reward_loop.managers.post_process import PostProcess
 from reward_loop.processes.pool import usable_cores
 from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.isolation import SplitSemaphore
@@ -21,7 +22,7 @@ from reward_loop.verl import discriminative
 from reward_loop.verl.discriminative import DiscriminativeRewardLoopManager
 from reward_loop.verl.settings import RewardSettings
 
-__all__ = ["VerlManager", "build_manager", "post_processing"]
+__all__ = ["VerlManager", "build_manager"]
 
 
 def build_manager(
@@ -65,19 +66,13 @@ def build_manager(
         loaded = load_reward_manager(settings.config, keywords.pop("tokenizer"), **keywords)
         ours = isinstance(loaded, RewardLoopManagerBase)
         manager = loaded if ours else VerlManager(loaded, settings.options, limits)
-    if settings.function is not None and hasattr(function, "post_process_scores") and post_processing(manager) is None:
+    if settings.function is not None and hasattr(function, "post_process_scores") and PostProcess.of(manager) is None:
         raise ConfigError(
             f"custom_reward_function {settings.function.path}:{settings.function.name} has post_process_scores, which "
             f"reward manager {settings.manager.name} would not call: use the manager `naive`, or your own subclass of "
             "RewardLoopManagerBase"
         )
     return manager
-
-
-def post_processing(manager: RewardLoopManagerBase) -> ScoringFunction | None:
-    """Returns the manager's function if it has ``post_process_scores``, else ``None``."""
-    function = manager.function
-    return function if isinstance(function, ScoringFunction) and function.has_post_process else None
 
 
 @dataclass(frozen=True, slots=True)

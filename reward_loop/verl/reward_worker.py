@@ -17,13 +17,12 @@ from reward_loop.limits.client import open_limits
 from reward_loop.limits.failures import FailureBound
 from reward_loop.managers.audit import Audit
 from reward_loop.managers.base import VALIDATE
-from reward_loop.managers.policy import fail_reward
-from reward_loop.managers.post_process import PostProcess
+from reward_loop.managers.post_process import PostProcess, fail_reward
 from reward_loop.managers.recording import open_records
 from reward_loop.records import watch
 from reward_loop.records.exchange_counts import ExchangeCounts
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Reward, RewardSample
-from reward_loop.verl.managers import VerlManager, build_manager, post_processing
+from reward_loop.verl.managers import VerlManager, build_manager
 from reward_loop.verl.router_address import RouterAddress, address_on_this_node
 from reward_loop.verl.settings import RewardSettings
 
@@ -50,8 +49,7 @@ class RewardWorker:
         address = self._open.enter_context(address_on_this_node(router))
         self._manager = build_manager(settings, address, self._limits, workers_on_node or settings.num_workers)
         self._audit = self._start_audit()
-        function = post_processing(self._manager)
-        self._post_process = PostProcess(function, self._options) if function is not None else None
+        self._post_process = PostProcess.of(self._manager)
         self._rejections = FailureBound.of_options(self._options, of=", ".join(sorted(PART_KEYS)))
         self._fatal: str | None = None
         self._running: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)
@@ -70,7 +68,7 @@ class RewardWorker:
             return None
         if isinstance(manager, VerlManager):
             raise ConfigError("reward_loop.audit.reask needs a manager of reward_loop, see docs/reward-functions.md")
-        manager.audit = Audit(manager.score_one, manager.name, self._options, manager.needs_group)
+        manager.audit = Audit(manager)
         return manager.audit
 
     @ray.method(max_task_retries=0)  # the callers repeat it: Ray would give up before it has detected a lost node

@@ -117,7 +117,7 @@ def test_an_error_that_nobody_waited_for_is_raised_at_the_end():
         with BlockingRewardAgent(naive(judge, on_failed="raise")) as agent:
             agent.submit(numbered(1))
             assert called.wait(30)
-            agent._run(agent._runner.drain(), 30)
+            agent._run(agent._agent.drain(), 30)
 
     with pytest.raises(RewardFunctionError, match="boom"):
         submit_and_leave()

@@ -19,7 +19,7 @@ from reward_loop.records import records
 def audited(function: Any, **options: Any) -> NaiveRewardLoopManager:
     options = {"audit": {"reask": 1.0}} | options
     manager = NaiveRewardLoopManager(RewardLoopConfig(**options), compute_score=function)
-    manager.audit = Audit(manager.score_one, manager.name, manager.options, manager.needs_group)
+    manager.audit = Audit(manager)
     return manager
 
 
@@ -175,10 +175,9 @@ async def test_a_row_of_the_records_has_both_scores_and_the_sample_has_one_row(t
     [({"cache": {"enabled": True}}, False, "cache"), ({}, True, "compares the samples of a prompt")],
 )
 def test_an_audit_that_could_not_repeat_a_score_is_refused(
-    options: dict[str, Any], needs_group: bool, message: str
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], needs_group: bool, message: str
 ) -> None:
-    async def score(sample: RewardSample) -> Any:
-        raise AssertionError("not called")
-
+    manager = NaiveRewardLoopManager(RewardLoopConfig(**options), compute_score=lambda solution_str: 1.0)
+    monkeypatch.setattr(NaiveRewardLoopManager, "needs_group", needs_group)
     with pytest.raises(ConfigError, match=message):
-        Audit(score, "judge", RewardLoopConfig(audit={"reask": 0.1}, **options), needs_group)
+        Audit(manager)

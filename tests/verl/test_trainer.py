@@ -17,7 +17,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardLoopError, ScoringError
 from reward_loop.limits.failures import FailureBound
-from reward_loop.managers.policy import fail_reward
+from reward_loop.managers.post_process import fail_reward
 from reward_loop.types import RewardSample
 from reward_loop.verl import pipeline, reward_changes, tq_batches, tq_rewards, trainer  # noqa: F401  registers the mode reward_pipeline
 from reward_loop.verl.gdpo import GDPO, component_rewards, use_rewards

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from reward_loop.config import RewardLoopConfig
 from reward_loop.managers.recording import record_sample
 from reward_loop.records import ActiveSample, Records, reward_change_row
 from reward_loop.types import Outcome, RewardResult, RewardSample
@@ -56,7 +57,7 @@ def record(
     active = ActiveSample(found, "compute_score (reward.py)", is_recorded=True)
     for one in exchanges or ():
         active.exchange(one)
-    record_sample(writer, active, result, reward=score, masked=score is None, full=full)
+    record_sample(writer, active, result, RewardLoopConfig(record={"full": full}))
 
 
 def revise(writer: Records, uid: str, reward: float | None, **more: Any) -> None:
