@@ -7,6 +7,9 @@ Invariants:
 - At most `concurrency` samples run at a time. Batches with a lower priority number start first. Where the members of
   a group wait for each other, a started group comes before all others: parts of several groups could otherwise hold
   all permits and wait forever.
+
+`BlockingRewardAgent` uses `_accept`, `_start` and `_raise_unseen_error`, `QueuedRewards` uses `_submit_member`. All
+other names with an underscore are used here only.
 """
 
 from __future__ import annotations
@@ -174,6 +177,14 @@ class RewardAgent:
         """
         self._check_loop()
         batch = self._accept(samples, group_size, groups, priority, tag)
+        self._start(batch)
+        return PendingRewards(batch)
+
+    def _submit_member(self, sample: Any, priority: float) -> PendingRewards:
+        """Submit one member of a group whose others come later; the caller post-processes the group."""
+        self._check_loop()
+        batch = self._accept([sample], priority=priority)
+        batch.post_process = False
         self._start(batch)
         return PendingRewards(batch)
 
@@ -356,23 +367,18 @@ class RewardAgent:
     def _all_ended(self, batch: Batch, group: int) -> None:
         """Post-process a group whose members all have a reward, then complete it."""
         if self._post_process is not None and batch.post_process:
-            self._own(batch, asyncio.create_task(self._post_process_group(batch, group)), self._task_done)
+            processing = self._post_process_group(self._post_process, batch, group)
+            self._own(batch, asyncio.create_task(processing), self._task_done)
         else:
             self._complete(batch, group)
 
-    async def _post_process_group(self, batch: Batch, group: int) -> None:
+    async def _post_process_group(self, post_process: PostProcess, batch: Batch, group: int) -> None:
         members = batch.members(group)
         rewards = [reward for i in members if (reward := batch.rewards[i]) is not None]
-        processed = await self._post_processed(batch.samples[members.start : members.stop], rewards)
+        processed = await post_process(rewards, [getattr(batch.samples[i], "uid", None) for i in members])
         if batch.error is None:
             batch.rewards[members.start : members.stop] = processed
             self._complete(batch, group)
-
-    async def _post_processed(self, samples: Sequence[Any], rewards: Sequence[Reward]) -> Sequence[Reward]:
-        """Return the rewards of a group after the user's ``post_process_scores``, if the function has one."""
-        if self._post_process is None:
-            return rewards
-        return await self._post_process(rewards, [getattr(sample, "uid", None) for sample in samples])
 
     def _complete(self, batch: Batch, group: int) -> None:
         batch.complete(group)

@@ -12,6 +12,7 @@ from typing import Self
 from reward_loop.agent.agent import RewardAgent
 from reward_loop.agent.queue import QueueEntry, RewardQueue, Staleness
 from reward_loop.errors import ConfigError, QueueClosedError, RewardLoopError
+from reward_loop.managers.post_process import PostProcess
 from reward_loop.types import Reward
 
 __all__ = ["CompleteGroup", "QueuedRewards"]
@@ -48,13 +49,14 @@ class QueuedRewards:
         """
         if in_flight < 1 or (max_ready is not None and max_ready < 1):
             raise ConfigError("in_flight and max_ready: at least 1")
-        if agent._needs_group:
+        if getattr(agent.manager, "needs_group", False):
             raise ConfigError(
                 f"{type(agent.manager).__name__} waits for all samples of a group, but a queue delivers them one by "
                 "one: submit whole groups to the agent instead"
             )
         self._queue = queue
         self._agent = agent
+        self._post_process = PostProcess.of(agent.manager)
         self._in_flight = in_flight
         self._max_ready = max_ready
         self._judging: dict[asyncio.Task[None], QueueEntry] = {}
@@ -157,14 +159,11 @@ class QueuedRewards:
     async def _judge(self, entry: QueueEntry) -> None:
         """Score one member of a group as a batch of its own; if it completes its group, post-process the group."""
         try:
-            self._agent._check_loop()
-            batch = self._agent._accept([entry.sample], priority=entry.step)
-            batch.post_process = False
-            self._agent._start(batch)
+            pending = self._agent._submit_member(entry.sample, entry.step)
             try:
-                (reward,) = await batch.all()
+                (reward,) = await pending
             finally:
-                batch.cancel()
+                pending.cancel()
             members = self._incomplete.setdefault(entry.group, {})
             if entry.member in members:
                 raise RewardLoopError(f"group {entry.group!r} already has member {entry.member}")
@@ -172,13 +171,17 @@ class QueuedRewards:
             if len(members) == entry.group_size:
                 del self._incomplete[entry.group]
                 in_order = [members[i] for i in sorted(members)]
-                self._ready.append(CompleteGroup(entry.group, await self._post_process(in_order)))
+                self._ready.append(CompleteGroup(entry.group, await self._processed(in_order)))
         except Exception as error:
             self._error = self._error or error
 
-    async def _post_process(self, members: list[tuple[QueueEntry, Reward]]) -> list[tuple[QueueEntry, Reward]]:
+    async def _processed(self, members: list[tuple[QueueEntry, Reward]]) -> list[tuple[QueueEntry, Reward]]:
+        """Return the members of a group after the user's ``post_process_scores``, if the function has one."""
+        if self._post_process is None:
+            return members
         entries = [entry for entry, _ in members]
-        rewards = await self._agent._post_processed([entry.sample for entry in entries], [r for _, r in members])
+        uids = [getattr(entry.sample, "uid", None) for entry in entries]
+        rewards = await self._post_process([reward for _, reward in members], uids)
         return list(zip(entries, rewards, strict=True))
 
     def _judged(self, task: asyncio.Task[None]) -> None:
