@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import socket
 
-__all__ = ["is_loopback", "listen", "reserve", "url_of"]
+__all__ = ["is_loopback", "listen", "readable", "reserve", "url_of"]
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
@@ -16,6 +17,17 @@ def listen(host: str, port: int = 0) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=4096)
+
+
+async def readable(connection: socket.socket) -> None:
+    """Wait until data has arrived, or the connection has ended, without reading from it."""
+    loop = asyncio.get_running_loop()
+    arrived = asyncio.Event()
+    loop.add_reader(connection, arrived.set)
+    try:
+        await arrived.wait()
+    finally:
+        loop.remove_reader(connection)
 
 
 def reserve(host: str) -> socket.socket:

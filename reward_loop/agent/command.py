@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from reward_loop._util.console import console
 from reward_loop._util.output import print_line
 from reward_loop.errors import ConfigError
 
@@ -161,7 +161,7 @@ def simulate(
     if as_json:
         print_line(json.dumps([_run_json(run) for run in runs]))
         return
-    out = Console(soft_wrap=True, emoji=False, highlight=False)
+    out = console()
     table = _table("mode", "s a step", "floor", "over floor", "waits for rewards", "judging hidden")
     for run in runs:
         table.add_row(
@@ -231,7 +231,7 @@ def _print_size(size: RunSize, *, as_json: bool) -> None:
         parts = [_load_json(load, size) for load in loads]
         print_line(json.dumps({**run, "parts": parts, "costs": capacity.SOURCE}))
         return
-    out = Console(soft_wrap=True, emoji=False, highlight=False)
+    out = console()
     out.print(
         f"{size.nodes} nodes x {size.node_rate:g} samples/s = {size.rate:,.0f} samples/s. {size.in_flight:,} samples "
         f"in flight, {size.seconds_in_flight:.1f} s each.\n"

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from reward_loop._util.cli_options import json_or_text, pairs
+from reward_loop._util.console import console
 from reward_loop._util.json import encode
 from reward_loop._util.text import did_you_mean, listing
 from reward_loop.errors import ConfigError, RewardLoopError
@@ -61,7 +62,7 @@ def limits(
     Exit status: 0 done, 1 no process responds, 2 wrong usage, or the change
     is rejected.
     """
-    out, err = Console(soft_wrap=True, emoji=False), Console(stderr=True, soft_wrap=True)
+    out, err = console(), console(stderr=True)
     if name is not None and "=" in name:
         raise typer.BadParameter(f"name the limit first: reward-loop limits NAME {name}", param_hint="NAME")
     wanted = {option: json_or_text(value) for option, value in pairs(changes, "OPTION=VALUE").items()}
@@ -73,7 +74,7 @@ def limits(
             for state in ask(process, timeout, "limits"):
                 jobs.setdefault(state["job"], _Job(state["job"])).add(process, state)
         except (OSError, ValueError) as error:
-            err.print(f"[bold red]process {process}:[/] {escape(why(error))}", highlight=False)
+            err.print(f"[bold red]process {process}:[/] {escape(why(error))}")
     if not jobs:
         raise RewardLoopError("none of the queried processes scores samples")
     matching = [job for job in jobs.values() if add or name is None or name in job.limits]
@@ -135,7 +136,6 @@ def _announce(job: _Job, name: str, changes: dict[str, Any], err: Console) -> No
     err.print(
         f"Changing {escape(name)} of job {escape(job.name)} (process{'' if len(job.pids) == 1 else 'es'} {pids}): "
         f"{escape(values)}",
-        highlight=False,
     )
 
 
@@ -165,7 +165,7 @@ def _show(job: _Job, name: str | None, out: Console) -> None:
     out.print(f"[bold]job {escape(job.name)}[/], {'process' if len(job.pids) == 1 else 'processes'} {pids}")
     for state in job.states:
         if state["error"] is not None:
-            out.print(f"[bold red]no response:[/] {escape(state['error'])}", highlight=False)
+            out.print(f"[bold red]no response:[/] {escape(state['error'])}")
             continue
         limits = {key: limit for key, limit in state["limits"].items() if name in (None, key)}
         if limits:
@@ -182,13 +182,13 @@ def _show(job: _Job, name: str | None, out: Console) -> None:
                     _of(limit["tokens_last_minute"], limit["tokens_per_minute"]),
                     "unlimited" if limit["max_wait"] is None else f"{limit['max_wait']:g} s",
                 )
-            out.print(table, highlight=False)
+            out.print(table)
         else:
-            out.print("no limits", highlight=False)
+            out.print("no limits")
         if state["cost"] or state["tokens"]:
-            out.print(f"used in total: {state['tokens']:g} tokens, cost {state['cost']:g}", highlight=False)
+            out.print(f"used in total: {state['tokens']:g} tokens, cost {state['cost']:g}")
         if state["spent"]:
-            out.print(escape(state["spent"]), highlight=False)
+            out.print(escape(state["spent"]))
     out.print()
 
 

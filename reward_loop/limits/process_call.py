@@ -18,6 +18,7 @@ from typing import Any
 import orjson
 
 from reward_loop._util.framing import receive_frame
+from reward_loop._util.sockets import readable
 from reward_loop.errors import LimitError
 from reward_loop.limits.permit import ABANDONED, Permit
 from reward_loop.limits.protocol import MAX_LENGTH, decode, encode, receive, refusal
@@ -49,7 +50,7 @@ class ProcessCall:
     async def enter(self, name: str, tokens: float) -> Permit:
         """Wait for a permit, on the function's own event loop; raises as `Permit.wait` does."""
         with self._connected(name, ("enter", 0, name, tokens, "")) as connection:
-            await _readable(connection)
+            await readable(connection)
             return self._granted(name, connection)
 
     def enter_in_thread(self, name: str, tokens: float) -> Permit:
@@ -134,17 +135,6 @@ class ProcessCall:
         """Wait until the peer has processed all messages, and close the connection of the permit."""
         assert self._socket is not None
         _close(self._socket)
-
-
-async def _readable(connection: socket.socket) -> None:
-    """Wait until a response has arrived or the connection has ended."""
-    loop = asyncio.get_running_loop()
-    arrived = asyncio.Event()
-    loop.add_reader(connection, arrived.set)
-    try:
-        await arrived.wait()
-    finally:
-        loop.remove_reader(connection)
 
 
 def _send(connection: socket.socket, *messages: tuple[Any, ...]) -> None:

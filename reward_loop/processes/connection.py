@@ -20,6 +20,7 @@ import time
 
 from reward_loop._util.framing import FrameBuffer
 from reward_loop._util.signals import name_of
+from reward_loop._util.sockets import readable
 from reward_loop.errors import RewardCrashedError
 from reward_loop.processes.forkserver import Report
 from reward_loop.processes.invocation import CallOutcome, Invocation, WaitClock
@@ -131,7 +132,7 @@ class WorkerConnection:
     async def _receive(self) -> tuple[bytes, memoryview]:
         """Return the kind and the content of the next message. The end of the stream is a `DIED` without content."""
         while (message := self._frames.pop()) is None:
-            await self._readable()
+            await readable(self._channel)
             # `sock_recv` would lose what it has received if it is cancelled, as at a deadline that is then extended.
             try:
                 received = self._channel.recv(1 << 16)
@@ -143,15 +144,6 @@ class WorkerConnection:
                 return DIED, memoryview(b"")
             self._frames.feed(received)
         return message[:1], memoryview(message)[1:]
-
-    async def _readable(self) -> None:
-        loop = asyncio.get_running_loop()
-        arrived = asyncio.Event()
-        loop.add_reader(self._channel, arrived.set)
-        try:
-            await arrived.wait()
-        finally:
-            loop.remove_reader(self._channel)
 
 
 def _death(content: memoryview) -> str:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 from urllib.parse import quote
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from reward_loop._util import cli_options
+from reward_loop._util.console import console
 from reward_loop._util.output import print_line
 from reward_loop._util.sockets import url_of
 from reward_loop._util.web_command import api_key, open_listener, serve_until_signal
@@ -26,7 +26,7 @@ __all__ = ["view"]
 
 PORT = 8765
 
-_err = Console(stderr=True, soft_wrap=True, emoji=False)
+_err = console(stderr=True)
 
 
 def view(

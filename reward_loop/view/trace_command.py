@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
+from reward_loop._util.console import console
 from reward_loop._util.json import encode
 from reward_loop.errors import ConfigError
 from reward_loop.view.trace import trace_events
@@ -46,9 +46,7 @@ def trace(
             count += event["ph"] == "X"
             file.write(b",\n" + encode(event))
         file.write(b"\n]\n")
-    Console(soft_wrap=True, emoji=False).print(
-        f"{count} spans in {escape(str(output))}: open it in https://ui.perfetto.dev", highlight=False
-    )
+    console().print(f"{count} spans in {escape(str(output))}: open it in https://ui.perfetto.dev")
 
 
 def _steps(text: str) -> Collection[int]:
