@@ -78,7 +78,8 @@ def address_on_this_node(router: RouterAddress | None) -> Iterator[str | None]:
     if router is None:
         yield None
         return
-    if router.node in (None, ray.get_runtime_context().get_node_id()):
+    # Without a node, Ray is not asked: the question would start a Ray where there is none.
+    if router.node is None or router.node == ray.get_runtime_context().get_node_id():
         yield router.address
         return
     if router.exit is None:
