@@ -3,6 +3,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,16 @@ LONGEST = (
 
 INTEGRATION_ONLY = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.integration", re.MULTILINE)
 """The mark of a file that has only integration tests."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_test_leaves_ray_connected() -> Iterator[None]:
+    """Ray starts by itself when an unconnected process asks it anything, and the next file would use that Ray."""
+    yield
+    ray = sys.modules.get("ray")
+    if ray is not None and getattr(ray, "is_initialized", bool)():
+        ray.shutdown()
+        pytest.fail("a test of this file left Ray connected")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
