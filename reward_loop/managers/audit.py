@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reward_loop._util.text import shorten
+from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError
 from reward_loop.records import ActiveSample, Records, exchanges_of, records
 from reward_loop.records.files import AUDIT
 from reward_loop.records.rows import new_row
 from reward_loop.types import RewardResult, RewardSample
-
-if TYPE_CHECKING:
-    from reward_loop.managers.base import RewardLoopManagerBase
 
 __all__ = ["Audit"]
 
@@ -36,21 +35,29 @@ class Audit:
     The object owns its tasks: `close` cancels them.
 
     Args:
-        manager: the manager whose function is called again. With its option ``log_dir``, each second call is a row in
-            the sub-folder ``audit``.
+        score: scores a sample: ``score_one`` of the manager.
+        function: the function's name, for the list of active samples.
+        options: the options of the run. With ``log_dir``, each second call is a row in its sub-folder ``audit``.
+        needs_group: whether the manager scores all samples of a prompt together.
 
     Raises:
         ConfigError: the score of one sample cannot be repeated: the manager needs whole groups, or a cache would
             return the first score again.
     """
 
-    def __init__(self, manager: RewardLoopManagerBase) -> None:
-        options = manager.options
-        if manager.needs_group:
+    def __init__(
+        self,
+        score: Callable[[RewardSample], Awaitable[RewardResult]],
+        function: str,
+        options: RewardLoopConfig,
+        needs_group: bool = False,
+    ) -> None:
+        if needs_group:
             raise ConfigError("audit.reask must be 0 with a manager that compares the samples of a prompt")
         if options.cache.enabled:
             raise ConfigError("audit.reask needs cache.enabled=False: the cache would return the first score again")
-        self._manager = manager
+        self._score = score
+        self._function = function
         self._options = options
         self._records: Records | None = None
         if options.log_dir:
@@ -89,10 +96,9 @@ class Audit:
             task.cancel()
 
     async def _ask(self, sample: RewardSample, first: float) -> None:
-        manager = self._manager
-        with ActiveSample(sample, manager.name, self._options.watchdog_s, self._records is not None) as active:
+        with ActiveSample(sample, self._function, self._options.watchdog_s, self._records is not None) as active:
             try:
-                second = await manager.score_one(sample)
+                second = await self._score(sample)
             except Exception as error:  # an audit must not stop a run
                 logger.warning("audit.reask: the second call of sample %s: %s", sample.uid, shorten(error))
                 return

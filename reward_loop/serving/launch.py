@@ -1,88 +1,21 @@
-"""The servers of models, and where they run: on this machine or in Ray."""
+"""The places of servers: on this machine or in Ray."""
 
 from __future__ import annotations
 
-import itertools
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reward_loop._util.sockets import listen, reserve
-from reward_loop.config import ServedModelConfig
-from reward_loop.serving.engines.engine import Engine
 from reward_loop.serving.gpus import GpuShares
-from reward_loop.serving.models import ENGINES
-from reward_loop.serving.process import ServerProcess
+from reward_loop.serving.server_spec import ServerSpec
 from reward_loop.serving.supervisor import Server
 
 if TYPE_CHECKING:
     from reward_loop.serving.reservation import Placement
 
-__all__ = ["Launch", "ServerSpec", "in_ray", "on_this_machine", "server_specs"]
-
-_HOST = "127.0.0.1"
-
-
-@dataclass(frozen=True, slots=True)
-class ServerSpec:
-    """One server of a model. It is pickled for servers in Ray."""
-
-    model: ServedModelConfig
-    engine: Engine
-    name: str
-    """The name in messages, such as ``reward model server 1/2``."""
-    number: int
-    """The number among the servers of all models, from 1."""
-    log_dir: Path | None
-    """The folder of the log, on the server's node; ``None`` for a new temporary folder."""
-
-    @property
-    def role(self) -> str:
-        """A short name, such as ``server 1``."""
-        return f"server {self.number}"
-
-    @property
-    def gpus(self) -> int:
-        """The number of GPUs of the server."""
-        return self.engine.gpus(self.model)
-
-    def bind(self) -> socket.socket:
-        """Returns a socket with a free loopback port, as :class:`ServerProcess` expects it."""
-        return listen(_HOST) if self.engine.inherits_socket else reserve(_HOST)
-
-    def process(self, bound: socket.socket, devices: Mapping[str, str], where: str = "") -> ServerProcess:
-        """Returns a run of the server on this machine.
-
-        Args:
-            bound: the address, from :meth:`bind`.
-            devices: the environment variables that assign accelerators to the server.
-            where: appended to the name in messages.
-        """
-        return ServerProcess(
-            self.name + where,
-            self.engine.command(self.model, *bound.getsockname()[:2]),
-            bound=bound,
-            env={**self.engine.environment(self.model), **devices},
-            log_path=self.log_dir and self.log_dir / f"server-{self.number}.log",
-            health_path=self.engine.health_path,
-            start_timeout_s=self.model.start_timeout_s,
-        )
-
-
-def server_specs(models: Sequence[ServedModelConfig], log_dir: Path | None) -> list[list[ServerSpec]]:
-    """Returns the servers of each model, without those of external models, which run already."""
-    numbers = itertools.count(1)
-    specs = []
-    for model in models:
-        if model.engine == "external":
-            continue
-        of = f" of {model.served_model_name}" if len(models) > 1 else ""
-        names = [f"reward model server {replica}/{model.replicas}{of}" for replica in range(1, model.replicas + 1)]
-        specs.append([ServerSpec(model, ENGINES[model.engine], name, next(numbers), log_dir) for name in names])
-    return specs
+__all__ = ["Launch", "in_ray", "on_this_machine"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,13 @@ from urllib.parse import urlsplit
 from reward_loop._util.sockets import listen, url_of
 from reward_loop.config import RewardModelConfig, ServedModelConfig
 from reward_loop.errors import ConfigError
-from reward_loop.serving.launch import Launch, ServerSpec, in_ray, on_this_machine, server_specs
+from reward_loop.serving.launch import Launch, in_ray, on_this_machine
 from reward_loop.serving.logs import log_folder
 from reward_loop.serving.model_server import ModelServer
 from reward_loop.serving.models import served_models
 from reward_loop.serving.process import ServerProcess
 from reward_loop.serving.router_client import RouterClient
+from reward_loop.serving.server_spec import ServerSpec, server_specs
 from reward_loop.serving.supervisor import RestartPolicy, Server, Starts, Supervisor
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from ray.exceptions import RayError
 
 from reward_loop.errors import ServerDiedError, ServerError, ServerStartError
 from reward_loop.serving.gpus import Accelerator
-from reward_loop.serving.launch import ServerSpec
 from reward_loop.serving.process import ServerProcess
 from reward_loop.serving.reservation import Place
+from reward_loop.serving.server_spec import ServerSpec
 from reward_loop.serving.tunnels import tunnel_entry, tunnel_exit
 
 __all__ = ["RayServer"]

@@ -68,7 +68,7 @@ class RewardWorker:
             return None
         if isinstance(manager, VerlManager):
             raise ConfigError("reward_loop.audit.reask needs a manager of reward_loop, see docs/reward-functions.md")
-        manager.audit = Audit(manager)
+        manager.audit = Audit(manager.score_one, manager.name, self._options, manager.needs_group)
         return manager.audit
 
     @ray.method(max_task_retries=0)  # the callers repeat it: Ray would give up before it has detected a lost node

@@ -19,7 +19,7 @@ from reward_loop.records import records
 def audited(function: Any, **options: Any) -> NaiveRewardLoopManager:
     options = {"audit": {"reask": 1.0}} | options
     manager = NaiveRewardLoopManager(RewardLoopConfig(**options), compute_score=function)
-    manager.audit = Audit(manager)
+    manager.audit = Audit(manager.score_one, manager.name, manager.options, manager.needs_group)
     return manager
 
 
@@ -180,4 +180,4 @@ def test_an_audit_that_could_not_repeat_a_score_is_refused(
     manager = NaiveRewardLoopManager(RewardLoopConfig(**options), compute_score=lambda solution_str: 1.0)
     monkeypatch.setattr(NaiveRewardLoopManager, "needs_group", needs_group)
     with pytest.raises(ConfigError, match=message):
-        Audit(manager)
+        Audit(manager.score_one, manager.name, manager.options, manager.needs_group)
