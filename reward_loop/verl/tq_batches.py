@@ -16,6 +16,7 @@ __all__ = [
     "MASKS",
     "copy",
     "field_names",
+    "read_columns",
     "read_rows",
     "read_tags",
     "read_trajectories",
@@ -57,8 +58,14 @@ def read_rows(keys: Sequence[str], partition_id: str, *fields: str) -> list[tupl
     """Returns the values of these fields, as a tuple for each key."""
     if not keys:
         return []
+    columns = read_columns(keys, partition_id, fields)
+    return list(zip(*(columns[field] for field in fields), strict=True))
+
+
+def read_columns(keys: Sequence[str], partition_id: str, fields: Sequence[str]) -> dict[str, Sequence[Any]]:
+    """Returns the values of those of the fields that all rows have."""
     data = tq.kv_batch_get(keys=list(keys), partition_id=partition_id, select_fields=list(fields))
-    return list(zip(*(_values(data[field]) for field in fields), strict=True))
+    return {field: _values(data[field]) for field in fields if field in data.keys()}  # noqa: SIM118  not the rows
 
 
 def _values(column: Any) -> Sequence[Any]:

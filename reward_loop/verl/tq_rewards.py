@@ -20,7 +20,7 @@ from verl.protocol import DataProto
 from reward_loop.managers.base import VALIDATE
 from reward_loop.types import Reward
 from reward_loop.verl.reward_metrics import TrajectoryReward
-from reward_loop.verl.tq_batches import field_names, read_rows, unpadded, write_rows
+from reward_loop.verl.tq_batches import field_names, read_columns, read_rows, unpadded, write_rows
 from reward_loop.verl.trajectory_keys import session_of
 
 __all__ = ["read_rewards", "read_sessions", "write_rewards"]
@@ -52,14 +52,17 @@ def read_sessions(batch: Any) -> tuple[list[str], list[DataProto]]:
         for name in field_names(batch.keys[0], batch.tags[0], batch.partition_id)
         if name in AGENT_OUTPUT or name not in NOT_FOR_REWARDS
     ]
-    outputs = dict(zip(batch.keys, read_rows(batch.keys, batch.partition_id, *names), strict=True))
+    # The first row may have fields that others lack, such as log-probabilities that the trainer has computed.
+    columns = read_columns(batch.keys, batch.partition_id, names)
+    values = zip(*columns.values(), strict=True)
+    outputs = {key: dict(zip(columns, row, strict=True)) for key, row in zip(batch.keys, values, strict=True)}
     sessions: dict[str, list[str]] = defaultdict(list)
     for key in batch.keys:
         sessions[session_of(key)[0]].append(key)
     rows = []
     for keys in sessions.values():
         keys.sort(key=session_of)
-        rows.append(_as_data_proto([dict(zip(names, outputs[key], strict=True)) for key in keys]))
+        rows.append(_as_data_proto([outputs[key] for key in keys]))
         if batch.partition_id == "val":
             rows[-1].non_tensor_batch[VALIDATE] = np.array([True] * len(keys))
     return [keys[-1] for keys in sessions.values()], rows

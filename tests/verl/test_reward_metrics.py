@@ -97,6 +97,8 @@ class Queue:
         self.fetched.append(set(fields))
         columns: dict[str, Any] = {}
         for field in fields:
+            if any(field not in self.rows[key] for key in keys):
+                continue  # as TransferQueue, which returns the fields that all rows have
             values = [self.rows[key][field] for key in keys]
             tensors = isinstance(values[0], torch.Tensor)
             columns[field] = (
@@ -296,6 +298,15 @@ def test_only_the_columns_that_a_reward_worker_receives_are_fetched(queue: Queue
     assert data.non_tensor_batch["tool_extra_fields"][0] == {"tool": 1}
     assert data.non_tensor_batch["__num_turns__"][0] == 2
     assert data.non_tensor_batch["choices"][0].tolist() == ["yes", "no"]
+
+
+def test_sessions_are_read_if_the_trainer_has_computed_log_probabilities_of_some_of_them(queue: Queue) -> None:
+    """As after the loss of a worker, while others have published their trajectories."""
+    ids = torch.arange(4)
+    columns = {**dict.fromkeys(("prompts", "responses", "input_ids", "position_ids"), ids), "uid": "a"}
+    queue.rows |= {"a_0_0": {**columns, "entropy": ids * 0.5}, "b_0_0": {**columns, "uid": "b"}}
+    _, rows = tq_rewards.read_sessions(KVBatchMeta(partition_id="train", keys=["a_0_0", "b_0_0"], tags=[{}, {}]))
+    assert [row.non_tensor_batch["uid"][0] for row in rows] == ["a", "b"]
 
 
 @pytest.mark.parametrize(("partition", "validates"), [("val", [True, True]), ("train", None)])
