@@ -142,7 +142,7 @@ class RewardAgent:
                 await closing
 
     def _raise_unseen_error(self) -> None:
-        """Raise an error that ended a batch nobody waited for."""
+        """Raise the error of a failed batch whose rewards nobody has awaited, if there is one."""
         for batch in self._batches.values():
             if batch.error is not None and not batch.error_was_raised:
                 raise batch.error

@@ -37,7 +37,7 @@ def read_files(
 ) -> Iterator[tuple[Path, dict[str, Any] | None]]:
     """Yield the file of each line in a folder, and the object in the line; ``None`` for an incomplete line.
 
-    Nothing if there is no such folder. With ``is_wanted``, only the lines for which it returns true are parsed.
+    Nothing if there is no such folder. ``is_wanted`` selects the lines to parse; by default all.
     """
     for path in sorted(folder.glob("*.jsonl")):
         with path.open("rb") as lines:

@@ -28,7 +28,7 @@ HOP_BY_HOP = frozenset(
 )
 """Headers that apply to a single connection, and are not forwarded."""
 
-# "close" and "keep-alive" are no names of headers. The proxy needs the body's length and the request's host: a
+# "close" and "keep-alive" are not header names. The proxy needs the body's length and the request's host: a
 # `Connection` header cannot remove them (RFC 9110, 7.6.1).
 _NEVER_NAMED = frozenset({b"", b"close", b"keep-alive", b"content-length", b"host"})
 

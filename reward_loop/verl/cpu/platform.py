@@ -51,7 +51,7 @@ class CPUPlatform(PlatformBase):
     device_name = vendor_name = "cpu"
     device_module = _device_module()
 
-    # There is no device memory, and there are no streams.
+    # A CPU has neither device memory nor streams.
     set_device = synchronize = set_allocator_settings = empty_cache = _nothing
     profiler_start = profiler_stop = cudart = _nothing
 
