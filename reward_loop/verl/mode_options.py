@@ -129,7 +129,7 @@ def read_mode(config: DictConfig) -> ModeOptions:
         pipeline = parse(PipelineOptions, config.trainer.v1.get(PIPELINE_MODE), f"trainer.v1.{PIPELINE_MODE}")
     if name == "separate_async":
         queue = parse(RewardQueueOptions, OmegaConf.select(config, REWARD_QUEUE), REWARD_QUEUE)
-        if not (queue.enabled and config.reward_model.use_reward_loop):
+        if not queue.enabled:
             queue = None
     return ModeOptions(name, _poll_interval(config), pipeline, queue)
 
@@ -193,7 +193,6 @@ def _check_pipeline(config: DictConfig) -> None:
     sampler = config.trainer.v1.sampler.get("custom_sampler") or {}
     manager = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
     rejected = {
-        "reward_model.use_reward_loop=False": (not config.reward_model.use_reward_loop, "set it to True"),
         "skip.rollout_tq.enable=True": (OmegaConf.select(config, "skip.rollout_tq.enable"), "set it to False"),
         f"trainer.v1.sampler.custom_sampler.path={sampler.get('path')}": (sampler.get("path"), "leave it out"),
         f"actor_rollout_ref.rollout.agent.agent_loop_manager_class={manager}": (manager, "leave it out"),

@@ -12,9 +12,10 @@ Invariants:
 - Old and reference log-probabilities and values are computed for the whole batch, before the first update of the step.
 - A group (all rollouts of one prompt) is never split: its advantages are computed in one call, when all its rewards
   have arrived.
-- Each row of a batch, padding rows included, is passed to ``_update`` exactly once. The masks of a row without an
-  advantage are zero.
-- The learning-rate schedules move on once in a step, however many update calls the step makes.
+- Each row with an advantage is passed to ``_update`` exactly once. The last mini-batch of a step is filled up with
+  padding: rows whose masks are zero.
+- With the mini-batch pipeline, each mini-batch has an update call. The learning-rate schedules count these calls, as
+  they count the updates of verl's mode ``separate_async``.
 - ``generating`` is a subset of ``unpublished``, and ``unpublished`` of ``unfinished`` (the sets of `Progress`). During
   ``fit``, they change only under the lock of the `Listener`.
 - The prompt tags in TransferQueue are authoritative. A waiting trainer reads them when it has received no event for
@@ -35,7 +36,7 @@ complete   event ``over``: all sessions have ended,      none                   
            rewards included; the prompt's status is                               ``StepBatch.groups``
            ``finished`` or ``failure``
 trained    ``_train``: the rows have an advantage, or    none                     ``StepBatch.rows``, until a
-           are masked                                                             mini-batch is full
+           can pad a mini-batch                                                   mini-batch is full; ``spare``
 cleared    ``_finish_step``: the rows are deleted from   none                     nowhere
            TransferQueue
 evicted    ``_evict`` of a complete group: it was        none                     nowhere; a new prompt replaces it
@@ -51,16 +52,15 @@ trainer's GPUs is the exception: sessions end without rewards, and ``_finish_gen
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import ray
 import transfer_queue as tq
 from omegaconf import DictConfig, open_dict
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.debug import marked_timer
@@ -72,9 +72,8 @@ from reward_loop.verl.progress import GENERATED, Progress, overlap_metrics
 from reward_loop.verl.refills import RefillLimit
 from reward_loop.verl.reward_metrics import added_seconds
 from reward_loop.verl.step_batch import StepBatch
-from reward_loop.verl.tq_batches import copy, read_tags, read_trajectories, select
+from reward_loop.verl.tq_batches import copy, read_tags, read_trajectories, select, spread_padding
 from reward_loop.verl.trainer import NothingToLearnError
-from reward_loop.verl.training_workers import PipelineActorWorker, PipelineTrainingWorker
 from reward_loop.verl.trajectory_keys import uid_of
 from reward_loop.verl.worker_events import Listener
 
@@ -102,6 +101,8 @@ class RewardPipelineTrainer(PPOTrainerSync):
         """The uids of the submitted prompts that are not in a batch yet, oldest first."""
         self._mini_batch_groups = mini_batch_groups(config, critic=self.use_critic)
         self._schedule = make_schedule(config, options, self._mini_batch_groups)
+        # verl's schedules of the learning rate run for this many updates a step.
+        self.parameter_sync_step = self._schedule.mini_batches
         self._actions: Iterator[Action] | None = None
         self._batch: StepBatch | None = None
         self._judging_s = 0.0
@@ -110,12 +111,6 @@ class RewardPipelineTrainer(PPOTrainerSync):
         self.replay_buffer.checks.append(lambda: self._listener.check())
         self._filters = self.replay_buffer.filter_groups_metric is not None
         self._replaces = self._filters or self.replay_buffer.sync_refill_failed_groups
-
-    def _init_resource_pool_mgr(self) -> None:
-        super()._init_resource_pool_mgr()
-        for role in self.role_worker_mapping:
-            worker = PipelineTrainingWorker if role is Role.Critic else PipelineActorWorker
-            self.role_worker_mapping[role] = ray.remote(worker)
 
     def _init_dataloader(self) -> None:
         super()._init_dataloader()
@@ -255,7 +250,8 @@ class RewardPipelineTrainer(PPOTrainerSync):
             with added_seconds("wait_reward", timing_raw):
                 self._compute_reward_colocate(trajectories, metrics)
             self._judging_s = timing_raw["wait_reward"]
-        whole = copy(self._balance_batch(trajectories, metrics=metrics))
+        # The rows without a reward are still among them: the rewards have not arrived.
+        whole = copy(super()._balance_batch(trajectories, metrics=metrics))
         whole.extra_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
         in_order = self._schedule.mini_batch_pipeline and self.options.order == "submission"
         return StepBatch.of(uids, whole, in_order=in_order)
@@ -292,40 +288,40 @@ class RewardPipelineTrainer(PPOTrainerSync):
         """Computes the advantages of complete groups, and updates on the mini-batches that are full after that.
 
         A group may have more or fewer rows than ``n``. As in verl, a mini-batch is a fixed number of rows, not of
-        groups. The workers make no optimizer step for a mini-batch whose rows are all masked.
+        groups.
 
-        ``count`` is the number of groups; ``None`` for all groups that are left, and the padding rows.
+        ``count`` is the number of groups; ``None`` for all groups that are left.
         """
         rows = batch.take_groups(batch.complete_groups(self._progress.unfinished)[:count])
-        padding = batch.padding if count is None else []
         part_metrics: dict = {}
-        if rows:
+        learners: list[str] = []
+        if rows:  # otherwise, all rollouts of the groups failed
             try:
+                part = self._learners(select(batch.whole, rows))
                 with added_seconds("adv", timing_raw):
-                    self._compute_advantage(select(batch.whole, rows + padding), metrics=part_metrics)
-                batch.learnable = True
+                    self._compute_advantage(part, metrics=part_metrics)
+                learners = part.keys
             except NothingToLearnError as error:
                 batch.nothing = error
-                self._mask(batch.keys(rows + padding))
-        else:
-            self._mask(batch.keys(padding))  # all rollouts of the groups failed
-        batch.metrics.add_step_metrics(part_metrics, sample_count=len(rows))
-        batch.rows += rows + padding
-        for mini_batches in batch.take_mini_batches(self._get_required_batch_multiple(self._data_parallel_size())):
+        batch.add(rows, learners)
+        batch.metrics.add_step_metrics(part_metrics, sample_count=len(learners))
+        size = self._get_required_batch_multiple(self._data_parallel_size())
+        if not self._schedule.mini_batch_pipeline:
+            size *= max(1, math.ceil(len(batch.rows) / size))  # one update call in a step, as verl makes
+        for rows, padding in batch.take_updates(size, last=count is None):
             update_metrics: dict = {}
-            self._update(self._balanced(batch, mini_batches), update_metrics, timing_raw)
+            self._update(self._padded(batch.whole, rows, padding), update_metrics, timing_raw)
             batch.updates += 1
-            batch.metrics.add_step_metrics(update_metrics, sample_count=len(mini_batches))
+            batch.metrics.add_step_metrics(update_metrics, sample_count=len(rows))
 
-    def _balanced(self, batch: StepBatch, rows: list[int]) -> KVBatchMeta:
-        """Returns rows in an order that gives each rank about the same number of tokens.
-
-        The whole batch is balanced already, and keeps its order, which decides the rows of each mini-batch.
-        """
-        if len(rows) == len(batch.whole.keys) and not batch.in_order:
-            return select(batch.whole, sorted(rows))
-        part = select(batch.whole, rows)
-        return self._balance_batch(part, metrics={}) if self._data_parallel_size() > 1 else part
+    def _padded(self, whole: KVBatchMeta, rows: list[int], padding: list[int]) -> KVBatchMeta:
+        """Returns rows in an order that gives each rank about the same number of tokens, and spreads the padding."""
+        filler = select(whole, padding)
+        self._mask(filler.keys)
+        # Without the override of `_balance_batch`: these rows have rewards.
+        batch = super()._balance_batch(select(whole, rows + padding), metrics={})
+        is_padding = [key in filler.keys for key in batch.keys]
+        return select(batch, spread_padding(is_padding, self._data_parallel_size()))
 
     def _update(self, rows: KVBatchMeta, metrics: dict, timing_raw: dict) -> None:
         if self.use_critic:
@@ -336,13 +332,9 @@ class RewardPipelineTrainer(PPOTrainerSync):
                 self._update_actor(copy(rows), metrics=metrics)
 
     def _finish_step(self, batch: StepBatch, metrics: dict) -> KVBatchMeta:
-        if not batch.learnable and batch.nothing is not None:
+        if not batch.trained and batch.nothing is not None:
             raise batch.nothing
         metrics.update(batch.metrics.get_aggregated_metrics())
-        if self.use_critic:
-            metrics["critic/lr"] = self.critic_wg.lr_scheduler_step()[0]
-        if self.config.trainer.critic_warmup <= self.global_steps:
-            metrics["actor/lr"] = self.actor_rollout_wg.lr_scheduler_step()[0]
         tq.kv_clear(keys=batch.uids, partition_id="train")
         with self._listener.lock:
             self._judging_s += self._progress.judging_s()
@@ -352,7 +344,8 @@ class RewardPipelineTrainer(PPOTrainerSync):
         staleness = batch.staleness(self.global_steps)
         metrics["reward_pipeline/off_policy_steps"] = float(max(staleness))
         metrics["reward_pipeline/off_policy_share"] = sum(map(bool, staleness)) / len(staleness)
-        return batch.whole
+        self._left_out |= {batch.whole.keys[row]: batch.whole.tags[row] for row in batch.spare}
+        return select(batch.whole, sorted(batch.trained))
 
     def _compute_metrics(self, batch: KVBatchMeta, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, **kwargs)

@@ -110,8 +110,7 @@ class RecordingTrainer(PPOTrainer):
         if phase not in ("gen", "switch_wait"):
             return None
         # In the mode `reward_pipeline`, the wait for rewards is a phase of its own.
-        scored_in_rollout = self._settings.inside_rollout and self._colocated is None
-        return "rewards" if scored_in_rollout and self._settings.mode.pipeline is None else "rollouts"
+        return "rewards" if self._colocated is None and self._settings.mode.pipeline is None else "rollouts"
 
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, **kwargs)

@@ -71,6 +71,7 @@ _OPEN = {
 """Option groups with arbitrary keys, which the user chooses."""
 
 _UNUSED = {
+    "reward_model.launch_reward_fn_async": "rollouts are scored while others are generated. Leave it out",
     "reward_model.model.external_lib": "import what the model needs in the module of your reward function",
 }
 """Old key without a successor -> what to do instead."""
@@ -151,8 +152,6 @@ def read(config: DictConfig) -> RewardSettings:
         function=function,
         num_workers=reward.num_workers,
         model=read_reward_model(config, mode),
-        inside_rollout=config.reward_model.use_reward_loop,
-        in_background=bool(config.reward_model.launch_reward_fn_async),
         mode=mode,
     )
     if settings.scores_by_model and manager.name != "naive":
@@ -235,21 +234,13 @@ def _select(config: DictConfig, key: str) -> Any:
 
 def _check(config: DictConfig) -> None:
     model = config.reward_model
-    if not isinstance(model.use_reward_loop, bool):
-        raise ConfigError(f"reward_model.use_reward_loop={model.use_reward_loop}: it must be True or False")
-    if model.use_reward_loop and model.launch_reward_fn_async is False:
+    if model.use_reward_loop is not True:
         raise ConfigError(
-            "reward_model.launch_reward_fn_async=False contradicts reward_model.use_reward_loop=True, which scores "
-            "every rollout as soon as it is finished. Leave out the former, or set use_reward_loop=False"
+            f"reward_model.use_reward_loop={model.use_reward_loop}: this command scores every rollout as soon as it is "
+            "finished. To train without reward_loop, use verl's own command: python -m verl.trainer.main_ppo"
         )
     if config.algorithm.adv_estimator == "gdpo":
         _check_gdpo(config.algorithm)
-    has_own_sampler = OmegaConf.select(config, "trainer.v1.sampler.custom_sampler.path")
-    if not model.use_reward_loop and OmegaConf.select(config, "algorithm.filter_groups.enable") and not has_own_sampler:
-        raise ConfigError(
-            "algorithm.filter_groups.enable=True does not work with reward_model.use_reward_loop=False: groups are "
-            "filtered before the batch is scored. Set use_reward_loop=True"
-        )
     custom = config.reward.custom_reward_function
     if not custom.path and custom.get("reward_kwargs"):
         raise ConfigError(

@@ -272,10 +272,6 @@ def _check_colocated(config: DictConfig, served: RewardModelConfig, mode: ModeOp
             filters,
             f"groups are filtered while the rollout is awake. Set it to False, or {own_gpus}",
         ),
-        "reward_model.launch_reward_fn_async=True": (
-            config.reward_model.launch_reward_fn_async,
-            "log-probabilities need the memory that the model judges in. Leave it out",
-        ),
         "actor_rollout_ref.rollout.free_cache_engine=False": (
             keeps,
             "the rollout would keep its GPU memory when it sleeps. Set it to True",

@@ -78,10 +78,6 @@ class RewardSettings:
     """The number of reward workers."""
     model: RewardModelConfig | None
     """The servers of the reward model, if there is one."""
-    inside_rollout: bool
-    """``reward_model.use_reward_loop``: score each rollout when it ends, and not the whole batch after the rollout."""
-    in_background: bool
-    """``reward_model.launch_reward_fn_async``: score the batch while log-probabilities are computed."""
     mode: ModeOptions
     """The trainer mode."""
 

@@ -20,26 +20,26 @@ __all__ = ["StepBatch"]
 class StepBatch:
     """The rows of a training step, from the end of its generation.
 
-    A row is in one of `groups` or in `padding`, then in `rows`, and then in a mini-batch.
+    A row is in one of `groups`, then in `rows` or in `spare`, and then in a mini-batch.
     """
 
     uids: list[str]
     """The uids of its prompts."""
     whole: KVBatchMeta
-    """All rows, including padding rows."""
+    """All rows, including verl's padding."""
     groups: dict[str, list[int]]
     """The groups that have not been trained on: prompt uid -> positions of its rows in `whole`."""
-    padding: list[int]
-    """The positions of padding rows."""
+    spare: list[int]
+    """The rows that can pad a mini-batch: verl's padding, and rows without a reward."""
     in_order: bool = False
     """Whether mini-batches must not depend on the order in which rewards arrive."""
     rows: list[int] = field(default_factory=list)
-    """Rows that have an advantage or are masked, and wait until their mini-batch is full."""
+    """Rows that have an advantage, and wait until their mini-batch is full."""
+    trained: list[int] = field(default_factory=list)
+    """Rows with an advantage that have been in a mini-batch."""
     metrics: MetricsAggregator = field(default_factory=MetricsAggregator)
     updates: int = 0
     """The number of update calls to the workers."""
-    learnable: bool = False
-    """Whether any row has an advantage."""
     nothing: RewardLoopError | None = None
     """Why a part of the batch has no advantage."""
 
@@ -47,13 +47,13 @@ class StepBatch:
     def of(cls, uids: list[str], whole: KVBatchMeta, *, in_order: bool) -> Self:
         """Returns the batch of these prompts, oldest first; ``whole`` are the rows of their rollouts, and padding."""
         groups: dict[str, list[int]] = {uid: [] for uid in uids}
-        padding = []
+        spare = []
         for position, (key, tag) in enumerate(zip(whole.keys, whole.tags, strict=True)):
             if tag.get("is_padding"):
-                padding.append(position)
+                spare.append(position)
             else:
                 groups[uid_of(key)].append(position)
-        return cls(uids, whole, groups, padding, in_order)
+        return cls(uids, whole, groups, spare, in_order)
 
     def complete_groups(self, unfinished: Collection[str]) -> list[str]:
         """Returns the uids of the groups that can be trained on next, in order: all their rewards have arrived."""
@@ -72,10 +72,6 @@ class StepBatch:
         trained = len(self.uids) - len(self.groups)
         return min(total - 1, (trained + complete) // size)
 
-    def keys(self, rows: Sequence[int]) -> list[str]:
-        """Returns the keys of the rows at these positions."""
-        return [self.whole.keys[row] for row in rows]
-
     def staleness(self, step: int) -> list[int]:
         """Returns, for each trajectory, how many training steps older its weights are than those of step ``step``."""
         versions = [tag["min_global_steps"] for tag in self.whole.tags if not tag.get("is_padding")]
@@ -89,15 +85,24 @@ class StepBatch:
         place = {uid: number for number, uid in enumerate(uids)}
         return sorted(rows, key=lambda row: (place[uid_of(self.whole.keys[row])], self.whole.keys[row]))
 
-    def take_mini_batches(self, multiple: int) -> list[list[int]]:
-        """Removes full mini-batches from `rows`, and returns one list of rows per update call.
+    def add(self, rows: list[int], learners: Sequence[str]) -> None:
+        """Adds rows of complete groups: those with these keys to `rows`, the others to `spare`."""
+        there = set(learners)
+        for row in rows:
+            (self.rows if self.whole.keys[row] in there else self.spare).append(row)
 
-        One call is cheaper than several. With `in_order`, each mini-batch has its own call: otherwise the assignment of
-        rows to ranks, and the rows that ``ppo_epochs`` repeats, would depend on the other mini-batches in the call.
+    def take_updates(self, size: int, *, last: bool) -> list[tuple[list[int], list[int]]]:
+        """Removes the rows of full update calls from `rows`. Returns the rows of each, and the rows that pad it.
 
-        ``multiple`` is the number of rows of a mini-batch.
+        Args:
+            size: the number of rows of an update call: those of a mini-batch, or of several.
+            last: whether all groups are complete. Then the rest is padded to a full call.
         """
-        full = len(self.rows) // multiple * multiple
-        now, self.rows = self.rows[:full], self.rows[full:]
-        size = multiple if self.in_order else full
-        return [now[first : first + size] for first in range(0, full, size)] if full else []
+        made = []
+        while len(self.rows) >= size or (last and self.rows):
+            rows, self.rows = self.rows[:size], self.rows[size:]
+            missing = size - len(rows)
+            padding, self.spare = self.spare[:missing], self.spare[missing:]
+            self.trained += rows
+            made.append((rows, padding))
+        return made

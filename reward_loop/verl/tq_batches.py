@@ -21,6 +21,7 @@ __all__ = [
     "read_tags",
     "read_trajectories",
     "select",
+    "spread_padding",
     "unfinished_prompts",
     "unpadded",
     "write_rows",
@@ -47,6 +48,25 @@ def select(batch: KVBatchMeta, positions: Sequence[int]) -> KVBatchMeta:
         tags=[batch.tags[i] for i in positions],
         extra_info=dict(batch.extra_info or {}),
     )
+
+
+def spread_padding(is_padding: Sequence[bool], ranks: int) -> list[int]:
+    """Returns an order of rows that spreads the padding evenly over the mini-batches of each rank.
+
+    Otherwise, a mini-batch could consist of padding only: its loss would be 0/0.
+
+    Args:
+        is_padding: for each row, whether it is padding.
+        ranks: the number of data-parallel ranks. Each trains on an equal part of the rows, in order.
+    """
+    order: list[int] = []
+    size = len(is_padding) // ranks
+    for first in range(0, len(is_padding), size):
+        rows = range(first, first + size)
+        kinds = [[row for row in rows if is_padding[row] is kind] for kind in (False, True)]
+        places = {row: (place + 0.5) / len(kind) for kind in kinds for place, row in enumerate(kind)}
+        order += sorted(rows, key=lambda row: places[row])
+    return order
 
 
 def unpadded(batch: KVBatchMeta) -> list[str]:

@@ -12,6 +12,7 @@ import ray
 from omegaconf import DictConfig
 from ray.exceptions import RayActorError
 from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
@@ -38,9 +39,8 @@ from reward_loop.verl.reward_metrics import (
 )
 from reward_loop.verl.services import RewardServices
 from reward_loop.verl.step_health import StepHealth
-from reward_loop.verl.tq_batches import MASKS, copy, read_rows, select, zero
+from reward_loop.verl.tq_batches import MASKS, copy, read_rows, select, spread_padding, zero
 from reward_loop.verl.tq_rewards import read_rewards, read_sessions, write_rewards
-from reward_loop.verl.training_workers import masking
 from reward_loop.verl.trajectory_keys import final_outputs
 from reward_loop.verl.workers import RewardWorkers
 
@@ -76,11 +76,10 @@ class RewardLoopTrainer(RecordingTrainer):
         self._settings = rewards.settings
         self._router = rewards.router
         self._colocated = rewards.colocated
-        self._pending_rewards: tuple[list[str], list[Any]] | None = None
         self._rewards = StepRewards()
         """The rewards of the current step."""
-        self._part: Any = None
-        """The rows of the latest call of `_compute_advantage`."""
+        self._left_out: dict[str, dict[str, Any]] = {}
+        """The training rows of the current step that left the batch, because they have no reward: key -> tags."""
         config = without_reward(config)
         switch_estimator(config)
         super().__init__(config)
@@ -90,17 +89,15 @@ class RewardLoopTrainer(RecordingTrainer):
     def _build_replay_buffer(self) -> Any:
         return extend(super()._build_replay_buffer(), self._settings.mode, self._rewards_to_filter_by)
 
-    def _init_resource_pool_mgr(self) -> None:
-        super()._init_resource_pool_mgr()
-        for role, worker in self.role_worker_mapping.items():
-            self.role_worker_mapping[role] = ray.remote(masking(worker.__ray_actor_class__))
-
     def _setup(self) -> None:
         if self._colocated is None:
             # Start them first: they load while the policy loads.
             self.reward_workers = RewardWorkers(self._settings, self._router)
         with _in_place_of_verls_rewards(self._start_rewards):
             super()._setup()
+        self.actor_rollout_wg.update_actor = self._counting_learners(self.actor_rollout_wg.update_actor)
+        if self.use_critic:
+            self.critic_wg.train_mini_batch = self._counting_learners(self.critic_wg.train_mini_batch)
         self.reward_workers.wait_until_ready()
         self._post_processes = self.reward_workers.have_post_process()
         self._health = StepHealth(self._settings.options, self.reward_workers)
@@ -118,8 +115,8 @@ class RewardLoopTrainer(RecordingTrainer):
             pool = self.resource_pool_manager.get_resource_pool(Role.RewardModel)
             address = self._colocated.start(pool.get_placement_groups(device_name=self.config.trainer.device))
             self.reward_workers = RewardWorkers(self._settings, address)
-        inside_rollout = self._settings.inside_rollout and self._colocated is None
-        return SimpleNamespace(reward_loop_worker_handles=[self.reward_workers.client] if inside_rollout else None)
+        handles = [self.reward_workers.client] if self._colocated is None else None
+        return SimpleNamespace(reward_loop_worker_handles=handles)
 
     def _fetch_one_gen_batch(self) -> TensorDict:
         batch = super()._fetch_one_gen_batch()
@@ -147,6 +144,7 @@ class RewardLoopTrainer(RecordingTrainer):
     def step(self, metrics: dict, timing_raw: dict) -> Any:
         """Runs one training step, and adds the metrics of its rewards, computed from all samples of the step."""
         self._rewards = StepRewards()
+        self._left_out = {}
         self._replace_dead_workers()
         with self._checking_fatal_errors():
             batch = super().step(metrics, timing_raw)
@@ -165,8 +163,7 @@ class RewardLoopTrainer(RecordingTrainer):
             if self.local_trigger_step == self.parameter_sync_step - 1 and not self._rewards.trained:
                 raise
             logger.warning("update %d of the step is skipped: %s", self.local_trigger_step + 1, error)
-            self._mask(self._part.keys)
-            return self._part
+            return KVBatchMeta(partition_id="train", keys=[], tags=[])
 
     def _validate(self) -> dict[str, float]:
         with self._checking_fatal_errors():
@@ -210,6 +207,9 @@ class RewardLoopTrainer(RecordingTrainer):
         metrics.update(self._health.metrics(self.global_steps, self._rewards))
         if self._settings.options.audit.reask:
             metrics.update(audit_metrics(self.reward_workers.audit_counts()))
+        # After this, verl writes the step's rollouts to a file, and deletes them from TransferQueue.
+        batch.keys.extend(self._left_out)
+        batch.tags.extend(self._left_out.values())
 
     def _trained_rewards(self) -> dict[str, float]:
         """Returns verl's metrics of scores and rewards, over the samples that have an advantage."""
@@ -254,57 +254,85 @@ class RewardLoopTrainer(RecordingTrainer):
         self._check_fatal_errors()
 
     def _compute_reward_colocate(self, batch: Any, metrics: dict | None = None) -> Any:
-        """Scores the whole batch after the rollout: if ``use_reward_loop=False``, or with a colocated reward model."""
+        """Scores the whole batch after the rollout, with a reward model on the trainer's GPUs."""
+        assert self._colocated is not None
         keys, rows = read_sessions(batch)
-        if self._colocated is not None:
-            # Not in `metrics`: verl would average these seconds over the parts of a step, not add them.
-            with self._colocated.awake(None if metrics is None else self._rewards.seconds):
-                rewards = self.reward_workers.finish_batch(self.reward_workers.start_batch(rows))
-            write_rewards(batch, keys, rewards)
-            return batch
-        pending = self.reward_workers.start_batch(rows)
-        if self._settings.in_background and batch.partition_id == "train":
-            self._pending_rewards = (keys, pending)
-        else:
-            write_rewards(batch, keys, self.reward_workers.finish_batch(pending))
+        # Not in `metrics`: verl would average these seconds over the parts of a step, not add them.
+        with self._colocated.awake(None if metrics is None else self._rewards.seconds):
+            rewards = self.reward_workers.finish_batch(self.reward_workers.start_batch(rows))
+        write_rewards(batch, keys, rewards)
         return batch
 
-    def _compute_advantage(self, batch: Any, metrics: dict) -> Any:
-        """Computes the advantages of the rows that can be learned from, and masks all other rows.
+    def _balance_batch(self, batch: Any, metrics: dict, **options: Any) -> Any:
+        """Takes the rows without a reward out of the batch; verl then pads it, and distributes its rows over ranks.
+
+        verl calls this after sampling, and before it computes log-probabilities. Padding rows are spread over the
+        mini-batches.
+
+        Raises:
+            NothingToLearnError: no row has a reward to learn from.
+        """
+        batch = super()._balance_batch(self._learners(batch), metrics, **options)
+        ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+        return select(batch, spread_padding([bool(tag.get("is_padding")) for tag in batch.tags], ranks))
+
+    def _learners(self, batch: Any) -> Any:
+        """Returns the rows that can be learned from: not masked, and not without a baseline.
+
+        Applies the last changes of the rewards, and adds the rewards to those of the step.
 
         Raises:
             NothingToLearnError: there is no such row.
         """
-        self._part = copy(batch)
-        rewards = self._final_rewards(batch)
-        learning = self._learning(batch, rewards)
-        rows = select(batch, learning)
-        components: Mapping[str, Any] = {}
-        if self.config.algorithm.adv_estimator == GDPO:
-            names, default = self.config.algorithm.gdpo_reward_keys, self._settings.options.default_score
-            components = component_rewards(rows.keys, rewards, names, default)
-        with use_rewards(components):
-            super()._compute_advantage(rows, metrics)
-        learned = {batch.keys[i] for i in learning}
-        self._rewards.trained |= learned
-        self._mask([key for key in batch.keys if key not in learned])
-        return copy(batch)
-
-    def _final_rewards(self, batch: Any) -> Rewards:
-        """Returns the rewards by key, after their last changes. Adds them to those of the step."""
-        if self._pending_rewards is not None:
-            keys, pending = self._pending_rewards
-            self._pending_rewards = None
-            with self._apart_from_advantage("wait_reward"):
-                finished = self.reward_workers.finish_batch(pending)
-            write_rewards(batch, keys, finished)
         rewards = self._fitting_rewards(batch)
         if self._post_processes:
-            with self._apart_from_advantage("post_process"):
+            with added_seconds("post_process", self.timing_raw):
                 rewards = post_process(batch, rewards, self.reward_workers)
         place_parts(batch, rewards)
         self._rewards.trajectories.update(rewards)
-        return rewards
+        masked = {key for key, reward in rewards.items() if reward.is_masked}
+        if self.config.algorithm.adv_estimator in GROUP_ESTIMATORS:
+            masked |= without_baseline(rewards, masked)
+        rows = range(len(batch.keys))
+        learners = [i for i in rows if batch.keys[i] in rewards and batch.keys[i] not in masked]
+        self._left_out |= {batch.keys[i]: batch.tags[i] for i in rows if batch.keys[i] in masked}
+        if not learners:
+            info = next(reward.info for reward in rewards.values() if reward.is_masked)
+            raise NothingToLearnError(
+                f"no sample of step {self.global_steps} has a score to learn from; the first one is "
+                f"{info['reward_outcome']}{': ' if info['reward_error'] else ''}{info['reward_error']}"
+            )
+        return select(batch, learners)
+
+    def _compute_advantage(self, batch: Any, metrics: dict) -> Any:
+        """Computes the advantages of all rows but the padding, which has none."""
+        padding = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding")]
+        rows = select(batch, [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding")])
+        components: Mapping[str, Any] = {}
+        if self.config.algorithm.adv_estimator == GDPO:
+            names, default = self.config.algorithm.gdpo_reward_keys, self._settings.options.default_score
+            components = component_rewards(rows.keys, self._rewards.trajectories, names, default)
+        with use_rewards(components):
+            super()._compute_advantage(rows, metrics)
+        self._rewards.trained |= set(rows.keys)
+        self._mask(padding)
+        return copy(batch)
+
+    def _counting_learners(self, update: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Returns a method of a worker group that trains on a batch, with the losses ``seq-mean-*`` divided by rows
+        with an advantage.
+
+        verl divides them by the configured number of rows of a mini-batch, which includes padding.
+        """
+
+        def call(batch: Any) -> Any:
+            learners = len(self._rewards.trained.intersection(batch.keys))
+            if learners < len(batch.keys):
+                mini_batches = len(batch.keys) / batch.extra_info["mini_batch_size"]
+                batch.extra_info["global_batch_size"] = learners / mini_batches
+            return update(batch)
+
+        return call
 
     def _fitting_rewards(self, batch: Any) -> Rewards:
         """Returns the rewards after dense rewards that do not fit were rejected, except in groups examined before.
@@ -321,26 +349,8 @@ class RewardLoopTrainer(RecordingTrainer):
             rewards = post_process(batch, rewards, self.reward_workers)
         return rewards
 
-    def _learning(self, batch: Any, rewards: Rewards) -> list[int]:
-        """Returns the positions of the rows that are not padding, not masked, and not without a baseline.
-
-        Raises:
-            NothingToLearnError: there are none.
-        """
-        masked = {key for key, reward in rewards.items() if reward.is_masked}
-        if self.config.algorithm.adv_estimator in GROUP_ESTIMATORS:
-            masked |= without_baseline(rewards, masked)
-        learning = [i for i, key in enumerate(batch.keys) if key in rewards and key not in masked]
-        if not learning:
-            info = next(reward.info for reward in rewards.values() if reward.is_masked)
-            raise NothingToLearnError(
-                f"no sample of step {self.global_steps} has a score to learn from; the first one is "
-                f"{info['reward_outcome']}{': ' if info['reward_error'] else ''}{info['reward_error']}"
-            )
-        return learning
-
     def _mask(self, keys: list[str]) -> None:
-        """Excludes training rows from the loss: writes zeros to the masks, and to all fields of the advantage.
+        """Makes padding of training rows: writes zeros to the masks, and to all fields of the advantage.
 
         verl reads only fields that all rows have, so rows without an advantage need the fields too.
         """
@@ -356,15 +366,6 @@ class RewardLoopTrainer(RecordingTrainer):
         ):
             fields.append("rollout_is_weights")
         zero(keys, *fields)
-
-    @contextmanager
-    def _apart_from_advantage(self, name: str) -> Iterator[None]:
-        """Adds the seconds of the block to verl's timing ``name``, and subtracts them from the timing ``adv``."""
-        seconds: dict[str, float] = {}
-        with added_seconds(name, seconds):
-            yield
-        self.timing_raw[name] = self.timing_raw.get(name, 0.0) + seconds[name]
-        self.timing_raw["adv"] = self.timing_raw.get("adv", 0.0) - seconds[name]
 
 
 @contextmanager

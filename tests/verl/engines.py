@@ -24,31 +24,25 @@ from tests.verl import minibatches
 from tests.verl.runs import run_forked
 
 VOCABULARY = 256
-LENGTHS = (3, 7, 5, 9, 2, 6, 11, 4)
-"""Tokens of the responses of a mini-batch. The longest one is masked in most cases."""
-MASKED = (1, 4, 6)
-"""The rows that are masked in most cases, in each rank's half at least one."""
+LENGTHS = (3, 1, 5, 9, 1, 6, 1, 4)
+"""Tokens of the responses of a mini-batch. As in verl, padding has a response of one token."""
+PADDING = (1, 4, 6)
+"""The rows that are padding, in each rank's half at least one."""
 MICRO_BATCH = 2
 """Rows of a micro-batch, where a case has no other."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of `train_mini_batch`."""
+    """One call of `train_mini_batch` with one mini-batch of eight rows."""
 
     actor: dict[str, Any] = field(default_factory=dict)
     """Options of verl's `ActorConfig`, or of its `CriticConfig`."""
     critic: bool = False
-    masked: tuple[tuple[int, ...], ...] = (MASKED,)
-    """The masked rows of each mini-batch of eight rows."""
-    rejected: tuple[int, ...] = ()
-    """Rows of the first mini-batch that verl's rejection sampling rejects: ``response_mask`` alone is zero."""
     micro_batch: int = MICRO_BATCH
-    without_masked: bool = False
-    """Whether the masked rows do not exist at all. For one mini-batch on one rank."""
+    without_padding: bool = False
+    """Whether the padding does not exist at all. On one rank."""
 
-
-EVERY = tuple(range(len(LENGTHS)))
 
 AGGREGATIONS = {
     "token-mean": {"loss_agg_mode": "token-mean"},
@@ -67,30 +61,16 @@ CASES = {
     **{f"critic-{name}": Case(options, critic=True) for name, options in AGGREGATIONS.items()},
     **{
         f"policy-loss-{name}{suffix}": Case(
-            {"policy_loss": {"loss_mode": name, "dro_beta": 0.1}}, micro_batch=size, without_masked=without
+            {"policy_loss": {"loss_mode": name, "dro_beta": 0.1}}, micro_batch=size, without_padding=without
         )
         for name in POLICY_LOSSES
-        for suffix, size, without in (("", len(LENGTHS), False), ("-alone", len(LENGTHS) - len(MASKED), True))
-    },
-    "actor-masked-micro-batch": Case({"loss_agg_mode": "seq-mean-token-mean"}, masked=((2, 3),)),
-    "actor-unmasked": Case(masked=((),)),
-    "actor-rejected": Case({"loss_agg_mode": "seq-mean-token-mean"}, rejected=(0,)),
-    "actor-all-rejected": Case(masked=((), ()), rejected=EVERY),
-    **{
-        f"{kind}-masked-{place}": Case(critic=kind == "critic", masked=masked)
-        for kind in ("actor", "critic")
-        for place, masked in {
-            "first": (EVERY, MASKED),
-            "middle": (MASKED, EVERY, MASKED),
-            "last": (MASKED, MASKED, EVERY),
-            "everywhere": (EVERY, EVERY),
-        }.items()
+        for suffix, size, without in (("", len(LENGTHS), False), ("-alone", len(LENGTHS) - len(PADDING), True))
     },
 }
 
 
-def _rows(case: Case, model: Path) -> dict[str, list[torch.Tensor]]:
-    """The rows of a case by field."""
+def _rows(model: Path) -> dict[str, list[torch.Tensor]]:
+    """The rows by field."""
     from transformers import AutoModelForCausalLM
 
     policy = AutoModelForCausalLM.from_pretrained(model)
@@ -101,29 +81,28 @@ def _rows(case: Case, model: Path) -> dict[str, list[torch.Tensor]]:
         for name, value in fields.items():
             made.setdefault(name, []).append(value)
 
-    for number, masked in enumerate(case.masked):
-        for row, length in enumerate(LENGTHS):
-            prompt = torch.randint(0, VOCABULARY, (3 + row % 2,), generator=draw)
-            response = torch.randint(0, VOCABULARY, (length,), generator=draw)
-            keep = int(row not in masked)
-            mask = torch.full((length,), keep)
-            if length > 4:
-                mask[2] = 0  # as of a tool
-            add(
-                prompts=prompt,
-                responses=response,
-                input_ids=torch.cat([prompt, response]),
-                position_ids=torch.arange(len(prompt) + length),
-                loss_mask=mask,
-                response_mask=mask * 0 if number == 0 and row in case.rejected else mask,
-                advantages=torch.randn(1, generator=draw).expand(length) * keep,
-                returns=torch.randn(length, generator=draw) * keep,
-                values=torch.randn(length, generator=draw),
-                # Close to those of the policy, so that no ratio is clipped.
-                old_log_probs=_log_probs(policy, prompt, response) + 0.02 * torch.randn(length, generator=draw),
-                uid=torch.tensor(number),
-                session_id=torch.tensor(row),
-            )
+    for row, length in enumerate(LENGTHS):
+        prompt = torch.randint(0, VOCABULARY, (3 + row % 2,), generator=draw)
+        response = torch.randint(0, VOCABULARY, (length,), generator=draw)
+        keep = int(row not in PADDING)
+        mask = torch.full((length,), keep)
+        if length > 4:
+            mask[2] = 0  # as of a tool
+        add(
+            prompts=prompt,
+            responses=response,
+            input_ids=torch.cat([prompt, response]),
+            position_ids=torch.arange(len(prompt) + length),
+            loss_mask=mask,
+            response_mask=mask,
+            advantages=torch.randn(1, generator=draw).expand(length) * keep,
+            returns=torch.randn(length, generator=draw) * keep,
+            values=torch.randn(length, generator=draw),
+            # Close to those of the policy, so that no ratio is clipped.
+            old_log_probs=_log_probs(policy, prompt, response) + 0.02 * torch.randn(length, generator=draw),
+            uid=torch.tensor(0),
+            session_id=torch.tensor(row),
+        )
     return made
 
 
@@ -139,24 +118,20 @@ def _batch(case: Case, model: Path, rank: int, ranks: int) -> Any:
     from verl.utils import tensordict_utils as tu
 
     own = len(LENGTHS) // ranks
-    everything = range(len(LENGTHS) * len(case.masked))
-    mine = [i for i in everything if rank * own <= i % len(LENGTHS) < (rank + 1) * own]
-    if case.without_masked:
-        mine = [i for i in mine if i not in case.masked[0]]
+    mine = [i for i in range(rank * own, (rank + 1) * own) if not (case.without_padding and i in PADDING)]
     fields = {
         name: (
             torch.stack([values[i] for i in mine])
             if values[0].dim() == 0
             else torch.nested.as_nested_tensor([values[i] for i in mine], layout=torch.jagged)
         )
-        for name, values in _rows(case, model).items()
+        for name, values in _rows(model).items()
     }
     data = TensorDict(fields, batch_size=len(mine))
-    size = len(mine) * ranks // len(case.masked)
     tu.assign_non_tensor(
         data,
-        global_batch_size=size,
-        mini_batch_size=size,
+        global_batch_size=len(LENGTHS) - len(PADDING),  # as the trainer sets it
+        mini_batch_size=len(mine) * ranks,
         epochs=1,
         seed=1,
         dataloader_kwargs={"shuffle": False},
@@ -175,9 +150,8 @@ def _worker(case: Case, model: Path) -> Any:
         PolicyLossConfig,
         TrainingWorkerConfig,
     )
+    from verl.workers.engine_workers import TrainingWorker
     from verl.workers.utils.losses import ppo_loss, value_loss
-
-    from reward_loop.verl.training_workers import MaskingTrainingWorker
 
     precision = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
     config = TrainingWorkerConfig(
@@ -198,7 +172,7 @@ def _worker(case: Case, model: Path) -> Any:
         ),
         optimizer_config=FSDPOptimizerConfig(lr=1e-3, lr_warmup_steps=0, total_training_steps=100, clip_grad=1e6),
     )
-    worker = MaskingTrainingWorker(config)
+    worker = TrainingWorker(config)
     worker.reset()
     options = dict(case.actor)
     if "policy_loss" in options:

@@ -65,8 +65,9 @@ class Run:
         return json_lines(self.directory / "generations.jsonl")
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
-        """The rollouts of a training step as verl saw them after the update."""
-        return json_lines(self.directory / "rollouts" / f"{step}.jsonl")
+        """The rollouts of a training step as verl saw them after the update, without verl's padding."""
+        rows = json_lines(self.directory / "rollouts" / f"{step}.jsonl")
+        return [row for row in rows if not row["uid"].startswith("pad")]
 
     def validation(self, step: int) -> list[dict[str, Any]]:
         """The rollouts of a validation."""

@@ -23,7 +23,6 @@ from reward_loop.verl import (
     separate_async,
     task_runner,
     trainer,
-    training_workers,
 )
 from tests.gsm8k import ROOT
 
@@ -57,7 +56,6 @@ def overrides(cls: type) -> set[str]:
         separate_async.QueueSeparateAsyncTrainer,
         task_runner.TaskRunner.__ray_actor_class__,
         trainer.RewardLoopTrainer,
-        training_workers.PipelineTrainingWorker,
     ],
 )
 def test_every_override_of_a_method_of_verl_is_listed(cls: type) -> None:

@@ -45,8 +45,8 @@ def test_agent_loop_workers_share_the_queue() -> None:
     assert shares(f"{QUEUE}.capacity=100", f"{QUEUE}.in_flight=20") == (12, 2)
 
 
-@pytest.mark.parametrize("override", [f"{QUEUE}.enabled=False", "reward_model.use_reward_loop=False"])
-def test_without_a_queue(override: str) -> None:
+def test_without_a_queue() -> None:
+    override = f"{QUEUE}.enabled=False"
     own = "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager"
     assert resolved(*GRPO, override, own).mode.queue is None
     assert resolved(*GRPO, override).mode.queue is None

@@ -20,6 +20,7 @@ from reward_loop.verl.mode_options import PipelineOptions
 from reward_loop.verl.pipeline import RewardPipelineTrainer
 from reward_loop.verl.progress import Progress
 from reward_loop.verl.step_batch import StepBatch
+from reward_loop.verl.tq_batches import select
 from reward_loop.verl.trainer import NothingToLearnError
 from tests.verl.configs import settled
 
@@ -27,6 +28,11 @@ pytestmark = pytest.mark.integration  # imports verl
 
 ROWS = 8
 """Rows of a mini-batch: two groups of four."""
+
+
+@pytest.fixture(autouse=True)
+def _without_balance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PPOTrainerSync, "_balance_batch", lambda self, batch, metrics: batch)
 
 
 class Judges:
@@ -86,12 +92,15 @@ class Trainer(RewardPipelineTrainer):
     def _prepare(self, batch: StepBatch, metrics: dict, timing_raw: dict) -> None:
         self.done.append("prepare")
 
+    def _learners(self, batch: KVBatchMeta) -> KVBatchMeta:
+        there = [i for i, key in enumerate(batch.keys) if key[0] not in self.fully_masked]
+        if not there:
+            raise NothingToLearnError(f"nothing in {batch.keys}")
+        return select(batch, there)
+
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> None:
-        uids = sorted({key.split("_")[0] for key in batch.keys} - {"pad"})
-        assert uids, "verl cannot read the rewards of padding"
+        uids = sorted({key.split("_")[0] for key in batch.keys})
         self.done.append(f"advantage of {''.join(uids)}")
-        if set(uids) <= set(self.fully_masked):
-            raise NothingToLearnError(f"nothing in {uids}")
 
     def _update(self, rows: KVBatchMeta, metrics: dict, timing_raw: dict) -> None:
         self.done.append(f"update on {len(rows.keys)} rows")
@@ -99,7 +108,7 @@ class Trainer(RewardPipelineTrainer):
     def _finish_step(self, batch: StepBatch, metrics: dict) -> KVBatchMeta:
         assert not batch.groups
         assert not batch.rows
-        if not batch.learnable and batch.nothing is not None:
+        if not batch.trained and batch.nothing is not None:
             raise batch.nothing
         return batch.whole
 
@@ -177,7 +186,7 @@ def test_metrics_of_updates_are_weighted_by_the_rows_that_were_updated() -> None
     assert metrics["critic/kl"] == pytest.approx((12 * 1 + 4 * 2) / 16)
 
 
-def test_all_mini_batches_that_are_complete_are_taken_at_once() -> None:
+def test_each_mini_batch_has_an_update_of_its_own() -> None:
     trainer = Trainer(PIPELINE, EVEN, "")
     generate = trainer._finish_generation
 
@@ -188,7 +197,7 @@ def test_all_mini_batches_that_are_complete_are_taken_at_once() -> None:
 
     trainer._finish_generation = and_judge  # type: ignore[method-assign]
     trainer.step({}, {})
-    assert trainer.done == ["generate", "prepare", "advantage of abcd", "update on 16 rows"]
+    assert trainer.done == ["generate", "prepare", "advantage of abcd", *["update on 8 rows"] * 2]
 
 
 def test_rows_that_fill_no_mini_batch_wait_for_the_next_groups() -> None:
@@ -196,7 +205,7 @@ def test_rows_that_fill_no_mini_batch_wait_for_the_next_groups() -> None:
     assert done(PIPELINE, {"a": 3, "b": 4, "c": 6, "d": 2}, "badc") == [
         *("generate", "prepare"),
         *("advantage of ab",),
-        *("advantage of cd", "update on 16 rows"),
+        *("advantage of cd", "update on 8 rows", "update on 8 rows"),
     ]
 
 
@@ -204,53 +213,16 @@ def test_a_group_without_a_single_rollout_holds_nothing_up() -> None:
     assert done(PIPELINE, {"a": 0, "b": 4, "c": 4, "d": 4}, "abcd") == [
         *("generate", "prepare"),
         *("advantage of b",),
-        *("advantage of cd", "update on 16 rows"),
+        *("advantage of cd", "update on 8 rows", "update on 8 rows"),
     ]
 
 
-def test_padding_alone_has_no_advantage() -> None:
+def test_the_last_mini_batch_is_padded_when_no_group_is_left() -> None:
     assert done(PIPELINE, {"a": 4, "b": 3, "c": 0, "d": 0}, "abcd") == [
         *("generate", "prepare"),
         *("advantage of ab",),
         *("update on 8 rows",),
     ]
-
-
-class TwoRanks(Trainer):
-    """Says which rows each update gets, in which order. Balancing again would give another one."""
-
-    def _data_parallel_size(self) -> int:
-        return 2
-
-    def _finish_generation(self, metrics: dict, timing_raw: dict) -> StepBatch:
-        batch = super()._finish_generation(metrics, timing_raw)
-        # As verl balanced it: groups are mixed, and a row of padding is among the first ones.
-        batch.whole.reorder([(5 * i + 7) % 16 for i in range(16)])
-        for group in (*batch.groups.values(), batch.padding):
-            group[:] = [i for i in range(16) if (5 * i + 7) % 16 in group]
-        return batch
-
-    def _balance_batch(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        batch.reorder(range(len(batch.keys) - 1, -1, -1))
-        return batch
-
-    def _update(self, rows: KVBatchMeta, metrics: dict, timing_raw: dict) -> None:
-        self.done.append(" ".join(key.removesuffix("_0") for key in rows.keys))
-
-
-def test_the_whole_batch_is_trained_on_in_the_order_in_which_it_was_balanced() -> None:
-    sizes = {"a": 4, "b": 4, "c": 4, "d": 3}
-    trainer = TwoRanks(Schedule(), sizes, "dcba")
-    batch = trainer._finish_generation({}, {})
-    trainer.step({}, {})
-    assert trainer.done[-1].split() == [key.removesuffix("_0") for key in batch.whole.keys]
-    # Parts of it are balanced by themselves.
-    parts = TwoRanks(PIPELINE, sizes, "abcd")
-    parts.step({}, {})
-    updates = [words.split() for words in parts.done if "_" in words]
-    wanted = [[name for name in trainer.done[-1].split() if name[0] in group] for group in ("ab", "cdp")]
-    assert [sorted(names) for names in updates] == [sorted(names) for names in wanted]
-    assert updates[0] == wanted[0][::-1]
 
 
 class Rows(Trainer):
@@ -274,7 +246,9 @@ def test_in_the_order_of_submission_updates_do_not_depend_on_the_judges(sizes: d
     (updates,) = seen
     assert [len(update.split()) for update in updates] == [ROWS, ROWS]
     names = [f"{uid}_{session}" for uid, size in sizes.items() for session in range(size)]
-    assert " ".join(updates).split() == names + [f"pad_{row}" for row in range(len(names), 2 * ROWS)]
+    padded = " ".join(updates).split()
+    assert [name for name in padded if not name.startswith("pad")] == names
+    assert len(padded) == 2 * ROWS
 
 
 def test_in_the_order_of_submission_a_mini_batch_is_trained_on_when_its_own_groups_are_complete() -> None:
@@ -308,9 +282,9 @@ def test_off_policy_steps_is_the_age_of_the_oldest_rollout(
     monkeypatch.setattr(pipeline.tq, "kv_clear", lambda **_: None)
     trainer = Trainer(PIPELINE, EVEN, "abcd")
     trainer.config.trainer.critic_warmup = 9
-    trainer.global_steps, trainer._judging_s = 3, 0.0
+    trainer.global_steps, trainer._judging_s, trainer._left_out = 3, 0.0, {}
     tags = [{"min_global_steps": version} for version in versions]
-    batch = StepBatch([], KVBatchMeta(keys=[f"{row}_0_0" for row in range(4)], tags=tags), {}, [], learnable=True)
+    batch = StepBatch([], KVBatchMeta(keys=[f"{row}_0_0" for row in range(4)], tags=tags), {}, [], trained=[0, 1, 2, 3])
     metrics: dict[str, float] = {}
     RewardPipelineTrainer._finish_step(trainer, batch, metrics)
     assert metrics["reward_pipeline/off_policy_steps"] == oldest
@@ -324,15 +298,16 @@ def test_nothing_is_generated_for_a_step_after_the_last_epoch() -> None:
     assert trainer.done.count("generate") == 1
 
 
-def test_a_mini_batch_in_which_nothing_has_a_score_is_masked_for_the_workers_to_skip() -> None:
-    trainer = Trainer(PIPELINE, EVEN, "abcd", fully_masked="ab")
+def test_groups_without_a_score_leave_the_batch_and_pad_the_last_mini_batch() -> None:
+    trainer = Rows(PIPELINE, {"a": 4, "b": 4, "c": 4, "d": 3}, "abcd", fully_masked="ab")
     trainer.step({}, {})
-    assert trainer.done == [
-        *("generate", "prepare"),
-        *("advantage of ab", "update on 8 rows"),
-        *("advantage of cd", "update on 8 rows"),
-    ]
-    assert trainer.masked == [f"{uid}_{session}_0" for uid in "ab" for session in range(4)]
+    assert trainer.updates == ["c_0 c_1 c_2 c_3 pad_15 d_0 d_1 d_2"]
+    assert trainer.masked == ["pad_15_0"]
+    # More padding than verl has added: rows without a score fill up.
+    trainer = Rows(PIPELINE, {"a": 4, "b": 2, "c": 1, "d": 1}, "abcd", fully_masked="a")
+    trainer.step({}, {})
+    assert sorted(trainer.updates[0].split()) == ["a_0", "a_1", "a_2", "a_3", "b_0", "b_1", "c_0", "d_0"]
+    assert trainer.masked == [f"a_{row}_0" for row in range(4)]
     with pytest.raises(NothingToLearnError):
         done(PIPELINE, EVEN, "abcd", fully_masked="abcd")
 
@@ -486,9 +461,6 @@ class Writing(RewardPipelineTrainer):
 
     def _trajectories(self, uids: list[str]) -> KVBatchMeta:
         return KVBatchMeta(keys=[f"{uid}_0_0" for uid in uids], tags=[{} for _ in uids])
-
-    def _balance_batch(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        return batch
 
 
 def test_the_next_rollouts_may_still_be_written_while_others_are_trained_on() -> None:

@@ -48,13 +48,13 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         "actor_rollout_ref.actor.ppo_epochs=2",
         "actor_rollout_ref.actor.optim.lr=1e-3",
-        "actor_rollout_ref.actor.optim.lr_warmup_steps=4",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=16",
         "actor_rollout_ref.rollout.calculate_log_probs=True",
         f"{CORRECTION}.rollout_is=token",
         "critic.enable=True",
         f"critic.model.path={tiny_generative_model}",
         "critic.optim.lr=1e-3",
-        "critic.optim.lr_warmup_steps=2",
+        "critic.optim.lr_warmup_steps=8",
         function="Slow",
     )
 
@@ -86,11 +86,15 @@ def test_rollouts_are_one_step_old_and_verl_corrects_for_it(run: Run) -> None:
     assert spreads[0] < 1e-3 < max(spreads[1:])
 
 
-def test_the_learning_rate_moves_on_once_a_step(run: Run) -> None:
-    rates = [run.steps[step]["actor/lr"] for step in range(1, 5)]
-    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3])
-    rates = [run.steps[step]["critic/lr"] for step in range(1, 5)]
-    assert rates == pytest.approx([0.5e-3, 1e-3, 1e-3, 1e-3])
+def test_the_learning_rate_moves_on_at_each_update_call(run: Run) -> None:
+    calls = 0
+    for step in range(1, 5):
+        before, calls = calls, calls + int(run.steps[step]["reward_pipeline/update_calls"])
+        for model, warm_up in (("actor", 16), ("critic", 8)):
+            # verl logs the rate after each call; the metric is their mean.
+            first, last = (min(1.0, count / warm_up) * 1e-3 for count in (before + 1, calls))
+            assert first - 1e-9 <= run.steps[step][f"{model}/lr"] <= last + 1e-9
+    assert calls > 4
 
 
 def test_a_critic_learns_beside_the_actor(run: Run) -> None:

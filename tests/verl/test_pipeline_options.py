@@ -13,7 +13,6 @@ MODE = "trainer.v1.trainer_mode=reward_pipeline"
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("reward_model.use_reward_loop=False", "reward_model.use_reward_loop=False"),
         ("skip.rollout_tq.enable=True", "skip.rollout_tq.enable=True"),
         ("trainer.v1.sampler.custom_sampler.path=mine.py", "trainer.v1.sampler.custom_sampler.path=mine.py"),
         (

@@ -46,7 +46,7 @@ def trainer(tmp_path: Path) -> Any:
     made._settings, made._colocated = resolved(f"reward_loop.log_dir={tmp_path}"), None
     made._records, made._rewards = Records(tmp_path), StepRewards()
     made._health = SimpleNamespace(metrics=lambda step, rewards: {})
-    made.global_steps = 7
+    made.global_steps, made._left_out = 7, {}
     return made
 
 
@@ -54,7 +54,7 @@ def test_the_trainer_records_its_phases_with_the_step(trainer: Any, tmp_path: Pa
     trainer.timing_raw = {}
     with marked_timer("gen", trainer.timing_raw):
         pass
-    with trainer._apart_from_advantage("wait_reward"):
+    with added_seconds("wait_reward", trainer.timing_raw):
         pass
     assert trainer._records.flush()
     found = list(read_events(tmp_path))
@@ -77,7 +77,6 @@ def test_without_a_folder_the_timings_are_a_plain_dict(trainer: Any) -> None:
     [
         ((), "rewards"),
         (("trainer.v1.trainer_mode=reward_pipeline",), "rollouts"),
-        (("reward_model.use_reward_loop=False",), "rollouts"),
     ],
 )
 def test_the_cause_of_waiting_during_generation_is_recorded(
@@ -112,7 +111,7 @@ def test_the_advantage_is_the_mean_over_the_tokens_that_are_trained_on(
     monkeypatch.setattr(trainer, "_trained_rewards", dict)
     trainer._rewards.trained = set(rows)
     trainer._rewards.trajectories = dict.fromkeys([*rows, "q_3_0"])  # the last one is masked
-    trainer._compute_metrics(SimpleNamespace(partition_id="train"), {}, {}, global_steps=7, epoch=0)
+    trainer._compute_metrics(SimpleNamespace(partition_id="train", keys=[], tags=[]), {}, {}, global_steps=7, epoch=0)
     assert trainer._records.flush()
     written = [json.loads(line) for line in trainer._records.path.read_text().splitlines()]
     assert {line["uid"]: line["advantage"] for line in written} == {"q_0": 1.5, "q_1": -0.5, "q_2": None, "q_3": None}
@@ -130,7 +129,9 @@ def test_advantages_that_cannot_be_read_do_not_stop_the_run(
     monkeypatch.setattr(trainer, "_trained_rewards", lambda: {"critic/score/mean": 1.0})
     trainer._rewards.trained = {"q_0_0"}
     metrics: dict[str, float] = {}
-    trainer._compute_metrics(SimpleNamespace(partition_id="train"), metrics, {}, global_steps=7, epoch=0)
+    trainer._compute_metrics(
+        SimpleNamespace(partition_id="train", keys=[], tags=[]), metrics, {}, global_steps=7, epoch=0
+    )
     assert metrics == {"critic/score/mean": 1.0}
     assert "the advantages of step 7 are not recorded" in caplog.text
     assert trainer._records.flush()
@@ -155,7 +156,7 @@ def test_a_table_of_samples_is_logged_with_the_metrics_of_the_step(
     def fit(self: Any, agent_loop_manager: Any) -> None:
         self.logger = Tracking("project", "run", ["console"])
         self.logger.logger["wandb"] = None
-        self._compute_metrics(SimpleNamespace(partition_id="train"), {}, {}, global_steps=7, epoch=0)
+        self._compute_metrics(SimpleNamespace(partition_id="train", keys=[], tags=[]), {}, {}, global_steps=7, epoch=0)
         del self.logger.logger["wandb"]
 
     written: list[Any] = []

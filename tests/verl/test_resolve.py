@@ -18,8 +18,6 @@ from tests.verl.configs import resolved, settled
 def test_the_default_settings(name: str, engine: str) -> None:
     settings = resolved(name=name)
     assert settings.config.actor_rollout_ref.actor.strategy == engine
-    assert settings.inside_rollout
-    assert not settings.in_background
     assert (settings.manager.name, settings.function, settings.model) == ("naive", None, None)
     assert settings.mode.name == "sync"
 
@@ -104,8 +102,12 @@ def test_a_module_path_alone_means_importlib() -> None:
             ["custom_reward_function.path=a.py", "reward.custom_reward_function.path=b.py"],
         ),
         (
-            ["reward_model.launch_reward_fn_async=False"],
-            ["reward_model.launch_reward_fn_async=False", "reward_model.use_reward_loop=True"],
+            ["reward_model.launch_reward_fn_async=True"],
+            ["reward_model.launch_reward_fn_async has no effect", "Leave it out"],
+        ),
+        (
+            ["reward_model.use_reward_loop=False"],
+            ["reward_model.use_reward_loop=False", "python -m verl.trainer.main_ppo"],
         ),
         (["+reward_model.use_rewardloop=True"], ["reward_model.use_rewardloop", "did you mean 'use_reward_loop'"]),
         (["+reward_loop.on_fail=mask"], ["reward_loop.on_fail", "did you mean 'on_failed'"]),
@@ -114,10 +116,6 @@ def test_a_module_path_alone_means_importlib() -> None:
         (["reward_loop.on_failed=ignore"], ["reward_loop.on_failed"]),
         (["reward_loop.timeout=-1"], ["reward_loop.timeout"]),
         (["+reward.max_rpm=5"], ["reward.max_rpm", "reward_manager=rate_limited"]),
-        (
-            ["algorithm.filter_groups.enable=True", "reward_model.use_reward_loop=False"],
-            ["algorithm.filter_groups.enable=True", "reward_model.use_reward_loop=False"],
-        ),
         (
             ["+custom_reward_function.reward_kwargs.x=1"],
             ["custom_reward_function.reward_kwargs={'x': 1}", "custom_reward_function.path"],

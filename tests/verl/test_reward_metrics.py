@@ -148,7 +148,7 @@ class Run:
         )
         self.trainer.config = self.trainer._settings.config
         self.trainer.parameter_sync_step, self.trainer.global_steps = len(parts), 1
-        self.trainer._pending_rewards, self.trainer._rewards = None, StepRewards()
+        self.trainer._rewards, self.trainer._left_out = StepRewards(), {}
         self.trainer._post_processes = post_process is not None
         self.trainer._health = SimpleNamespace(metrics=lambda step, rewards: {})
         self.trainer.timing_raw = {}
@@ -161,7 +161,7 @@ class Run:
         run = self
 
         def step_once(self: Any, metrics: dict, timing_raw: dict, sample_batch_size: int) -> Any:
-            batch = run.sample()
+            batch = self._learners(run.sample())
             self._compute_advantage(batch, metrics)
             run.updated.append(batch.keys)
             return batch
@@ -223,7 +223,8 @@ def test_a_group_is_post_processed_once(monkeypatch: pytest.MonkeyPatch, queue: 
     assert [float(queue.rows[key]["rm_scores"].sum()) for key in batch.keys] == [0.5, 1.0]
     # The replay buffer's filter comes first, then the advantage.
     run.trainer._rewards_to_filter_by(batch, "reward")
-    rewards = run.trainer._final_rewards(batch)
+    run.trainer._learners(batch)
+    rewards = run.trainer._rewards.trajectories
     assert [float(queue.rows[key]["rm_scores"].sum()) for key in batch.keys] == [5.0, 10.0]
     assert {key: reward.raw_score for key, reward in rewards.items()} == {"p0g0_0_0": 0.5, "p0g0_1_0": 1.0}
 
@@ -246,8 +247,7 @@ def test_a_part_without_a_score_does_not_end_the_step(monkeypatch: pytest.Monkey
         assert metrics["critic/score/mean"] == 0.5
         assert run.updated == [[f"p{1 - empty}g0_0_0", f"p{1 - empty}g0_1_0"]]
         for session in range(2):
-            row = queue.rows[f"p{empty}g0_{session}_0"]
-            assert not any(row[field].any() for field in ("advantages", "returns", "response_mask", "loss_mask"))
+            assert f"p{empty}g0_{session}_0" in run.trainer._left_out
 
 
 def test_a_step_without_any_score_ends_the_run(monkeypatch: pytest.MonkeyPatch, queue: Queue) -> None:
@@ -255,22 +255,6 @@ def test_a_step_without_any_score_ends_the_run(monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(NothingToLearnError, match=r"no sample of step 1 has a score .* failed: no judge"):
         run.step()
     assert not run.updated
-
-
-def test_the_wait_for_rewards_in_the_background_is_not_timed_as_advantage(
-    monkeypatch: pytest.MonkeyPatch, queue: Queue
-) -> None:
-    run = Run(monkeypatch, queue, [[[0.0, 1.0]]])
-    batch = run.sample()
-    clock = iter([10.0, 14.0])
-    monkeypatch.setattr("reward_loop.verl.reward_metrics.time", SimpleNamespace(monotonic=lambda: next(clock)))
-    rewards = [{"reward_score": score, "reward_extra_info": SCORED} for score in (0.0, 1.0)]
-    run.trainer.reward_workers.finish_batch = lambda pending: rewards
-    run.trainer._pending_rewards = (batch.keys, ["pending"])
-    run.trainer.timing_raw = {"adv": 0.0}
-    run.trainer._compute_advantage(batch, {})
-    # verl's own timer adds the whole time to `adv` at its end.
-    assert run.trainer.timing_raw == {"adv": -4.0, "wait_reward": 4.0}
 
 
 def test_only_the_columns_that_a_reward_worker_receives_are_fetched(queue: Queue) -> None:

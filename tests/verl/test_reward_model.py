@@ -283,7 +283,6 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
         ([*VLLM, "trainer.v1.trainer_mode=separate_async"], ["trainer_mode=separate_async", *OWN_GPUS]),
         ([*VLLM, PIPELINE], ["one_step_off_policy=True", "Set it to False", *OWN_GPUS]),
         ([*VLLM, "algorithm.filter_groups.enable=True"], ["algorithm.filter_groups.enable=True", *OWN_GPUS]),
-        ([*VLLM, "reward_model.launch_reward_fn_async=True"], ["launch_reward_fn_async=True", "Leave it out"]),
         (
             [*VLLM, "actor_rollout_ref.rollout.free_cache_engine=False"],
             ["actor_rollout_ref.rollout.free_cache_engine=False", "Set it to True"],

@@ -31,6 +31,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     class Workers:
         def __init__(self, **_: Any) -> None:
             self.init_model = note("the trainer's model is loaded")
+            self.update_actor = note("an update")
 
         def spawn(self, prefix_set: Any) -> dict[str, Any]:
             return dict.fromkeys(prefix_set, self)
@@ -57,7 +58,7 @@ def set_up(events: list[str], *, colocated: bool) -> Any:
 
     made: Any = object.__new__(trainer.with_reward_loop(PPOTrainerSync))
     made.config = without_reward(settled("trainer.device=cuda"))
-    made._settings, made._router = SimpleNamespace(options=None, inside_rollout=True), None
+    made._settings, made._router = SimpleNamespace(options=None), None
     made._colocated = Colocated() if colocated else None
     made.use_critic = made.use_reference_policy = made.use_teacher_policy = False
     made.role_worker_mapping = {trainer.Role.ActorRollout: object}

@@ -10,8 +10,6 @@ import pytest
 import torch
 from ray.exceptions import ActorDiedError
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.utils import Role
-from verl.trainer.ppo.v1.trainer_base import get_trainer_cls
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from reward_loop.config import RewardLoopConfig
@@ -23,7 +21,6 @@ from reward_loop.verl import pipeline, reward_changes, tq_batches, tq_rewards, t
 from reward_loop.verl.gdpo import GDPO, component_rewards, use_rewards
 from reward_loop.verl.reward_changes import misfit, place
 from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward
-from reward_loop.verl.training_workers import MaskingTrainingWorker, masking
 from tests.verl.configs import resolved, settled
 
 pytestmark = pytest.mark.integration  # imports verl
@@ -154,8 +151,8 @@ def advantages(queue: Rows, monkeypatch: pytest.MonkeyPatch, policy: str = "mask
     monkeypatch.setattr(PPOTrainerSync, "_compute_advantage", compute)
     run: Any = object.__new__(trainer.with_reward_loop(PPOTrainerSync))
     run.config = settled("algorithm.adv_estimator=grpo")
-    run._pending_rewards, run._post_processes, run.global_steps = None, False, 1
-    run._rewards, run.timing_raw = StepRewards(), {}
+    run._post_processes, run.global_steps = False, 1
+    run._rewards, run._left_out, run.timing_raw = StepRewards(), {}, {}
     run.reward_workers = Workers(policy)
     batch = KVBatchMeta(partition_id="train", keys=list(queue), tags=[{} for _ in queue])
     classified: set[str] = set()
@@ -163,7 +160,7 @@ def advantages(queue: Rows, monkeypatch: pytest.MonkeyPatch, policy: str = "mask
     if filters:
         run._rewards_to_filter_by(batch, "reward")
         classified.add("q")
-    run._compute_advantage(batch, {})
+    run._compute_advantage(run._learners(batch), {})
     return run
 
 
@@ -183,8 +180,9 @@ def test_all_outputs_of_a_session_whose_parts_do_not_fit_leave_loss_and_baseline
 ) -> None:
     run = advantages(rejected, monkeypatch, filters=filters)
     for key in ("q_3_0", "q_3_1"):
-        for field in ("advantages", "returns", "response_mask", "loss_mask", "rm_scores"):
-            assert not rejected[key][field].any(), f"{key}: {field}"
+        assert not rejected[key]["rm_scores"].any()
+        assert "advantages" not in rejected[key]
+        assert key in run._left_out
         info = rejected[key]["extra_fields"]["reward_extra_info"]
         assert (info["reward_outcome"], info["reward_masked"]) == ("failed", True)
         assert "sample q_3: the function returned 1 turn_level_scores" in info["reward_error"]
@@ -215,18 +213,30 @@ def test_a_session_whose_parts_do_not_fit_stops_the_run_if_the_policy_is_raise(
         advantages(rejected, monkeypatch, "raise")
 
 
-@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async", "reward_pipeline"])
-def test_in_every_mode_the_training_workers_leave_masked_rows_out(mode: str) -> None:
-    options = (f"trainer.v1.trainer_mode={mode}", "critic.enable=True", "actor_rollout_ref.actor.use_kl_loss=True")
-    run: Any = object.__new__(trainer.with_reward_loop(get_trainer_cls(mode)))
-    run.config = settled(*options)
-    run._init_resource_pool_mgr()
-    assert Role.Critic in run.role_worker_mapping
-    for role, remote in run.role_worker_mapping.items():
-        worker = remote.__ray_actor_class__
-        trains = worker if role is Role.Critic else worker.actor_worker_cls
-        assert issubclass(trains, MaskingTrainingWorker), role
-        assert masking(worker) is worker
+def test_losses_by_row_are_divided_by_the_rows_with_an_advantage() -> None:
+    run: Any = object.__new__(trainer.with_reward_loop(PPOTrainerSync))
+    run._rewards = StepRewards(trained={f"q_{row}_0" for row in range(6)})
+    seen: list[Any] = []
+    update = run._counting_learners(lambda batch: seen.append(batch.extra_info["global_batch_size"]))
+    keys = [f"q_{row}_0" for row in range(6)]
+    for padding in (0, 2):
+        info = {"mini_batch_size": (6 + padding) // 2, "global_batch_size": (6 + padding) // 2}
+        rows = [*keys, *[f"pad_{row}_0" for row in range(padding)]]
+        update(KVBatchMeta(keys=rows, tags=[{} for _ in rows], extra_info=info))
+    assert seen == [3, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "padding", "ranks", "size"), [(9, 7, 2, 8), (5, 3, 1, 4), (3, 13, 2, 16), (8, 0, 2, 4)]
+)
+def test_no_mini_batch_consists_of_padding_only(rows: int, padding: int, ranks: int, size: int) -> None:
+    is_padding = [False] * rows + [True] * padding
+    order = tq_batches.spread_padding(is_padding, ranks)
+    assert sorted(order) == list(range(rows + padding))
+    own, share = len(order) // ranks, size // ranks
+    for first in range(0, own, share):
+        mini_batch = [order[rank * own + first + i] for rank in range(ranks) for i in range(share)]
+        assert not all(is_padding[row] for row in mini_batch)
 
 
 @pytest.mark.parametrize("mode", ["sync", "reward_pipeline", "separate_async"])

@@ -38,7 +38,6 @@ EQUAL = (
     "critic/advantages/mean",
     "critic/advantages/min",
     "critic/score/mean",
-    "actor/entropy",
     "actor/grad_norm",
     "actor/kl_loss",
     "actor/loss",
@@ -213,16 +212,14 @@ def test_training_metrics_are_finite(mixed_run: Run) -> None:
 
 
 @pytest.fixture(scope="module")
-def batch_run(tmp_path_factory: pytest.TempPathFactory, mixed_run: Run, tiny_generative_model: Path) -> Run:
-    """Goes on from the checkpoint of step 2, and scores whole batches after the rollout, in the background."""
+def resumed_run(tmp_path_factory: pytest.TempPathFactory, mixed_run: Run, tiny_generative_model: Path) -> Run:
+    """Goes on from the checkpoint of step 2."""
     return train(
         tmp_path_factory.mktemp("batch"),
         tiny_generative_model,
         "trainer.total_training_steps=4",
         "trainer.n_gpus_per_node=2",
         "actor_rollout_ref.actor.use_kl_loss=True",
-        "reward_model.use_reward_loop=False",
-        "reward_model.launch_reward_fn_async=True",
         "trainer.val_before_train=False",
         "trainer.resume_mode=resume_path",
         f"trainer.resume_from_path={mixed_run.directory}/checkpoints/global_step_2",
@@ -230,18 +227,16 @@ def batch_run(tmp_path_factory: pytest.TempPathFactory, mixed_run: Run, tiny_gen
     )
 
 
-def test_a_run_resumes_and_the_batch_mode_gives_the_same_rewards(mixed_run: Run, batch_run: Run) -> None:
-    assert batch_run.returncode == 0, batch_run.output[-5000:]
-    assert max(batch_run.steps) == 4
-    seen = [row for step in (3, 4) for row in batch_run.rollouts(step)]
+def test_a_run_resumes(resumed_run: Run) -> None:
+    assert resumed_run.returncode == 0, resumed_run.output[-5000:]
+    assert max(resumed_run.steps) == 4
+    seen = [row for step in (3, 4) for row in resumed_run.rollouts(step)]
     assert len(seen) == 2 * 8 * 4
     for step in (3, 4):
-        check_scores(batch_run.rollouts(step))
-        check_reward_metrics(batch_run.steps[step], batch_run.rollouts(step))
-        assert batch_run.steps[step]["timing_s/wait_reward"] > 0
-        assert batch_run.steps[step]["timing_s/adv"] > 0
-        advantages = expected_advantages(batch_run.rollouts(step))
-        assert batch_run.steps[step]["critic/advantages/max"] == pytest.approx(max(advantages), abs=1e-4)
+        check_scores(resumed_run.rollouts(step))
+        check_reward_metrics(resumed_run.steps[step], resumed_run.rollouts(step))
+        advantages = expected_advantages(resumed_run.rollouts(step))
+        assert resumed_run.steps[step]["critic/advantages/max"] == pytest.approx(max(advantages), abs=1e-4)
 
 
 @pytest.fixture(scope="module")

@@ -76,9 +76,8 @@ def sessions(run: Run, step: int) -> dict[Session, list[dict[str, Any]]]:
     """The outputs of each session of a step."""
     outputs: dict[Session, list[dict[str, Any]]] = defaultdict(list)
     for row in sorted(run.rollouts(step), key=lambda row: int(row["uid"].rsplit("_", 1)[1])):
-        if not row["uid"].startswith("pad"):
-            prompt, session, _ = row["uid"].rsplit("_", 2)
-            outputs[prompt, int(session)].append(row)
+        prompt, session, _ = row["uid"].rsplit("_", 2)
+        outputs[prompt, int(session)].append(row)
     return dict(outputs)
 
 
@@ -121,7 +120,6 @@ def test_updates_train_on_unmasked_samples_with_the_scores_of_the_function(run: 
                 assert all(mask.all() for mask in masks)
                 assert torch.allclose(advantages, torch.full_like(advantages, expected[session]), atol=1e-4)
             else:
-                assert session not in expected
                 assert not any(mask.any() for mask in (*masks, advantages))
     assert trained == Counter({session: outputs[session] for session in expected})
 
@@ -137,30 +135,48 @@ def test_a_reward_whose_parts_do_not_fit_is_trained_on_nowhere(run: Run) -> None
     assert rejected, "the run has no rejected session in a group that is trained on"
 
 
-def test_each_gradient_is_that_of_the_rows_that_are_not_masked(
+def test_each_gradient_is_that_of_the_rows_that_are_not_padding(
     mode: str, run: Run, made: list[Update], tiny_generative_model: Path
 ) -> None:
+    """In the mode `sync`, verl makes one update call in a step: each row counts as much as in the mean of the call."""
     aggregation, ranks, _ = MODES[mode]
-    for update in made:
+    calls: dict[int, list[Update]] = defaultdict(list)
+    steps = {session[0]: step for step in STEPS for session in sessions(run, step)}
+    for number, update in enumerate(made):
+        learners = learnt(update)
+        assert learners, "a mini-batch consists of padding only"
         assert update.ranks == ranks
         assert len(update.keys) == ROWS
-        by_hand = gradient(tiny_generative_model, update, aggregation, kl_coef=KL_COEF)
-        assert norm(by_hand) > 1e-6
-        assert difference(by_hand, update.gradient) < 1e-3
+        calls[steps[update.keys[learners[0]][0]] if mode == "sync" else number].append(update)
+    for call in calls.values():
+        rows = sum(len(learnt(update)) for update in call) / len(call)
+        for update in call:
+            assert update.global_batch_size == pytest.approx(rows)
+            by_hand = gradient(tiny_generative_model, update, aggregation, kl_coef=KL_COEF)
+            factor = len(learnt(update)) / rows
+            scaled = {name: tensor * factor for name, tensor in by_hand.items()}
+            assert norm(scaled) > 1e-6
+            assert difference(scaled, update.gradient) < 1e-3
 
 
-def test_weights_move_in_updates_only_and_not_for_mini_batches_without_a_score(
-    mode: str, run: Run, made: list[Update]
-) -> None:
-    assert all(learnt(update) for update in made)
+def test_padding_is_spread_over_the_mini_batches_of_an_update_call(mode: str, made: list[Update], run: Run) -> None:
+    counts = [len(learnt(update)) for update in made]
+    steps = {session[0]: step for step in STEPS for session in sessions(run, step)}
+    by_step = defaultdict(list)
+    for update, count in zip(made, counts, strict=True):
+        by_step[steps[update.keys[learnt(update)[0]][0]]].append(count)
+    for step in STEPS:
+        rows = sum(len(sessions(run, step)[session]) for session in expected_advantages(run, step))
+        assert sum(by_step[step]) == rows
+        assert len(by_step[step]) == -(-rows // ROWS)
+        if mode == "sync":
+            assert max(by_step[step]) - min(by_step[step]) <= 1
+        else:
+            assert set(by_step[step][:-1]) <= {ROWS}
+
+
+def test_weights_move_in_updates_only(run: Run, made: list[Update]) -> None:
     for earlier, later in pairwise(made):
         assert all(later.before[name].equal(earlier.after[name]) for name in later.before)
-    steps = {session[0]: step for step in STEPS for session in sessions(run, step)}
-    counts = Counter(next(steps[uid] for uid, _ in update.keys if uid in steps) for update in made)
     for step in STEPS:
-        rows = sum(map(len, sessions(run, step).values()))
-        skipped = -(-rows // ROWS) - counts[step]
-        assert run.steps[step]["actor/skipped_share"] == pytest.approx(skipped / (skipped + counts[step]))
         assert run.steps[step]["actor/pg_loss"] == run.steps[step]["actor/pg_loss"], "not a number"
-        # In the order of submission, the three prompts without a score fill the first mini-batch.
-        assert skipped or (mode, step) != ("reward_pipeline", 1)
