@@ -8,8 +8,8 @@
 - Memory: what a sample in flight takes in the caller and in the reward worker.
 - Limiter service: permits per second of 64 clients (``limits.py``), also while 20,000 calls wait for a permit.
 - Records: CPU time and bytes of a record with a judge's prompt.
-- The trainer: `RewardAgent` and the pipeline's events, with a stub that submits at the rate of 64 nodes, for growing
-  numbers of samples in flight; and a poll of verl's replay buffer.
+- The trainer: `RewardAgent`, with a stub that submits at the rate of 64 nodes, for growing numbers of samples in
+  flight; and a poll of TransferQueue's tags.
 
 CPU time per sample depends less on other load than a rate does, but it also grows beside other load. The last line of
 the output is JSON. It needs the GSM8K data (``REWARD_LOOP_GSM8K``).

@@ -1,200 +1,185 @@
-"""verl's agent loop, with trajectories published before their rewards arrive.
+"""verl's agent loop worker, which publishes a trajectory before its reward arrives.
 
 verl writes a trajectory to TransferQueue only with its reward. Here, the trajectory is written as soon as it is
-generated, and the rewards of its group are written later. So the trainer can put the rollout engine to sleep, and
-compute what needs no reward, while samples are judged.
+generated, and its reward later. So the trainer can put the rollout engine to sleep, and compute what needs no reward,
+while samples are judged; and a trajectory survives the death of its agent loop worker.
 
-A training session has these parts, all within verl's task for the session (`_run_agent_loop`):
+A session has these parts, all within verl's task for the session (`_run_agent_loop`):
 
 1. verl generates the trajectory, and calls `_agent_loop_postprocess`.
 2. verl's `_agent_loop_postprocess` calls `_compute_score`, which starts a task that judges the trajectory: verl's own
    `_compute_score`. Then it writes the trajectory, without a reward.
-3. Our `_agent_loop_postprocess` waits for the reward, and stores it.
-4. The last session of a prompt writes the rewards of the group.
+3. Our `_agent_loop_postprocess` waits for the reward, and writes it, with the tag `JUDGED`.
 
-A session ends only when its reward has arrived, so verl's own prompt statuses keep their meaning.
+A session ends only when its reward is written, so verl's own prompt statuses keep their meaning. When no session of a
+prompt is being generated any more, one of its trajectories gets the tag `GENERATED`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Collection
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import transfer_queue as tq
+from omegaconf import DictConfig, OmegaConf
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
+from reward_loop.managers.base import VALIDATE
+from reward_loop.records import Records, records
+from reward_loop.records.events import rollout_event
+from reward_loop.records.writer import MAX_BYTES
 from reward_loop.types import Outcome
-from reward_loop.verl.agent_loop_workers import ReplacingAgentLoopManager, WatchedAgentLoopWorker
-from reward_loop.verl.progress import GENERATED, Event
+from reward_loop.verl.trajectory_keys import FAILURE, GENERATED, JUDGED
 
-__all__ = ["PipelineAgentLoopManager", "PipelineAgentLoopWorker"]
-
-EVENTS_S = 30.0
-"""Seconds after which a call of `next_events` returns even if there is no event, so that no call stays open
-indefinitely."""
+__all__ = ["RewardAgentLoopWorker"]
 
 
+@dataclass
 class _Prompt:
-    """A training prompt, and what is left to do for its sessions, which are numbered."""
+    """A prompt, and what is left to do for its sessions, which are numbered."""
 
-    def __init__(self, uid: str, sessions: Collection[int]) -> None:
-        self.uid = uid
-        self.generating, self.unpublished, self.unjudged = set(sessions), set(sessions), set(sessions)
-        self.judging: dict[int, asyncio.Task[None]] = {}
-        """The task that judges a session, from the end of generation to the end of judging."""
-        self.rewards: dict[str, dict[str, Any]] = {}
-        """Trajectory key -> its reward, for rewards that have arrived and are not published."""
-
-    def name(self, session: int) -> str:
-        """Returns ``{uid}_{session}``, the start of the keys of the session's trajectories."""
-        return f"{self.uid}_{session}"
+    partition: str
+    generating: set[int]
+    """The sessions whose trajectories are not published. A session that fails will not publish one."""
+    published: str = ""
+    """The key of a published trajectory."""
 
 
-class PipelineAgentLoopWorker(WatchedAgentLoopWorker):
-    """An agent loop worker that publishes a training trajectory first, and its reward later. A Ray actor."""
+@dataclass
+class _Session:
+    """One rollout of a prompt, in verl's task for it."""
+
+    name: str
+    """``{uid}_{session}``, the start of the keys of its trajectories."""
+    number: int
+    prompt: _Prompt
+    times: dict[str, float] = field(default_factory=dict)
+    """The times of the fields ``end``, ``scoring`` and ``scored`` of the session's event."""
+    judging: asyncio.Task[None] | None = None
+
+
+_prompt: ContextVar[_Prompt] = ContextVar("prompt")
+_session: ContextVar[_Session | None] = ContextVar("session", default=None)
+
+
+class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
+    """An agent loop worker that publishes a trajectory first, and its reward later. A Ray actor.
+
+    It also records each session, in the folder ``reward_loop.log_dir``.
+    """
+
+    _records: Records | None = None
+    """``None`` if nothing is recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._prompts: dict[str, _Prompt] = {}
-        """The unfinished training prompts by uid. Prompts of a validation are not among them."""
-        self._events: list[Event] = []
-        self._has_events = asyncio.Event()
+        self._records = _open_records(self.config)
 
-    async def next_events(self) -> list[Event]:
-        """Returns the events since the last call. Waits up to `EVENTS_S` seconds for the first one."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(EVENTS_S):
-                await self._has_events.wait()
-        self._has_events.clear()
-        events, self._events = self._events, []
-        return events
-
-    async def unfinished_prompts(self) -> dict[str, str]:
-        """Returns, for each unfinished prompt, which sessions are being generated or judged, as text."""
-        texts = {}
-        for uid, prompt in self._prompts.items():
-            states = {"generated": sorted(prompt.generating), "judged": sorted(prompt.judging)}
-            parts = [f"sessions {sessions} are being {state}" for state, sessions in states.items() if sessions]
-            texts[uid] = ", ".join(parts) or "its results are being written"
-        return texts
-
-    def _emit(self, event: Event) -> None:
-        self._events.append(event)
-        self._has_events.set()
+    async def until_death(self) -> None:
+        """Never returns. A pending call fails when the worker dies."""
+        await asyncio.Event().wait()
 
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
-        uid = prompt["uid"]
-        if trajectory["validate"]:
-            return await super()._run_prompt(prompt, sampling_params, trajectory=trajectory, trace=trace)
-        sessions = range(prompt.get("__rollout_n__", self.config.actor_rollout_ref.rollout.n))
-        self._prompts[uid] = _Prompt(uid, sessions)
-        try:
-            await super()._run_prompt(prompt, sampling_params, trajectory=trajectory, trace=trace)
-        finally:
-            del self._prompts[uid]
-            self._emit(("over", uid))
-        return None
+        rollout = self.config.actor_rollout_ref.rollout
+        partition, n = ("val", rollout.val_kwargs.n) if trajectory["validate"] else ("train", rollout.n)
+        # The tasks of its sessions inherit it. A prompt that was sent again may still be generated for the first time.
+        _prompt.set(_Prompt(partition, set(range(prompt.get("__rollout_n__", n)))))
+        await super()._run_prompt(prompt, sampling_params, trajectory=trajectory, trace=trace)
 
     async def _run_agent_loop(self, sampling_params: dict, trajectory: dict, **kwargs: Any) -> Any:
-        prompt, session = self._prompts.get(kwargs["uid"]), kwargs["session_id"]
-        if prompt is None:
-            return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
+        uid, number = kwargs["uid"], kwargs["session_id"]
+        session = _Session(f"{uid}_{number}", number, _prompt.get())
+        token, start, error = _session.set(session), time.time(), None
         try:
             return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
-        except Exception as error:
-            if session in prompt.unpublished:
-                self._emit(("failed", f"{prompt.name(session)}: {type(error).__name__}: {error}"))
+        except BaseException as raised:
+            error = f"{type(raised).__name__}: {raised}"
+            if number in session.prompt.generating and isinstance(raised, Exception):
+                tag = {FAILURE: f"{session.name}: {error}"}
+                await tq.async_kv_put(key=uid, partition_id=session.prompt.partition, tag=tag)
             raise
         finally:
-            # A session that failed before it published its trajectory will not publish one.
-            self._end_generation(prompt, session)
-            await self._end_publishing(prompt, session)
-            await _end_judging(prompt, session)
+            await _end_generation(session)
+            _session.reset(token)
+            if self._records is not None:
+                row = (uid, number, kwargs.get("global_steps"))
+                validate = bool(trajectory["validate"])
+                event = rollout_event(*row, validate=validate, start=start, times=session.times, error=error)
+                self._records.write_event(event)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
-        prompt, session = self._prompts.get(kwargs["uid"]), kwargs["session_id"]
-        if prompt is None:
+        session = _session.get()
+        if validate:
+            kwargs[VALIDATE] = True  # a column of the sample
+        if session is None:  # an agent loop of the user calls this method itself
             return await super()._agent_loop_postprocess(output, validate, **kwargs)
-        self._end_generation(prompt, session)
+        session.times["end"] = time.time()
+        outputs = output if isinstance(output, list) else [output]
         try:
             await super()._agent_loop_postprocess(output, validate, **kwargs)
-            await self._end_publishing(prompt, session)
-            if session in prompt.judging:
-                await _take_reward(output if isinstance(output, list) else [output], prompt, session)
+            if outputs:
+                session.prompt.published = f"{session.name}_0"
+            await _end_generation(session)
+            if session.judging is not None:
+                await _take_reward(session, outputs)
         finally:
-            if session in prompt.judging:
-                await self._stop_judging(prompt, session)
+            if session.judging is not None:
+                session.judging.cancel()  # no effect after the reward has arrived
+                await asyncio.gather(session.judging, return_exceptions=True)
         return None
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict, **options: Any) -> None:
-        """Starts to judge a training session in a task, and judges a validation sample.
+        """Starts to judge a session in a task. verl calls this method before it writes the trajectory.
 
-        verl calls this method before it writes a trajectory. There is nothing to judge if the agent loop itself has set
-        a score, or if the trainer sends the whole batch to the reward workers.
+        There is nothing to judge if the agent loop itself has set a score, or if the trainer sends the whole batch to
+        the reward workers.
 
         Args:
             outputs: the outputs of the session.
             kwargs: the prompt's columns, uid and session.
             options: further arguments of newer versions of verl, passed on.
         """
-        prompt, session = self._prompts.get(kwargs["uid"]), kwargs["session_id"]
-        if prompt is None:
+        session = _session.get()
+        if session is None:
             return await super()._compute_score(outputs, kwargs, **options)
         if outputs[-1].reward_score is None and self.reward_loop_worker_handles is not None:
             # `_agent_loop_postprocess` waits for the task after verl has written the trajectory.
-            prompt.judging[session] = asyncio.create_task(super()._compute_score(outputs, kwargs, **options))
-            self._emit(("judging", prompt.name(session)))
+            session.judging = asyncio.create_task(self._judge(session.times, outputs, kwargs, **options))
         return None
 
-    async def _stop_judging(self, prompt: _Prompt, session: int) -> None:
-        """Ends the task that judges a session. It still runs only if the trajectory could not be written."""
-        judging = prompt.judging[session]
-        try:
-            judging.cancel()  # no effect after the reward has arrived
-            await asyncio.gather(judging, return_exceptions=True)
-        finally:
-            del prompt.judging[session]
-            self._emit(("judged", prompt.name(session)))
+    async def _judge(self, times: dict[str, float], outputs: list[Any], kwargs: dict, **options: Any) -> None:
+        """Sets the reward of the last output, and the times of the session.
 
-    def _end_generation(self, prompt: _Prompt, session: int) -> None:
-        if _remove_last(prompt.generating, session):
-            self._emit(("generated", prompt.uid))
-
-    async def _end_publishing(self, prompt: _Prompt, session: int) -> None:
-        if _remove_last(prompt.unpublished, session):
-            await tq.async_kv_put(key=prompt.uid, partition_id="train", tag={GENERATED: True})
-            self._emit(("published", prompt.uid))
+        The other arguments are those of `_compute_score`.
+        """
+        times["scoring"] = time.time()
+        await super()._compute_score(outputs, kwargs, **options)
+        times["scored"] = time.time()
 
 
-async def _end_judging(prompt: _Prompt, session: int) -> None:
-    """Publishes the rewards of a prompt when the last of its sessions ends.
-
-    One write per group is enough, because the trainer uses only complete groups.
-    """
-    if _remove_last(prompt.unjudged, session) and prompt.rewards:
-        fields = list_of_dict_to_tensordict(list(prompt.rewards.values()))
-        await tq.async_kv_batch_put(keys=list(prompt.rewards), fields=fields, partition_id="train")
-
-
-def _remove_last(sessions: set[int], session: int) -> bool:
-    """Removes a session. Returns whether it was there, and was the last one."""
-    if session not in sessions:
-        return False
-    sessions.remove(session)
-    return not sessions
+async def _end_generation(session: _Session) -> None:
+    """Marks the prompt as generated when the last of its sessions has published its trajectory, or has failed."""
+    prompt = session.prompt
+    if session.number in prompt.generating:
+        prompt.generating.remove(session.number)
+        if not prompt.generating and prompt.published:
+            await tq.async_kv_put(key=prompt.published, partition_id=prompt.partition, tag={GENERATED: True})
 
 
-async def _take_reward(outputs: list[Any], prompt: _Prompt, session: int) -> None:
-    """Waits for the reward of a session, and stores it.
+async def _take_reward(session: _Session, outputs: list[Any]) -> None:
+    """Waits for the reward of a session, and writes it to all its trajectories.
 
     If judging raises, the session is masked: its trajectory has been published already, and the other samples of the
     group stay usable.
     """
+    assert session.judging is not None
     final = outputs[-1]
     try:
-        await prompt.judging[session]
+        await session.judging
     except Exception as error:
         final.reward_score = 0.0
         final.extra_fields["reward_extra_info"] = {
@@ -202,24 +187,30 @@ async def _take_reward(outputs: list[Any], prompt: _Prompt, session: int) -> Non
             "reward_masked": True,
             "reward_error": f"{type(error).__name__}: {error}",
         }
-        _store_reward(outputs, prompt, session)
+        await _write_reward(session, outputs)
         raise
-    _store_reward(outputs, prompt, session)
+    await _write_reward(session, outputs)
 
 
-def _store_reward(outputs: list[Any], prompt: _Prompt, session: int) -> None:
+async def _write_reward(session: _Session, outputs: list[Any]) -> None:
     final = outputs[-1]
-    for index, output in enumerate(outputs):
+    fields = []
+    for output in outputs:
         output.reward_score = final.reward_score
         output.extra_fields["reward_extra_info"] = final.extra_fields["reward_extra_info"]
         published = output.as_dict()
-        prompt.rewards[f"{prompt.name(session)}_{index}"] = {
-            "rm_scores": published["rm_scores"],
-            "extra_fields": published["extra_fields"],
-        }
+        fields.append({"rm_scores": published["rm_scores"], "extra_fields": published["extra_fields"]})
+    now = time.time()
+    judged = {JUDGED: [session.times.get("scoring", now), now]}
+    await tq.async_kv_batch_put(
+        keys=[f"{session.name}_{index}" for index in range(len(outputs))],
+        fields=list_of_dict_to_tensordict(fields),
+        tags=[judged] * len(outputs),
+        partition_id=session.prompt.partition,
+    )
 
 
-class PipelineAgentLoopManager(ReplacingAgentLoopManager):
-    """verl's agent loop manager, with :class:`PipelineAgentLoopWorker` as its workers."""
-
-    worker_class = PipelineAgentLoopWorker
+def _open_records(config: DictConfig) -> Records | None:
+    folder = OmegaConf.select(config, "reward_loop.log_dir")
+    max_bytes = OmegaConf.select(config, "reward_loop.record.max_bytes")
+    return None if folder is None else records(folder, MAX_BYTES if max_bytes is None else max_bytes)

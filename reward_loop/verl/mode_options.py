@@ -42,7 +42,7 @@ REWARD_QUEUE = "trainer.v1.separate_async.reward_queue"
 POLL_INTERVAL = "trainer.v1.sampler.poll_interval_s"
 """The option for the seconds between two polls of verl's replay buffer."""
 
-POLL_INTERVAL_S = 0.2
+POLL_INTERVAL_S = 0.1
 """Its default. verl polls every 2 s, which is a large part of a short step."""
 
 MINI_BATCH_ESTIMATORS = frozenset({"grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo"})

@@ -16,35 +16,27 @@ Invariants:
   padding: rows whose masks are zero.
 - With the mini-batch pipeline, each mini-batch has an update call. The learning-rate schedules count these calls, as
   they count the updates of verl's mode ``separate_async``.
-- ``generating`` is a subset of ``unpublished``, and ``unpublished`` of ``unfinished`` (the sets of `Progress`). During
-  ``fit``, they change only under the lock of the `Listener`.
-- The prompt tags in TransferQueue are authoritative. A waiting trainer reads them when it has received no event for
-  `worker_events.RESYNC_S` seconds.
+- The tags in TransferQueue are the only state of rollouts and rewards. The trainer reads them while it waits.
 
 States of a prompt:
 
-========== ============================================= ======================== =============================
-State      Begins with                                   In the `Progress` sets   Kept in
-========== ============================================= ======================== =============================
-generating ``_submit_up_to``, or a resumed checkpoint    generating, unpublished, ``_submitted``
-                                                         unfinished
-generated  event ``generated``: all sessions are         unpublished, unfinished  ``_submitted``
-           generated or have failed
-published  event ``published``: the trajectories are in  unfinished               ``_submitted``; from the end of
-           TransferQueue                                                          generation, ``StepBatch.groups``
-complete   event ``over``: all sessions have ended,      none                     ``_submitted`` or
-           rewards included; the prompt's status is                               ``StepBatch.groups``
-           ``finished`` or ``failure``
-trained    ``_train``: the rows have an advantage, or    none                     ``StepBatch.rows``, until a
-           can pad a mini-batch                                                   mini-batch is full; ``spare``
-cleared    ``_finish_step``: the rows are deleted from   none                     nowhere
-           TransferQueue
-evicted    ``_evict`` of a complete group: it was        none                     nowhere; a new prompt replaces it
+========== ============================================= ============================ =============================
+State      Begins with                                   In TransferQueue             Kept in
+========== ============================================= ============================ =============================
+generating ``_submit_up_to``, or a resumed checkpoint    status ``pending`` or        ``_submitted``
+                                                         ``running``
+generated  the last session has published its            a trajectory has the tag     ``_submitted``; from the end of
+           trajectory, or has failed                     ``generated``                generation, ``StepBatch.groups``
+complete   all sessions have ended, rewards included     status ``finished`` or       ``_submitted`` or
+                                                         ``failure``                  ``StepBatch.groups``
+trained    ``_train``: the rows have an advantage, or    the same                     ``StepBatch.rows``, until a
+           can pad a mini-batch                                                       mini-batch is full; ``spare``
+cleared    ``_finish_step``: the rows are deleted        nothing                      nowhere
+evicted    ``_evict`` of a complete group: it was        nothing                      nowhere; a new prompt replaces it
            filtered, or failed without a trajectory
-========== ============================================= ======================== =============================
+========== ============================================= ============================ =============================
 
-If the agent loop worker of a prompt dies, a prompt that is not published returns to the state generating; `Recovery`
-completes a published one.
+If the agent loop worker of a prompt dies, a prompt that is not generated begins again; `Recovery` completes others.
 
 A session is judged as soon as it is generated, so judging overlaps with the first three states. A reward model on the
 trainer's GPUs is the exception: sessions end without rewards, and ``_finish_generation`` has the whole batch judged.
@@ -55,7 +47,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import transfer_queue as tq
@@ -68,19 +59,15 @@ from verl.utils.debug import marked_timer
 from reward_loop.agent.schedule import Action, Generate, Prepare, Train, Wait
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl.mode_options import PIPELINE_MODE, make_schedule, mini_batch_groups, read_mode
-from reward_loop.verl.progress import GENERATED, Progress, overlap_metrics
 from reward_loop.verl.refills import RefillLimit
 from reward_loop.verl.reward_metrics import added_seconds
 from reward_loop.verl.step_batch import StepBatch
+from reward_loop.verl.step_seconds import judging_s, overlap_metrics
 from reward_loop.verl.tq_batches import copy, read_tags, read_trajectories, select, spread_padding
 from reward_loop.verl.trainer import NothingToLearnError
-from reward_loop.verl.trajectory_keys import uid_of
-from reward_loop.verl.worker_events import Listener
+from reward_loop.verl.trajectory_keys import FAILURE, JUDGED, uid_of
 
-__all__ = ["AGENT_LOOP_MANAGER", "RewardPipelineTrainer"]
-
-AGENT_LOOP_MANAGER = "reward_loop.verl.agent_loop.PipelineAgentLoopManager"
-"""The agent loop manager that publishes trajectories before their rewards arrive."""
+__all__ = ["RewardPipelineTrainer"]
 
 
 @register_trainer(PIPELINE_MODE)
@@ -96,7 +83,6 @@ class RewardPipelineTrainer(PPOTrainerSync):
             config.trainer.v1.trainer_mode = "sync"
         super().__init__(config)
         config.trainer.v1.trainer_mode = PIPELINE_MODE  # the name that loggers record
-        self._progress = Progress()
         self._submitted: list[str] = []
         """The uids of the submitted prompts that are not in a batch yet, oldest first."""
         self._mini_batch_groups = mini_batch_groups(config, critic=self.use_critic)
@@ -105,10 +91,10 @@ class RewardPipelineTrainer(PPOTrainerSync):
         self.parameter_sync_step = self._schedule.mini_batches
         self._actions: Iterator[Action] | None = None
         self._batch: StepBatch | None = None
+        self._began = 0.0
+        """The time at which the current step began."""
         self._judging_s = 0.0
         """The seconds that judging alone takes, for the rewards of the current step."""
-        # During validation, the trainer waits in verl's replay buffer and not in the listener.
-        self.replay_buffer.checks.append(lambda: self._listener.check())
         self._filters = self.replay_buffer.filter_groups_metric is not None
         self._replaces = self._filters or self.replay_buffer.sync_refill_failed_groups
 
@@ -125,33 +111,12 @@ class RewardPipelineTrainer(PPOTrainerSync):
         if stale:
             # The checkpoint was written before the batch of its step was cleared.
             tq.kv_clear(keys=stale, partition_id="train")
-        again = [uid for uid, tag in prompts.items() if tag["status"] in ("pending", "running")]
-        if again:
-            # verl generates these prompts again, so the tag is no longer valid.
-            tq.kv_batch_put(keys=again, partition_id="train", tags=[{GENERATED: False} for _ in again])
         self._submitted = list(prompts)
-        self._progress.submit(again)
-
-    def fit(self, agent_loop_manager: Any) -> None:
-        """Trains, while a `Listener` receives the events of the agent loop workers."""
-        listener = Listener(
-            agent_loop_manager.agent_loop_workers,
-            self._progress,
-            recover=lambda dead: self.recovery.recover(dead, self.global_steps),
-            resync=self._resync,
-            poll=self._poll_fatal_errors,
-            stall_timeout_s=self.options.stall_timeout_s,
-            stall_option=f"trainer.v1.{PIPELINE_MODE}.stall_timeout_s",
-        )
-        with listener as self._listener:
-            super().fit(agent_loop_manager)
 
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
         """Runs the actions of the schedule, up to the last update of one training step."""
-        self._judging_s = 0.0
+        self._began, self._judging_s = time.time(), 0.0
         self._batch = None
-        with self._listener.lock:
-            self._progress.start_step()
         if self._actions is None:
             # verl also stops after the last epoch.
             last_step = min(self.total_training_steps, self.config.trainer.total_epochs * self.steps_per_epoch)
@@ -174,7 +139,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
                     self._prepare(self._batch, metrics, timing_raw)
                 case Wait(mini_batches=count):
                     with added_seconds("wait_reward", timing_raw):
-                        self._listener.wait("rewards", lambda: self._ready(self.global_steps) >= count)
+                        self.replay_buffer.wait(lambda: self._ready(self.global_steps) >= count)
                 case Train(first=first, count=count):
                     last = first + count == self._schedule.mini_batches
                     self._train(self._batch, None if last else count * self._mini_batch_groups, timing_raw)
@@ -183,16 +148,11 @@ class RewardPipelineTrainer(PPOTrainerSync):
         assert self._batch is not None
         return self._finish_step(self._batch, metrics)
 
-    def on_step_end(self) -> None:
-        """Sends new weights to the rollout engine, which wakes it, and then the prompts that a dead worker had."""
-        super().on_step_end()
-        self.agent_loop_manager.release()
-
     def _ready(self, step: int) -> int:
         """The number of mini-batches of the step that have all their rewards, including those already trained on."""
         if self._batch is None:
             return 0
-        unfinished = self._progress.unfinished
+        unfinished = self.replay_buffer.unfinished()
         return self._batch.ready_mini_batches(unfinished, self._schedule.mini_batches, self._mini_batch_groups)
 
     def _submit_up_to(self, count: int) -> None:
@@ -201,10 +161,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         if missing <= 0:
             return
         batch = self._next_train_batch(missing)
-        uids = list(batch["uid"])
-        with self._listener.lock:
-            self._progress.submit(uids)
-        self._submitted += uids
+        self._submitted += list(batch["uid"])
         self._submit_batch_to_rollout(batch)
 
     def _finish_generation(self, metrics: dict, timing_raw: dict) -> StepBatch:
@@ -212,37 +169,19 @@ class RewardPipelineTrainer(PPOTrainerSync):
         count = len(self._submitted)
         size = self.config.data.train_batch_size
         limit = RefillLimit(self.config, self.options.max_refills, self.global_steps)
-        unpublished, unfinished = self._progress.unpublished, self._progress.unfinished
-        # Prompts of the next step need not be published yet: they are written to TransferQueue during training. There
-        # are two exceptions. A teacher model runs between generation and publishing. And a group that failed is known
-        # only when its last session has ended.
-        generating = unpublished if self._replaces or self.use_teacher_policy else self._progress.generating
-        if self._replaces and self._evict(limit, metrics):
-            self._submit_up_to(count)
-        while True:
+        generated = False
+        while self._evict(limit, metrics) or not generated:
             with added_seconds("gen", timing_raw):
-                self._listener.wait("rollouts", lambda: not generating)
-            if not self._replaces:
-                break
+                self._submit_up_to(count)
+                # A prompt that is not generated is generated again if its worker dies, so the engine must be awake.
+                self.replay_buffer.wait(lambda: not self.replay_buffer.generating())
             if self._filters:
                 # The filter needs the rewards, and the engine must be awake to generate replacements.
                 with added_seconds("wait_reward", timing_raw):
-                    self._listener.wait("rewards", lambda: not any(uid in unfinished for uid in self._submitted[:size]))
-            else:
-                # The status of a failed group is written shortly after its last rollout.
-                _, trajectories = read_tags()
-                empty = set(self._submitted) - {uid_of(key) for key in trajectories}
-                with added_seconds("gen", timing_raw):
-                    self._listener.wait("rollouts", partial(unfinished.isdisjoint, empty))
-            if not self._evict(limit, metrics):
-                break
-            with added_seconds("gen", timing_raw):
-                self._submit_up_to(count)
+                    self.replay_buffer.wait(lambda: self.replay_buffer.unfinished().isdisjoint(self._submitted[:size]))
+            generated = True
         uids, self._submitted = self._submitted[:size], self._submitted[size:]
         with added_seconds("gen", timing_raw):
-            # A prompt that is not published is generated again if its worker dies, so the engine must be awake.
-            self._listener.wait("rollouts", lambda: not generating and unpublished.isdisjoint(uids))
-            self.agent_loop_manager.hold()
             self.on_sample_end()
         trajectories = self._trajectories(uids)
         if self.reward_loop_manager.reward_loop_worker_handles is None:
@@ -258,19 +197,20 @@ class RewardPipelineTrainer(PPOTrainerSync):
 
     def _evict(self, limit: RefillLimit, metrics: dict) -> bool:
         """Evicts groups that are filtered, or failed without a trajectory. Returns whether there were any."""
+        if not self._replaces:
+            return False
+        failure = self._last_failure()
         evicted, failed = self.replay_buffer.evict(self.global_steps, metrics)
         if evicted:
             self._poll_fatal_errors()  # raises if the run must stop: the replacements would fail too
         self._submitted = [uid for uid in self._submitted if uid not in evicted]
-        with self._listener.lock:
-            self._progress.forget(evicted)
         kept, filtered = len(self._submitted), len(evicted) - failed
-        limit.check(failed=failed, filtered=filtered, kept=kept, failure=self._last_failure())
+        limit.check(failed=failed, filtered=filtered, kept=kept, failure=failure)
         return bool(evicted)
 
     def _last_failure(self) -> str:
-        with self._listener.lock:
-            failure = self._progress.failure
+        prompts, _ = read_tags()
+        failure = next((tag[FAILURE] for tag in reversed(prompts.values()) if FAILURE in tag), None)
         return f"The last rollout that failed is {failure}" if failure else "See the log of the agent loop workers"
 
     def _prepare(self, batch: StepBatch, metrics: dict, timing_raw: dict) -> None:
@@ -292,7 +232,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
 
         ``count`` is the number of groups; ``None`` for all groups that are left.
         """
-        rows = batch.take_groups(batch.complete_groups(self._progress.unfinished)[:count])
+        rows = batch.take_groups(batch.complete_groups(self.replay_buffer.unfinished())[:count])
         part_metrics: dict = {}
         learners: list[str] = []
         if rows:  # otherwise, all rollouts of the groups failed
@@ -335,10 +275,8 @@ class RewardPipelineTrainer(PPOTrainerSync):
         if not batch.trained and batch.nothing is not None:
             raise batch.nothing
         metrics.update(batch.metrics.get_aggregated_metrics())
+        self._judging_s += self._count_rewards(metrics)
         tq.kv_clear(keys=batch.uids, partition_id="train")
-        with self._listener.lock:
-            self._judging_s += self._progress.judging_s()
-            metrics |= self._progress.metrics(time.monotonic())
         metrics["reward_pipeline/prompts_ahead"] = len(self._submitted)
         metrics["reward_pipeline/update_calls"] = batch.updates
         staleness = batch.staleness(self.global_steps)
@@ -346,6 +284,15 @@ class RewardPipelineTrainer(PPOTrainerSync):
         metrics["reward_pipeline/off_policy_share"] = sum(map(bool, staleness)) / len(staleness)
         self._left_out |= {batch.whole.keys[row]: batch.whole.tags[row] for row in batch.spare}
         return select(batch.whole, sorted(batch.trained))
+
+    def _count_rewards(self, metrics: dict) -> float:
+        """Adds the number of pending rewards to the metrics. Returns the seconds of judging alone; see `judging_s`."""
+        unfinished = self.replay_buffer.unfinished()
+        rows = self.replay_buffer.partitions["train"]
+        pending = [key for key, tag in rows.items() if JUDGED not in tag and uid_of(key) in unfinished]
+        metrics["reward_pipeline/rewards_pending"] = len(pending)
+        judged = [tag[JUDGED] for tag in rows.values() if JUDGED in tag]
+        return judging_s([(requested, arrived) for requested, arrived in judged if arrived >= self._began])
 
     def _compute_metrics(self, batch: KVBatchMeta, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
@@ -364,9 +311,3 @@ class RewardPipelineTrainer(PPOTrainerSync):
 
     def _data_parallel_size(self) -> int:
         return max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
-
-    def _resync(self) -> None:
-        """Reads the prompt tags in TransferQueue, and records events that the workers have not reported."""
-        prompts, _ = read_tags()
-        with self._listener.lock:
-            self._progress.record_tags(prompts, time.monotonic())

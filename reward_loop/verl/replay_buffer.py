@@ -6,7 +6,7 @@ verl waits indefinitely for rollouts and their rewards, and replaces failed grou
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from time import monotonic
+from time import monotonic, time
 from typing import Any
 
 from transfer_queue import KVBatchMeta
@@ -15,7 +15,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, _accumulate_eviction
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.verl.mode_options import ModeOptions
 from reward_loop.verl.reward_metrics import Rewards
-from reward_loop.verl.trajectory_keys import uid_of
+from reward_loop.verl.trajectory_keys import GENERATED, JUDGED, uid_of
 
 __all__ = ["REWARD_METRIC", "RewardReplayBuffer", "extend"]
 
@@ -29,8 +29,8 @@ NAMED_PROMPTS = 5
 class RewardReplayBuffer(ReplayBuffer):
     """Overrides of verl's replay buffer. Mixed in before the class of a buffer by :func:`extend`.
 
-    A wait fails after the mode's ``stall_timeout_s`` in which no prompt started or ended, and no rollout with its
-    reward arrived.
+    A wait fails after the mode's ``stall_timeout_s`` in which no prompt started or ended, and no rollout or reward
+    arrived.
 
     Args:
         buffer: the buffer whose attributes the new one copies.
@@ -63,7 +63,8 @@ class RewardReplayBuffer(ReplayBuffer):
         for check in self.checks:
             check()
         waiting = self.pending_keys[partition_id] | self.running_keys[partition_id]
-        state = (partition_id, waiting, len(self.partitions[partition_id]))
+        rows = self.partitions[partition_id]
+        state = (partition_id, waiting, len(rows), sum(JUDGED in tag for tag in rows.values()))
         if state != self._state:
             self._state, self._quiet = state, 0.0
         if self._stall_timeout_s is not None and self._quiet > self._stall_timeout_s:
@@ -77,6 +78,27 @@ class RewardReplayBuffer(ReplayBuffer):
         finally:
             self.poll_interval = verls_interval
             self._quiet += monotonic() - began
+
+    def unfinished(self) -> set[str]:
+        """Reads the tags in TransferQueue. Returns the training prompts that lack a rollout or a reward."""
+        self._sync_metadata_from_transfer_queue()
+        return self.pending_keys["train"] | self.running_keys["train"]
+
+    def generating(self) -> set[str]:
+        """Reads the tags in TransferQueue. Returns the training prompts that lack a rollout."""
+        unfinished = self.unfinished()
+        rows = self.partitions["train"]
+        return unfinished - {uid_of(key) for key, tag in rows.items() if tag.get(GENERATED)}
+
+    def wait(self, arrived: Callable[[], bool]) -> None:
+        """Polls until ``arrived``, which reads the tags, returns true.
+
+        Raises:
+            RewardLoopError: nothing happened for ``stall_timeout_s`` seconds; the message names what is missing.
+        """
+        logged = time()
+        while not arrived():
+            logged = self._wait_for_next_poll("train", logged)
 
     def _evict_terminal_groups(self, global_steps: int, partition_id: str, eviction_reasons: Any) -> Any:
         if self.check_failed_groups is not None and partition_id == "train":
@@ -142,8 +164,13 @@ class RewardReplayBuffer(ReplayBuffer):
         what = "validation" if partition_id == "val" else "training"
         lines = []
         for uid in prompts[:NAMED_PROMPTS]:
-            there = {key.split("_")[1] for key in self.partitions[partition_id] if uid_of(key) == uid}
-            lines.append(f"prompt {uid}: rewards of rollouts {', '.join(sorted(there)) or 'none'} have arrived")
+            rows = {key: tag for key, tag in self.partitions[partition_id].items() if uid_of(key) == uid}
+            judged = {key.split("_")[1] for key, tag in rows.items() if JUDGED in tag}
+            pending = {key.split("_")[1] for key in rows} - judged
+            lines.append(
+                f"prompt {uid}: rewards of rollouts {', '.join(sorted(judged)) or 'none'} have arrived; rollouts "
+                f"{', '.join(sorted(pending)) or 'none'} are generated and have no reward"
+            )
         if len(prompts) > NAMED_PROMPTS:
             lines.append(f"and {len(prompts) - NAMED_PROMPTS} more prompts")
         listed = "\n  ".join(lines)

@@ -19,7 +19,8 @@ from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.types import Outcome
-from reward_loop.verl.agent_loop_workers import ReplacingAgentLoopManager, WatchedAgentLoopWorker
+from reward_loop.verl.agent_loop import RewardAgentLoopWorker
+from reward_loop.verl.agent_loop_manager import RewardAgentLoopManager
 from reward_loop.verl.judging_queue import JudgingQueue, Reservation, merge_metrics
 from reward_loop.verl.mode_options import REWARD_QUEUE, queue_shares, read_mode
 from reward_loop.verl.refills import FailureStreak
@@ -40,7 +41,7 @@ ANSWER_S = 60.0
 """Timeout in seconds for the answers of agent loop workers."""
 
 
-class QueueAgentLoopWorker(WatchedAgentLoopWorker):
+class QueueAgentLoopWorker(RewardAgentLoopWorker):
     """An agent loop worker with its share of the queue. A Ray actor."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -92,11 +93,10 @@ class QueueAgentLoopWorker(WatchedAgentLoopWorker):
             self._failure = f"{kwargs['uid']}_{kwargs['session_id']}: {type(error).__name__}: {error}"
             raise
 
-    async def _compute_score(self, outputs: list[Any], kwargs: dict, **options: Any) -> None:
-        # `options`: further arguments of newer versions of verl.
+    async def _judge(self, times: dict[str, float], outputs: list[Any], kwargs: dict, **options: Any) -> None:
         reservation = self._reservations.get(kwargs["uid"])  # validation samples have none
-        if reservation is None or outputs[-1].reward_score is not None:
-            return await super()._compute_score(outputs, kwargs, **options)
+        if reservation is None:
+            return await super()._judge(times, outputs, kwargs, **options)
         async with self._queue.turn(reservation, step=_version(outputs, kwargs)):
             # A manager that waits for all rollouts of a prompt must receive either all of them or none.
             partly_judged = self._by_group and reservation.judged
@@ -104,7 +104,7 @@ class QueueAgentLoopWorker(WatchedAgentLoopWorker):
                 _leave_unscored(outputs[-1])
             else:
                 reservation.judged = True
-                await super()._compute_score(outputs, kwargs, **options)
+                await super()._judge(times, outputs, kwargs, **options)
         return None
 
     def _will_be_evicted(self, prompt_step: int) -> bool:
@@ -137,7 +137,7 @@ def _version(outputs: list[Any], kwargs: dict) -> int:
     return min((version for version in versions if version is not None), default=int(kwargs["global_steps"]) - 1)
 
 
-class QueueAgentLoopManager(ReplacingAgentLoopManager):
+class QueueAgentLoopManager(RewardAgentLoopManager):
     """verl's agent loop manager, with :class:`QueueAgentLoopWorker` as its workers."""
 
     worker_class = QueueAgentLoopWorker

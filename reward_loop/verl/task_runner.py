@@ -54,8 +54,8 @@ def _trainer_class(config: DictConfig, mode: ModeOptions) -> Any:
     """Returns the trainer class of the mode. Sets the agent loop manager in ``config``, except one of the user."""
     from verl.trainer.ppo.v1 import get_trainer_cls
 
-    from reward_loop.verl.agent_loop_workers import REPLACING_AGENT_LOOP_MANAGER
-    from reward_loop.verl.pipeline import AGENT_LOOP_MANAGER
+    import reward_loop.verl.pipeline  # noqa: F401  registers the mode reward_pipeline
+    from reward_loop.verl.agent_loop_manager import AGENT_LOOP_MANAGER
     from reward_loop.verl.separate_async import QUEUE_AGENT_LOOP_MANAGER, QueueSeparateAsyncTrainer
 
     agent = config.actor_rollout_ref.rollout.agent
@@ -63,8 +63,6 @@ def _trainer_class(config: DictConfig, mode: ModeOptions) -> Any:
         if mode.queue is not None:
             agent.agent_loop_manager_class = QUEUE_AGENT_LOOP_MANAGER
             return QueueSeparateAsyncTrainer
-        if mode.pipeline is not None:
+        if agent.get("agent_loop_manager_class") is None:
             agent.agent_loop_manager_class = AGENT_LOOP_MANAGER
-        elif agent.get("agent_loop_manager_class") is None:
-            agent.agent_loop_manager_class = REPLACING_AGENT_LOOP_MANAGER
     return get_trainer_cls(mode.name)

@@ -141,11 +141,11 @@ def _all_tags(partition_id: str) -> dict[str, dict]:
     return (tq.kv_list(partition_id) or {}).get(partition_id, {})
 
 
-def unfinished_prompts() -> dict[str, tuple[str, dict]]:
-    """Returns the partition and the tags of each prompt that lacks a rollout or a reward, by uid."""
+def unfinished_prompts() -> dict[str, set[str]]:
+    """Returns the uids of the prompts that lack a rollout or a reward, by partition."""
     return {
-        key: (partition, tag)
+        partition: {
+            key for key, tag in items.items() if tag.get("is_prompt") and tag["status"] in ("pending", "running")
+        }
         for partition, items in (tq.kv_list() or {}).items()
-        for key, tag in items.items()
-        if tag.get("is_prompt") and tag["status"] in ("pending", "running")
     }

@@ -19,7 +19,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.tensordict_utils import assign_non_tensor_stack
 
 from reward_loop.errors import RewardLoopError
-from reward_loop.verl.agent_loop_workers import ReplacingAgentLoopManager
+from reward_loop.verl.agent_loop_manager import RewardAgentLoopManager
 from reward_loop.verl.gdpo import GDPO, component_rewards, switch_estimator, use_rewards
 from reward_loop.verl.group_size import WithGroupSize, group_sizes
 from reward_loop.verl.recording_trainer import RecordingTrainer
@@ -130,9 +130,10 @@ class RewardLoopTrainer(RecordingTrainer):
         Rollouts for later steps may still be judged at the end. They would fail when the limiter of the job stops with
         this process.
         """
-        if isinstance(agent_loop_manager, ReplacingAgentLoopManager):
-            n, judges = self.config.actor_rollout_ref.rollout.n, self.get_reward_handles() is not None
-            self.recovery = Recovery(agent_loop_manager, self.reward_workers, rollouts=n, judges=judges)
+        if isinstance(agent_loop_manager, RewardAgentLoopManager):
+            rollout, judges = self.config.actor_rollout_ref.rollout, self.get_reward_handles() is not None
+            rollouts = {"train": rollout.n, "val": rollout.val_kwargs.n}
+            self.recovery = Recovery(agent_loop_manager, self.reward_workers, rollouts=rollouts, judges=judges)
             self.replay_buffer.checks.append(self._replace_dead_workers)
         try:
             super().fit(agent_loop_manager)
@@ -227,8 +228,7 @@ class RewardLoopTrainer(RecordingTrainer):
         self.reward_workers.poll_fatal_errors()
 
     def _replace_dead_workers(self) -> None:
-        # The mode `reward_pipeline` receives the deaths with the events of its workers.
-        if self.recovery is not None and self._settings.mode.pipeline is None:
+        if self.recovery is not None:
             self.recovery.poll(self.global_steps)
 
     def _check_fatal_errors(self) -> None:

@@ -1,13 +1,24 @@
 """verl's keys of trajectories in TransferQueue: ``{uid}_{session}_{index}``.
 
 A prompt has the uid, a session is one of its rollouts, and a session has one or several outputs, each with an index.
+The tags of prompts and trajectories are the only state of rewards: agent loop workers write them, the trainer reads
+them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["final_outputs", "session_of", "uid_of"]
+__all__ = ["FAILURE", "GENERATED", "JUDGED", "final_outputs", "session_of", "uid_of"]
+
+GENERATED = "generated"
+"""Tag of one trajectory of a prompt: ``True`` if no session of the prompt is being generated any more."""
+
+JUDGED = "judged"
+"""Tag of a trajectory whose reward is written: the times at which judging began and at which the reward was written."""
+
+FAILURE = "error"
+"""Tag of a prompt: the latest session that failed without a trajectory, and its error."""
 
 
 def uid_of(key: str) -> str:

@@ -3,195 +3,274 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
+from reward_loop.records import Records
+from reward_loop.records.events import read_events
 from reward_loop.verl import agent_loop
-from reward_loop.verl.agent_loop import PipelineAgentLoopWorker, _Prompt
-from reward_loop.verl.progress import Event
+from reward_loop.verl.agent_loop import RewardAgentLoopWorker, _open_records
+from reward_loop.verl.separate_async import QueueAgentLoopWorker
 
 pytestmark = pytest.mark.integration  # it imports verl
 
-
-def training_worker(**prompts: int) -> Any:
-    """A worker with prompts, given as uid and number of sessions."""
-    worker: Any = object.__new__(PipelineAgentLoopWorker)
-    worker._prompts = {uid: _Prompt(uid, range(sessions)) for uid, sessions in prompts.items()}
-    worker._events, worker._has_events = [], asyncio.Event()
-    return worker
-
-
-async def test_unfinished_prompts_are_described() -> None:
-    worker = training_worker(a=3, b=2, c=1)
-    task: Any = object()
-    for uid, generating, judging in [("a", {1, 0}, [2]), ("b", set(), [1, 0]), ("c", set(), [])]:
-        worker._prompts[uid].generating = generating
-        worker._prompts[uid].judging = dict.fromkeys(judging, task)
-    assert await worker.unfinished_prompts() == {
-        "a": "sessions [0, 1] are being generated, sessions [2] are being judged",
-        "b": "sessions [0, 1] are being judged",
-        "c": "its results are being written",
-    }
-
-
-@pytest.mark.parametrize(("published", "events"), [(False, [("failed", "a_1: KeyError: 'tool'")]), (True, [])])
-async def test_a_failure_before_publishing_is_an_event(
-    published: bool, events: list[Event], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def fail(*args: Any, **kwargs: Any) -> None:
-        raise KeyError("tool")
-
-    monkeypatch.setattr(AgentLoopWorkerTQ.__ray_actor_class__, "_run_agent_loop", fail)
-    worker = training_worker(a=2)
-    prompt = worker._prompts["a"]
-    prompt.generating = {0}
-    prompt.unpublished = {0} if published else {0, 1}
-    with pytest.raises(KeyError):
-        await worker._run_agent_loop({}, {}, uid="a", session_id=1)
-    assert worker._events == events
-    assert prompt.unpublished == {0}
-
-
-async def test_the_end_of_generation_is_an_event_before_the_trajectories_are_written(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    worker = training_worker(a=2)
-    written: list[list[Event]] = []
-
-    async def write(*args: Any, **kwargs: Any) -> None:
-        written.append(list(worker._events))
-
-    monkeypatch.setattr(AgentLoopWorkerTQ.__ray_actor_class__, "_agent_loop_postprocess", write)
-    monkeypatch.setattr(agent_loop.tq, "async_kv_put", write)
-    for session in range(2):
-        await worker._agent_loop_postprocess([], False, uid="a", session_id=session)
-    # Two trajectories, and the tag of their prompt.
-    assert written == [[], [("generated", "a")], [("generated", "a")]]
-    assert worker._events == [("generated", "a"), ("published", "a")]
+UID = "q"
 
 
 class Output(SimpleNamespace):
+    """An output of an agent loop."""
+
     def as_dict(self) -> dict[str, Any]:
         return {"rm_scores": self.reward_score, "extra_fields": dict(self.extra_fields)}
 
 
-@pytest.fixture
-async def judged(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A worker with one session of a prompt, whose judge waits for `reward`, and verl's write of the trajectory.
+class Queue:
+    """Stands where TransferQueue is: the fields and tags of keys."""
 
-    `options` are further arguments of verl's call of `_compute_score`."""
+    def __init__(self) -> None:
+        self.fields: dict[str, dict[str, Any]] = {}
+        self.tags: dict[str, dict[str, Any]] = {}
+        self._written: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+
+    def write(self, what: str) -> None:
+        self._written[what].set()
+
+    async def until(self, what: str) -> None:
+        """Wait for a write, such as ``train: q_0_0 is generated``."""
+        async with asyncio.timeout(30):
+            await self._written[what].wait()
+
+    async def async_kv_put(self, key: str, partition_id: str, tag: dict[str, Any]) -> None:
+        self.tags.setdefault(key, {}).update(tag)
+        self.write(f"{partition_id}: {key} is {next(iter(tag))}")
+
+    async def async_kv_batch_put(
+        self, keys: list[str], partition_id: str, fields: list[dict[str, Any]], tags: list[dict[str, Any]]
+    ) -> None:
+        for key, field, tag in zip(keys, fields, tags, strict=True):
+            self.write(f"{partition_id}: {key} is {next(iter(tag))}")
+            self.fields.setdefault(key, {}).update(field)
+            self.tags.setdefault(key, {}).update(tag)
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
+    queue = Queue()
+    monkeypatch.setattr(agent_loop, "tq", queue)
+    monkeypatch.setattr(agent_loop, "list_of_dict_to_tensordict", list)
+    return queue
+
+
+@pytest.fixture
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queue: Queue) -> Any:
+    """A worker whose sessions are generated, judged and written by stand-ins of verl's methods.
+
+    `fails` gives the stage that fails, by session; `own_score` is a score that the agent loop sets itself; `outputs`
+    is the number of outputs of a session; `options` are further arguments of verl's call of `_compute_score`. Judges
+    wait for `reward`.
+    """
+
+    async def run_prompt(self: Any, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool) -> None:
+        kwargs = {"uid": prompt["uid"], "global_steps": 3}
+        sessions = [
+            asyncio.create_task(self._run_agent_loop({}, trajectory, session_id=i, **kwargs)) for i in range(self.n)
+        ]
+        self.ended = await asyncio.gather(*sessions, return_exceptions=True)
+
+    async def run(self: Any, sampling_params: dict, trajectory: dict, **kwargs: Any) -> None:
+        if self.fails.get(kwargs["session_id"]) == "generation":
+            raise KeyError("tool")
+        outputs = [Output(reward_score=self.own_score, extra_fields={}) for _ in range(self.outputs)]
+        await self._agent_loop_postprocess(outputs, trajectory["validate"], **kwargs)
 
     async def write(self: Any, output: Any, validate: bool, **kwargs: Any) -> None:
-        outputs = output if isinstance(output, list) else [output]
-        await self._compute_score(outputs, kwargs=kwargs, **self.options)
-        self.written.append([one.reward_score for one in outputs])
+        await self._compute_score(output, kwargs=kwargs, **self.options)
+        await asyncio.sleep(0)  # the judge starts
+        if self.fails.get(kwargs["session_id"]) == "writing":
+            raise OSError("TransferQueue is gone")
+        for index, one in enumerate(output):
+            key = f"{kwargs['uid']}_{kwargs['session_id']}_{index}"
+            queue.fields[key] = {"rm_scores": one.reward_score}
 
     async def compute_score(self: Any, outputs: list[Any], kwargs: dict, **options: Any) -> None:
-        self.calls.append(kwargs)
+        self.sent.append(kwargs)
         assert options == self.options
-        outputs[-1].reward_score = await self.reward
-        outputs[-1].extra_fields["reward_extra_info"] = {"reward_outcome": "scored"}
-
-    async def put(**kwargs: Any) -> None:
-        pass
-
-    verl = AgentLoopWorkerTQ.__ray_actor_class__
-    monkeypatch.setattr(verl, "_agent_loop_postprocess", write)
-    monkeypatch.setattr(verl, "_compute_score", compute_score)
-    monkeypatch.setattr(agent_loop.tq, "async_kv_put", put)
-    worker = training_worker(a=1)
-    worker.reward_loop_worker_handles = ["the client"]
-    worker.written, worker.calls, worker.reward, worker.options = [], [], asyncio.Future(), {}
-    return worker
-
-
-async def test_a_trajectory_is_published_before_its_reward(judged: Any) -> None:
-    outputs = [Output(reward_score=None, extra_fields={}), Output(reward_score=None, extra_fields={})]
-    session = asyncio.create_task(judged._agent_loop_postprocess(outputs, False, uid="a", session_id=0))
-    events: list[Event] = []
-    async with asyncio.timeout(30):
-        while ("published", "a") not in events:
-            events += await judged.next_events()
-    assert judged.written == [[None, None]]
-    assert await judged.unfinished_prompts() == {"a": "sessions [0] are being judged"}
-    judged.reward.set_result(0.5)
-    await session
-    assert {key: reward["rm_scores"] for key, reward in judged._prompts["a"].rewards.items()} == {
-        "a_0_0": 0.5,
-        "a_0_1": 0.5,
-    }
-    events += await judged.next_events()
-    assert events == [("generated", "a"), ("judging", "a_0"), ("published", "a"), ("judged", "a_0")]
-    assert len(judged.calls) == 1
-    assert not judged._prompts["a"].judging
-
-
-async def test_a_session_whose_judging_fails_is_masked(judged: Any) -> None:
-    output = Output(reward_score=None, extra_fields={})
-    judged.reward.set_exception(ConnectionError("the client is gone"))
-    with pytest.raises(ConnectionError):
-        await judged._agent_loop_postprocess(output, False, uid="a", session_id=0)
-    info = judged._prompts["a"].rewards["a_0_0"]["extra_fields"]["reward_extra_info"]
-    assert (info["reward_outcome"], info["reward_masked"]) == ("failed", True)
-    assert "the client is gone" in info["reward_error"]
-    assert judged._events[-1] == ("judged", "a_0")
-
-
-async def test_a_judge_has_ended_when_the_trajectory_cannot_be_written(
-    judged: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended: list[bool] = []
-
-    async def compute_score(self: Any, outputs: list[Any], kwargs: dict) -> None:
         try:
-            await self.reward
+            outputs[-1].reward_score = await asyncio.shield(self.reward)
+            if self.fails.get(kwargs["session_id"]) == "judging":
+                raise RuntimeError("no judge")
+            outputs[-1].extra_fields["reward_extra_info"] = {"reward_outcome": "scored"}
         finally:
-            for _ in range(5):  # as if it closed a connection
-                await asyncio.sleep(0)
-            ended.append(True)
-
-    async def fail(self: Any, output: Any, validate: bool, **kwargs: Any) -> None:
-        await self._compute_score([output], kwargs)
-        await asyncio.sleep(0)  # the judge starts
-        raise OSError("TransferQueue is gone")
+            await asyncio.sleep(0)  # as if it closed a connection
+            self.judged.append(kwargs["session_id"])
 
     verl = AgentLoopWorkerTQ.__ray_actor_class__
-    monkeypatch.setattr(verl, "_compute_score", compute_score)
-    monkeypatch.setattr(verl, "_agent_loop_postprocess", fail)
-    output = Output(reward_score=None, extra_fields={})
-    with pytest.raises(OSError, match="TransferQueue is gone"):
-        await judged._agent_loop_postprocess(output, False, uid="a", session_id=0)
-    assert ended == [True]
-    assert not judged._prompts["a"].judging
-    assert judged._events[-1] == ("judged", "a_0")
+    for name, method in (
+        ("_run_prompt", run_prompt),
+        ("_run_agent_loop", run),
+        ("_agent_loop_postprocess", write),
+        ("_compute_score", compute_score),
+    ):
+        monkeypatch.setattr(verl, name, method)
+    made: Any = object.__new__(RewardAgentLoopWorker)
+    rollout = {"n": 2, "val_kwargs": {"n": 1}}
+    made.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
+    made._records = Records(tmp_path)
+    made.reward_loop_worker_handles, made.fails, made.own_score, made.outputs = ["the client"], {}, None, 1
+    made.sent, made.judged, made.options, made.n = [], [], {}, 2
+    return made
+
+
+async def run(worker: Any, validate: bool = False, score: float | None = 0.5) -> None:
+    """Run a prompt whose judges return a score, or never return."""
+    worker.reward = asyncio.get_running_loop().create_future()
+    if score is not None:
+        worker.reward.set_result(score)
+    worker.n = 1 if validate else 2
+    await worker._run_prompt({"uid": UID}, {}, trajectory={"validate": validate})
+
+
+async def events(worker: Any) -> list[dict[str, Any]]:
+    assert await asyncio.to_thread(worker._records.flush)
+    return list(read_events(worker._records.path.parent))
+
+
+@pytest.mark.parametrize(("validate", "partition"), [(False, "train"), (True, "val")])
+async def test_trajectories_are_published_before_their_rewards(
+    worker: Any, queue: Queue, validate: bool, partition: str
+) -> None:
+    worker.outputs = 2
+    running = asyncio.create_task(run(worker, validate, score=None))
+    last = 0 if validate else 1
+    await queue.until(f"{partition}: q_{last}_0 is generated")
+    assert {key: row["rm_scores"] for key, row in queue.fields.items()} == {
+        f"q_{session}_{index}": None for session in range(last + 1) for index in range(2)
+    }
+    worker.reward.set_result(0.5)
+    await running
+    assert {row["rm_scores"] for row in queue.fields.values()} == {0.5}
+    for key in queue.fields:
+        requested, arrived = queue.tags[key]["judged"]
+        assert requested <= arrived
+    assert [tag for tag in queue.tags.values() if tag.get("generated")] == [queue.tags[f"q_{last}_0"]]
+    assert len(worker.sent) == last + 1
+
+
+async def test_a_prompt_is_generated_when_its_last_session_has_published_or_failed(worker: Any, queue: Queue) -> None:
+    worker.fails = {1: "generation"}
+    await run(worker)
+    assert queue.tags[UID] == {"error": "q_1: KeyError: 'tool'"}
+    assert queue.tags["q_0_0"]["generated"]
+    assert "q_1_0" not in queue.fields
+
+
+async def test_a_prompt_without_a_trajectory_is_never_generated(worker: Any, queue: Queue) -> None:
+    worker.fails = {0: "generation", 1: "generation"}
+    await run(worker)
+    assert queue.tags == {UID: {"error": "q_1: KeyError: 'tool'"}}
+
+
+async def test_a_session_whose_judging_fails_is_masked(worker: Any, queue: Queue) -> None:
+    worker.fails = {0: "judging"}
+    await run(worker)
+    assert isinstance(worker.ended[0], RuntimeError)
+    row = queue.fields["q_0_0"]
+    info = row["extra_fields"]["reward_extra_info"]
+    assert (row["rm_scores"], info["reward_outcome"], info["reward_masked"]) == (0.0, "failed", True)
+    assert "no judge" in info["reward_error"]
+    assert UID not in queue.tags, "the session has a trajectory"
+    assert queue.fields["q_1_0"]["rm_scores"] == 0.5
+
+
+async def test_a_judge_has_ended_when_the_trajectory_cannot_be_written(worker: Any, queue: Queue) -> None:
+    worker.fails = {0: "writing", 1: "writing"}
+    await run(worker, score=None)
+    assert [str(error) for error in worker.ended] == ["TransferQueue is gone"] * 2
+    assert sorted(worker.judged) == [0, 1]
+    assert queue.fields == {}
 
 
 @pytest.mark.parametrize(("score", "handles"), [(1.0, ["the client"]), (None, None)])
-async def test_a_session_is_not_judged_twice_or_without_reward_workers(judged: Any, score: Any, handles: Any) -> None:
+async def test_a_session_is_not_judged_twice_or_without_reward_workers(
+    worker: Any, queue: Queue, score: Any, handles: Any
+) -> None:
     """The agent loop has set a score; or the trainer sends the whole batch to the reward workers."""
-    judged.reward.set_result(0.0)
-    judged.reward_loop_worker_handles = handles
-    await judged._agent_loop_postprocess(Output(reward_score=score, extra_fields={}), False, uid="a", session_id=0)
-    assert judged._events == [("generated", "a"), ("published", "a")]
+    worker.own_score, worker.reward_loop_worker_handles = score, handles
+    await run(worker)
+    assert worker.sent == []
+    assert queue.tags == {"q_1_0": {"generated": True}}
+    assert [(event["scoring"], event["scored"]) for event in await events(worker)] == [(None, None)] * 2
 
 
-async def test_a_validation_sample_is_judged_before_it_is_published(judged: Any) -> None:
-    judged.reward.set_result(1.0)
-    await judged._agent_loop_postprocess(Output(reward_score=None, extra_fields={}), True, uid="v", session_id=0)
-    assert judged.written == [[1.0]]
-    assert judged.calls[0]["__validate__"] is True
-    assert judged._events == []
-
-
-@pytest.mark.parametrize(("uid", "validate"), [("a", False), ("v", True)])
-async def test_verl_may_pass_the_argument_validate(judged: Any, uid: str, validate: bool) -> None:
+@pytest.mark.parametrize("validate", [False, True])
+async def test_verl_may_pass_the_argument_validate(worker: Any, validate: bool) -> None:
     """A change to verl that is not released adds this argument, and requires it."""
-    judged.reward.set_result(1.0)
-    judged.options = {"validate": validate}
+    worker.options = {"validate": validate}
+    await run(worker, validate)
+    assert len(worker.sent) == worker.n
+
+
+async def test_a_session_has_its_times_in_their_order(worker: Any) -> None:
+    await run(worker)
+    for number, event in enumerate(sorted(await events(worker), key=lambda event: event["uid"])):
+        named = [event[name] for name in ("kind", "uid", "group", "step", "validate")]
+        assert named == ["rollout", f"q_{number}", "q", 3, False]
+        assert event["start"] <= event["end"] <= event["scoring"] <= event["scored"]
+        assert event["error"] is None
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+async def test_samples_of_a_validation_are_marked_for_the_reward_workers(worker: Any, recorded: bool) -> None:
+    records = worker._records
+    worker._records = records if recorded else None
+    await run(worker, validate=True)
+    await run(worker)
+    assert [kwargs.get("__validate__") for kwargs in worker.sent] == [True, None, None]
+    worker._records = records
+    assert [event["validate"] for event in await events(worker)] == ([True, False, False] if recorded else [])
+
+
+@pytest.mark.parametrize(
+    ("fails", "error", "known"),
+    [("generation", "KeyError: 'tool'", []), ("judging", "RuntimeError: no judge", ["scoring"])],
+)
+async def test_a_session_that_fails_has_its_error_and_the_times_so_far(
+    worker: Any, fails: str, error: str, known: list[str]
+) -> None:
+    worker.fails = {0: fails}
+    await run(worker)
+    event = next(event for event in await events(worker) if event["uid"] == "q_0")
+    assert event["error"] == error
+    assert [name for name in ("scoring", "scored") if event[name] is not None] == known
+    assert event["end"] >= event["start"]
+
+
+def test_nothing_is_recorded_without_a_folder(tmp_path: Path) -> None:
+    assert _open_records(OmegaConf.create({"reward_loop": {"log_dir": None}})) is None
+    opened = _open_records(OmegaConf.create({"reward_loop": {"log_dir": str(tmp_path)}}))
+    assert opened is not None
+    assert opened.path.parent == tmp_path
+
+
+def test_the_workers_with_a_queue_publish_first_too() -> None:
+    assert issubclass(QueueAgentLoopWorker, RewardAgentLoopWorker)
+
+
+async def test_a_prompt_that_is_generated_twice_at_the_same_time_is_recorded_twice(worker: Any) -> None:
+    """A prompt that was sent again may still be generated for the first time."""
+    await asyncio.gather(run(worker), run(worker))
+    assert [event["scored"] is not None for event in await events(worker)] == [True] * 4
+
+
+async def test_a_response_that_is_postprocessed_outside_of_a_session_keeps_its_reward(worker: Any) -> None:
+    worker.reward = asyncio.get_running_loop().create_future()
+    worker.reward.set_result(1.0)
     output = Output(reward_score=None, extra_fields={})
-    await judged._agent_loop_postprocess(output, validate, uid=uid, session_id=0)
-    assert [call["uid"] for call in judged.calls] == [uid]
+    await worker._agent_loop_postprocess([output], False, uid=UID, session_id=0)
     assert output.reward_score == 1.0

@@ -19,7 +19,6 @@ from reward_loop.verl import (
     pipeline,
     recording_trainer,
     replay_buffer,
-    rollout_events,
     separate_async,
     task_runner,
     trainer,
@@ -47,11 +46,10 @@ def overrides(cls: type) -> set[str]:
 @pytest.mark.parametrize(
     "cls",
     [
-        agent_loop.PipelineAgentLoopWorker,
+        agent_loop.RewardAgentLoopWorker,
         pipeline.RewardPipelineTrainer,
         recording_trainer.RecordingTrainer,
         replay_buffer.RewardReplayBuffer,
-        rollout_events.RecordingAgentLoopWorker,
         separate_async.QueueAgentLoopWorker,
         separate_async.QueueSeparateAsyncTrainer,
         task_runner.TaskRunner.__ray_actor_class__,

@@ -70,7 +70,7 @@ def test_a_queue_that_could_not_work_is_refused(overrides: list[str], message: s
 
 def test_the_polling_interval_is_an_option() -> None:
     config = settled()
-    assert read_mode(config).poll_interval_s == 0.2
+    assert read_mode(config).poll_interval_s == 0.1
     for interval in (2, 0.5):
         config.trainer.v1.sampler.poll_interval_s = interval
         assert read_mode(config).poll_interval_s == interval
@@ -79,4 +79,4 @@ def test_the_polling_interval_is_an_option() -> None:
         with pytest.raises(ConfigError, match=r"trainer\.v1\.sampler\.poll_interval_s=.*positive number"):
             read_mode(config)
     del config.trainer.v1.sampler.poll_interval_s
-    assert read_mode(config).poll_interval_s == 0.2
+    assert read_mode(config).poll_interval_s == 0.1

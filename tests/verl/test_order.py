@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,6 @@ from reward_loop.errors import RewardLoopError
 from reward_loop.verl import pipeline
 from reward_loop.verl.mode_options import PipelineOptions
 from reward_loop.verl.pipeline import RewardPipelineTrainer
-from reward_loop.verl.progress import Progress
 from reward_loop.verl.step_batch import StepBatch
 from reward_loop.verl.tq_batches import select
 from reward_loop.verl.trainer import NothingToLearnError
@@ -36,18 +34,36 @@ def _without_balance(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Judges:
-    """Stands where the listener is. Groups end one after the other, and only while the trainer waits."""
+    """Stands where the replay buffer is. Groups end one after the other, and only while the trainer waits."""
 
-    def __init__(self, progress: Progress, order: str) -> None:
-        self.progress = progress
+    def __init__(self, order: str) -> None:
+        self.partitions: Any = {"train": {}}
         self.order = list(order)
-        self.lock = threading.Lock()
+        self.pending: set[str] = set()
+        self.running: set[str] = set()
+        """The prompts that are being generated."""
 
-    def wait(self, what: str, arrived: Callable[[], bool]) -> None:
+    def unfinished(self) -> set[str]:
+        return self.pending
+
+    def generating(self) -> set[str]:
+        return self.running
+
+    def submit(self, uids: Iterable[str]) -> None:
+        self.pending |= set(uids)
+
+    def wait(self, arrived: Callable[[], bool]) -> None:
         while not arrived() and self.order:
-            self.progress.record(("over", self.order.pop(0)), 0.0)
+            self.end(self.order.pop(0))
         if not arrived():
-            raise RewardLoopError(f"the trainer waited for {what} of {sorted(self.progress.unfinished)}")
+            raise RewardLoopError(f"the trainer waited for {sorted(self.pending)}")
+
+    def end(self, uid: str) -> None:
+        self.pending.discard(uid)
+        self.running.discard(uid)
+
+    def evict(self, step: int, metrics: dict) -> tuple[set[str], int]:
+        return set(), 0
 
 
 class Trainer(RewardPipelineTrainer):
@@ -71,14 +87,14 @@ class Trainer(RewardPipelineTrainer):
         self.masked: list[str] = []
         self._schedule, self._actions, self._submitted = schedule, None, []
         self._mini_batch_groups = 2
-        self._progress = Progress()
-        self._listener = Judges(self._progress, arrival)  # type: ignore[assignment]
+        self._replaces = False
+        self.replay_buffer: Any = Judges(arrival)
 
     def on_sample_begin(self) -> None:
         self.done.append("generate")
 
     def _submit_up_to(self, count: int) -> None:
-        self._progress.submit(self.sizes)
+        self.replay_buffer.submit(self.sizes)
 
     def _finish_generation(self, metrics: dict, timing_raw: dict) -> StepBatch:
         keys = [f"{uid}_{row}_0" for uid, size in self.sizes.items() for row in range(size)]
@@ -140,7 +156,6 @@ def test_the_logged_configuration_names_the_mode(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(PPOTrainerSync, "__init__", init)
     trainer = RewardPipelineTrainer(settled("trainer.v1.trainer_mode=reward_pipeline"))
-    assert len(trainer.replay_buffer.checks) == 1
     # By its attribute, verl chooses the synchronous buffer and loader.
     assert (trainer.trainer_mode, trainer.config.trainer.v1.trainer_mode) == ("sync", "reward_pipeline")
 
@@ -192,7 +207,7 @@ def test_each_mini_batch_has_an_update_of_its_own() -> None:
 
     def and_judge(metrics: dict, timing_raw: dict) -> StepBatch:
         for uid in "abcd":
-            trainer._progress.record(("over", uid), 0.0)
+            trainer.replay_buffer.end(uid)
         return generate(metrics, timing_raw)
 
     trainer._finish_generation = and_judge  # type: ignore[method-assign]
@@ -313,18 +328,19 @@ def test_groups_without_a_score_leave_the_batch_and_pad_the_last_mini_batch() ->
 
 
 def test_a_wait_that_fails_ends_the_step() -> None:
-    with pytest.raises(RewardLoopError, match=r"waited for rewards of \['d'\]"):
+    with pytest.raises(RewardLoopError, match=r"waited for \['d'\]"):
         done(PIPELINE, EVEN, "abc")
 
 
-class FailingBuffer:
+class FailingBuffer(Judges):
     """The replay buffer, to which every group that has ended failed."""
 
     def __init__(self, trainer: RewardPipelineTrainer) -> None:
+        super().__init__("")
         self.trainer = trainer
 
     def evict(self, step: int, metrics: dict) -> tuple[set[str], int]:
-        failed = set(self.trainer._submitted) - self.trainer._progress.unfinished
+        failed = set(self.trainer._submitted) - self.pending
         return failed, len(failed)
 
 
@@ -338,16 +354,12 @@ class Failing(RewardPipelineTrainer):
         self.submitted = 0
         self._submitted: list[str] = []
         self._replaces, self._filters = True, False
-        self._progress = Progress()
-        self._listener = Judges(self._progress, "")  # type: ignore[assignment]
-        self.replay_buffer = FailingBuffer(self)
-        self.agent_loop_manager = SimpleNamespace(hold=lambda: None)
+        self.replay_buffer: Any = FailingBuffer(self)
 
     def _submit_up_to(self, count: int) -> None:
         while len(self._submitted) < count:
             self._submitted.append(f"p{self.submitted}")
             self.submitted += 1
-            self._progress.record(("failed", f"{self._submitted[-1]}_0: KeyError: 'tool'"), 0.0)
 
     def _poll_fatal_errors(self) -> None:
         pass
@@ -356,8 +368,13 @@ class Failing(RewardPipelineTrainer):
         raise InterruptedError
 
 
-def test_groups_that_always_fail_are_not_replaced_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "read_tags", lambda: ({}, {}))
+@pytest.fixture(autouse=True)
+def _failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    tags = {"p0": {"is_prompt": True}, "p7": {"is_prompt": True, "error": "p7_0: KeyError: 'tool'"}}
+    monkeypatch.setattr(pipeline, "read_tags", lambda: (tags, {}))
+
+
+def test_groups_that_always_fail_are_not_replaced_for_ever() -> None:
     trainer = Failing(max_refills=3)
     trainer._submit_up_to(2)
     with pytest.raises(RewardLoopError, match=r"2 groups failed.*3 times.*max_refills=3.*p7_0: KeyError: 'tool'"):
@@ -366,33 +383,25 @@ def test_groups_that_always_fail_are_not_replaced_for_ever(monkeypatch: pytest.M
 
 
 class Late(Failing):
-    """Of `b`, every rollout failed, and it ends a moment later. All others are generated, and wait for rewards."""
+    """Of `b`, every rollout fails. All others are generated, and wait for rewards."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         super().__init__(max_refills=1)
-        monkeypatch.setattr(pipeline, "read_tags", self._tags)
-        for uid in "ab":
-            self._generate(uid)
-        self._listener.order = ["b"]  # type: ignore[attr-defined]
-
-    def _generate(self, uid: str) -> None:
-        self._submitted.append(uid)
-        self._progress.submit(uid)
-        self._progress.record(("published", uid), 0.0)
+        self._submitted = ["a", "b"]
+        self.replay_buffer.submit("ab")
+        self.replay_buffer.running, self.replay_buffer.order = {"b"}, ["b"]
 
     def _submit_up_to(self, count: int) -> None:
         while len(self._submitted) < count:
-            self._generate("c")
-
-    def _tags(self) -> tuple[dict[str, dict], dict[str, dict]]:
-        return {}, {f"{uid}_0_0": {} for uid in self._submitted if uid != "b"}
+            self._submitted.append("c")
+            self.replay_buffer.submit("c")
 
 
-def test_a_group_that_failed_last_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = Late(monkeypatch)
+def test_a_group_that_failed_last_is_replaced() -> None:
+    trainer = Late()
     with pytest.raises(InterruptedError):
         trainer._finish_generation({}, {})
-    assert trainer._progress.unfinished == {"a", "c"}
+    assert trainer.replay_buffer.unfinished() == {"a", "c"}
 
 
 class Filtering(Failing):
@@ -428,46 +437,26 @@ def test_by_default_groups_are_filtered_for_ever() -> None:
     assert trainer.submitted == 22
 
 
-class Writing(RewardPipelineTrainer):
-    """`a` is trained on, `b` is the next step's; all are generated at once, and written to TransferQueue later."""
+class Generating(RewardPipelineTrainer):
+    """`a` is trained on, `b` is the next step's."""
 
-    def __init__(self, written: str) -> None:
-        self.config = OmegaConf.create(
-            {"data": {"train_batch_size": 1}, "actor_rollout_ref": {"rollout": {"temperature": 1.0}}}
-        )
+    def __init__(self, ends: str) -> None:
+        rollout = {"temperature": 1.0}
+        self.config = OmegaConf.create({"data": {"train_batch_size": 1}, "actor_rollout_ref": {"rollout": rollout}})
         self.options, self._schedule = PipelineOptions(), Schedule()
-        self.replay_buffer: Any = None
         self.global_steps = 1
         self.reward_loop_manager: Any = SimpleNamespace(reward_loop_worker_handles=[])
-        self.use_teacher_policy = False
         self._submitted = ["a", "b"]
         self._replaces = self._filters = False
-        self._progress = Progress()
-        self._progress.submit("ab")
-        for uid in "ab":
-            self._progress.record(("generated", uid), 0.0)
-        for uid in written:
-            self._progress.record(("published", uid), 0.0)
-        self._listener = Judges(self._progress, "")  # type: ignore[assignment]
-        self.asleep = self.holds = False
-        self.agent_loop_manager = SimpleNamespace(hold=self._hold)
-
-    def _hold(self) -> None:
-        assert not self.asleep
-        self.holds = True
+        self.replay_buffer: Any = Judges(ends)
+        self.replay_buffer.running = set("ab")
+        self.asleep = False
 
     def on_sample_end(self) -> None:
         self.asleep = True
 
     def _trajectories(self, uids: list[str]) -> KVBatchMeta:
         return KVBatchMeta(keys=[f"{uid}_0_0" for uid in uids], tags=[{} for _ in uids])
-
-
-def test_the_next_rollouts_may_still_be_written_while_others_are_trained_on() -> None:
-    trainer = Writing(written="a")
-    assert list(trainer._finish_generation({}, {}).groups) == ["a"]
-    assert trainer.asleep
-    assert trainer.holds
 
 
 @pytest.mark.parametrize(
@@ -477,14 +466,18 @@ def test_the_next_rollouts_may_still_be_written_while_others_are_trained_on() ->
 def test_the_option_order_decides_whether_updates_depend_on_the_judges(
     order: Any, mini_batch_pipeline: bool, in_order: bool
 ) -> None:
-    trainer = Writing(written="a")
+    trainer = Generating(ends="ba")
     trainer.options = PipelineOptions(order=order)
     trainer._schedule = Schedule(1, mini_batch_pipeline=mini_batch_pipeline)
-    assert trainer._finish_generation({}, {}).in_order is in_order
+    batch = trainer._finish_generation({}, {})
+    assert batch.in_order is in_order
+    assert list(batch.groups) == ["a"]
+    assert trainer.asleep
 
 
-def test_a_trajectory_that_is_not_written_is_not_trained_on() -> None:
-    trainer = Writing(written="b")
-    with pytest.raises(RewardLoopError, match="waited for rollouts"):
+@pytest.mark.parametrize("ends", ["a", "b"])
+def test_the_engine_stays_awake_until_every_prompt_is_generated(ends: str) -> None:
+    trainer = Generating(ends)
+    with pytest.raises(RewardLoopError, match="waited for"):
         trainer._finish_generation({}, {})
-    assert not trainer.asleep  # if the worker dies, it is generated again
+    assert not trainer.asleep  # if a worker dies, its prompts are generated again

@@ -125,8 +125,7 @@ def test_the_parts_of_a_step_add_up_to_its_seconds(run: Run) -> None:
     assert run.steps[1]["reward_pipeline/update_calls"] > 1
     assert run.steps[1]["reward_pipeline/judging_s"] > 0
     assert [run.steps[step]["reward_pipeline/prompts_ahead"] for step in range(1, 5)] == [8, 8, 8, 0]
-    assert run.steps[4]["reward_pipeline/rewards_pending"] == run.steps[4]["reward_pipeline/oldest_reward_s"] == 0
-    assert all(run.steps[step]["reward_pipeline/rewards_pending_max"] >= 1 for step in range(1, 4))
+    assert run.steps[4]["reward_pipeline/rewards_pending"] == 0
 
 
 def test_events_and_advantages_agree_with_verls_timings_and_rollouts(run: Run) -> None:

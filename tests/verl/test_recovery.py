@@ -11,9 +11,9 @@ from transfer_queue import KVBatchMeta
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl import recovery, tq_batches
-from reward_loop.verl.assignments import Assignments
-from reward_loop.verl.progress import GENERATED
+from reward_loop.verl.agent_loop_manager import Assignments
 from reward_loop.verl.recovery import Recovery
+from reward_loop.verl.trajectory_keys import GENERATED
 
 pytestmark = pytest.mark.integration  # it imports verl
 
@@ -25,10 +25,12 @@ class Queue:
         self.tags: dict[str, dict[str, dict[str, Any]]] = {"train": {}, "val": {}}
         self.scored: set[str] = set()
 
-    def prompt(self, uid: str, status: str, *sessions: int, partition: str = "train", **tags: Any) -> None:
+    def prompt(self, uid: str, status: str, *sessions: int, partition: str = "train", generated: bool = False) -> None:
         items = self.tags[partition]
-        items[uid] = {"is_prompt": True, "status": status, "global_steps": 1, **tags}
+        items[uid] = {"is_prompt": True, "status": status, "global_steps": 1}
         items |= {f"{uid}_{session}_0": {"status": "success"} for session in sessions}
+        if generated:
+            items[f"{uid}_{sessions[-1]}_0"][GENERATED] = True
 
     def kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, dict]]:
         return {name: dict(items) for name, items in self.tags.items() if partition_id in (None, name)}
@@ -116,7 +118,7 @@ def recover(
     queue: Queue, monkeypatch: pytest.MonkeyPatch, *uids: str, judges: bool = True
 ) -> tuple[Recovery, Manager, Rewards]:
     manager, rewards = Manager(queue, *uids), Rewards(queue, monkeypatch)
-    return Recovery(manager, rewards, rollouts=2, judges=judges), manager, rewards  # type: ignore[arg-type]
+    return Recovery(manager, rewards, rollouts={"train": 2, "val": 1}, judges=judges), manager, rewards  # type: ignore[arg-type]
 
 
 def test_prompts_without_all_trajectories_are_generated_again_from_nothing(
@@ -127,15 +129,14 @@ def test_prompts_without_all_trajectories_are_generated_again_from_nothing(
     queue.prompt("v", "running", 1, partition="val")
     queue.prompt("other", "running", 0)  # of another worker
     recovering, manager, rewards = recover(queue, monkeypatch, "a", "b", "v")
-    recovered = recovering.recover([0], step=7)
+    recovering.recover([0], step=7)
     assert manager.sent == {"a": 7, "b": 7, "v": 7}
     assert queue.tags["train"].keys() == {"a", "b", "other", "other_0_0"}
     assert queue.tags["val"].keys() == {"v"}
     for uid, partition in {"a": "train", "b": "train", "v": "val"}.items():
-        tag = {"is_prompt": True, "status": "pending", "global_steps": 7, GENERATED: False}
+        tag = {"is_prompt": True, "status": "pending", "global_steps": 7}
         assert queue.tags[partition][uid] == tag
     assert rewards.abandoned == [{"a", "b", "v"}] * 2
-    assert recovered == {"a", "b", "v"}
     assert manager.agent_loop_workers == ["new 0", "old 1"]
 
 
@@ -146,33 +147,33 @@ def test_finished_prompts_stay_even_if_their_status_arrives_late(queue: Queue, m
     recovering, manager, rewards = recover(queue, monkeypatch, "a", "b", "late", "trained")
     manager.late = {"late": {"status": "finished"}}
     before = {key: dict(tag) for key, tag in queue.tags["train"].items()}
-    recovered = recovering.recover([0], step=7)
+    recovering.recover([0], step=7)
     assert queue.tags["train"] == before | {"late": before["late"] | {"status": "finished"}}
     assert not manager.sent
     assert not rewards.judged
-    assert recovered == {"a", "b", "late", "trained"}
 
 
-def test_published_prompts_keep_their_trajectories_and_only_missing_rewards_are_computed(
+def test_generated_prompts_keep_their_trajectories_and_only_missing_rewards_are_computed(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queue.prompt("a", "running", 0, 1, **{GENERATED: True})
-    queue.prompt("b", "running", 1, **{GENERATED: True})  # session 0 failed before it was published
+    queue.prompt("a", "running", 0, 1, generated=True)
+    queue.prompt("b", "running", 1, generated=True)  # session 0 failed before it was published
+    queue.prompt("v", "running", 0, partition="val", generated=True)
     queue.scored.add("a_1_0")  # the agent loop itself set this score
-    recovering, manager, rewards = recover(queue, monkeypatch, "a", "b")
-    recovered = recovering.recover([0], step=7)
-    assert sorted(rewards.judged) == ["a_0_0", "b_1_0"]
-    assert queue.scored == {"a_0_0", "a_1_0", "b_1_0"}
+    recovering, manager, rewards = recover(queue, monkeypatch, "a", "b", "v")
+    recovering.recover([0], step=7)
+    assert sorted(rewards.judged) == ["a_0_0", "b_1_0", "v_0_0"]
+    assert queue.scored == {"a_0_0", "a_1_0", "b_1_0", "v_0_0"}
+    assert queue.tags["val"]["v"]["status"] == "finished"
     assert queue.tags["train"]["a"]["status"] == "finished"
     assert queue.tags["train"]["b"]["status"] == "failure"
     assert not manager.sent
-    assert recovered == {"a", "b"}
 
 
-def test_without_judges_in_the_agent_loop_published_prompts_need_no_reward(
+def test_without_judges_in_the_agent_loop_generated_prompts_need_no_reward(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queue.prompt("a", "running", 0, 1, **{GENERATED: True})
+    queue.prompt("a", "running", 0, 1, generated=True)
     recovering, _, rewards = recover(queue, monkeypatch, "a", judges=False)
     recovering.recover([0], step=7)
     assert not rewards.judged
@@ -181,7 +182,7 @@ def test_without_judges_in_the_agent_loop_published_prompts_need_no_reward(
 
 def test_the_metrics_count_since_the_last_call(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     queue.prompt("a", "running", 0)
-    queue.prompt("b", "running", 0, 1, **{GENERATED: True})
+    queue.prompt("b", "running", 0, 1, generated=True)
     recovering, _, _ = recover(queue, monkeypatch, "a", "b")
     recovering.poll(7)
     recovering.poll(7)  # nothing has died since
@@ -200,7 +201,7 @@ def test_a_prompt_that_kills_its_workers_ends_the_run(queue: Queue, monkeypatch:
 
 
 def test_the_number_of_rollouts_of_a_prompt_may_differ(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    queue.prompt("a", "running", 0, 1, 2, **{GENERATED: True})
+    queue.prompt("a", "running", 0, 1, 2, generated=True)
     recovering, manager, _ = recover(queue, monkeypatch, "a")
     manager.prompt = lambda uid: {"__rollout_n__": [3]}  # type: ignore[method-assign]
     recovering.recover([0], step=7)

@@ -78,12 +78,12 @@ def poll(buffer: RewardReplayBuffer, times: int, partition_id: str = "train") ->
 def test_a_wait_without_news_ends_and_names_what_is_missing(clock: Clock) -> None:
     stalled = waiting(10)
     stalled.running_keys["val"] = {f"p{i}" for i in range(7)}
-    stalled.partitions["val"] = {"p1_0_0": {}, "p1_2_0": {}, "p1_2_1": {}}
+    stalled.partitions["val"] = {"p1_0_0": {"judged": [1, 2]}, "p1_2_0": {}, "p1_2_1": {}}
     with pytest.raises(RewardLoopError) as caught:
         poll(stalled, 20, "val")
     message = str(caught.value)
     assert "11 s while validation waited for 7 prompts (trainer.v1.reward_pipeline.stall_timeout_s=10)" in message
-    assert "prompt p1: rewards of rollouts 0, 2 have arrived" in message
+    assert "prompt p1: rewards of rollouts 0 have arrived; rollouts 2 are generated and have no reward" in message
     assert "prompt p0: rewards of rollouts none have arrived" in message
     assert "and 2 more prompts" in message
 
@@ -97,7 +97,9 @@ def test_news_and_work_between_waits_do_not_count(clock: Clock) -> None:
     poll(busy, 5)
     clock.now += 1000  # the trainer updates
     poll(busy, 5)
-    assert len(clock.pauses) == 55
+    busy.partitions["train"]["p_0_0"] = {"judged": [1, 2]}
+    poll(busy, 8)
+    assert len(clock.pauses) == 63
 
 
 def test_without_a_limit_it_waits_indefinitely(clock: Clock) -> None:
@@ -252,3 +254,25 @@ def test_evicted_groups_are_named_with_the_number_of_failed_ones(monkeypatch: py
     assert ours.evict(1, metrics) == ({"a", "b"}, 1)
     assert sorted(cleared) == ["a", "b", "b_0_0", "b_1_0"]
     assert metrics["training/rollout_failure/evicted_samples"] == metrics["training/filter_groups/evicted_samples"] == 1
+
+
+def test_what_is_generated_and_judged_is_read_from_the_tags(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    tags: dict[str, dict[str, dict]] = {"train": {}}
+    monkeypatch.setattr(verls, "tq", SimpleNamespace(kv_list=lambda: tags))
+
+    def write(key: str, **tag: Any) -> None:
+        tags["train"].setdefault(key, {"global_steps": 1}).update(tag)
+
+    for uid in "ab":
+        write(uid, is_prompt=True, status="running")
+    buffer = waiting(10)
+    assert (buffer.unfinished(), buffer.generating()) == ({"a", "b"}, {"a", "b"})
+    write("a_0_0", status="success")
+    write("a_1_0", status="success", generated=True)
+    assert (buffer.unfinished(), buffer.generating()) == ({"a", "b"}, {"b"})
+    write("a", status="finished")
+    write("b", status="failure")  # none of its sessions has a trajectory
+    assert (buffer.unfinished(), buffer.generating()) == (set(), set())
+    write("c", is_prompt=True, status="pending")
+    with pytest.raises(RewardLoopError, match="training waited for 1 prompts"):
+        buffer.wait(lambda: not buffer.generating())

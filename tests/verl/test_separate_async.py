@@ -34,9 +34,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     async def run_prompt(self: Any, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool) -> None:
         outputs = [output(min_global_steps=3), output(min_global_steps=3)]
         arguments = {"uid": prompt["uid"], "global_steps": 4}
-        await asyncio.gather(
-            *(self._compute_score([one], {**arguments, "session_id": i}) for i, one in enumerate(outputs))
-        )
+        await asyncio.gather(*(self._judge({}, [one], {**arguments, "session_id": i}) for i, one in enumerate(outputs)))
 
     async def compute_score(self: Any, outputs: list[Any], kwargs: dict, **options: Any) -> None:
         self.judging.append({**kwargs, **options})
@@ -47,7 +45,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     worker = object.__new__(QueueAgentLoopWorker)
     worker.config = OmegaConf.create(
         {
-            "actor_rollout_ref": {"rollout": {"n": 2}},
+            "actor_rollout_ref": {"rollout": {"n": 2, "val_kwargs": {"n": 2}}},
             "trainer": {
                 "v1": {
                     "separate_async": {"parameter_sync_step": 3},
@@ -101,20 +99,13 @@ async def test_validation_goes_past_the_queue(worker: Any) -> None:
         await asyncio.gather(validation, *waiting)
 
 
-async def test_an_output_with_a_score_does_not_enter_the_queue(worker: Any) -> None:
-    worker.judged.set()
-    async with worker._queue.reserve(2) as worker._reservations["a"]:
-        await worker._compute_score([output(score=1.0)], {"uid": "a", "global_steps": 4})
-        assert worker._queue.metrics(4)["reward_queue/put"] == 0
-
-
 async def test_verl_may_pass_the_argument_validate(worker: Any) -> None:
     """A change to verl that is not released adds this argument, and requires it."""
     worker.judged.set()
     async with worker._queue.reserve(2) as worker._reservations["a"]:
         for uid, validate in {"a": False, "v": True}.items():
             call = {"uid": uid, "global_steps": 4, "session_id": 0}
-            await worker._compute_score([output()], kwargs=call, validate=validate)
+            await worker._judge({}, [output()], call, validate=validate)
     assert [(call["uid"], call["validate"]) for call in worker.judging] == [("a", False), ("v", True)]
 
 
@@ -137,7 +128,7 @@ async def test_rollouts_that_will_be_evicted_are_not_judged(
     async with worker._queue.reserve(2) as worker._reservations["a"]:
         outputs = [output(min_global_steps=3), output(min_global_steps=3)]
         for one in outputs:
-            await worker._compute_score([one], {"uid": "a", "global_steps": 4, "session_id": 0})
+            await worker._judge({}, [one], {"uid": "a", "global_steps": 4, "session_id": 0})
     assert len(worker.judging) == judged
     for one in outputs:
         assert one.extra_fields.get("reward_extra_info", {}).get("reward_masked", False) is (judged == 0)
@@ -152,7 +143,7 @@ async def test_a_manager_of_groups_gets_all_rollouts_of_a_prompt_or_none(worker:
         async with worker._queue.reserve(2) as worker._reservations[uid]:
             for session, step in enumerate(steps):
                 await worker.start_step(step)
-                await worker._compute_score([output()], {"uid": uid, "global_steps": 4, "session_id": session})
+                await worker._judge({}, [output()], {"uid": uid, "global_steps": 4, "session_id": session})
     assert [(call["uid"], call["session_id"]) for call in worker.judging] == [("a", 0), ("a", 1)]
 
 

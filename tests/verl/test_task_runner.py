@@ -12,8 +12,8 @@ from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
 from reward_loop.verl import services
-from reward_loop.verl.agent_loop_workers import REPLACING_AGENT_LOOP_MANAGER
-from reward_loop.verl.pipeline import AGENT_LOOP_MANAGER, RewardPipelineTrainer
+from reward_loop.verl.agent_loop_manager import AGENT_LOOP_MANAGER
+from reward_loop.verl.pipeline import RewardPipelineTrainer
 from reward_loop.verl.replay_buffer import RewardReplayBuffer
 from reward_loop.verl.separate_async import QUEUE_AGENT_LOOP_MANAGER, QueueSeparateAsyncTrainer
 from reward_loop.verl.services import RewardServices, reward_services
@@ -31,7 +31,7 @@ def agent_loop_manager(config: DictConfig) -> Any:
 @pytest.mark.parametrize(
     ("mode", "trainer", "manager"),
     [
-        ("sync", PPOTrainerSync, REPLACING_AGENT_LOOP_MANAGER),
+        ("sync", PPOTrainerSync, AGENT_LOOP_MANAGER),
         ("reward_pipeline", RewardPipelineTrainer, AGENT_LOOP_MANAGER),
         ("separate_async", QueueSeparateAsyncTrainer, QUEUE_AGENT_LOOP_MANAGER),
     ],

@@ -5,9 +5,9 @@ verl starts each worker once: a death would end the run, or make the trainer wai
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 from uuid import uuid4
 
@@ -20,14 +20,13 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 from verl.utils.tensordict_utils import assign_non_tensor
 
 from reward_loop.errors import RewardLoopError
-from reward_loop.verl.assignments import Assignments
-from reward_loop.verl.rollout_events import RecordingAgentLoopWorker
+from reward_loop.verl.agent_loop import RewardAgentLoopWorker
 from reward_loop.verl.router_address import worker_nodes
 from reward_loop.verl.tq_batches import unfinished_prompts
 
-__all__ = ["REPLACING_AGENT_LOOP_MANAGER", "ReplacingAgentLoopManager", "WatchedAgentLoopWorker"]
+__all__ = ["AGENT_LOOP_MANAGER", "MAX_DEATHS", "Assignments", "RewardAgentLoopManager"]
 
-REPLACING_AGENT_LOOP_MANAGER = "reward_loop.verl.agent_loop_workers.ReplacingAgentLoopManager"
+AGENT_LOOP_MANAGER = "reward_loop.verl.agent_loop_manager.RewardAgentLoopManager"
 
 logger = logging.getLogger(__name__)
 
@@ -35,23 +34,62 @@ MAX_STARTS = 3
 """How many times a replacement is started, if it dies before it is ready."""
 
 
-class WatchedAgentLoopWorker(RecordingAgentLoopWorker):
-    """verl's agent loop worker, whose death can be detected. A Ray actor."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Without a method of its own, Ray would copy verl's into a subclass and send it by value, and its `super()`
-        # would fail in the worker's process.
-        super().__init__(*args, **kwargs)
-
-    async def until_death(self) -> None:
-        """Never returns. A pending call fails when the worker dies."""
-        await asyncio.Event().wait()
+MAX_DEATHS = 3
+"""How many workers may die while they have the same prompt. The next death ends the run."""
 
 
-class ReplacingAgentLoopManager(AgentLoopManagerTQ):
+@dataclass(slots=True)
+class _Prompt:
+    worker: int
+    batch: Any
+    position: int
+    deaths: int = 0
+
+
+class Assignments:
+    """The prompts of each worker, with their data, so that the prompts of a dead worker can be sent again."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[str, _Prompt] = {}
+
+    def assign(self, worker: int, batch: Any, uids: Iterable[str]) -> None:
+        """Records that a worker received prompts: ``batch`` has a row for each uid, and can be sliced."""
+        for position, uid in enumerate(uids):
+            self._prompts[uid] = _Prompt(worker, batch, position)
+
+    def keep(self, unfinished: Collection[str]) -> None:
+        """Removes all prompts but these."""
+        self._prompts = {uid: prompt for uid, prompt in self._prompts.items() if uid in unfinished}
+
+    def of(self, workers: Collection[int]) -> set[str]:
+        """Returns the uids of the prompts of these workers. Some of the prompts may be finished."""
+        return {uid for uid, prompt in self._prompts.items() if prompt.worker in workers}
+
+    def get(self, uid: str) -> tuple[int, Any]:
+        """Returns the number of the worker that has a prompt, and the prompt's data, a slice of its batch."""
+        prompt = self._prompts[uid]
+        return prompt.worker, prompt.batch[prompt.position : prompt.position + 1]
+
+    def count_deaths(self, uids: Collection[str]) -> None:
+        """Records that the worker of these prompts died before they were finished.
+
+        Raises:
+            RewardLoopError: this happened more than `MAX_DEATHS` times to one of them.
+        """
+        for uid in uids:
+            self._prompts[uid].deaths += 1
+        if worst := sorted(uid for uid in uids if self._prompts[uid].deaths > MAX_DEATHS):
+            more = f" and {len(worst) - 1} other prompts" if len(worst) > 1 else ""
+            raise RewardLoopError(
+                f"{MAX_DEATHS + 1} agent loop workers died in a row while they had prompt {worst[0]}{more}: does the "
+                "agent loop or one of its tools crash the interpreter, or run out of memory?"
+            )
+
+
+class RewardAgentLoopManager(AgentLoopManagerTQ):
     """verl's agent loop manager, which can replace dead workers and send their prompts again."""
 
-    worker_class: ClassVar[Any] = WatchedAgentLoopWorker
+    worker_class: ClassVar[Any] = RewardAgentLoopWorker
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -60,8 +98,6 @@ class ReplacingAgentLoopManager(AgentLoopManagerTQ):
         self._deaths: list[Any] = []
         """For each worker, a call that fails when the worker dies."""
         self._receipt_timeout_s = OmegaConf.select(self.config, "reward_loop.worker_start_timeout_s", default=300.0)
-        self._held: dict[str, tuple[int, TensorDict]] | None = None
-        """Prompts to send again when the rollout engine is awake: uid -> worker and data. ``None`` if it is awake."""
 
     async def _init_agent_loop_workers(self) -> None:
         await super()._init_agent_loop_workers()
@@ -72,7 +108,7 @@ class ReplacingAgentLoopManager(AgentLoopManagerTQ):
 
         The part of a worker that has died is sent again when the worker is replaced.
         """
-        self._assignments.keep(unfinished_prompts())
+        self._assignments.keep(set().union(*unfinished_prompts().values()))
         parts = list(enumerate(prompts.chunk(len(self.agent_loop_workers))))
         for number, part in parts:
             self._assignments.assign(number, part, part["uid"])
@@ -147,27 +183,13 @@ class ReplacingAgentLoopManager(AgentLoopManagerTQ):
         return True
 
     def send_again(self, uids: Collection[str], step: int) -> None:
-        """Sends the prompts of dead workers to the replacements: at once, or after `hold`, at the next `release`.
+        """Sends the prompts of dead workers to the replacements.
 
         Raises:
             RewardLoopError: too many workers died while they had one of these prompts.
         """
         self._assignments.count_deaths(uids)
-        parts = {}
-        for uid in uids:
-            number, row = self._assignments.get(uid)
+        parts = [self._assignments.get(uid) for uid in uids]
+        for _, row in parts:
             assign_non_tensor(row, global_steps=step)
-            parts[uid] = number, row
-        if self._held is None:
-            self._send(parts.values())
-        else:
-            self._held |= parts
-
-    def hold(self) -> None:
-        """Makes `send_again` wait for `release`, because the rollout engine is about to sleep."""
-        self._held = {}
-
-    def release(self) -> None:
-        """Sends the prompts that wait since `hold`: the rollout engine is awake again."""
-        held, self._held = self._held or {}, None
-        self._send(held.values())
+        self._send(parts)

@@ -16,10 +16,9 @@ from ray.exceptions import ActorDiedError, GetTimeoutError
 from verl.utils.tensordict_utils import assign_non_tensor, get_tensordict
 
 from reward_loop.errors import RewardLoopError
-from reward_loop.verl import agent_loop_workers
-from reward_loop.verl.agent_loop import PipelineAgentLoopWorker
-from reward_loop.verl.agent_loop_workers import MAX_STARTS, ReplacingAgentLoopManager, WatchedAgentLoopWorker
-from reward_loop.verl.assignments import Assignments
+from reward_loop.verl import agent_loop_manager
+from reward_loop.verl.agent_loop import RewardAgentLoopWorker
+from reward_loop.verl.agent_loop_manager import MAX_DEATHS, MAX_STARTS, Assignments, RewardAgentLoopManager
 from reward_loop.verl.separate_async import QueueAgentLoopWorker
 
 pytestmark = pytest.mark.integration  # it imports verl
@@ -60,14 +59,14 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(ray, "kill", killed.append)
-    monkeypatch.setattr(agent_loop_workers, "unfinished_prompts", lambda: dict.fromkeys("abcdefgh"))
+    monkeypatch.setattr(agent_loop_manager, "unfinished_prompts", lambda: {"train": set("abcdefg"), "val": {"h"}})
     return killed
 
 
 def manager(monkeypatch: pytest.MonkeyPatch, *workers: Worker, replacements: list[Worker] | None = None) -> Any:
-    manager: Any = object.__new__(ReplacingAgentLoopManager)
+    manager: Any = object.__new__(RewardAgentLoopManager)
     manager.agent_loop_workers = list(workers)
-    manager._assignments, manager._held, manager._deaths = Assignments(), None, ["never"] * len(workers)
+    manager._assignments, manager._deaths = Assignments(), ["never"] * len(workers)
     manager._receipt_timeout_s = 300.0
     new = iter(replacements or [])
     monkeypatch.setattr(manager, "_start", lambda number: next(new), raising=False)
@@ -114,21 +113,6 @@ def test_a_worker_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, killed: 
     assert killed == [hung]
 
 
-def test_prompts_wait_while_the_rollout_engine_sleeps(monkeypatch: pytest.MonkeyPatch, killed: list[Any]) -> None:
-    worker = Worker()
-    holding = manager(monkeypatch, worker)
-    holding.generate_sequences(prompts("ab"))
-    holding.hold()
-    holding.send_again(["a"], step=2)
-    holding.send_again(["a", "b"], step=2)  # the replacement has died, too
-    assert len(worker.received) == 1
-    holding.release()
-    holding.release()
-    assert worker.received[1:] == [(["a"], 2), (["b"], 2)]
-    holding.send_again(["a"], step=3)
-    assert worker.received[3:] == [(["a"], 3)]
-
-
 def test_a_replacement_that_dies_while_it_starts_is_replaced(
     monkeypatch: pytest.MonkeyPatch, killed: list[Any]
 ) -> None:
@@ -153,9 +137,9 @@ def test_the_timeout_for_the_receipt_of_prompts_is_an_option(monkeypatch: pytest
     def init(manager: Any, config: Any) -> None:
         manager.config = config
 
-    monkeypatch.setattr(agent_loop_workers.AgentLoopManagerTQ, "__init__", init)
+    monkeypatch.setattr(agent_loop_manager.AgentLoopManagerTQ, "__init__", init)
     config = OmegaConf.create({"reward_loop": {"worker_start_timeout_s": 900.0}})
-    assert ReplacingAgentLoopManager(config)._receipt_timeout_s == 900
+    assert RewardAgentLoopManager(config)._receipt_timeout_s == 900
 
 
 OTHER_PROCESS = """
@@ -174,9 +158,44 @@ for cls in cloudpickle.load(sys.stdin.buffer):
 def test_the_workers_work_in_the_processes_of_ray() -> None:
     # Ray copies the methods that a class inherits into a subclass, and sends those of verl's actor class by value. A
     # copy that uses super() would refer to a copy of verl's class, which is not a base class of the worker.
-    workers = (WatchedAgentLoopWorker, PipelineAgentLoopWorker, QueueAgentLoopWorker)
+    workers = (RewardAgentLoopWorker, QueueAgentLoopWorker)
     classes = [ray.remote(worker).__ray_metadata__.modified_class for worker in workers]
     done = subprocess.run(
         [sys.executable, "-c", OTHER_PROCESS], input=cloudpickle.dumps(classes), capture_output=True, timeout=300
     )
     assert (done.returncode, done.stdout.decode()) == (0, ""), done.stderr.decode()[-3000:]
+
+
+def assigned() -> Assignments:
+    assignments = Assignments()
+    assignments.assign(0, ["A", "B"], ["a", "b"])
+    assignments.assign(1, ["C"], ["c"])
+    return assignments
+
+
+def test_the_prompts_of_a_worker_are_found_with_their_data() -> None:
+    assignments = assigned()
+    assert assignments.of([0]) == {"a", "b"}
+    assert assignments.of([0, 1]) == {"a", "b", "c"}
+    assert assignments.of([2]) == set()
+    assert assignments.get("b") == (0, ["B"])
+    assert assignments.get("c") == (1, ["C"])
+
+
+def test_finished_prompts_are_not_kept() -> None:
+    assignments = assigned()
+    assignments.keep({"b", "z"})
+    assert assignments.of([0, 1]) == {"b"}
+
+
+def test_a_prompt_whose_workers_die_again_and_again_is_an_error_that_names_it() -> None:
+    assignments = assigned()
+    for _ in range(MAX_DEATHS):
+        assignments.count_deaths({"a"})
+    assignments.count_deaths({"b", "c"})
+    with pytest.raises(RewardLoopError, match=f"{MAX_DEATHS + 1} agent loop workers died .* prompt a: does the agent"):
+        assignments.count_deaths({"a", "b"})
+    for _ in range(MAX_DEATHS - 2):
+        assignments.count_deaths({"b"})
+    with pytest.raises(RewardLoopError, match="prompt a and 1 other prompts"):
+        assignments.count_deaths({"a", "b", "c"})
