@@ -63,9 +63,9 @@ from reward_loop.verl.refills import RefillLimit
 from reward_loop.verl.reward_metrics import added_seconds
 from reward_loop.verl.step_batch import StepBatch
 from reward_loop.verl.step_seconds import judging_s, overlap_metrics
-from reward_loop.verl.tq_batches import copy, read_tags, read_trajectories, select, spread_padding
+from reward_loop.verl.tq_batches import copy, last_failure, read_tags, read_trajectories, select, spread_padding
 from reward_loop.verl.trainer import NothingToLearnError
-from reward_loop.verl.trajectory_keys import FAILURE, JUDGED, uid_of
+from reward_loop.verl.trajectory_keys import JUDGED, uid_of
 
 __all__ = ["RewardPipelineTrainer"]
 
@@ -199,7 +199,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         """Evicts groups that are filtered, or failed without a trajectory. Returns whether there were any."""
         if not self._replaces:
             return False
-        failure = self._last_failure()
+        failure = last_failure()
         evicted, failed = self.replay_buffer.evict(self.global_steps, metrics)
         if evicted:
             self._poll_fatal_errors()  # raises if the run must stop: the replacements would fail too
@@ -207,11 +207,6 @@ class RewardPipelineTrainer(PPOTrainerSync):
         kept, filtered = len(self._submitted), len(evicted) - failed
         limit.check(failed=failed, filtered=filtered, kept=kept, failure=failure)
         return bool(evicted)
-
-    def _last_failure(self) -> str:
-        prompts, _ = read_tags()
-        failure = next((tag[FAILURE] for tag in reversed(prompts.values()) if FAILURE in tag), None)
-        return f"The last rollout that failed is {failure}" if failure else "See the log of the agent loop workers"
 
     def _prepare(self, batch: StepBatch, metrics: dict, timing_raw: dict) -> None:
         """Computes what needs no reward, for the whole batch: old and reference log-probabilities, values."""
@@ -304,7 +299,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         trajectories = read_trajectories(set(uids))
         if not trajectories.keys:
             raise RewardLoopError(
-                f"no rollout of the batch was generated. {self._last_failure()}. "
+                f"no rollout of the batch was generated. {last_failure()}. "
                 "trainer.v1.sampler.sync_refill_failed_groups=True replaces groups that failed"
             )
         return trajectories

@@ -24,6 +24,7 @@ from reward_loop.verl.agent_loop_manager import RewardAgentLoopManager
 from reward_loop.verl.judging_queue import JudgingQueue, Reservation, merge_metrics
 from reward_loop.verl.mode_options import REWARD_QUEUE, queue_shares, read_mode
 from reward_loop.verl.refills import FailureStreak
+from reward_loop.verl.tq_batches import last_failure
 
 __all__ = [
     "QUEUE_AGENT_LOOP_MANAGER",
@@ -54,11 +55,6 @@ class QueueAgentLoopWorker(RewardAgentLoopWorker):
         self._reservations: dict[str, Reservation] = {}
         self._step = 0
         """The next training step."""
-        self._failure = ""
-
-    async def last_failure(self) -> str:
-        """Returns the latest session that failed and its error, or an empty string."""
-        return self._failure
 
     async def start_step(self, step: int) -> None:
         """Sets the number of the next training step."""
@@ -85,13 +81,6 @@ class QueueAgentLoopWorker(RewardAgentLoopWorker):
             finally:
                 del self._reservations[uid]
         return None
-
-    async def _run_agent_loop(self, sampling_params: dict, trajectory: dict, **kwargs: Any) -> Any:
-        try:
-            return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
-        except Exception as error:
-            self._failure = f"{kwargs['uid']}_{kwargs['session_id']}: {type(error).__name__}: {error}"
-            raise
 
     async def _judge(self, times: dict[str, float], outputs: list[Any], kwargs: dict, **options: Any) -> None:
         reservation = self._reservations.get(kwargs["uid"])  # validation samples have none
@@ -176,12 +165,8 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
             raise RewardLoopError(
                 f"{self._failures.in_a_row} groups failed in a row, replacements included "
                 f"({REWARD_QUEUE}.max_refills={self._options.max_refills}, times "
-                f"data.train_batch_size={self.config.data.train_batch_size}). {self._last_failure()}"
+                f"data.train_batch_size={self.config.data.train_batch_size}). {last_failure()}"
             )
-
-    def _last_failure(self) -> str:
-        failure = next(filter(None, self._ask("last_failure")), None)
-        return f"A rollout that failed is {failure}" if failure else "See the log of the agent loop workers"
 
     def _ask(self, method: str, *arguments: Any) -> list[Any]:
         """Calls a method of all agent loop workers, and returns the answers that arrive within `ANSWER_S` seconds."""

@@ -10,12 +10,13 @@ import transfer_queue as tq
 from tensordict import NonTensorStack, TensorDict, is_non_tensor
 from transfer_queue import KVBatchMeta
 
-from reward_loop.verl.trajectory_keys import uid_of
+from reward_loop.verl.trajectory_keys import FAILURE, uid_of
 
 __all__ = [
     "MASKS",
     "copy",
     "field_names",
+    "last_failure",
     "read_columns",
     "read_rows",
     "read_tags",
@@ -128,6 +129,13 @@ def read_tags() -> tuple[dict[str, dict], dict[str, dict]]:
     items = _all_tags("train")
     prompts = {key: tag for key, tag in items.items() if tag.get("is_prompt")}
     return prompts, {key: tag for key, tag in items.items() if key not in prompts}
+
+
+def last_failure() -> str:
+    """Returns a sentence about the latest rollout of the training prompts that failed without a trajectory."""
+    prompts, _ = read_tags()
+    failure = next((tag[FAILURE] for tag in reversed(prompts.values()) if FAILURE in tag), None)
+    return f"The last rollout that failed is {failure}" if failure else "See the log of the agent loop workers"
 
 
 def read_trajectories(uids: Collection[str], partition_id: str = "train") -> KVBatchMeta:

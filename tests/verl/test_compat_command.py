@@ -54,7 +54,7 @@ def test_a_renamed_method_of_another_verl_is_named_and_the_status_is_1(tmp_path:
     assert "    NO  _compute_advantage(batch, metrics)" in done.stdout
     assert "    ok  _compute_values(batch, metrics)" in done.stdout
     (problem,) = done.stdout[done.stdout.index("reward_loop does not work with verl") :].splitlines()[1:]
-    assert "trainer_base:PPOTrainer._compute_advantage is missing (overridden: excludes masked" in problem
+    assert "trainer_base:PPOTrainer._compute_advantage is missing (overridden: excludes padding" in problem
     assert "Traceback" not in done.stderr
 
 

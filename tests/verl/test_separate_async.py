@@ -10,9 +10,11 @@ import pytest
 import ray
 from omegaconf import OmegaConf
 from ray.exceptions import ActorDiedError
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
 from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.verl import tq_batches
 from reward_loop.verl.judging_queue import JudgingQueue
 from reward_loop.verl.mode_options import REWARD_QUEUE
 from reward_loop.verl.separate_async import QueueAgentLoopWorker, QueueSeparateAsyncTrainer, _version
@@ -20,7 +22,7 @@ from tests.verl.configs import resolved, settled
 
 pytestmark = pytest.mark.integration  # it imports verl
 
-VERL = QueueAgentLoopWorker.__mro__[1]
+VERL = AgentLoopWorkerTQ.__ray_actor_class__
 
 
 def output(score: float | None = None, **extra: Any) -> SimpleNamespace:
@@ -192,30 +194,17 @@ def test_groups_that_always_fail_are_not_replaced_indefinitely(monkeypatch: pyte
 
     monkeypatch.setattr(PPOTrainerSeparateAsync, "__init__", init)
     options = ("trainer.v1.trainer_mode=separate_async", "data.train_batch_size=2", f"{REWARD_QUEUE}.max_refills=2")
-    failing = QueueSeparateAsyncTrainer(settled(*options))
+    QueueSeparateAsyncTrainer(settled(*options))
     check = buffer.check_failed_groups
     check({"a", "b"}, set())
     check({"d"}, {"c"})
     check({"e", "f", "g"}, {"c"})
-    answers = {"first": "", "second": "h_0: KeyError: 'tool'"}
-    asked = [SimpleNamespace(last_failure=SimpleNamespace(remote=lambda name=name: name)) for name in answers]
-    failing.agent_loop_manager = SimpleNamespace(agent_loop_workers=asked)
-    monkeypatch.setattr(ray, "wait", lambda refs, num_returns, timeout: (refs, []))
-    monkeypatch.setattr(ray, "get", answers.__getitem__)
-    with pytest.raises(RewardLoopError, match=r"5 groups failed .*max_refills=2, .*=2\)\. A rollout .* h_0: KeyError"):
+    tags = {"h": {"is_prompt": True, "error": "h_0: KeyError: 'tool'"}}
+    monkeypatch.setattr(tq_batches, "read_tags", lambda: (tags, {}))
+    with pytest.raises(
+        RewardLoopError, match=r"5 groups failed .*max_refills=2, .*=2\)\. .* h_0: KeyError"
+    ):
         check({"h"}, {"c"})
-
-
-async def test_a_worker_remembers_why_a_rollout_failed(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run_agent_loop(self: Any, sampling_params: dict, trajectory: dict, **kwargs: Any) -> None:
-        raise KeyError("tool")
-
-    monkeypatch.setattr(VERL, "_run_agent_loop", run_agent_loop)
-    worker._failure = ""
-    assert await worker.last_failure() == ""
-    with pytest.raises(KeyError):
-        await worker._run_agent_loop({}, {}, uid="a", session_id=1)
-    assert await worker.last_failure() == "a_1: KeyError: 'tool'"
 
 
 def test_the_metrics_of_a_dead_worker_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
