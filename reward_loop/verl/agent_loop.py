@@ -33,9 +33,20 @@ from reward_loop.records import Records, records
 from reward_loop.records.events import rollout_event
 from reward_loop.records.writer import MAX_BYTES
 from reward_loop.types import Outcome
+from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.trajectory_keys import FAILURE, GENERATED, JUDGED
 
 __all__ = ["RewardAgentLoopWorker"]
+
+uses(
+    __name__,
+    "transfer_queue",
+    "async_kv_put(key, partition_id, tag)",
+    "async_kv_batch_put(keys, partition_id, fields, tags)",
+)
+uses(__name__, "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ", "config", "reward_loop_worker_handles")
+uses(__name__, "verl.experimental.agent_loop.agent_loop:AgentLoopOutput", "as_dict()", "reward_score", "extra_fields")
+uses(__name__, "verl.utils.tensordict_utils", "list_of_dict_to_tensordict(list_of_dicts)")
 
 
 @dataclass
@@ -83,6 +94,7 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         """Never returns. A pending call fails when the worker dies."""
         await asyncio.Event().wait()
 
+    @overrides(AgentLoopWorkerTQ.__ray_actor_class__)
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
         rollout = self.config.actor_rollout_ref.rollout
         partition, n = ("val", rollout.val_kwargs.n) if trajectory["validate"] else ("train", rollout.n)
@@ -90,6 +102,7 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         _prompt.set(_Prompt(partition, set(range(prompt.get("__rollout_n__", n)))))
         await super()._run_prompt(prompt, sampling_params, trajectory=trajectory, trace=trace)
 
+    @overrides(AgentLoopWorkerTQ.__ray_actor_class__)
     async def _run_agent_loop(self, sampling_params: dict, trajectory: dict, **kwargs: Any) -> Any:
         uid, number = kwargs["uid"], kwargs["session_id"]
         session = _Session(f"{uid}_{number}", number, _prompt.get())
@@ -111,6 +124,7 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
                 event = rollout_event(*row, validate=validate, start=start, times=session.times, error=error)
                 self._records.write_event(event)
 
+    @overrides(AgentLoopWorkerTQ.__ray_actor_class__)
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         session = _session.get()
         if validate:
@@ -132,6 +146,7 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
                 await asyncio.gather(session.judging, return_exceptions=True)
         return None
 
+    @overrides(AgentLoopWorkerTQ.__ray_actor_class__)
     async def _compute_score(self, outputs: list[Any], kwargs: dict, **options: Any) -> None:
         """Starts to judge a session in a task. verl calls this method before it writes the trajectory.
 

@@ -21,10 +21,24 @@ from verl.utils.tensordict_utils import assign_non_tensor
 
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl.agent_loop import RewardAgentLoopWorker
+from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.router_address import worker_nodes
 from reward_loop.verl.tq_batches import unfinished_prompts
 
 __all__ = ["AGENT_LOOP_MANAGER", "MAX_DEATHS", "Assignments", "RewardAgentLoopManager"]
+
+uses(
+    __name__,
+    "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopManagerTQ",
+    "agent_loop_workers_class",
+    "agent_loop_workers",
+    "config",
+    "llm_client",
+    "teacher_client",
+    "reward_loop_worker_handles",
+)
+uses(__name__, "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ", "generate_sequences(batch)")
+uses(__name__, "verl.utils.tensordict_utils", "assign_non_tensor(tensor_dict)")
 
 AGENT_LOOP_MANAGER = "reward_loop.verl.agent_loop_manager.RewardAgentLoopManager"
 
@@ -99,10 +113,12 @@ class RewardAgentLoopManager(AgentLoopManagerTQ):
         """For each worker, a call that fails when the worker dies."""
         self._receipt_timeout_s = OmegaConf.select(self.config, "reward_loop.worker_start_timeout_s", default=300.0)
 
+    @overrides(AgentLoopManagerTQ)
     async def _init_agent_loop_workers(self) -> None:
         await super()._init_agent_loop_workers()
         self._deaths = [worker.until_death.remote() for worker in self.agent_loop_workers]
 
+    @overrides(AgentLoopManagerTQ)
     def generate_sequences(self, prompts: TensorDict) -> None:
         """Sends prompts to the workers, in equal parts.
 

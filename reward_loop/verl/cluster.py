@@ -7,8 +7,12 @@ from omegaconf import DictConfig
 from reward_loop.config import RewardModelConfig
 from reward_loop.serving.gpus import Accelerator
 from reward_loop.serving.reservation import Others
+from reward_loop.verl.compat import uses
 
 __all__ = ["accelerator", "for_platform", "groups_of_trainer"]
+
+uses(__name__, "verl.plugin.platform", "get_platform()")
+uses(__name__, "verl.single_controller.ray:ResourcePoolManager", "max_colocate_count")
 
 _CPUS_OF_STANDALONE_ROLLOUT = 2
 """verl's ``max_colocate_count`` for rollouts with their own accelerators: the CPUs reserved per accelerator."""

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from reward_loop.config import RewardModelConfig
 from reward_loop.managers.builtin import RateLimitedConfig
-from reward_loop.verl.compat.releases import verl_folder
+from reward_loop.verl.compat import verl_folder
 
 __all__ = ["CONFIG_DIR", "defaults", "verl_config_dir"]
 

@@ -13,9 +13,17 @@ from omegaconf import DictConfig, open_dict
 from verl.trainer.ppo.core_algos import compute_gdpo_outcome_advantage, register_adv_est
 
 from reward_loop.errors import ConfigError
+from reward_loop.verl.compat import uses
 from reward_loop.verl.reward_metrics import Rewards
 
 __all__ = ["GDPO", "component_rewards", "switch_estimator", "use_rewards"]
+
+uses(
+    __name__,
+    "verl.trainer.ppo.core_algos",
+    "register_adv_est(name_or_enum)",
+    "compute_gdpo_outcome_advantage(token_level_rewards, response_mask, index, config, non_tensor_batch, batch)",
+)
 
 GDPO = "reward_loop_gdpo"
 """The name of verl's estimator ``gdpo`` with the rewards from `use_rewards`."""

@@ -25,6 +25,7 @@ from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.load import load_function
 from reward_loop.serving.checkpoint import architectures, model_kind
 from reward_loop.verl import compat
+from reward_loop.verl.compat import uses
 from reward_loop.verl.cpu.setup import prepared, run_environment
 from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
 from reward_loop.verl.ray_start import with_ray
@@ -32,6 +33,12 @@ from reward_loop.verl.resolve import resolve
 from reward_loop.verl.settings import RewardSettings
 
 __all__ = ["main", "run"]
+
+uses(__name__, "verl.trainer.main_ppo", "run_ppo(config, task_runner_class)")
+uses(__name__, "verl.trainer.ppo.utils", "need_critic(config)", "need_reference_policy(config)")
+uses(__name__, "verl.utils.config", "validate_config(config, use_reference_policy, use_critic)")
+uses(__name__, "verl.utils.device", "auto_set_device(config)")
+uses(__name__, "verl.experimental.reward_loop.reward_manager.registry", "REWARD_MANAGER")
 
 
 def run(config: DictConfig, task_runner: Any = None) -> None:
@@ -59,7 +66,7 @@ def run(config: DictConfig, task_runner: Any = None) -> None:
 
 def _train(config: DictConfig, settings: RewardSettings, task_runner: Any) -> None:
     # verl chooses its platform at import, so import it only here.
-    compat.check(compat.COMMAND)
+    compat.check(*compat.COMMAND)
     from ray.exceptions import RayTaskError
     from verl.trainer.main_ppo import run_ppo
     from verl.trainer.ppo.utils import need_critic, need_reference_policy

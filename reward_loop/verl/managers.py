@@ -19,10 +19,16 @@ from reward_loop.scoring.isolation import SplitSemaphore
 from reward_loop.scoring.normalise import normalise
 from reward_loop.types import Outcome, RewardResult, RewardSample
 from reward_loop.verl import discriminative
+from reward_loop.verl.compat import uses
 from reward_loop.verl.discriminative import DiscriminativeRewardLoopManager
 from reward_loop.verl.settings import RewardSettings
 
 __all__ = ["VerlManager", "build_manager"]
+
+uses(__name__, "verl.trainer.ppo.reward", "load_reward_manager(config, tokenizer)")
+uses(__name__, "verl.utils.reward_score", "default_compute_score(data_source, solution_str, ground_truth)")
+uses(__name__, "verl.utils", "hf_tokenizer(name_or_path)")
+uses(__name__, "verl.utils.fs", "copy_to_local(src)")
 
 
 def build_manager(

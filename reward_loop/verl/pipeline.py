@@ -58,6 +58,7 @@ from verl.utils.debug import marked_timer
 
 from reward_loop.agent.schedule import Action, Generate, Prepare, Train, Wait
 from reward_loop.errors import RewardLoopError
+from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.mode_options import PIPELINE_MODE, make_schedule, mini_batch_groups, read_mode
 from reward_loop.verl.refills import RefillLimit
 from reward_loop.verl.reward_metrics import added_seconds
@@ -68,6 +69,28 @@ from reward_loop.verl.trainer import NothingToLearnError
 from reward_loop.verl.trajectory_keys import JUDGED, uid_of
 
 __all__ = ["RewardPipelineTrainer"]
+
+uses(
+    __name__,
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer",
+    "on_sample_begin()",
+    "on_sample_end()",
+    "trainer_mode",
+    "_next_train_batch(num_prompts)",
+    "_submit_batch_to_rollout(batch)",
+    "_balance_batch(batch, metrics)",
+    "_get_required_batch_multiple(dp_size)",
+    "_compute_old_log_prob(batch, metrics)",
+    "_compute_ref_log_prob(batch, metrics)",
+    "_compute_values(batch, metrics)",
+    "_update_critic(batch, metrics)",
+    "_update_actor(batch, metrics)",
+    "use_reference_policy",
+    "total_training_steps",
+    "steps_per_epoch",
+)
+uses(__name__, "verl.trainer.ppo.v1.trainer_base", "register_trainer(name)")
+uses(__name__, "verl.utils.debug", "marked_timer(name, timing_raw, color)")
 
 
 @register_trainer(PIPELINE_MODE)
@@ -98,12 +121,14 @@ class RewardPipelineTrainer(PPOTrainerSync):
         self._filters = self.replay_buffer.filter_groups_metric is not None
         self._replaces = self._filters or self.replay_buffer.sync_refill_failed_groups
 
+    @overrides(PPOTrainerSync)
     def _init_dataloader(self) -> None:
         super()._init_dataloader()
         if self.options.one_step_off_policy:
             # With any other name than "sync", verl saves the prompts in flight in its checkpoints.
             self.trainer_mode = PIPELINE_MODE
 
+    @overrides(PPOTrainerSync)
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
         prompts, trajectories = read_tags()
@@ -113,6 +138,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
             tq.kv_clear(keys=stale, partition_id="train")
         self._submitted = list(prompts)
 
+    @overrides(PPOTrainerSync)
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
         """Runs the actions of the schedule, up to the last update of one training step."""
         self._began, self._judging_s = time.time(), 0.0
@@ -289,6 +315,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         judged = [tag[JUDGED] for tag in rows.values() if JUDGED in tag]
         return judging_s([(requested, arrived) for requested, arrived in judged if arrived >= self._began])
 
+    @overrides(PPOTrainerSync)
     def _compute_metrics(self, batch: KVBatchMeta, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
         step = timing_raw["step"] - timing_raw.get("save_checkpoint", 0.0)

@@ -15,6 +15,7 @@ from reward_loop.managers.recording import open_records
 from reward_loop.records import Records
 from reward_loop.records.configuration import config_row, hide_environment, open_configuration
 from reward_loop.records.events import WaitsFor, advantage_row, phase_event
+from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.reward_metrics import StepRewards
 from reward_loop.verl.sample_table import SampleTable
 from reward_loop.verl.settings import RewardSettings
@@ -22,6 +23,9 @@ from reward_loop.verl.tq_batches import read_rows
 from reward_loop.verl.trajectory_keys import final_outputs, session_of
 
 __all__ = ["RecordedSeconds", "RecordingTrainer"]
+
+uses(__name__, "verl.trainer.ppo.v1.trainer_base:PPOTrainer", "logger", "tokenizer")
+uses(__name__, "verl.utils.tracking:Tracking", "logger")
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +81,7 @@ class RecordingTrainer(PPOTrainer):
         self._timing_raw = RecordedSeconds(self._record_phase)
         self._timing_raw.update(seconds)
 
+    @overrides(PPOTrainer)
     def fit(self, agent_loop_manager: Any) -> None:
         """Records the configuration, trains, and then writes the remaining events."""
         self._table = SampleTable.of(self._settings.options, self._settings.config.trainer.logger)
@@ -112,6 +117,7 @@ class RecordingTrainer(PPOTrainer):
         # In the mode `reward_pipeline`, the wait for rewards is a phase of its own.
         return "rewards" if self._colocated is None and self._settings.mode.pipeline is None else "rollouts"
 
+    @overrides(PPOTrainer)
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
         if self._records is not None:

@@ -27,12 +27,15 @@ import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 
 from reward_loop.verl.agent_loop_manager import RewardAgentLoopManager
+from reward_loop.verl.compat import uses
 from reward_loop.verl.tq_batches import field_names, read_trajectories, select, unfinished_prompts
 from reward_loop.verl.tq_rewards import read_sessions, write_rewards
 from reward_loop.verl.trajectory_keys import GENERATED, session_of, uid_of
 from reward_loop.verl.workers import RewardWorkers
 
 __all__ = ["Recovery"]
+
+uses(__name__, "transfer_queue", "kv_clear(keys, partition_id)")
 
 logger = logging.getLogger(__name__)
 

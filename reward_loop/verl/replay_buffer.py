@@ -13,11 +13,28 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, _accumulate_eviction_metrics
 
 from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.mode_options import ModeOptions
 from reward_loop.verl.reward_metrics import Rewards
 from reward_loop.verl.trajectory_keys import GENERATED, JUDGED, uid_of
 
 __all__ = ["REWARD_METRIC", "RewardReplayBuffer", "extend"]
+
+uses(__name__, "verl.trainer.ppo.v1.replay_buffer", "_accumulate_eviction_metrics(acc, new, stale_count)")
+uses(
+    __name__,
+    "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer",
+    "_terminal_eviction_reasons(global_steps, partition_id)",
+    "_sync_metadata_from_transfer_queue()",
+    "_dapo_classification_cache",
+    "poll_interval",
+    "partitions",
+    "pending_keys",
+    "running_keys",
+    "finished_keys",
+    "filter_groups_metric",
+    "sync_refill_failed_groups",
+)
 
 REWARD_METRIC = "reward"
 """The value of ``algorithm.filter_groups.metric`` that stands for the reward, and not for a key of the extra info."""
@@ -59,6 +76,7 @@ class RewardReplayBuffer(ReplayBuffer):
         self._quiet = 0.0
         """Seconds of waiting since the last change. Other work of the trainer does not count."""
 
+    @overrides(ReplayBuffer)
     def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
         for check in self.checks:
             check()
@@ -100,6 +118,7 @@ class RewardReplayBuffer(ReplayBuffer):
         while not arrived():
             logged = self._wait_for_next_poll("train", logged)
 
+    @overrides(ReplayBuffer)
     def _evict_terminal_groups(self, global_steps: int, partition_id: str, eviction_reasons: Any) -> Any:
         if self.check_failed_groups is not None and partition_id == "train":
             self.check_failed_groups(eviction_reasons[2], self.finished_keys[partition_id])
@@ -116,6 +135,7 @@ class RewardReplayBuffer(ReplayBuffer):
         _accumulate_eviction_metrics(metrics, eviction_metrics, stale)
         return evicted, len(reasons[2])
 
+    @overrides(ReplayBuffer)
     def _dapo_filtered_keys(self, partition_id: str) -> Any:
         if partition_id != "val" and self.filter_groups_metric is not None:
             self._classify_groups(partition_id, self.filter_groups_metric)

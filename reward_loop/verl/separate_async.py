@@ -21,6 +21,7 @@ from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.types import Outcome
 from reward_loop.verl.agent_loop import RewardAgentLoopWorker
 from reward_loop.verl.agent_loop_manager import RewardAgentLoopManager
+from reward_loop.verl.compat import overrides
 from reward_loop.verl.judging_queue import JudgingQueue, Reservation, merge_metrics
 from reward_loop.verl.mode_options import REWARD_QUEUE, queue_shares, read_mode
 from reward_loop.verl.refills import FailureStreak
@@ -144,6 +145,7 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
         self._failures = FailureStreak(None if refills is None else refills * config.data.train_batch_size)
         self.replay_buffer.check_failed_groups = self._raise_if_all_fail
 
+    @overrides(PPOTrainerSeparateAsync)
     def on_init_end(self) -> None:
         """Checks the options of the queue against the reward manager, which the reward workers have loaded by now.
 
@@ -182,12 +184,14 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
             )
         return answers
 
+    @overrides(PPOTrainerSeparateAsync)
     def on_step_end(self) -> None:
         """Sends new weights to the rollout, and the number of the next step to the agent loop workers."""
         super().on_step_end()
         for worker in self.agent_loop_manager.agent_loop_workers:
             worker.start_step.remote(self.global_steps + 1)
 
+    @overrides(PPOTrainerSeparateAsync)
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
         # The rollout has the weights of this step now.

@@ -11,9 +11,17 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 
 from reward_loop.errors import RewardLoopError
+from reward_loop.verl.compat import uses
 from reward_loop.verl.trajectory_keys import uid_of
 
 __all__ = ["StepBatch"]
+
+uses(
+    __name__,
+    "verl.trainer.ppo.v1.utils:MetricsAggregator",
+    "add_step_metrics(metrics, sample_count)",
+    "get_aggregated_metrics()",
+)
 
 
 @dataclass

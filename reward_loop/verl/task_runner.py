@@ -12,22 +12,27 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.main_ppo import TaskRunnerV1
 
 from reward_loop.verl import compat
+from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.mode_options import ModeOptions
 
 __all__ = ["TaskRunner"]
+
+uses(__name__, "verl.trainer.ppo.v1", "get_trainer_cls(name)")
+uses(__name__, "verl.trainer.ppo.v1.trainer_base", "TRAINER_REGISTRY")
 
 
 @ray.remote
 class TaskRunner(TaskRunnerV1.__ray_actor_class__):
     """verl's V1 task runner, with the reward loop and the reward model."""
 
+    @overrides(TaskRunnerV1.__ray_actor_class__)
     def run(self, config: DictConfig) -> None:
         """Starts the services of rewards, trains as verl's task runner does, and stops the services.
 
         The services stop also after an error.
         """
         # The imports below need names that another version of verl may lack.
-        compat.check(compat.TRAINING, *([compat.CPU] if config.trainer.device == "cpu" else []))
+        compat.check(*compat.TRAINING, *(compat.CPU if config.trainer.device == "cpu" else ()))
         from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
         from reward_loop.verl.services import reward_services

@@ -10,6 +10,7 @@ import transfer_queue as tq
 from tensordict import NonTensorStack, TensorDict, is_non_tensor
 from transfer_queue import KVBatchMeta
 
+from reward_loop.verl.compat import uses
 from reward_loop.verl.trajectory_keys import FAILURE, uid_of
 
 __all__ = [
@@ -28,6 +29,16 @@ __all__ = [
     "write_rows",
     "zero",
 ]
+
+uses(
+    __name__,
+    "transfer_queue",
+    "kv_list(partition_id)",
+    "kv_batch_get(keys, partition_id, select_fields)",
+    "kv_batch_put(keys, partition_id, fields, tags)",
+    "KVBatchMeta",
+)
+uses(__name__, "transfer_queue:KVBatchMeta", "keys", "tags", "partition_id", "extra_info", "fields")
 
 MASKS = ("response_mask", "loss_mask")
 """The fields that mark which tokens of a response are trained on."""

@@ -19,11 +19,14 @@ from verl.protocol import DataProto
 
 from reward_loop.managers.base import VALIDATE
 from reward_loop.types import Reward
+from reward_loop.verl.compat import uses
 from reward_loop.verl.reward_metrics import TrajectoryReward
 from reward_loop.verl.tq_batches import field_names, read_columns, read_rows, unpadded, write_rows
 from reward_loop.verl.trajectory_keys import session_of
 
 __all__ = ["read_rewards", "read_sessions", "write_rewards"]
+
+uses(__name__, "verl.protocol:DataProto", "batch", "non_tensor_batch")
 
 RAW_SCORE = "raw_score"
 """Key of a trajectory's ``extra_fields``: its score before ``post_process_scores``. Only groups that have been

@@ -20,6 +20,7 @@ from verl.utils.tensordict_utils import assign_non_tensor_stack
 
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl.agent_loop_manager import RewardAgentLoopManager
+from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.gdpo import GDPO, component_rewards, switch_estimator, use_rewards
 from reward_loop.verl.group_size import WithGroupSize, group_sizes
 from reward_loop.verl.recording_trainer import RecordingTrainer
@@ -45,6 +46,32 @@ from reward_loop.verl.trajectory_keys import final_outputs
 from reward_loop.verl.workers import RewardWorkers
 
 __all__ = ["NothingToLearnError", "with_reward_loop"]
+
+uses(
+    __name__,
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer",
+    "__init__(config)",
+    "get_reward_handles()",
+    "config",
+    "replay_buffer",
+    "resource_pool_manager",
+    "val_dataloader",
+    "timing_raw",
+    "global_steps",
+    "local_trigger_step",
+    "parameter_sync_step",
+    "use_critic",
+    "actor_rollout_wg",
+    "critic_wg",
+)
+uses(__name__, "verl.trainer.ppo.v1.trainer_base", "RewardLoopManager(config, rm_resource_pool)")
+uses(__name__, "verl.trainer.ppo.utils:Role", "RewardModel")
+uses(__name__, "verl.single_controller.ray:ResourcePoolManager", "get_resource_pool(role)")
+uses(__name__, "verl.single_controller.ray:RayResourcePool", "get_placement_groups(device_name)")
+uses(__name__, "verl.single_controller.ray:RayWorkerGroup", "_dispatch_info")
+uses(__name__, "verl.workers.engine_workers:ActorRolloutRefWorker", "update_actor(data)")
+uses(__name__, "verl.workers.engine_workers:TrainingWorker", "train_mini_batch(data)")
+uses(__name__, "verl.utils.tensordict_utils", "assign_non_tensor_stack(tensor_dict, key, val)")
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +113,11 @@ class RewardLoopTrainer(RecordingTrainer):
         # verl replaces failed groups indefinitely, even if every replacement fails for the same reason.
         self.replay_buffer.checks.append(self._poll_fatal_errors)
 
+    @overrides(PPOTrainer)
     def _build_replay_buffer(self) -> Any:
         return extend(super()._build_replay_buffer(), self._settings.mode, self._rewards_to_filter_by)
 
+    @overrides(PPOTrainer)
     def _setup(self) -> None:
         if self._colocated is None:
             # Start them first: they load while the policy loads.
@@ -118,12 +147,14 @@ class RewardLoopTrainer(RecordingTrainer):
         handles = [self.reward_workers.client] if self._colocated is None else None
         return SimpleNamespace(reward_loop_worker_handles=handles)
 
+    @overrides(PPOTrainer)
     def _fetch_one_gen_batch(self) -> TensorDict:
         batch = super()._fetch_one_gen_batch()
         if self.reward_workers.client.by_group:
             assign_non_tensor_stack(batch, "group_size", group_sizes(batch, self.config.actor_rollout_ref.rollout.n))
         return batch
 
+    @overrides(PPOTrainer)
     def fit(self, agent_loop_manager: Any) -> None:
         """Trains, and then stops the agent loop workers. Workers that die during training are replaced.
 
@@ -142,6 +173,7 @@ class RewardLoopTrainer(RecordingTrainer):
         for worker in agent_loop_manager.agent_loop_workers:
             ray.kill(worker)
 
+    @overrides(PPOTrainer)
     def step(self, metrics: dict, timing_raw: dict) -> Any:
         """Runs one training step, and adds the metrics of its rewards, computed from all samples of the step."""
         self._rewards = StepRewards()
@@ -152,6 +184,7 @@ class RewardLoopTrainer(RecordingTrainer):
         metrics.update(self._rewards.metrics() | (self.recovery.metrics() if self.recovery else {}))
         return batch
 
+    @overrides(PPOTrainer)
     def _step_once(self, metrics: dict, timing_raw: dict, sample_batch_size: int) -> Any:
         """Runs one of verl's local updates. An update is skipped if none of its samples has a score.
 
@@ -166,10 +199,12 @@ class RewardLoopTrainer(RecordingTrainer):
             logger.warning("update %d of the step is skipped: %s", self.local_trigger_step + 1, error)
             return KVBatchMeta(partition_id="train", keys=[], tags=[])
 
+    @overrides(PPOTrainer)
     def _validate(self) -> dict[str, float]:
         with self._checking_fatal_errors():
             return super()._validate()
 
+    @overrides(PPOTrainer)
     def _val_metrics_update(
         self,
         data_sources: Any,
@@ -187,6 +222,7 @@ class RewardLoopTrainer(RecordingTrainer):
             expected_acc_counts,
         )
 
+    @overrides(PPOTrainer)
     def _dump_generations(
         self, inputs: Any, outputs: Any, gts: Any, scores: Any, reward_extra_infos_dict: dict[str, list], dump_path: str
     ) -> None:
@@ -201,6 +237,7 @@ class RewardLoopTrainer(RecordingTrainer):
             infos["reward"] = unmasked(infos["reward"], infos.get("reward_masked"))
         super()._dump_generations(inputs, outputs, gts, scores, infos, dump_path)
 
+    @overrides(PPOTrainer)
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
         # In verl's own values of these metrics, masked samples count as 0.
@@ -220,6 +257,7 @@ class RewardLoopTrainer(RecordingTrainer):
             rewards = [float(row.sum()) for (row,) in read_rows(keys, "train", "token_level_rewards")]
         return spread("critic/score", scores) | spread("critic/rewards", rewards)
 
+    @overrides(PPOTrainer)
     def on_sample_end(self) -> None:
         super().on_sample_end()
         self._check_fatal_errors()
@@ -253,6 +291,7 @@ class RewardLoopTrainer(RecordingTrainer):
             raise
         self._check_fatal_errors()
 
+    @overrides(PPOTrainer)
     def _compute_reward_colocate(self, batch: Any, metrics: dict | None = None) -> Any:
         """Scores the whole batch after the rollout, with a reward model on the trainer's GPUs."""
         assert self._colocated is not None
@@ -263,6 +302,7 @@ class RewardLoopTrainer(RecordingTrainer):
         write_rewards(batch, keys, rewards)
         return batch
 
+    @overrides(PPOTrainer)
     def _balance_batch(self, batch: Any, metrics: dict, **options: Any) -> Any:
         """Takes the rows without a reward out of the batch; verl then pads it, and distributes its rows over ranks.
 
@@ -304,6 +344,7 @@ class RewardLoopTrainer(RecordingTrainer):
             )
         return select(batch, learners)
 
+    @overrides(PPOTrainer)
     def _compute_advantage(self, batch: Any, metrics: dict) -> Any:
         """Computes the advantages of all rows but the padding, which has none."""
         padding = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding")]

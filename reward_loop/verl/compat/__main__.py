@@ -10,9 +10,17 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 
 from reward_loop._util.standard_streams import open_standard_streams
-from reward_loop.verl.compat.names import COMMAND, CPU, TRAINING
-from reward_loop.verl.compat.releases import SUPPORTED, installed_version, verl_folder
-from reward_loop.verl.compat.signatures import findings
+from reward_loop.verl.compat import (
+    COMMAND,
+    CPU,
+    SUPPORTED,
+    TRAINING,
+    VerlVersionError,
+    findings,
+    installed_version,
+    registered,
+    verl_folder,
+)
 
 __all__ = ["main"]
 
@@ -31,7 +39,7 @@ neither Ray nor any other process, and needs no GPU. To compare a verl that is n
 the path: PYTHONPATH=path/to/verl-checkout python -m reward_loop.verl.compat
 """
 
-TABLES = {
+MODULES = {
     "By the command, before Ray starts": COMMAND,
     "By the task runner, the trainer and the workers": TRAINING,
     "In addition, on a CPU": CPU,
@@ -51,13 +59,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     for package in ("TransferQueue", "ray", "torch"):
         print(f"{package} {_version(package)}")
     count, problems = 0, dict[str, None]()
-    for title, table in TABLES.items():
+    for title, modules in MODULES.items():
         print(f"\n{title}", flush=True)
-        for owner, group in groupby(findings(table), key=lambda finding: finding.owner):
+        try:
+            used = registered(modules)
+        except VerlVersionError as error:
+            print(f"\n{error}")
+            return 1
+        for owner, group in groupby(findings(used), key=lambda finding: finding.use.owner):
             print(f"  {owner}")
             for finding in group:
                 count += 1
-                print(f"    {'NO' if finding.problem else 'ok'}  {finding.name}")
+                print(f"    {'NO' if finding.problem else 'ok'}  {finding.use.name}  {finding.use.why}")
                 if finding.problem:
                     problems[finding.problem] = None
     if not problems:

@@ -14,9 +14,12 @@ import ray
 import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
+from reward_loop.verl.compat import uses
 from reward_loop.verl.cpu.mailbox import Mailbox
 
 __all__ = ["RayCheckpointEngine"]
+
+uses(__name__, "verl.checkpoint_engine.base:CheckpointEngineRegistry", "register(backend)")
 
 RECEIVE_TIMEOUT_S = 600.0
 """Timeout in seconds for receiving the weights."""

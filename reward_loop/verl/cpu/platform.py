@@ -10,7 +10,11 @@ from typing import Any
 import torch
 from verl.plugin.platform.platform_base import PlatformBase
 
+from reward_loop.verl.compat import uses
+
 __all__ = ["CPUPlatform"]
+
+uses(__name__, "verl.plugin.platform.platform_base", "PlatformBase")
 
 
 def _zero(*args: Any, **kwargs: Any) -> int:

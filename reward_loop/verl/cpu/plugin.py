@@ -9,7 +9,12 @@ import os
 
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
+from reward_loop.verl.compat import uses
 from reward_loop.verl.cpu.platform import CPUPlatform
+
+uses(__name__, "verl.plugin.platform.platform_manager:PlatformRegistry", "register(platform)")
+uses(__name__, "verl.workers.rollout.base", "_ROLLOUT_REGISTRY")
+uses(__name__, "verl.workers.rollout.replica:RolloutReplicaRegistry", "register(name, loader)")
 
 ROLLOUT_NAME = "transformers"
 """``actor_rollout_ref.rollout.name`` of the CPU rollout."""

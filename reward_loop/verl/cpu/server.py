@@ -13,8 +13,11 @@ import torch
 
 from reward_loop.serving.embedded.batching import BatchingEngine
 from reward_loop.serving.embedded.sampling_params import SamplingParams
+from reward_loop.verl.compat import uses
 
 __all__ = ["CPURolloutServer"]
+
+uses(__name__, "verl.workers.rollout.replica", "TokenOutput")
 
 MAX_BATCH_SIZE = 128
 """The largest number of sequences in a batch. More do not increase the throughput of a CPU."""
