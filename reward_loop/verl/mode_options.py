@@ -189,6 +189,20 @@ def check_mode(config: DictConfig, mode: ModeOptions) -> None:
         _check_queue(config, mode.queue)
 
 
+def check_group_manager(mode: ModeOptions) -> None:
+    """Rejects options that do not work with a reward manager that waits for all rollouts of a prompt.
+
+    Raises:
+        ConfigError: the queue between generation and judging has an ``in_flight``.
+    """
+    in_flight = mode.queue.in_flight if mode.queue is not None else None
+    if in_flight is not None:
+        raise ConfigError(
+            f"{REWARD_QUEUE}.in_flight={in_flight} does not work with a reward manager that waits for all rollouts of "
+            "a prompt: leave it out, and bound the judges by reward_loop.limits"
+        )
+
+
 def _check_pipeline(config: DictConfig) -> None:
     sampler = config.trainer.v1.sampler.get("custom_sampler") or {}
     manager = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")

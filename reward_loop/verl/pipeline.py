@@ -209,6 +209,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         uids, self._submitted = self._submitted[:size], self._submitted[size:]
         with added_seconds("gen", timing_raw):
             self.on_sample_end()
+        self._check_fatal_errors()
         trajectories = self._trajectories(uids)
         if self.reward_loop_manager.reward_loop_worker_handles is None:
             # The reward model runs on the trainer's GPUs, so nothing overlaps with judging.

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from ray.exceptions import RayActorError
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
-from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.errors import RewardLoopError
 from reward_loop.types import Outcome
 from reward_loop.verl.agent_loop import RewardAgentLoopWorker
 from reward_loop.verl.agent_loop_manager import RewardAgentLoopManager
@@ -144,22 +144,6 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
         refills = options.max_refills
         self._failures = FailureStreak(None if refills is None else refills * config.data.train_batch_size)
         self.replay_buffer.check_failed_groups = self._raise_if_all_fail
-
-    @overrides(PPOTrainerSeparateAsync)
-    def on_init_end(self) -> None:
-        """Checks the options of the queue against the reward manager, which the reward workers have loaded by now.
-
-        Raises:
-            ConfigError: ``in_flight`` is set, and the manager waits for all rollouts of a prompt.
-        """
-        (client,) = self.get_reward_handles()
-        in_flight = self._options.in_flight
-        if client.by_group and in_flight is not None:
-            raise ConfigError(
-                f"{REWARD_QUEUE}.in_flight={in_flight} does not work with a reward manager that waits for all rollouts "
-                "of a prompt: leave it out, and bound the judges by reward_loop.limits"
-            )
-        super().on_init_end()
 
     def _raise_if_all_fail(self, failed: Collection[str], finished: Collection[str]) -> None:
         """Raises if too many groups, replacements included, failed in a row."""

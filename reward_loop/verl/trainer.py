@@ -23,6 +23,7 @@ from reward_loop.verl.agent_loop_manager import RewardAgentLoopManager
 from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.gdpo import GDPO, component_rewards, switch_estimator, use_rewards
 from reward_loop.verl.group_size import WithGroupSize, group_sizes
+from reward_loop.verl.mode_options import check_group_manager
 from reward_loop.verl.recording_trainer import RecordingTrainer
 from reward_loop.verl.recovery import Recovery
 from reward_loop.verl.replay_buffer import REWARD_METRIC, extend
@@ -131,6 +132,7 @@ class RewardLoopTrainer(RecordingTrainer):
         self._post_processes = self.reward_workers.have_post_process()
         self._health = StepHealth(self._settings.options, self.reward_workers)
         if self.reward_workers.client.by_group:
+            check_group_manager(self._settings.mode)
             n = self.config.actor_rollout_ref.rollout.val_kwargs.n
             self.val_dataloader: Any = WithGroupSize(self.val_dataloader, n)
 
@@ -257,11 +259,6 @@ class RewardLoopTrainer(RecordingTrainer):
             rewards = [float(row.sum()) for (row,) in read_rows(keys, "train", "token_level_rewards")]
         return spread("critic/score", scores) | spread("critic/rewards", rewards)
 
-    @overrides(PPOTrainer)
-    def on_sample_end(self) -> None:
-        super().on_sample_end()
-        self._check_fatal_errors()
-
     def _poll_fatal_errors(self) -> None:
         self.reward_workers.poll_fatal_errors()
 
@@ -311,7 +308,9 @@ class RewardLoopTrainer(RecordingTrainer):
 
         Raises:
             NothingToLearnError: no row has a reward to learn from.
+            RewardLoopError: the run must stop because of a reward.
         """
+        self._check_fatal_errors()
         batch = super()._balance_batch(self._learners(batch), metrics, **options)
         ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
         return select(batch, spread_padding([bool(tag.get("is_padding")) for tag in batch.tags], ranks))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import os
+import re
 import subprocess
 import sys
 from importlib.machinery import ModuleSpec
@@ -13,58 +15,54 @@ from typing import Any
 
 import pytest
 
-from reward_loop.verl import (
-    agent_loop,
-    compat,
-    pipeline,
-    recording_trainer,
-    replay_buffer,
-    separate_async,
-    task_runner,
-    trainer,
-)
+from reward_loop.verl import compat
+from reward_loop.verl.compat import COMMAND, CPU, TRAINING, Use
 from tests.gsm8k import ROOT
 
 pytestmark = pytest.mark.integration  # imports verl
 
 
 def test_the_installed_verl_has_all_names() -> None:
-    compat.check(compat.COMMAND, compat.TRAINING, compat.CPU)
+    compat.check(*COMMAND, *TRAINING, *CPU)
 
 
-def test_every_name_has_a_reason() -> None:
-    for table in (compat.COMMAND, compat.TRAINING, compat.CPU):
-        assert all(why for names in table.values() for why in names.values())
+def modules() -> list[str]:
+    """The modules of ``reward_loop.verl`` that import verl or TransferQueue, other than this check."""
+    folder = ROOT / "reward_loop" / "verl"
+    found = []
+    for path in sorted(folder.rglob("*.py")):
+        if re.search(r"^ *(from|import) (verl|transfer_queue)\b", path.read_text(), re.MULTILINE):
+            found.append(str(path.relative_to(folder).with_suffix("")).replace("/", "."))
+    return found
 
 
-def overrides(cls: type) -> set[str]:
-    """The methods of a class of ours that override methods of verl's classes, apart from the constructor."""
-    verls = {name for base in cls.__mro__ if base.__module__.startswith("verl.") for name in vars(base)}
-    return {name for name, value in vars(cls).items() if inspect.isfunction(value)} & verls - {"__init__"}
+def test_every_module_that_imports_verl_is_checked() -> None:
+    assert set(modules()) - {"sample_table"} <= {*COMMAND, *TRAINING, *CPU}
 
 
-@pytest.mark.parametrize(
-    "cls",
-    [
-        agent_loop.RewardAgentLoopWorker,
-        pipeline.RewardPipelineTrainer,
-        recording_trainer.RecordingTrainer,
-        replay_buffer.RewardReplayBuffer,
-        separate_async.QueueAgentLoopWorker,
-        separate_async.QueueSeparateAsyncTrainer,
-        task_runner.TaskRunner.__ray_actor_class__,
-        trainer.RewardLoopTrainer,
-    ],
-)
-def test_every_override_of_a_method_of_verl_is_listed(cls: type) -> None:
-    listed = {
-        name.partition("(")[0]
-        for names in [*compat.TRAINING.values(), *compat.COMMAND.values()]
-        for name, why in names.items()
-        if why.startswith("overridden")
-    }
-    assert overrides(cls)
-    assert overrides(cls) <= listed
+def overridden(module: str) -> set[str]:
+    """The methods of verl's classes that the classes of a module override, apart from constructors."""
+    names = set()
+    for cls in vars(importlib.import_module(f"reward_loop.verl.{module}")).values():
+        cls = getattr(cls, "__ray_actor_class__", cls)
+        if not inspect.isclass(cls) or cls.__module__ != f"reward_loop.verl.{module}":
+            continue
+        verls = {name for base in cls.__mro__ if base.__module__.startswith("verl.") for name in vars(base)}
+        ours = {name for name, value in vars(cls).items() if inspect.isfunction(value)}
+        bases = {name for base in cls.__mro__[1:] if base.__module__.startswith("reward_loop.") for name in vars(base)}
+        names |= ours & verls - bases - {"__init__"}
+    return names
+
+
+@pytest.mark.parametrize("module", sorted({*TRAINING, "task_runner"}))
+def test_every_override_of_a_method_of_verl_is_registered(module: str) -> None:
+    used = compat.registered([module])
+    assert overridden(module) <= {use.name.partition("(")[0] for use in used if use.overridden}
+
+
+def test_few_methods_of_verl_are_overridden() -> None:
+    used = compat.registered([*COMMAND, *TRAINING])
+    assert len({use.name.partition("(")[0] for use in used if use.overridden}) <= 30
 
 
 def test_a_removed_method_is_an_error_that_names_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,10 +70,13 @@ def test_a_removed_method_is_an_error_that_names_the_versions(monkeypatch: pytes
 
     monkeypatch.delattr(PPOTrainer, "_step_once")
     with pytest.raises(compat.VerlVersionError) as caught:
-        compat.check(compat.TRAINING)
+        compat.check(*TRAINING)
     message = str(caught.value)
     assert f"installed verl {compat.installed_version()}; supported: 0.9.1" in message
-    assert "verl.trainer.ppo.v1.trainer_base:PPOTrainer._step_once is missing (overridden: skips an update" in message
+    assert (
+        "verl.trainer.ppo.v1.trainer_base:PPOTrainer._step_once is missing (overridden in reward_loop.verl.trainer)"
+        in message
+    )
 
 
 def test_all_differences_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,37 +88,59 @@ def test_all_differences_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verls.ReplayBuffer, "_wait_for_next_poll", wait)
     monkeypatch.delattr(verls, "_accumulate_eviction_metrics")
     with pytest.raises(compat.VerlVersionError) as caught:
-        compat.check(compat.TRAINING)
+        compat.check(*TRAINING)
     message = str(caught.value)
     assert "replay_buffer:_accumulate_eviction_metrics is missing" in message
     assert "ReplayBuffer._wait_for_next_poll has the parameters (" in message
     assert "instead of (partition_id, last_debug_time)" in message
 
 
+def problem_of(owner: str, name: str, overridden: bool = False) -> str | None:
+    (finding,) = compat.findings([Use("here", owner, name, overridden)])
+    return finding.problem
+
+
 @pytest.mark.parametrize(
-    ("owner", "names", "problem"),
+    ("owner", "name", "overridden", "problem"),
     [
-        ("verl.nonesuch", {"x": "a reason"}, "verl.nonesuch cannot be imported"),
-        ("verl.protocol:Nonesuch", {"x": "a reason"}, "verl.protocol:Nonesuch is missing"),
-        ("verl.protocol:DataProto", {"nonesuch": "a reason"}, "DataProto.nonesuch is missing (a reason)"),
-        ("verl.trainer.main_ppo", {"run_ppo(config)": "a reason"}, "run_ppo has the parameters"),
-        ("verl.trainer.main_ppo", {"run_ppo(task_runner_class, config)": "a reason"}, "run_ppo has the parameters"),
-        ("verl.trainer.main_ppo", {"run_ppo(config, more)": "a reason"}, "run_ppo has the parameters"),
-        ("verl.utils", {"hf_tokenizer(name_or_path)": "overridden: a reason"}, "hf_tokenizer has the parameters"),
+        ("verl.nonesuch", "x", False, "verl.nonesuch cannot be imported"),
+        ("verl.protocol:Nonesuch", "x", False, "verl.protocol:Nonesuch is missing"),
+        ("verl.protocol:DataProto", "nonesuch", False, "DataProto.nonesuch is missing (used in here)"),
+        ("verl.trainer.main_ppo", "run_ppo(config)", True, "run_ppo has the parameters"),
+        ("verl.trainer.main_ppo", "run_ppo(task_runner_class, config)", False, "run_ppo has the parameters"),
+        ("verl.trainer.main_ppo", "run_ppo(config, more)", False, "run_ppo has the parameters"),
+        ("verl.utils", "hf_tokenizer(name_or_path)", True, "hf_tokenizer has the parameters"),
     ],
 )
-def test_names_that_differ(owner: str, names: dict[str, str], problem: str) -> None:
-    with pytest.raises(compat.VerlVersionError) as caught:
-        compat.check({owner: names})
-    assert problem in str(caught.value)
+def test_names_that_differ(owner: str, name: str, overridden: bool, problem: str) -> None:
+    assert problem in (problem_of(owner, name, overridden) or "")
 
 
 def test_attributes_that_a_constructor_sets_count_as_present() -> None:
-    compat.check({"verl.trainer.ppo.v1.replay_buffer:ReplayBuffer": {"pending_keys": "set in the constructor"}})
+    assert problem_of("verl.trainer.ppo.v1.replay_buffer:ReplayBuffer", "pending_keys") is None
 
 
 def test_further_parameters_may_be_there() -> None:
-    compat.check({"verl.trainer.main_ppo": {"run_ppo(config, **)": "overridden, with further parameters"}})
+    assert problem_of("verl.trainer.main_ppo", "run_ppo(config, **)", overridden=True) is None
+
+
+def test_a_module_that_verl_lacks_a_name_for_is_an_error() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MISSING], capture_output=True, text=True, timeout=300, check=False, cwd=ROOT
+    )
+    assert "VerlVersionError" in done.stdout, done.stderr
+    assert "reward_loop.verl.step_batch cannot be imported" in done.stdout
+
+
+MISSING = """
+import verl.trainer.ppo.v1.utils as utils
+from reward_loop.verl import compat
+del utils.MetricsAggregator
+try:
+    compat.check("step_batch")
+except compat.VerlVersionError as error:
+    print(type(error).__name__, error)
+"""
 
 
 def install(folder: Path, version: str) -> None:

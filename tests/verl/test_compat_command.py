@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from reward_loop.verl.compat import CPU, TRAINING, installed_version
+from reward_loop.verl.compat import CPU, TRAINING, installed_version, registered, verl_folder
 from reward_loop.verl.compat.__main__ import main
-from reward_loop.verl.compat.releases import verl_folder
 from tests.gsm8k import ROOT
 
 pytestmark = pytest.mark.integration  # imports verl
@@ -35,10 +34,10 @@ def test_every_name_is_listed_below_its_owner(capsys: pytest.CaptureFixture[str]
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"verl {installed_version()} in {verl_folder()};")
     assert lines[1].startswith("TransferQueue 0.")
-    for table in (TRAINING, CPU):
-        for owner, names in table.items():
-            first = lines.index(f"  {owner}", lines.index("By the task runner, the trainer and the workers")) + 1
-            assert lines[first : first + len(names)] == [f"    ok  {name}" for name in names]
+    for modules in (TRAINING, CPU):
+        for use in registered(modules):
+            owner = lines.index(f"  {use.owner}")
+            assert lines.index(f"    ok  {use.name}  {use.why}", owner) > owner
     assert lines[-1].endswith("names fit.")
 
 
@@ -51,10 +50,10 @@ def test_a_renamed_method_of_another_verl_is_named_and_the_status_is_1(tmp_path:
     done = run_command(folder=tmp_path)
     assert done.returncode == 1, done.stderr
     assert f"in {tmp_path}/verl" in done.stdout
-    assert "    NO  _compute_advantage(batch, metrics)" in done.stdout
-    assert "    ok  _compute_values(batch, metrics)" in done.stdout
+    assert "    NO  _compute_advantage(batch, metrics)  overridden in reward_loop.verl.trainer" in done.stdout
+    assert "    ok  _compute_values(batch, metrics)  used in reward_loop.verl.pipeline" in done.stdout
     (problem,) = done.stdout[done.stdout.index("reward_loop does not work with verl") :].splitlines()[1:]
-    assert "trainer_base:PPOTrainer._compute_advantage is missing (overridden: excludes padding" in problem
+    assert "trainer_base:PPOTrainer._compute_advantage is missing (overridden in reward_loop.verl.trainer)" in problem
     assert "Traceback" not in done.stderr
 
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from reward_loop.errors import ConfigError
-from reward_loop.verl.mode_options import PipelineOptions, RewardQueueOptions, queue_shares, read_mode
+from reward_loop.verl.mode_options import (
+    PipelineOptions,
+    RewardQueueOptions,
+    check_group_manager,
+    queue_shares,
+    read_mode,
+)
 from tests.verl.configs import resolved, settled
 
 GRPO = ("data.train_batch_size=64", "actor_rollout_ref.rollout.n=4", "trainer.v1.trainer_mode=separate_async")
@@ -80,3 +86,10 @@ def test_the_polling_interval_is_an_option() -> None:
             read_mode(config)
     del config.trainer.v1.sampler.poll_interval_s
     assert read_mode(config).poll_interval_s == 0.1
+
+
+def test_the_number_of_judged_rollouts_has_no_bound_if_a_manager_needs_whole_groups() -> None:
+    for mode in (resolved().mode, resolved(*GRPO).mode):
+        check_group_manager(mode)
+    with pytest.raises(ConfigError, match=r"in_flight=8 does not work with a reward manager that waits .*limits"):
+        check_group_manager(resolved(*GRPO, f"{QUEUE}.in_flight=8").mode)

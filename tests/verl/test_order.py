@@ -455,6 +455,9 @@ class Generating(RewardPipelineTrainer):
     def on_sample_end(self) -> None:
         self.asleep = True
 
+    def _check_fatal_errors(self) -> None:
+        pass
+
     def _trajectories(self, uids: list[str]) -> KVBatchMeta:
         return KVBatchMeta(keys=[f"{uid}_0_0" for uid in uids], tags=[{} for _ in uids])
 

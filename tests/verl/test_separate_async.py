@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
-from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.errors import RewardLoopError
 from reward_loop.verl import tq_batches
 from reward_loop.verl.judging_queue import JudgingQueue
 from reward_loop.verl.mode_options import REWARD_QUEUE
@@ -174,18 +174,6 @@ def trainer(*overrides: str, by_group: bool) -> Any:
     return trainer
 
 
-def test_a_manager_of_groups_cannot_have_a_bound_on_what_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = []
-    monkeypatch.setattr(PPOTrainerSeparateAsync, "on_init_end", lambda self: begun.append(self))
-    bound = f"{REWARD_QUEUE}.in_flight=20"
-    with pytest.raises(ConfigError, match=f"{bound} does not work .* waits for all rollouts"):
-        trainer(bound, by_group=True).on_init_end()
-    assert not begun
-    trainer(bound, by_group=False).on_init_end()
-    trainer(by_group=True).on_init_end()
-    assert len(begun) == 2
-
-
 def test_groups_that_always_fail_are_not_replaced_indefinitely(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = SimpleNamespace(checks=[], check_failed_groups=None)
 
@@ -201,9 +189,7 @@ def test_groups_that_always_fail_are_not_replaced_indefinitely(monkeypatch: pyte
     check({"e", "f", "g"}, {"c"})
     tags = {"h": {"is_prompt": True, "error": "h_0: KeyError: 'tool'"}}
     monkeypatch.setattr(tq_batches, "read_tags", lambda: (tags, {}))
-    with pytest.raises(
-        RewardLoopError, match=r"5 groups failed .*max_refills=2, .*=2\)\. .* h_0: KeyError"
-    ):
+    with pytest.raises(RewardLoopError, match=r"5 groups failed .*max_refills=2, .*=2\)\. .* h_0: KeyError"):
         check({"h"}, {"c"})
 
 
