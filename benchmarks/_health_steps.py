@@ -11,7 +11,7 @@ import torch
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.health import Findings, HealthWatch, Observation
-from reward_loop.verl import tq_batches
+from reward_loop.verl import tq_rows
 from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward
 from reward_loop.verl.step_health import StepHealth
 
@@ -61,7 +61,7 @@ def measure(samples: int, group: int, tokens: int, steps: int) -> dict[str, floa
     no_workers: Any = None  # without records, they are not asked
     health, watch = StepHealth(options, no_workers), TimedWatch(options.health)
     health._watch = watch
-    tq_batches.tq = queue
+    tq_rows.tq = queue
     seconds = []
     for number in range(1, steps + 1):
         queue.seconds, began = 0.0, time.process_time()

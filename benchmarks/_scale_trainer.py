@@ -75,7 +75,7 @@ def tags(in_flight: int) -> dict[str, float]:
     """Read the tags of ``in_flight`` samples and of their prompts, and return the best of five times. Needs Ray."""
     import transfer_queue as tq
 
-    from reward_loop.verl.tq_batches import read_tags
+    from reward_loop.verl.tq_rows import read_tags
 
     uids = [f"prompt-{i}" for i in range(in_flight // GROUP)]
     keys = [f"{uid}_{i}_0" for uid in uids for i in range(GROUP)]

@@ -139,7 +139,7 @@ def limiter_service() -> Iterator[tuple[str, int]]:
 
 def path_of_a_sample(texts: list[str], folder: Path, quick: bool) -> dict[str, Any]:
     """Measure each process on the path of a sample, and the memory of samples in flight. Needs Ray."""
-    from reward_loop.verl.router_address import RouterAddress
+    from reward_loop.verl.cluster import RouterAddress
     from reward_loop.verl.workers import RewardWorkers
 
     tokenizer = save_tokenizer(texts, folder)

@@ -16,8 +16,8 @@ from examples.tiny_models import build_tiny_model
 from examples.training import TrainingProcess, read_metrics, write_dataset
 from reward_loop.agent.simulation import parse_latency
 from reward_loop.verl.cpu.setup import CPU_ENVIRONMENT
-from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
 from reward_loop.verl.mode_options import PIPELINE_MODE
+from reward_loop.verl.settings import CONFIG_DIR, verl_config_dir
 
 __all__ = [
     "BLOCK",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from reward_loop.verl.ray_start import with_ray
+from reward_loop.verl.main_ppo import with_ray
 
 
 @contextmanager

@@ -320,9 +320,9 @@ def test_training_commands_are_accepted(
     pytest.importorskip("verl")
     from hydra import compose, initialize_config_dir
 
-    from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
     from reward_loop.verl.main_ppo import check_function
     from reward_loop.verl.resolve import resolve
+    from reward_loop.verl.settings import CONFIG_DIR, verl_config_dir
 
     write_files(page, tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -350,7 +350,7 @@ def test_commands_of_verl_load_our_manager(command: list[str]) -> None:
     from verl.trainer.ppo.reward import resolve_reward_manager_cls
 
     from reward_loop.managers import RewardLoopManagerBase
-    from reward_loop.verl.defaults import verl_config_dir
+    from reward_loop.verl.settings import verl_config_dir
 
     with initialize_config_dir(str(verl_config_dir()), version_base=None):
         config = compose("ppo_trainer", command[3:])
@@ -382,8 +382,8 @@ def test_migrated_options_are_accepted(row: str, tmp_path: Path) -> None:
     pytest.importorskip("verl")
     from hydra import compose, initialize_config_dir
 
-    from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
     from reward_loop.verl.resolve import resolve
+    from reward_loop.verl.settings import CONFIG_DIR, verl_config_dir
 
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForSequenceClassification"]}')
     old, new = row.split(" | ")[:2]

@@ -21,9 +21,9 @@ from verl.utils.tensordict_utils import assign_non_tensor
 
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl.agent_loop import RewardAgentLoopWorker
+from reward_loop.verl.cluster import worker_nodes
 from reward_loop.verl.compat import overrides, uses
-from reward_loop.verl.router_address import worker_nodes
-from reward_loop.verl.tq_batches import unfinished_prompts
+from reward_loop.verl.tq_rows import unfinished_prompts
 
 __all__ = ["AGENT_LOOP_MANAGER", "MAX_DEATHS", "Assignments", "RewardAgentLoopManager"]
 

@@ -27,10 +27,9 @@ from reward_loop.serving.checkpoint import architectures, model_kind
 from reward_loop.verl import compat
 from reward_loop.verl.compat import uses
 from reward_loop.verl.cpu.setup import prepared, run_environment
-from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
 from reward_loop.verl.ray_start import with_ray
 from reward_loop.verl.resolve import resolve
-from reward_loop.verl.settings import RewardSettings
+from reward_loop.verl.settings import CONFIG_DIR, RewardSettings, verl_config_dir
 
 __all__ = ["main", "run"]
 

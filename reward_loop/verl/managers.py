@@ -1,29 +1,30 @@
-"""The reward manager of a reward worker: ours, or one that was written for verl."""
+"""The reward manager of a reward worker: ours, one that was written for verl, or the one of a discriminative model."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from reward_loop.client import classify
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardFunctionError
 from reward_loop.limits.permit import Limits
-from reward_loop.managers import RewardLoopManagerBase, scoring_function
+from reward_loop.managers import NaiveRewardLoopManager, RewardLoopManagerBase, scoring_function
 from reward_loop.managers.base import VALIDATE, last_row, step_of, uid_of
 from reward_loop.managers.post_process import PostProcess
 from reward_loop.processes.pool import usable_cores
+from reward_loop.router.config import API_KEY_VARIABLE
 from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.isolation import SplitSemaphore
 from reward_loop.scoring.normalise import normalise
 from reward_loop.types import Outcome, RewardResult, RewardSample
-from reward_loop.verl import discriminative
 from reward_loop.verl.compat import uses
-from reward_loop.verl.discriminative import DiscriminativeRewardLoopManager
 from reward_loop.verl.settings import RewardSettings
 
-__all__ = ["VerlManager", "build_manager"]
+__all__ = ["DiscriminativeRewardLoopManager", "VerlManager", "build_manager", "score_by_model"]
 
 uses(__name__, "verl.trainer.ppo.reward", "load_reward_manager(config, tokenizer)")
 uses(__name__, "verl.utils.reward_score", "default_compute_score(data_source, solution_str, ground_truth)")
@@ -170,7 +171,7 @@ def _model_scoring(settings: RewardSettings, limits: Limits) -> Any:
     assert settings.model is not None
     return scoring_function(
         DiscriminativeRewardLoopManager,
-        discriminative.compute_score,
+        score_by_model,
         settings.options,
         reward_kwargs={"model": settings.model.served_model_name or settings.model.model_path},
         limits=limits,
@@ -188,3 +189,49 @@ def _sandbox_kwargs(settings: RewardSettings) -> dict[str, Any]:
         "concurrent_semaphore": SplitSemaphore(share),
         "memory_limit_mb": sandbox.memory_limit_mb,
     }
+
+
+class DiscriminativeRewardLoopManager(NaiveRewardLoopManager):
+    """Scores the conversation of a rollout with the reward model, as verl's own reward loop does.
+
+    The conversation is the row's ``raw_prompt``, followed by the response as the assistant's turn. The response keeps
+    its special tokens, except the policy's end-of-sequence token. The reward model's chat template is applied to the
+    conversation.
+    """
+
+    async def to_sample(self, data: Any) -> RewardSample:
+        """Returns the sample, with the reward model's input as ``extra_info["reward_model_input"]``."""
+        sample = await super().to_sample(data)
+        row = data if data.batch["responses"].ndim == 1 else data[-1]
+        prompt = row.non_tensor_batch.get("raw_prompt")
+        if prompt is None:
+            return replace(sample, error='its row has no non_tensor_batch["raw_prompt"], the conversation to score')
+        try:
+            text = await asyncio.to_thread(self._render, list(prompt), row.batch)
+        except Exception as error:  # a chat template is code from the model's author
+            return replace(sample, error=f"the reward model's chat template failed: {type(error).__name__}: {error}")
+        return replace(sample, extra_info={**sample.extra_info, "reward_model_input": text})
+
+    def _render(self, conversation: list[dict[str, Any]], batch: Any) -> str:
+        length = batch["responses"].shape[-1]
+        ids = batch["responses"][: int(batch["attention_mask"][-length:].sum())] if length else []
+        response = self.tokenizer.decode(ids).replace(self.tokenizer.eos_token or "", "")
+        text: str = self.reward_model_tokenizer.apply_chat_template(
+            [*conversation, {"role": "assistant", "content": response}], add_generation_prompt=False, tokenize=False
+        )
+        # The server's tokenizer adds the token again.
+        return text.removeprefix(self.reward_model_tokenizer.bos_token or "")
+
+
+async def score_by_model(
+    extra_info: dict[str, Any], reward_router_address: str, model: str | None = None
+) -> dict[str, float]:
+    """Returns the logit of ``extra_info["reward_model_input"]``; if there are several, the last one, as in verl."""
+    logits = await classify(
+        reward_router_address,
+        extra_info["reward_model_input"],
+        model=model,
+        timeout=None,
+        api_key_env=API_KEY_VARIABLE if os.environ.get(API_KEY_VARIABLE) else None,
+    )
+    return {"score": logits[-1] if isinstance(logits, list) else logits}

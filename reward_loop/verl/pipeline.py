@@ -61,10 +61,9 @@ from reward_loop.errors import RewardLoopError
 from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.mode_options import PIPELINE_MODE, make_schedule, mini_batch_groups, read_mode
 from reward_loop.verl.refills import RefillLimit
-from reward_loop.verl.reward_metrics import added_seconds
+from reward_loop.verl.reward_metrics import added_seconds, judging_s, overlap_metrics
 from reward_loop.verl.step_batch import StepBatch
-from reward_loop.verl.step_seconds import judging_s, overlap_metrics
-from reward_loop.verl.tq_batches import copy, last_failure, read_tags, read_trajectories, select, spread_padding
+from reward_loop.verl.tq_rows import copy, last_failure, read_tags, read_trajectories, select, spread_padding
 from reward_loop.verl.trainer import NothingToLearnError
 from reward_loop.verl.trajectory_keys import JUDGED, uid_of
 

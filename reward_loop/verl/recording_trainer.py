@@ -19,7 +19,7 @@ from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.reward_metrics import StepRewards
 from reward_loop.verl.sample_table import SampleTable
 from reward_loop.verl.settings import RewardSettings
-from reward_loop.verl.tq_batches import read_rows
+from reward_loop.verl.tq_rows import read_rows
 from reward_loop.verl.trajectory_keys import final_outputs, session_of
 
 __all__ = ["RecordedSeconds", "RecordingTrainer"]

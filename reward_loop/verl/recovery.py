@@ -28,8 +28,14 @@ from transfer_queue import KVBatchMeta
 
 from reward_loop.verl.agent_loop_manager import RewardAgentLoopManager
 from reward_loop.verl.compat import uses
-from reward_loop.verl.tq_batches import field_names, read_trajectories, select, unfinished_prompts
-from reward_loop.verl.tq_rewards import read_sessions, write_rewards
+from reward_loop.verl.tq_rows import (
+    field_names,
+    read_sessions,
+    read_trajectories,
+    select,
+    unfinished_prompts,
+    write_rewards,
+)
 from reward_loop.verl.trajectory_keys import GENERATED, session_of, uid_of
 from reward_loop.verl.workers import RewardWorkers
 

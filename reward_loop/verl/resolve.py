@@ -21,10 +21,9 @@ from reward_loop.managers import RewardLoopManagerBase
 from reward_loop.managers.builtin import RateLimitedConfig
 from reward_loop.managers.registry import get as get_manager
 from reward_loop.managers.registry import names as manager_names
-from reward_loop.verl.defaults import defaults
 from reward_loop.verl.mode_options import PIPELINE_MODE, check_mode, read_mode
 from reward_loop.verl.reward_model import read_reward_model, warn_of_unused_options
-from reward_loop.verl.settings import FunctionName, ManagerName, RewardSettings
+from reward_loop.verl.settings import FunctionName, ManagerName, RewardSettings, defaults
 
 __all__ = ["read", "resolve", "without_reward"]
 

@@ -12,8 +12,7 @@ from reward_loop._util.text import shorten
 from reward_loop.scoring.dense_rewards import are_numbers
 from reward_loop.types import PART_KEYS, Reward
 from reward_loop.verl.reward_metrics import Rewards
-from reward_loop.verl.tq_batches import read_rows, write_rows
-from reward_loop.verl.tq_rewards import read_rewards, write_rewards
+from reward_loop.verl.tq_rows import read_rewards, read_rows, write_rewards, write_rows
 from reward_loop.verl.trajectory_keys import final_outputs, session_of, uid_of
 from reward_loop.verl.workers import RewardWorkers
 

@@ -12,8 +12,8 @@ from reward_loop.config import RewardModelConfig, ServedModelConfig, parse
 from reward_loop.errors import ConfigError
 from reward_loop.serving.engines.engine import normalised
 from reward_loop.serving.models import ENGINES, check_path
-from reward_loop.verl.defaults import defaults
 from reward_loop.verl.mode_options import PIPELINE_MODE, ModeOptions
+from reward_loop.verl.settings import defaults
 
 __all__ = ["read_reward_model", "warn_of_unused_options"]
 

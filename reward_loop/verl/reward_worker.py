@@ -21,8 +21,8 @@ from reward_loop.managers.recording import open_records
 from reward_loop.records import watch
 from reward_loop.records.exchange_counts import ExchangeCounts
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Reward, RewardSample
+from reward_loop.verl.cluster import RouterAddress, address_on_this_node
 from reward_loop.verl.managers import VerlManager, build_manager
-from reward_loop.verl.router_address import RouterAddress, address_on_this_node
 from reward_loop.verl.settings import RewardSettings
 
 __all__ = ["RewardWorker"]

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from reward_loop.config import RewardLoopConfig, RewardModelConfig
+from reward_loop.managers.builtin import RateLimitedConfig
 from reward_loop.managers.registry import get as get_manager
 from reward_loop.managers.registry import names as manager_names
 from reward_loop.scoring.load import load_function, load_object
+from reward_loop.verl.compat import verl_folder
 from reward_loop.verl.mode_options import ModeOptions
 
-__all__ = ["FunctionName", "ManagerName", "RewardSettings"]
+__all__ = ["CONFIG_DIR", "FunctionName", "ManagerName", "RewardSettings", "defaults", "verl_config_dir"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,3 +96,35 @@ class RewardSettings:
         config = deepcopy(self.config)
         config.reward_loop.job = address
         return replace(self, config=config, options=self.options.model_copy(update={"job": address}))
+
+
+CONFIG_DIR = Path(__file__).parent / "config"
+"""The directory of the reward loop's Hydra configuration."""
+
+
+def verl_config_dir() -> Path:
+    """Returns the directory of verl's Hydra configuration, without importing verl."""
+    return verl_folder() / "trainer" / "config"
+
+
+@functools.cache
+def defaults() -> DictConfig:
+    """Returns the option groups about rewards, with every known option and its default. Read-only."""
+    directory = verl_config_dir()
+    merged = OmegaConf.merge(
+        OmegaConf.load(directory / "legacy_reward_impl.yaml"),
+        {"reward": OmegaConf.load(directory / "reward" / "reward.yaml")},
+        {
+            "reward_model": {"reward_kwargs": None},
+            "custom_reward_function": {"reward_kwargs": None},
+            "reward": {
+                "reward_kwargs": None,
+                "custom_reward_function": {"reward_kwargs": None},
+                **dict.fromkeys(RateLimitedConfig.model_fields),
+            },
+        },
+        OmegaConf.load(CONFIG_DIR / "reward_loop_trainer.yaml"),
+        {"reward_model": {"server": dict.fromkeys(RewardModelConfig.model_fields)}},
+    )
+    OmegaConf.set_readonly(merged, True)
+    return merged

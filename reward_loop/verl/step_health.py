@@ -14,7 +14,7 @@ from reward_loop.health import HealthWatch, JudgeCalls, Observation
 from reward_loop.records.health import open_health, values_row, warning_row
 from reward_loop.types import Outcome, returned_numbers
 from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward
-from reward_loop.verl.tq_batches import read_rows
+from reward_loop.verl.tq_rows import read_rows
 from reward_loop.verl.trajectory_keys import session_of, uid_of
 from reward_loop.verl.workers import RewardWorkers
 

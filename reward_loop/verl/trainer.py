@@ -41,8 +41,17 @@ from reward_loop.verl.reward_metrics import (
 )
 from reward_loop.verl.services import RewardServices
 from reward_loop.verl.step_health import StepHealth
-from reward_loop.verl.tq_batches import MASKS, copy, read_rows, select, spread_padding, zero
-from reward_loop.verl.tq_rewards import read_rewards, read_sessions, write_rewards
+from reward_loop.verl.tq_rows import (
+    MASKS,
+    copy,
+    read_rewards,
+    read_rows,
+    read_sessions,
+    select,
+    spread_padding,
+    write_rewards,
+    zero,
+)
 from reward_loop.verl.trajectory_keys import final_outputs
 from reward_loop.verl.workers import RewardWorkers
 

@@ -17,9 +17,9 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardLoopError
 from reward_loop.limits.permit import REWARD_MODEL
 from reward_loop.types import Reward
+from reward_loop.verl.cluster import RouterAddress, worker_nodes
 from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient, SentSample, raise_if_lost
 from reward_loop.verl.reward_worker import RewardWorker
-from reward_loop.verl.router_address import RouterAddress, worker_nodes
 from reward_loop.verl.settings import RewardSettings
 
 __all__ = ["RewardWorkers", "longest_quiet_s"]

@@ -8,9 +8,8 @@ from hydra import compose, initialize, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 
-from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
 from reward_loop.verl.resolve import resolve
-from reward_loop.verl.settings import RewardSettings
+from reward_loop.verl.settings import CONFIG_DIR, RewardSettings, verl_config_dir
 
 
 def configuration(*overrides: str, name: str = "reward_loop_trainer") -> DictConfig:

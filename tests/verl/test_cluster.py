@@ -11,7 +11,7 @@ import pytest
 from reward_loop.config import RewardModelConfig, ServedModelConfig
 from reward_loop.serving.gpus import Accelerator
 from reward_loop.serving.reservation import SharedGpus
-from reward_loop.verl import colocated
+from reward_loop.verl import services
 from reward_loop.verl.cluster import accelerator, for_platform, groups_of_trainer
 from reward_loop.verl.services import _fix, _reservation
 from tests.verl.configs import settled
@@ -102,8 +102,8 @@ def test_servers_share_the_accelerators_of_verls_platform_with_the_trainer(
         placements.append(placement)
         return nullcontext(SimpleNamespace(sleep=lambda: None, reward_router_address="127.0.0.1:1"))
 
-    monkeypatch.setattr(colocated, "serve_reward_model", serve)
-    monkeypatch.setattr(colocated, "router_address", lambda address, *_: nullcontext(address))
-    with colocated.ColocatedRewardModel(RewardModelConfig(model_path="judge"), 1) as model:
+    monkeypatch.setattr(services, "serve_reward_model", serve)
+    monkeypatch.setattr(services, "router_address", lambda address, *_: nullcontext(address))
+    with services.ColocatedRewardModel(RewardModelConfig(model_path="judge"), 1) as model:
         assert model.start([]) == "127.0.0.1:1"
     assert [placement._accelerator for placement in placements] == [npu]

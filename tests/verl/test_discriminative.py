@@ -13,9 +13,9 @@ from examples.tiny_models import CHATML, IM_END
 from reward_loop.config import RewardModelConfig
 from reward_loop.serving import serve_reward_model
 from reward_loop.testing import FakeJudge, Logits, Status
-from reward_loop.verl.discriminative import compute_score
+from reward_loop.verl.cluster import RouterAddress
+from reward_loop.verl.managers import score_by_model
 from reward_loop.verl.reward_worker import RewardWorker
-from reward_loop.verl.router_address import RouterAddress
 from tests.verl.configs import resolved
 from tests.verl.test_workers import rollout
 
@@ -91,7 +91,7 @@ async def test_the_last_of_several_logits_counts(overrides: list[str]) -> None:
 async def test_a_router_with_a_key_is_given_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARD_LOOP_API_KEY", "secret")
     async with FakeJudge() as judge:
-        await compute_score({"reward_model_input": TEXT}, judge.address)
+        await score_by_model({"reward_model_input": TEXT}, judge.address)
         assert judge.requests[0].headers["authorization"] == "Bearer secret"
 
 

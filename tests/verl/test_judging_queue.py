@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from reward_loop import QueueClosedError
-from reward_loop.verl.judging_queue import JudgingQueue, merge_metrics
+from reward_loop.verl.separate_async import JudgingQueue, merge_metrics
+
+pytestmark = pytest.mark.integration  # imports verl
 
 
 async def turns(count: int = 30) -> None:

@@ -14,11 +14,11 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from reward_loop.agent.schedule import Schedule
 from reward_loop.errors import RewardLoopError
-from reward_loop.verl import pipeline, tq_batches
+from reward_loop.verl import pipeline, tq_rows
 from reward_loop.verl.mode_options import PipelineOptions
 from reward_loop.verl.pipeline import RewardPipelineTrainer
 from reward_loop.verl.step_batch import StepBatch
-from reward_loop.verl.tq_batches import select
+from reward_loop.verl.tq_rows import select
 from reward_loop.verl.trainer import NothingToLearnError
 from tests.verl.configs import settled
 
@@ -371,7 +371,7 @@ class Failing(RewardPipelineTrainer):
 @pytest.fixture(autouse=True)
 def _failures(monkeypatch: pytest.MonkeyPatch) -> None:
     tags = {"p0": {"is_prompt": True}, "p7": {"is_prompt": True, "error": "p7_0: KeyError: 'tool'"}}
-    monkeypatch.setattr(tq_batches, "read_tags", lambda: (tags, {}))
+    monkeypatch.setattr(tq_rows, "read_tags", lambda: (tags, {}))
 
 
 def test_groups_that_always_fail_are_not_replaced_for_ever() -> None:

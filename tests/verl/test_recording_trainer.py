@@ -16,7 +16,7 @@ from verl.utils.tracking import Tracking
 
 from reward_loop.records import Records
 from reward_loop.records.events import read_events
-from reward_loop.verl import sample_table, tq_batches
+from reward_loop.verl import sample_table, tq_rows
 from reward_loop.verl.recording_trainer import RecordedSeconds
 from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward, added_seconds
 from reward_loop.verl.trainer import with_reward_loop
@@ -106,7 +106,7 @@ def test_the_advantage_is_the_mean_over_the_tokens_that_are_trained_on(
             nested[field] = torch.nested.as_nested_tensor(values, layout=torch.jagged)
         return nested
 
-    monkeypatch.setattr(tq_batches, "tq", SimpleNamespace(kv_batch_get=get))
+    monkeypatch.setattr(tq_rows, "tq", SimpleNamespace(kv_batch_get=get))
     monkeypatch.setattr(PPOTrainer, "_compute_metrics", lambda self, batch, metrics, timing_raw, **kwargs: None)
     monkeypatch.setattr(trainer, "_trained_rewards", dict)
     trainer._rewards.trained = set(rows)
@@ -124,7 +124,7 @@ def test_advantages_that_cannot_be_read_do_not_stop_the_run(
     def fail(**_: Any) -> None:
         raise KeyError("advantages")
 
-    monkeypatch.setattr(tq_batches, "tq", SimpleNamespace(kv_batch_get=fail))
+    monkeypatch.setattr(tq_rows, "tq", SimpleNamespace(kv_batch_get=fail))
     monkeypatch.setattr(PPOTrainer, "_compute_metrics", lambda self, batch, metrics, timing_raw, **kwargs: None)
     monkeypatch.setattr(trainer, "_trained_rewards", lambda: {"critic/score/mean": 1.0})
     trainer._rewards.trained = {"q_0_0"}
@@ -161,7 +161,7 @@ def test_a_table_of_samples_is_logged_with_the_metrics_of_the_step(
 
     written: list[Any] = []
     monkeypatch.setattr(sample_table, "_WRITERS", {"wandb": lambda step, rows: written.append((step, rows))})
-    monkeypatch.setattr(tq_batches, "tq", SimpleNamespace(kv_batch_get=get))
+    monkeypatch.setattr(tq_rows, "tq", SimpleNamespace(kv_batch_get=get))
     monkeypatch.setattr(PPOTrainer, "_compute_metrics", lambda self, batch, metrics, timing_raw, **kwargs: None)
     monkeypatch.setattr(PPOTrainer, "fit", fit)
     monkeypatch.setattr(trainer, "_trained_rewards", dict)

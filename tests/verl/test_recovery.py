@@ -10,7 +10,7 @@ from transfer_queue import KVBatchMeta
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardLoopError
-from reward_loop.verl import recovery, tq_batches
+from reward_loop.verl import recovery, tq_rows
 from reward_loop.verl.agent_loop_manager import Assignments
 from reward_loop.verl.recovery import Recovery
 from reward_loop.verl.trajectory_keys import GENERATED
@@ -84,7 +84,7 @@ class Manager:
 def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     queue = Queue()
     monkeypatch.setattr(recovery, "tq", queue)
-    monkeypatch.setattr(tq_batches, "tq", queue)
+    monkeypatch.setattr(tq_rows, "tq", queue)
     return queue
 
 

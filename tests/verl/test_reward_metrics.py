@@ -17,7 +17,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 
-from reward_loop.verl import tq_batches, tq_rewards, trainer
+from reward_loop.verl import tq_rows, trainer
 from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward, audit_metrics, only_numbers
 from reward_loop.verl.trainer import NothingToLearnError, with_reward_loop
 from tests.verl.configs import resolved
@@ -116,7 +116,7 @@ class Queue:
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     queue = Queue()
-    monkeypatch.setattr(tq_batches, "tq", queue)
+    monkeypatch.setattr(tq_rows, "tq", queue)
     return queue
 
 
@@ -270,7 +270,7 @@ def test_only_the_columns_that_a_reward_worker_receives_are_fetched(queue: Queue
         "metrics": {"generate_sequences": 1.0},
     }
     queue.rows["a_0_0"] = row
-    _, (data,) = tq_rewards.read_sessions(KVBatchMeta(partition_id="train", keys=["a_0_0"], tags=[{}]))
+    _, (data,) = tq_rows.read_sessions(KVBatchMeta(partition_id="train", keys=["a_0_0"], tags=[{}]))
     (fetched,) = queue.fetched
     assert fetched == {
         *("prompts", "responses", "input_ids", "position_ids", "num_turns", "extra_fields"),
@@ -287,7 +287,7 @@ def test_sessions_are_read_if_the_trainer_has_computed_log_probabilities_of_some
     ids = torch.arange(4)
     columns = {**dict.fromkeys(("prompts", "responses", "input_ids", "position_ids"), ids), "uid": "a"}
     queue.rows |= {"a_0_0": {**columns, "entropy": ids * 0.5}, "b_0_0": {**columns, "uid": "b"}}
-    _, rows = tq_rewards.read_sessions(KVBatchMeta(partition_id="train", keys=["a_0_0", "b_0_0"], tags=[{}, {}]))
+    _, rows = tq_rows.read_sessions(KVBatchMeta(partition_id="train", keys=["a_0_0", "b_0_0"], tags=[{}, {}]))
     assert [row.non_tensor_batch["uid"][0] for row in rows] == ["a", "b"]
 
 
@@ -299,7 +299,7 @@ def test_a_batch_that_is_scored_after_the_rollout_is_marked_if_it_belongs_to_a_v
     columns = {**dict.fromkeys(("prompts", "responses", "input_ids", "position_ids"), ids), "uid": "a"}
     queue.rows |= {"a_0_0": dict(columns), "a_0_1": dict(columns)}
     batch = KVBatchMeta(partition_id=partition, keys=["a_0_0", "a_0_1"], tags=[{}, {}])
-    _, (data,) = tq_rewards.read_sessions(batch)
+    _, (data,) = tq_rows.read_sessions(batch)
     column = data.non_tensor_batch.get("__validate__")
     assert (None if column is None else column.tolist()) == validates
 

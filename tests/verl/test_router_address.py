@@ -13,8 +13,8 @@ from reward_loop.errors import ServerStartError
 
 pytest.importorskip("ray")
 
-from reward_loop.verl import router_address
-from reward_loop.verl.router_address import RouterAddress, address_on_this_node
+from reward_loop.verl import cluster
+from reward_loop.verl.cluster import RouterAddress, address_on_this_node
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +30,9 @@ def on_node_b(monkeypatch: pytest.MonkeyPatch) -> None:
         return "127.0.0.1:2"
 
     context = SimpleNamespace(get_node_id=lambda: "b")
-    monkeypatch.setattr(router_address.ray, "get_runtime_context", lambda: context)
-    monkeypatch.setattr(router_address, "in_background", in_background)
-    monkeypatch.setattr(router_address, "tunnel_entry", tunnel_entry)
+    monkeypatch.setattr(cluster.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(cluster, "in_background", in_background)
+    monkeypatch.setattr(cluster, "tunnel_entry", tunnel_entry)
 
 
 @pytest.mark.parametrize(

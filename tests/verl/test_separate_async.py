@@ -14,10 +14,9 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
 from reward_loop.errors import RewardLoopError
-from reward_loop.verl import tq_batches
-from reward_loop.verl.judging_queue import JudgingQueue
+from reward_loop.verl import tq_rows
 from reward_loop.verl.mode_options import REWARD_QUEUE
-from reward_loop.verl.separate_async import QueueAgentLoopWorker, QueueSeparateAsyncTrainer, _version
+from reward_loop.verl.separate_async import JudgingQueue, QueueAgentLoopWorker, QueueSeparateAsyncTrainer, _version
 from tests.verl.configs import resolved, settled
 
 pytestmark = pytest.mark.integration  # it imports verl
@@ -188,7 +187,7 @@ def test_groups_that_always_fail_are_not_replaced_indefinitely(monkeypatch: pyte
     check({"d"}, {"c"})
     check({"e", "f", "g"}, {"c"})
     tags = {"h": {"is_prompt": True, "error": "h_0: KeyError: 'tool'"}}
-    monkeypatch.setattr(tq_batches, "read_tags", lambda: (tags, {}))
+    monkeypatch.setattr(tq_rows, "read_tags", lambda: (tags, {}))
     with pytest.raises(RewardLoopError, match=r"5 groups failed .*max_refills=2, .*=2\)\. .* h_0: KeyError"):
         check({"h"}, {"c"})
 

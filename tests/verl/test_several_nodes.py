@@ -9,7 +9,7 @@ import pytest
 
 from reward_loop.config import RewardModelConfig
 from reward_loop.serving import serve_reward_model
-from reward_loop.verl.router_address import RouterAddress, router_address
+from reward_loop.verl.cluster import RouterAddress, router_address
 from reward_loop.verl.workers import RewardWorkers
 from tests.clusters import ray_cluster
 from tests.verl.configs import resolved as settled

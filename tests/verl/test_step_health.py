@@ -14,7 +14,7 @@ import torch
 
 from reward_loop.config import HealthConfig, RewardLoopConfig
 from reward_loop.records.health import health, open_health
-from reward_loop.verl import tq_batches
+from reward_loop.verl import tq_rows
 from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward
 from reward_loop.verl.step_health import StepHealth, sampled_keys
 
@@ -35,7 +35,7 @@ class Run:
         for group in range(groups):
             for session in range(4):
                 self._add(f"p{group}_{session}_0", group, session)
-        monkeypatch.setattr(tq_batches, "tq", SimpleNamespace(kv_batch_get=self._get))
+        monkeypatch.setattr(tq_rows, "tq", SimpleNamespace(kv_batch_get=self._get))
 
     def _add(self, key: str, group: int, session: int) -> None:
         score = session / 4

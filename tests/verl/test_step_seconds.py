@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_loop.verl.step_seconds import judging_s, overlap_metrics
+from reward_loop.verl.reward_metrics import judging_s, overlap_metrics
 
 
 def served(arrivals: list[float], latencies: list[float], places: int) -> list[tuple[float, float]]:

@@ -13,7 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from reward_loop.verl.cpu.setup import CPU_ENVIRONMENT
-from reward_loop.verl.defaults import CONFIG_DIR
+from reward_loop.verl.settings import CONFIG_DIR
 from tests.verl import rewards
 from tests.verl.runs import Run, train
 

@@ -17,7 +17,7 @@ from reward_loop.errors import ConfigError, RewardLoopError, ScoringError
 from reward_loop.limits.failures import FailureBound
 from reward_loop.managers.post_process import fail_reward
 from reward_loop.types import RewardSample
-from reward_loop.verl import pipeline, reward_changes, tq_batches, tq_rewards, trainer  # noqa: F401  registers the mode reward_pipeline
+from reward_loop.verl import pipeline, reward_changes, tq_rows, trainer  # noqa: F401  registers the mode reward_pipeline
 from reward_loop.verl.gdpo import GDPO, component_rewards, use_rewards
 from reward_loop.verl.reward_changes import misfit, place
 from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward
@@ -82,7 +82,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Rows:
             for key, value in zip(keys, values, strict=True):
                 rows[key][field] = getattr(value, "data", value) if isinstance(fields.get(field), list) else value
 
-    monkeypatch.setattr(tq_batches, "tq", SimpleNamespace(kv_batch_get=get, kv_batch_put=put))
+    monkeypatch.setattr(tq_rows, "tq", SimpleNamespace(kv_batch_get=get, kv_batch_put=put))
     return rows
 
 
@@ -108,7 +108,7 @@ def test_the_parts_of_a_sessions_last_output_reach_the_trainer(queue: Rows) -> N
         "q_2_0": row(SINGLE, 2.0, score=2.0),
     }
     batch = KVBatchMeta(partition_id="train", keys=list(queue), tags=[{} for _ in queue])
-    reward_changes.place_parts(batch, tq_rewards.read_rewards(batch))
+    reward_changes.place_parts(batch, tq_rows.read_rewards(batch))
     assert queue["q_0_0"]["rm_scores"].tolist() == [0, 0, 0, 2]  # an earlier output
     assert queue["q_0_1"]["rm_scores"].tolist() == [0, 1, 0, 0, 0, 0.5, 0.5]
     assert queue["q_2_0"]["rm_scores"].tolist() == [0, 0, 0, 2]
@@ -231,7 +231,7 @@ def test_losses_by_row_are_divided_by_the_rows_with_an_advantage() -> None:
 )
 def test_no_mini_batch_consists_of_padding_only(rows: int, padding: int, ranks: int, size: int) -> None:
     is_padding = [False] * rows + [True] * padding
-    order = tq_batches.spread_padding(is_padding, ranks)
+    order = tq_rows.spread_padding(is_padding, ranks)
     assert sorted(order) == list(range(rows + padding))
     own, share = len(order) // ranks, size // ranks
     for first in range(0, own, share):

@@ -15,7 +15,7 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from reward_loop.verl.compat import uses
-from reward_loop.verl.cpu.mailbox import Mailbox
+from reward_loop.verl.cpu.server import Mailbox
 
 __all__ = ["RayCheckpointEngine"]
 

@@ -15,7 +15,7 @@ from reward_loop.serving.embedded.batching import BatchingEngine
 from reward_loop.serving.embedded.sampling_params import SamplingParams
 from reward_loop.verl.compat import uses
 
-__all__ = ["CPURolloutServer"]
+__all__ = ["CPURolloutServer", "Mailbox"]
 
 uses(__name__, "verl.workers.rollout.replica", "TokenOutput")
 
@@ -201,3 +201,28 @@ def _token_output(fields: dict[str, Any]) -> Any:
     from verl.workers.rollout.replica import TokenOutput
 
     return TokenOutput(**fields)
+
+
+class Mailbox:
+    """Holds the references to one set of weights in Ray's object store. A Ray actor with asynchronous methods."""
+
+    def __init__(self) -> None:
+        self._weights: asyncio.Future[list[Any]] | None = None
+
+    async def empty(self) -> None:
+        """Removes the last weights. `get` then waits for new ones."""
+        self._weights = asyncio.get_running_loop().create_future()
+
+    async def put(self, buckets: list[Any]) -> None:
+        """Stores weights.
+
+        Args:
+            buckets: references to dicts of tensors by name.
+        """
+        assert self._weights is not None
+        self._weights.set_result(buckets)
+
+    async def get(self) -> list[Any]:
+        """Waits for the weights, and returns the references."""
+        assert self._weights is not None
+        return await self._weights
