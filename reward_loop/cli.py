@@ -15,8 +15,7 @@ from typer.core import TyperGroup
 
 from reward_loop import __version__
 from reward_loop._util import cli_options, process_settings, signals
-from reward_loop._util.console import console
-from reward_loop._util.standard_streams import open_standard_streams
+from reward_loop._util.standard_streams import console, open_standard_streams
 from reward_loop.adapters.service.command import serve
 from reward_loop.agent.command import simulate
 from reward_loop.check.command import check
@@ -29,7 +28,7 @@ from reward_loop.records.command import stuck
 from reward_loop.records.report_command import report
 from reward_loop.router.command import route
 from reward_loop.view.command import view
-from reward_loop.view.trace_command import trace
+from reward_loop.view.trace import trace
 
 __all__ = ["app", "main"]
 

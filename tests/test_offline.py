@@ -32,9 +32,9 @@ from reward_loop.offline.fields import Fields, check_fields
 from reward_loop.offline.folder import ScoredFolder
 from reward_loop.offline.inputs import Inputs, Row
 from reward_loop.offline.run import score_rows
-from reward_loop.records.encoding import cleaned
 from reward_loop.records.reader import RecordsReader
 from reward_loop.records.report import Report
+from reward_loop.records.writer import cleaned
 from tests.gsm8k import DATA, ROOT, needs_gsm8k
 
 

@@ -1,4 +1,4 @@
-"""Encodes arbitrary Python values as strict JSON."""
+"""Encodes arbitrary Python values as strict JSON, and finds values by their path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-__all__ = ["encode", "to_json"]
+__all__ = ["MISSING", "encode", "look_up", "to_json"]
 
 _MAX_BITS = 14_000
 """Integers up to this many bits (about 4,200 digits) are written in decimal. Python's own limit is 4,300 digits."""
@@ -61,3 +61,26 @@ def _known(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.decode("utf-8", "backslashreplace")
     return str(value)
+
+
+MISSING = object()
+"""What `look_up` returns for a value that does not exist."""
+
+
+def look_up(data: Any, path: str) -> Any:
+    """Return the value at a path through mappings and lists, such as ``messages.0.content``; `MISSING` without one.
+
+    A key with dots, such as ``a.b``, has priority over a key ``b`` in the mapping ``a``.
+    """
+    value = data
+    while not (isinstance(value, Mapping) and path in value):
+        name, dot, path = path.partition(".")
+        if isinstance(value, Mapping) and name in value:
+            value = value[name]
+        elif isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+            value = value[int(name)]
+        else:
+            return MISSING
+        if not dot:
+            return value
+    return value[path]

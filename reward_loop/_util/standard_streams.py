@@ -1,4 +1,4 @@
-"""Standard streams that are closed or cannot be written, and a stdout without the output of reward functions."""
+"""Standard streams that are closed or cannot be written, a stdout without the output of functions, and the console."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import threading
 from collections.abc import Iterator
 from typing import IO, TextIO
 
-__all__ = ["open_standard_streams", "print_line", "reserve_stdout"]
+from rich.console import Console
+
+__all__ = ["console", "open_standard_streams", "print_line", "reserve_stdout"]
 
 
 def open_standard_streams() -> None:
@@ -144,3 +146,8 @@ def _descriptor(stream: IO[str]) -> int | None:
         return stream.fileno()
     except (OSError, io.UnsupportedOperation, AttributeError):
         return None
+
+
+def console(file: IO[str] | None = None, *, stderr: bool = False) -> Console:
+    """Return a console that only interprets markup: no emoji codes, no colours for numbers, no wrapping."""
+    return Console(file=file, stderr=stderr, soft_wrap=True, emoji=False, highlight=False)

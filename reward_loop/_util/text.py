@@ -1,11 +1,26 @@
-"""Formats parts of error messages."""
+"""Parts of error messages: shortened values, causes of failures, the lines of a traceback that are the user's."""
 
 from __future__ import annotations
 
 import difflib
+import os
+import sysconfig
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
-__all__ = ["cut", "did_you_mean", "duration", "listing", "rounded", "shorten"]
+__all__ = [
+    "Causes",
+    "cause_of",
+    "cut",
+    "did_you_mean",
+    "duration",
+    "last_user_frame",
+    "listing",
+    "rounded",
+    "shorten",
+    "user_lines",
+]
 
 
 def cut(text: str, limit: int) -> str:
@@ -43,3 +58,74 @@ def shorten(value: object, limit: int = 120) -> str:
     except Exception:
         text = f"<{type(value).__qualname__}, whose repr() raises>"
     return cut(text, limit)
+
+
+_MAX_CAUSES = 1000
+"""The maximum number of separate causes, which bounds the memory. Further causes share one entry."""
+
+
+class Causes:
+    """Counts the errors of samples by cause, and keeps the first error of each cause as the example."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[int, str]] = {}
+
+    def add(self, error: str) -> None:
+        """Counts one error message of the form ``<sample>: <cause>``."""
+        cause = cause_of(error)
+        if cause not in self._found and len(self._found) >= _MAX_CAUSES:
+            cause = ""
+        count, example = self._found.get(cause, (0, error))
+        self._found[cause] = (count + 1, example)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def most_common(self, limit: int | None = None) -> list[tuple[int, str]]:
+        """Returns the count and the example of each cause, the most frequent cause first; at most ``limit`` causes."""
+        return sorted(self._found.values(), key=lambda found: -found[0])[:limit]
+
+
+def cause_of(error: str) -> str:
+    """Returns the error's first line without the name of its sample."""
+    line = error.partition("\n")[0]
+    return line.partition(": ")[2] or line
+
+
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_PACKAGE_FOLDERS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_SHOWN = 3
+
+
+def user_lines(error: BaseException) -> str:
+    """Returns up to three formatted traceback entries of an exception that a reward function raised.
+
+    The last entry is that of the user's own code. If a library raised the exception, the library's last entry follows.
+    Entries of reward_loop are left out.
+    """
+    frames = _frames(error)
+    last = _last_of_user(frames) or 0  # no user code: the function belongs to an installed package
+    shown = frames[: last + 1][-_SHOWN:]
+    if last + 1 < len(frames):
+        shown = [*shown[1 - _SHOWN :], frames[-1]]
+    return "".join(traceback.format_list(shown)).rstrip()
+
+
+def last_user_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """Returns the last frame of the user's own code in the traceback, or else the last frame of a library."""
+    frames = _frames(error)
+    last = _last_of_user(frames)
+    return frames[-1 if last is None else last] if frames else None
+
+
+def _frames(error: BaseException) -> list[traceback.FrameSummary]:
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OURS)]
+
+
+def _last_of_user(frames: list[traceback.FrameSummary]) -> int | None:
+    return max((index for index, frame in enumerate(frames) if not _is_library(frame.filename)), default=None)
+
+
+def _is_library(filename: str) -> bool:
+    return filename.startswith((*_LIBRARIES, "<frozen ")) or any(folder in filename for folder in _PACKAGE_FOLDERS)

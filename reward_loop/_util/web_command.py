@@ -10,8 +10,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from reward_loop._util.server_process import uvicorn_config
 from reward_loop._util.sockets import is_loopback, listen
-from reward_loop._util.uvicorn_config import uvicorn_config
 from reward_loop.errors import ConfigError
 
 __all__ = ["api_key", "open_listener", "serve_until_signal"]

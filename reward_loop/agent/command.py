@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 import typer
 from rich.table import Table
 
-from reward_loop._util.console import console
-from reward_loop._util.standard_streams import print_line
+from reward_loop._util.standard_streams import console, print_line
 
 __all__ = ["simulate"]
 

@@ -14,10 +14,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 
 from reward_loop._util import cli_options
-from reward_loop._util.console import console
 from reward_loop._util.json import encode
 from reward_loop._util.signals import run
-from reward_loop._util.standard_streams import reserve_stdout
+from reward_loop._util.standard_streams import console, reserve_stdout
 from reward_loop._util.text import cut, duration, shorten
 from reward_loop.check import dry_run
 from reward_loop.check.report import Report

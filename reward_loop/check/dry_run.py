@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from reward_loop._util.text import cut, duration
-from reward_loop.check.calls import Calls
+from reward_loop.check.calls import Calls, StepTimer
 from reward_loop.check.report import Finding, Report, Row
-from reward_loop.check.step_timer import StepTimer
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError
 from reward_loop.types import RewardSample

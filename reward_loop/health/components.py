@@ -1,4 +1,4 @@
-"""Monitors of the components of the score: one that dominates, one that saturates."""
+"""Monitors of the components of the score: one that dominates, one that saturates; and of the judges' verdicts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-__all__ = ["component_saturation", "component_share", "weights"]
+from reward_loop.health.observation import JudgeCalls
+
+__all__ = ["component_saturation", "component_share", "judge_latency", "unparsable_verdicts", "weights"]
 
 MAX_COMPONENTS = 16
 """With more components, no weights are estimated."""
@@ -72,3 +74,22 @@ def component_saturation(
         if high > low and len(values):
             found[name] = float(np.mean(values >= high - TOP * (high - low)))
     return found
+
+
+MIN_CALLS = 20
+"""With fewer requests, no quantile is computed."""
+
+
+def unparsable_verdicts(samples: int, unscored: int, judges: JudgeCalls | None) -> float | None:
+    """Return the share of samples without a score, or of judge replies without a verdict if that is larger."""
+    if not samples:
+        return None
+    replies = judges.without_verdict / judges.calls if judges is not None and judges.calls else 0.0
+    return max(unscored / samples, replies)
+
+
+def judge_latency(judges: JudgeCalls | None) -> float | None:
+    """Return the 95th percentile of the durations of requests to judges, in seconds."""
+    if judges is None or len(judges.seconds) < MIN_CALLS:
+        return None
+    return float(np.quantile(judges.seconds, 0.95))

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from reward_loop.config import HealthConfig
-from reward_loop.health.components import component_saturation, component_share
-from reward_loop.health.judges import judge_latency, unparsable_verdicts
+from reward_loop.health.components import component_saturation, component_share, judge_latency, unparsable_verdicts
 from reward_loop.health.observation import Observation
 from reward_loop.health.reference import StepMeans, divergence, judged_too_high, step_means
 from reward_loop.health.responses import identical_responses, repetition

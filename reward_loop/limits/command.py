@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from reward_loop._util.cli_options import json_or_text, pairs
-from reward_loop._util.console import console
 from reward_loop._util.json import encode
+from reward_loop._util.standard_streams import console
 from reward_loop._util.text import did_you_mean, listing
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.records.watchdog import ask, processes, why

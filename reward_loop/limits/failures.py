@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Self
 
-from reward_loop._util.causes import cause_of
+from reward_loop._util.text import cause_of
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import TooManyFailuresError
 from reward_loop.limits.client import RemoteLimits

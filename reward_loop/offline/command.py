@@ -13,9 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from reward_loop._util import cli_options
-from reward_loop._util.console import console
 from reward_loop._util.json import encode
-from reward_loop._util.standard_streams import reserve_stdout
+from reward_loop._util.standard_streams import console, reserve_stdout
 from reward_loop._util.text import duration, rounded
 from reward_loop.config import RecordConfig, RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from reward_loop._util.paths import MISSING, look_up
+from reward_loop._util.json import MISSING, look_up
 from reward_loop._util.text import did_you_mean, listing, shorten
 from reward_loop.errors import ConfigError
 from reward_loop.offline.agreement import Agreement, Pair, agreement

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from reward_loop._util.console import console
 from reward_loop._util.json import encode
+from reward_loop._util.standard_streams import console
 from reward_loop._util.text import cut, rounded
 from reward_loop.errors import ConfigError
 from reward_loop.offline.agreement import MAX_CATEGORIES, Agreement

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from reward_loop._util.paths import MISSING, look_up
+from reward_loop._util.json import MISSING, look_up
 from reward_loop._util.text import did_you_mean, listing, shorten
 from reward_loop.errors import ConfigError
 from reward_loop.offline.inputs import Row

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from reward_loop._util.traceback_lines import user_lines
+from reward_loop._util.text import user_lines
 from reward_loop._util.transient import is_refusal, is_transient, retry_after, status_of
 from reward_loop.errors import ScoringError
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from reward_loop.records.active import ActiveBatch, ActiveSample, active_samples, current, waiting_for
-from reward_loop.records.encoding import cleaned, encode_record, hide
 from reward_loop.records.rows import (
     TEXT_FIELDS,
     exchanges_of,
@@ -13,7 +12,7 @@ from reward_loop.records.rows import (
     text_row,
 )
 from reward_loop.records.watchdog import answers, watch
-from reward_loop.records.writer import Records, records
+from reward_loop.records.writer import Records, cleaned, encode_record, hide, records
 
 __all__ = [
     "TEXT_FIELDS",

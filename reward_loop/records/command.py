@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from reward_loop._util.console import console
 from reward_loop._util.json import encode
+from reward_loop._util.standard_streams import console
 from reward_loop.records.watchdog import ask, processes, why
 
 __all__ = ["stuck"]

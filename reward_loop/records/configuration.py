@@ -18,11 +18,10 @@ from typing import Any
 
 from reward_loop._util.json import encode
 from reward_loop._util.text import cut
-from reward_loop.records.encoding import hide
 from reward_loop.records.files import CONFIG
 from reward_loop.records.lines import read_rows
 from reward_loop.records.rows import new_row
-from reward_loop.records.writer import Records, records
+from reward_loop.records.writer import Records, hide, records
 
 __all__ = [
     "NOT_RECORDED",

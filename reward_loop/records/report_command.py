@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from reward_loop._util import cli_options
-from reward_loop._util.console import console
 from reward_loop._util.json import encode
+from reward_loop._util.standard_streams import console
 from reward_loop._util.text import did_you_mean, listing
 from reward_loop.errors import ConfigError
 from reward_loop.records.health import health

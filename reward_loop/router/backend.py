@@ -58,7 +58,7 @@ class BackendState(StrEnum):
 
 
 class BackendStats:
-    """Counters of one server; :mod:`~reward_loop.router.metrics` renders them for Prometheus."""
+    """Counters of one server; :mod:`~reward_loop.router.control` renders them for Prometheus."""
 
     def __init__(self) -> None:
         self.statuses: dict[int, int] = {}

@@ -19,7 +19,7 @@ from fastapi.responses import Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
-from reward_loop._util.json import encode
+from reward_loop._util.json import encode, look_up
 from reward_loop.errors import ConfigError
 from reward_loop.offline.compare import compare, read_scoring
 from reward_loop.records.configuration import configurations
@@ -39,11 +39,10 @@ from reward_loop.view.judges import PARAMETERS as JUDGES_PARAMETERS
 from reward_loop.view.judges import judges
 from reward_loop.view.phases import PhaseReader
 from reward_loop.view.samples import Samples
-from reward_loop.view.scorings import sample_of
 from reward_loop.view.summaries import Summaries, without_samples
 from reward_loop.view.timeline import timeline
 
-__all__ = ["create_app"]
+__all__ = ["create_app", "sample_of"]
 
 STATIC = Path(__file__).parent / "static"
 
@@ -224,3 +223,20 @@ async def _changes(index: Index, follower: Follower) -> AsyncIterator[bytes]:
     async for revision in follower.revisions(HEARTBEAT_S):
         (found,) = await asyncio.to_thread(index.rows, query)
         yield b"data: %b\n\n" % encode({"revision": revision, **found})
+
+
+def sample_of(path: Path, key: str, on: str) -> dict[str, Any] | None:
+    """Return the row, the texts and the exchanges of a sample; ``None`` if the scoring does not contain it.
+
+    Args:
+        path: a folder of records.
+        key: the value that names the sample, as text. Of several records, the latest counts.
+        on: the field with this value.
+    """
+    reader = RecordsReader(path)
+    found = [row for row in reader.rows(uid=key if on == "uid" else None) if str(look_up(row, on)) == key]
+    if not found:
+        return None
+    # Of equal times, the last row counts, as in the comparison.
+    row = max(reversed(found), key=lambda row: row.get("time") or 0.0)
+    return {"row": row, "texts": reader.text(row), "exchanges": reader.exchanges(row)}

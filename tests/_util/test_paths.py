@@ -1,6 +1,6 @@
 import pytest
 
-from reward_loop._util.paths import MISSING, look_up
+from reward_loop._util.json import MISSING, look_up
 
 DATA = {"a.b": 1, "a": {"b": 2, "c": {"d": 3}, "e.f": 4}, "list": [{"x": 5}], "none": None}
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from reward_loop import ConfigError, FunctionLoadError, RewardLoopConfig, RewardSample, limit
-from reward_loop.check import step_timer
+from reward_loop.check import calls
 from reward_loop.check.dry_run import check
 from reward_loop.check.report import Report
 from reward_loop.config import parse
@@ -110,7 +110,7 @@ async def test_an_async_function_that_blocks_the_loop_for_50_ms_in_each_call_is_
 
 async def test_a_call_that_blocks_only_for_one_sample_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(step_timer, "time", types.SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(calls, "time", types.SimpleNamespace(perf_counter=lambda: now))
 
     async def parse(solution_str: str) -> float:
         nonlocal now
@@ -128,7 +128,7 @@ async def test_a_call_that_blocks_only_for_one_sample_is_found(monkeypatch: pyte
 
 async def test_a_delay_of_one_call_that_does_not_occur_again_is_not_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(step_timer, "time", types.SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(calls, "time", types.SimpleNamespace(perf_counter=lambda: now))
     count = itertools.count()
 
     async def imports_at_first(solution_str: str) -> float:
@@ -142,7 +142,7 @@ async def test_a_delay_of_one_call_that_does_not_occur_again_is_not_a_problem(mo
 
 async def test_the_delay_is_that_of_a_single_call(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(step_timer, "time", types.SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(calls, "time", types.SimpleNamespace(perf_counter=lambda: now))
 
     async def blocking(solution_str: str) -> float:
         nonlocal now

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from reward_loop.check.step_timer import StepTimer
+from reward_loop.check.calls import StepTimer
 
 
 @pytest.mark.filterwarnings("error")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from reward_loop.health import JudgeCalls
-from reward_loop.health.judges import judge_latency, unparsable_verdicts
+from reward_loop.health.components import judge_latency, unparsable_verdicts
 
 
 def test_the_larger_share_of_missing_verdicts_counts() -> None:

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 from reward_loop import cli
 from reward_loop.errors import ConfigError
 from reward_loop.records.reader import RecordsReader
-from reward_loop.records.report import Report
-from reward_loop.records.spread import Spread
+from reward_loop.records.report import Report, Spread
 
 
 def sample(uid: str, **fields: Any) -> dict[str, Any]:

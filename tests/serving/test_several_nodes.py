@@ -166,7 +166,7 @@ def _exits() -> list[tuple[str, int]]:
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            if "reward_loop.serving.tunnel exit" in " ".join(process.cmdline()):
+            if "reward_loop.serving.tunnels exit" in " ".join(process.cmdline()):
                 found += [c.laddr for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     return found
 

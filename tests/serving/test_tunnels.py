@@ -24,7 +24,7 @@ def _tunnel_processes() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):  # the process has just died
-            if "reward_loop.serving.tunnel" in " ".join(child.cmdline()):
+            if "reward_loop.serving.tunnels" in " ".join(child.cmdline()):
                 found.append(child)
     return found
 

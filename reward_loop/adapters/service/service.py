@@ -17,7 +17,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from reward_loop._util.causes import cause_of
+from reward_loop._util.text import cause_of
 from reward_loop.adapters.service.metrics import Metrics
 from reward_loop.adapters.service.scored import Scored, ServiceError
 from reward_loop.agent import RewardAgent

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reward_loop._util.paths import MISSING, look_up
+from reward_loop._util.json import MISSING, look_up
 from reward_loop._util.text import did_you_mean, listing, shorten
 from reward_loop.errors import ConfigError
 from reward_loop.types import RewardSample
