@@ -167,7 +167,7 @@ class _Faults:
         self.happened["judge, hanging"] = f"{HUNG} calls after step 2"
 
     def _kill_agent_loop_worker(self) -> None:
-        if _kill("ray::PipelineAgentLoopWorker"):
+        if _kill("ray::RewardAgentLoopWorker"):
             self.happened[AGENT_LOOP_WORKER] = f"killed after step {CHECKPOINT - 1}"
 
     def _kill_trainer(self) -> None:

@@ -303,7 +303,8 @@ class RewardPipelineTrainer(PPOTrainerSync):
         staleness = batch.staleness(self.global_steps)
         metrics["reward_pipeline/off_policy_steps"] = float(max(staleness))
         metrics["reward_pipeline/off_policy_share"] = sum(map(bool, staleness)) / len(staleness)
-        self._left_out |= {batch.whole.keys[row]: batch.whole.tags[row] for row in batch.spare}
+        others = set(range(len(batch.whole.keys))).difference(batch.trained)
+        self._left_out |= {batch.whole.keys[row]: batch.whole.tags[row] for row in sorted(others)}
         return select(batch.whole, sorted(batch.trained))
 
     def _count_rewards(self, metrics: dict) -> float:

@@ -298,12 +298,14 @@ def test_off_policy_steps_is_the_age_of_the_oldest_rollout(
     trainer = Trainer(PIPELINE, EVEN, "abcd")
     trainer.config.trainer.critic_warmup = 9
     trainer.global_steps, trainer._judging_s, trainer._left_out = 3, 0.0, {}
-    tags = [{"min_global_steps": version} for version in versions]
-    batch = StepBatch([], KVBatchMeta(keys=[f"{row}_0_0" for row in range(4)], tags=tags), {}, [], trained=[0, 1, 2, 3])
+    tags = [*({"min_global_steps": version} for version in versions), {"is_padding": True}]
+    batch = StepBatch([], KVBatchMeta(keys=[f"{row}_0_0" for row in range(5)], tags=tags), {}, [], trained=[0, 1, 2, 3])
     metrics: dict[str, float] = {}
     RewardPipelineTrainer._finish_step(trainer, batch, metrics)
     assert metrics["reward_pipeline/off_policy_steps"] == oldest
     assert metrics["reward_pipeline/off_policy_share"] == share
+    # verl deletes it from TransferQueue with the trained rows, after it has padded a mini-batch.
+    assert trainer._left_out == {"4_0_0": {"is_padding": True}}
 
 
 def test_nothing_is_generated_for_a_step_after_the_last_epoch() -> None:
