@@ -97,11 +97,10 @@ async def test_an_error_of_the_users_own_code_shows_its_last_lines() -> None:
     assert [name for name in ("one", "two", "three", "four") if f"in {name}\n" in error] == ["two", "three", "four"]
 
 
-async def test_in_a_process_the_users_line_is_shown_too() -> None:
-    def reads(solution_str: str) -> Any:
-        return json.loads(solution_str)
-
-    scoring = ScoringFunction(reads, isolation="process")
+async def test_in_a_process_the_users_line_is_shown_too(tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text("import json\n\n\ndef reads(solution_str):\n    return json.loads(solution_str)\n")
+    scoring = ScoringFunction(load_function(f"{file}:reads"), isolation="process")
     try:
         result = await scoring(RewardSample("x"))
     finally:
