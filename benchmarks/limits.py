@@ -38,7 +38,7 @@ async def saturate(client: RemoteLimits, seconds: float, in_flight: int) -> int:
     async def ask() -> None:
         nonlocal permits
         while time.perf_counter() < until:
-            (await client.enter("judge")).leave()
+            (await client.acquire("judge")).leave()
             permits += 1
 
     await asyncio.gather(*(ask() for _ in range(in_flight)))
@@ -51,7 +51,7 @@ async def pace(client: RemoteLimits, seconds: float, rate: float, phase: float) 
     took: list[float] = []
 
     async def ask(at: float) -> None:
-        (await client.enter("judge")).leave()
+        (await client.acquire("judge")).leave()
         took.append(time.perf_counter() - at)
 
     calls = []

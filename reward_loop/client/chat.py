@@ -11,7 +11,6 @@ from reward_loop.client.exchange import Exchange
 from reward_loop.client.http import MAX_REPLY_BYTES, post
 from reward_loop.errors import ConfigError
 from reward_loop.limits.lease import book_tokens
-from reward_loop.records import current
 
 __all__ = ["Reply", "Usage", "book_usage", "chat_complete", "complete", "messages_of"]
 
@@ -142,11 +141,11 @@ def messages_of(prompt: Prompt) -> list[Mapping[str, Any]]:
 
 
 def book_usage(answer: Any, exchange: Exchange, field: str = "usage") -> Usage:
-    """Return the token usage that an answer reports, and add it to the sample, the held limits and the budget.
+    """Return the token usage that an answer reports, and add it to the held limits and the budget.
 
     Args:
         answer: the decoded JSON answer.
-        exchange: the exchange, which gets the usage, too.
+        exchange: the exchange, which adds the usage to the record of the sample.
         field: the field of the answer with the token counts.
     """
     counts = answer.get(field) if isinstance(answer, Mapping) else None
@@ -157,9 +156,6 @@ def book_usage(answer: Any, exchange: Exchange, field: str = "usage") -> Usage:
     usage = Usage(prompt, completion)
     book_tokens(usage.total_tokens)
     exchange.use(prompt, completion)
-    if (call := current()) is not None:
-        call.prompt_tokens += usage.prompt_tokens
-        call.completion_tokens += usage.completion_tokens
     return usage
 
 

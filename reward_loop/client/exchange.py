@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from reward_loop.errors import RequestError
-from reward_loop.limits.process_call import ProcessCall, current_call
-from reward_loop.limits.scope import current_scope
+from reward_loop.limits.process_call import WorkerCall, call_here
 from reward_loop.records import current
 
 __all__ = ["Exchange"]
@@ -18,7 +17,7 @@ class Exchange:
     """One request to a model server, with its reply.
 
     It is added to the record of the sample as soon as it begins, so that a request that never ends is recorded, too.
-    From a worker process, each message takes a round trip: so fields are sent at the beginning and by `end` only.
+    Fields are sent at the beginning and by `end` only, because each message from a worker process takes time.
     Outside of a recorded sample, an exchange has no effect.
 
     Args:
@@ -54,12 +53,10 @@ class Exchange:
 
 def _destination() -> Callable[[Mapping[str, Any]], None] | None:
     """Return the function that takes the fields of an exchange; ``None`` if the calling code has no recorded sample."""
-    sample = current()
-    if sample is not None:
-        if not sample.is_recorded:
-            return None
-        scope = current_scope.get()
-        attempt = 1 if scope is None else scope.attempt
-        return lambda fields: sample.exchange({**fields, "attempt": attempt})
-    call = current_call()
-    return call.exchange if isinstance(call, ProcessCall) and call.is_recorded else None
+    call, sample = call_here(), current()
+    if isinstance(call, WorkerCall):
+        return call.exchange if call.is_recorded else None
+    if sample is None or not sample.is_recorded:
+        return None
+    attempt = 1 if call is None else call.attempt
+    return lambda fields: sample.exchange({**fields, "attempt": attempt})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from typing import Any
 
@@ -55,25 +56,30 @@ class RemoteLimits(Limits):
         self._connection: asyncio.Task[None] | None = None
         self._lost: JobServiceError | None = None
         self._numbers = itertools.count()
-        self._permits: dict[int, Permit] = {}
+        self._open: dict[int, tuple[Permit, asyncio.Future[Permit]]] = {}
+        """The permits that are requested or held, by their id."""
         self._answers: dict[int, asyncio.Future[Any]] = {}
 
-    def open(self, name: str, tokens: float, traffic_class: str) -> Permit:
+    def request(self, name: str, tokens: float = 0, traffic_class: str = "train") -> asyncio.Future[Permit]:
         messages = self._connect()
-        permit = Permit(self, name, tokens, traffic_class)
-        permit.id = next(self._numbers)
-        messages.send("enter", permit.id, name, tokens, traffic_class)
-        self._permits[permit.id] = permit
-        permit.expire_after(self.max_waits.get(name))
-        return permit
+        permit = Permit(self, name, tokens, next(self._numbers))
+        request: asyncio.Future[Permit] = asyncio.get_running_loop().create_future()
+        messages.send("request", permit.id, name, tokens, traffic_class)
+        self._open[permit.id] = permit, request
+        request.add_done_callback(functools.partial(self._settled, permit))
+        return request
+
+    def _settled(self, permit: Permit, request: asyncio.Future[Permit]) -> None:
+        if request.cancelled() or request.exception() is not None:
+            self.release(permit, None, None)
 
     def correct(self, permit: Permit, tokens: float) -> None:
-        if permit.id in self._permits:
+        if permit.id in self._open:
             self._connect().send("used", permit.id, tokens)
 
     def release(self, permit: Permit, accepted: bool | None, retry_after: float | None) -> None:
-        # If the connection was lost, the service has already ended the permit.
-        if self._permits.pop(permit.id, None) is not None:
+        # Without an entry, the service has ended the permit, for example when the connection was lost.
+        if self._open.pop(permit.id, None) is not None:
             self._connect().send("leave", permit.id, accepted, retry_after)
 
     def spend(self, cost: float, tokens: float) -> None:
@@ -131,7 +137,7 @@ class RemoteLimits(Limits):
         """Return the message queue of the connection; open a connection if there is none."""
         loop = self.check_loop()
         if self._connection is not None and self._connection.get_loop() is not loop:
-            self._messages, self._permits, self._answers = None, {}, {}  # they belong to an earlier event loop
+            self._messages, self._open, self._answers = None, {}, {}  # they belong to an earlier event loop
         if self._messages is None:
             self._messages = Messages()
             self._connection = loop.create_task(self._run(self._messages))
@@ -166,9 +172,10 @@ class RemoteLimits(Limits):
             if self._messages is messages:
                 self._messages = None
                 self._lost = None if closed else lost
-                permits, self._permits = self._permits, {}
-                for permit in permits.values():
-                    permit.refuse(lost)
+                opened, self._open = self._open, {}
+                for _, request in opened.values():
+                    if not request.done():
+                        request.set_exception(lost)
                 for answer in self._answers.values():
                     if not answer.done():
                         answer.set_exception(lost)
@@ -178,12 +185,14 @@ class RemoteLimits(Limits):
     def _receive(self, messages: list[list[Any]]) -> None:
         for what, *rest in messages:
             if what == "grant":
-                if (permit := self._permits.get(rest[0])) is not None:
-                    permit.grant()
+                permit, request = self._open.get(rest[0], (None, None))
+                if permit is not None and request is not None and not request.done():
+                    request.set_result(permit)
             elif what == "refuse":
                 number, *why = rest
-                if (permit := self._permits.pop(number, None)) is not None:
-                    permit.refuse(refusal(*why))
+                _, request = self._open.pop(number, (None, None))
+                if request is not None and not request.done():
+                    request.set_exception(refusal(*why))
             elif what == "limits":
                 self.max_waits, self.is_known = rest[0], True
             elif what == "spent":

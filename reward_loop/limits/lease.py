@@ -9,9 +9,9 @@ import os
 from typing import Any
 
 from reward_loop._util.text import shorten
+from reward_loop.limits.call import Call, current_call
 from reward_loop.limits.permit import Permit, answer_of
-from reward_loop.limits.process_call import ProcessCall, current_call
-from reward_loop.limits.scope import CallScope, current_scope
+from reward_loop.limits.process_call import WorkerCall, call_here
 
 __all__ = ["Lease", "book_tokens", "limit", "report_failure"]
 
@@ -22,7 +22,7 @@ class Lease:
     Outside of a reward function call, reports have no effect.
     """
 
-    def __init__(self, call: CallScope | ProcessCall | None, permit: Permit) -> None:
+    def __init__(self, call: Call | WorkerCall | None, permit: Permit) -> None:
         self.call = call
         self.permit = permit
         self._cost = 0.0
@@ -83,7 +83,7 @@ _leases: contextvars.ContextVar[tuple[Lease, ...]] = contextvars.ContextVar("rew
 
 def _forget_call() -> None:
     """Detach a forked copy of this process from the limits: its copies of the permits are not valid."""
-    current_scope.set(None)
+    current_call.set(None)
     _leases.set(())
 
 
@@ -122,17 +122,17 @@ class limit:
         self._open: dict[Lease, None] = {}
 
     async def __aenter__(self) -> Lease:
-        call = current_call()
-        return self._hold(call, None if call is None else await call.enter(self._name, self._tokens))
+        call = call_here()
+        return self._hold(call, None if call is None else await call.acquire(self._name, self._tokens))
 
     async def __aexit__(self, *raised: Any) -> None:
-        self.__exit__(*raised)  # in a worker process, blocks for one round trip to the process that made the call
+        self.__exit__(*raised)
 
     def __enter__(self) -> Lease:
         if asyncio._get_running_loop() is not None:
             raise RuntimeError("in an async function, write `async with reward_loop.limit(...)`")
-        call = current_call()
-        return self._hold(call, None if call is None else call.enter_in_thread(self._name, self._tokens))
+        call = call_here()
+        return self._hold(call, None if call is None else call.acquire_in_thread(self._name, self._tokens))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         held = _leases.get()
@@ -142,10 +142,8 @@ class limit:
         del self._open[lease]
         if lease.call is not None:
             lease.call.run(lease.permit.leave, *answer_of(error))
-        if isinstance(lease.call, ProcessCall):
-            lease.call.close()
 
-    def _hold(self, call: CallScope | ProcessCall | None, permit: Permit | None) -> Lease:
+    def _hold(self, call: Call | WorkerCall | None, permit: Permit | None) -> Lease:
         lease = Lease(call, permit or Permit(None, self._name))
         _leases.set((lease, *_leases.get()))
         self._open[lease] = None
@@ -159,7 +157,7 @@ def book_tokens(tokens: float) -> None:
         if lease.call is not None and lease.permit.name not in counted:  # a limit may be held twice
             lease.add(tokens, to_budget=not counted)
             counted.add(lease.permit.name)
-    if not counted and tokens and (call := current_call()) is not None:
+    if not counted and tokens and (call := call_here()) is not None:
         call.run(call.spend, 0.0, tokens)
 
 
@@ -168,7 +166,7 @@ def report_failure(error: BaseException) -> None:
     answer = answer_of(error)
     for lease in _leases.get():
         lease.permit.answer(*answer)
-    if (call := current_call()) is not None:
+    if (call := call_here()) is not None:
         call.answer(*answer)
 
 

@@ -5,31 +5,23 @@ Invariants:
 - A call is granted only if the number of calls in flight (fixed, or set by `AdaptiveConcurrency`), the `Rate` of
   requests and the `Rate` of tokens all allow it.
 - Calls of a traffic class are granted in order; traffic classes take turns.
-
-The states of a permit:
-
-=========  ============================================================================
-State      Next
-=========  ============================================================================
-WAITING    GRANTED by `Limiter.enter` or `Limiter.advance`; ENDED if refused or abandoned
-GRANTED    ENDED by `Limiter.leave`
-ENDED      final
-=========  ============================================================================
+- A request that has been cancelled or refused stays in its queue until its turn, and is then skipped.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import math
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 from reward_loop.config import LimitConfig
 from reward_loop.errors import LimitError
-from reward_loop.limits.permit import ENDED, GRANTED, WAITING, Permit
+from reward_loop.limits.permit import Permit
 
-__all__ = ["PERIOD_S", "AdaptiveConcurrency", "Limiter", "Rate"]
+__all__ = ["PERIOD_S", "AdaptiveConcurrency", "Limiter", "Rate", "Waiting"]
 
 logger = logging.getLogger(__name__)
 
@@ -270,13 +262,22 @@ class AdaptiveConcurrency:
         return sum(self._latest) > expected + 4 * math.sqrt(expected)
 
 
+class Waiting(NamedTuple):
+    """A request for a permit."""
+
+    permit: Permit
+    """What the request gets when it is granted."""
+    traffic_class: str
+    request: asyncio.Future[Permit]
+
+
 class Limiter:
     """Grants permits for calls to one service; requests and tokens are counted over ``period`` seconds."""
 
     def __init__(self, name: str, config: LimitConfig, period: float = PERIOD_S) -> None:
         self.name = name
         self.in_flight = 0
-        self._queues: dict[str, deque[Permit]] = {}
+        self._queues: dict[str, deque[Waiting]] = {}
         self._requests = Rate(period, unit=1.0)
         self._tokens = Rate(period)
         self._adaptive: AdaptiveConcurrency | None = None
@@ -294,9 +295,9 @@ class Limiter:
             self._adaptive = AdaptiveConcurrency(config.max_concurrent)
         else:
             self._adaptive.bound(config.max_concurrent)
-        for permit in list(itertools.chain.from_iterable(self._queues.values())):
-            if permit.state == WAITING and (error := self._too_large(permit)) is not None:
-                permit.refuse(error)
+        for waiting in list(itertools.chain.from_iterable(self._queues.values())):
+            if not waiting.request.done() and (error := self._too_large(waiting.permit)) is not None:
+                waiting.request.set_exception(error)
 
     def _too_large(self, permit: Permit) -> LimitError | None:
         limit = self.config.tokens_per_minute
@@ -315,7 +316,7 @@ class Limiter:
     @property
     def waiting(self) -> int:
         """The number of waiting calls."""
-        return sum(permit.state == WAITING for queue in self._queues.values() for permit in queue)
+        return sum(not waiting.request.done() for queue in self._queues.values() for waiting in queue)
 
     @property
     def max_in_flight(self) -> float:
@@ -335,46 +336,47 @@ class Limiter:
             "tokens_last_minute": self._tokens.used(now),
         }
 
-    def enter(self, now: float, permit: Permit) -> None:
-        """Grant a permit, or queue it until `advance` grants it.
+    def enter(self, now: float, waiting: Waiting) -> None:
+        """Grant a request, or queue it until `advance` grants it.
 
         Raises:
             LimitError: the call needs more tokens than ``tokens_per_minute``.
         """
-        if (error := self._too_large(permit)) is not None:
+        if (error := self._too_large(waiting.permit)) is not None:
             raise error
-        if not self._queues and self._free_at(now, permit) <= now:
-            self._grant(now, permit)
+        if not self._queues and self._free_at(now, waiting.permit) <= now:
+            self._grant(now, waiting)
         else:
-            self._queues.setdefault(permit.traffic_class, deque()).append(permit)
+            self._queues.setdefault(waiting.traffic_class, deque()).append(waiting)
 
     def advance(self, now: float) -> float | None:
-        """Grant all permits that are possible now.
+        """Grant all requests that are possible now.
 
         Return the time of the next one, or ``None`` if none waits or it depends on the end of another call.
         """
-        while permit := self._next():
-            at = self._free_at(now, permit)
+        while waiting := self._next():
+            at = self._free_at(now, waiting.permit)
             if at > now:
                 return None if at == math.inf else at
             # Round robin: this traffic class goes last.
-            queue = self._queues.pop(permit.traffic_class)
+            queue = self._queues.pop(waiting.traffic_class)
             queue.popleft()
             if queue:
-                self._queues[permit.traffic_class] = queue
-            self._grant(now, permit)
+                self._queues[waiting.traffic_class] = queue
+            self._grant(now, waiting)
         return None
 
-    def _grant(self, now: float, permit: Permit) -> None:
+    def _grant(self, now: float, waiting: Waiting) -> None:
+        permit = waiting.permit
         self.in_flight += 1
         self._requests.add(now, 1)
         if permit.tokens:
             permit.charge = self._tokens.add(now, permit.tokens)
-        permit.grant()
+        waiting.request.set_result(permit)
 
-    def _next(self) -> Permit | None:
+    def _next(self) -> Waiting | None:
         for traffic_class, queue in list(self._queues.items()):
-            while queue and queue[0].state != WAITING:
+            while queue and queue[0].request.done():
                 queue.popleft()
             if queue:
                 return queue[0]
@@ -395,11 +397,8 @@ class Limiter:
             self._tokens.change(now, permit.charge, tokens - permit.tokens)
         permit.tokens = tokens
 
-    def leave(self, now: float, permit: Permit, accepted: bool | None = None, retry_after: float | None = None) -> None:
-        """End a call that holds a permit, with the arguments of `Permit.leave`. Call `advance` afterwards."""
-        if permit.state != GRANTED:
-            return
-        permit.state = ENDED
+    def leave(self, now: float, accepted: bool | None = None, retry_after: float | None = None) -> None:
+        """End a call, with the arguments of `Permit.leave`. Call `advance` afterwards."""
         if self._adaptive is not None:
             if accepted:
                 self._adaptive.answered(now, self.in_flight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import time
@@ -13,7 +14,7 @@ from typing import Any
 from reward_loop._util.text import did_you_mean, listing
 from reward_loop.config import LimitConfig, RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, JobServiceError, LimitError
-from reward_loop.limits.limiter import PERIOD_S, Limiter
+from reward_loop.limits.limiter import PERIOD_S, Limiter, Waiting
 from reward_loop.limits.permit import WHOLE_CALL, Limits, Permit, live
 from reward_loop.records import answers
 
@@ -37,8 +38,8 @@ class LocalLimits(Limits):
         self._limiters = {name: Limiter(name, config, period) for name, config in options.limits.items()}
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
-    def open(self, name: str, tokens: float, traffic_class: str) -> Permit:
-        self.check_loop()
+    def request(self, name: str, tokens: float = 0, traffic_class: str = "train") -> asyncio.Future[Permit]:
+        loop = self.check_loop()
         limiter = self._limiters.get(name)
         if limiter is None:
             known = self._limiters.keys() - WHOLE_CALL
@@ -46,19 +47,24 @@ class LocalLimits(Limits):
                 f"there is no limit {name!r}{did_you_mean(name, known) or '.'} Configured in "
                 f"reward_loop.limits: {listing(known) or 'none'}"
             )
-        tokens = tokens or limiter.config.estimated_tokens_per_request
-        permit = Permit(self, name, tokens, traffic_class)
-        limiter.enter(time.monotonic(), permit)
-        self._advance(name)
-        permit.expire_after(limiter.config.max_wait)
-        return permit
+        permit = Permit(self, name, tokens or limiter.config.estimated_tokens_per_request)
+        request: asyncio.Future[Permit] = loop.create_future()
+        limiter.enter(time.monotonic(), Waiting(permit, traffic_class, request))
+        if not request.done():
+            self._advance(name)  # sets the timer
+            request.add_done_callback(functools.partial(self._settled, name))
+        return request
+
+    def _settled(self, name: str, request: asyncio.Future[Permit]) -> None:
+        if request.cancelled() or request.exception() is not None:
+            self._advance(name)  # a request behind it may need less
 
     def correct(self, permit: Permit, tokens: float) -> None:
         self._limiters[permit.name].used(time.monotonic(), permit, tokens)
         self._advance(permit.name)
 
     def release(self, permit: Permit, accepted: bool | None, retry_after: float | None) -> None:
-        self._limiters[permit.name].leave(time.monotonic(), permit, accepted, retry_after)
+        self._limiters[permit.name].leave(time.monotonic(), accepted, retry_after)
         self._advance(permit.name)
 
     def spend(self, cost: float, tokens: float) -> None:

@@ -1,30 +1,30 @@
-"""`Permit`, which a call holds while it runs under a limit, and `Limits`, the interface that grants permits."""
+"""`Permit`, which a call holds while it runs under a limit, and `Limits`, the interface that grants permits.
+
+A request for a permit is a future: pending while it waits, with the permit as its result, with an exception if it was
+refused, cancelled if the caller no longer wants it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from reward_loop._util.transient import is_refusal, retry_after
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import LimitError
-from reward_loop.records import current, waiting_for
 
 __all__ = [
     "ABANDONED",
     "DEFAULT",
-    "ENDED",
-    "GRANTED",
     "REWARD_MODEL",
-    "WAITING",
     "WHOLE_CALL",
     "Holder",
     "Limits",
     "Permit",
     "answer_of",
+    "give_up",
     "live",
 ]
 
@@ -37,8 +37,6 @@ REWARD_MODEL = "reward_model"
 WHOLE_CALL = frozenset({DEFAULT, REWARD_MODEL})
 """The limits that apply to a whole call of the function; inside the function, they cannot be used."""
 
-WAITING, GRANTED, ENDED = "waiting", "granted", "ended"
-
 ABANDONED = "no permit was granted, because the call was cancelled or is past its deadline"
 
 live: weakref.WeakSet[Limits] = weakref.WeakSet()
@@ -46,7 +44,7 @@ live: weakref.WeakSet[Limits] = weakref.WeakSet()
 
 
 class Holder(Protocol):
-    """The owner of a permit: the limits, or a connection to them."""
+    """The owner of a permit: the limits, or the process that called a worker process."""
 
     def correct(self, permit: Permit, tokens: float) -> None:
         """Replace the token estimate of a permit."""
@@ -56,74 +54,29 @@ class Holder(Protocol):
 
 
 class Permit:
-    """One call's permit: first waiting, then granted, then ended.
+    """One call's permit, from its grant to `leave`.
 
     Args:
         limits: the owner of the permit; ``None`` if no limit applies.
         name: the name of the limit.
         tokens: the estimated tokens of the call.
-        traffic_class: ``train`` or ``validate``; each has its own queue.
+        id: the number of the permit on the connection to its owner.
     """
 
-    __slots__ = ("_answer", "_callbacks", "_timer", "charge", "error", "id", "limits", "name", "reported", "state",
-                 "tokens", "traffic_class")  # fmt: skip
+    __slots__ = ("_answer", "charge", "has_left", "id", "limits", "name", "reported", "tokens")
 
-    def __init__(self, limits: Holder | None, name: str, tokens: float = 0, traffic_class: str = "train") -> None:
+    def __init__(self, limits: Holder | None, name: str, tokens: float = 0, id: int = 0) -> None:
         self.limits = limits
         self.name = name
         self.tokens = tokens
-        self.traffic_class = traffic_class
-        self.state = WAITING
-        self.error: Exception | None = None
-        """Why the permit was refused."""
+        self.id = id
+        self.has_left = False
+        """Whether the permit has ended."""
         self.reported = 0.0
         """The tokens used so far."""
         self.charge: Any = None
         """The limiter's record of the tokens."""
-        self.id: Any = None
-        """The id of the permit on a connection."""
         self._answer: tuple[bool | None, float | None] = (True, None)
-        self._callbacks: tuple[Callable[[Permit], None], ...] = ()
-        self._timer: asyncio.TimerHandle | None = None
-
-    def when_settled(self, callback: Callable[[Permit], None]) -> None:
-        """Call ``callback`` once when the permit no longer waits: granted, refused or abandoned; maybe at once."""
-        if self.state == WAITING:
-            self._callbacks += (callback,)
-        else:
-            callback(self)
-
-    async def wait(self) -> None:
-        """Wait until the permit is granted. If the wait is cancelled, the permit ends.
-
-        Raises:
-            LimitError: the permit was refused.
-            JobServiceError: the limiter service is unreachable.
-        """
-        if self.state == WAITING:
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-            def settled(_: Permit) -> None:
-                if not turn.done():
-                    turn.set_result(None)
-
-            self.when_settled(settled)
-            try:
-                await turn
-            except BaseException:
-                self.leave()
-                raise
-        if self.error is not None:
-            raise self.error
-
-    def grant(self) -> None:
-        """Grant the permit: the call may start."""
-        self._settle(GRANTED)
-
-    def refuse(self, error: Exception) -> None:
-        """Refuse a waiting permit; ``error`` is the reason."""
-        self.error = error
-        self._settle(ENDED)
 
     def used(self, tokens: float) -> None:
         """Replace the token estimate with the tokens used so far."""
@@ -144,34 +97,20 @@ class Permit:
 
     def leave(self, accepted: bool | None = None, retry_after: float | None = None) -> None:
         """End the permit, with the last response as for `answer`; later calls have no effect."""
-        if self.state == ENDED:
+        if self.has_left:
             return
+        self.has_left = True
         self.answer(accepted, retry_after)
         if self.limits is not None:
             self.limits.release(self, *self._answer)
-        if self.state == WAITING:
-            self.error = self.error or LimitError(ABANDONED)
-            self._settle(ENDED)
-        self.state = ENDED
 
-    def _settle(self, state: str) -> None:
-        if self.state != WAITING:
-            return
-        self.state = state
-        if self._timer is not None:
-            self._timer.cancel()
-        callbacks, self._callbacks = self._callbacks, ()
-        for callback in callbacks:
-            callback(self)
 
-    def expire_after(self, seconds: float | None) -> None:
-        """Refuse the permit if it is still waiting after ``seconds``; ``None`` for no timeout."""
-        if seconds is not None and self.state == WAITING:
-            self._timer = asyncio.get_running_loop().call_later(seconds, self._expire, seconds)
-
-    def _expire(self, seconds: float) -> None:
-        self.error = LimitError(f"limit {self.name!r}: no permit within max_wait={seconds:g} s")
-        self.leave()
+def give_up(request: asyncio.Future[Permit]) -> None:
+    """End a request for a permit: refuse it if it waits; end the permit if it was granted."""
+    if not request.done():
+        request.set_exception(LimitError(ABANDONED))
+    elif not request.cancelled() and request.exception() is None:
+        request.result().leave()
 
 
 class Limits(Holder, ABC):
@@ -215,12 +154,39 @@ class Limits(Holder, ABC):
         return loop
 
     @abstractmethod
-    def open(self, name: str, tokens: float, traffic_class: str) -> Permit:
-        """Request a permit, on the running event loop; see `Permit` for the arguments.
+    def request(self, name: str, tokens: float = 0, traffic_class: str = "train") -> asyncio.Future[Permit]:
+        """Request a permit, on the running event loop. `give_up` ends the request.
+
+        Args:
+            name: the name of the limit.
+            tokens: the estimated tokens of the call; 0 for the limit's own estimate.
+            traffic_class: ``train`` or ``validate``; each has its own queue.
 
         Raises:
             LimitError: the limit does not exist or can never grant this permit, or another event loop uses the limits.
         """
+
+    async def acquire(self, name: str, tokens: float = 0, traffic_class: str = "train") -> Permit:
+        """Wait for a permit; end it with `Permit.leave`. See `request` for the arguments.
+
+        Raises:
+            LimitError: the permit was refused, or was not granted within the limit's ``max_wait``.
+            JobServiceError: the limiter service is unreachable.
+        """
+        return await self.granted(name, self.request(name, tokens, traffic_class))
+
+    async def granted(self, name: str, request: asyncio.Future[Permit]) -> Permit:
+        """Wait for a requested permit, as `acquire` does. If the wait fails or is cancelled, the request ends."""
+        max_wait = self.max_waits.get(name)
+        try:
+            async with asyncio.timeout(max_wait):
+                return await request
+        except TimeoutError:
+            give_up(request)
+            raise LimitError(f"limit {name!r}: no permit within max_wait={max_wait:g} s") from None
+        except BaseException:
+            give_up(request)  # it may have been granted in the same turn of the event loop
+            raise
 
     @abstractmethod
     def spend(self, cost: float, tokens: float) -> None:
@@ -247,18 +213,6 @@ class Limits(Holder, ABC):
         """Release all resources; callable from any thread. A later use reopens the limits."""
         live.discard(self)
         self.loop = None
-
-    async def enter(self, name: str, tokens: float = 0, traffic_class: str = "train") -> Permit:
-        """Wait for a permit; end it with `Permit.leave`. The current sample is shown as waiting for the limit.
-
-        See `open` for the arguments, and `Permit.wait` for the errors.
-        """
-        permit = self.open(name, tokens, traffic_class)
-        if permit.state == WAITING:
-            what = f"limit {name!r}" if name != REWARD_MODEL else f"a free place at the reward model (limit {name!r})"
-            with waiting_for(current(), what):
-                await permit.wait()
-        return permit
 
 
 def answer_of(error: BaseException | None) -> tuple[bool | None, float | None]:

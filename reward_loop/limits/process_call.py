@@ -1,7 +1,15 @@
-"""Limits inside functions that run in worker processes: `ProcessCall` there, `serve_call` in the calling process.
+"""Limits inside functions that run in worker processes: `WorkerCall` there, `ServedCall` in the calling process.
 
-Each permit has its own connection, and so has each report outside of permits; `protocol` has the messages. So a permit
-ends when the process dies, and an alarm that interrupts one wait does not affect other permits.
+Both sides use the channel that carries the call (`processes.worker.Channel`). The worker sends:
+
+    ["request", number, name, tokens]       answered with ``None`` if granted, or with the type and text of the error
+    ["used", number, tokens]
+    ["leave", number, accepted, retry_after]
+    ["spend", cost, tokens]
+    ["answer", accepted, retry_after]       how the service responded to a request of the call
+    ["exchange", fields]                    an exchange with a model server, for the record of the sample
+
+All permits of a call end with the call.
 """
 
 from __future__ import annotations
@@ -9,219 +17,163 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
-import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
-import orjson
-
-from reward_loop._util.framing import receive_frame
-from reward_loop._util.sockets import readable
-from reward_loop.errors import LimitError
+from reward_loop.errors import JobServiceError, LimitError
+from reward_loop.limits.call import Call, Deadlines, current_call
 from reward_loop.limits.permit import ABANDONED, Permit
-from reward_loop.limits.protocol import MAX_LENGTH, decode, encode, receive, refusal
-from reward_loop.limits.scope import CallScope, current_scope
-from reward_loop.limits.server import AUTHENTICATION_TIMEOUT_S, Connection, closing
+from reward_loop.limits.protocol import MAX_LENGTH, refusal
 from reward_loop.processes import worker
 from reward_loop.records import TEXT_FIELDS, encode_record, hide
 
-__all__ = ["ProcessCall", "current_call", "serve_call"]
+__all__ = ["ServedCall", "WorkerCall", "call_here"]
 
 _MAX_EXCHANGE = MAX_LENGTH // 2
 
 
-class ProcessCall:
-    """The current call of a worker process, and the connection of at most one permit; also the permit's `Holder`.
+class WorkerCall:
+    """The current call of a worker process; also the `Holder` of its permits.
 
     Args:
-        address: the local socket of the process that made the call.
-        token: the token of the call.
+        channel: the channel to the process that made the call.
         is_recorded: whether the sample has a record.
     """
 
-    def __init__(self, address: str, token: str, is_recorded: bool = False) -> None:
-        self._address = address
-        self._token = token
+    def __init__(self, channel: worker.Channel, is_recorded: bool) -> None:
+        self._channel = channel
         self.is_recorded = is_recorded
-        self._socket: socket.socket | None = None
 
-    async def enter(self, name: str, tokens: float) -> Permit:
-        """Wait for a permit, on the function's own event loop; raises as `Permit.wait` does."""
-        with self._connected(name, ("enter", 0, name, tokens, "")) as connection:
-            await readable(connection)
-            return self._granted(name, connection)
-
-    def enter_in_thread(self, name: str, tokens: float) -> Permit:
-        """Wait for a permit, as `enter` does, without an event loop."""
-        with self._connected(name, ("enter", 0, name, tokens, "")) as connection:
-            return self._granted(name, connection)
-
-    @contextlib.contextmanager
-    def _connected(self, name: str, *messages: tuple[Any, ...]) -> Iterator[socket.socket]:
-        """Connect and send messages; close the connection if the block fails.
-
-        Raises:
-            LimitError: the connection failed.
-        """
-        connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(None)  # the function may have called `socket.setdefaulttimeout`
+    async def acquire(self, name: str, tokens: float) -> Permit:
+        """Acquire a permit, on the function's own event loop; raises as `Limits.acquire` does."""
+        permit, answered = self._request(name, tokens)
         try:
-            connection.connect(self._address)
-            _send(connection, ("call", self._token), *messages)
-            yield connection
-        except ConnectionError as error:
-            connection.close()
-            raise LimitError(f"limit {name!r}: the process that made the call is unreachable: {error}") from error
-        except BaseException:
-            connection.close()
+            return _granted(permit, await asyncio.wrap_future(answered))
+        except asyncio.CancelledError:
+            permit.leave()
             raise
 
-    def _granted(self, name: str, connection: socket.socket) -> Permit:
+    def acquire_in_thread(self, name: str, tokens: float) -> Permit:
+        """Acquire a permit, as `acquire` does, without an event loop."""
+        permit, answered = self._request(name, tokens)
         try:
-            ((what, _, *why),) = decode(receive_frame(connection))
-        except EOFError:
-            raise LimitError(ABANDONED) from None
-        if what == "refuse":
-            raise refusal(*why)
-        self._socket = connection
-        permit = Permit(self, name)
-        permit.grant()
-        return permit
+            answer = answered.result()
+        except BaseException:  # an alarm of the function, for example
+            permit.leave()
+            raise
+        return _granted(permit, answer)
+
+    def _request(self, name: str, tokens: float) -> tuple[Permit, Future[tuple[str, str] | None]]:
+        answered: Future[tuple[str, str] | None] = Future()
+
+        def settle(answer: tuple[str, str] | None) -> None:
+            with contextlib.suppress(InvalidStateError):  # cancelled
+                answered.set_result(answer)
+
+        return Permit(self, name, tokens, self._channel.ask(settle, "request", name, tokens)), answered
 
     def correct(self, permit: Permit, tokens: float) -> None:
         """Replace the token estimate of the permit."""
-        self._report("used", 0, tokens)
+        self._channel.tell("used", permit.id, tokens)
 
     def release(self, permit: Permit, accepted: bool | None, retry_after: float | None) -> None:
-        """End the permit by a message: closing is not enough, as a forked process may hold a copy of the socket."""
-        assert self._socket is not None
-        _send(self._socket, ("leave", 0, accepted, retry_after), ("close",))
+        """End the permit."""
+        self._channel.tell("leave", permit.id, accepted, retry_after)
 
     def spend(self, cost: float, tokens: float) -> None:
         """Report what the call used."""
-        self._report("spend", cost, tokens)
+        self._channel.tell("spend", cost, tokens)
 
     def answer(self, accepted: bool | None, retry_after: float | None) -> None:
         """Report how the service responded to a request of the call; see `Permit.answer`."""
-        self._report("answer", accepted, retry_after)
+        self._channel.tell("answer", accepted, retry_after)
 
     def exchange(self, fields: Mapping[str, Any]) -> None:
         """Report an exchange with a model server, or further fields of it, for the record of the sample.
 
         The texts of an exchange above `_MAX_EXCHANGE` bytes are left out.
         """
-        content = encode_record(fields)
-        if len(content) > _MAX_EXCHANGE:
+        size = len(encode_record(fields))
+        if size > _MAX_EXCHANGE:
             small = {name: value for name, value in fields.items() if name not in TEXT_FIELDS}
-            content = encode_record({**small, "record_error": f"{len(content)} bytes are too long for a record"})
-        with contextlib.suppress(OSError):  # for example, no free file descriptor: a record must not cost the sample
-            self._report("exchange", orjson.Fragment(content))
+            fields = {**small, "record_error": f"{size} bytes are too long for a record"}
+        self._channel.tell("exchange", dict(fields))
 
     def run(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call a function that uses this object, at once in this thread."""
         function(*arguments)
 
-    def _report(self, *message: Any) -> None:
-        """Send a message on the permit's connection; without one, on a new connection, until it is processed."""
-        if self._socket is not None:
-            _send(self._socket, message)
-            return
-        with contextlib.suppress(LimitError), self._connected("", message, ("close",)) as connection:
-            _close(connection)
+
+def _granted(permit: Permit, error: tuple[str, str] | None) -> Permit:
+    if error is not None:
+        raise refusal(*error)
+    return permit
+
+
+def call_here() -> Call | WorkerCall | None:
+    """Return the call of a reward function that the current code belongs to, also in a worker process."""
+    if worker.channel is not None:
+        return WorkerCall(worker.channel, worker.context)
+    return current_call.get()
+
+
+class ServedCall:
+    """Serves a call in a worker process; see `processes.connection.Caller`.
+
+    Args:
+        call: the call.
+        deadlines: those of the event loop.
+    """
+
+    def __init__(self, call: Call, deadlines: Deadlines) -> None:
+        self.context = call.sample is not None and call.sample.is_recorded
+        self._call = call
+        self._deadlines = deadlines
+        self._waiting: dict[int, asyncio.Task[None]] = {}
+        self._permits: dict[int, Permit] = {}
+
+    def begin(self, ended: asyncio.Future[Any]) -> None:
+        """Start the call's clock."""
+        self._call.future = ended
+        self._call.begin()
+        self._deadlines.watch(self._call)
+
+    def told(self, message: tuple[Any, ...], answer: Callable[[int, Any], None]) -> None:
+        """Handle a message of the function."""
+        match message:
+            case ("request", number, name, tokens):
+                self._waiting[number] = self._call.loop.create_task(self._acquire(number, name, tokens, answer))
+            case ("used", number, tokens):
+                if number in self._permits:
+                    self._permits[number].used(tokens)
+            case ("leave", number, accepted, retry_after):
+                if number in self._waiting:
+                    self._waiting[number].cancel()
+                elif number in self._permits:
+                    self._permits.pop(number).leave(accepted, retry_after)
+            case ("spend", cost, tokens):
+                self._call.spend(cost, tokens)
+            case ("answer", accepted, retry_after):
+                self._call.answer(accepted, retry_after)
+            case ("exchange", fields):
+                if (variable := fields.get("api_key_env")) and (key := os.environ.get(variable)):
+                    hide(key.strip())
+                if self._call.sample is not None:
+                    self._call.sample.exchange({**fields, "attempt": self._call.attempt})
+
+    async def _acquire(self, number: int, name: str, tokens: float, answer: Callable[[int, Any], None]) -> None:
+        error: Exception | None = LimitError(ABANDONED)
+        try:
+            self._permits[number] = await self._call.acquire(name, tokens)
+            error = None
+        except (LimitError, JobServiceError) as refused:
+            error = refused
+        finally:
+            del self._waiting[number]
+            answer(number, None if error is None else (type(error).__name__, str(error)))
 
     def close(self) -> None:
-        """Wait until the peer has processed all messages, and close the connection of the permit."""
-        assert self._socket is not None
-        _close(self._socket)
-
-
-def _send(connection: socket.socket, *messages: tuple[Any, ...]) -> None:
-    """Send messages, ignoring a closed connection: after the end of the call, its messages have no effect."""
-    with contextlib.suppress(OSError):
-        connection.sendall(encode(*messages))
-
-
-def _close(connection: socket.socket) -> None:
-    """Wait until the peer has processed the message ``close``, and close the connection."""
-    with connection, contextlib.suppress(ConnectionError, EOFError):
-        receive_frame(connection)
-
-
-def current_call() -> CallScope | ProcessCall | None:
-    """Return the reward function call that the current code belongs to, also in a worker process."""
-    if worker.is_worker:
-        return None if worker.context is None else ProcessCall(*worker.context)
-    return current_scope.get()
-
-
-_calls: dict[str, CallScope] = {}
-"""The calls in worker processes that run now, by their token."""
-
-_listeners: dict[asyncio.AbstractEventLoop, tuple[AsyncGenerator[None, None], str]] = {}
-"""For each event loop, the generator that holds its socket, and the address of the socket."""
-
-
-@contextlib.asynccontextmanager
-async def serve_call(call: CallScope) -> AsyncIterator[tuple[str, str, bool]]:
-    """Serve a call in a worker process during the context; yield the arguments of its `ProcessCall`."""
-    address, token = await _address(), secrets.token_hex(16)
-    _calls[token] = call
-    try:
-        yield address, token, call.sample is not None and call.sample.is_recorded
-    finally:
-        del _calls[token]
-
-
-async def _address() -> str:
-    """Return the address of the socket of the running event loop, which listens until the event loop shuts down."""
-    loop = asyncio.get_running_loop()
-    if loop not in _listeners:
-        for ended in [other for other in _listeners if other.is_closed()]:
-            del _listeners[ended]
-        # A Linux abstract socket: a killed process leaves no file behind.
-        address = f"\0reward-loop/limits/{secrets.token_hex(16)}"
-        listening = socket.socket(socket.AF_UNIX)
-        listening.bind(address)
-        listening.listen()  # from here on, concurrent calls can use the address
-        # An event loop closes its async generators when it shuts down, and this one then closes its socket.
-        listener = _listen(loop, listening)
-        _listeners[loop] = listener, address
-        await anext(listener)
-        return address
-    return _listeners[loop][1]
-
-
-async def _listen(loop: asyncio.AbstractEventLoop, listening: socket.socket) -> AsyncGenerator[None, None]:
-    try:
-        server = await asyncio.start_unix_server(_serve, sock=listening)
-        try:
-            yield
-        finally:
-            server.close()
-    finally:
-        _listeners.pop(loop, None)
-
-
-async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with closing(writer):
-        async with asyncio.timeout(AUTHENTICATION_TIMEOUT_S):
-            first = await receive(reader)
-        match first:
-            case [["call", str(token)], *messages] if token in _calls:
-                call = _calls[token]
-                connection = Connection(call, writer)
-                connection.handlers |= {"answer": call.answer, "exchange": partial(_record_exchange, call)}
-                await connection.run(reader, messages)
-
-
-def _record_exchange(call: CallScope, fields: dict[str, Any]) -> None:
-    """Add an exchange of a function in a worker process, or further fields of it, to the record of its sample."""
-    if call.sample is None:
-        return
-    if (variable := fields.get("api_key_env")) and (key := os.environ.get(variable)):
-        hide(key.strip())
-    call.sample.prompt_tokens += fields.get("prompt_tokens", 0)
-    call.sample.completion_tokens += fields.get("completion_tokens", 0)
-    call.sample.exchange({**fields, "attempt": call.attempt})
+        """Stop serving: the function has ended. `Call.end` ends its permits."""
+        for task in self._waiting.values():
+            task.cancel()

@@ -4,27 +4,17 @@ A worker of the job connects over TCP. The service sends a nonce, and the worker
 the job's token, so the token itself is never sent. If the proof is invalid, the service replies with an empty frame and
 closes the connection.
 
-A function in a worker process connects over a local socket to the process that called it, once for each permit. Its
-first message is ``["call", token]``, with a token that is valid for this call only.
-
 When a connection ends, its permits end too; their requests and tokens stay counted.
 
     client                                          service
-    ["enter", id, name, tokens, traffic_class]      ["grant", id] or ["refuse", id, error type, message]
+    ["request", id, name, tokens, traffic_class]    ["grant", id] or ["refuse", id, error type, message]
     ["used", id, tokens]
     ["leave", id, accepted, retry_after]
     ["spend", cost, tokens]                         ["spent", why] to all clients, if the budget is now used up
-
-    workers of the job only:
     (after authentication)                          ["limits", max_waits]; also ["spent", why], ["stop", why] if set
     ["count", failed, error, of]                    ["stop", why] to all clients, if the run must stop
     ["configure", id, name, changes]                ["answer", id, error or null]; ["limits", max_waits] to all clients
     ["status", id]                                  ["answer", id, status]
-
-    functions in worker processes only:
-    ["answer", accepted, retry_after]
-    ["exchange", fields]                            an exchange with a model server, for the record of the sample
-    ["close"]                                       processes all earlier messages, then closes the connection
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hmac
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -17,13 +17,12 @@ from reward_loop.errors import ConfigError, LimitError, RewardLoopError, TooMany
 from reward_loop.limits.failures import FailureBound
 from reward_loop.limits.limiter import PERIOD_S
 from reward_loop.limits.local import LocalLimits
-from reward_loop.limits.permit import GRANTED, Permit
+from reward_loop.limits.permit import Permit, give_up
 from reward_loop.limits.protocol import Messages, enable_keepalive, proof, receive
-from reward_loop.limits.scope import CallScope
 
-__all__ = ["AUTHENTICATION_TIMEOUT_S", "Connection", "LimitServer", "closing", "serve_limits"]
+__all__ = ["LimitServer", "serve_limits"]
 
-AUTHENTICATION_TIMEOUT_S = 10.0
+_AUTHENTICATION_TIMEOUT_S = 10.0
 """Seconds for a client to authenticate."""
 
 
@@ -69,10 +68,10 @@ class LimitServer:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with closing(writer):
+        with _closing(writer):
             if not await self._authenticate(reader, writer):
                 return
-            connection = Connection(self.limits, writer)
+            connection = _Connection(self.limits, writer)
             messages = connection.messages
             connection.handlers |= {
                 "spend": self._spend,
@@ -98,7 +97,7 @@ class LimitServer:
         nonce = secrets.token_bytes(16)
         expected = proof(self.token, nonce)
         writer.write(frame(nonce))
-        async with asyncio.timeout(AUTHENTICATION_TIMEOUT_S):
+        async with asyncio.timeout(_AUTHENTICATION_TIMEOUT_S):
             answer = await read_frame(reader, max_length=len(expected))
         valid = hmac.compare_digest(answer, expected)
         if not valid:
@@ -136,7 +135,7 @@ class LimitServer:
 
 
 @contextlib.contextmanager
-def closing(writer: asyncio.StreamWriter) -> Iterator[None]:
+def _closing(writer: asyncio.StreamWriter) -> Iterator[None]:
     """Close the connection on exit, and suppress connection errors, protocol errors and cancellation."""
     try:
         yield
@@ -146,58 +145,66 @@ def closing(writer: asyncio.StreamWriter) -> Iterator[None]:
         writer.close()
 
 
-class Connection:
+class _Connection:
     """One client connection: calls the handler of each message. Its permits end when the connection ends."""
 
-    def __init__(self, owner: LocalLimits | CallScope, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, limits: LocalLimits, writer: asyncio.StreamWriter) -> None:
         self.messages = Messages(writer)
-        self._owner = owner
-        self._permits: dict[int, Permit] = {}
+        self._limits = limits
+        self._requests: dict[int, asyncio.Future[Permit]] = {}
         self.handlers: dict[str, Callable[..., None]] = {
-            "enter": self._enter,
+            "request": self._request,
             "used": self._used,
             "leave": self._leave,
-            "spend": owner.spend,
         }
 
-    async def run(self, reader: asyncio.StreamReader, messages: Sequence[list[Any]] = ()) -> None:
-        """Process ``messages``, then those received, until the client closes the connection."""
+    async def run(self, reader: asyncio.StreamReader) -> None:
+        """Process messages until the client closes the connection."""
         try:
             while True:
-                for what, *rest in messages:
-                    if what == "close":
-                        return
+                for what, *rest in await receive(reader):
                     self.handlers[what](*rest)
-                messages = await receive(reader)
         finally:
-            permits, self._permits = self._permits, {}
-            for permit in permits.values():
-                permit.leave()
+            requests, self._requests = self._requests, {}
+            for request in requests.values():
+                give_up(request)
 
-    def _enter(self, number: int, name: str, tokens: float, traffic_class: str) -> None:
+    def _request(self, number: int, name: str, tokens: float, traffic_class: str) -> None:
         try:
-            permit = self._permits[number] = self._owner.open(name, tokens, traffic_class)
+            request = self._limits.request(name, tokens, traffic_class)
         except LimitError as error:
             self._refuse(number, error)
         else:
-            permit.when_settled(partial(self._settled, number))
+            self._requests[number] = request
+            request.add_done_callback(partial(self._settled, number))
 
-    def _settled(self, number: int, permit: Permit) -> None:
-        if permit.state == GRANTED:
+    def _settled(self, number: int, request: asyncio.Future[Permit]) -> None:
+        if number not in self._requests:  # the client has withdrawn it
+            return
+        if (error := request.exception()) is None:
             self.messages.send("grant", number)
-        elif self._permits.pop(number, None) is not None:  # otherwise the client ended the permit itself
-            self._refuse(number, permit.error)
+        else:
+            del self._requests[number]
+            self._refuse(number, error)
 
-    def _refuse(self, number: int, error: Exception | None) -> None:
+    def _refuse(self, number: int, error: BaseException) -> None:
         self.messages.send("refuse", number, type(error).__name__, str(error))
 
     def _used(self, number: int, tokens: float) -> None:
-        if (permit := self._permits.get(number)) is not None:
-            permit.used(tokens)
+        if (request := self._requests.get(number)) is not None and _is_granted(request):
+            request.result().used(tokens)
 
     def _leave(self, number: int, accepted: bool | None, retry_after: float | None) -> None:
-        if (permit := self._permits.pop(number, None)) is not None:
-            permit.leave(accepted, retry_after)
+        if (request := self._requests.pop(number, None)) is None:
+            return
+        if _is_granted(request):
+            request.result().leave(accepted, retry_after)
+        else:
+            give_up(request)
+
+
+def _is_granted(request: asyncio.Future[Permit]) -> bool:
+    return request.done() and request.exception() is None
 
 
 @contextlib.contextmanager

@@ -16,17 +16,18 @@ import asyncio
 import contextlib
 import pickle
 import socket
-import time
+from collections.abc import Callable
+from typing import Any, Protocol
 
-from reward_loop._util.framing import FrameBuffer
+from reward_loop._util.framing import FrameBuffer, frame
 from reward_loop._util.signals import name_of
 from reward_loop._util.sockets import readable
 from reward_loop.errors import RewardCrashedError
 from reward_loop.processes.forkserver import Report
-from reward_loop.processes.invocation import CallOutcome, Invocation, WaitClock
-from reward_loop.processes.worker import DIED, ENDED, STARTED, unpack
+from reward_loop.processes.outcome import CallOutcome
+from reward_loop.processes.worker import ANSWER, CALL, DIED, ENDED, STARTED, TOLD, unpack
 
-__all__ = ["DiedIdleError", "WorkerConnection"]
+__all__ = ["Caller", "DiedIdleError", "WorkerConnection"]
 
 _START_SECONDS = 300.0
 """Seconds for a worker to import the function's module. Importing verl with torch can take 30 s on a busy machine."""
@@ -36,6 +37,19 @@ _REPORT_SECONDS = 5.0
 
 class DiedIdleError(Exception):
     """A worker died while it was idle, so the next call did not start."""
+
+
+class Caller(Protocol):
+    """The side of a call that is outside of the worker."""
+
+    context: Any
+    """What the worker gets as `worker.context` during the call."""
+
+    def begin(self, ended: asyncio.Future[Any]) -> None:
+        """Start the clock of the deadline. At the deadline, set a `TimeoutError` on ``ended``: the worker is killed."""
+
+    def told(self, message: tuple[Any, ...], answer: Callable[[int, Any], None]) -> None:
+        """Handle a message of the function; ``answer`` sends the value for the number of a question."""
 
 
 class WorkerConnection:
@@ -54,45 +68,53 @@ class WorkerConnection:
         self.usable = False
         """Whether the worker is idle and can run another call."""
 
-    async def call(self, call: Invocation, arguments: bytes, timeout: float | None, waited: WaitClock) -> CallOutcome:
+    async def call(self, content: bytes, caller: Caller) -> CallOutcome:
         """Run one call.
 
         Args:
-            call: the call; only its ``started`` is used, and set.
-            arguments: the frame with the arguments.
-            timeout: seconds from the start of the function to its deadline.
-            waited: the seconds that the call has waited for limits.
+            content: the pickled context and arguments.
+            caller: gets the start of the function, its messages and the end.
 
         Raises:
-            TimeoutError: the deadline passed.
+            TimeoutError: the deadline passed. The message contains the stack of the user's code.
             RewardCrashedError: the worker died during the call, or did not load the function in time.
             DiedIdleError: the worker died before the call started, after it had completed an earlier one.
         """
         was_idle, self.usable = self.usable, False
         setup, self._setup = self._setup, b""
-        call.started = None
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[tuple[bytes, memoryview]] = loop.create_future()
+        started = False
         try:
-            async with asyncio.timeout(_START_SECONDS):
+            async with asyncio.timeout(_START_SECONDS) as loading:
+
+                def begin() -> None:
+                    nonlocal started
+                    started = True
+                    loading.reschedule(None)
+                    caller.begin(ended)
+
+                loop.add_reader(self._channel, self._receive, ended, begin, caller)
                 # The worker reads the arguments after loading the function, so sending may block until then.
                 with contextlib.suppress(ConnectionError):  # the worker is dead; receiving will report it
-                    await asyncio.get_running_loop().sock_sendall(self._channel, setup + arguments)
-                kind, content = await self._receive()
-            if kind == STARTED:
-                call.started = time.monotonic()
-                kind, content = await self._receive_by(call.started, timeout, waited)
+                    await loop.sock_sendall(self._channel, setup + frame(CALL, content))
+                kind, answer = await ended
         except TimeoutError:
+            loop.remove_reader(self._channel)
             at = await self._kill()
-            if call.started is None:
+            if not started:
                 raise RewardCrashedError(
                     f"was not loaded in a worker process within {_START_SECONDS:g} s{at}"
                 ) from None
             raise TimeoutError(at) from None
+        finally:
+            loop.remove_reader(self._channel)
         if kind == DIED:
-            if was_idle and call.started is None:
+            if was_idle and not started:
                 raise DiedIdleError
-            raise RewardCrashedError(_death(content))
+            raise RewardCrashedError(_death(answer))
         self.usable = kind == ENDED
-        return unpack(content)
+        return unpack(answer)
 
     def close(self) -> None:
         """Close the connection; the fork server then kills the worker if it is alive."""
@@ -101,49 +123,61 @@ class WorkerConnection:
             self._channel.shutdown(socket.SHUT_RDWR)
         self._channel.close()
 
+    def _receive(self, ended: asyncio.Future[Any], begin: Callable[[], None], caller: Caller) -> None:
+        """Handle the messages that have arrived, until one of them ends the call."""
+        try:
+            is_open = self._read()
+            while not ended.done() and (message := self._frames.pop()) is not None:
+                kind, content = message[:1], memoryview(message)[1:]
+                if kind == STARTED:
+                    begin()
+                elif kind == TOLD:
+                    caller.told(pickle.loads(content), self._answer)
+                else:
+                    ended.set_result((kind, content))
+            if not is_open and not ended.done():
+                ended.set_result((DIED, memoryview(b"")))
+        except Exception as error:
+            if not ended.done():
+                problem = f"sent an invalid message from its worker process: {type(error).__name__}: {error}"
+                ended.set_exception(RewardCrashedError(problem))
+
+    def _read(self) -> bool:
+        """Read what has arrived; return whether the connection is still open."""
+        try:
+            received = self._channel.recv(1 << 16)
+        except BlockingIOError:
+            return True
+        except ConnectionError:
+            return False
+        self._frames.feed(received)
+        return bool(received)
+
+    def _answer(self, number: int, value: Any) -> None:
+        """Answer a question of the function. If thousands of answers are unread, the connection ends."""
+        data = frame(ANSWER, pickle.dumps((number, value)))
+        try:
+            complete = self._channel.send(data) == len(data)
+        except OSError:
+            complete = False
+        if not complete:
+            with contextlib.suppress(OSError):
+                self._channel.shutdown(socket.SHUT_RDWR)
+
     async def _kill(self) -> str:
         """Have the fork server kill the worker, wait for the report, and return the user's stack, or ``""``."""
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_WR)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REPORT_SECONDS):
-                kind, content = await self._receive()
-                while kind != DIED:
-                    kind, content = await self._receive()
-                return _at(pickle.loads(content)) if content else ""
+                while True:
+                    while (message := self._frames.pop()) is not None:
+                        if message[:1] == DIED:
+                            return _at(pickle.loads(memoryview(message)[1:]))
+                    await readable(self._channel)
+                    if not self._read():
+                        return ""
         return ""
-
-    async def _receive_by(self, started: float, timeout: float | None, waited: WaitClock) -> tuple[bytes, memoryview]:
-        """Return the next message, as `_receive` does.
-
-        Raises:
-            TimeoutError: the deadline of the call, which started at ``started``, has passed.
-        """
-        if timeout is None:
-            return await self._receive()
-        now = started
-        while (left := started + timeout + waited(now) - now) > 0:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left):
-                    return await self._receive()
-            now = time.monotonic()
-        raise TimeoutError
-
-    async def _receive(self) -> tuple[bytes, memoryview]:
-        """Return the kind and the content of the next message. The end of the stream is a `DIED` without content."""
-        while (message := self._frames.pop()) is None:
-            await readable(self._channel)
-            # `sock_recv` would lose what it has received if it is cancelled, as at a deadline that is then extended.
-            try:
-                received = self._channel.recv(1 << 16)
-            except BlockingIOError:
-                continue
-            except ConnectionError:
-                received = b""
-            if not received:
-                return DIED, memoryview(b"")
-            self._frames.feed(received)
-        return message[:1], memoryview(message)[1:]
 
 
 def _death(content: memoryview) -> str:

@@ -27,8 +27,8 @@ import cloudpickle
 from reward_loop._util.framing import frame
 from reward_loop._util.parent_death_pipe import ParentDeathPipe
 from reward_loop.errors import FunctionLoadError, RewardFunctionError
-from reward_loop.processes.connection import DiedIdleError, WorkerConnection
-from reward_loop.processes.invocation import CallOutcome, Invocation, WaitClock, no_wait
+from reward_loop.processes.connection import Caller, DiedIdleError, WorkerConnection
+from reward_loop.processes.outcome import CallOutcome
 from reward_loop.processes.worker import Setup
 
 __all__ = ["WorkerProcesses", "usable_cores"]
@@ -89,29 +89,19 @@ class WorkerProcesses:
         self._end: weakref.finalize[Any, Any] | None = None
         _pools.add(self)
 
-    async def run(
-        self,
-        call: Invocation,
-        timeout: float | None = None,
-        waited: WaitClock = no_wait,
-        context: Any = None,
-    ) -> CallOutcome:
+    async def run(self, arguments: Mapping[str, Any], caller: Caller) -> CallOutcome:
         """Call the function in a process as soon as a slot is free.
 
         Args:
-            call: the function with its keyword arguments; its ``started`` is set when the function starts.
-            timeout: seconds from the start of the function to its deadline; ``None`` for no deadline.
-            waited: the seconds that the call has waited for limits.
-            context: the value of `worker.context` during the call.
+            arguments: the keyword arguments of the function.
+            caller: gets the start of the function, its messages and the end.
 
         Raises:
             TimeoutError: the deadline passed. The message contains the stack of the user's code.
             RewardCrashedError: the process died during the call, or did not load the function in time.
         """
-        assert call.function is self._function
-        assert not call.args
         try:
-            arguments = frame(_dumps((context, call.kwargs)))
+            content = _dumps((caller.context, arguments))
         except Exception as error:
             problem = f"has arguments that cannot be sent to a worker process: {type(error).__name__}: {error}"
             return CallOutcome(None, None, 0.0, RewardFunctionError(problem))
@@ -120,7 +110,7 @@ class WorkerProcesses:
                 worker = self._idle.pop() if self._idle else self._start()
                 self._working += 1
                 try:
-                    return await worker.call(call, arguments, timeout, waited)
+                    return await worker.call(content, caller)
                 except DiedIdleError:
                     continue
                 finally:

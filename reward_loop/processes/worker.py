@@ -1,41 +1,61 @@
-"""The main loop of a worker process. Calls run one at a time in the main thread, where signals and alarms work."""
+"""The main loop of a worker process, and its `Channel` to the pool.
+
+Calls run one at a time in the main thread, where signals and alarms work. During a call, code of the function may send
+messages to the caller, and wait for answers, in any thread.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import itertools
 import os
 import pickle
+import queue
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NoReturn
 
 from reward_loop._util.framing import frame, receive_frame
 from reward_loop.errors import RewardFunctionError
-from reward_loop.processes.invocation import CallOutcome, Invocation, RemoteError, describe_exception
+from reward_loop.processes.outcome import CallOutcome, RemoteError, describe_exception, outcome_of
 
 __all__ = [
+    "ANSWER",
+    "CALL",
     "DIED",
     "ENDED",
     "ENDED_LAST",
     "EXIT_BROKEN",
     "STACK_SIGNAL",
     "STARTED",
+    "TOLD",
+    "Channel",
     "Setup",
     "serve",
     "unpack",
 ]
 
-STARTED, ENDED, ENDED_LAST, DIED = b"S", b"E", b"L", b"D"
-"""The kinds of messages from a worker. The kind is the first byte of the frame:
+CALL, ANSWER = b"C", b"A"
+"""The kinds of messages to a worker. The kind is the first byte of the frame:
+
+- `CALL`: the context and the arguments of the next call. The first one comes after a frame with the `Setup`.
+- `ANSWER`: the answer to a message that the function sent with `Channel.ask`: the number of the message, and a value.
+"""
+
+STARTED, TOLD, ENDED, ENDED_LAST, DIED = b"S", b"T", b"E", b"L", b"D"
+"""The kinds of messages from a worker:
 
 - `STARTED`: the function starts.
+- `TOLD`: a message of the function to the caller.
 - `ENDED`: the outcome; the worker is idle.
 - `ENDED_LAST`: the outcome; the worker exits.
 - `DIED`: a `Report` on how the worker died; sent by the fork server.
@@ -49,8 +69,8 @@ STACK_SIGNAL = 41
 processes = 1
 """The maximum number of processes of this function's pool."""
 
-is_worker = False
-"""Whether this process is a worker process of a reward function."""
+channel: Channel | None = None
+"""The channel to the pool; ``None`` outside of worker processes, and in processes that the function has forked."""
 
 context: Any = None
 """The context that the caller sent with the current call, in addition to its arguments."""
@@ -73,11 +93,97 @@ class Setup:
     """The maximum number of processes of the pool."""
 
 
-def serve(channel: socket.socket, stack_fd: int, max_memory_mb: int | None) -> NoReturn:
+class Channel:
+    """The worker's end of the connection to the pool.
+
+    Threads of the function may send and ask at the same time. An exception that a signal handler raises in the main
+    thread, as an alarm of the function does, interrupts neither a message that is sent nor one that is received:
+    signals are blocked while a message is sent, and from the first `ask` on, a thread receives.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._numbers = itertools.count()
+        self._answers: dict[int, Callable[[Any], None]] = {}
+        self._calls: queue.SimpleQueue[bytes | None] | None = None
+        """The calls that the receiving thread has received, and ``None`` at the end; no queue without the thread."""
+
+    def send(self, kind: bytes, content: bytes = b"") -> None:
+        """Send a message."""
+        with _blocked_signals(), self._sending:
+            self._connection.sendall(frame(kind, content))
+
+    def tell(self, *message: Any) -> None:
+        """Send a message of the function to the caller, who handles the messages of a call in order."""
+        self.send(TOLD, pickle.dumps(message))
+
+    def ask(self, answered: Callable[[Any], None], what: str, *arguments: Any) -> int:
+        """Send a message with a number after its first word; return the number.
+
+        ``answered`` is called with the answer in another thread, unless the call ends before.
+        """
+        number = next(self._numbers)
+        self._answers[number] = answered
+        if self._calls is None:
+            self._calls = queue.SimpleQueue()
+            threading.Thread(target=self._receive, args=(self._calls,), name="reward-channel", daemon=True).start()
+        self.tell(what, number, *arguments)
+        return number
+
+    def next_call(self) -> bytes:
+        """Wait for the next call, and return its content; exit if the pool has closed its end."""
+        self._answers.clear()
+        if self._calls is None:
+            return self.receive()[1:]
+        if (content := self._calls.get()) is None:
+            os._exit(0)
+        return content
+
+    def receive(self) -> bytes:
+        """Wait for a frame; exit if the pool has closed its end."""
+        try:
+            return receive_frame(self._connection)
+        except EOFError:
+            os._exit(0)
+
+    def _receive(self, calls: queue.SimpleQueue[bytes | None]) -> None:
+        # At a deadline, the pool closes its end first: the main thread must then still write its stack.
+        with contextlib.suppress(EOFError):
+            while True:
+                message = receive_frame(self._connection)
+                if message[:1] == CALL:
+                    calls.put(message[1:])
+                else:
+                    number, answer = pickle.loads(memoryview(message)[1:])
+                    if (answered := self._answers.pop(number, None)) is not None:
+                        answered(answer)
+        calls.put(None)
+
+
+@contextlib.contextmanager
+def _blocked_signals() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_HANDLED_SIGNALS = signal.valid_signals() - {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, STACK_SIGNAL}
+
+
+def _detach() -> None:
+    """Leave the channel to the worker: this is a process that the function has forked."""
+    global channel
+    channel = None
+
+
+def serve(connection: socket.socket, stack_fd: int, max_memory_mb: int | None) -> NoReturn:
     """Run calls until the pool closes its end of the socket, then exit.
 
     Args:
-        channel: the worker's end of the socket pair.
+        connection: the worker's end of the socket pair.
         stack_fd: the file that `faulthandler` writes stacks to.
         max_memory_mb: the memory limit of the worker in 2^20 bytes, enforced by the fork server.
     """
@@ -88,11 +194,14 @@ def serve(channel: socket.socket, stack_fd: int, max_memory_mb: int | None) -> N
     memory_fd = os.open("/proc/self/statm", os.O_RDONLY)
     pid, folder, had_streams, first_mb = os.getpid(), os.open(".", os.O_PATH), _settle_streams(), None
     fchdir = os.fchdir  # graders that run generated code set it, and other functions of `os`, to None
-    function, failure = _load(_receive(channel))
+    global channel
+    channel = to_pool = Channel(connection)
+    os.register_at_fork(after_in_child=_detach)
+    function, failure = _load(to_pool.receive())
     while True:
-        arguments = _receive(channel)
+        arguments = to_pool.next_call()
         if failure is None:
-            channel.sendall(frame(STARTED))
+            to_pool.send(STARTED)
         outcome = failure or _call(function, arguments)
         if os.getpid() != pid:
             os._exit(0)  # The function forked, and this is the child process.
@@ -103,7 +212,7 @@ def serve(channel: socket.socket, stack_fd: int, max_memory_mb: int | None) -> N
         memory_mb = _memory_mb(memory_fd)
         first_mb = first_mb or memory_mb
         spoiled = _settle_streams() < had_streams or memory_mb - first_mb > max_growth_mb
-        channel.sendall(frame(ENDED_LAST if failure or spoiled else ENDED, _pack(outcome)))
+        to_pool.send(ENDED_LAST if failure or spoiled else ENDED, _pack(outcome))
         if failure or spoiled:
             os._exit(0)
 
@@ -170,8 +279,7 @@ def _dumps(value: Any) -> bytes:
 def _load(setup: bytes) -> tuple[Callable[..., Any], CallOutcome | None]:
     try:
         made: Setup = pickle.loads(setup)
-        global processes, is_worker
-        is_worker = True
+        global processes
         processes = made.processes
         sys.meta_path.append(_Files(made.files))
         return pickle.loads(made.function), None
@@ -187,7 +295,7 @@ def _call(function: Callable[..., Any], arguments: bytes) -> CallOutcome:
     except Exception as error:
         problem = f"received arguments that cannot be unpickled in a worker process: {type(error).__name__}: {error}"
         return CallOutcome(None, None, 0.0, RewardFunctionError(problem))
-    return Invocation(function, (), kwargs)()
+    return outcome_of(function, kwargs)
 
 
 class _Files(importlib.abc.MetaPathFinder):
@@ -219,10 +327,3 @@ def _settle_streams() -> bool:
 def _memory_mb(statm_fd: int) -> float:
     """Return the resident memory (in 2^20 bytes) from the open ``/proc/self/statm``."""
     return int(os.pread(statm_fd, 256, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-def _receive(channel: socket.socket) -> bytes:
-    try:
-        return receive_frame(channel)
-    except EOFError:
-        os._exit(0)  # The pool has closed its end.

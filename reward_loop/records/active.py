@@ -120,9 +120,14 @@ class ActiveSample:
         asking.remove(request)
 
     def exchange(self, fields: Mapping[str, Any]) -> None:
-        """Add an exchange with a model server, or further fields of the exchange with the same ``id``."""
+        """Add an exchange with a model server, or further fields of the exchange with the same ``id``.
+
+        The tokens that the fields report are added to those of the sample.
+        """
         exchanges: dict[str, dict[str, Any]] = self.__dict__.setdefault("exchanges", {})
         exchanges.setdefault(fields["id"], {}).update(fields)
+        self.prompt_tokens += fields.get("prompt_tokens", 0)
+        self.completion_tokens += fields.get("completion_tokens", 0)
 
     def called(self, function: str, seconds: float, queued: float, waited: float, error: BaseException | None) -> None:
         """Add a call of the function that has just ended; see `Call`.

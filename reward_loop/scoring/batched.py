@@ -8,7 +8,7 @@ from typing import Any
 
 from reward_loop._util.text import shorten
 from reward_loop.errors import ConfigError, InvalidScoreError, ScoringError
-from reward_loop.processes.invocation import CallOutcome
+from reward_loop.processes.outcome import CallOutcome
 from reward_loop.scoring.call import UserFunction
 from reward_loop.scoring.outcome import failed_after, not_called, to_result
 from reward_loop.scoring.signature import copied, resolve

@@ -10,10 +10,11 @@ garbage collector takes about 1.5 us per sample for each of its objects.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from reward_loop.config import RewardLoopConfig
@@ -24,16 +25,15 @@ from reward_loop.errors import (
     RewardCrashedError,
     RewardTimeoutError,
 )
+from reward_loop.limits.call import Call, Deadlines, current_call
 from reward_loop.limits.client import open_limits
-from reward_loop.limits.permit import DEFAULT, REWARD_MODEL, Limits, Permit, answer_of
-from reward_loop.limits.process_call import serve_call
-from reward_loop.limits.scope import CallScope, current_scope
-from reward_loop.processes.invocation import CallOutcome, Invocation, WaitClock, no_wait
+from reward_loop.limits.permit import DEFAULT, REWARD_MODEL, Limits, answer_of
+from reward_loop.limits.process_call import ServedCall
+from reward_loop.processes.outcome import CallOutcome, outcome_of
 from reward_loop.processes.pool import WorkerProcesses
-from reward_loop.records import current
+from reward_loop.scoring import on_loop
 from reward_loop.scoring.cache import Cache
 from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
-from reward_loop.scoring.on_loop import LoopCalls
 from reward_loop.scoring.retry import Retry
 from reward_loop.scoring.signature import Target, resolve
 from reward_loop.scoring.threads import DaemonThreads
@@ -121,7 +121,7 @@ class UserFunction:
         self._executor: DaemonThreads | WorkerProcesses = self._threads
         if is_isolated(self._target) or (options.isolation == "process" and not self._target.is_async):
             self._executor = in_processes(self._target, Isolation(options.max_processes, options.max_memory_mb))
-        self._loop_calls = LoopCalls()
+        self._deadlines: Deadlines | None = None
         self._retry = Retry(options.retry)
         self._cache = Cache(options.cache, self._target) if options.cache.enabled else None
         self._limits_of_call = [limit]
@@ -195,91 +195,107 @@ class UserFunction:
     async def _attempt(self, arguments: dict[str, Any], traffic_class: str, attempt: int = 1) -> CallOutcome:
         """Call the function once, under its limits if they are configured."""
         self.limits.bind()
-        scope = CallScope(self.limits, traffic_class, attempt)
         if not self.limits.is_known:
             await self.limits.status()
         if self.limits.spent is not None:
             return CallOutcome.without_call(BudgetSpentError(f"was not called: {self.limits.spent}"))
-        asked = permitted = time.monotonic()
-        permits: list[Permit] = []
-        for name in self._limits_of_call:
-            if name not in self.limits.max_waits:
-                continue
+        call = Call(self.limits, self.timeout, traffic_class, attempt)
+        if not self.limits.max_waits.keys().isdisjoint(self._limits_of_call):
             try:
-                permits.append(await self.limits.enter(name, 0, traffic_class))
-            except BaseException as error:
-                for permit in permits:
-                    permit.leave()
-                if not isinstance(error, LimitError):
-                    raise
-                return CallOutcome.without_call(LimitError(f"was not called: {error}"), time.monotonic() - asked)
-            permitted = time.monotonic()
-        scope.permit = permits[0] if permits else None
-        invocation = None if self._target.is_async else Invocation(self._target.call, (), arguments)
-        outer = current_scope.get()  # not the token of `set`, which is an object for the garbage collector
-        current_scope.set(scope)
+                await call.enter(self._limits_of_call)
+            except LimitError as error:
+                call.end(abandoned=True)
+                return CallOutcome.without_call(LimitError(f"was not called: {error}"), call.waited)
+            except BaseException:
+                call.end(abandoned=True)
+                raise
+        permitted = time.monotonic()
+        deadlines = self._deadlines_here()
+        outer = current_call.get()  # not the token of `set`, which is an object for the garbage collector
+        current_call.set(call)
         outcome: CallOutcome | None = None
         abandoned = True
         try:
-            if invocation is not None:
-                outcome = await self._run_sync(invocation, scope)
+            if not self._target.is_async:
+                outcome = await self._call_sync(call, arguments, deadlines)
             else:
-                # Not `LoopCalls.run`, which would add a coroutine to each call in flight.
-                call = self._loop_calls.start(self._target.call, arguments, self.timeout, scope.waited)
+                # In this coroutine: another one would be one more object for each call in flight.
+                task = on_loop.start(call, self._target.call, arguments)
+                deadlines.watch(call)
                 try:
                     outcome = await call.future
                 finally:
-                    self._loop_calls.leave(call)
+                    on_loop.cancel(task)
             abandoned = False
         except (RewardCrashedError, OSError, RuntimeError) as error:
-            outcome = self._without_end(error, invocation)
+            outcome = self._without_end(error, call)
         finally:
-            if current_scope.get() is scope:  # if not, the garbage collector closes this coroutine in another context
-                current_scope.set(outer)
-            scope.end(abandoned)
+            if current_call.get() is call:  # if not, the garbage collector closes this coroutine in another context
+                current_call.set(outer)
+            deadlines.forget(call)
             # Without the end of the function, it is unknown whether the service answered.
             answer = answer_of(outcome.exception) if outcome is not None and outcome.error is None else ()
-            for permit in permits:
-                permit.leave(*answer)
-        if invocation is not None and invocation.started is not None:
-            outcome.queued = max(0.0, invocation.started - permitted)
-        outcome.waited = scope.waited(time.monotonic())
-        if outcome.waited and not isinstance(outcome.error, RewardTimeoutError):  # its `seconds` are the deadline
-            outcome.seconds = max(0.0, outcome.seconds - outcome.waited)
-        if (active := scope.sample) is not None and active.is_recorded:
+            call.end(abandoned, *answer)
+        inside = call.waited_inside
+        if call.started is not None and not self._target.is_async:
+            outcome.queued = max(0.0, call.started - permitted)
+        if inside and not isinstance(outcome.error, RewardTimeoutError):  # its `seconds` are the deadline
+            outcome.seconds = max(0.0, outcome.seconds - inside)
+        if (active := call.sample) is not None and active.is_recorded:
             problem = outcome.exception or outcome.error
-            active.called(self._target.name, outcome.seconds, outcome.queued, outcome.waited, problem)
-        outcome.waited += permitted - asked
+            active.called(self._target.name, outcome.seconds, outcome.queued, inside, problem)
+        outcome.waited = call.waited
         return outcome
 
-    async def _run_sync(self, invocation: Invocation, scope: CallScope) -> CallOutcome:
-        """Run a sync function in a thread or a process."""
-        if (active := current()) is not None:
-            active.queue("a free process" if self.in_processes else "a free thread", invocation)
+    async def _call_sync(self, call: Call, arguments: dict[str, Any], deadlines: Deadlines) -> CallOutcome:
+        """Call a sync function in a thread or a process. If it returns an awaitable, await it on the event loop."""
+        if call.sample is not None:
+            call.sample.queue("a free process" if self.in_processes else "a free thread", call)
         if isinstance(self._executor, DaemonThreads):
-            return await self._run_in_thread(invocation, scope.waited)
-        async with serve_call(scope) as context:
-            return await self._executor.run(invocation, self.timeout, scope.waited, context)
+            return await self._call_in_thread(call, self._target.call, arguments, deadlines)
+        served = ServedCall(call, deadlines)
+        try:
+            return await self._executor.run(arguments, served)
+        finally:
+            served.close()
 
-    async def _run_in_thread(self, invocation: Invocation, waited: WaitClock = no_wait) -> CallOutcome:
-        """Run a sync function in a thread. If it returns an awaitable, await it on the event loop."""
-        outcome = await self._threads.run(invocation, self.timeout, waited)
+    async def _call_in_thread(
+        self, call: Call, function: Callable[..., Any], arguments: Mapping[str, Any], deadlines: Deadlines
+    ) -> CallOutcome:
+        deadlines.watch(call)
+        outcome = await self._threads.run(functools.partial(_begin, call, function, arguments), call.future)
         if outcome.exception is None and inspect.isawaitable(outcome.value):
             seconds = outcome.seconds
-            left = None if self.timeout is None else max(0.0, self.timeout - seconds)
-            outcome = await self._loop_calls.run(outcome.value, left, waited)
+            call.future = call.loop.create_future()  # with the same deadline
+            task = on_loop.start(call, lambda: outcome.value, {})
+            try:
+                outcome = await call.future
+            finally:
+                on_loop.cancel(task)
             outcome.seconds += seconds
         return outcome
 
-    def _without_end(self, error: Exception, invocation: Invocation | None) -> CallOutcome:
+    def _deadlines_here(self) -> Deadlines:
+        # This object may be used in several event loops, one after another.
+        loop = asyncio.get_running_loop()
+        if self._deadlines is None or self._deadlines.loop is not loop:
+            self._deadlines = Deadlines(loop)
+        return self._deadlines
+
+    def _without_end(self, error: Exception, call: Call) -> CallOutcome:
         """Return the outcome of a call that was stopped, crashed or did not start. ``error`` is not the function's."""
         if isinstance(error, TimeoutError):
             assert self.timeout is not None
             late = RewardTimeoutError(f"ran past its deadline of {self.timeout:g} s{error}")
             return CallOutcome(None, None, self.timeout, late)
         if isinstance(error, RewardCrashedError):
-            started = None if invocation is None else invocation.started
-            return CallOutcome(None, None, 0.0 if started is None else time.monotonic() - started, error)
+            seconds = 0.0 if call.started is None else time.monotonic() - call.started
+            return CallOutcome(None, None, seconds, error)
         # The system is out of file descriptors, processes or threads.
         problem = f"could not be started: {type(error).__name__}: {error}"
         return CallOutcome.without_call(RewardCrashedError(problem))
+
+
+def _begin(call: Call, function: Callable[..., Any], arguments: Mapping[str, Any]) -> CallOutcome:
+    call.begin()
+    return outcome_of(function, arguments)

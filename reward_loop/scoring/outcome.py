@@ -16,7 +16,7 @@ from reward_loop.errors import (
     UnscoredError,
     describe,
 )
-from reward_loop.processes.invocation import CallOutcome, describe_exception
+from reward_loop.processes.outcome import CallOutcome, describe_exception
 from reward_loop.scoring.normalise import normalise
 from reward_loop.types import Outcome, RewardResult, RewardSample
 

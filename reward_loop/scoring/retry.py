@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 
 from reward_loop._util.transient import is_refusal, is_transient, retry_after
 from reward_loop.config import RetryConfig
-from reward_loop.processes.invocation import CallOutcome
+from reward_loop.processes.outcome import CallOutcome
 from reward_loop.records import current, waiting_for
 
 __all__ = ["Retry"]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from reward_loop.errors import InvalidScoreError, RewardFunctionError
-from reward_loop.processes.invocation import CallOutcome, Invocation, describe_exception
+from reward_loop.limits.call import Call
+from reward_loop.processes.outcome import CallOutcome, describe_exception
 from reward_loop.scoring.cache import Cache
 from reward_loop.scoring.call import UserFunction
 from reward_loop.scoring.normalise import normalise
@@ -85,11 +87,14 @@ class ScoringFunction(UserFunction):
         if self._target.post_process_scores is None:
             return scores
         method = f"post_process_scores beside {self.name}"
-        invocation = Invocation(_process, (self._target.post_process_scores, scores), {})
+        call, deadlines = Call(self.limits, self.timeout), self._deadlines_here()
+        process = functools.partial(_process, self._target.post_process_scores, scores)
         try:
-            outcome = await self._run_in_thread(invocation)
+            outcome = await self._call_in_thread(call, process, {}, deadlines)
         except (OSError, RuntimeError) as error:
-            outcome = self._without_end(error, invocation)
+            outcome = self._without_end(error, call)
+        finally:
+            deadlines.forget(call)
         if outcome.error is not None:
             raise outcome.error.about(function=method)
         if outcome.exception is not None:

@@ -7,14 +7,10 @@ import contextlib
 import contextvars
 import os
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
-
-from reward_loop.processes.invocation import WaitClock, no_wait
-from reward_loop.scoring.deadlines import Deadlines, Watched
 
 __all__ = ["DaemonThreads"]
 
@@ -29,7 +25,7 @@ class DaemonThreads:
     Invariants:
 
     - Calls start in order of submission.
-    - An abandoned call (deadline passed or task cancelled) releases its slot at once. Its thread cannot be killed and
+    - An abandoned call (see `run`) releases its slot at once. Its thread cannot be killed and
       runs on outside the pool, so a hung function blocks neither other calls nor the interpreter's exit. (asyncio,
       concurrent.futures and anyio join their threads at exit.)
     - At most one thread is being woken or started at a time, and it does not interrupt the thread that wakes or starts
@@ -56,39 +52,31 @@ class DaemonThreads:
         self._coming = False
         self._home: _Home | None = None
 
-    async def run(
-        self,
-        function: Callable[[], T],
-        timeout: float | None = None,
-        waited: WaitClock = no_wait,
-    ) -> T:
+    async def run(self, function: Callable[[], T], future: asyncio.Future[T] | None = None) -> T:
         """Call the function in a thread as soon as one is free.
+
+        The call is abandoned if the awaiting task is cancelled, or if ``future`` gets an exception before.
 
         Args:
             function: the function to call, without arguments.
-            timeout: seconds from the start of the function to its deadline; ``None`` for no deadline.
-            waited: the seconds that the call has waited for limits.
+            future: gets the function's return value or exception; by default a new one.
 
         Returns:
             The function's return value. Its exceptions propagate.
-
-        Raises:
-            TimeoutError: the deadline passed.
         """
         loop = asyncio.get_running_loop()
         home = self._home
         if home is None or home.loop is not loop:
             # This object may outlive several loops (asyncio.run more than once).
             home = self._home = _Home(loop)
-        job = _Job(function, home, timeout, waited)
+        job = _Job(function, home, loop.create_future() if future is None else future)
         if not home.submitted:
             loop.call_soon(self._hand_over, home)
         home.submitted.append(job)
-        home.deadlines.watch(job)
         try:
-            return await job.future
+            result: T = await job.future
+            return result
         finally:
-            home.deadlines.forget(job)
             self._leave(job)
 
     def _hand_over(self, home: _Home) -> None:
@@ -105,7 +93,7 @@ class DaemonThreads:
             if job.ended:
                 return
             job.abandoned = True
-            if job.started is not None:
+            if job.has_started:
                 self._threads -= 1
         self._add_thread()
 
@@ -158,7 +146,7 @@ class DaemonThreads:
                 while self._queue:
                     job = self._queue.popleft()
                     if not job.abandoned:
-                        job.started = time.monotonic()
+                        job.has_started = True
                         return job
                 self._idle += 1
                 in_time = self._changed.wait(_IDLE_SECONDS)
@@ -180,13 +168,14 @@ def _begin_all() -> None:
 os.register_at_fork(after_in_child=_begin_all)
 
 
-class _Job(Watched):
-    __slots__ = ("abandoned", "context", "ended", "error", "function", "home", "result")
+class _Job:
+    __slots__ = ("abandoned", "context", "ended", "error", "function", "future", "has_started", "home", "result")
 
-    def __init__(self, function: Callable[[], Any], home: _Home, timeout: float | None, waited: WaitClock) -> None:
-        super().__init__(home.loop.create_future(), timeout, waited)
+    def __init__(self, function: Callable[[], Any], home: _Home, future: asyncio.Future[Any]) -> None:
         self.function = function
         self.home = home
+        self.future = future
+        self.has_started = False
         self.context = contextvars.copy_context()
         self.result: Any = None
         self.error: BaseException | None = None
@@ -205,14 +194,13 @@ class _Job(Watched):
 
 
 class _Home:
-    """An event loop with its newly submitted jobs, its ended jobs to report, and the deadlines of its calls."""
+    """An event loop with its newly submitted jobs, and its ended jobs to report."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.submitted: list[_Job] = []
         self._ended: deque[_Job] = deque()
         self._wake_up_scheduled = False
-        self.deadlines = Deadlines(loop)
 
     def report(self, job: _Job) -> None:
         """Report an ended job, from the job's thread. One wake-up of the loop delivers all jobs ended by then."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from reward_loop.config import LimitConfig
 from reward_loop.limits.limiter import COOL_DOWN_S, CUT, INITIAL, MAX_BACKGROUND, WINDOW, AdaptiveConcurrency, Limiter
-from reward_loop.limits.permit import Permit
+from tests.limits.asking import asking
 
 
 def a_round(adaptive, now=0.0):
@@ -94,32 +94,30 @@ def play(*, refuse=0.0, capacity=None, calls=3000, latency=0.5, maximum=64, seed
     limiter = Limiter("judge", LimitConfig(adaptive=True, max_concurrent=maximum))
     now, order, events, served, limits, ended = 0.0, itertools.count(), [], 0, [], 0
 
-    def after(seconds, what, permit=None):
-        heapq.heappush(events, (now + seconds, next(order), what, permit))
+    def after(seconds, what):
+        heapq.heappush(events, (now + seconds, next(order), what))
 
     def ask():
-        permit = Permit(None, "judge")
-        permit.when_settled(lambda permit: after(0.0, "begin", permit))
-        limiter.enter(now, permit)
+        limiter.enter(now, asking(0, "train", lambda: after(0.0, "begin")))
 
     for _ in range(calls):
         ask()
     after(1.0, "second")
     while ended < calls:
-        now, _, what, permit = heapq.heappop(events)
+        now, _, what = heapq.heappop(events)
         if what == "begin":
             at_most = capacity(now) if callable(capacity) else capacity
             if rng.random() < refuse or (at_most is not None and served >= at_most):
-                after(0.01, "refuse", permit)
+                after(0.01, "refuse")
             else:
                 served += 1
-                after(latency * rng.uniform(0.5, 1.5), "answer", permit)
+                after(latency * rng.uniform(0.5, 1.5), "answer")
         elif what == "answer":
             served -= 1
             ended += 1
-            limiter.leave(now, permit, accepted=True)
+            limiter.leave(now, accepted=True)
         elif what == "refuse":
-            limiter.leave(now, permit, accepted=False, retry_after=1.0)
+            limiter.leave(now, accepted=False, retry_after=1.0)
             after(1.0, "again")
         elif what == "again":
             ask()

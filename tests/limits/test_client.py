@@ -36,7 +36,7 @@ class Judge:
         self.in_flight = self.peak = self.calls = 0
 
     async def call(self, job, traffic_class="train"):
-        place = await job.enter("judge", 0, traffic_class)
+        place = await job.acquire("judge", 0, traffic_class)
         self.in_flight += 1
         self.calls += 1
         self.peak = max(self.peak, self.in_flight)
@@ -77,10 +77,10 @@ async def test_no_more_calls_in_flight_than_the_limit(kept):
 async def test_a_message_with_a_lone_surrogate_does_not_block_others():
     service = LimitServer(options(max_concurrent=1))
     job = RemoteLimits(await service.start())
-    place = await job.enter("judge", 0, "train")
+    place = await job.acquire("judge", 0, "train")
     job.count(True, "sample u1: judge raised ValueError: \ud83d is no verdict")
     place.leave()
-    (await asyncio.wait_for(job.enter("judge", 0, "train"), 30)).leave()
+    (await asyncio.wait_for(job.acquire("judge", 0, "train"), 30)).leave()
     assert list(service._failures[""]._failed) == [True]
     job.close()
     await service.stop()
@@ -89,47 +89,47 @@ async def test_a_message_with_a_lone_surrogate_does_not_block_others():
 async def test_a_message_that_json_cannot_hold_is_its_senders_error():
     service = LimitServer(options(max_concurrent=1))
     job = RemoteLimits(await service.start(), options(max_concurrent=1))
-    place = await job.enter("judge", 0, "train")
+    place = await job.acquire("judge", 0, "train")
     with pytest.raises(TypeError):
         place.used(object())
     place.leave()
-    (await asyncio.wait_for(job.enter("judge", 0, "train"), 30)).leave()
+    (await asyncio.wait_for(job.acquire("judge", 0, "train"), 30)).leave()
     job.close()
     await service.stop()
 
 
 async def test_a_call_that_is_cancelled_gives_back_its_place(kept):
     job, state = await kept(options(max_concurrent=1))
-    place = await job.enter("judge", 0, "train")
-    waiting = asyncio.create_task(job.enter("judge", 0, "train"))
+    place = await job.acquire("judge", 0, "train")
+    waiting = asyncio.create_task(job.acquire("judge", 0, "train"))
     await turns(lambda: state.snapshot()["limits"]["judge"]["waiting"] == 1)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
     place.leave()
-    (await job.enter("judge", 0, "train")).leave()
+    (await job.acquire("judge", 0, "train")).leave()
 
 
 async def test_waiting_has_an_end(kept):
     job, _ = await kept(options(max_concurrent=1))
-    place = await job.enter("judge", 0, "train")
+    place = await job.acquire("judge", 0, "train")
     # Only the second call has this limit: on a busy machine, the others may take longer.
     await job.configure("judge", {"max_wait": 0.1})
     await turns(lambda: job.max_waits["judge"] == 0.1)
     with pytest.raises(LimitError, match=r"limit 'judge': no permit within max_wait=0.1 s"):
-        await job.enter("judge", 0, "train")
+        await job.acquire("judge", 0, "train")
     await job.configure("judge", {"max_wait": None})
     await turns(lambda: job.max_waits["judge"] is None)
     place.leave()
-    (await job.enter("judge", 0, "train")).leave()
+    (await job.acquire("judge", 0, "train")).leave()
 
 
 async def test_impossible_requests_are_errors(kept):
     job, _ = await kept(options(tokens_per_minute=10))
     with pytest.raises(LimitError, match="11 tokens"):
-        await job.enter("judge", 11, "train")
+        await job.acquire("judge", 11, "train")
     with pytest.raises(LimitError, match="no limit 'jugde'; did you mean 'judge'"):
-        await job.enter("jugde", 0, "train")
+        await job.acquire("jugde", 0, "train")
 
 
 async def test_the_budget_is_counted(kept):
@@ -182,8 +182,8 @@ async def test_limits_are_changed_while_the_job_runs():
     service = LimitServer(options(max_concurrent=1))
     address = await service.start()
     job, other = RemoteLimits(address), RemoteLimits(address)
-    first = await job.enter("judge", 0, "train")
-    second = asyncio.create_task(other.enter("judge", 0, "train"))
+    first = await job.acquire("judge", 0, "train")
+    second = asyncio.create_task(other.acquire("judge", 0, "train"))
     await turns(lambda: service.limits.snapshot()["limits"]["judge"]["waiting"] == 1)
     await job.configure("judge", {"max_concurrent": 2})
     first.leave()
@@ -200,8 +200,8 @@ async def test_limits_are_changed_while_the_job_runs():
 async def test_a_limit_that_is_lowered_below_a_call_that_waits_refuses_it(kept):
     # It would wait for ever, and all the others behind it.
     job, state = await kept(options(tokens_per_minute=100, burst_seconds=60))
-    first = await job.enter("judge", 60, "train")
-    large, small = (asyncio.create_task(job.enter("judge", tokens, "train")) for tokens in (80, 10))
+    first = await job.acquire("judge", 60, "train")
+    large, small = (asyncio.create_task(job.acquire("judge", tokens, "train")) for tokens in (80, 10))
     await turns(lambda: state.snapshot()["limits"]["judge"]["waiting"] == 2)
     await state.configure("judge", {"tokens_per_minute": 70})
     with pytest.raises(LimitError, match="a call with 80 tokens exceeds tokens_per_minute=70"):
@@ -216,9 +216,9 @@ async def test_a_client_that_dies_frees_what_it_held():
     address = await service.start()
     dying, other = RemoteLimits(address), RemoteLimits(address)
     for _ in range(2):
-        await dying.enter("judge", 0, "train")
-    queued = asyncio.create_task(dying.enter("judge", 0, "train"))
-    waiting = asyncio.create_task(other.enter("judge", 0, "train"))
+        await dying.acquire("judge", 0, "train")
+    queued = asyncio.create_task(dying.acquire("judge", 0, "train"))
+    waiting = asyncio.create_task(other.acquire("judge", 0, "train"))
     await turns(lambda: service.limits.snapshot()["limits"]["judge"]["waiting"] == 2)
     dying.close()
     await waiting
@@ -234,14 +234,14 @@ async def test_a_client_that_dies_frees_what_it_held():
 async def test_a_service_that_goes_is_an_error_and_not_a_hang():
     service = LimitServer(options(max_concurrent=1))
     job = RemoteLimits(await service.start())
-    await job.enter("judge", 0, "train")
-    waiting = asyncio.create_task(job.enter("judge", 0, "train"))
+    await job.acquire("judge", 0, "train")
+    waiting = asyncio.create_task(job.acquire("judge", 0, "train"))
     await turns(lambda: service.limits.snapshot()["limits"]["judge"]["waiting"] == 1)
     await service.stop()
     with pytest.raises(JobServiceError, match=r"unreachable.*keeps the limits of all workers.*no calls are made"):
         await waiting
     with pytest.raises(JobServiceError):
-        await job.enter("judge", 0, "train")
+        await job.acquire("judge", 0, "train")
     with pytest.raises(JobServiceError):
         job.count(False, None)
     job.close()
@@ -275,13 +275,13 @@ async def test_a_service_that_goes_as_it_greets_is_an_error_too(monkeypatch):
     job = RemoteLimits("127.0.0.1:1:token")
     async with asyncio.timeout(60):
         with pytest.raises(JobServiceError, match="the connection has ended"):
-            await job.enter("judge", 0, "train")
+            await job.acquire("judge", 0, "train")
 
 
 async def test_a_node_that_is_gone_is_noticed_from_both_sides():
     service = LimitServer(options(max_concurrent=1))
     job = RemoteLimits(await service.start())
-    (await job.enter("judge", 0, "train")).leave()
+    (await job.acquire("judge", 0, "train")).leave()
     ((client, _),) = service._connections.items()
     for messages in (job._messages, client):
         connection = messages.writer.get_extra_info("socket")
@@ -296,7 +296,7 @@ async def test_nobody_gets_in_without_the_token():
     service = LimitServer(options(max_concurrent=1))
     address = await service.start()
     with pytest.raises(JobServiceError, match="does not accept the token"):
-        await RemoteLimits(address[:-1] + "?").enter("judge", 0, "train")
+        await RemoteLimits(address[:-1] + "?").acquire("judge", 0, "train")
     host, port, _ = address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     await read_frame(reader)
@@ -337,7 +337,7 @@ async def test_a_loop_that_ends_while_the_command_asks_is_left_out():
 def test_the_service_in_a_thread():
     async def use(address):
         job = RemoteLimits(address)
-        (await job.enter("judge", 0, "train")).leave()
+        (await job.acquire("judge", 0, "train")).leave()
         status = await job.status()
         job.close()
         return status

@@ -152,7 +152,7 @@ async def test_validation_and_training_take_turns(name, remote):
     config = RewardLoopConfig(limits=limits, job=address if remote else None)
     manager = reward_loop.NaiveRewardLoopManager(config, compute_score=judge)
     job = manager.limits
-    place = await job.enter(name, 0, "train")
+    place = await job.acquire(name, 0, "train")
     # All of training has come first, and validation is still served every second time.
     samples = [RewardSample(f"train {i}") for i in range(6)] + [RewardSample(f"val {i}", validate=True) for i in (0, 1)]
     calls = [asyncio.create_task(manager.run_single(sample)) for sample in samples]
@@ -190,7 +190,7 @@ async def test_waiting_for_a_limit_does_not_eat_the_deadline(is_async, inside):
 
     name = "judge" if inside else "default"
     function, kept = scoring(judge if is_async else sync_judge, limits={name: {"max_concurrent": 1}}, timeout=timeout)
-    place = await kept.enter(name, 0, "train")
+    place = await kept.acquire(name, 0, "train")
     calls = [asyncio.create_task(function(SAMPLE)) for _ in range(4)]
     async with asyncio.timeout(60):
         while kept.snapshot()["limits"][name]["waiting"] < len(calls):  # noqa: ASYNC110
@@ -257,7 +257,7 @@ async def test_a_thread_whose_call_is_given_up_gets_no_place(comes_late):
     def waiting():
         return kept.snapshot()["limits"]["judge"]["waiting"]
 
-    place = await kept.enter("judge", 0, "train")
+    place = await kept.acquire("judge", 0, "train")
     call = asyncio.create_task(function(SAMPLE))
     assert await asyncio.to_thread(came.wait, 60)
     if not comes_late:

@@ -9,20 +9,13 @@ from hypothesis import strategies as st
 from reward_loop.config import LimitConfig
 from reward_loop.errors import LimitError
 from reward_loop.limits.limiter import PERIOD_S, Limiter
-from reward_loop.limits.permit import Permit
+from tests.limits.asking import asking
 
 CALLS = st.lists(
     st.tuples(st.floats(0, 20), st.floats(0.1, 100), st.integers(0, 60), st.sampled_from(["train", "validate"])),
     min_size=1,
     max_size=60,
 )
-
-
-def asking(tokens, traffic_class, granted):
-    """A permit that calls ``granted`` when it is granted."""
-    permit = Permit(None, "judge", tokens, traffic_class)
-    permit.when_settled(lambda permit: granted() if permit.state == "granted" else None)
-    return permit
 
 
 def drive(limiter, calls):
@@ -46,7 +39,7 @@ def drive(limiter, calls):
         if what == "arrive":
             limiter.enter(now, permits[number])
         elif what == "end":
-            limiter.leave(now, permits[number])
+            limiter.leave(now)
         again = limiter.advance(now)
         if again is not None:
             heapq.heappush(events, (again, next(order), "look", -1))
@@ -84,7 +77,7 @@ def test_training_and_validation_take_turns():
         permits[name] = asking(0, traffic_class, lambda name=name: order.append(name))
         limiter.enter(0.0, permits[name])
     while len(order) < len(permits):
-        limiter.leave(0.0, permits[order[-1]])
+        limiter.leave(0.0)
         limiter.advance(0.0)
     assert order == ["t1", "t2", "v1", "t3", "v2", "t4"]
 
@@ -94,13 +87,11 @@ def test_an_abandoned_permit_is_passed_over():
     permits = [asking(0, "train", lambda i=i: order.append(i)) for i in range(3)]
     for permit in permits:
         limiter.enter(0.0, permit)
-    permits[1].leave()
-    limiter.leave(0.0, permits[0])
+    permits[1].request.cancel()
+    limiter.leave(0.0)
     limiter.advance(0.0)
     assert order == [0, 2]
     assert (limiter.in_flight, limiter.waiting) == (1, 0)
-    limiter.leave(0.0, permits[0])  # a second time
-    assert limiter.in_flight == 1
 
 
 def test_limits_can_be_changed_while_calls_are_in_flight():
@@ -112,7 +103,7 @@ def test_limits_can_be_changed_while_calls_are_in_flight():
     limiter.advance(0.0)
     assert order == [0, 1, 2]
     limiter.configure(LimitConfig(max_concurrent=1))
-    limiter.leave(0.0, permits[0])
+    limiter.leave(0.0)
     limiter.advance(0.0)
     assert order == [0, 1, 2]
     # What was counted before there was a limit counts.
@@ -130,7 +121,7 @@ def test_real_usage_takes_the_place_of_the_estimate():
     for permit in permits:
         limiter.enter(0.0, permit)
     assert order == [0]
-    limiter.used(0.0, permits[0], 20)
+    limiter.used(0.0, permits[0].permit, 20)
     limiter.advance(0.0)
     assert order == [0, 1]
 
@@ -147,10 +138,10 @@ def test_the_retry_after_of_an_overloaded_service_holds_back_all_calls_of_an_ada
     for permit in permits:
         limiter.enter(0.0, permit)
     assert len(order) == 20
-    for permit in permits[:10]:
-        limiter.leave(0.0, permit, False, 7)
-    for permit in permits[10:20]:
-        limiter.leave(1.0, permit)
+    for _ in range(10):
+        limiter.leave(0.0, False, 7)
+    for _ in range(10):
+        limiter.leave(1.0)
     assert limiter.advance(1.0) == 7
     limiter.advance(7.0)
     assert len(order) == 30

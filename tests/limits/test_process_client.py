@@ -1,8 +1,8 @@
 """Limits inside functions that run in processes of their own."""
 
 import asyncio
+import contextlib
 import gc
-import json
 import os
 import signal
 import socket
@@ -13,11 +13,7 @@ import pytest
 
 import reward_loop
 from reward_loop import Outcome, RewardLoopConfig, RewardSample, RewardTimeoutError, ScoringFunction
-from reward_loop._util.framing import frame
 from reward_loop.limits.limiter import WINDOW
-from reward_loop.limits.local import LocalLimits
-from reward_loop.limits.process_call import serve_call
-from reward_loop.limits.scope import CallScope
 from reward_loop.limits.server import LimitServer
 from tests.clock import advance
 from tests.descriptors import left_open
@@ -123,7 +119,7 @@ def waits():
 
 async def test_a_process_that_is_killed_while_it_waits_leaves_the_queue():
     function, limits = scoring(waits, limits={"judge": {"max_concurrent": 1}})
-    place = await limits.enter("judge", 0, "train")
+    place = await limits.acquire("judge", 0, "train")
     calls = [asyncio.create_task(function(RewardSample(text))) for text in "ab"]
     await until(lambda: judge(limits)["waiting"] == 2)
     calls[0].cancel()
@@ -137,7 +133,7 @@ async def test_waiting_does_not_eat_the_deadline():
     # Each waits until the place is given back, after more than its deadline.
     timeout = 600.0
     function, limits = scoring(waits, limits={"judge": {"max_concurrent": 1}}, timeout=timeout)
-    place = await limits.enter("judge", 0, "train")
+    place = await limits.acquire("judge", 0, "train")
     calls = [asyncio.create_task(function(RewardSample(text))) for text in "ab"]
     await until(lambda: judge(limits)["waiting"] == 2)
     await advance(1.1 * timeout)
@@ -156,7 +152,7 @@ def waits_with_a_default_timeout():
 
 async def test_the_default_timeout_of_sockets_does_not_end_the_wait():
     function, limits = scoring(waits_with_a_default_timeout, limits={"judge": {"max_concurrent": 1}})
-    place = await limits.enter("judge", 0, "train")
+    place = await limits.acquire("judge", 0, "train")
     call = asyncio.create_task(function(RewardSample("a")))
     await until(lambda: judge(limits)["waiting"] == 1)
     await asyncio.wait([call], timeout=0.2)
@@ -174,7 +170,7 @@ async def test_the_limit_is_that_of_the_whole_job():
         return service.limits.snapshot()["limits"]["judge"]
 
     function, limits = scoring(dies, job=address, timeout=60)
-    place = await limits.enter("judge", 0, "train")
+    place = await limits.acquire("judge", 0, "train")
     hangs = asyncio.create_task(function(RewardSample("hang")))
     await until(lambda: state()["in_flight"] == 2)
     waiting = asyncio.create_task(function(RewardSample("fine")))
@@ -238,7 +234,7 @@ def alarmed(solution_str):
 
 async def test_an_alarm_while_it_waits_spoils_nothing():
     function, limits = scoring(alarmed, limits={"judge": {"max_concurrent": 1}}, max_processes=1)
-    place = await limits.enter("judge", 0, "train")
+    place = await limits.acquire("judge", 0, "train")
     assert (await function(RewardSample("rings"))).score == 0
     await until(lambda: judge(limits)["waiting"] == 0)
     place.leave()
@@ -273,16 +269,102 @@ def test_the_client_works_in_a_second_event_loop():
     assert left_open(in_two_loops) == []
 
 
-@pytest.mark.parametrize(
-    "first", [5, [], ["call"], [["call", "another token"], ["enter", 0, "judge", 0, ""]], [["call", []]]]
-)
-async def test_a_connection_without_the_token_of_a_call_is_closed(first):
-    limits = LocalLimits(RewardLoopConfig(limits={"judge": {"max_concurrent": 1}}))
-    limits.bind()
-    async with serve_call(CallScope(limits, "train")) as (address, *_):
-        reader, writer = await asyncio.open_unix_connection(address)
-        writer.write(frame(json.dumps(first).encode()))
-        assert await asyncio.wait_for(reader.read(), 60) == b""
-        writer.close()
+def in_threads():
+    ended = []
+
+    def one():
+        with reward_loop.limit("judge"):
+            time.sleep(0.02)
+        ended.append(1)
+
+    threads = [threading.Thread(target=one) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return len(ended)
+
+
+async def test_threads_of_a_function_wait_for_permits_at_the_same_time():
+    function, limits = scoring(in_threads, limits={"judge": {"max_concurrent": 2}})
+    assert [result.score for result in await score(function, "a", "b", "c")] == [4, 4, 4]
+    assert judge(limits)["in_flight"] == judge(limits)["waiting"] == 0
+
+
+def leaves_a_thread(solution_str):
+    """Return while a thread of the function still waits for a permit."""
+    if solution_str == "b":
+        return 1
+    waiting = threading.Event()
+
+    def one():
+        waiting.set()
+        with contextlib.suppress(reward_loop.LimitError), reward_loop.limit("judge"):
+            threading.Event().wait()
+
+    threading.Thread(target=one, daemon=True).start()
+    waiting.wait()
+    with reward_loop.limit("free"):  # the request of the thread has been sent before
+        return 1
+
+
+async def test_a_thread_that_still_waits_when_its_function_ends_gets_no_permit():
+    function, limits = scoring(
+        leaves_a_thread, limits={"judge": {"max_concurrent": 1}, "free": {"max_concurrent": 1}}, max_processes=1
+    )
+    place = await limits.acquire("judge")
+    assert (await function(RewardSample("a"))).score == 1
+    assert judge(limits)["waiting"] == 0
+    assert (await function(RewardSample("b"))).score == 1
+    place.leave()
     assert judge(limits)["in_flight"] == 0
-    limits.close()
+    await asyncio.to_thread(function.close)
+
+
+def busy_alarms():
+    """Request permits, and interrupt the main thread at another moment each time."""
+    is_armed = False
+
+    def ring(*_):
+        nonlocal is_armed
+        if is_armed:
+            is_armed = False
+            raise InterruptedError
+
+    signal.signal(signal.SIGALRM, ring)
+    for attempt in range(200):
+        signal.setitimer(signal.ITIMER_REAL, 1e-5 + 1e-5 * attempt)
+        try:
+            is_armed = True
+            with reward_loop.limit("judge") as lease:
+                lease.used(tokens=1)
+            is_armed = False
+        except InterruptedError:
+            pass
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    with reward_loop.limit("judge"):
+        return 1
+
+
+async def test_alarms_damage_no_message():
+    function, limits = scoring(busy_alarms, limits={"judge": {"max_concurrent": 1000}}, max_processes=1)
+    result = await function(RewardSample("a"))
+    assert (result.error, result.score) == (None, 1)
+    assert judge(limits)["in_flight"] == 0
+    await asyncio.to_thread(function.close)
+
+
+def forks():
+    """Use a limit in a process that the function forks; return the exit status of that process."""
+    if (pid := os.fork()) == 0:
+        with reward_loop.limit("judge"):
+            os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+async def test_a_process_that_the_function_forks_is_outside():
+    function, limits = scoring(forks, limits={"judge": {"max_concurrent": 1}})
+    place = await limits.acquire("judge")
+    assert (await function(RewardSample("a"))).score == 7
+    place.leave()
+    await asyncio.to_thread(function.close)

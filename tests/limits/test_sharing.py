@@ -241,9 +241,9 @@ async def test_a_function_that_has_only_the_address_of_the_service_keeps_its_lim
 
 async def test_limits_refuse_a_second_event_loop_while_the_first_one_runs():
     limits = LocalLimits(RewardLoopConfig(limits={"judge": {"max_concurrent": 1}}))
-    (await limits.enter("judge")).leave()
+    (await limits.acquire("judge")).leave()
     with pytest.raises(LimitError, match="another event loop"):
-        await asyncio.to_thread(asyncio.run, limits.enter("judge"))
+        await asyncio.to_thread(asyncio.run, limits.acquire("judge"))
 
 
 def test_a_budget_outlasts_an_event_loop():
@@ -261,14 +261,14 @@ def test_a_budget_outlasts_an_event_loop():
 async def test_a_client_that_has_reconnected_counts_again():
     server = LimitServer(RewardLoopConfig(limits={"judge": {"max_concurrent": 1}}))
     limits = RemoteLimits(await server.start())
-    held = await limits.enter("judge")
+    held = await limits.acquire("judge")
     await server.disconnect()
     async with asyncio.timeout(60):
         while limits._lost is None:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     with pytest.raises(reward_loop.JobServiceError):
         limits.count(False, None)
-    (await limits.enter("judge")).leave()
+    (await limits.acquire("judge")).leave()
     held.leave()  # of the old connection: ended already
     limits.count(False, None)
     assert (await status(limits))["judge"]["in_flight"] == 0
@@ -367,7 +367,7 @@ async def test_a_minutes_requests_do_not_begin_at_once(burst_seconds, at_once, m
     now = time.monotonic()
     with monkeypatch.context() as patch:
         patch.setattr(time, "monotonic", lambda: now)
-        permits = [limits.open("judge", 0, "train") for _ in range(300)]
-    assert sum(permit.state == "granted" for permit in permits) == at_once
-    for permit in permits:
-        permit.leave()
+        requests = [limits.request("judge") for _ in range(300)]
+    assert sum(request.done() for request in requests) == at_once
+    for request in requests:
+        request.cancel()

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from reward_loop import FunctionLoadError, RewardAgent, RewardLoopConfig, RewardSample, ScoringError
-from reward_loop.limits.scope import current_scope
+from reward_loop.limits.call import current_call
 from reward_loop.managers import BatchRewardLoopManager, scoring_function
 
 
@@ -28,7 +28,7 @@ async def test_validation_has_its_own_share_of_limits():
     calls = []
 
     async def function(solution_strs):
-        calls.append((current_scope.get().traffic_class, solution_strs))
+        calls.append((current_call.get().traffic_class, solution_strs))
         return [1] * len(solution_strs)
 
     made = manager(function, batch={"max_batch_size": 2, "max_wait_ms": 60_000})

@@ -26,8 +26,7 @@ from reward_loop import (
 )
 from reward_loop._util.transient import is_refusal
 from reward_loop.processes import connection, forkserver
-from reward_loop.processes.invocation import Invocation, RemoteError
-from reward_loop.processes.pool import WorkerProcesses
+from reward_loop.processes.outcome import RemoteError
 from tests.clock import advance
 from tests.descriptors import left_open
 from tests.processes.misbehaving import act, process_id
@@ -557,9 +556,9 @@ async def test_async_functions_stay_on_the_loop():
 
 
 async def test_garbage_collection_ends_the_processes():
-    processes = WorkerProcesses(process_id, name="process_id", max_processes=1)
-    pid = (await processes.run(Invocation(process_id))).value
-    del processes
+    scoring = ScoringFunction(process_id, isolation="process", max_processes=1)
+    pid = (await scoring(RewardSample(""))).score
+    del scoring
     gc.collect()
     assert not is_alive(pid)
 

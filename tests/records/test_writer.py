@@ -93,7 +93,7 @@ async def test_waiting_and_running_are_measured_separately(tmp_path: Path) -> No
 
     config = RewardLoopConfig(log_dir=str(tmp_path), max_threads=1, limits={"judge": {"max_concurrent": 1}})
     manager = NaiveRewardLoopManager(config, compute_score=compute_score)
-    place = await manager.limits.enter("judge", 0, "train")
+    place = await manager.limits.acquire("judge", 0, "train")
     calls = [asyncio.create_task(manager.run_single(RewardSample(text, uid=text))) for text in "abc"]
     await until(lambda: {"a", "b"} <= set(tried))
     await asyncio.sleep(0.8)

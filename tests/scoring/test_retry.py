@@ -7,7 +7,7 @@ import pytest
 from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop.config import RetryConfig
 from reward_loop.errors import TransientError
-from reward_loop.processes.invocation import CallOutcome
+from reward_loop.processes.outcome import CallOutcome
 from reward_loop.scoring.retry import Retry
 
 

@@ -1,28 +1,19 @@
-"""A call of the user's function, and its outcome: the same data for threads, processes and the event loop."""
+"""The outcome of a call of the user's function: the same data for threads, processes and the event loop."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from reward_loop._util.text import user_lines
 from reward_loop._util.transient import is_refusal, is_transient, retry_after, status_of
 from reward_loop.errors import ScoringError
 
-__all__ = ["CallOutcome", "Invocation", "RemoteError", "WaitClock", "describe_exception", "no_wait"]
-
-WaitClock = Callable[[float], float]
-"""Returns how many seconds, up to the given `time.monotonic`, a call has waited for limits. They do not count towards
-its deadline."""
+__all__ = ["CallOutcome", "RemoteError", "describe_exception", "outcome_of"]
 
 _MESSAGE_CHARACTERS = 500
-
-
-def no_wait(now: float) -> float:
-    """Return 0: the call never waits for a limit."""
-    return 0.0
 
 
 class RemoteError(Exception):
@@ -80,27 +71,17 @@ class CallOutcome:
         return cls(None, None, 0.0, error, attempts=0, waited=waited)
 
 
-@dataclass(slots=True)
-class Invocation:
-    """A function with its arguments. Calling the object calls the function in the current thread.
+def outcome_of(function: Callable[..., Any], arguments: Mapping[str, Any]) -> CallOutcome:
+    """Call a function in the current thread, and return its outcome.
 
     The outcome contains any exception. Even SystemExit is caught, so that it does not end the thread or process.
     """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    started: float | None = None
-    """When the function started, by `time.monotonic`; set by the executor that runs it."""
-
-    def __call__(self) -> CallOutcome:
-        self.started = time.monotonic()
-        started = time.perf_counter()
-        try:
-            value, exception = self.function(*self.args, **self.kwargs), None
-        except BaseException as error:
-            value, exception = None, error
-        return CallOutcome(value, exception, time.perf_counter() - started)
+    started = time.perf_counter()
+    try:
+        value, exception = function(**arguments), None
+    except BaseException as error:
+        value, exception = None, error
+    return CallOutcome(value, exception, time.perf_counter() - started)
 
 
 def describe_exception(error: BaseException) -> str:

@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from reward_loop._util.transient import is_refusal, is_transient, retry_after, status_of
-from reward_loop.processes.invocation import RemoteError, describe_exception
+from reward_loop.processes.outcome import RemoteError, describe_exception
 from tests.processes.misbehaving import StatusError
 
 

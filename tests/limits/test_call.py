@@ -4,17 +4,19 @@ import asyncio
 import time
 
 from reward_loop import RewardSample, ScoringFunction
-from reward_loop.scoring.deadlines import Deadlines, Watched
+from reward_loop.config import RewardLoopConfig
+from reward_loop.limits.call import Call, Deadlines
+from reward_loop.limits.local import LocalLimits
 
 
 async def test_a_call_that_has_not_started_does_not_expire() -> None:
     loop = asyncio.get_running_loop()
-    call = Watched(loop.create_future(), 0.0)
+    call = Call(LocalLimits(RewardLoopConfig()), timeout=0.0)
     Deadlines(loop).watch(call)
     for _ in range(10):
         await asyncio.sleep(0)
     assert not call.future.done()
-    call.started = time.monotonic()
+    call.begin()
     await asyncio.wait([call.future], timeout=30)
     assert isinstance(call.future.exception(), TimeoutError)
 
@@ -27,6 +29,6 @@ async def test_a_stall_before_the_function_starts_does_not_count_towards_its_dea
     scoring = asyncio.create_task(function(RewardSample("")))
     await asyncio.sleep(0)  # the call is watched; its function comes in the next turn
     time.sleep(0.1)  # noqa: ASYNC251 (the stall)
-    assert function._loop_calls._deadlines is not None
-    function._loop_calls._deadlines[1]._look(0.05)  # the timer, due in the same turn
+    assert function._deadlines is not None
+    function._deadlines._look(0.05)  # the timer, due in the same turn
     assert (await scoring).score == 1.0

@@ -1,0 +1,227 @@
+"""`Call`: one attempt to call a reward function, with its deadline, its waits, its permits and its usage."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+from reward_loop.errors import LimitError
+from reward_loop.limits.permit import ABANDONED, REWARD_MODEL, WHOLE_CALL, Limits, Permit, give_up
+from reward_loop.records import current, waiting_for
+
+__all__ = ["Call", "Deadlines", "current_call"]
+
+
+class Call:
+    """One attempt to call a reward function, for a sample or a batch; the running event loop is that of the limits.
+
+    Waits for limits do not count towards the deadline. They are booked in one place, `_waiting`: for the deadline, for
+    the outcome, and for ``reward-loop stuck``.
+
+    Args:
+        limits: the limits of the job.
+        timeout: seconds from the start of the function to its deadline; ``None`` for no deadline.
+        traffic_class: ``train`` or ``validate``.
+        attempt: 1 for the first call of the function for the sample, 2 for the first retry, and so on.
+    """
+
+    __slots__ = ("_requests", "_waited", "_waited_before", "_waiting_since", "_waits", "_whole", "abandoned", "attempt",
+                 "future", "limits", "loop", "sample", "started", "timeout", "traffic_class")  # fmt: skip
+
+    def __init__(
+        self, limits: Limits, timeout: float | None = None, traffic_class: str = "train", attempt: int = 1
+    ) -> None:
+        self.limits, self.loop = limits, asyncio.get_running_loop()
+        self.timeout, self.traffic_class, self.attempt = timeout, traffic_class, attempt
+        self.future: asyncio.Future[Any] = self.loop.create_future()
+        """What the caller awaits: the executor sets the outcome, `Deadlines` a `TimeoutError` at the deadline."""
+        self.started: float | None = None
+        """The start of the function by `time.monotonic`; ``None`` until then."""
+        self.abandoned = False
+        self.sample = current()
+        self._whole: tuple[Permit, ...] = ()
+        """The permits of the whole call. All tokens of the call count at the first one, too."""
+        self._requests: tuple[asyncio.Future[Permit], ...] = ()
+        self._waits = 0
+        self._waiting_since = self._waited = self._waited_before = 0.0
+
+    def begin(self) -> None:
+        """Start the clock of the deadline; later calls have no effect. Executors call this as the function starts.
+
+        Thread-safe.
+        """
+        if self.started is None:
+            self.started = time.monotonic()
+            self._waited_before = self._waited
+
+    @property
+    def waited(self) -> float:
+        """The seconds for which the call has waited for at least one limit, before and after its start."""
+        return self._waited + (time.monotonic() - self._waiting_since if self._waits else 0.0)
+
+    @property
+    def waited_inside(self) -> float:
+        """The seconds for which the function has waited for at least one limit."""
+        return self.waited - self._waited_before
+
+    @contextlib.contextmanager
+    def _waiting(self, what: str) -> Iterator[None]:
+        if not self._waits:
+            self._waiting_since = time.monotonic()
+        self._waits += 1
+        try:
+            with waiting_for(self.sample, what):
+                yield
+        finally:
+            self._waits -= 1
+            if not self._waits:
+                self._waited += time.monotonic() - self._waiting_since
+
+    async def enter(self, names: list[str]) -> None:
+        """Acquire the permits of the whole call, in this order, of the limits that are configured.
+
+        Raises:
+            LimitError, JobServiceError: as `Limits.acquire`.
+        """
+        for name in names:
+            if name in self.limits.max_waits:
+                what = (
+                    f"a free place at the reward model (limit {name!r})" if name == REWARD_MODEL else f"limit {name!r}"
+                )
+                self._whole = (*self._whole, await self._acquire(name, 0, what))
+
+    async def acquire(self, name: str, tokens: float) -> Permit:
+        """Acquire a permit within the function, on any event loop; raises as `Limits.acquire` does."""
+        if asyncio.get_running_loop() is self.loop:
+            return await self._acquire_inside(name, tokens)
+        return await asyncio.wrap_future(self._acquire_threadsafe(name, tokens))
+
+    def acquire_in_thread(self, name: str, tokens: float) -> Permit:
+        """Acquire a permit, as `acquire` does, in a thread without an event loop."""
+        acquiring = self._acquire_threadsafe(name, tokens)
+        try:
+            return acquiring.result()
+        except BaseException:
+            acquiring.cancel()
+            raise
+
+    def _acquire_threadsafe(self, name: str, tokens: float) -> Future[Permit]:
+        return asyncio.run_coroutine_threadsafe(self._acquire_inside(name, tokens), self.loop)
+
+    async def _acquire_inside(self, name: str, tokens: float) -> Permit:
+        if self.abandoned:
+            raise LimitError(ABANDONED)
+        if name in WHOLE_CALL:
+            raise LimitError(
+                f"the limit {name!r} already applies to the whole function: inside the function, use another"
+            )
+        if not self.limits.max_waits.keys() - WHOLE_CALL:
+            return Permit(None, name)
+        return await self._acquire(name, tokens, f"limit {name!r}")
+
+    async def _acquire(self, name: str, tokens: float, what: str) -> Permit:
+        request = self.limits.request(name, tokens, self.traffic_class)
+        self._requests = (*(other for other in self._requests if not _is_over(other)), request)
+        if request.done():
+            return request.result()
+        with self._waiting(what):
+            return await self.limits.granted(name, request)
+
+    def spend(self, cost: float, tokens: float) -> None:
+        """Add usage to the budget, the permit of the whole call and the sample. Must run on the call's event loop."""
+        if self._whole and tokens:
+            self._whole[0].used(self._whole[0].reported + tokens)
+        if self.sample is not None:
+            self.sample.cost += cost
+        self.limits.spend(cost, tokens)
+
+    def answer(self, accepted: bool | None, retry_after: float | None) -> None:
+        """Record how the service responded to a request of the call; see `Permit.answer`."""
+        if self._whole:
+            self._whole[0].answer(accepted, retry_after)
+
+    def run(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Run a function on the call's event loop: at once, or by `call_soon_threadsafe` from elsewhere."""
+        if asyncio._get_running_loop() is self.loop:
+            function(*arguments)
+        elif not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(function, *arguments)
+
+    def end(self, abandoned: bool, accepted: bool | None = None, retry_after: float | None = None) -> None:
+        """End all permits that the call holds or waits for.
+
+        Args:
+            abandoned: the function may still be running, as in a thread; further permits are then refused.
+            accepted, retry_after: how the service responded to the whole call; see `Permit.answer`.
+        """
+        self.abandoned = self.abandoned or abandoned
+        for permit in self._whole:
+            permit.leave(accepted, retry_after)
+        for request in self._requests:
+            give_up(request)
+
+
+def _is_over(request: asyncio.Future[Permit]) -> bool:
+    if not request.done():
+        return False
+    return request.cancelled() or request.exception() is not None or request.result().has_left
+
+
+current_call: contextvars.ContextVar[Call | None] = contextvars.ContextVar("reward_call", default=None)
+"""The call that the current code belongs to."""
+
+
+class Deadlines:
+    """Expires calls at their deadlines, on one event loop.
+
+    Calls with the same timeout must start in the order of their `watch` calls. One timer, for the oldest call, then
+    serves all of them: a timer for each call would take 2 us per sample.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._calls: dict[float, OrderedDict[Call, None]] = {}
+
+    def watch(self, call: Call) -> None:
+        """Watch a call, if it has a deadline, until `forget` is called."""
+        if call.timeout is None:
+            return
+        calls = self._calls.get(call.timeout)
+        if calls is None:
+            calls = self._calls[call.timeout] = OrderedDict()
+            self.loop.call_later(call.timeout, self._look, call.timeout)
+        calls[call] = None
+
+    def forget(self, call: Call) -> None:
+        """Stop watching a call that has ended."""
+        if call.timeout is not None and (calls := self._calls.get(call.timeout)) is not None:
+            calls.pop(call, None)
+
+    def _look(self, timeout: float) -> None:
+        calls = self._calls[timeout]
+        now = time.monotonic()
+        while calls:
+            call = next(iter(calls))
+            # A call that has not started has its full timeout left.
+            left = timeout if call.started is None else call.started + timeout - now
+            if call.started is None or left > 0:
+                self.loop.call_later(left, self._look, timeout)
+                return
+            del calls[call]
+            self._expire(call, call.started + timeout)
+        del self._calls[timeout]
+
+    def _expire(self, call: Call, deadline: float) -> None:
+        if call.future.done():
+            return
+        left = deadline + call.waited_inside - time.monotonic()
+        if left > 0:
+            self.loop.call_later(left, self._expire, call, deadline)
+        else:
+            call.future.set_exception(TimeoutError())
