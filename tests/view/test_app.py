@@ -101,7 +101,7 @@ def test_steps(client: TestClient) -> None:
     assert second["reward"]["p50"] == pytest.approx(0.3)
     assert set(second["reward"]) == {"mean", "std", "min", "p10", "p50", "p90", "max"}
     assert second["components"] == {"acc": pytest.approx(4 / 7), "text": None, "a/b": 4.0}
-    assert second["prompt_tokens"] == third["prompt_tokens"] == 0  # counted by the client, which the test does not use
+    assert (second["prompt_tokens"], third["prompt_tokens"]) == (60, 10)
     assert (first["phases"], first["hidden_share"], first["waiting_s"], first["warnings"]) == (None, None, None, [])
     (validation,) = get(client, "steps", validate="true")["rows"]
     assert validation["count"] == 1
