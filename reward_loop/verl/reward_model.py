@@ -65,9 +65,11 @@ _UNUSED_BY_VERL = {
 }
 """Options that verl's examples set, although neither this library nor verl uses them -> what applies instead."""
 
-_LARGEST_SHARE = 0.9
-"""The share of a GPU's memory that models on the trainer's GPUs may take: vLLM's default, and about that of SGLang. The
-rollout does not count, because it sleeps while they are awake."""
+_WITH_VERLS_SERVERS = (
+    *("placement", "host", "router_port", "log_dir", "request_timeout_s", "max_in_flight"),
+    *("health_interval_s", "health_timeout_s", "max_failed_checks"),
+)
+"""The options of ``reward_model.server`` that apply to a reward model on the trainer's GPUs: those of the router."""
 
 _HOLDS_ANYWAY = {"rollout.dtype": "float32", "rollout.tensor_model_parallel_size": 1}
 """Options that the embedded engine accepts with this value only, because the value is true for it anyway."""
@@ -93,11 +95,11 @@ def read_reward_model(config: DictConfig, mode: ModeOptions) -> RewardModelConfi
     if model.enable_resource_pool:
         options |= _pool(model, options)
     served = parse(RewardModelConfig, options, "reward_model.server")
-    if not model.enable_resource_pool and "placement" not in config.reward_model.server and _takes_gpus(served):
+    if not model.enable_resource_pool and "placement" not in own and _gpus(served):
         served = served.model_copy(update={"placement": "colocated"})
     if served.placement == "colocated":
-        served = _colocated(config, served)
-        _check_colocated(config, served, mode)
+        return _colocated(config, served, mode)
+    _check_effects(model)
     return served
 
 
@@ -151,50 +153,54 @@ def _pool(model: DictConfig, options: Mapping[str, Any]) -> dict[str, Any]:
     return {"replicas": replicas, "placement": "ray"}
 
 
-def _colocated(config: DictConfig, served: RewardModelConfig) -> RewardModelConfig:
-    """Returns the options for servers on the trainer's GPUs: sleep mode on, and by default as many replicas as fit."""
+def _colocated(config: DictConfig, served: RewardModelConfig, mode: ModeOptions) -> RewardModelConfig:
+    """Return the options for verl's own servers on the trainer's GPUs: as many replicas as fit, as in verl.
+
+    Raises:
+        ConfigError: an option has no effect on them, or needs rewards while they sleep or their GPUs while they are
+            awake.
+    """
     if served.engine == "external":
         raise ConfigError(
             "reward_model.server.placement=colocated does not work with reward_model.rollout.name=external: external "
             "servers cannot be put to sleep. Leave out placement"
         )
-    rooms = {
-        name: _room(config.trainer, max(1, ENGINES[model.engine].gpus(model)), "a reward model on the trainer's GPUs")
-        for name, model in {"": served, **served.models}.items()
-        if model.engine in ENGINES
+    own_gpus = "give the model GPUs of its own: reward_model.enable_resource_pool=True"
+    for name in config.reward_model.server:
+        if name not in _WITH_VERLS_SERVERS:
+            raise ConfigError(
+                f"reward_model.server.{name} has no effect with a reward model on the trainer's GPUs: verl starts its "
+                f"servers, with the options reward_model.rollout.*. Leave it out, or {own_gpus}"
+            )
+    off_policy = f"trainer.v1.{PIPELINE_MODE}.one_step_off_policy"
+    on_gpus = _gpus(served) > 0
+    rejected = {
+        f"trainer.v1.trainer_mode={mode.name}": (
+            mode.name == "separate_async",
+            f"the rollout never sleeps; {own_gpus}",
+        ),
+        f"{off_policy}=True": (
+            mode.pipeline is not None and mode.pipeline.one_step_off_policy,
+            f"the next rollout cannot run while the model judges on its GPUs. Set it to False, or {own_gpus}",
+        ),
+        "algorithm.filter_groups.enable=True": (
+            OmegaConf.select(config, "algorithm.filter_groups.enable"),
+            f"groups are filtered while the rollout is awake. Set it to False, or {own_gpus}",
+        ),
+        "actor_rollout_ref.rollout.free_cache_engine=False": (
+            on_gpus and not config.actor_rollout_ref.rollout.free_cache_engine,
+            "the rollout would keep its GPU memory when it sleeps. Set it to True",
+        ),
+        "reward_model.rollout.free_cache_engine=False": (
+            on_gpus and not config.reward.reward_model.rollout.free_cache_engine,
+            "the reward model would keep its GPU memory when it sleeps. Set it to True",
+        ),
     }
-    for name, room in rooms.items():
-        option, model = (f"models.{name}.replicas", served.models[name]) if name else ("replicas", served)
-        if model.replicas > room:
-            raise ConfigError(f"reward_model.server.{option}={model.replicas}: the trainer's GPUs have room for {room}")
-    _check_memory(served)
-    can_sleep = {"enable_sleep_mode": True}
-    models = {name: model.model_copy(update=can_sleep) for name, model in served.models.items()}
-    replicas = served.replicas if "replicas" in config.reward_model.server else rooms[""]
-    on_gpus = [model for model in (served, *served.models.values()) if _gpus(model)]
-    # vLLM measures the free memory of the GPU before and after it loads a model: two servers that start on one GPU at
-    # the same time would each count the other's memory as their own.
-    starts = 1 if len(on_gpus) > 1 else served.starts_at_a_time
-    return served.model_copy(update={**can_sleep, "models": models, "replicas": replicas, "starts_at_a_time": starts})
-
-
-def _check_memory(served: RewardModelConfig) -> None:
-    """Rejects models that together take more of a GPU than there is: all are awake while samples are judged."""
-    models: dict[str, ServedModelConfig] = {"reward_model.rollout": served}
-    models |= {f"reward_model.server.models.{name}": model for name, model in served.models.items()}
-    shares = {
-        f"{name}.gpu_memory_utilization": model.gpu_memory_utilization or _LARGEST_SHARE
-        for name, model in models.items()
-        if _gpus(model)
-    }
-    if (total := round(sum(shares.values()), 6)) > _LARGEST_SHARE:
-        sizes = " + ".join(f"{share:g} ({name})" for name, share in shares.items())
-        raise ConfigError(
-            f"models on the trainer's GPUs are awake at the same time, and may take {_LARGEST_SHARE:g} of each GPU's "
-            f"memory in all, beside what the trainer keeps there: {sizes} = {total:g} (an engine without the option "
-            f"takes about {_LARGEST_SHARE:g}). Lower these options, or give the models GPUs of their own: "
-            "reward_model.enable_resource_pool=True"
-        )
+    for what, (given, why) in rejected.items():
+        if given:
+            raise ConfigError(f"{what} does not work with a reward model on the trainer's GPUs: {why}")
+    replicas = _room(config.trainer, max(1, _gpus(served)), "a reward model on the trainer's GPUs")
+    return served.model_copy(update={"replicas": replicas})
 
 
 def _room(pool: DictConfig, size: int, which: str) -> int:
@@ -209,16 +215,12 @@ def _room(pool: DictConfig, size: int, which: str) -> int:
     return replicas
 
 
-def _takes_gpus(config: RewardModelConfig) -> bool:
-    return any(_gpus(model) for model in (config, *config.models.values()))
-
-
 def _gpus(model: ServedModelConfig) -> int:
     return ENGINES[model.engine].gpus(model) if model.engine in ENGINES else 0
 
 
 def _check(model: DictConfig) -> None:
-    """Rejects options of verl's group ``reward.reward_model`` that are missing or have no effect."""
+    """Reject options of verl's group ``reward.reward_model`` that are missing or contradict each other."""
     if model.enable and not model.model_path:
         raise ConfigError("reward_model.enable=True needs a model: set reward_model.model.path")
     if model.enable:
@@ -229,14 +231,21 @@ def _check(model: DictConfig) -> None:
             "reward_model.rollout.name is missing: set the engine of the reward model's servers (vllm, sglang, "
             "transformers or external)"
         )
+    if model.enable_resource_pool and not model.enable:
+        raise ConfigError("reward_model.enable_resource_pool=True has no effect without reward_model.enable=True")
+    if not model.enable:
+        _check_effects(model)
+
+
+def _check_effects(model: DictConfig) -> None:
+    """Reject options of verl's group ``reward.reward_model`` that have no effect on our servers."""
+    engine = OmegaConf.select(model, "rollout.name", throw_on_missing=False)
     for option in _without_effect(model, defaults().reward.reward_model, engine=engine or ""):
         if not _is_unused_by_verl(option, model):
             raise ConfigError(
                 f"reward.reward_model.{option} has no effect with reward_model.rollout.name={engine}. The servers' own "
                 "options are reward_model.server.*"
             )
-    if model.enable_resource_pool and not model.enable:
-        raise ConfigError("reward_model.enable_resource_pool=True has no effect without reward_model.enable=True")
 
 
 def warn_of_unused_options(config: DictConfig) -> None:
@@ -251,35 +260,6 @@ def warn_of_unused_options(config: DictConfig) -> None:
 
 def _is_unused_by_verl(option: str, model: DictConfig) -> bool:
     return option in _UNUSED_BY_VERL and (option != "rollout.free_cache_engine" or model.enable_resource_pool)
-
-
-def _check_colocated(config: DictConfig, served: RewardModelConfig, mode: ModeOptions) -> None:
-    """Rejects options that need rewards while the reward model sleeps, or its GPUs while it is awake."""
-    off_policy = f"trainer.v1.{PIPELINE_MODE}.one_step_off_policy"
-    filters = OmegaConf.select(config, "algorithm.filter_groups.enable")
-    keeps = _takes_gpus(served) and not config.actor_rollout_ref.rollout.free_cache_engine
-    own_gpus = "give the model GPUs of its own: reward_model.enable_resource_pool=True"
-    rejected = {
-        f"trainer.v1.trainer_mode={mode.name}": (
-            mode.name == "separate_async",
-            f"the rollout never sleeps; {own_gpus}",
-        ),
-        f"{off_policy}=True": (
-            mode.pipeline is not None and mode.pipeline.one_step_off_policy,
-            f"the next rollout cannot run while the model judges on its GPUs. Set it to False, or {own_gpus}",
-        ),
-        "algorithm.filter_groups.enable=True": (
-            filters,
-            f"groups are filtered while the rollout is awake. Set it to False, or {own_gpus}",
-        ),
-        "actor_rollout_ref.rollout.free_cache_engine=False": (
-            keeps,
-            "the rollout would keep its GPU memory when it sleeps. Set it to True",
-        ),
-    }
-    for what, (given, why) in rejected.items():
-        if given:
-            raise ConfigError(f"{what} does not work with a reward model on the trainer's GPUs: {why}")
 
 
 def _without_effect(model: DictConfig, default: DictConfig, prefix: str = "", engine: str = "") -> Iterator[str]:

@@ -1,30 +1,31 @@
-"""The services of a run with rewards: the servers of the reward model, also on the trainer's GPUs, and the limiter."""
+"""The services of a run with rewards: the servers of the reward model, and the limiter."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import TYPE_CHECKING
 
 import ray
 from omegaconf import DictConfig
-from ray.util.placement_group import PlacementGroup
 
 from reward_loop.config import LimitConfig, RewardModelConfig
 from reward_loop.limits.permit import REWARD_MODEL
 from reward_loop.limits.server import serve_limits
 from reward_loop.scoring import ListScoringFunction
-from reward_loop.serving.blocking import ServedRewardModel, serve_reward_model
+from reward_loop.serving.blocking import serve_reward_model
 from reward_loop.serving.models import requests_at_a_time
-from reward_loop.serving.reservation import GpuReservation, SharedGpus
+from reward_loop.serving.reservation import GpuReservation
 from reward_loop.verl.cluster import RouterAddress, accelerator, for_platform, groups_of_trainer, router_address
 from reward_loop.verl.resolve import read
-from reward_loop.verl.reward_metrics import added_seconds
 from reward_loop.verl.settings import RewardSettings
 
-__all__ = ["ColocatedRewardModel", "RewardServices", "reward_services", "with_places"]
+if TYPE_CHECKING:
+    from reward_loop.verl.colocated import ColocatedRewardModel
+
+__all__ = ["RewardServices", "reward_services", "with_places"]
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,9 @@ def reward_services(config: DictConfig) -> Iterator[RewardServices]:
         colocated = None
         model = None if settings.model is None else for_platform(settings.model)
         if model is not None and model.placement == "colocated":
-            colocated = stack.enter_context(ColocatedRewardModel(model, settings.num_workers))
+            from reward_loop.verl.colocated import ColocatedRewardModel  # imports verl's engines
+
+            colocated = stack.enter_context(ColocatedRewardModel(config, model, settings.num_workers))
         elif model is not None:
             served = stack.enter_context(serve_reward_model(model, _reservation(config, model)))
             router = stack.enter_context(router_address(served.reward_router_address, model, settings.num_workers))
@@ -133,63 +136,3 @@ def _address_of_node() -> str:
     """Returns the address at which all workers reach this process: the loopback address if there is only one node."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     return ray.util.get_node_ip_address() if len(nodes) > 1 else "127.0.0.1"
-
-
-logger = logging.getLogger(__name__)
-
-
-class ColocatedRewardModel:
-    """A reward model that the trainer wakes up and puts to sleep. A context manager: the servers stop at exit.
-
-    Args:
-        config: the options of the servers; the placement must be ``colocated``.
-        workers: the number of reward workers.
-    """
-
-    def __init__(self, config: RewardModelConfig, workers: int) -> None:
-        self._config = config
-        self._workers = workers
-        self._stack = ExitStack()
-        self._model: ServedRewardModel
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def start(self, groups: Sequence[PlacementGroup]) -> RouterAddress:
-        """Starts the servers on the GPUs of these placement groups, and puts them to sleep.
-
-        Args:
-            groups: placement groups with enough free GPU memory at this moment.
-
-        Returns:
-            The address of the router for the reward workers.
-
-        Raises:
-            ConfigError, ServerStartError: as :class:`RewardModelManager` does on entry.
-        """
-        self._model = self._stack.enter_context(serve_reward_model(self._config, SharedGpus(groups, accelerator())))
-        self._model.sleep()
-        logger.info("the reward model sleeps")
-        address = self._model.reward_router_address
-        return self._stack.enter_context(router_address(address, self._config, self._workers))
-
-    @contextmanager
-    def awake(self, metrics: dict[str, float] | None = None) -> Iterator[None]:
-        """Wakes the model up for the block, and then puts it to sleep.
-
-        Args:
-            metrics: the seconds of both operations are added here.
-
-        Raises:
-            ServerError: a server did not wake up, or did not go to sleep.
-        """
-        metrics = {} if metrics is None else metrics
-        with added_seconds("reward_loop/model_wake_s", metrics):
-            self._model.wake()
-        # No `finally`: if judging fails, the run and its servers stop.
-        yield
-        with added_seconds("reward_loop/model_sleep_s", metrics):
-            self._model.sleep()

@@ -77,7 +77,6 @@ uses(
 uses(__name__, "verl.trainer.ppo.v1.trainer_base", "RewardLoopManager(config, rm_resource_pool)")
 uses(__name__, "verl.trainer.ppo.utils:Role", "RewardModel")
 uses(__name__, "verl.single_controller.ray:ResourcePoolManager", "get_resource_pool(role)")
-uses(__name__, "verl.single_controller.ray:RayResourcePool", "get_placement_groups(device_name)")
 uses(__name__, "verl.single_controller.ray:RayWorkerGroup", "_dispatch_info")
 uses(__name__, "verl.workers.engine_workers:ActorRolloutRefWorker", "update_actor(data)")
 uses(__name__, "verl.workers.engine_workers:TrainingWorker", "train_mini_batch(data)")
@@ -153,8 +152,7 @@ class RewardLoopTrainer(RecordingTrainer):
         """
         if self._colocated is not None:
             pool = self.resource_pool_manager.get_resource_pool(Role.RewardModel)
-            address = self._colocated.start(pool.get_placement_groups(device_name=self.config.trainer.device))
-            self.reward_workers = RewardWorkers(self._settings, address)
+            self.reward_workers = RewardWorkers(self._settings, self._colocated.start(pool))
         handles = [self.reward_workers.client] if self._colocated is None else None
         return SimpleNamespace(reward_loop_worker_handles=handles)
 

@@ -32,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path, t
         "reward_model.enable=True",
         f"reward_model.model.path={tiny_discriminative_model}",
         "+reward_model.server.placement=colocated",
-        f"+reward_model.server.log_dir={directory}/servers",
+        f"+reward_model.rollout.engine_kwargs.transformers.log_dir={directory}/servers",
         *agent_loop("timed"),
         function="watched",
     )

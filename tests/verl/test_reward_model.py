@@ -106,7 +106,7 @@ def test_options_of_verls_examples_that_verl_does_not_use_are_warned_of(
 
 
 def test_a_model_on_the_trainers_gpus_must_free_its_memory() -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.free_cache_engine has no effect"):
+    with pytest.raises(ConfigError, match=r"reward_model\.rollout\.free_cache_engine=False does not work"):
         resolved(*VLLM, "+reward_model.rollout.free_cache_engine=False")
 
 
@@ -171,14 +171,9 @@ def test_on_a_cpu_vllm_needs_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_pool_the_model_shares_the_trainers_gpus() -> None:
     overrides = ["trainer.n_gpus_per_node=8", "trainer.nnodes=2", "reward_model.use_reward_loop=True"]
-    judge = ["+reward_model.server.models.judge={model_path:/j,engine:vllm,gpu_memory_utilization:0.4}"]
-    options = resolved(*VLLM, *overrides, *judge).model
+    options = resolved(*VLLM, *overrides, "+reward_model.server.log_dir=/logs").model
     assert options is not None
     assert (options.placement, options.tensor_parallel_size, options.replicas) == ("colocated", 2, 8)
-    assert (options.enable_sleep_mode, options.models["judge"].enable_sleep_mode) == (True, True)
-    options = resolved(*VLLM, *overrides, "+reward_model.server.replicas=3").model
-    assert options is not None
-    assert options.replicas == 3
     options = resolved(*VLLM, *overrides, "+reward_model.server.placement=local").model
     assert options is not None
     assert (options.placement, options.replicas, options.enable_sleep_mode) == ("local", 1, False)
@@ -186,17 +181,11 @@ def test_without_a_pool_the_model_shares_the_trainers_gpus() -> None:
     assert resolved(*VLLM, *overrides, *in_pipeline).model is not None
 
 
-def test_servers_that_share_a_gpu_start_one_after_another() -> None:
-    second = "+reward_model.server.models.other={model_path:/n,engine:vllm,gpu_memory_utilization:0.4}"
-    external = "+reward_model.server.models.other={engine:external,urls:[http://h:1]}"
-    at_a_time = "+reward_model.server.starts_at_a_time=4"
-    for overrides, expected in (([], 4), ([external], 4), ([second], 1)):
-        options = resolved(*VLLM, *overrides, at_a_time).model
-        assert options is not None
-        assert (options.placement, options.starts_at_a_time) == ("colocated", expected)
-    in_pool = resolved(*VLLM, *POOL, second, at_a_time).model
-    assert in_pool is not None
-    assert in_pool.starts_at_a_time == 4, "each server has its own GPUs"
+def test_all_options_of_verls_servers_are_for_a_model_on_the_trainers_gpus() -> None:
+    sglang = [*VLLM, "reward_model.rollout.name=sglang", "reward.reward_model.rollout.temperature=0.5"]
+    assert resolved(*sglang).model is not None
+    with pytest.raises(ConfigError, match=r"rollout\.temperature has no effect"):
+        resolved(*sglang, *POOL)
 
 
 def test_data_parallel_attention_of_sglang_needs_no_more_gpus() -> None:
@@ -275,10 +264,10 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
             [*VLLM, "trainer.n_gpus_per_node=1"],
             ["the trainer's GPUs: nnodes=1 with n_gpus_per_node=1", "2 GPU"],
         ),
-        ([*VLLM, "+reward_model.server.replicas=5"], ["reward_model.server.replicas=5", "have room for 4"]),
+        ([*VLLM, "+reward_model.server.replicas=5"], ["reward_model.server.replicas has no effect", *OWN_GPUS]),
         (
-            [*VLLM, *(f"+reward_model.server.models.j.{option}" for option in ("model_path=/j", "replicas=9"))],
-            ["reward_model.server.models.j.replicas=9", "have room for 8"],
+            [*VLLM, "+reward_model.server.models.j.model_path=/j"],
+            ["reward_model.server.models has no effect", "reward_model.rollout.*", *OWN_GPUS],
         ),
         ([*VLLM, "trainer.v1.trainer_mode=separate_async"], ["trainer_mode=separate_async", *OWN_GPUS]),
         ([*VLLM, PIPELINE], ["one_step_off_policy=True", "Set it to False", *OWN_GPUS]),
@@ -295,14 +284,6 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
             [*VLLM, "reward_model.enable_resource_pool=True"],
             ["reward_model.nnodes=1", "reward_model.n_gpus_per_node=4", "trainer.n_gpus_per_node=4"],
         ),
-        (
-            [*VLLM, *(f"+reward_model.server.models.j.{option}" for option in ("model_path=/j", "engine=vllm"))],
-            [
-                "0.5 (reward_model.rollout.gpu_memory_utilization)",
-                "0.9 (reward_model.server.models.j.gpu_memory_utilization) = 1.4",
-            ],
-        ),
-        ([*VLLM, "reward_model.rollout.gpu_memory_utilization=0.95"], ["0.95 (reward_model.rollout"]),
         ([*VLLM, *POOL, "+reward_model.server.replicas=2"], ["reward_model.server.replicas contradicts"]),
         (
             [*VLLM, *POOL, "reward_model.rollout.tensor_model_parallel_size=16"],

@@ -16,11 +16,6 @@ from tests.verl.configs import settled
 pytestmark = pytest.mark.integration  # imports verl
 
 
-class Pool:
-    def get_placement_groups(self, device_name: str) -> list[str]:
-        return [f"placement group with {device_name}"]
-
-
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     events: list[str] = []
@@ -52,8 +47,8 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def set_up(events: list[str], *, colocated: bool) -> Any:
     class Colocated:
-        def start(self, groups: list[str]) -> str:
-            events.append(f"the reward model starts on {groups[0]}, and sleeps")
+        def start(self, pool: str) -> str:
+            events.append(f"the reward model starts on the {pool}, and sleeps")
             return "127.0.0.1:1"
 
     made: Any = object.__new__(trainer.with_reward_loop(PPOTrainerSync))
@@ -62,7 +57,7 @@ def set_up(events: list[str], *, colocated: bool) -> Any:
     made._colocated = Colocated() if colocated else None
     made.use_critic = made.use_reference_policy = made.use_teacher_policy = False
     made.role_worker_mapping = {trainer.Role.ActorRollout: object}
-    pool = Pool()
+    pool = "trainer's pool"
     made.resource_pool_manager = SimpleNamespace(
         create_resource_pool=lambda: None, get_resource_pool=lambda role: pool, resource_pool_dict={"pool": pool}
     )
@@ -79,7 +74,7 @@ def test_a_reward_model_on_the_trainers_gpus_starts_before_the_rollout_sizes_its
     made = set_up(events, colocated=True)
     assert events == [
         "the trainer's model is loaded",
-        "the reward model starts on placement group with cuda, and sleeps",
+        "the reward model starts on the trainer's pool, and sleeps",
         "the reward workers start",
         "the rollout starts",
         "the rollout sleeps",

@@ -46,8 +46,9 @@ COMMAND = ("main_ppo", "task_runner")
 """The modules of ``reward_loop.verl`` that use verl before Ray starts."""
 
 TRAINING = (
-    *("agent_loop", "agent_loop_manager", "cluster", "gdpo", "managers", "pipeline", "recording_trainer", "recovery"),
-    *("replay_buffer", "reward_changes", "separate_async", "step_batch", "task_runner", "tq_rows", "trainer"),
+    *("agent_loop", "agent_loop_manager", "cluster", "colocated", "gdpo", "managers", "pipeline", "recording_trainer"),
+    *("recovery", "replay_buffer", "reward_changes", "separate_async", "step_batch", "task_runner", "tq_rows"),
+    "trainer",
 )
 """Those that the task runner, the trainer and the workers import."""
 

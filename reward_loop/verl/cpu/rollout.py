@@ -14,7 +14,7 @@ from verl.workers.rollout.replica import RolloutReplica
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from reward_loop.verl.compat import uses
-from reward_loop.verl.cpu.server import CPURolloutServer
+from reward_loop.verl.cpu.server import CPURewardServer, CPURolloutServer
 
 __all__ = ["CPUReplica", "ServerAdapter"]
 
@@ -31,31 +31,37 @@ def _server_name(replica_rank: int) -> str:
 
 
 class CPUReplica(RolloutReplica):
-    """A replica with one :class:`CPURolloutServer`, which receives the weights of one worker, on the worker's node."""
+    """A replica with one server, on the node of its worker.
+
+    The server of a rollout is a :class:`CPURolloutServer`, which receives the worker's weights; that of a reward model
+    is a :class:`CPURewardServer`.
+    """
 
     async def launch_servers(self) -> None:
         if self.world_size != 1:
             raise ValueError(
-                "the CPU rollout has no tensor, data or pipeline parallelism: set "
-                "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
+                "a replica on a CPU has no tensor, data or pipeline parallelism: set tensor_model_parallel_size=1 in "
+                "actor_rollout_ref.rollout or reward_model.rollout"
             )
         node = await self.workers[0].__ray_call__.remote(lambda worker: ray.get_runtime_context().get_node_id())
-        server = (
-            ray.remote(CPURolloutServer)
-            .options(
-                name=_server_name(self.replica_rank),
-                num_cpus=1,
-                max_concurrency=self.max_concurrency,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
+        options = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=node, soft=False)}
+        path = copy_to_local(self.model_config.path)
+        if self.is_reward_model:
+            engine_kwargs = dict((self.config.engine_kwargs or {}).get("transformers") or {})
+            server = ray.remote(CPURewardServer).options(**options).remote(path, engine_kwargs)
+        else:
+            options |= {"name": _server_name(self.replica_rank), "num_cpus": 1, "max_concurrency": self.max_concurrency}
+            server = (
+                ray.remote(CPURolloutServer)
+                .options(**options)
+                .remote(
+                    model_path=path,
+                    prompt_length=self.config.prompt_length,
+                    response_length=self.config.response_length,
+                    max_num_seqs=self.config.max_num_seqs,
+                    seed=self.config.seed + self.replica_rank,
+                )
             )
-            .remote(
-                model_path=copy_to_local(self.model_config.path),
-                prompt_length=self.config.prompt_length,
-                response_length=self.config.response_length,
-                max_num_seqs=self.config.max_num_seqs,
-                seed=self.config.seed + self.replica_rank,
-            )
-        )
         self._server_address = await server.start.remote()
         self._server_handle = server
         self.servers = [server]

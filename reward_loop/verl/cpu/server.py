@@ -1,21 +1,23 @@
-"""The model server of a rollout on a CPU. Does not import verl, which takes seconds in every process."""
+"""The model servers of verl's replicas on a CPU. Do not import verl, which takes seconds in every process."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
 import ray
 import torch
 
+from reward_loop.config import RewardModelConfig, parse
 from reward_loop.serving.embedded.batching import BatchingEngine
 from reward_loop.serving.embedded.sampling_params import SamplingParams
+from reward_loop.serving.manager import RewardModelManager
 from reward_loop.verl.compat import uses
 
-__all__ = ["CPURolloutServer", "Mailbox"]
+__all__ = ["CPURewardServer", "CPURolloutServer", "Mailbox"]
 
 uses(__name__, "verl.workers.rollout.replica", "TokenOutput")
 
@@ -181,6 +183,33 @@ class CPURolloutServer:
 
     clear_kv_cache = release_kv_cache = resume_kv_cache = release_nothing
     start_profile = stop_profile = release_nothing
+
+
+class CPURewardServer:
+    """The embedded server of a reward model, for one replica of verl. A Ray actor with asynchronous methods.
+
+    Args:
+        model_path: the local directory of the model.
+        options: options of `RewardModelConfig`, such as ``log_dir``.
+    """
+
+    def __init__(self, model_path: str, options: Mapping[str, Any]) -> None:
+        given = {"model_path": model_path, "engine": "transformers", "enable_sleep_mode": True, **options}
+        self._models = RewardModelManager(parse(RewardModelConfig, given, "reward_model.rollout.engine_kwargs"))
+        self._open = AsyncExitStack()
+
+    async def start(self) -> str:
+        """Start the server; return its ``host:port``."""
+        await self._open.enter_async_context(self._models)
+        return self._models.reward_router_address
+
+    async def sleep(self) -> None:
+        """Free the model's memory."""
+        await self._models.sleep()
+
+    async def wake_up(self) -> None:
+        """Load the model again."""
+        await self._models.wake()
 
 
 def _as_list(value: Any) -> list[Any]:
