@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from reward_loop.limits.failures import FailureBound
 from reward_loop.managers.base import RewardLoopManagerBase, scoring_function
-from reward_loop.managers.batch import BatchRewardLoopManager
+from reward_loop.managers.batch import BatchRewardLoopManager, GroupRewardLoopManager
 from reward_loop.managers.builtin import (
     DAPORewardLoopManager,
     GDPORewardLoopManager,
@@ -14,7 +14,6 @@ from reward_loop.managers.builtin import (
     RemoteRewardLoopManager,
 )
 from reward_loop.managers.composite import CompositeRewardLoopManager
-from reward_loop.managers.group import GroupRewardLoopManager
 from reward_loop.managers.registry import get, register
 
 __all__ = [

@@ -17,7 +17,7 @@ from reward_loop.managers.policy import apply_policy
 from reward_loop.managers.recording import open_records, record_sample
 from reward_loop.records import ActiveSample, watch
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
-from reward_loop.scoring.dense_rewards import check_result
+from reward_loop.scoring.results import check_result
 from reward_loop.types import Reward, RewardResult, RewardSample
 
 __all__ = ["VALIDATE", "RewardLoopManagerBase", "last_row", "scoring_function", "step_of", "uid_of", "verl_options"]

@@ -19,8 +19,7 @@ from reward_loop.errors import ConfigError, InvalidScoreError
 from reward_loop.limits.permit import DEFAULT
 from reward_loop.managers.base import RewardLoopManagerBase, verl_options
 from reward_loop.managers.registry import register
-from reward_loop.scoring.normalise import is_finite
-from reward_loop.scoring.outcome import failed_after
+from reward_loop.scoring.results import failed_after, is_finite
 from reward_loop.types import Reward, RewardResult, RewardSample, finite_number
 
 __all__ = [

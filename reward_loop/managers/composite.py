@@ -16,7 +16,7 @@ from reward_loop.managers.base import RewardLoopManagerBase, scoring_function
 from reward_loop.managers.policy import policy_of
 from reward_loop.managers.registry import register
 from reward_loop.scoring import ScoringFunction, load_function
-from reward_loop.scoring.outcome import failed_after
+from reward_loop.scoring.results import failed_after
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Outcome, Policy, RewardResult, RewardSample
 
 __all__ = ["CompositeRewardLoopManager"]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from reward_loop.limits.lease import limit
-from reward_loop.scoring.batched import ListScoringFunction
+from reward_loop.scoring.functions import ListScoringFunction, ScoringFunction
 from reward_loop.scoring.isolation import isolated
 from reward_loop.scoring.load import load_function, load_object
-from reward_loop.scoring.normalise import normalise
-from reward_loop.scoring.single import ScoringFunction
+from reward_loop.scoring.results import normalise
 from reward_loop.scoring.tournament import ranking, tournament
 
 __all__ = [

@@ -8,13 +8,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from reward_loop._util.descendants import descendants, kill
 from reward_loop._util.text import did_you_mean, listing
 from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError, RewardLoopError
@@ -27,17 +29,26 @@ from reward_loop.serving.checkpoint import architectures, model_kind
 from reward_loop.verl import compat
 from reward_loop.verl.compat import uses
 from reward_loop.verl.cpu.setup import prepared, run_environment
-from reward_loop.verl.ray_start import with_ray
 from reward_loop.verl.resolve import resolve
 from reward_loop.verl.settings import CONFIG_DIR, RewardSettings, verl_config_dir
 
 __all__ = ["main", "run"]
+
 
 uses(__name__, "verl.trainer.main_ppo", "run_ppo(config, task_runner_class)")
 uses(__name__, "verl.trainer.ppo.utils", "need_critic(config)", "need_reference_policy(config)")
 uses(__name__, "verl.utils.config", "validate_config(config, use_reference_policy, use_critic)")
 uses(__name__, "verl.utils.device", "auto_set_device(config)")
 uses(__name__, "verl.experimental.reward_loop.reward_manager.registry", "REWARD_MANAGER")
+
+STARTS = 4
+"""The largest number of attempts to start Ray."""
+
+START_TIMED_OUT = "The current node timed out during startup"
+"""Ray's error if its node is not ready after 30 s. The usual cause on a busy machine is that an agent of the node takes
+more than 15 s to start: the node ends then. No option changes this limit (https://github.com/ray-project/ray/issues/65983)."""
+
+T = TypeVar("T")
 
 
 def run(config: DictConfig, task_runner: Any = None) -> None:
@@ -162,6 +173,29 @@ def _interrupt_once(number: int, frame: object) -> NoReturn:
     """Stops the run at the first Ctrl-C, and ignores further ones, so that the shutdown can finish."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
+
+
+def with_ray(function: Callable[[], T]) -> T:
+    """Calls a function that starts Ray first, and calls it again if the start timed out: at most `STARTS` calls.
+
+    Ray leaves the other processes of such a node alive: a dashboard, a log monitor, an autoscaler. They are killed.
+
+    Raises:
+        Exception: any other error of the function, or the one of its last call.
+    """
+    import ray
+
+    for start in range(1, STARTS):
+        before = descendants(os.getpid())
+        try:
+            return function()
+        except Exception as error:
+            if ray.is_initialized() or START_TIMED_OUT not in str(error):
+                raise
+            for pid in set(descendants(os.getpid())).difference(before):
+                kill(pid)
+            print(f"Ray did not start in time: the machine is busy. Starting it again ({start + 1} of {STARTS}).")
+    return function()
 
 
 def _stop(message: str, status: int) -> NoReturn:

@@ -19,7 +19,7 @@ from reward_loop.processes.pool import usable_cores
 from reward_loop.router.config import API_KEY_VARIABLE
 from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.isolation import SplitSemaphore
-from reward_loop.scoring.normalise import normalise
+from reward_loop.scoring.results import normalise
 from reward_loop.types import Outcome, RewardResult, RewardSample
 from reward_loop.verl.compat import uses
 from reward_loop.verl.settings import RewardSettings

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from reward_loop._util.text import shorten
-from reward_loop.scoring.dense_rewards import are_numbers
+from reward_loop.scoring.results import are_numbers
 from reward_loop.types import PART_KEYS, Reward
 from reward_loop.verl.reward_metrics import Rewards
 from reward_loop.verl.tq_rows import read_rewards, read_rows, write_rewards, write_rows

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from reward_loop.verl.ray_start import START_TIMED_OUT as TIMED_OUT
-from reward_loop.verl.ray_start import STARTS, with_ray
+from reward_loop.verl.main_ppo import START_TIMED_OUT as TIMED_OUT
+from reward_loop.verl.main_ppo import STARTS, with_ray
 
 ray = pytest.importorskip("ray")
 

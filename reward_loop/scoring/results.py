@@ -1,0 +1,263 @@
+"""From what a function returned to the result of a sample: its score and extra info, normalised and checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from decimal import Decimal
+from numbers import Real
+from typing import Any
+
+from reward_loop._util.text import listing, shorten
+from reward_loop._util.transient import retry_after
+from reward_loop.errors import (
+    BudgetSpentError,
+    ConfigError,
+    InvalidScoreError,
+    JobServiceError,
+    RewardFunctionError,
+    ScoringError,
+    UnscoredError,
+    describe,
+)
+from reward_loop.processes.outcome import CallOutcome, describe_exception
+from reward_loop.types import PART_KEYS, RESERVED_KEYS, Outcome, RewardResult, RewardSample
+
+__all__ = ["are_numbers", "check_result", "failed", "failed_after", "is_finite", "normalise", "not_called", "to_result"]
+
+_MAX = (2 - 2**-23) * 2.0**127
+"""The largest finite float32. Trainers store rewards in float32, where a larger score would become infinite."""
+
+_ACCEPTED = "a number, a bool, a dict with `score`, a tuple (score, prompt, explanation), or None (unscored)"
+
+
+def to_result(call: CallOutcome, sample: RewardSample, function: str) -> RewardResult:
+    """Return the result of a sample from the outcome of its call.
+
+    Args:
+        call: the outcome, summed over all attempts.
+        sample: the sample, for messages.
+        function: the function's name and file, for messages.
+
+    Raises:
+        JobServiceError: the call failed because the limiter service is unreachable, which stops the run.
+        ConfigError: the function asked a judge with wrong options or without its API key, which stops the run.
+    """
+    score: float | None = None
+    extra_info: dict[str, Any] = {}
+    problem = _problem(call, sample, function)
+    if problem is None:
+        try:
+            score, extra_info = normalise(call.value)
+        except InvalidScoreError as error:
+            problem = error.about(sample, function)
+        else:
+            if score is None:
+                problem = UnscoredError("gave no score", sample=sample, function=function)
+    outcome = Outcome.SCORED
+    if problem is not None:
+        is_unscored = isinstance(problem, UnscoredError | BudgetSpentError)
+        outcome = Outcome.UNSCORED if is_unscored else Outcome.FAILED
+    return RewardResult(
+        outcome,
+        score,
+        extra_info,
+        error=None if problem is None or isinstance(problem, UnscoredError) else str(problem),
+        seconds=call.seconds,
+        attempts=call.attempts,
+        wait_seconds=call.waited,
+        queue_seconds=call.queued,
+        exception=problem,
+    )
+
+
+def _problem(call: CallOutcome, sample: RewardSample, function: str) -> ScoringError | None:
+    """Return why a call has no value, or ``None`` if it has one."""
+    if call.error is not None:
+        return call.error.about(sample, function, call.attempts)
+    cause = call.exception
+    if cause is None:
+        return None
+    if isinstance(cause, JobServiceError):
+        raise cause
+    if isinstance(cause, ConfigError):  # every other sample would fail, too
+        raise ConfigError(f"{describe(sample)}: {function} raised {describe_exception(cause)}") from cause
+    problem = RewardFunctionError(
+        f"raised {describe_exception(cause)}{_advice(cause)}",
+        sample=sample,
+        function=function,
+        attempts=call.attempts,
+        retry_after=retry_after(cause),
+    )
+    problem.__cause__ = cause
+    return problem
+
+
+def _advice(error: BaseException | None) -> str:
+    """Return what to do about an exception that the reward loop can avoid; empty for others."""
+    while error is not None:
+        if isinstance(error, ValueError) and "signal only works in main thread" in str(error):
+            return (
+                "\nThe function uses signals, for example as a timeout, and runs in a thread. Run it in worker "
+                "processes: isolation=process (in a verl run `reward_loop.isolation=process`, with the command "
+                "`reward-loop` `--isolation process`)"
+            )
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def failed(problem: ScoringError, attempts: int = 1) -> RewardResult:
+    """Return the result of a sample that failed outside of a call of the function."""
+    return RewardResult(Outcome.FAILED, None, error=str(problem), attempts=attempts, exception=problem)
+
+
+def failed_after(called: RewardResult, problem: ScoringError) -> RewardResult:
+    """Return a failed result that replaces ``called``: the call returned an invalid value. Timings are kept."""
+    return replace(
+        called, outcome=Outcome.FAILED, score=None, extra_info={}, error=str(problem), exception=problem, policy=None
+    )
+
+
+def not_called(sample: RewardSample) -> RewardResult:
+    """Return the failed result of a sample with an invalid row, for which the function is not called."""
+    return failed(ScoringError(sample.error or "its row is invalid", sample=sample), attempts=0)
+
+
+def normalise(returned: Any) -> tuple[float | None, dict[str, Any]]:
+    """Return ``(score, extra_info)`` of a reward function's return value; a score of ``None`` means *unscored*.
+
+    The extra info depends on the type, as in verl:
+
+    - A number or bool: ``{"acc": number}``.
+    - A dict: all its keys, including ``score``.
+    - A tuple ``(score, prompt, explanation)``: the keys ``prompt`` and ``explanation``.
+    - ``None``: empty.
+
+    Raises:
+        InvalidScoreError: the value has another type, a reserved key, or a score that is not a finite number.
+    """
+    if returned is None:
+        return None, {}
+    if type(returned) is float and -_MAX <= returned <= _MAX:  # fast path: skips the slow isinstance checks below
+        return returned, {"acc": returned}
+    try:
+        if isinstance(returned, Mapping):
+            return _from_mapping(returned)
+        if isinstance(returned, tuple):
+            return _from_tuple(returned)
+        value = _scalar(returned)
+        return _score(value, returned), {"acc": value}
+    except InvalidScoreError:
+        raise
+    except Exception as error:  # for instance a tensor on a failed device
+        raise InvalidScoreError(
+            f"returned a {type(returned).__name__} that cannot be read: {shorten(error)}"
+        ) from error
+
+
+def is_finite(number: Any) -> bool:
+    """Whether a number is finite in float32."""
+    return bool(-_MAX <= number <= _MAX)
+
+
+def _from_tuple(returned: tuple[Any, ...]) -> tuple[float | None, dict[str, Any]]:
+    if len(returned) != 3:
+        raise InvalidScoreError(
+            f"returned a tuple of {len(returned)}, {shorten(returned)}, not (score, prompt, explanation)"
+        )
+    score, prompt, explanation = returned
+    return _score(_scalar(score), returned), {"prompt": prompt, "explanation": explanation}
+
+
+def _from_mapping(returned: Mapping[str, Any]) -> tuple[float | None, dict[str, Any]]:
+    if "score" not in returned:
+        raise InvalidScoreError(
+            f"returned a dict without `score`: {shorten(returned)}; its keys are {listing(map(str, returned))}"
+        )
+    if clash := RESERVED_KEYS & returned.keys():
+        raise InvalidScoreError(f"returned {listing(clash)}, which the reward loop itself fills in: rename it")
+    value = _scalar(returned["score"])
+    return _score(value, returned), {**returned, "score": value}
+
+
+def _scalar(value: Any) -> Any:
+    """Convert a 0-d array, tensor or numpy scalar to a Python number; return other values unchanged."""
+    if (
+        type(value) not in (float, int, bool)
+        and getattr(value, "shape", None) == ()
+        and callable(getattr(value, "item", None))
+    ):
+        return value.item()
+    return value
+
+
+def _score(value: Any, returned: Any) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, Real | Decimal):
+        shape = getattr(value, "shape", None)
+        hint = f" of shape {tuple(shape)}; reduce it to one number" if shape else f"; return {_ACCEPTED}"
+        raise InvalidScoreError(f"returned {shorten(returned)}, whose score is a {type(value).__name__}{hint}")
+    try:
+        score = float(value)
+    except (OverflowError, ValueError):  # 10**400; Decimal("sNaN")
+        score = math.inf
+    if not is_finite(score):
+        where = " in float32" if math.isfinite(score) else ""
+        raise InvalidScoreError(
+            f"returned {shorten(returned)}, whose score is not finite{where}; return None for a sample that cannot be "
+            "scored"
+        )
+    return score
+
+
+def check_result(sample: RewardSample, result: RewardResult) -> RewardResult:
+    """Return a manager's result for a sample, or a failed result if it is invalid.
+
+    Checks:
+
+    - The result has a score exactly if its outcome is *scored*.
+    - The score is finite in float32. A sum of several finite scores can overflow.
+    - Dense rewards are finite numbers, and token-level scores have one number per response token. The trainer checks
+      the number of turn-level scores.
+
+    An unscored or failed result without an exception gets one, for the policy ``raise``.
+    """
+    if result.score is None or result.outcome is not Outcome.SCORED:
+        return _check_unscored(sample, result)
+    if not is_finite(result.score):
+        problem = f"its score is {result.score:g}, which is not finite in float32"
+        return failed_after(result, InvalidScoreError(problem, sample=sample))
+    if PART_KEYS.isdisjoint(result.extra_info):
+        return result
+    for name in PART_KEYS & result.extra_info.keys():
+        parts = result.extra_info[name]
+        if not are_numbers(parts):
+            problem = f"{name} must be a list of finite numbers; got {shorten(parts)}"
+        elif name == "token_level_scores" and sample.response_length not in (None, len(parts)):
+            problem = f"{len(parts)} {name}, and the response has {sample.response_length} tokens"
+        else:
+            continue
+        return failed_after(result, InvalidScoreError(problem, sample=sample))
+    return result
+
+
+def _check_unscored(sample: RewardSample, result: RewardResult) -> RewardResult:
+    if (result.score is None) == (result.outcome is Outcome.SCORED):
+        score = "no score" if result.score is None else f"the score {result.score!r}"
+        problem = f"the reward manager returned the outcome {str(result.outcome)!r} with {score}"
+        return failed_after(result, InvalidScoreError(problem, sample=sample))
+    if result.exception is not None:
+        return result
+    kind = UnscoredError if result.outcome is Outcome.UNSCORED else ScoringError
+    error = kind(result.error or f"the reward manager returned {result.outcome} without a cause", sample=sample)
+    text = str(error) if result.outcome is Outcome.FAILED else None
+    return replace(result, exception=error, error=result.error or text)
+
+
+def are_numbers(parts: Any) -> bool:
+    """Return whether dense rewards are a sequence of finite numbers."""
+    if isinstance(parts, str | bytes) or not isinstance(parts, Sequence):
+        return False
+    return all(isinstance(part, Real) and is_finite(part) for part in parts)
