@@ -148,7 +148,7 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
 
     @overrides(AgentLoopWorkerTQ.__ray_actor_class__)
     async def _compute_score(self, outputs: list[Any], kwargs: dict, **options: Any) -> None:
-        """Starts to judge a session in a task. verl calls this method before it writes the trajectory.
+        """Start to judge a session in a task. verl calls this method before it writes the trajectory.
 
         There is nothing to judge if the agent loop itself has set a score, or if the trainer sends the whole batch to
         the reward workers.
@@ -167,7 +167,7 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         return None
 
     async def _judge(self, times: dict[str, float], outputs: list[Any], kwargs: dict, **options: Any) -> None:
-        """Sets the reward of the last output, and the times of the session.
+        """Set the reward of the last output, and the times of the session.
 
         The other arguments are those of `_compute_score`.
         """
@@ -177,7 +177,7 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
 
 
 async def _end_generation(session: _Session) -> None:
-    """Marks the prompt as generated when the last of its sessions has published its trajectory, or has failed."""
+    """Mark the prompt as generated when the last of its sessions has published its trajectory, or has failed."""
     prompt = session.prompt
     if session.number in prompt.generating:
         prompt.generating.remove(session.number)
@@ -186,7 +186,7 @@ async def _end_generation(session: _Session) -> None:
 
 
 async def _take_reward(session: _Session, outputs: list[Any]) -> None:
-    """Waits for the reward of a session, and writes it to all its trajectories.
+    """Wait for the reward of a session, and write it to all its trajectories.
 
     If judging raises, the session is masked: its trajectory has been published already, and the other samples of the
     group stay usable.

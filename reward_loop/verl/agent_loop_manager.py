@@ -67,25 +67,25 @@ class Assignments:
         self._prompts: dict[str, _Prompt] = {}
 
     def assign(self, worker: int, batch: Any, uids: Iterable[str]) -> None:
-        """Records that a worker received prompts: ``batch`` has a row for each uid, and can be sliced."""
+        """Record that a worker received prompts: ``batch`` has a row for each uid, and can be sliced."""
         for position, uid in enumerate(uids):
             self._prompts[uid] = _Prompt(worker, batch, position)
 
     def keep(self, unfinished: Collection[str]) -> None:
-        """Removes all prompts but these."""
+        """Remove all prompts but these."""
         self._prompts = {uid: prompt for uid, prompt in self._prompts.items() if uid in unfinished}
 
     def of(self, workers: Collection[int]) -> set[str]:
-        """Returns the uids of the prompts of these workers. Some of the prompts may be finished."""
+        """Return the uids of the prompts of these workers. Some of the prompts may be finished."""
         return {uid for uid, prompt in self._prompts.items() if prompt.worker in workers}
 
     def get(self, uid: str) -> tuple[int, Any]:
-        """Returns the number of the worker that has a prompt, and the prompt's data, a slice of its batch."""
+        """Return the number of the worker that has a prompt, and the prompt's data, a slice of its batch."""
         prompt = self._prompts[uid]
         return prompt.worker, prompt.batch[prompt.position : prompt.position + 1]
 
     def count_deaths(self, uids: Collection[str]) -> None:
-        """Records that the worker of these prompts died before they were finished.
+        """Record that the worker of these prompts died before they were finished.
 
         Raises:
             RewardLoopError: this happened more than `MAX_DEATHS` times to one of them.
@@ -120,7 +120,7 @@ class RewardAgentLoopManager(AgentLoopManagerTQ):
 
     @overrides(AgentLoopManagerTQ)
     def generate_sequences(self, prompts: TensorDict) -> None:
-        """Sends prompts to the workers, in equal parts.
+        """Send prompts to the workers, in equal parts.
 
         The part of a worker that has died is sent again when the worker is replaced.
         """
@@ -142,20 +142,20 @@ class RewardAgentLoopManager(AgentLoopManagerTQ):
                 ray.kill(self.agent_loop_workers[number])
 
     def dead_workers(self) -> list[int]:
-        """Returns the numbers of the workers that have died and are not replaced yet."""
+        """Return the numbers of the workers that have died and are not replaced yet."""
         dead, _ = ray.wait(self._deaths, num_returns=len(self._deaths), timeout=0)
         return [number for number, call in enumerate(self._deaths) if call in dead]
 
     def prompts_of(self, workers: Collection[int]) -> set[str]:
-        """Returns the uids of the prompts that these workers received. Some of the prompts may be finished."""
+        """Return the uids of the prompts that these workers received. Some of the prompts may be finished."""
         return self._assignments.of(workers)
 
     def prompt(self, uid: str) -> Any:
-        """Returns the data of a prompt: one row."""
+        """Return the data of a prompt: one row."""
         return self._assignments.get(uid)[1]
 
     def replace(self, workers: Collection[int], timeout_s: float) -> None:
-        """Starts other workers in place of these, and waits until they are ready: they import verl, for some seconds.
+        """Start other workers in place of these, and wait until they are ready: they import verl, for some seconds.
 
         Args:
             workers: the numbers of the workers.
@@ -199,7 +199,7 @@ class RewardAgentLoopManager(AgentLoopManagerTQ):
         return True
 
     def send_again(self, uids: Collection[str], step: int) -> None:
-        """Sends the prompts of dead workers to the replacements.
+        """Send the prompts of dead workers to the replacements.
 
         Raises:
             RewardLoopError: too many workers died while they had one of these prompts.

@@ -35,7 +35,7 @@ _CPUS_OF_STANDALONE_ROLLOUT = 2
 
 
 def accelerator() -> Accelerator:
-    """Returns the Ray resource and the environment variable for the accelerators of verl's platform."""
+    """Return the Ray resource and the environment variable for the accelerators of verl's platform."""
     from verl.plugin.platform import get_platform
 
     platform = get_platform()
@@ -43,7 +43,7 @@ def accelerator() -> Accelerator:
 
 
 def for_platform(model: RewardModelConfig) -> RewardModelConfig:
-    """Returns the options with the environment variables that verl's platform sets for inference engines.
+    """Return the options with the environment variables that verl's platform sets for inference engines.
 
     The user's variables take precedence.
     """
@@ -55,7 +55,7 @@ def for_platform(model: RewardModelConfig) -> RewardModelConfig:
 
 
 def groups_of_trainer(config: DictConfig) -> list[Others]:
-    """Returns the placement groups that verl's trainer will create. verl waits for their resources without a timeout.
+    """Return the placement groups that verl's trainer will create. verl waits for their resources without a timeout.
 
     Args:
         config: verl's whole configuration, after :func:`~reward_loop.verl.resolve.resolve`.
@@ -95,7 +95,7 @@ class RouterAddress:
 
 
 def worker_nodes(count: int) -> list[str]:
-    """Returns the Ray node id for each of ``count`` reward workers: this node first, then the others in turn."""
+    """Return the Ray node id for each of ``count`` reward workers: this node first, then the others in turn."""
     here = ray.get_runtime_context().get_node_id()
     alive = [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU", 0) > 0]
     nodes = sorted(alive, key=lambda node: node != here)
@@ -104,7 +104,7 @@ def worker_nodes(count: int) -> list[str]:
 
 @contextmanager
 def router_address(address: str, served: RewardModelConfig, workers: int) -> Iterator[RouterAddress]:
-    """Makes a router on this node reachable for reward workers on other nodes, if there are any.
+    """Make a router on this node reachable for reward workers on other nodes, if there are any.
 
     Args:
         address: the router's ``host:port``.
@@ -130,7 +130,7 @@ def router_address(address: str, served: RewardModelConfig, workers: int) -> Ite
 
 @contextmanager
 def address_on_this_node(router: RouterAddress | None) -> Iterator[str | None]:
-    """Yields the ``host:port`` at which this process reaches the router; ``None`` if ``router`` is ``None``.
+    """Yield the ``host:port`` at which this process reaches the router; ``None`` if ``router`` is ``None``.
 
     Raises:
         ServerStartError: the router is on another node, and has no tunnel.

@@ -32,7 +32,7 @@ _rewards: ContextVar[Mapping[str, np.ndarray]] = ContextVar("gdpo_rewards")
 
 
 def switch_estimator(config: DictConfig) -> None:
-    """Replaces ``algorithm.adv_estimator=gdpo`` by `GDPO`, in place. Other estimators stay unchanged."""
+    """Replace ``algorithm.adv_estimator=gdpo`` by `GDPO`, in place. Other estimators stay unchanged."""
     if config.algorithm.adv_estimator == "gdpo":
         with open_dict(config):
             config.algorithm.adv_estimator = GDPO
@@ -41,7 +41,7 @@ def switch_estimator(config: DictConfig) -> None:
 def component_rewards(
     keys: Sequence[str], rewards: Rewards, names: Sequence[str], default_score: float
 ) -> dict[str, np.ndarray]:
-    """Returns each named reward as a float32 array with one number per row of a batch.
+    """Return each named reward as a float32 array with one number per row of a batch.
 
     Args:
         keys: the keys of the batch's rows.
@@ -74,7 +74,7 @@ def component_rewards(
 
 @contextmanager
 def use_rewards(rewards: Mapping[str, np.ndarray]) -> Iterator[None]:
-    """Provides these rewards, in the order of the batch's rows, to the estimator `GDPO` within the block."""
+    """Provide these rewards, in the order of the batch's rows, to the estimator `GDPO` within the block."""
     token = _rewards.set(rewards)
     try:
         yield

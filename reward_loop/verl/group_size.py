@@ -26,6 +26,6 @@ class WithGroupSize:
 
 
 def group_sizes(batch: Any, n: int) -> list[int]:
-    """Returns the number of rollouts of each row: verl's column ``__rollout_n__`` if it exists, else ``n``."""
+    """Return the number of rollouts of each row: verl's column ``__rollout_n__`` if it exists, else ``n``."""
     sizes = batch.get("__rollout_n__", None)
     return [n] * len(batch["raw_prompt"]) if sizes is None else [int(size) for size in sizes]

@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 def run(config: DictConfig, task_runner: Any = None) -> None:
-    """Checks the configuration, and runs the training.
+    """Check the configuration, and run the training.
 
     Args:
         config: the composed Hydra configuration; changed in place.
@@ -97,7 +97,7 @@ def _train(config: DictConfig, settings: RewardSettings, task_runner: Any) -> No
 
 
 def check_function(settings: RewardSettings) -> None:
-    """Loads the user's function, so that an error appears before the minutes of start-up.
+    """Load the user's function, so that an error appears before the minutes of start-up.
 
     Classes are not instantiated here, because the constructor may load a model.
 
@@ -143,7 +143,7 @@ def _check_model(settings: RewardSettings, model: RewardModelConfig) -> None:
 
 
 def _check_manager(settings: RewardSettings) -> None:
-    """Raises `ConfigError` if the manager's name is unknown here and in verl."""
+    """Raise `ConfigError` if the manager's name is unknown here and in verl."""
     manager, function = settings.manager, settings.function
     if manager.is_import_path or manager.name in manager_names():
         return
@@ -170,13 +170,13 @@ def _main(config: DictConfig) -> None:
 
 
 def _interrupt_once(number: int, frame: object) -> NoReturn:
-    """Stops the run at the first Ctrl-C, and ignores further ones, so that the shutdown can finish."""
+    """Stop the run at the first Ctrl-C, and ignore further ones, so that the shutdown can finish."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def with_ray(function: Callable[[], T]) -> T:
-    """Calls a function that starts Ray first, and calls it again if the start timed out: at most `STARTS` calls.
+    """Call a function that starts Ray first, and call it again if the start timed out: at most `STARTS` calls.
 
     Ray leaves the other processes of such a node alive: a dashboard, a log monitor, an autoscaler. They are killed.
 
@@ -199,7 +199,7 @@ def with_ray(function: Callable[[], T]) -> T:
 
 
 def _stop(message: str, status: int) -> NoReturn:
-    """Prints an error message and exits. Shuts Ray down first, so that its logs do not follow the message."""
+    """Print an error message and exit. Shuts Ray down first, so that its logs do not follow the message."""
     if "ray" in sys.modules:
         sys.modules["ray"].shutdown()
     print(f"\n{message}", file=sys.stderr)
@@ -207,7 +207,7 @@ def _stop(message: str, status: int) -> NoReturn:
 
 
 def main() -> None:
-    """Runs the command ``python -m reward_loop.verl.main_ppo``."""
+    """Run the command ``python -m reward_loop.verl.main_ppo``."""
     try:
         compat.check_version()
     except compat.VerlVersionError as error:

@@ -35,7 +35,7 @@ uses(__name__, "verl.utils.fs", "copy_to_local(src)")
 def build_manager(
     settings: RewardSettings, reward_router_address: str | None, limits: Limits, workers_on_node: int
 ) -> RewardLoopManagerBase:
-    """Returns the reward manager of the run, with its tokenizers and the user's function.
+    """Return the reward manager of the run, with its tokenizers and the user's function.
 
     Args:
         settings: the settings of rewards.
@@ -111,7 +111,7 @@ class VerlManager(RewardLoopManagerBase):
         return f"reward manager {type(self._manager).__name__}"
 
     async def to_sample(self, data: Any) -> RewardSample:
-        """Returns the sample without its text: only the manager decodes it."""
+        """Return the sample without its text: only the manager decodes it."""
         row = last_row(data, data.batch["responses"])
         return _Rollout(
             "",
@@ -126,7 +126,7 @@ class VerlManager(RewardLoopManagerBase):
         )
 
     async def score_one(self, sample: RewardSample) -> RewardResult:
-        """Returns the reward of verl's manager as a result. Its errors become *failed* results."""
+        """Return the reward of verl's manager as a result. Its errors become *failed* results."""
         assert isinstance(sample, _Rollout)
         started = time.monotonic()
         try:
@@ -200,7 +200,7 @@ class DiscriminativeRewardLoopManager(NaiveRewardLoopManager):
     """
 
     async def to_sample(self, data: Any) -> RewardSample:
-        """Returns the sample, with the reward model's input as ``extra_info["reward_model_input"]``."""
+        """Return the sample, with the reward model's input as ``extra_info["reward_model_input"]``."""
         sample = await super().to_sample(data)
         row = data if data.batch["responses"].ndim == 1 else data[-1]
         prompt = row.non_tensor_batch.get("raw_prompt")
@@ -226,7 +226,7 @@ class DiscriminativeRewardLoopManager(NaiveRewardLoopManager):
 async def score_by_model(
     extra_info: dict[str, Any], reward_router_address: str, model: str | None = None
 ) -> dict[str, float]:
-    """Returns the logit of ``extra_info["reward_model_input"]``; if there are several, the last one, as in verl."""
+    """Return the logit of ``extra_info["reward_model_input"]``; if there are several, the last one, as in verl."""
     logits = await classify(
         reward_router_address,
         extra_info["reward_model_input"],

@@ -118,7 +118,7 @@ class ModeOptions:
 
 
 def read_mode(config: DictConfig) -> ModeOptions:
-    """Returns the options of the trainer mode.
+    """Return the options of the trainer mode.
 
     Raises:
         ConfigError: an option is malformed; the message names it.
@@ -142,7 +142,7 @@ def _poll_interval(config: DictConfig) -> float:
 
 
 def mini_batch_groups(config: DictConfig, *, critic: bool) -> int:
-    """Returns the number of groups in a mini-batch: the least common multiple of the actor's and the critic's sizes."""
+    """Return the number of groups in a mini-batch: the least common multiple of the actor's and the critic's sizes."""
     sizes = [config.actor_rollout_ref.actor.ppo_mini_batch_size]
     if critic:
         sizes.append(config.critic.ppo_mini_batch_size)
@@ -150,7 +150,7 @@ def mini_batch_groups(config: DictConfig, *, critic: bool) -> int:
 
 
 def make_schedule(config: DictConfig, options: PipelineOptions, groups: int) -> Schedule:
-    """Returns the schedule of every step of a run. ``groups`` is the number of groups in a mini-batch."""
+    """Return the schedule of every step of a run. ``groups`` is the number of groups in a mini-batch."""
     by_mini_batch = options.mini_batch_pipeline
     estimator = config.algorithm.adv_estimator
     if by_mini_batch and estimator not in MINI_BATCH_ESTIMATORS:
@@ -166,7 +166,7 @@ def make_schedule(config: DictConfig, options: PipelineOptions, groups: int) -> 
 
 
 def queue_shares(config: DictConfig, options: RewardQueueOptions) -> tuple[int, int]:
-    """Returns each agent loop worker's share of the queue: its capacity, and how many rollouts are judged at once."""
+    """Return each agent loop worker's share of the queue: its capacity, and how many rollouts are judged at once."""
     rollout = config.actor_rollout_ref.rollout
     workers, batch_size = rollout.agent.num_workers, config.data.train_batch_size
     of_a_step = math.ceil(batch_size / workers) * rollout.n
@@ -178,7 +178,7 @@ def queue_shares(config: DictConfig, options: RewardQueueOptions) -> tuple[int, 
 
 
 def check_mode(config: DictConfig, mode: ModeOptions) -> None:
-    """Rejects options of verl that do not work with the trainer mode.
+    """Reject options of verl that do not work with the trainer mode.
 
     Raises:
         ConfigError: an option contradicts the mode; the message names it and what to set instead.
@@ -190,7 +190,7 @@ def check_mode(config: DictConfig, mode: ModeOptions) -> None:
 
 
 def check_group_manager(mode: ModeOptions) -> None:
-    """Rejects options that do not work with a reward manager that waits for all rollouts of a prompt.
+    """Reject options that do not work with a reward manager that waits for all rollouts of a prompt.
 
     Raises:
         ConfigError: the queue between generation and judging has an ``in_flight``.

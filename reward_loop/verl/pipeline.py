@@ -139,7 +139,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
 
     @overrides(PPOTrainerSync)
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
-        """Runs the actions of the schedule, up to the last update of one training step."""
+        """Run the actions of the schedule, up to the last update of one training step."""
         self._began, self._judging_s = time.time(), 0.0
         self._batch = None
         if self._actions is None:
@@ -181,7 +181,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         return self._batch.ready_mini_batches(unfinished, self._schedule.mini_batches, self._mini_batch_groups)
 
     def _submit_up_to(self, count: int) -> None:
-        """Submits new prompts to the rollout until ``_submitted`` has ``count`` prompts."""
+        """Submit new prompts to the rollout until ``_submitted`` has ``count`` prompts."""
         missing = count - len(self._submitted)
         if missing <= 0:
             return
@@ -190,7 +190,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         self._submit_batch_to_rollout(batch)
 
     def _finish_generation(self, metrics: dict, timing_raw: dict) -> StepBatch:
-        """Waits until all submitted prompts are generated, puts the rollout engine to sleep, and returns the batch."""
+        """Wait until all submitted prompts are generated, put the rollout engine to sleep, and return the batch."""
         count = len(self._submitted)
         size = self.config.data.train_batch_size
         limit = RefillLimit(self.config, self.options.max_refills, self.global_steps)
@@ -222,7 +222,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         return StepBatch.of(uids, whole, in_order=in_order)
 
     def _evict(self, limit: RefillLimit, metrics: dict) -> bool:
-        """Evicts groups that are filtered, or failed without a trajectory. Returns whether there were any."""
+        """Evict groups that are filtered, or failed without a trajectory. Returns whether there were any."""
         if not self._replaces:
             return False
         failure = last_failure()
@@ -235,7 +235,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         return bool(evicted)
 
     def _prepare(self, batch: StepBatch, metrics: dict, timing_raw: dict) -> None:
-        """Computes what needs no reward, for the whole batch: old and reference log-probabilities, values."""
+        """Compute what needs no reward, for the whole batch: old and reference log-probabilities, values."""
         with marked_timer("old_log_prob", timing_raw, color="blue"):
             self._compute_old_log_prob(copy(batch.whole), metrics=metrics)
         if self.use_reference_policy:
@@ -246,7 +246,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
                 self._compute_values(copy(batch.whole), metrics=metrics)
 
     def _train(self, batch: StepBatch, count: int | None, timing_raw: dict) -> None:
-        """Computes the advantages of complete groups, and updates on the mini-batches that are full after that.
+        """Compute the advantages of complete groups, and update on the mini-batches that are full after that.
 
         A group may have more or fewer rows than ``n``. As in verl, a mini-batch is a fixed number of rows, not of
         groups.
@@ -276,7 +276,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
             batch.metrics.add_step_metrics(update_metrics, sample_count=len(rows))
 
     def _padded(self, whole: KVBatchMeta, rows: list[int], padding: list[int]) -> KVBatchMeta:
-        """Returns rows in an order that gives each rank about the same number of tokens, and spreads the padding."""
+        """Return rows in an order that gives each rank about the same number of tokens, and spreads the padding."""
         filler = select(whole, padding)
         self._mask(filler.keys)
         # Without the override of `_balance_batch`: these rows have rewards.
@@ -308,7 +308,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         return select(batch.whole, sorted(batch.trained))
 
     def _count_rewards(self, metrics: dict) -> float:
-        """Adds the number of pending rewards to the metrics. Returns the seconds of judging alone; see `judging_s`."""
+        """Add the number of pending rewards to the metrics. Returns the seconds of judging alone; see `judging_s`."""
         unfinished = self.replay_buffer.unfinished()
         rows = self.replay_buffer.partitions["train"]
         pending = [key for key, tag in rows.items() if JUDGED not in tag and uid_of(key) in unfinished]

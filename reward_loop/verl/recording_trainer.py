@@ -83,7 +83,7 @@ class RecordingTrainer(PPOTrainer):
 
     @overrides(PPOTrainer)
     def fit(self, agent_loop_manager: Any) -> None:
-        """Records the configuration, trains, and then writes the remaining events."""
+        """Record the configuration, train, and then write the remaining events."""
         self._table = SampleTable.of(self._settings.options, self._settings.config.trainer.logger)
         if self._settings.options.log_dir:
             try:
@@ -109,7 +109,7 @@ class RecordingTrainer(PPOTrainer):
         self._records.write_event(phase_event(name, self.global_steps, end - seconds, end, self._waits_for(name)))
 
     def _waits_for(self, phase: str) -> WaitsFor | None:
-        """Returns what the trainer waits for in a phase."""
+        """Return what the trainer waits for in a phase."""
         if phase in ("reward", "wait_reward"):
             return "rewards"
         if phase not in ("gen", "switch_wait"):
@@ -129,13 +129,13 @@ class RecordingTrainer(PPOTrainer):
             self._table.log(self.global_steps, self._rewards, self._read_texts, frozenset(self.logger.logger))
 
     def _read_texts(self, keys: list[str]) -> Iterator[tuple[str, str]]:
-        """Yields the prompt and the response of each key."""
+        """Yield the prompt and the response of each key."""
         decode = partial(self.tokenizer.decode, skip_special_tokens=True)
         for prompt, response in read_rows(keys, "train", "prompts", "responses"):
             yield decode(prompt), decode(response)
 
     def _record_advantages(self, records: Records) -> None:
-        """Records for each sample that it is in the batch of the step, and its advantage if it is trained on.
+        """Record for each sample that it is in the batch of the step, and its advantage if it is trained on.
 
         The advantage is the mean over the tokens that are trained on.
         """

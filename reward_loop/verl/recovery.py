@@ -71,18 +71,18 @@ class Recovery:
         self._counts: Counter[str] = Counter()
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics since the last call, by name."""
+        """Return the metrics since the last call, by name."""
         counts, self._counts = self._counts, Counter()
         names = ("agent_loop_workers_replaced", "prompts_generated_again", "prompts_judged_again")
         return {f"reward_loop/{name}": float(counts[name]) for name in names}
 
     def poll(self, step: int) -> None:
-        """Calls `recover` for the deaths since the last call, if there are any."""
+        """Call `recover` for the deaths since the last call, if there are any."""
         if dead := self._manager.dead_workers():
             self.recover(dead, step)
 
     def recover(self, dead: Collection[int], step: int) -> None:
-        """Replaces the dead workers with these numbers, and has their unfinished prompts judged or generated again.
+        """Replace the dead workers with these numbers, and have their unfinished prompts judged or generated again.
 
         Raises:
             RewardLoopError: a replacement did not start; too many workers died while they had the same prompt; or the
@@ -113,7 +113,7 @@ class Recovery:
         )
 
     def _reset(self, trajectories: KVBatchMeta, uids: Collection[str], step: int) -> None:
-        """Deletes the trajectories of these prompts, and resets their tags."""
+        """Delete the trajectories of these prompts, and reset their tags."""
         if not uids:
             return
         partition = trajectories.partition_id
@@ -123,7 +123,7 @@ class Recovery:
         tq.kv_batch_put(keys=list(uids), partition_id=partition, tags=[dict(tag) for _ in uids])
 
     def _judge(self, trajectories: KVBatchMeta, uids: Collection[str]) -> None:
-        """Computes the missing rewards of these prompts, and marks the prompts as finished."""
+        """Compute the missing rewards of these prompts, and mark the prompts as finished."""
         if not uids:
             return
         partition = trajectories.partition_id
@@ -144,7 +144,7 @@ class Recovery:
         return int(row["__rollout_n__"][0]) if "__rollout_n__" in row else self._rollouts[partition]
 
     def _judge_missing(self, trajectories: KVBatchMeta) -> None:
-        """Computes the rewards of those trajectories that have none in TransferQueue."""
+        """Compute the rewards of those trajectories that have none in TransferQueue."""
         tagged = zip(trajectories.keys, trajectories.tags, strict=True)
         partition = trajectories.partition_id
         missing = [i for i, row in enumerate(tagged) if "rm_scores" not in field_names(*row, partition)]

@@ -28,7 +28,7 @@ class RefillLimit:
         self._kept = self._in_a_row = self._filtered = 0
 
     def check(self, *, failed: int, filtered: int, kept: int, failure: str) -> None:
-        """Records one round of evictions, before the groups are replaced.
+        """Record one round of evictions, before the groups are replaced.
 
         Args:
             failed: the number of groups evicted now because they failed.
@@ -78,7 +78,7 @@ class FailureStreak:
         """The number of groups that failed since the last success."""
 
     def exhausted(self, failed: int, successful: Iterable[str]) -> bool:
-        """Records failures and successes, and returns whether too many groups failed in a row.
+        """Record failures and successes, and return whether too many groups failed in a row.
 
         Args:
             failed: the number of groups evicted now because they failed.

@@ -98,18 +98,18 @@ class RewardReplayBuffer(ReplayBuffer):
             self._quiet += monotonic() - began
 
     def unfinished(self) -> set[str]:
-        """Reads the tags in TransferQueue. Returns the training prompts that lack a rollout or a reward."""
+        """Read the tags in TransferQueue. Returns the training prompts that lack a rollout or a reward."""
         self._sync_metadata_from_transfer_queue()
         return self.pending_keys["train"] | self.running_keys["train"]
 
     def generating(self) -> set[str]:
-        """Reads the tags in TransferQueue. Returns the training prompts that lack a rollout."""
+        """Read the tags in TransferQueue. Returns the training prompts that lack a rollout."""
         unfinished = self.unfinished()
         rows = self.partitions["train"]
         return unfinished - {uid_of(key) for key, tag in rows.items() if tag.get(GENERATED)}
 
     def wait(self, arrived: Callable[[], bool]) -> None:
-        """Polls until ``arrived``, which reads the tags, returns true.
+        """Poll until ``arrived``, which reads the tags, returns true.
 
         Raises:
             RewardLoopError: nothing happened for ``stall_timeout_s`` seconds; the message names what is missing.
@@ -125,7 +125,7 @@ class RewardReplayBuffer(ReplayBuffer):
         return super()._evict_terminal_groups(global_steps, partition_id, eviction_reasons)
 
     def evict(self, step: int, metrics: dict) -> tuple[set[str], int]:
-        """Evicts the finished training groups that are filtered, and those that failed without a trajectory.
+        """Evict the finished training groups that are filtered, and those that failed without a trajectory.
 
         Adds verl's metrics of evictions. Returns the uids of the evicted groups, and how many of them failed.
         """
@@ -142,11 +142,11 @@ class RewardReplayBuffer(ReplayBuffer):
         return super()._dapo_filtered_keys(partition_id)
 
     def classified_groups(self, partition_id: str) -> Collection[str]:
-        """Returns the uids of the groups in the buffer that the filter has examined."""
+        """Return the uids of the groups in the buffer that the filter has examined."""
         return self._dapo_classification_cache[partition_id].keys()
 
     def _classify_groups(self, partition_id: str, metric: str) -> None:
-        """Decides which finished groups are filtered out.
+        """Decide which finished groups are filtered out.
 
         A group is filtered out if two or more of its samples are not masked, and all of these have the same value of
         the metric.
@@ -202,7 +202,7 @@ class RewardReplayBuffer(ReplayBuffer):
 
 
 def extend(buffer: Any, *arguments: Any) -> RewardReplayBuffer:
-    """Returns a copy of a replay buffer of verl, or of the user's subclass, with the overrides of `RewardReplayBuffer`.
+    """Return a copy of a replay buffer of verl, or of the user's subclass, with the overrides of `RewardReplayBuffer`.
 
     The further arguments are those of `RewardReplayBuffer`.
 

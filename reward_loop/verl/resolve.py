@@ -83,7 +83,7 @@ _GRAD_CLIPS = {
 
 
 def resolve(config: DictConfig, given: Collection[str] = ()) -> RewardSettings:
-    """Moves old keys to their successors, in place, checks the configuration, and returns the settings of rewards.
+    """Move old keys to their successors, in place, check the configuration, and return the settings of rewards.
 
     Call it once, in the process of the command. Other processes get the configuration from verl, and call `read`.
 
@@ -126,7 +126,7 @@ def resolve(config: DictConfig, given: Collection[str] = ()) -> RewardSettings:
 
 
 def read(config: DictConfig) -> RewardSettings:
-    """Returns the settings of rewards from a configuration after `resolve`.
+    """Return the settings of rewards from a configuration after `resolve`.
 
     Raises:
         ConfigError: an option is malformed, contradicts another, or cannot take effect; the message names it.
@@ -162,7 +162,7 @@ def read(config: DictConfig) -> RewardSettings:
 
 
 def without_reward(config: DictConfig) -> DictConfig:
-    """Returns a copy of the configuration with verl's own reward workers and servers disabled, for verl's trainer."""
+    """Return a copy of the configuration with verl's own reward workers and servers disabled, for verl's trainer."""
     config = OmegaConf.create(OmegaConf.to_container(config))
     with open_dict(config):
         config.reward.num_workers = 0
@@ -203,7 +203,7 @@ def _move(config: DictConfig, old: str, new: str, known: DictConfig, overridden:
 
 
 def _warn_of_grad_clips(config: DictConfig) -> None:
-    """Warns if gradients are not clipped at the norm that the user has set."""
+    """Warn if gradients are not clipped at the norm that the user has set."""
     for ignored, effective in _GRAD_CLIPS.items():
         value, clipped_at = _select(config, ignored), _select(config, effective)
         if value is not None and clipped_at is not None and value not in (VERL_GRAD_CLIP, clipped_at):
@@ -214,7 +214,7 @@ def _warn_of_grad_clips(config: DictConfig) -> None:
 
 
 def _choose_pipeline(config: DictConfig) -> None:
-    """Translates the top-level option ``mini_batch_pipeline`` of verl's recipe into the mode ``reward_pipeline``."""
+    """Translate the top-level option ``mini_batch_pipeline`` of verl's recipe into the mode ``reward_pipeline``."""
     mode, wanted = config.trainer.v1.trainer_mode, config.pop("mini_batch_pipeline")
     if wanted is not False:
         if mode not in ("sync", PIPELINE_MODE):
@@ -255,7 +255,7 @@ def _check(config: DictConfig) -> None:
 def _check_manager_options(
     config: DictConfig, manager: ManagerName, function: FunctionName | None, options: RewardLoopConfig
 ) -> None:
-    """Rejects options that have no effect with the reward manager."""
+    """Reject options that have no effect with the reward manager."""
     kwargs = config.reward.get("reward_kwargs")
     if kwargs and manager.name in manager_names() and manager.name != "dapo" and not manager.is_import_path:
         raise ConfigError(

@@ -20,7 +20,7 @@ __all__ = ["misfit", "place", "place_parts", "post_process", "reject_parts"]
 
 
 def reject_parts(batch: Any, rewards: Rewards, workers: RewardWorkers, examined: Collection[str]) -> Rewards:
-    """Turns samples into failed samples if their ``turn_level_scores`` or ``token_level_scores`` do not fit.
+    """Turn samples into failed samples if their ``turn_level_scores`` or ``token_level_scores`` do not fit.
 
     All outputs of such a session get the new reward. The workers count the failures and apply the policy. Groups that
     were examined before are left out. Returns the rewards after the change.
@@ -40,7 +40,7 @@ def reject_parts(batch: Any, rewards: Rewards, workers: RewardWorkers, examined:
 
 
 def post_process(batch: Any, rewards: Rewards, workers: RewardWorkers) -> Rewards:
-    """Replaces the rewards of each group with the results of the function's ``post_process_scores``.
+    """Replace the rewards of each group with the results of the function's ``post_process_scores``.
 
     Groups that have been post-processed already stay as they are. Returns the rewards after the change.
     """
@@ -62,7 +62,7 @@ def post_process(batch: Any, rewards: Rewards, workers: RewardWorkers) -> Reward
 
 
 def place_parts(batch: Any, rewards: Rewards) -> None:
-    """Distributes rewards over turns and tokens where the function returned scores for them."""
+    """Distribute rewards over turns and tokens where the function returned scores for them."""
     keys = _keys_with_parts(rewards)
     masks = read_rows(keys, batch.partition_id, "response_mask")
     placed = [place(rewards[key].reward, mask, rewards[key].info) for key, (mask,) in zip(keys, masks, strict=True)]
@@ -70,7 +70,7 @@ def place_parts(batch: Any, rewards: Rewards) -> None:
 
 
 def _keys_with_parts(rewards: Rewards) -> list[str]:
-    """Returns the last outputs of unmasked sessions with ``turn_level_scores`` or ``token_level_scores``."""
+    """Return the last outputs of unmasked sessions with ``turn_level_scores`` or ``token_level_scores``."""
     return [
         key
         for key in final_outputs(rewards)
@@ -79,7 +79,7 @@ def _keys_with_parts(rewards: Rewards) -> list[str]:
 
 
 def misfit(response_mask: torch.Tensor, info: Mapping[str, Any]) -> str | None:
-    """Returns why the parts of a reward cannot be placed, or ``None`` if they can.
+    """Return why the parts of a reward cannot be placed, or ``None`` if they can.
 
     Parts must be finite numbers, one for each token or turn. The arguments are those of `place`.
     """
@@ -96,7 +96,7 @@ def misfit(response_mask: torch.Tensor, info: Mapping[str, Any]) -> str | None:
 
 
 def place(reward: float, response_mask: torch.Tensor, info: Mapping[str, Any]) -> torch.Tensor:
-    """Returns the reward of each token of a response.
+    """Return the reward of each token of a response.
 
     Args:
         reward: the sum of the rewards of all tokens. The difference to the sum of the parts goes to the last token.
@@ -116,7 +116,7 @@ def place(reward: float, response_mask: torch.Tensor, info: Mapping[str, Any]) -
 
 
 def _places(response_mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns the token positions for each key of `PART_KEYS`: all tokens, and the last token of each turn."""
+    """Return the token positions for each key of `PART_KEYS`: all tokens, and the last token of each turn."""
     after = torch.cat([response_mask[1:], response_mask.new_zeros(1)])
     ends = ((response_mask > 0) & (after == 0)).nonzero().flatten()
     return {"token_level_scores": torch.arange(len(response_mask)), "turn_level_scores": ends}
@@ -127,5 +127,5 @@ def _session_number(key: str) -> int:
 
 
 def _names(keys: Iterable[str]) -> list[str]:
-    """Returns the names that the samples of these keys have in messages and records: ``{uid}_{session}``."""
+    """Return the names that the samples of these keys have in messages and records: ``{uid}_{session}``."""
     return [session_of(key)[0] for key in keys]

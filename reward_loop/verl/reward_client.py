@@ -27,7 +27,7 @@ MAX_TASK_RETRIES = 3
 
 
 def raise_if_lost(error: RayActorError) -> None:
-    """Raises `RewardLoopError` if a reward worker could not be restarted. Ray restarts only workers that had started.
+    """Raise `RewardLoopError` if a reward worker could not be restarted. Ray restarts only workers that had started.
 
     For example, the constructor of the user's class may fail because the dead worker has left a file or a port.
     """
@@ -64,7 +64,7 @@ class RewardClient:
         return self
 
     async def remote(self, data: Any) -> Reward:
-        """Scores ``data``, one rollout as a ``DataProto``."""
+        """Score ``data``, one rollout as a ``DataProto``."""
         sent = self.send(data)
         try:
             return await self.reward_of(sent)
@@ -74,7 +74,7 @@ class RewardClient:
             raise
 
     def send(self, data: Any) -> SentSample:
-        """Sends a sample to the next worker in turn; with ``by_group``, to the worker of its prompt.
+        """Send a sample to the next worker in turn; with ``by_group``, to the worker of its prompt.
 
         The worker of a prompt is the same in every process.
         """
@@ -87,7 +87,7 @@ class RewardClient:
         return SentSample(worker, data, worker.compute_score.remote(data))
 
     async def reward_of(self, sample: SentSample) -> Reward:
-        """Waits for the reward of a sample. Sends it again if the worker dies, up to `MAX_TASK_RETRIES` times.
+        """Wait for the reward of a sample. Sends it again if the worker dies, up to `MAX_TASK_RETRIES` times.
 
         Raises:
             RewardFunctionError: the worker died too often, or stayed unreachable, and the policy is ``raise``.
@@ -106,7 +106,7 @@ class RewardClient:
             return self._failed(error)
 
     async def _stop_run(self, why: str, worker: Any) -> None:
-        """Stores a fatal error in a worker, for the trainer, which runs in another process and asks all workers.
+        """Store a fatal error in a worker, for the trainer, which runs in another process and asks all workers.
 
         If the worker is not reachable, another one stores it. If none is, the trainer stops for that reason.
         """
@@ -116,7 +116,7 @@ class RewardClient:
                 return
 
     async def _until_reachable(self, worker: Any) -> None:
-        """Waits until Ray has restarted a worker.
+        """Wait until Ray has restarted a worker.
 
         A worker whose node is lost is unreachable until Ray has detected the loss. Until then, Ray repeats each call
         for a second or more before the call fails, so this loop does not need a pause.

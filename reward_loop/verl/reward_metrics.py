@@ -42,7 +42,7 @@ _MEASURED = frozenset({"reward_seconds", "reward_wait_seconds", "reward_queue_se
 
 @contextmanager
 def added_seconds(name: str, seconds: dict[str, float]) -> Iterator[None]:
-    """Adds the seconds spent in the block to ``seconds[name]``."""
+    """Add the seconds spent in the block to ``seconds[name]``."""
     began = time.monotonic()
     try:
         yield
@@ -96,11 +96,11 @@ class StepRewards:
     """Metrics in seconds, summed over the parts."""
 
     def samples(self) -> dict[str, TrajectoryReward]:
-        """Returns the last output of each session by key: a sample with several outputs counts once."""
+        """Return the last output of each session by key: a sample with several outputs counts once."""
         return {key: self.trajectories[key] for key in final_outputs(self.trajectories)}
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics for verl's logger: outcomes, means of the returned numbers, seconds and attempts.
+        """Return the metrics for verl's logger: outcomes, means of the returned numbers, seconds and attempts.
 
         Keys may differ between samples: a mean covers the samples that have the key.
         """
@@ -126,14 +126,14 @@ class StepRewards:
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Returns the mean, maximum and minimum of some values, under verl's names."""
+    """Return the mean, maximum and minimum of some values, under verl's names."""
     if not values:
         return {}
     return {f"{name}/mean": float(np.mean(values)), f"{name}/max": max(values), f"{name}/min": min(values)}
 
 
 def audit_metrics(counts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Returns the metrics of the second calls that have ended since the last step.
+    """Return the metrics of the second calls that have ended since the last step.
 
     Args:
         counts: the counts of each reward worker, see `reward_loop.managers.audit.Audit.take`.
@@ -152,7 +152,7 @@ def audit_metrics(counts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def only_numbers(columns: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """Converts numbers, also those of numpy and torch, to floats, and replaces all other values with ``None``.
+    """Convert numbers, also those of numpy and torch, to floats, and replace all other values with ``None``.
 
     verl averages everything that is not a string, and would fail on lists and dicts. The strings of ``pred`` stay: verl
     uses them for majority votes.
@@ -164,7 +164,7 @@ def only_numbers(columns: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def unmasked(scores: Sequence[Any], masked: Sequence[Any] | None) -> list[Any]:
-    """Returns the scores, with ``None`` for masked samples."""
+    """Return the scores, with ``None`` for masked samples."""
     masked = [False] * len(scores) if masked is None else masked
     return [None if is_masked else score for score, is_masked in zip(scores, masked, strict=True)]
 
@@ -181,7 +181,7 @@ def validation_metrics(
     turns: Sequence[Any],
     sizes: Mapping[Prompt, int] | None,
 ) -> dict[str, float]:
-    """Returns verl's validation metrics, with means over the samples that are not masked and have the value.
+    """Return verl's validation metrics, with means over the samples that are not masked and have the value.
 
     verl averages over each prompt first, and puts the number of values into the name. If some samples of a prompt have
     no score, ``mean@3`` and ``mean@4`` are means over different prompts, and neither is the mean over all samples.
@@ -236,7 +236,7 @@ def _means(numbers: Mapping[str, Sequence[Any]], prompts: Sequence[Prompt], size
 
 
 def _of_whole_prompts(metrics: Mapping[str, float], sizes: Mapping[Prompt, int]) -> dict[str, float]:
-    """Returns verl's metrics without its means, and without sizes that occur only for prompts with masked samples."""
+    """Return verl's metrics without its means, and without sizes that occur only for prompts with masked samples."""
     largest = _largest(sizes)
     sources = "|".join(re.escape(source) for source in sorted(largest, key=len, reverse=True))
     name = re.compile(rf"val-(core|aux)/(({sources})/.+)/((mean|std|best|worst|maj)@(\d+)(?:/(?:mean|std))?)")
@@ -256,7 +256,7 @@ def _of_whole_prompts(metrics: Mapping[str, float], sizes: Mapping[Prompt, int])
 
 
 def _largest(sizes: Mapping[Prompt, int]) -> dict[str, int]:
-    """Returns the largest number of rollouts of a prompt, by data source."""
+    """Return the largest number of rollouts of a prompt, by data source."""
     largest: dict[str, int] = {}
     for (source, _), size in sizes.items():
         largest[source] = max(size, largest.get(source, 0))
@@ -264,7 +264,7 @@ def _largest(sizes: Mapping[Prompt, int]) -> dict[str, int]:
 
 
 def without_baseline(keys: Collection[str], masked: set[str]) -> set[str]:
-    """Returns the trajectories of sessions that are the only unmasked one of their group.
+    """Return the trajectories of sessions that are the only unmasked one of their group.
 
     verl uses the baseline 0 for a group of one, so their raw score would become the advantage. Groups that had one
     session from the start are not returned.
@@ -281,7 +281,7 @@ def without_baseline(keys: Collection[str], masked: set[str]) -> set[str]:
 
 
 def judging_s(judged: Sequence[tuple[float, float]]) -> float:
-    """Estimates how many seconds judging takes alone, for the rewards that arrived in a step.
+    """Estimate how many seconds judging takes alone, for the rewards that arrived in a step.
 
     The estimate assumes that all these rewards are requested at once. A reward counts in the step in which it
     arrives, with all the seconds since its request, including those before the step. Judging takes as long as the
@@ -305,7 +305,7 @@ def judging_s(judged: Sequence[tuple[float, float]]) -> float:
 
 
 def _union_s(intervals: Iterable[tuple[float, float]]) -> float:
-    """Returns the length of the union of the intervals, in seconds."""
+    """Return the length of the union of the intervals, in seconds."""
     total, covered_until = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, covered_until))
@@ -314,7 +314,7 @@ def _union_s(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def overlap_metrics(step: float, *, generation: float, waiting: float, judging: float) -> dict[str, float]:
-    """Returns the metrics of the seconds of a training step by part, for verl's logger, by name.
+    """Return the metrics of the seconds of a training step by part, for verl's logger, by name.
 
     Args:
         step: the whole step, with the weight synchronisation, without checkpoint and validation. Its rest, after

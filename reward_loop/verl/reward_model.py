@@ -76,7 +76,7 @@ _HOLDS_ANYWAY = {"rollout.dtype": "float32", "rollout.tensor_model_parallel_size
 
 
 def read_reward_model(config: DictConfig, mode: ModeOptions) -> RewardModelConfig | None:
-    """Returns the options of the reward model's servers, or ``None`` if there is no reward model.
+    """Return the options of the reward model's servers, or ``None`` if there is no reward model.
 
     Raises:
         ConfigError: an option is malformed or missing, has no effect, contradicts another, or needs more GPUs than
@@ -104,7 +104,7 @@ def read_reward_model(config: DictConfig, mode: ModeOptions) -> RewardModelConfi
 
 
 def _engine_options(rollout: DictConfig) -> dict[str, Any]:
-    """Returns verl's options of an inference engine as ours. verl's defaults override the defaults of the engine."""
+    """Return verl's options of an inference engine as ours. verl's defaults override the defaults of the engine."""
     given: dict[str, Any] = {}
     for name, argument in _ENGINE_ARGS[rollout.name].items():
         value = rollout[name]
@@ -124,7 +124,7 @@ def _engine_options(rollout: DictConfig) -> dict[str, Any]:
 
 
 def _generation_config(rollout: DictConfig) -> dict[str, Any]:
-    """Returns verl's defaults for the sampling of vLLM, which replace those of the model."""
+    """Return verl's defaults for the sampling of vLLM, which replace those of the model."""
     config = {"temperature": rollout.temperature, "top_k": rollout.top_k, "top_p": rollout.top_p}
     config["repetition_penalty"] = 1.0
     # vLLM also shortens the replies of requests that ask for more tokens, so verl's default is not passed on.
@@ -134,7 +134,7 @@ def _generation_config(rollout: DictConfig) -> dict[str, Any]:
 
 
 def _pool(model: DictConfig, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options for a separate GPU pool: as many replicas as fit into it, as in verl."""
+    """Return the options for a separate GPU pool: as many replicas as fit into it, as in verl."""
     for name in ("replicas", "placement"):
         if name in options:
             raise ConfigError(
@@ -249,7 +249,7 @@ def _check_effects(model: DictConfig) -> None:
 
 
 def warn_of_unused_options(config: DictConfig) -> None:
-    """Warns of options of the reward model that have no effect, neither here nor in verl."""
+    """Warn of options of the reward model that have no effect, neither here nor in verl."""
     model = config.reward.reward_model
     engine = OmegaConf.select(model, "rollout.name", throw_on_missing=False) or ""
     for option in _without_effect(model, defaults().reward.reward_model, engine=engine):
@@ -263,7 +263,7 @@ def _is_unused_by_verl(option: str, model: DictConfig) -> bool:
 
 
 def _without_effect(model: DictConfig, default: DictConfig, prefix: str = "", engine: str = "") -> Iterator[str]:
-    """Yields the options of verl's reward model servers that the user has set and our servers do not have."""
+    """Yield the options of verl's reward model servers that the user has set and our servers do not have."""
     for key in model:
         path = f"{prefix}{key}"
         if path in ("enable", "enable_resource_pool", "n_gpus_per_node", "nnodes", "model_path", "rollout.name"):

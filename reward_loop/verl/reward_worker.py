@@ -57,7 +57,7 @@ class RewardWorker:
         watch()  # so that `reward-loop stuck` also lists an idle worker
 
     def _start_audit(self) -> Audit | None:
-        """Returns the audit of the manager, which calls the function again for a share of the samples.
+        """Return the audit of the manager, which calls the function again for a share of the samples.
 
         Raises:
             ConfigError: the manager was written for verl, or the score of one sample cannot be repeated.
@@ -72,7 +72,7 @@ class RewardWorker:
 
     @ray.method(max_task_retries=0)  # the callers repeat it: Ray would give up before it has detected a lost node
     async def compute_score(self, data: Any) -> Reward:
-        """Scores one rollout.
+        """Score one rollout.
 
         Args:
             data: a ``DataProto`` with one row per output of the rollout.
@@ -99,7 +99,7 @@ class RewardWorker:
         return _without_clash(reward) if VALIDATE in row and row[VALIDATE][-1] else reward
 
     async def abandon(self, uids: Collection[str]) -> None:
-        """Cancels the calls of `compute_score` for the rollouts of these prompts, because their caller has died.
+        """Cancel the calls of `compute_score` for the rollouts of these prompts, because their caller has died.
 
         Otherwise, a manager that waits for all rollouts of a prompt would put lost rollouts and new ones in one group.
         """
@@ -119,30 +119,30 @@ class RewardWorker:
         self._fatal = self._fatal or f"{type(error).__name__}: {error}"
 
     async def stop_run(self, message: str) -> None:
-        """Stores a fatal error of another process: the next `fatal_error` returns it."""
+        """Store a fatal error of another process: the next `fatal_error` returns it."""
         self._fatal = self._fatal or message
 
     async def fatal_error(self) -> str | None:
-        """Returns why the run must stop, or ``None``. Also used as a health check."""
+        """Return why the run must stop, or ``None``. Also used as a health check."""
         if self._fatal is None and self._options.job:
             self._fatal = await self._limits.why_stopped()
         return self._fatal
 
     async def exchange_counts(self) -> dict[str, Any]:
-        """Returns the counts of exchanges with model servers since the last call; see `ExchangeCounts`."""
+        """Return the counts of exchanges with model servers since the last call; see `ExchangeCounts`."""
         writer = open_records(self._options)
         return ExchangeCounts().take() if writer is None else writer.exchange_counts.take()
 
     async def audit_counts(self) -> dict[str, Any] | None:
-        """Returns the counts of second calls since the last call, see `Audit.take`; ``None`` without an audit."""
+        """Return the counts of second calls since the last call, see `Audit.take`; ``None`` without an audit."""
         return None if self._audit is None else self._audit.take()
 
     async def has_post_process(self) -> bool:
-        """Returns whether the user's class has ``post_process_scores``."""
+        """Return whether the user's class has ``post_process_scores``."""
         return self._post_process is not None
 
     async def post_process(self, rewards: list[Reward], names: list[str]) -> list[Reward]:
-        """Applies the user's ``post_process_scores`` to the rewards of one group.
+        """Apply the user's ``post_process_scores`` to the rewards of one group.
 
         Args:
             rewards: the rewards of the group's samples.
@@ -156,7 +156,7 @@ class RewardWorker:
             return await self._post_process(rewards, names)
 
     async def reject(self, rewards: list[Reward], names: list[str], problems: list[str], accepted: int) -> list[Reward]:
-        """Turns samples whose ``turn_level_scores`` or ``token_level_scores`` do not fit into failed samples.
+        """Turn samples whose ``turn_level_scores`` or ``token_level_scores`` do not fit into failed samples.
 
         Args:
             rewards: the rewards of these samples.
@@ -180,12 +180,12 @@ class RewardWorker:
         return failed
 
     async def needs_group(self) -> bool:
-        """Returns whether one worker must receive all samples of a prompt. Also used as a health check."""
+        """Return whether one worker must receive all samples of a prompt. Also used as a health check."""
         return self._manager.needs_group
 
 
 def _without_clash(reward: Reward) -> Reward:
-    """Returns the reward of a validation sample with the key `reward` of its extra info renamed.
+    """Return the reward of a validation sample with the key `reward` of its extra info renamed.
 
     verl collects the scores of a validation in a column of that name, to which it would append the function's values.
     """

@@ -48,7 +48,7 @@ class SampleTable:
 
     @classmethod
     def of(cls, options: RewardLoopConfig, loggers: str | Collection[str]) -> Self | None:
-        """Returns the table of a run; ``None`` if no samples are logged.
+        """Return the table of a run; ``None`` if no samples are logged.
 
         ``loggers`` is verl's ``trainer.logger``. Loggers without tables are named once in the log.
         """
@@ -68,7 +68,7 @@ class SampleTable:
         return cls(options.log_samples, options.log_samples_every)
 
     def log(self, step: int, rewards: StepRewards, read: ReadTexts, loggers: Collection[str]) -> None:
-        """Logs the samples of a step, if it is one of those with a table, to those of the loggers that are running.
+        """Log the samples of a step, if it is one of those with a table, to those of the loggers that are running.
 
         Errors are logged, and cost only the table.
         """
@@ -106,7 +106,7 @@ class SampleTable:
 
 
 def chosen_keys(rewards: StepRewards, size: int, generator: random.Random) -> dict[str, str]:
-    """Returns the keys of at most ``size`` samples of a step, each with the reason why it was chosen.
+    """Return the keys of at most ``size`` samples of a step, each with the reason why it was chosen.
 
     In turn: a sample without a score, failed ones first; the one with the lowest score; the one with the highest score;
     one at random.
@@ -134,7 +134,7 @@ def chosen_keys(rewards: StepRewards, size: int, generator: random.Random) -> di
 
 
 def _components(info: Info) -> str:
-    """Returns what the function returned as JSON: the keys may differ between samples and steps."""
+    """Return what the function returned as JSON: the keys may differ between samples and steps."""
     returned = {name: value for name, value in info.items() if is_returned(name) and name != "score"}
     return json.dumps(cleaned(returned), ensure_ascii=False)
 

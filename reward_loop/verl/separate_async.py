@@ -62,11 +62,11 @@ class QueueAgentLoopWorker(RewardAgentLoopWorker):
         """The next training step."""
 
     async def start_step(self, step: int) -> None:
-        """Sets the number of the next training step."""
+        """Set the number of the next training step."""
         self._step = step
 
     async def queue_metrics(self, step: int) -> dict[str, float]:
-        """Returns the queue's metrics since the last call.
+        """Return the queue's metrics since the last call.
 
         Args:
             step: the version of the current weights. ``parameter_sync_step`` updates lie between two versions.
@@ -102,7 +102,7 @@ class QueueAgentLoopWorker(RewardAgentLoopWorker):
         return None
 
     def _will_be_evicted(self, prompt_step: int) -> bool:
-        """Returns whether verl's replay buffer will evict the rollouts of a prompt of step ``prompt_step``."""
+        """Return whether verl's replay buffer will evict the rollouts of a prompt of step ``prompt_step``."""
         sampler = self.config.trainer.v1.sampler
         threshold = sampler.max_off_policy_threshold
         return (
@@ -113,7 +113,7 @@ class QueueAgentLoopWorker(RewardAgentLoopWorker):
 
 
 def _leave_unscored(output: Any) -> None:
-    """Marks a rollout as unscored without judging it. It is masked, in case the replay buffer keeps it."""
+    """Mark a rollout as unscored without judging it. It is masked, in case the replay buffer keeps it."""
     output.reward_score = 0.0
     output.extra_fields["reward_extra_info"] = {
         "reward_outcome": str(Outcome.UNSCORED),
@@ -123,7 +123,7 @@ def _leave_unscored(output: Any) -> None:
 
 
 def _version(outputs: list[Any], kwargs: dict) -> int:
-    """Returns the oldest version of the weights that generated a rollout.
+    """Return the oldest version of the weights that generated a rollout.
 
     If the server does not report versions, returns the version at submission.
     """
@@ -150,7 +150,7 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
         self.replay_buffer.check_failed_groups = self._raise_if_all_fail
 
     def _raise_if_all_fail(self, failed: Collection[str], finished: Collection[str]) -> None:
-        """Raises if too many groups, replacements included, failed in a row."""
+        """Raise if too many groups, replacements included, failed in a row."""
         if self._failures.exhausted(len(failed), finished):
             raise RewardLoopError(
                 f"{self._failures.in_a_row} groups failed in a row, replacements included "
@@ -159,7 +159,7 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
             )
 
     def _ask(self, method: str, *arguments: Any) -> list[Any]:
-        """Calls a method of all agent loop workers, and returns the answers that arrive within `ANSWER_S` seconds."""
+        """Call a method of all agent loop workers, and return the answers that arrive within `ANSWER_S` seconds."""
         requests = [getattr(w, method).remote(*arguments) for w in self.agent_loop_manager.agent_loop_workers]
         answered, missing = ray.wait(requests, num_returns=len(requests), timeout=ANSWER_S)
         answers = []
@@ -174,7 +174,7 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
 
     @overrides(PPOTrainerSeparateAsync)
     def on_step_end(self) -> None:
-        """Sends new weights to the rollout, and the number of the next step to the agent loop workers."""
+        """Send new weights to the rollout, and the number of the next step to the agent loop workers."""
         super().on_step_end()
         for worker in self.agent_loop_manager.agent_loop_workers:
             worker.start_step.remote(self.global_steps + 1)
@@ -222,7 +222,7 @@ class JudgingQueue:
 
     @asynccontextmanager
     async def reserve(self, count: int) -> AsyncIterator[Reservation]:
-        """Waits until the queue has ``count`` free places, and reserves them. Releases the unused ones at the end."""
+        """Wait until the queue has ``count`` free places, and reserve them. Releases the unused ones at the end."""
         await self.queue.reserve(count)
         reservation = Reservation(count)
         try:
@@ -233,7 +233,7 @@ class JudgingQueue:
 
     @asynccontextmanager
     async def turn(self, reservation: Reservation, *, step: int) -> AsyncIterator[None]:
-        """Puts a rollout into the queue, and waits for its turn. The body of the block must judge the rollout.
+        """Put a rollout into the queue, and wait for its turn. The body of the block must judge the rollout.
 
         Uses one place of the reservation. ``step`` is the version of the weights that generated the rollout.
         """
@@ -255,7 +255,7 @@ class JudgingQueue:
                 self.queue.withdraw(entry)
 
     def metrics(self, current_step: int, updates_per_step: int = 1) -> dict[str, float]:
-        """Returns the metrics of the queue, and of all generated rollouts that have no reward yet, by name.
+        """Return the metrics of the queue, and of all generated rollouts that have no reward yet, by name.
 
         Args:
             current_step: the version of the current weights.
@@ -274,7 +274,7 @@ class JudgingQueue:
 
 
 def merge_metrics(queues: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Merges the metrics of several queues into those of one queue.
+    """Merge the metrics of several queues into those of one queue.
 
     ``largest_size`` becomes an upper bound: the sum of the largest sizes, which may occur at different times.
     """

@@ -46,7 +46,7 @@ class RewardServices:
 
 @contextmanager
 def reward_services(config: DictConfig) -> Iterator[RewardServices]:
-    """Starts the reward model and the limiter service, and stops them at exit. Call it in the task runner.
+    """Start the reward model and the limiter service, and stop them at exit. Call it in the task runner.
 
     A reward model on the trainer's GPUs is started later, by the trainer, and stopped here.
 
@@ -133,6 +133,6 @@ def _fix(config: DictConfig) -> str:
 
 
 def _address_of_node() -> str:
-    """Returns the address at which all workers reach this process: the loopback address if there is only one node."""
+    """Return the address at which all workers reach this process: the loopback address if there is only one node."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     return ray.util.get_node_ip_address() if len(nodes) > 1 else "127.0.0.1"

@@ -39,7 +39,7 @@ class ManagerName:
         return self.source != "register" or ":" in self.name
 
     def load(self) -> Any:
-        """Returns the class, or ``None`` if the name is not registered here: it may be the name of a manager of verl.
+        """Return the class, or ``None`` if the name is not registered here: it may be the name of a manager of verl.
 
         Raises:
             ConfigError, FunctionLoadError: the class cannot be loaded.
@@ -59,7 +59,7 @@ class FunctionName:
     """The option ``reward_kwargs``."""
 
     def load(self) -> Any:
-        """Returns the function, or the class.
+        """Return the function, or the class.
 
         Raises:
             FunctionLoadError: the function cannot be loaded.
@@ -92,7 +92,7 @@ class RewardSettings:
         return self.model is not None and self.function is None and not own
 
     def with_job(self, address: str) -> RewardSettings:
-        """Returns these settings with the address of the job's limiter service."""
+        """Return these settings with the address of the job's limiter service."""
         config = deepcopy(self.config)
         config.reward_loop.job = address
         return replace(self, config=config, options=self.options.model_copy(update={"job": address}))
@@ -103,13 +103,13 @@ CONFIG_DIR = Path(__file__).parent / "config"
 
 
 def verl_config_dir() -> Path:
-    """Returns the directory of verl's Hydra configuration, without importing verl."""
+    """Return the directory of verl's Hydra configuration, without importing verl."""
     return verl_folder() / "trainer" / "config"
 
 
 @functools.cache
 def defaults() -> DictConfig:
-    """Returns the option groups about rewards, with every known option and its default. Read-only."""
+    """Return the option groups about rewards, with every known option and its default. Read-only."""
     directory = verl_config_dir()
     merged = OmegaConf.merge(
         OmegaConf.load(directory / "legacy_reward_impl.yaml"),

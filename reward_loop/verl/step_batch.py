@@ -53,7 +53,7 @@ class StepBatch:
 
     @classmethod
     def of(cls, uids: list[str], whole: KVBatchMeta, *, in_order: bool) -> Self:
-        """Returns the batch of these prompts, oldest first; ``whole`` are the rows of their rollouts, and padding."""
+        """Return the batch of these prompts, oldest first; ``whole`` are the rows of their rollouts, and padding."""
         groups: dict[str, list[int]] = {uid: [] for uid in uids}
         spare = []
         for position, (key, tag) in enumerate(zip(whole.keys, whole.tags, strict=True)):
@@ -64,13 +64,13 @@ class StepBatch:
         return cls(uids, whole, groups, spare, in_order)
 
     def complete_groups(self, unfinished: Collection[str]) -> list[str]:
-        """Returns the uids of the groups that can be trained on next, in order: all their rewards have arrived."""
+        """Return the uids of the groups that can be trained on next, in order: all their rewards have arrived."""
         if self.in_order:
             return list(takewhile(lambda uid: uid not in unfinished, self.groups))
         return [uid for uid in self.groups if uid not in unfinished]
 
     def ready_mini_batches(self, unfinished: Collection[str], total: int, size: int) -> int:
-        """Returns how many mini-batches have all their rewards, including those already trained on.
+        """Return how many mini-batches have all their rewards, including those already trained on.
 
         ``total`` is the number of mini-batches of the step, and ``size`` the number of groups in one.
         """
@@ -81,12 +81,12 @@ class StepBatch:
         return min(total - 1, (trained + complete) // size)
 
     def staleness(self, step: int) -> list[int]:
-        """Returns, for each trajectory, how many training steps older its weights are than those of step ``step``."""
+        """Return, for each trajectory, how many training steps older its weights are than those of step ``step``."""
         versions = [tag["min_global_steps"] for tag in self.whole.tags if not tag.get("is_padding")]
         return [step - 1 - version for version in versions]
 
     def take_groups(self, uids: list[str]) -> list[int]:
-        """Removes these groups from `groups`, and returns their rows."""
+        """Remove these groups from `groups`, and return their rows."""
         rows = [row for uid in uids for row in self.groups.pop(uid)]
         if not self.in_order:
             return sorted(rows)
@@ -94,13 +94,13 @@ class StepBatch:
         return sorted(rows, key=lambda row: (place[uid_of(self.whole.keys[row])], self.whole.keys[row]))
 
     def add(self, rows: list[int], learners: Sequence[str]) -> None:
-        """Adds rows of complete groups: those with these keys to `rows`, the others to `spare`."""
+        """Add rows of complete groups: those with these keys to `rows`, the others to `spare`."""
         there = set(learners)
         for row in rows:
             (self.rows if self.whole.keys[row] in there else self.spare).append(row)
 
     def take_updates(self, size: int, *, last: bool) -> list[tuple[list[int], list[int]]]:
-        """Removes the rows of full update calls from `rows`. Returns the rows of each, and the rows that pad it.
+        """Remove the rows of full update calls from `rows`. Returns the rows of each, and the rows that pad it.
 
         Args:
             size: the number of rows of an update call: those of a mini-batch, or of several.

@@ -37,7 +37,7 @@ class StepHealth:
         self._records = open_health(options.log_dir) if options.log_dir else None
 
     def metrics(self, step: int, rewards: StepRewards) -> dict[str, float]:
-        """Returns the values of the monitors for a step, and logs and records the warnings that begin with it.
+        """Return the values of the monitors for a step, and log and record the warnings that begin with it.
 
         An error of a monitor is logged, and does not stop the run.
         """
@@ -61,7 +61,7 @@ class StepHealth:
         return metrics | {"reward_loop/health/warnings": float(found.active)}
 
     def flush(self) -> None:
-        """Waits until all values and warnings are in the records, at most ten seconds."""
+        """Wait until all values and warnings are in the records, at most ten seconds."""
         if self._records is not None:
             self._records.flush()
 
@@ -87,7 +87,7 @@ class StepHealth:
         )
 
     def _check_reference(self, observation: Observation) -> None:
-        """Logs once that the function does not return the reference."""
+        """Log once that the function does not return the reference."""
         name = self._options.health.reference
         if name is None or self._is_reference_checked or not np.isfinite(observation.scores).any():
             return
@@ -114,7 +114,7 @@ class StepHealth:
 
 
 def sampled_keys(keys: Sequence[str], groups: np.ndarray, size: int) -> list[str]:
-    """Returns the keys of at most ``size`` samples: whole groups, spread evenly over the step.
+    """Return the keys of at most ``size`` samples: whole groups, spread evenly over the step.
 
     If the groups are larger than ``size``, they are the first samples of one group.
     """
@@ -127,7 +127,7 @@ def sampled_keys(keys: Sequence[str], groups: np.ndarray, size: int) -> list[str
 
 
 def _components(samples: Sequence[TrajectoryReward]) -> Mapping[str, np.ndarray]:
-    """Returns the numbers that the function returned, without the measurements of the reward loop."""
+    """Return the numbers that the function returned, without the measurements of the reward loop."""
     numbers = [returned_numbers(sample.info) for sample in samples]
     names = dict.fromkeys(name for of_sample in numbers for name in of_sample if name != "score")
     return {name: np.array([of_sample.get(name, np.nan) for of_sample in numbers]) for name in names}

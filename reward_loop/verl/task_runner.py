@@ -27,7 +27,7 @@ class TaskRunner(TaskRunnerV1.__ray_actor_class__):
 
     @overrides(TaskRunnerV1.__ray_actor_class__)
     def run(self, config: DictConfig) -> None:
-        """Starts the services of rewards, trains as verl's task runner does, and stops the services.
+        """Start the services of rewards, train as verl's task runner does, and stop the services.
 
         The services stop also after an error.
         """
@@ -49,14 +49,14 @@ class TaskRunner(TaskRunnerV1.__ray_actor_class__):
 
 
 def _without_secret(config: DictConfig) -> DictConfig:
-    """Returns a copy of the configuration without the address of the limiter service: verl prints it."""
+    """Return a copy of the configuration without the address of the limiter service: verl prints it."""
     config = deepcopy(config)
     config.reward_loop.job = None
     return config
 
 
 def _trainer_class(config: DictConfig, mode: ModeOptions) -> Any:
-    """Returns the trainer class of the mode. Sets the agent loop manager in ``config``, except one of the user."""
+    """Return the trainer class of the mode. Sets the agent loop manager in ``config``, except one of the user."""
     from verl.trainer.ppo.v1 import get_trainer_cls
 
     import reward_loop.verl.pipeline  # noqa: F401  registers the mode reward_pipeline

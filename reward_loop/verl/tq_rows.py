@@ -60,7 +60,7 @@ MASKS = ("response_mask", "loss_mask")
 
 
 def copy(batch: KVBatchMeta) -> KVBatchMeta:
-    """Returns a copy of the batch metadata.
+    """Return a copy of the batch metadata.
 
     verl changes the ``extra_info`` of its argument, and caches field names that only some rows have.
     """
@@ -68,7 +68,7 @@ def copy(batch: KVBatchMeta) -> KVBatchMeta:
 
 
 def select(batch: KVBatchMeta, positions: Sequence[int]) -> KVBatchMeta:
-    """Returns the rows at these positions of a batch, in this order."""
+    """Return the rows at these positions of a batch, in this order."""
     return KVBatchMeta(
         partition_id=batch.partition_id,
         keys=[batch.keys[i] for i in positions],
@@ -78,7 +78,7 @@ def select(batch: KVBatchMeta, positions: Sequence[int]) -> KVBatchMeta:
 
 
 def spread_padding(is_padding: Sequence[bool], ranks: int) -> list[int]:
-    """Returns an order of rows that spreads the padding evenly over the mini-batches of each rank.
+    """Return an order of rows that spreads the padding evenly over the mini-batches of each rank.
 
     Otherwise, a mini-batch could consist of padding only: its loss would be 0/0.
 
@@ -97,12 +97,12 @@ def spread_padding(is_padding: Sequence[bool], ranks: int) -> list[int]:
 
 
 def unpadded(batch: KVBatchMeta) -> list[str]:
-    """Returns the keys of a batch without its padding rows, which are copies of other rows."""
+    """Return the keys of a batch without its padding rows, which are copies of other rows."""
     return [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding")]
 
 
 def read_rows(keys: Sequence[str], partition_id: str, *fields: str) -> list[tuple[Any, ...]]:
-    """Returns the values of these fields, as a tuple for each key."""
+    """Return the values of these fields, as a tuple for each key."""
     if not keys:
         return []
     columns = read_columns(keys, partition_id, fields)
@@ -110,7 +110,7 @@ def read_rows(keys: Sequence[str], partition_id: str, *fields: str) -> list[tupl
 
 
 def read_columns(keys: Sequence[str], partition_id: str, fields: Sequence[str]) -> dict[str, Sequence[Any]]:
-    """Returns the values of those of the fields that all rows have."""
+    """Return the values of those of the fields that all rows have."""
     data = tq.kv_batch_get(keys=list(keys), partition_id=partition_id, select_fields=list(fields))
     return {field: _values(data[field]) for field in fields if field in data.keys()}  # noqa: SIM118  not the rows
 
@@ -122,13 +122,13 @@ def _values(column: Any) -> Sequence[Any]:
 
 
 def field_names(key: str, tag: dict, partition_id: str) -> list[str]:
-    """Returns the names of the fields that a row has."""
+    """Return the names of the fields that a row has."""
     # TransferQueue returns them after a write. This write changes nothing.
     return tq.kv_batch_put(keys=[key], partition_id=partition_id, tags=[tag]).fields
 
 
 def write_rows(keys: Sequence[str], partition_id: str, **columns: Sequence[Any]) -> None:
-    """Writes fields of some rows. Each column has a value for each key: a tensor, or any other object."""
+    """Write fields of some rows. Each column has a value for each key: a tensor, or any other object."""
     if not keys:
         return
     fields = {
@@ -141,7 +141,7 @@ def write_rows(keys: Sequence[str], partition_id: str, **columns: Sequence[Any])
 
 
 def zero(keys: Sequence[str], *fields: str) -> None:
-    """Writes zeros to fields of some training rows, one for each token of the response."""
+    """Write zeros to fields of some training rows, one for each token of the response."""
     masks = [mask for (mask,) in read_rows(keys, "train", "response_mask")]
     zeros = {
         field: [torch.zeros_like(mask, dtype=None if field in MASKS else torch.float32) for mask in masks]
@@ -151,21 +151,21 @@ def zero(keys: Sequence[str], *fields: str) -> None:
 
 
 def read_tags() -> tuple[dict[str, dict], dict[str, dict]]:
-    """Returns the tags of the training prompts, and the tags of their trajectories, that are in TransferQueue."""
+    """Return the tags of the training prompts, and the tags of their trajectories, that are in TransferQueue."""
     items = _all_tags("train")
     prompts = {key: tag for key, tag in items.items() if tag.get("is_prompt")}
     return prompts, {key: tag for key, tag in items.items() if key not in prompts}
 
 
 def last_failure() -> str:
-    """Returns a sentence about the latest rollout of the training prompts that failed without a trajectory."""
+    """Return a sentence about the latest rollout of the training prompts that failed without a trajectory."""
     prompts, _ = read_tags()
     failure = next((tag[FAILURE] for tag in reversed(prompts.values()) if FAILURE in tag), None)
     return f"The last rollout that failed is {failure}" if failure else "See the log of the agent loop workers"
 
 
 def read_trajectories(uids: Collection[str], partition_id: str = "train") -> KVBatchMeta:
-    """Returns the trajectories of these prompts that are in TransferQueue."""
+    """Return the trajectories of these prompts that are in TransferQueue."""
     items = _all_tags(partition_id)
     rows = {key: tag for key, tag in items.items() if not tag.get("is_prompt") and uid_of(key) in uids}
     return KVBatchMeta(partition_id=partition_id, keys=list(rows), tags=list(rows.values()))
@@ -176,7 +176,7 @@ def _all_tags(partition_id: str) -> dict[str, dict]:
 
 
 def unfinished_prompts() -> dict[str, set[str]]:
-    """Returns the uids of the prompts that lack a rollout or a reward, by partition."""
+    """Return the uids of the prompts that lack a rollout or a reward, by partition."""
     return {
         partition: {
             key for key, tag in items.items() if tag.get("is_prompt") and tag["status"] in ("pending", "running")
@@ -203,7 +203,7 @@ NOT_FOR_REWARDS = frozenset(AgentLoopOutput.model_fields).union(
 
 
 def read_sessions(batch: Any) -> tuple[list[str], list[DataProto]]:
-    """Returns the rollouts of a batch in the form in which the agent loop sends them to a reward worker.
+    """Return the rollouts of a batch in the form in which the agent loop sends them to a reward worker.
 
     Returns:
         The key of each session's last output; and a ``DataProto`` for each session, with one row per output.
@@ -255,7 +255,7 @@ def _objects(values: Sequence[Any]) -> np.ndarray:
 
 
 def read_rewards(batch: Any) -> dict[str, TrajectoryReward]:
-    """Returns the rewards of a batch by key of the trajectory, without padding rows."""
+    """Return the rewards of a batch by key of the trajectory, without padding rows."""
     keys = unpadded(batch)
     rewards = {}
     for key, (extra, scores) in zip(
@@ -275,7 +275,7 @@ def read_rewards(batch: Any) -> dict[str, TrajectoryReward]:
 def write_rewards(
     batch: Any, keys: Sequence[str], rewards: Sequence[Reward], raw_scores: Mapping[str, float] | None = None
 ) -> None:
-    """Writes the rewards of some sessions to TransferQueue: at the last token of all their outputs, as verl does.
+    """Write the rewards of some sessions to TransferQueue: at the last token of all their outputs, as verl does.
 
     Args:
         batch: a batch with all outputs of the sessions; rows of other sessions stay as they are.

@@ -165,7 +165,7 @@ class RewardLoopTrainer(RecordingTrainer):
 
     @overrides(PPOTrainer)
     def fit(self, agent_loop_manager: Any) -> None:
-        """Trains, and then stops the agent loop workers. Workers that die during training are replaced.
+        """Train, and then stop the agent loop workers. Workers that die during training are replaced.
 
         Rollouts for later steps may still be judged at the end. They would fail when the limiter of the job stops with
         this process.
@@ -184,7 +184,7 @@ class RewardLoopTrainer(RecordingTrainer):
 
     @overrides(PPOTrainer)
     def step(self, metrics: dict, timing_raw: dict) -> Any:
-        """Runs one training step, and adds the metrics of its rewards, computed from all samples of the step."""
+        """Run one training step, and add the metrics of its rewards, computed from all samples of the step."""
         self._rewards = StepRewards()
         self._left_out = {}
         self._replace_dead_workers()
@@ -195,7 +195,7 @@ class RewardLoopTrainer(RecordingTrainer):
 
     @overrides(PPOTrainer)
     def _step_once(self, metrics: dict, timing_raw: dict, sample_batch_size: int) -> Any:
-        """Runs one of verl's local updates. An update is skipped if none of its samples has a score.
+        """Run one of verl's local updates. An update is skipped if none of its samples has a score.
 
         Raises:
             NothingToLearnError: this is the last update of the step, and no sample of the whole step has a score.
@@ -235,7 +235,7 @@ class RewardLoopTrainer(RecordingTrainer):
     def _dump_generations(
         self, inputs: Any, outputs: Any, gts: Any, scores: Any, reward_extra_infos_dict: dict[str, list], dump_path: str
     ) -> None:
-        """Writes rollouts to a file, with ``None`` as the score of masked samples.
+        """Write rollouts to a file, with ``None`` as the score of masked samples.
 
         Keys of the function that would replace columns of verl get another name.
         """
@@ -259,7 +259,7 @@ class RewardLoopTrainer(RecordingTrainer):
         batch.tags.extend(self._left_out.values())
 
     def _trained_rewards(self) -> dict[str, float]:
-        """Returns verl's metrics of scores and rewards, over the samples that have an advantage."""
+        """Return verl's metrics of scores and rewards, over the samples that have an advantage."""
         keys = final_outputs(self._rewards.trained)
         scores = rewards = [self._rewards.trajectories[key].reward for key in keys]
         if self.config.algorithm.use_kl_in_reward:
@@ -281,7 +281,7 @@ class RewardLoopTrainer(RecordingTrainer):
 
     @contextmanager
     def _checking_fatal_errors(self) -> Iterator[None]:
-        """Raises the fatal error of a reward worker, if there is one, when the block ends or fails.
+        """Raise the fatal error of a reward worker, if there is one, when the block ends or fails.
 
         verl drops groups that failed; when all failed, it raises an error that does not mention the reward.
         """
@@ -297,7 +297,7 @@ class RewardLoopTrainer(RecordingTrainer):
 
     @overrides(PPOTrainer)
     def _compute_reward_colocate(self, batch: Any, metrics: dict | None = None) -> Any:
-        """Scores the whole batch after the rollout, with a reward model on the trainer's GPUs."""
+        """Score the whole batch after the rollout, with a reward model on the trainer's GPUs."""
         assert self._colocated is not None
         keys, rows = read_sessions(batch)
         # Not in `metrics`: verl would average these seconds over the parts of a step, not add them.
@@ -308,7 +308,7 @@ class RewardLoopTrainer(RecordingTrainer):
 
     @overrides(PPOTrainer)
     def _balance_batch(self, batch: Any, metrics: dict, **options: Any) -> Any:
-        """Takes the rows without a reward out of the batch; verl then pads it, and distributes its rows over ranks.
+        """Take the rows without a reward out of the batch; verl then pads it, and distributes its rows over ranks.
 
         verl calls this after sampling, and before it computes log-probabilities. Padding rows are spread over the
         mini-batches.
@@ -323,7 +323,7 @@ class RewardLoopTrainer(RecordingTrainer):
         return select(batch, spread_padding([bool(tag.get("is_padding")) for tag in batch.tags], ranks))
 
     def _learners(self, batch: Any) -> Any:
-        """Returns the rows that can be learned from: not masked, and not without a baseline.
+        """Return the rows that can be learned from: not masked, and not without a baseline.
 
         Applies the last changes of the rewards, and adds the rewards to those of the step.
 
@@ -352,7 +352,7 @@ class RewardLoopTrainer(RecordingTrainer):
 
     @overrides(PPOTrainer)
     def _compute_advantage(self, batch: Any, metrics: dict) -> Any:
-        """Computes the advantages of all rows but the padding, which has none."""
+        """Compute the advantages of all rows but the padding, which has none."""
         padding = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding")]
         rows = select(batch, [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding")])
         components: Mapping[str, Any] = {}
@@ -366,7 +366,7 @@ class RewardLoopTrainer(RecordingTrainer):
         return copy(batch)
 
     def _counting_learners(self, update: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Returns a method of a worker group that trains on a batch, with the losses ``seq-mean-*`` divided by rows
+        """Return a method of a worker group that trains on a batch, with the losses ``seq-mean-*`` divided by rows
         with an advantage.
 
         verl divides them by the configured number of rows of a mini-batch, which includes padding.
@@ -382,7 +382,7 @@ class RewardLoopTrainer(RecordingTrainer):
         return call
 
     def _fitting_rewards(self, batch: Any) -> Rewards:
-        """Returns the rewards after dense rewards that do not fit were rejected, except in groups examined before.
+        """Return the rewards after dense rewards that do not fit were rejected, except in groups examined before.
 
         To be called before `post_process_scores` compares the scores of a group.
         """
@@ -390,14 +390,14 @@ class RewardLoopTrainer(RecordingTrainer):
         return reject_parts(batch, read_rewards(batch), self.reward_workers, examined)
 
     def _rewards_to_filter_by(self, batch: Any, metric: str) -> Rewards:
-        """Returns the rewards of finished groups, before they are filtered by a metric."""
+        """Return the rewards of finished groups, before they are filtered by a metric."""
         rewards = self._fitting_rewards(batch)
         if self._post_processes and metric == REWARD_METRIC:
             rewards = post_process(batch, rewards, self.reward_workers)
         return rewards
 
     def _mask(self, keys: list[str]) -> None:
-        """Makes padding of training rows: writes zeros to the masks, and to all fields of the advantage.
+        """Make padding of training rows: write zeros to the masks, and to all fields of the advantage.
 
         verl reads only fields that all rows have, so rows without an advantage need the fields too.
         """
@@ -427,7 +427,7 @@ def _in_place_of_verls_rewards(start: Callable[..., Any]) -> Iterator[None]:
 
 
 def with_reward_loop(trainer: type[PPOTrainer]) -> type[RewardLoopTrainer]:
-    """Returns a subclass of a mode's trainer that takes its rewards from the reward loop.
+    """Return a subclass of a mode's trainer that takes its rewards from the reward loop.
 
     Its constructor takes verl's configuration and the `RewardServices` of the run.
 

@@ -22,18 +22,18 @@ FAILURE = "error"
 
 
 def uid_of(key: str) -> str:
-    """Returns the uid of the prompt."""
+    """Return the uid of the prompt."""
     return key.split("_")[0]
 
 
 def session_of(key: str) -> tuple[str, int]:
-    """Returns the session, as ``{uid}_{session}``, and the index."""
+    """Return the session, as ``{uid}_{session}``, and the index."""
     session, index = key.rsplit("_", 1)
     return session, int(index)
 
 
 def final_outputs(keys: Iterable[str]) -> list[str]:
-    """Returns the key of each session's last output, so that a sample with several outputs counts once."""
+    """Return the key of each session's last output, so that a sample with several outputs counts once."""
     last: dict[str, tuple[int, str]] = {}
     for key in keys:
         session, index = session_of(key)

@@ -56,14 +56,14 @@ class _Requests:
         """Open call -> the position of its worker."""
 
     def send(self) -> None:
-        """Calls the method of each worker that has no open call."""
+        """Call the method of each worker that has no open call."""
         busy = set(self.open.values())
         for position, worker in enumerate(self._handles):
             if position not in busy:
                 self.open[getattr(worker, self._method).remote()] = position
 
     def answers(self, timeout: float) -> list[Any]:
-        """Returns the results that arrive within ``timeout`` seconds. A later call returns the others.
+        """Return the results that arrive within ``timeout`` seconds. A later call returns the others.
 
         Raises:
             RewardLoopError: a worker died and did not start again.
@@ -82,7 +82,7 @@ class _Requests:
 
 
 def longest_quiet_s(options: RewardLoopConfig, *, by_group: bool) -> float | None:
-    """Returns how many seconds may pass without a reward while samples are being scored; ``None`` if there is no bound.
+    """Return how many seconds may pass without a reward while samples are being scored; ``None`` if there is no bound.
 
     A sample waits for a thread, or for a place at the reward model, only while another sample runs, and for another
     permit no longer than ``max_wait`` of the limit. The components of a composite may run one after the other, and an
@@ -141,7 +141,7 @@ class RewardWorkers:
         self._audit_counts = _Requests(self.handles, "audit_counts")
 
     def wait_until_ready(self) -> None:
-        """Waits until every worker has loaded the tokenizer and the user's function.
+        """Wait until every worker has loaded the tokenizer and the user's function.
 
         Raises:
             RewardLoopError: a worker failed to start, or did not start in time.
@@ -149,7 +149,7 @@ class RewardWorkers:
         self.client.by_group = any(self._ask_all("needs_group", "worker_start_timeout_s"))
 
     def check_fatal_errors(self) -> None:
-        """Raises the fatal error of a worker, if there is one. Waits for the answers of all workers.
+        """Raise the fatal error of a worker, if there is one. Waits for the answers of all workers.
 
         Raises:
             RewardLoopError: a sample had no score and the policy is ``raise``, or too many samples failed.
@@ -157,7 +157,7 @@ class RewardWorkers:
         _raise_first(self._ask_all("fatal_error"))
 
     def poll_fatal_errors(self) -> None:
-        """Raises the fatal error of a worker, like `check_fatal_errors`, but without waiting.
+        """Raise the fatal error of a worker, like `check_fatal_errors`, but without waiting.
 
         Reads the answers to requests of earlier calls, and sends new requests every `POLL_S` seconds. A worker that
         does not answer may be busy; one that died and did not start again is an error.
@@ -168,7 +168,7 @@ class RewardWorkers:
             self._polled_at = time.monotonic()
 
     def check_fatal_errors_briefly(self) -> None:
-        """Raises the fatal error of a worker, like `check_fatal_errors`, while samples are in flight.
+        """Raise the fatal error of a worker, like `check_fatal_errors`, while samples are in flight.
 
         Waits at most `BUSY_S` seconds. A worker that does not answer counts as busy: its manager may block the event
         loop until its samples are scored. Its answer is read by a later call. A worker that died and did not start
@@ -185,7 +185,7 @@ class RewardWorkers:
             )
 
     def exchange_counts(self) -> list[dict[str, Any]]:
-        """Returns the counts of exchanges with model servers since the last call.
+        """Return the counts of exchanges with model servers since the last call.
 
         Waits at most `COUNTS_S` seconds. A later call returns the counts of a worker that does not answer in time.
         """
@@ -193,12 +193,12 @@ class RewardWorkers:
         return self._exchange_counts.answers(COUNTS_S)
 
     def audit_counts(self) -> list[dict[str, Any]]:
-        """Returns the counts of second calls since the last call, in the same way as `exchange_counts`."""
+        """Return the counts of second calls since the last call, in the same way as `exchange_counts`."""
         self._audit_counts.send()
         return [counts for counts in self._audit_counts.answers(COUNTS_S) if counts is not None]
 
     def abandon(self, uids: Collection[str]) -> None:
-        """Cancels the scoring of the rollouts of these prompts, because the process that requested it has died.
+        """Cancel the scoring of the rollouts of these prompts, because the process that requested it has died.
 
         Waits at most `BUSY_S` seconds. A worker that blocks its event loop cancels them later.
         """
@@ -207,7 +207,7 @@ class RewardWorkers:
         )
 
     def start_batch(self, rows: Sequence[Any]) -> list[SentSample]:
-        """Sends ``rows``, one ``DataProto`` per rollout, to the workers; returns the input of :meth:`finish_batch`.
+        """Send ``rows``, one ``DataProto`` per rollout, to the workers; return the input of :meth:`finish_batch`.
 
         The rollouts of a prompt must all be in ``rows``, if the manager needs whole groups. Those that failed are not
         awaited: the others are the group.
@@ -219,7 +219,7 @@ class RewardWorkers:
         return [self.client.send(row) for row in rows]
 
     def finish_batch(self, pending: Sequence[SentSample]) -> list[Reward]:
-        """Waits for the rewards of a batch, and returns them in the order of its rows.
+        """Wait for the rewards of a batch, and return them in the order of its rows.
 
         Raises:
             RewardLoopError: the run must stop; no reward arrived for longer than the timeout of the function and its
@@ -228,7 +228,7 @@ class RewardWorkers:
         return self._results([self.client.reward_of(sample) for sample in pending])
 
     def _results(self, pending: Sequence[Awaitable[T]]) -> list[T]:
-        """Waits for calls of workers, and returns their results."""
+        """Wait for calls of workers, and return their results."""
         try:
             return asyncio.run(self._gather(pending))
         except RayTaskError as error:
@@ -236,7 +236,7 @@ class RewardWorkers:
             raise RewardLoopError(f"a reward worker failed: {error}") from error
 
     async def _gather(self, pending: Sequence[Awaitable[T]]) -> list[T]:
-        """Fails if no result arrives for longer than `longest_quiet_s` seconds."""
+        """Fail if no result arrives for longer than `longest_quiet_s` seconds."""
         options = self.client.options
         patience = longest_quiet_s(options, by_group=self.client.by_group)
         calls = [asyncio.ensure_future(call) for call in pending]
@@ -258,11 +258,11 @@ class RewardWorkers:
         return await asyncio.gather(*calls)
 
     def have_post_process(self) -> bool:
-        """Returns whether the user's class has ``post_process_scores``."""
+        """Return whether the user's class has ``post_process_scores``."""
         return any(self._ask_all("has_post_process"))
 
     def post_process(self, groups: list[list[Reward]], names: list[list[str]]) -> list[list[Reward]]:
-        """Applies the user's ``post_process_scores`` to groups, all in the same worker.
+        """Apply the user's ``post_process_scores`` to groups, all in the same worker.
 
         Args:
             groups: the rewards of each group.
@@ -274,7 +274,7 @@ class RewardWorkers:
         return self._call_first("post_process", list(zip(groups, names, strict=True)))
 
     def reject(self, rewards: list[Reward], names: list[str], problems: list[str], accepted: int) -> list[Reward]:
-        """Turns samples with misfitting scores into failed samples; see `RewardWorker.reject`.
+        """Turn samples with misfitting scores into failed samples; see `RewardWorker.reject`.
 
         Raises:
             RewardLoopError: the run must stop, or the worker died too often.
@@ -283,7 +283,7 @@ class RewardWorkers:
         return rejected
 
     def _call_first(self, method: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Calls a method of the first worker once for each tuple of arguments, and returns the results."""
+        """Call a method of the first worker once for each tuple of arguments, and return the results."""
         remote = getattr(self.handles[0], method).remote
         try:
             return self._results([remote(*arguments) for arguments in calls])
@@ -291,7 +291,7 @@ class RewardWorkers:
             raise RewardLoopError(f"a reward worker died repeatedly in {method}: {error}") from error
 
     def _ask_all(self, question: str, option: str = "worker_answer_timeout_s") -> list[Any]:
-        """Calls a method of all workers, and returns the results.
+        """Call a method of all workers, and return the results.
 
         Args:
             question: the name of the method.

@@ -94,7 +94,7 @@ _register: dict[Use, None] = {}
 
 
 def uses(module: str, owner: str, *names: str) -> None:
-    """Registers names that a module relies on; see `Use`.
+    """Register names that a module relies on; see `Use`.
 
     Example:
         uses(__name__, "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer", "poll_interval")
@@ -104,7 +104,7 @@ def uses(module: str, owner: str, *names: str) -> None:
 
 
 def overrides(cls: type) -> Callable[[F], F]:
-    """Registers a method that overrides a method of this class of verl."""
+    """Register a method that overrides a method of this class of verl."""
 
     def register(method: F) -> F:
         parameters = [*inspect.signature(method).parameters.values()][1:]  # without `self`
@@ -117,7 +117,7 @@ def overrides(cls: type) -> Callable[[F], F]:
 
 
 def registered(modules: Collection[str]) -> list[Use]:
-    """Imports these modules of ``reward_loop.verl``, and returns what they use, in the order of the owners.
+    """Import these modules of ``reward_loop.verl``, and return what they use, in the order of the owners.
 
     Raises:
         VerlVersionError: verl lacks a name that a module imports.
@@ -132,7 +132,7 @@ def registered(modules: Collection[str]) -> list[Use]:
 
 
 def check(*modules: str) -> None:
-    """Checks that verl has all names that these modules of ``reward_loop.verl`` use, with the parameters.
+    """Check that verl has all names that these modules of ``reward_loop.verl`` use, with the parameters.
 
     Raises:
         VerlVersionError: names are missing, or have other parameters; the message lists all of them.
@@ -152,7 +152,7 @@ def _error(problems: Collection[str]) -> VerlVersionError:
 
 
 def findings(used: Collection[Use]) -> Iterator[Finding]:
-    """Yields a finding for each name. Imports verl's modules."""
+    """Yield a finding for each name. Imports verl's modules."""
     for use in used:
         found, problem = _find(use.owner)
         if problem is None and (differs := _difference(found, use)):
@@ -161,7 +161,7 @@ def findings(used: Collection[Use]) -> Iterator[Finding]:
 
 
 def _find(owner: str) -> tuple[Any, str | None]:
-    """Returns the module or class, or why there is none."""
+    """Return the module or class, or why there is none."""
     module, _, path = owner.partition(":")
     try:
         found: Any = importlib.import_module(module)
@@ -176,7 +176,7 @@ def _find(owner: str) -> tuple[Any, str | None]:
 
 
 def _difference(owner: Any, use: Use) -> str | None:
-    """Returns how verl's name differs from the registered one, or ``None``."""
+    """Return how verl's name differs from the registered one, or ``None``."""
     name, is_function, listed = use.name.removesuffix(")").partition("(")
     if not is_function:
         return None if _has_attribute(owner, name) else f"{name} is missing"
@@ -198,7 +198,7 @@ def _difference(owner: Any, use: Use) -> str | None:
 
 
 def _has_attribute(owner: Any, name: str) -> bool:
-    """Returns whether a module or class has an attribute, or a method of the class uses it on ``self``."""
+    """Return whether a module or class has an attribute, or a method of the class uses it on ``self``."""
     if hasattr(owner, name):
         return True
     for cls in getattr(owner, "__mro__", ()):
@@ -211,12 +211,12 @@ def _has_attribute(owner: Any, name: str) -> bool:
 
 
 def installed_version() -> str:
-    """Returns the version of the installed verl, without importing it."""
+    """Return the version of the installed verl, without importing it."""
     return (verl_folder() / "version" / "version").read_text().strip()
 
 
 def verl_folder() -> Path:
-    """Returns the directory of the package verl, without importing it."""
+    """Return the directory of the package verl, without importing it."""
     spec = importlib.util.find_spec("verl")
     assert spec is not None
     assert spec.origin is not None
@@ -224,7 +224,7 @@ def verl_folder() -> Path:
 
 
 def check_version() -> None:
-    """Prints a warning if the installed verl is not one of `SUPPORTED`. Does not import verl.
+    """Print a warning if the installed verl is not one of `SUPPORTED`. Does not import verl.
 
     Raises:
         VerlVersionError: verl is older than all of them.

@@ -47,7 +47,7 @@ MODULES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the list; returns the exit status."""
+    """Print the list; return the exit status."""
     open_standard_streams()
     argparse.ArgumentParser(
         prog="python -m reward_loop.verl.compat",

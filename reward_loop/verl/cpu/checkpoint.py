@@ -43,7 +43,7 @@ class RayCheckpointEngine(CheckpointEngine):
         self._sends = False
 
     def prepare(self) -> dict[str, Any]:
-        """Empties the mailbox, and returns its handle."""
+        """Empty the mailbox, and return its handle."""
         if self._mailbox is not None:
             ray.get(self._mailbox.empty.remote())
         return {"mailbox": self._mailbox}
@@ -52,7 +52,7 @@ class RayCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Returns the arguments of :meth:`init_process_group`, by rank, for the trainer and for the rollouts."""
+        """Return the arguments of :meth:`init_process_group`, by rank, for the trainer and for the rollouts."""
         mailbox = metadata[0]["mailbox"]
         actors = {
             "mailbox": [mailbox] * actor_wg_world_size,
@@ -62,14 +62,14 @@ class RayCheckpointEngine(CheckpointEngine):
         return actors, rollouts
 
     def init_process_group(self, mailbox: Any, sends: bool) -> None:
-        """Stores the mailbox, and whether this rank sends."""
+        """Store the mailbox, and whether this rank sends."""
         self._mailbox = mailbox
         self._sends = sends
 
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
-        """Sends full tensors. Every rank iterates over all weights, because gathering a tensor is a collective."""
+        """Send full tensors. Every rank iterates over all weights, because gathering a tensor is a collective."""
         buckets: list[Any] = []
         bucket: dict[str, torch.Tensor] = {}
         for name, tensor in weights:
@@ -85,13 +85,13 @@ class RayCheckpointEngine(CheckpointEngine):
         return {}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yields the name and the full tensor of each weight."""
+        """Yield the name and the full tensor of each weight."""
         for bucket in await _within(self._mailbox.get.remote()):
             for name, tensor in (await _within(bucket)).items():
                 yield name, tensor
 
     def finalize(self) -> None:
-        """Does nothing: the mailbox keeps the weights until the next transfer."""
+        """Do nothing: the mailbox keeps the weights until the next transfer."""
 
 
 async def _within(reference: Any) -> Any:

@@ -57,7 +57,7 @@ def _prepare_training_worker() -> None:
 
 
 def _meeting_place() -> str:
-    """Returns the URL through which the ranks of this worker group find each other.
+    """Return the URL through which the ranks of this worker group find each other.
 
     On one node, this is a file. A port is less safe, since another program may have taken MASTER_PORT since verl chose
     it; but ranks on several nodes have no common file.
@@ -82,7 +82,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _device_module() -> ModuleType:
-    """Returns ``torch.cpu`` with the functions that verl expects of ``torch.<device>``.
+    """Return ``torch.cpu`` with the functions that verl expects of ``torch.<device>``.
 
     Memory counters are zero, since there is no device memory. The random state is that of torch's default generator,
     which checkpoints save and restore.

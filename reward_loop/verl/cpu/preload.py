@@ -53,7 +53,7 @@ Request = tuple[list[str], dict[str, str], str, int]
 
 @contextlib.contextmanager
 def preloaded(modules: Iterable[str] = MODULES, *, name: str | None = None) -> Iterator[str]:
-    """Starts the fork server, without waiting for its imports, and yields the value for Ray's ``py_executable``.
+    """Start the fork server, without waiting for its imports, and yield the value for Ray's ``py_executable``.
 
     The modules are imported with the environment variables of this moment. The fork server stops with the context, or
     when this process ends for any reason. Ray stops the workers. A worker that cannot reach the fork server, for
@@ -91,7 +91,7 @@ def preloaded(modules: Iterable[str] = MODULES, *, name: str | None = None) -> I
 
 
 def _serve(listener: socket.socket, parent_pipe: int) -> Request | None:
-    """Forks a worker for each request, until the process that started the fork server closes its end of a pipe.
+    """Fork a worker for each request, until the process that started the fork server closes its end of a pipe.
 
     Returns:
         In a worker, its request; in the fork server, ``None``.
@@ -145,7 +145,7 @@ def _receive(client: socket.socket) -> tuple[Request | None, list[int]]:
 
 
 def _become(request: Request) -> None:
-    """Runs Ray's command, as in a new interpreter."""
+    """Run Ray's command, as in a new interpreter."""
     import random
     import runpy
 
@@ -167,7 +167,7 @@ def _become(request: Request) -> None:
 
 
 def set_environment(environment: Mapping[str, str]) -> None:
-    """Replaces the environment of this process, and the folders of ``PYTHONPATH`` on the path of modules."""
+    """Replace the environment of this process, and the folders of ``PYTHONPATH`` on the path of modules."""
     before, after = (variables.get("PYTHONPATH", "").split(os.pathsep) for variables in (os.environ, environment))
     if before != after:
         sys.path[:] = [*filter(None, after), *(entry for entry in sys.path if entry not in before)]
@@ -176,7 +176,7 @@ def set_environment(environment: Mapping[str, str]) -> None:
 
 
 def _ask(name: str, arguments: list[str]) -> None:
-    """Requests a forked worker, and waits until it ends. Starts Python normally if there is no fork server."""
+    """Request a forked worker, and wait until it ends. Starts Python normally if there is no fork server."""
     request: Request = (arguments, dict(os.environ), os.getcwd(), os.nice(0))
     message = json.dumps(request).encode()
     with socket.socket(socket.AF_UNIX) as server:

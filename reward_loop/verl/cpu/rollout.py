@@ -78,7 +78,7 @@ class ServerAdapter(BaseRollout):
     async def update_weights(
         self, weights: Any, wire_format: str = "named_tensors", global_steps: int | None = None, **kwargs: Any
     ) -> None:
-        """Sends full tensors. Every rank iterates over all weights, because gathering a tensor is a collective."""
+        """Send full tensors. Every rank iterates over all weights, because gathering a tensor is a collective."""
         if wire_format != "named_tensors":
             raise NotImplementedError(f"the CPU rollout supports only full tensors, not {wire_format!r}")
         if kwargs.get("peft_config") is not None:
@@ -98,7 +98,7 @@ class ServerAdapter(BaseRollout):
         await self._server.update_weights.remote(bucket, last=True, global_steps=global_steps)
 
     async def resume(self, tags: list[str]) -> None:
-        """Does nothing: `release` releases nothing."""
+        """Do nothing: `release` releases nothing."""
 
     async def release(self) -> None:
-        """Does nothing: there is no device memory."""
+        """Do nothing: there is no device memory."""

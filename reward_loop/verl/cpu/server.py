@@ -69,14 +69,14 @@ class CPURolloutServer:
         self._in_flight: set[asyncio.Future[Any]] = set()
 
     async def start(self) -> str:
-        """Starts the engine; returns an address for verl. Clients use the actor handle, not HTTP."""
+        """Start the engine; return an address for verl. Clients use the actor handle, not HTTP."""
         await self._open.enter_async_context(self._engine)
         return f"{ray.util.get_node_ip_address()}:{os.getpid()}"
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **unused: Any
     ) -> _TokenOutput:
-        """Generates a response to ``prompt_ids``: token ids in, token ids out.
+        """Generate a response to ``prompt_ids``: token ids in, token ids out.
 
         Raises:
             ValueError: the prompt leaves no room for a response, or the request has images, videos or audio.
@@ -127,7 +127,7 @@ class CPURolloutServer:
         )
 
     async def update_weights(self, bucket: dict[str, torch.Tensor], *, last: bool, global_steps: int | None) -> None:
-        """Copies one bucket of weights into the model. No generation between the first and the last."""
+        """Copy one bucket of weights into the model. No generation between the first and the last."""
         if not self._updating:
             self._updating = True
             await self._engine.model_lock.acquire()
@@ -147,7 +147,7 @@ class CPURolloutServer:
             self._engine.model_lock.release()
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """Aborts all running requests with ``stop_reason="aborted"``. New requests wait, or are aborted too.
+        """Abort all running requests with ``stop_reason="aborted"``. New requests wait, or are aborted too.
 
         Args:
             reject_request: whether to abort new requests instead of letting them wait for `resume_generation`.
@@ -158,28 +158,28 @@ class CPURolloutServer:
             request.cancel()
 
     async def resume_generation(self) -> None:
-        """Accepts requests again."""
+        """Accept requests again."""
         self._reject = False
         self._admission.set()
 
     async def set_global_steps(self, global_steps: int) -> None:
-        """Sets the training step of the current weights."""
+        """Set the training step of the current weights."""
         self._global_steps = global_steps
 
     async def sleep(self) -> None:
-        """Marks the server as asleep. There is no device memory to release."""
+        """Mark the server as asleep. There is no device memory to release."""
         self._asleep = True
 
     async def wake_up(self) -> None:
-        """Marks the server as awake. New weights do the same."""
+        """Mark the server as awake. New weights do the same."""
         self._asleep = False
 
     async def is_sleeping(self) -> bool:
-        """Returns whether the server is marked as asleep."""
+        """Return whether the server is marked as asleep."""
         return self._asleep
 
     async def release_nothing(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing. Stands for verl's other calls that release device memory, and for its profiling calls."""
+        """Do nothing. Stands for verl's other calls that release device memory, and for its profiling calls."""
 
     clear_kv_cache = release_kv_cache = resume_kv_cache = release_nothing
     start_profile = stop_profile = release_nothing
@@ -239,11 +239,11 @@ class Mailbox:
         self._weights: asyncio.Future[list[Any]] | None = None
 
     async def empty(self) -> None:
-        """Removes the last weights. `get` then waits for new ones."""
+        """Remove the last weights. `get` then waits for new ones."""
         self._weights = asyncio.get_running_loop().create_future()
 
     async def put(self, buckets: list[Any]) -> None:
-        """Stores weights.
+        """Store weights.
 
         Args:
             buckets: references to dicts of tensors by name.
@@ -252,6 +252,6 @@ class Mailbox:
         self._weights.set_result(buckets)
 
     async def get(self) -> list[Any]:
-        """Waits for the weights, and returns the references."""
+        """Wait for the weights, and return the references."""
         assert self._weights is not None
         return await self._weights

@@ -41,7 +41,7 @@ _OF_A_NODE = ("num_cpus", "num_gpus", "object_store_memory", "resources")
 
 
 def run_environment(config: DictConfig) -> dict[str, str]:
-    """Returns `CPU_ENVIRONMENT` with the values that the user has set.
+    """Return `CPU_ENVIRONMENT` with the values that the user has set.
 
     Without the loopback interface, if ranks on several nodes must reach each other.
     """
@@ -53,7 +53,7 @@ def run_environment(config: DictConfig) -> dict[str, str]:
 
 @contextmanager
 def prepared(config: DictConfig, model: RewardModelConfig | None) -> Iterator[None]:
-    """Sets the options of a run that the user has not set, in place. The run must be inside the block.
+    """Set the options of a run that the user has not set, in place. The run must be inside the block.
 
     A Ray that the run starts forks its workers from a process with preloaded modules. This has no effect outside Linux,
     or if the user has set ``py_executable``.
@@ -88,7 +88,7 @@ def prepared(config: DictConfig, model: RewardModelConfig | None) -> Iterator[No
 
 
 def _stand_alone_ranks(config: DictConfig) -> int:
-    """Returns the number of rollouts apart from the trainer's ranks. Chooses how they get the weights."""
+    """Return the number of rollouts apart from the trainer's ranks. Chooses how they get the weights."""
     if config.trainer.v1.trainer_mode != "separate_async":
         return 0
     bypass = OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")
@@ -112,7 +112,7 @@ def _cpus_of_servers(model: RewardModelConfig | None) -> int:
 
 
 def _joins_running_ray(config: DictConfig) -> bool:
-    """Returns whether ``ray.init`` joins a running cluster, by the rules in its documentation."""
+    """Return whether ``ray.init`` joins a running cluster, by the rules in its documentation."""
     address = config.ray_kwargs.ray_init.get("address")
     if address in (None, "auto"):
         address = os.environ.get("RAY_ADDRESS") or address
@@ -124,7 +124,7 @@ def _joins_running_ray(config: DictConfig) -> bool:
 
 
 def _prepare_to_join(ray_init: DictConfig, environment: Mapping[str, str]) -> None:
-    """Makes the options of ``ray.init`` fit for a running cluster. Without the environment, its workers would get only
+    """Make the options of ``ray.init`` fit for a running cluster. Without the environment, its workers would get only
     that of ``ray start``.
 
     Raises:
