@@ -8,27 +8,27 @@ import logging
 import shutil
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
+from reward_loop._util.background_loop import in_background
 from reward_loop._util.sockets import listen, url_of
 from reward_loop.config import RewardModelConfig, ServedModelConfig
 from reward_loop.errors import ConfigError
-from reward_loop.serving.launch import Launch, in_ray, on_this_machine
 from reward_loop.serving.logs import log_folder
-from reward_loop.serving.model_server import ModelServer
+from reward_loop.serving.model_server import ModelServer, RouterClient
 from reward_loop.serving.models import served_models
 from reward_loop.serving.process import ServerProcess
-from reward_loop.serving.router_client import RouterClient
-from reward_loop.serving.server_spec import ServerSpec, server_specs
+from reward_loop.serving.server_spec import Launch, ServerSpec, in_ray, on_this_machine, server_specs
 from reward_loop.serving.supervisor import RestartPolicy, Server, Starts, Supervisor
 
 if TYPE_CHECKING:
     from reward_loop.serving.reservation import Placement
 
-__all__ = ["RewardModelManager"]
+__all__ = ["RewardModelManager", "ServedRewardModel", "serve_reward_model"]
 
 logger = logging.getLogger(__name__)
 
@@ -245,3 +245,56 @@ class RewardModelManager:
             if server.url:
                 options += ["--worker", server.config().model_dump_json()]
         return [sys.executable, "-m", "reward_loop.router", *options]
+
+
+class ServedRewardModel:
+    """Controls a :class:`RewardModelManager` that runs in another thread; see :func:`serve_reward_model`."""
+
+    def __init__(self, manager: RewardModelManager, loop: asyncio.AbstractEventLoop) -> None:
+        self._manager = manager
+        self._loop = loop
+
+    @property
+    def reward_router_address(self) -> str:
+        """``host:port`` of the router."""
+        return self._manager.reward_router_address
+
+    def sleep(self) -> None:
+        """Frees the models' memory, and returns when that is done; see :meth:`RewardModelManager.sleep`."""
+        self._run(self._manager.sleep())
+
+    def wake(self) -> None:
+        """Allocates the models' memory again, and returns when that is done; see :meth:`RewardModelManager.wake`."""
+        self._run(self._manager.wake())
+
+    def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+
+@contextmanager
+def serve_reward_model(config: RewardModelConfig, gpus: Placement | None = None) -> Iterator[ServedRewardModel]:
+    """Runs a :class:`RewardModelManager` on an event loop in a background thread, for synchronous programs.
+
+        with serve_reward_model(RewardModelConfig(model_path="...")) as model:
+            train(reward_router_address=model.reward_router_address)
+
+    The processes are stopped when the block ends, or when the interpreter exits inside the block.
+
+    Args:
+        config: as for :class:`RewardModelManager`.
+        gpus: as for :class:`RewardModelManager`.
+
+    Yields:
+        the router's address and the methods ``sleep`` and ``wake``, once all processes are ready.
+
+    Raises:
+        ConfigError, ServerStartError: as on entry of :class:`RewardModelManager`.
+    """
+
+    @asynccontextmanager
+    async def serving() -> AsyncIterator[ServedRewardModel]:
+        async with RewardModelManager(config, gpus) as manager:
+            yield ServedRewardModel(manager, asyncio.get_running_loop())
+
+    with in_background(serving, name="reward-model-manager") as model:
+        yield model

@@ -183,13 +183,14 @@ async def test_if_a_server_does_not_fall_asleep_the_error_follows_the_sleep_of_t
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asleep = []
-    send_to_server = model_server.send
+    send = model_server.send
 
-    async def sent(url: str, path: str, timeout_s: float) -> None:
+    async def sent(url: str, path: str, timeout_s: float, **options: Any) -> None:
         if url == models._servers[0].url:
             raise ServerError("no sleep")
-        await send_to_server(url, path, timeout_s)
-        asleep.append(url)
+        await send(url, path, timeout_s, **options)
+        if path == "/sleep":
+            asleep.append(url)
 
     monkeypatch.setattr(model_server, "send", sent)
     async with RewardModelManager(config(replicas=2, enable_sleep_mode=True)) as models:
@@ -257,7 +258,7 @@ def test_serve_reward_model_gives_an_address_and_sleep_and_wake(config: Any) -> 
 PARENT = """
 import asyncio, json, sys, time
 from reward_loop.config import RewardModelConfig
-from reward_loop.serving import RewardModelManager, blocking, models, serve_reward_model
+from reward_loop.serving import RewardModelManager, manager, models, serve_reward_model
 
 how, model_path, log_dir, *stub = sys.argv[1:]
 models.ENGINES["transformers"].command = lambda *_: stub
@@ -277,7 +278,7 @@ else:
         def __init__(self, *args):
             super().__init__(*args)
             made.append(self)
-    blocking.RewardModelManager = Recorded
+    manager.RewardModelManager = Recorded
     serving = serve_reward_model(config)
     serving.__enter__()
     print(json.dumps(list(made[0].pids().values())), flush=True)

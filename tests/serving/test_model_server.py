@@ -8,8 +8,7 @@ import pytest
 from reward_loop.config import ServedModelConfig
 from reward_loop.errors import ServerError
 from reward_loop.serving import model_server
-from reward_loop.serving.model_server import ModelServer
-from reward_loop.serving.router_client import RouterClient
+from reward_loop.serving.model_server import ModelServer, RouterClient
 
 MODEL = ServedModelConfig(model_path="judge", engine="vllm", served_model_name="judge", enable_sleep_mode=True)
 

@@ -15,7 +15,7 @@ from reward_loop._util.parent_death_pipe import exit_with_parent
 from reward_loop._util.process_settings import raise_descriptor_limit
 from reward_loop._util.standard_streams import open_standard_streams
 from reward_loop.errors import ConfigError
-from reward_loop.serving.checkpoint import ModelKind, model_kind
+from reward_loop.serving.models import ModelKind, model_kind
 
 __all__ = ["main"]
 
