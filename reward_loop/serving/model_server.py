@@ -14,8 +14,8 @@ import aiohttp
 from reward_loop.config import ServedModelConfig
 from reward_loop.errors import ServerError
 from reward_loop.router.config import API_KEY_VARIABLE, BackendConfig
-from reward_loop.serving.engines.engine import Engine
-from reward_loop.serving.models import ENGINES
+from reward_loop.serving.engine import Engine
+from reward_loop.serving.engines import ENGINES
 
 __all__ = ["ModelServer", "RouterClient"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Literal
@@ -10,16 +11,9 @@ from typing import Literal
 from reward_loop.config import RewardModelConfig, ServedModelConfig, parse
 from reward_loop.errors import ConfigError
 from reward_loop.router.config import BackendConfig
-from reward_loop.serving.engines.engine import Engine
-from reward_loop.serving.engines.interpreter import absolute
-from reward_loop.serving.engines.sglang import Sglang
-from reward_loop.serving.engines.transformers import Transformers
-from reward_loop.serving.engines.vllm import Vllm
+from reward_loop.serving.engines import ENGINES
 
-__all__ = ["ENGINES", "ModelKind", "architectures", "check_path", "model_kind", "requests_at_a_time", "served_models"]
-
-ENGINES: dict[str, Engine] = {"vllm": Vllm(), "sglang": Sglang(), "transformers": Transformers()}
-"""The engines that reward_loop can start, by name."""
+__all__ = ["ModelKind", "architectures", "check_path", "model_kind", "requests_at_a_time", "served_models"]
 
 ModelKind = Literal["generative", "discriminative"]
 """A language model that generates text, or a model with a classification head that returns logits."""
@@ -99,7 +93,7 @@ def _settled(model: ServedModelConfig, where: str) -> ServedModelConfig:
         update={
             "kind": kind,
             "served_model_name": model.served_model_name or model.model_path,
-            "python": model.python and absolute(model.python),
+            "python": model.python and _absolute(model.python),
         }
     )
     try:
@@ -107,6 +101,14 @@ def _settled(model: ServedModelConfig, where: str) -> ServedModelConfig:
     except ConfigError as error:
         raise ConfigError(f"{where}{error}") from None
     return settled
+
+
+def _absolute(python: str) -> str:
+    """Return the absolute path of an interpreter. A name without a ``/`` is returned as it is, and looked up in PATH.
+
+    Symbolic links are not followed: the interpreter of a virtual environment is one.
+    """
+    return str(Path(python).expanduser().absolute()) if os.sep in python else python
 
 
 def model_kind(path: str | Path, option: str) -> ModelKind:

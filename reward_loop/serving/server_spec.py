@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from reward_loop._util.sockets import listen, reserve
 from reward_loop.config import ServedModelConfig
-from reward_loop.serving.engines.engine import Engine
+from reward_loop.serving.engine import Engine
+from reward_loop.serving.engines import ENGINES
 from reward_loop.serving.gpus import GpuShares
-from reward_loop.serving.models import ENGINES
 from reward_loop.serving.process import ServerProcess
 from reward_loop.serving.supervisor import Server
 

@@ -20,7 +20,7 @@ import pytest
 from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError, ServerError, ServerStartError
 from reward_loop.serving import RewardModelManager, model_server, serve_reward_model
-from reward_loop.serving.engines.transformers import Transformers
+from reward_loop.serving.engines import Transformers
 from tests.servers import STUB_COMMAND, Watched, post, until
 
 pytestmark = pytest.mark.integration  # starts servers

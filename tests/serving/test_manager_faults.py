@@ -18,7 +18,7 @@ import pytest
 from reward_loop.client.http import post
 from reward_loop.config import RewardModelConfig
 from reward_loop.serving import RewardModelManager, supervisor
-from reward_loop.serving.engines.transformers import Transformers
+from reward_loop.serving.engines import Transformers
 from reward_loop.serving.process import ServerProcess
 from tests.servers import STUB_COMMAND, listed
 

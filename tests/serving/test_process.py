@@ -151,7 +151,7 @@ def test_listening_twice_on_a_port_is_an_error() -> None:
     ],
 )
 async def test_the_embedded_server_refuses_a_wrong_path_at_once(stub: Any, arguments: list[str], message: str) -> None:
-    command = [sys.executable, "-X", "importtime", "-m", "reward_loop.serving.embedded", *arguments]
+    command = [sys.executable, "-X", "importtime", "-m", "reward_loop.serving.embedded.app", *arguments]
     process = stub(command)
     with pytest.raises(ServerStartError, match="exited with status 2"):
         await process.__aenter__()

@@ -1,21 +1,35 @@
-"""The embedded reward model server: a transformers model behind vLLM's HTTP interface."""
+"""``python -m reward_loop.serving.embedded.app --model PATH``: serves a small transformers model with vLLM's HTTP API.
+
+The endpoints are ``/v1/chat/completions`` for a generative model, ``/classify`` for a discriminative one, and
+``/v1/models`` and ``/health`` for both.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import argparse
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from reward_loop._util import server_process
 from reward_loop._util.disconnect import stop_on_disconnect
+from reward_loop._util.parent_death_pipe import exit_with_parent
+from reward_loop._util.process_settings import raise_descriptor_limit
+from reward_loop._util.standard_streams import open_standard_streams
+from reward_loop.errors import ConfigError
 from reward_loop.serving.embedded.dialect import ApiError, ChatRequest, ClassifyRequest, R, now, parse
-from reward_loop.serving.embedded.model import EmbeddedModel
+from reward_loop.serving.models import model_kind
 
-__all__ = ["create_app"]
+if TYPE_CHECKING:
+    from reward_loop.serving.embedded.model import EmbeddedModel
+
+__all__ = ["create_app", "main"]
 
 
 def create_app(model: EmbeddedModel, *, can_sleep: bool = False) -> FastAPI:
@@ -103,3 +117,45 @@ async def _answer(request: Request, kind: type[R], work: Callable[[R], Awaitable
 
     await stop_on_disconnect(request.receive, answer)
     return response
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the server until SIGTERM; return the exit status."""
+    open_standard_streams()
+    args = _parser().parse_args(argv)
+    if args.parent_pipe is not None:
+        exit_with_parent(args.parent_pipe)  # before any slow work
+    name = args.served_model_name or args.model
+    try:
+        kind = model_kind(args.model, "--model")
+        raise_descriptor_limit()
+        # Imports torch, which takes seconds, so the options are checked first.
+        from reward_loop.serving.embedded.model import EmbeddedModel
+
+        model = EmbeddedModel(
+            args.model, name=name, kind=kind, max_batch_size=args.max_batch_size, max_wait_s=args.max_wait_ms / 1000
+        )
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    server_process.run(create_app(model, can_sleep=args.enable_sleep_mode), args, f"{kind} model {name}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m reward_loop.serving.embedded.app", description=__doc__)
+    parser.add_argument("--model", required=True, metavar="PATH", help="a model directory")
+    parser.add_argument("--served-model-name", metavar="NAME", help="name of the model in requests (default: the path)")
+    parser.add_argument(
+        "--max-batch-size", type=int, default=64, metavar="N", help="requests in a batch at most (default: %(default)d)"
+    )
+    parser.add_argument(
+        "--max-wait-ms", type=float, default=3.0, metavar="MS", help="wait for a full batch (default: %(default)g)"
+    )
+    parser.add_argument("--enable-sleep-mode", action="store_true", help="serve /sleep, /wake_up and /is_sleeping")
+    server_process.add_arguments(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

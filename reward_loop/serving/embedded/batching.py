@@ -18,8 +18,7 @@ from typing import Any, Self
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from reward_loop.serving.embedded.sampling import Generation, RowEndings, RowSampler
-from reward_loop.serving.embedded.sampling_params import SamplingParams
+from reward_loop.serving.embedded.sampling import Generation, RowEndings, RowSampler, SamplingParams
 
 __all__ = ["BatchingEngine", "ContextTooLong"]
 

@@ -14,9 +14,15 @@ from reward_loop._util.standard_streams import print_line
 from reward_loop._util.text import listing
 from reward_loop.errors import ConfigError
 from reward_loop.serving.embedded.batching import BatchingEngine
-from reward_loop.serving.embedded.dialect import ApiError, ChatRequest, ClassifyRequest, PromptRequest, envelope
-from reward_loop.serving.embedded.sampling import Generation
-from reward_loop.serving.embedded.sampling_params import SamplingOptions, SamplingParams
+from reward_loop.serving.embedded.dialect import (
+    ApiError,
+    ChatRequest,
+    ClassifyRequest,
+    PromptRequest,
+    SamplingOptions,
+    envelope,
+)
+from reward_loop.serving.embedded.sampling import Generation, SamplingParams
 from reward_loop.serving.models import ModelKind
 
 __all__ = ["EmbeddedModel"]

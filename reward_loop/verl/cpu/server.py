@@ -12,7 +12,7 @@ import ray
 import torch
 
 from reward_loop.serving.embedded.batching import BatchingEngine
-from reward_loop.serving.embedded.sampling_params import SamplingParams
+from reward_loop.serving.embedded.sampling import SamplingParams
 from reward_loop.verl.compat import uses
 
 __all__ = ["CPURolloutServer", "Mailbox"]

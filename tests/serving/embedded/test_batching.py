@@ -15,8 +15,7 @@ transformers = pytest.importorskip("transformers")
 torch.set_num_threads(1)  # Tiny tensors: more threads only wait for each other.
 
 from reward_loop.serving.embedded.batching import BatchingEngine, ContextTooLong  # noqa: E402
-from reward_loop.serving.embedded.sampling import Generation  # noqa: E402
-from reward_loop.serving.embedded.sampling_params import SamplingParams  # noqa: E402
+from reward_loop.serving.embedded.sampling import Generation, SamplingParams  # noqa: E402
 
 pytestmark = pytest.mark.integration  # imports torch
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +11,10 @@ import pytest
 
 from reward_loop.config import RewardModelConfig, ServedModelConfig, parse
 from reward_loop.errors import ConfigError
+from reward_loop.serving import engines
+from reward_loop.serving.engines import ENGINES
 from reward_loop.serving.gpus import GpuShares
-from reward_loop.serving.models import ENGINES, requests_at_a_time, served_models
+from reward_loop.serving.models import requests_at_a_time, served_models
 
 
 @pytest.fixture
@@ -22,12 +22,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Says which vLLM is installed."""
 
     def say(version: str | None) -> None:
-        def find(_: str) -> str:
-            if version is None:
-                raise importlib.metadata.PackageNotFoundError
-            return version
-
-        monkeypatch.setattr(importlib.metadata, "version", find)
+        monkeypatch.setattr(engines, "version", lambda *_: version)
 
     return say
 
@@ -179,7 +174,7 @@ def test_a_wrong_configuration_is_refused(
     options: dict[str, Any], message: str, model_dir: str, installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed(None)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(engines, "has_module", lambda *_: False)
 
     def put(value: Any) -> Any:
         return (
