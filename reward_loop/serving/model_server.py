@@ -57,7 +57,7 @@ class ModelServer:
         return not self._engine.sleep_paths or self.model.enable_sleep_mode
 
     def config(self) -> BackendConfig:
-        """Returns the router's configuration of this server."""
+        """Return the router's configuration of this server."""
         return BackendConfig(
             url=self.url or "",
             models=(self.model.served_model_name,) if self.model.served_model_name else (),
@@ -67,7 +67,7 @@ class ModelServer:
         )
 
     async def sleep(self) -> None:
-        """Puts the server to sleep, after the router has stopped sending requests.
+        """Put the server to sleep, after the router has stopped sending requests.
 
         A server that still computes after three attempts to pause it stays awake, and keeps its memory: engines die if
         they release memory while they compute. A warning says so.
@@ -83,7 +83,7 @@ class ModelServer:
             await self._send_sleep(self.url)
 
     async def wake(self) -> None:
-        """Wakes the server up; the router then sends requests again.
+        """Wake the server up; the router then sends requests again.
 
         Raises:
             ServerError: the router or the server did not wake up.
@@ -100,7 +100,7 @@ class ModelServer:
             await self._router.require("resume", self.url)
 
     async def on_up(self, url: str) -> None:
-        """Puts a restarted server to sleep if the others sleep; sends a new URL to the router."""
+        """Put a restarted server to sleep if the others sleep; send a new URL to the router."""
         async with self._changing:
             self._sleep_sent = False
             if self._asleep:
@@ -115,18 +115,18 @@ class ModelServer:
                 await self._router.remove(before)
 
     async def on_down(self, reason: str) -> None:
-        """Reports to the router that the server has died."""
+        """Report to the router that the server has died."""
         self._sleep_sent = False
         if self.url is not None:
             await self._router.report("mark_dead", self.url, reason=reason)
 
     async def on_lost(self, reason: str) -> None:
-        """Reports to the router that the server will not be restarted."""
+        """Report to the router that the server will not be restarted."""
         self._lost = reason
         await self.send_state()
 
     async def send_state(self) -> None:
-        """Sends the state to the router. A restarted router has only the addresses of the servers."""
+        """Send the state to the router. A restarted router has only the addresses of the servers."""
         if self.url is None:
             return
         if self._lost:
@@ -142,7 +142,7 @@ class ModelServer:
             await send(url, path, self._router.timeout_s)
 
     async def _pause(self, url: str) -> bool:
-        """Has the server end its computation; returns whether it did."""
+        """Have the server end its computation; return whether it did."""
         for attempt in range(1, _PAUSE_ATTEMPTS + 1):
             try:
                 for path in self._engine.pause_paths:
@@ -180,20 +180,20 @@ class RouterClient:
         self.timeout_s = timeout_s
 
     async def add(self, backend: BackendConfig) -> None:
-        """Adds a server, once the router is ready."""
+        """Add a server, once the router is ready."""
         await asyncio.shield(self.started)
         await self._request("POST", "/workers", backend.model_dump())
 
     async def remove(self, url: str) -> None:
-        """Removes a server."""
+        """Remove a server."""
         await self._request("DELETE", f"/workers?{urlencode({'url': url})}")
 
     async def report(self, action: str, url: str, **details: str) -> None:
-        """Reports the state of a server: ``mark_dead`` with a `reason` and perhaps `lost`, or ``sleep``."""
+        """Report the state of a server: ``mark_dead`` with a `reason` and perhaps `lost`, or ``sleep``."""
         await self._request("POST", f"/workers/{action}?{urlencode({'url': url, **details})}")
 
     async def require(self, action: str, url: str) -> None:
-        """Has the router ``sleep`` a server, which holds its new requests, or ``resume`` it.
+        """Have the router ``sleep`` a server, which holds its new requests, or ``resume`` it.
 
         Raises:
             ServerError: the router did not confirm it.
@@ -217,7 +217,7 @@ async def send(
     body: Any = None,
     headers: Mapping[str, str] | None = None,
 ) -> None:
-    """Sends a request with a JSON body, by default a POST of ``{}``.
+    """Send a request with a JSON body, by default a POST of ``{}``.
 
     A refused connection is only logged: a server that is down gets its state when it is up again.
 

@@ -23,15 +23,12 @@ _DISCRIMINATIVE = ("ForSequenceClassification", "RewardModel")
 
 
 def served_models(config: RewardModelConfig) -> list[ServedModelConfig]:
-    """Returns all models of a configuration with their names, and with the kinds of those that reward_loop starts.
+    """Return all models of a configuration with their names, and with the kinds of those that reward_loop starts.
 
     Raises:
         ConfigError: an option is missing, contradicts another, or is not valid for the engine; or a model is not found.
     """
-    models: list[ServedModelConfig] = []
-    if config.model_path or config.urls or not config.models:
-        own = {name: getattr(config, name) for name in ServedModelConfig.model_fields}
-        models.append(_settled(ServedModelConfig.model_construct(**own), ""))
+    models = [_settled(model, "") for model in _without_key(config)]
     for key, model in config.models.items():
         if model.served_model_name not in (None, key):
             raise ConfigError(
@@ -48,15 +45,14 @@ def served_models(config: RewardModelConfig) -> list[ServedModelConfig]:
 
 def requests_at_a_time(config: RewardModelConfig) -> int | None:
     """Return how many requests all servers compute at the same time; ``None`` with external servers: it is unknown."""
-    models = [config] if config.model_path or config.urls or not config.models else []
-    models += config.models.values()  # type: ignore[arg-type]
+    models = [*_without_key(config), *config.models.values()]
     if any(model.engine == "external" for model in models):
         return None
     return sum(ENGINES[model.engine].batch_size(model) * model.replicas for model in models)
 
 
 def check_path(path: str, option: str) -> None:
-    """Rejects the path of a model on a remote file system, such as ``hdfs://...``.
+    """Reject the path of a model on a remote file system, such as ``hdfs://...``.
 
     Args:
         path: the model's path.
@@ -70,6 +66,11 @@ def check_path(path: str, option: str) -> None:
             f"{option}={path}: reward model servers do not copy models from a remote file system. Copy the model to a "
             "directory that all nodes have, or set the name of a model on the Hugging Face hub"
         )
+
+
+def _without_key(config: RewardModelConfig) -> list[ServedModelConfig]:
+    """Return the model that is configured outside of `models`, if there is one."""
+    return [config] if config.model_path or config.urls or not config.models else []
 
 
 def _settled(model: ServedModelConfig, where: str) -> ServedModelConfig:
@@ -112,7 +113,7 @@ def _absolute(python: str) -> str:
 
 
 def model_kind(path: str | Path, option: str) -> ModelKind:
-    """Returns the kind of a model, according to its architecture.
+    """Return the kind of a model, according to its architecture.
 
     Args:
         path, option: see `architectures`.
@@ -131,7 +132,7 @@ def model_kind(path: str | Path, option: str) -> ModelKind:
 
 
 def architectures(path: str | Path, option: str) -> list[str]:
-    """Returns the ``architectures`` in the ``config.json`` of a model.
+    """Return the ``architectures`` in the ``config.json`` of a model.
 
     If the model is on the Hugging Face hub and not in the cache, only ``config.json`` is downloaded; the engine
     downloads the rest.
@@ -161,7 +162,7 @@ def architectures(path: str | Path, option: str) -> list[str]:
 
 
 def _of_the_hub(name: str, option: str) -> Path:
-    """Returns the local path of a hub model's ``config.json``; downloads the file if it is not in the cache."""
+    """Return the local path of a hub model's ``config.json``; download the file if it is not in the cache."""
     try:
         from huggingface_hub import hf_hub_download, try_to_load_from_cache
     except ImportError:

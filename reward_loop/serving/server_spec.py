@@ -50,11 +50,11 @@ class ServerSpec:
         return self.engine.gpus(self.model)
 
     def bind(self) -> socket.socket:
-        """Returns a socket with a free loopback port, as :class:`ServerProcess` expects it."""
+        """Return a socket with a free loopback port, as :class:`ServerProcess` expects it."""
         return listen(_HOST) if self.engine.inherits_socket else reserve(_HOST)
 
     def process(self, bound: socket.socket, devices: Mapping[str, str], where: str = "") -> ServerProcess:
-        """Returns a run of the server on this machine.
+        """Return a run of the server on this machine.
 
         Args:
             bound: the address, from :meth:`bind`.
@@ -73,7 +73,7 @@ class ServerSpec:
 
 
 def server_specs(models: Sequence[ServedModelConfig], log_dir: Path | None) -> list[list[ServerSpec]]:
-    """Returns the servers of each model, without those of external models, which run already."""
+    """Return the servers of each model, without those of external models, which run already."""
     numbers = itertools.count(1)
     specs = []
     for model in models:
@@ -97,7 +97,7 @@ class Launch:
 
 
 def on_this_machine(specs: Sequence[Sequence[ServerSpec]]) -> Iterator[Launch]:
-    """Yields the servers of each model as processes of this machine, each with its own GPUs.
+    """Yield the servers of each model as processes of this machine, each with its own GPUs.
 
     Raises:
         ConfigError: there are too few GPUs.
@@ -112,7 +112,7 @@ def on_this_machine(specs: Sequence[Sequence[ServerSpec]]) -> Iterator[Launch]:
 
 
 async def in_ray(specs: Sequence[Sequence[ServerSpec]], placement: Placement) -> list[Launch]:
-    """Returns the servers of each model as Ray actors.
+    """Return the servers of each model as Ray actors.
 
     Raises:
         ConfigError, ServerStartError: there are too few resources.

@@ -16,36 +16,34 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from pathlib import Path
 from urllib.parse import urlsplit
 
+from reward_loop._util import server_process
 from reward_loop._util.parent_death_pipe import exit_with_parent
 from reward_loop._util.process_settings import raise_descriptor_limit
 from reward_loop._util.sockets import listen, url_of
 from reward_loop.errors import ServerStartError
 from reward_loop.serving.process import ServerProcess
-from reward_loop.serving.supervisor import RestartPolicy, Supervisor
+from reward_loop.serving.supervisor import Supervisor
 
 __all__ = ["KEY_VARIABLE", "main", "new_key", "tunnel_entry", "tunnel_exit"]
 
 _LOOPBACK = "127.0.0.1"
-_RESTARTS = RestartPolicy(max_restarts=10, window_s=600.0)
 _STARTS_WITHIN_S = 120.0
 
 
 def new_key() -> str:
-    """Returns a new random key for the two ends of a tunnel."""
+    """Return a new random key for the two ends of a tunnel."""
     return secrets.token_urlsafe(24)
 
 
-def tunnel_exit(host: str, to: str, key: str, *, log_path: Path | None = None) -> AbstractAsyncContextManager[str]:
-    """Opens the exit of a tunnel, through which other nodes reach a loopback server of this node.
+def tunnel_exit(host: str, to: str, key: str) -> AbstractAsyncContextManager[str]:
+    """Open the exit of a tunnel, through which other nodes reach a loopback server of this node.
 
     Args:
         host: the address of this node that other nodes can reach.
         to: ``host:port`` of the server.
         key: the shared key. Entries must have the same key.
-        log_path: the log; by default a file in a new temporary directory.
 
     Yields:
         the exit's ``host:port``.
@@ -53,19 +51,16 @@ def tunnel_exit(host: str, to: str, key: str, *, log_path: Path | None = None) -
     Raises:
         ServerStartError: the process did not start, or the address cannot be used.
     """
-    return _end("exit", host, to, key, "/live", log_path)
+    return _end("exit", host, to, key, "/live")
 
 
-def tunnel_entry(
-    to: str, key: str, *, health_path: str, log_path: Path | None = None
-) -> AbstractAsyncContextManager[str]:
-    """Opens the entry of a tunnel: the server behind the exit becomes reachable at a loopback address of this node.
+def tunnel_entry(to: str, key: str, *, health_path: str) -> AbstractAsyncContextManager[str]:
+    """Open the entry of a tunnel: the server behind the exit becomes reachable at a loopback address of this node.
 
     Args:
         to: the exit's ``host:port``.
         key: the exit's key.
         health_path: the server answers a GET of this path with a status below 400.
-        log_path: as for :func:`tunnel_exit`.
 
     Yields:
         the entry's ``host:port``, once the server has answered through the tunnel.
@@ -73,11 +68,11 @@ def tunnel_entry(
     Raises:
         ServerStartError: the process did not start, or the server did not answer.
     """
-    return _end("entry", _LOOPBACK, to, key, health_path, log_path)
+    return _end("entry", _LOOPBACK, to, key, health_path)
 
 
 @asynccontextmanager
-async def _end(end: str, host: str, to: str, key: str, health_path: str, log_path: Path | None) -> AsyncIterator[str]:
+async def _end(end: str, host: str, to: str, key: str, health_path: str) -> AsyncIterator[str]:
     name = f"tunnel {end} to {to}"
     try:
         listener = listen(host)
@@ -89,13 +84,13 @@ async def _end(end: str, host: str, to: str, key: str, health_path: str, log_pat
             name,
             [sys.executable, "-m", "reward_loop.serving.tunnels", end, "--to", to],
             bound=listener,
-            log_path=log_path,
+            log_path=None,
             env={KEY_VARIABLE: key},
             health_path=health_path,
             start_timeout_s=_STARTS_WITHIN_S,
         )
 
-    supervisor = Supervisor(new_process, _RESTARTS, bound=listener)
+    supervisor = Supervisor(new_process, max_restarts=10, window_s=600.0, bound=listener)
     supervisor.start()
     try:
         await supervisor.started
@@ -130,7 +125,7 @@ class _End:
         self._checks = checks
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Handles one connection until both directions have ended."""
+        """Handle one connection until both directions have ended."""
         onward: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
@@ -176,24 +171,18 @@ async def _run(end: _End, listener: socket.socket) -> None:
 
 
 def main() -> None:
-    """Runs one end until SIGTERM, or until the parent process dies."""
+    """Run one end until SIGTERM, or until the parent process dies."""
     parser = argparse.ArgumentParser(prog="python -m reward_loop.serving.tunnels", description=__doc__)
     parser.add_argument("end", choices=("entry", "exit"))
     parser.add_argument("--to", required=True, metavar="HOST:PORT", help="the address of the exit, or of the server")
-    parser.add_argument("--fd", type=int, required=True, metavar="N", help="an inherited listening socket")
-    parser.add_argument(
-        "--parent-pipe",
-        type=int,
-        required=True,
-        metavar="N",
-        help="file descriptor of an inherited pipe; this process exits when the parent closes it or dies",
-    )
+    server_process.add_arguments(parser)
     args = parser.parse_args()
-    exit_with_parent(args.parent_pipe)
+    if args.parent_pipe is not None:
+        exit_with_parent(args.parent_pipe)
     raise_descriptor_limit()
     host, _, port = args.to.rpartition(":")
     end = _End((host.strip("[]"), int(port)), os.environ[KEY_VARIABLE].encode(), checks=args.end == "exit")
-    asyncio.run(_run(end, socket.socket(fileno=args.fd)))
+    asyncio.run(_run(end, server_process.open_listener(args)))
 
 
 if __name__ == "__main__":

@@ -87,12 +87,15 @@ async def test_an_exit_before_it_is_ready_shows_the_log(stub: Any, tmp_path: Pat
     assert "    the stub is told to fail" in str(raised.value)
 
 
-async def test_a_server_that_is_never_ready_is_killed_even_if_it_ignores_sigterm(stub: Any) -> None:
-    process = stub(env={"STUB_DEAF": "1"}, start_timeout_s=1.0, stop_timeout_s=0.1)
+async def test_a_server_that_is_never_ready_is_killed_even_if_it_ignores_sigterm(
+    stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_STOPS_WITHIN_S", 0.1)
+    server = stub(env={"STUB_DEAF": "1"}, start_timeout_s=1.0)
     with pytest.raises(ServerStartError, match="the stub was not ready after 1 s"):
-        await process.__aenter__()
+        await server.__aenter__()
     with pytest.raises(ProcessLookupError):
-        os.kill(process.pid, 0)
+        os.kill(server.pid, 0)
 
 
 async def test_stopping_a_process_that_has_just_ended(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,8 +175,9 @@ async def test_a_long_start_is_logged_with_the_last_line_of_the_servers_log(
             logged.set()
 
     monkeypatch.setattr(process, "_PROGRESS_S", 0.05)
+    monkeypatch.setattr(process, "_STOPS_WITHIN_S", 0.1)
     monkeypatch.setattr(process.logger, "info", info)
-    starting = asyncio.create_task(stub(env={"STUB_DEAF": "1"}, stop_timeout_s=0.1).__aenter__())
+    starting = asyncio.create_task(stub(env={"STUB_DEAF": "1"}).__aenter__())
     await asyncio.wait_for(logged.wait(), 60)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):

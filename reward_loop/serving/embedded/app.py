@@ -33,7 +33,7 @@ __all__ = ["create_app", "main"]
 
 
 def create_app(model: EmbeddedModel, *, can_sleep: bool = False) -> FastAPI:
-    """Returns the server's ASGI app. The engine runs during the app's lifespan.
+    """Return the server's ASGI app. The engine runs during the app's lifespan.
 
     Args:
         model: the model to serve.

@@ -121,7 +121,7 @@ class BatchingEngine:
         await asyncio.to_thread(thread.shutdown)
 
     async def generate(self, prompt_ids: list[int], params: SamplingParams) -> Generation:
-        """Generates a continuation of ``prompt_ids``.
+        """Generate a continuation of ``prompt_ids``.
 
         Cancelling the call withdraws the request: a waiting request never runs, and a running request no longer delays
         the end of its batch. If the model raises an exception, every request of the batch raises it.
@@ -133,7 +133,7 @@ class BatchingEngine:
         return await self._submit(prompt_ids, params)
 
     async def classify(self, input_ids: list[int]) -> list[float]:
-        """Returns the raw logits of a sequence classification model for ``input_ids``, one for each label.
+        """Return the raw logits of a sequence classification model for ``input_ids``, one for each label.
 
         Raises:
             ContextTooLong: the input exceeds the model's context length.
@@ -175,7 +175,7 @@ class BatchingEngine:
                 self._running = []
 
     async def _next_group(self) -> deque[_Request]:
-        """Returns the group with the oldest request, once it has a full batch or its waiting time is over."""
+        """Return the group with the oldest request, once it has a full batch or its waiting time is over."""
         loop = asyncio.get_running_loop()
         while True:
             self._arrival.clear()

@@ -81,7 +81,7 @@ class Message(Body):
     name: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the message as chat templates expect it, with the content joined to one string."""
+        """Return the message as chat templates expect it, with the content joined to one string."""
         content = self.content or ""
         if not isinstance(content, str):
             content = "".join(part.text for part in content)
@@ -195,7 +195,7 @@ R = TypeVar("R", bound=PromptRequest)
 
 
 def parse(kind: type[R], body: bytes) -> R:
-    """Parses a request from JSON.
+    """Parse a request from JSON.
 
     Raises:
         ApiError: status 400: the body is not valid JSON (lone surrogates in strings are not valid), or a field has an
@@ -229,7 +229,7 @@ def _unsupported(name: str) -> str:
 
 
 def envelope(prefix: str, kind: str, model: str, prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
-    """Returns the fields that all responses have: a new id with this prefix, the time, the model and the usage."""
+    """Return the fields that all responses have: a new id with this prefix, the time, the model and the usage."""
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,
@@ -244,5 +244,5 @@ def envelope(prefix: str, kind: str, model: str, prompt_tokens: int, new_tokens:
 
 
 def now() -> int:
-    """Returns the Unix time in whole seconds."""
+    """Return the Unix time in whole seconds."""
     return int(time.time())

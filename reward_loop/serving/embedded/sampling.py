@@ -102,7 +102,7 @@ class _ResponsePenalties(LogitsProcessor):
 
 
 def _processors(params: SamplingParams) -> list[LogitsProcessor]:
-    """Returns the logits processors in vLLM's order."""
+    """Return the logits processors in vLLM's order."""
     processors: list[LogitsProcessor] = []
     if params.logit_bias:
         processors.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in params.logit_bias.items()]))
