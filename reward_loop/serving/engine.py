@@ -77,13 +77,13 @@ class Engine(ABC):
     continue_paths: ClassVar[tuple[str, ...]] = ()
     """POSTs of ``{}`` to these paths, in this order, allow computation again after `pause_paths`."""
 
-    @abstractmethod
     def check(self, model: ServedModelConfig) -> None:
         """Check the options of a model before any server starts.
 
         Raises:
             ConfigError: an option is not valid for this engine, or the engine is not installed.
         """
+        self.command(model, "", 0)
 
     @abstractmethod
     def command(self, model: ServedModelConfig, host: str, port: int) -> list[str]:
@@ -92,6 +92,9 @@ class Engine(ABC):
         Args:
             model: the configuration of its model.
             host, port: the address to listen on. Engines with `inherits_socket` may ignore them.
+
+        Raises:
+            ConfigError: see :meth:`check`.
         """
 
     @abstractmethod

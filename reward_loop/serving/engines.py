@@ -48,9 +48,6 @@ class Vllm(Engine):
     sleep_paths = ("/sleep?level=1",)
     wake_paths = ("/wake_up",)
 
-    def check(self, model: ServedModelConfig) -> None:
-        self.command(model, "", 0)
-
     def command(self, model: ServedModelConfig, host: str, port: int) -> list[str]:
         options: dict[str, Any] = {
             "host": host,
@@ -62,10 +59,9 @@ class Vllm(Engine):
             "max_model_len": model.max_model_len,
             "gpu_memory_utilization": model.gpu_memory_utilization,
             "trust_remote_code": model.trust_remote_code,
+            "tensor_parallel_size": model.tensor_parallel_size,
+            "data_parallel_size": model.data_parallel_size,
         }
-        for name in ("tensor_parallel_size", "data_parallel_size"):
-            if (size := getattr(model, name)) > 1:
-                options[name] = size
         if model.kind == "discriminative":
             options |= {"runner": "pooling", "convert": "classify"}
         if self._on_cpu(model):
@@ -130,7 +126,7 @@ class Sglang(Engine):
                 f"engine='sglang': SGLang is not installed for {origin(model)}: pip install sglang, or set python to "
                 "an interpreter that has it"
             )
-        self.command(model, "", 0)
+        super().check(model)
 
     def command(self, model: ServedModelConfig, host: str, port: int) -> list[str]:
         options: dict[str, Any] = {
@@ -143,6 +139,8 @@ class Sglang(Engine):
             "mem_fraction_static": model.gpu_memory_utilization,
             "is_embedding": model.kind == "discriminative",
             "trust_remote_code": model.trust_remote_code,
+            "tp_size": model.tensor_parallel_size,
+            "dp_size": model.data_parallel_size,
         }
         if self._on_cpu(model):
             options |= {"device": "cpu", "disable_overlap_schedule": True, "disable_cuda_graph": True}
@@ -152,10 +150,6 @@ class Sglang(Engine):
         elif model.enable_sleep_mode:
             # Without the backup, the weights are missing after wake-up: SGLang expects a trainer to send them.
             options |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
-        if model.tensor_parallel_size > 1:
-            options["tp_size"] = model.tensor_parallel_size
-        if model.data_parallel_size > 1:
-            options["dp_size"] = model.data_parallel_size
         return [interpreter(model), "-m", "sglang.launch_server", *flags(model, options, _RESERVED)]
 
     def environment(self, model: ServedModelConfig) -> dict[str, str]:
@@ -195,14 +189,9 @@ class Transformers(Engine):
                 raise ConfigError(f"{option} has no effect with engine='transformers': it is for vLLM and SGLang")
 
     def command(self, model: ServedModelConfig, host: str, port: int) -> list[str]:
-        return [
-            *(sys.executable, "-m", "reward_loop.serving.embedded.app"),
-            *("--model", str(model.model_path)),
-            *("--served-model-name", str(model.served_model_name)),
-            *("--max-batch-size", str(model.max_batch_size)),
-            *("--max-wait-ms", str(model.max_wait_ms)),
-            *(["--enable-sleep-mode"] if model.enable_sleep_mode else []),
-        ]
+        own = {"model_path", "served_model_name", "max_batch_size", "max_wait_ms", "enable_sleep_mode"}
+        options = model.model_dump_json(include=own)
+        return [sys.executable, "-m", "reward_loop.serving.embedded.app", "--options", options]
 
     def environment(self, model: ServedModelConfig) -> dict[str, str]:
         threads = str(model.threads)

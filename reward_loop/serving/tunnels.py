@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from urllib.parse import urlsplit
 
 from reward_loop._util import server_process
@@ -101,7 +102,6 @@ async def _end(end: str, host: str, to: str, key: str, health_path: str) -> Asyn
 
 KEY_VARIABLE = "REWARD_LOOP_TUNNEL_KEY"
 
-_PREFACE = b"reward-loop-tunnel "
 _MAX_PREFACE = 1024
 _HANDSHAKE_TIMEOUT_S = 10.0
 _CHUNK = 65536
@@ -110,48 +110,44 @@ _ALIVE = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _REFUSED = b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
-class _End:
-    """One end of a tunnel.
+async def _serve(
+    to: tuple[str, int], preface: bytes, is_exit: bool, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """Handle one connection until both directions have ended.
 
     Args:
         to: host and port of the next hop.
-        key: the shared key, which the entry sends and the exit checks.
-        checks: whether this end is the exit.
+        preface: the line with the key, which the entry sends and the exit checks.
+        is_exit: whether this end is the exit.
+        reader, writer: the connection.
     """
+    onward: asyncio.StreamWriter | None = None
+    try:
+        async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
+            if is_exit and not await _admit(preface, reader, writer):
+                return
+            back, onward = await asyncio.open_connection(*to, limit=_CHUNK)
+        if not is_exit:
+            onward.write(preface)
+        async with asyncio.TaskGroup() as both:
+            both.create_task(_copy(reader, onward))
+            both.create_task(_copy(back, writer))
+    except* (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+        # Abort both connections: after an orderly close, a truncated response would look complete.
+        for end in filter(None, (writer, onward)):
+            end.transport.abort()
+    finally:
+        for end in filter(None, (writer, onward)):
+            end.close()
 
-    def __init__(self, to: tuple[str, int], key: bytes, *, checks: bool) -> None:
-        self._to = to
-        self._preface = _PREFACE + key + b"\r\n"
-        self._checks = checks
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Handle one connection until both directions have ended."""
-        onward: asyncio.StreamWriter | None = None
-        try:
-            async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
-                if self._checks and not await self._admit(reader, writer):
-                    return
-                back, onward = await asyncio.open_connection(*self._to, limit=_CHUNK)
-            if not self._checks:
-                onward.write(self._preface)
-            async with asyncio.TaskGroup() as both:
-                both.create_task(_copy(reader, onward))
-                both.create_task(_copy(back, writer))
-        except* (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            # Abort both connections: after an orderly close, a truncated response would look complete.
-            for end in filter(None, (writer, onward)):
-                end.transport.abort()
-        finally:
-            for end in filter(None, (writer, onward)):
-                end.close()
-
-    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        line = await reader.readuntil(b"\r\n")
-        if hmac.compare_digest(line, self._preface):
-            return True
-        writer.write(_ALIVE if line.startswith(b"GET /live ") else _REFUSED)
-        await writer.drain()
-        return False
+async def _admit(preface: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    line = await reader.readuntil(b"\r\n")
+    if hmac.compare_digest(line, preface):
+        return True
+    writer.write(_ALIVE if line.startswith(b"GET /live ") else _REFUSED)
+    await writer.drain()
+    return False
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -162,10 +158,11 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.write_eof()
 
 
-async def _run(end: _End, listener: socket.socket) -> None:
+async def _run(to: tuple[str, int], key: str, is_exit: bool, listener: socket.socket) -> None:
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
-    server = await asyncio.start_server(end.serve, sock=listener, limit=_MAX_PREFACE, backlog=4096)
+    serve = partial(_serve, to, b"reward-loop-tunnel %b\r\n" % key.encode(), is_exit)
+    server = await asyncio.start_server(serve, sock=listener, limit=_MAX_PREFACE, backlog=4096)
     await stopped.wait()
     server.close()
 
@@ -181,8 +178,8 @@ def main() -> None:
         exit_with_parent(args.parent_pipe)
     raise_descriptor_limit()
     host, _, port = args.to.rpartition(":")
-    end = _End((host.strip("[]"), int(port)), os.environ[KEY_VARIABLE].encode(), checks=args.end == "exit")
-    asyncio.run(_run(end, server_process.open_listener(args)))
+    to = (host.strip("[]"), int(port))
+    asyncio.run(_run(to, os.environ[KEY_VARIABLE], args.end == "exit", server_process.open_listener(args)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import multiprocessing
 import os
 import signal
@@ -147,14 +148,24 @@ def test_listening_twice_on_a_port_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("options", "message"),
     [
-        (["--model", "/no/such/model"], "error: --model: there is no directory '/no/such/model'"),
-        (["--model", os.path.dirname(__file__)], "there is no config.json"),
+        ({"model_path": "/no/such/model"}, "error: model_path: there is no directory '/no/such/model'"),
+        ({"model_path": os.path.dirname(__file__)}, "there is no config.json"),
     ],
 )
-async def test_the_embedded_server_refuses_a_wrong_path_at_once(stub: Any, arguments: list[str], message: str) -> None:
-    command = [sys.executable, "-X", "importtime", "-m", "reward_loop.serving.embedded.app", *arguments]
+async def test_the_embedded_server_refuses_a_wrong_path_at_once(
+    stub: Any, options: dict[str, str], message: str
+) -> None:
+    command = [
+        sys.executable,
+        "-X",
+        "importtime",
+        "-m",
+        "reward_loop.serving.embedded.app",
+        "--options",
+        json.dumps(options),
+    ]
     process = stub(command)
     with pytest.raises(ServerStartError, match="exited with status 2"):
         await process.__aenter__()

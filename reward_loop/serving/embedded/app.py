@@ -1,4 +1,4 @@
-"""``python -m reward_loop.serving.embedded.app --model PATH``: serves a small transformers model with vLLM's HTTP API.
+"""``python -m reward_loop.serving.embedded.app --options JSON``: serves a small model with vLLM's HTTP API.
 
 The endpoints are ``/v1/chat/completions`` for a generative model, ``/classify`` for a discriminative one, and
 ``/v1/models`` and ``/health`` for both.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -22,6 +23,8 @@ from reward_loop._util.disconnect import stop_on_disconnect
 from reward_loop._util.parent_death_pipe import exit_with_parent
 from reward_loop._util.process_settings import raise_descriptor_limit
 from reward_loop._util.standard_streams import open_standard_streams
+from reward_loop.config import ServedModelConfig
+from reward_loop.config import parse as parse_options
 from reward_loop.errors import ConfigError
 from reward_loop.serving.embedded.dialect import ApiError, ChatRequest, ClassifyRequest, R, now, parse
 from reward_loop.serving.models import model_kind
@@ -119,42 +122,30 @@ async def _answer(request: Request, kind: type[R], work: Callable[[R], Awaitable
     return response
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Run the server until SIGTERM; return the exit status."""
     open_standard_streams()
-    args = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(prog="python -m reward_loop.serving.embedded.app", description=__doc__)
+    parser.add_argument("--options", required=True, metavar="JSON", help="the model, as a ServedModelConfig")
+    server_process.add_arguments(parser)
+    args = parser.parse_args()
     if args.parent_pipe is not None:
         exit_with_parent(args.parent_pipe)  # before any slow work
-    name = args.served_model_name or args.model
     try:
-        kind = model_kind(args.model, "--model")
+        config = parse_options(ServedModelConfig, orjson.loads(args.options), "--options")
+        path, name = str(config.model_path), str(config.served_model_name or config.model_path)
+        kind = model_kind(path, "model_path")
         raise_descriptor_limit()
         # Imports torch, which takes seconds, so the options are checked first.
         from reward_loop.serving.embedded.model import EmbeddedModel
 
-        model = EmbeddedModel(
-            args.model, name=name, kind=kind, max_batch_size=args.max_batch_size, max_wait_s=args.max_wait_ms / 1000
-        )
+        batches: Any = {"max_batch_size": config.max_batch_size, "max_wait_s": config.max_wait_ms / 1000}
+        model = EmbeddedModel(path, name=name, kind=kind, **batches)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    server_process.run(create_app(model, can_sleep=args.enable_sleep_mode), args, f"{kind} model {name}")
+    server_process.run(create_app(model, can_sleep=config.enable_sleep_mode), args, f"{kind} model {name}")
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m reward_loop.serving.embedded.app", description=__doc__)
-    parser.add_argument("--model", required=True, metavar="PATH", help="a model directory")
-    parser.add_argument("--served-model-name", metavar="NAME", help="name of the model in requests (default: the path)")
-    parser.add_argument(
-        "--max-batch-size", type=int, default=64, metavar="N", help="requests in a batch at most (default: %(default)d)"
-    )
-    parser.add_argument(
-        "--max-wait-ms", type=float, default=3.0, metavar="MS", help="wait for a full batch (default: %(default)g)"
-    )
-    parser.add_argument("--enable-sleep-mode", action="store_true", help="serve /sleep, /wake_up and /is_sleeping")
-    server_process.add_arguments(parser)
-    return parser
 
 
 if __name__ == "__main__":

@@ -20,11 +20,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from reward_loop.serving.embedded.sampling import Generation, RowEndings, RowSampler, SamplingParams
 
-__all__ = ["BatchingEngine", "ContextTooLong"]
-
-
-class ContextTooLong(ValueError):
-    """The input and the requested tokens together exceed the model's context length."""
+__all__ = ["BatchingEngine"]
 
 
 @dataclass(slots=True, eq=False)
@@ -127,8 +123,8 @@ class BatchingEngine:
         the end of its batch. If the model raises an exception, every request of the batch raises it.
 
         Raises:
-            ContextTooLong: the prompt and ``params.max_tokens`` exceed the model's context length.
-            ValueError: the prompt is empty, or contains an unknown token.
+            ValueError: the prompt is empty, contains an unknown token, or exceeds the model's context length together
+                with ``params.max_tokens``.
         """
         return await self._submit(prompt_ids, params)
 
@@ -136,8 +132,7 @@ class BatchingEngine:
         """Return the raw logits of a sequence classification model for ``input_ids``, one for each label.
 
         Raises:
-            ContextTooLong: the input exceeds the model's context length.
-            ValueError: the input is empty, or contains an unknown token.
+            ValueError: the input is empty, contains an unknown token, or exceeds the model's context length.
         """
         return await self._submit(input_ids, None)
 
@@ -163,7 +158,7 @@ class BatchingEngine:
             raise ValueError(f"logit_bias: token ids must be at least 0 and less than {self._vocab_size}")
         if self.max_length is not None and len(ids) + new > self.max_length:
             wanted = f"{len(ids)} input tokens" + (f" and {new} new tokens" if new else "")
-            raise ContextTooLong(f"this model's maximum context length is {self.max_length} tokens, not {wanted}")
+            raise ValueError(f"this model's maximum context length is {self.max_length} tokens, not {wanted}")
 
     async def _work(self) -> None:
         while True:
