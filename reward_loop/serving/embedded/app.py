@@ -139,8 +139,8 @@ def main() -> int:
         # Imports torch, which takes seconds, so the options are checked first.
         from reward_loop.serving.embedded.model import EmbeddedModel
 
-        batches: Any = {"max_batch_size": config.max_batch_size, "max_wait_s": config.max_wait_ms / 1000}
-        model = EmbeddedModel(path, name=name, kind=kind, **batches)
+        max_wait_s = config.max_wait_ms / 1000
+        model = EmbeddedModel(path, name=name, kind=kind, max_batch_size=config.max_batch_size, max_wait_s=max_wait_s)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
