@@ -27,10 +27,18 @@ from reward_loop.errors import ServerStartError
 from reward_loop.serving.process import ServerProcess
 from reward_loop.serving.supervisor import Supervisor
 
-__all__ = ["KEY_VARIABLE", "main", "new_key", "tunnel_entry", "tunnel_exit"]
+__all__ = ["main", "new_key", "tunnel_entry", "tunnel_exit"]
 
 _LOOPBACK = "127.0.0.1"
 _STARTS_WITHIN_S = 120.0
+_KEY_VARIABLE = "REWARD_LOOP_TUNNEL_KEY"
+
+_MAX_PREFACE = 1024
+_HANDSHAKE_TIMEOUT_S = 10.0
+_CHUNK = 65536
+
+_ALIVE = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+_REFUSED = b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 def new_key() -> str:
@@ -86,7 +94,7 @@ async def _end(end: str, host: str, to: str, key: str, health_path: str) -> Asyn
             [sys.executable, "-m", "reward_loop.serving.tunnels", end, "--to", to],
             bound=listener,
             log_path=None,
-            env={KEY_VARIABLE: key},
+            env={_KEY_VARIABLE: key},
             health_path=health_path,
             start_timeout_s=_STARTS_WITHIN_S,
         )
@@ -98,16 +106,6 @@ async def _end(end: str, host: str, to: str, key: str, health_path: str) -> Asyn
         yield urlsplit(url_of(listener)).netloc
     finally:
         await supervisor.stop()
-
-
-KEY_VARIABLE = "REWARD_LOOP_TUNNEL_KEY"
-
-_MAX_PREFACE = 1024
-_HANDSHAKE_TIMEOUT_S = 10.0
-_CHUNK = 65536
-
-_ALIVE = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-_REFUSED = b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 async def _serve(
@@ -179,7 +177,7 @@ def main() -> None:
     raise_descriptor_limit()
     host, _, port = args.to.rpartition(":")
     to = (host.strip("[]"), int(port))
-    asyncio.run(_run(to, os.environ[KEY_VARIABLE], args.end == "exit", server_process.open_listener(args)))
+    asyncio.run(_run(to, os.environ[_KEY_VARIABLE], args.end == "exit", server_process.open_listener(args)))
 
 
 if __name__ == "__main__":
