@@ -1,4 +1,4 @@
-"""One server of a model as the router sees it: its address, whether it sleeps, whether it is lost."""
+"""One server of a model as the router sees it: its address, whether it sleeps, whether it is lost; the router's client."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class ModelServer:
             # SGLang dies if it must allocate memory that it has not freed.
             if self._sleep_sent:
                 for path in (*self._engine.wake_paths, *self._engine.continue_paths):
-                    await send(self.url, path, self._router.timeout_s)
+                    await _send(self.url, path, self._router.timeout_s)
             self._sleep_sent = False
             await self._router.require("resume", self.url)
 
@@ -139,14 +139,14 @@ class ModelServer:
             return
         for path in self._engine.sleep_paths:
             self._sleep_sent = True
-            await send(url, path, self._router.timeout_s)
+            await _send(url, path, self._router.timeout_s)
 
     async def _pause(self, url: str) -> bool:
         """Have the server end its computation; return whether it did."""
         for attempt in range(1, _PAUSE_ATTEMPTS + 1):
             try:
                 for path in self._engine.pause_paths:
-                    await send(url, path, self._router.timeout_s)
+                    await _send(url, path, self._router.timeout_s)
                 return True
             except ServerError as error:
                 problem = error
@@ -158,7 +158,7 @@ class ModelServer:
             *(self.model.served_model_name, url, _PAUSE_ATTEMPTS, problem),
         )
         for path in self._engine.continue_paths:
-            await send(url, path, self._router.timeout_s)
+            await _send(url, path, self._router.timeout_s)
         return False
 
 
@@ -199,16 +199,16 @@ class RouterClient:
             ServerError: the router did not confirm it.
         """
         path = f"/workers/{action}?{urlencode({'url': url})}"
-        await send(self.url, path, self.timeout_s, headers=_credentials())
+        await _send(self.url, path, self.timeout_s, headers=_credentials())
 
     async def _request(self, method: str, path: str, body: Any = None) -> None:
         try:
-            await send(self.url, path, _TIMEOUT_S, method=method, body=body, headers=_credentials())
+            await _send(self.url, path, _TIMEOUT_S, method=method, body=body, headers=_credentials())
         except ServerError as error:
             logger.warning("the router did not confirm %s %s: %s", method, path, error)
 
 
-async def send(
+async def _send(
     url: str,
     path: str,
     timeout_s: float,

@@ -190,7 +190,7 @@ async def test_if_a_server_does_not_fall_asleep_the_error_follows_the_sleep_of_t
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asleep = []
-    send = model_server.send
+    send = model_server._send
 
     async def sent(url: str, path: str, timeout_s: float, **options: Any) -> None:
         if url == models._servers[0].url:
@@ -199,7 +199,7 @@ async def test_if_a_server_does_not_fall_asleep_the_error_follows_the_sleep_of_t
         if path == "/sleep":
             asleep.append(url)
 
-    monkeypatch.setattr(model_server, "send", sent)
+    monkeypatch.setattr(model_server, "_send", sent)
     async with RewardModelManager(config(replicas=2, enable_sleep_mode=True)) as models:
         with pytest.raises(ServerError, match="no sleep"):
             await models.sleep()
