@@ -1,4 +1,4 @@
-"""One server of a model as the router sees it: its address, whether it sleeps, whether it is lost; the router's client."""
+"""One server of a model as the router sees it: its address, whether it sleeps, whether it is lost."""
 
 from __future__ import annotations
 
