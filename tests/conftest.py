@@ -47,10 +47,10 @@ LONGEST = (
     "test_docs.py",
     "verl/test_colocated.py",
     "verl/test_separate_async_run.py",
-    "serving/engines/test_real_sglang.py",
+    "serving/test_real_sglang.py",
     "verl/test_stock_verl.py",
     "adapters/trl/test_trainers.py",
-    "serving/engines/test_vllm.py",
+    "serving/test_vllm.py",
 )
 """The files that take longest, in this order. Two processes share the files, and the longest must not start last."""
 

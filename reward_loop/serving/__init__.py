@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from reward_loop.serving.blocking import ServedRewardModel, serve_reward_model
-    from reward_loop.serving.manager import RewardModelManager
+    from reward_loop.serving.manager import RewardModelManager, ServedRewardModel, serve_reward_model
 
 __all__ = ["RewardModelManager", "ServedRewardModel", "serve_reward_model"]
 
@@ -14,7 +13,7 @@ __all__ = ["RewardModelManager", "ServedRewardModel", "serve_reward_model"]
 def __getattr__(name: str) -> Any:
     # Imported on demand: the process of the embedded server does not need the manager.
     if name in __all__:
-        from reward_loop.serving import blocking
+        from reward_loop.serving import manager
 
-        return getattr(blocking, name)
+        return getattr(manager, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

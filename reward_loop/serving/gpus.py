@@ -27,7 +27,7 @@ class Accelerator:
     """The environment variable that restricts a process to some of the devices."""
 
     def options(self, count: float) -> dict[str, Any]:
-        """Returns the options of a Ray actor or task that uses ``count`` devices."""
+        """Return the options of a Ray actor or task that uses ``count`` devices."""
         return {"num_gpus": count} if self.resource == "GPU" else {"num_gpus": 0, "resources": {self.resource: count}}
 
     @property
@@ -37,7 +37,7 @@ class Accelerator:
         return (self.visible, HIP_VISIBLE_DEVICES) if self.visible == CUDA_VISIBLE_DEVICES else (self.visible,)
 
     def environment(self, ids: list[str]) -> dict[str, str]:
-        """Returns the environment variables of a process that uses the devices with these ids."""
+        """Return the environment variables of a process that uses the devices with these ids."""
         return dict.fromkeys(self.variables, ",".join(ids))
 
 
@@ -61,7 +61,7 @@ class GpuShares:
         return _listed_in(os.environ) or (GPU, _installed())
 
     def share(self, count: int, servers: int, env: Mapping[str, str], model: str) -> list[dict[str, str]]:
-        """Returns the environment variables that assign GPUs to a model's servers, one dict for each server.
+        """Return the environment variables that assign GPUs to a model's servers, one dict for each server.
 
         Args:
             count: the number of GPUs of each server.

@@ -22,7 +22,7 @@ _TAIL_LINES = 25
 
 
 def log_folder(log_dir: str | None) -> Path:
-    """Returns the folder for the logs of servers, and create it if needed.
+    """Return the folder for the logs of servers, and create it if needed.
 
     Args:
         log_dir: the folder that the user has configured; ``None`` for a new temporary folder.
@@ -64,7 +64,7 @@ class ServerLog:
         self._problem: str | None = None
 
     def open(self) -> BinaryIO:
-        """Opens the log file for a new server process; opens the null device if the file cannot be written."""
+        """Open the log file for a new server process; open the null device if the file cannot be written."""
         try:
             if self.path is None:
                 self._temporary = Path(tempfile.mkdtemp(prefix=_PREFIX))
@@ -88,7 +88,7 @@ class ServerLog:
             self._temporary = self.path = None
 
     def lines(self) -> list[str]:
-        """Returns up to 25 last lines; an empty list if the file cannot be read."""
+        """Return up to 25 last lines; an empty list if the file cannot be read."""
         if self.path is None or self._problem:
             return []
         try:
@@ -99,7 +99,7 @@ class ServerLog:
             return []
 
     def end(self) -> str:
-        """Returns text for the end of an error message: the last lines, or the reason why there are none."""
+        """Return text for the end of an error message: the last lines, or the reason why there are none."""
         if self._problem:
             return f"It ran without a log: {self._problem}. Free space there, or set log_dir to another folder."
         lines = self.lines()
@@ -109,7 +109,7 @@ class ServerLog:
 
 
 def _writable(path: Path) -> BinaryIO:
-    """Opens a file for appending, and tests that a byte can be written.
+    """Open a file for appending, and test that a byte can be written.
 
     Raises:
         OSError: the folder cannot be created, or the file cannot be opened or written.

@@ -8,27 +8,27 @@ import logging
 import shutil
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
+from reward_loop._util.background_loop import in_background
 from reward_loop._util.sockets import listen, url_of
 from reward_loop.config import RewardModelConfig, ServedModelConfig
 from reward_loop.errors import ConfigError
-from reward_loop.serving.launch import Launch, in_ray, on_this_machine
 from reward_loop.serving.logs import log_folder
-from reward_loop.serving.model_server import ModelServer
+from reward_loop.serving.model_server import ModelServer, RouterClient
 from reward_loop.serving.models import served_models
 from reward_loop.serving.process import ServerProcess
-from reward_loop.serving.router_client import RouterClient
-from reward_loop.serving.server_spec import ServerSpec, server_specs
-from reward_loop.serving.supervisor import RestartPolicy, Server, Starts, Supervisor
+from reward_loop.serving.server_spec import Launch, ServerSpec, in_ray, on_this_machine, server_specs
+from reward_loop.serving.supervisor import Server, Starts, Supervisor
 
 if TYPE_CHECKING:
     from reward_loop.serving.reservation import Placement
 
-__all__ = ["RewardModelManager"]
+__all__ = ["RewardModelManager", "ServedRewardModel", "serve_reward_model"]
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class RewardModelManager:
         return urlsplit(self._router_url).netloc
 
     def pids(self) -> dict[str, int]:
-        """Returns the ids of the running processes, by role: ``router``, ``server 1``, ``server 2`` and so on."""
+        """Return the ids of the running processes, by role: ``router``, ``server 1``, ``server 2`` and so on."""
         return {role: supervisor.pid for role, supervisor in self._supervisors.items() if supervisor.pid}
 
     async def __aenter__(self) -> Self:
@@ -107,7 +107,7 @@ class RewardModelManager:
         await self.stop()
 
     async def stop(self) -> None:
-        """Stops every process, and waits until all are gone. Called on exit; a second call does nothing."""
+        """Stop every process, and wait until all are gone. Called on exit; a second call does nothing."""
         supervisors, self._supervisors = self._supervisors, {}
         logs, self._temporary_logs = self._temporary_logs, None
         keeps_logs = logs is not None and any(supervisor.failed for supervisor in supervisors.values())
@@ -131,7 +131,7 @@ class RewardModelManager:
                     await asyncio.to_thread(shutil.rmtree, logs, ignore_errors=True)
 
     async def sleep(self) -> None:
-        """Frees the models' memory: the router holds new requests, requests in flight finish, then the engines sleep.
+        """Free the models' memory: the router holds new requests, requests in flight finish, then the engines sleep.
 
         External servers keep their memory; they only get no requests.
 
@@ -148,7 +148,7 @@ class RewardModelManager:
         await self._with_each(ModelServer.sleep)
 
     async def wake(self) -> None:
-        """Allocates the models' memory again; the router then sends the requests that it has held.
+        """Allocate the models' memory again; the router then sends the requests that it has held.
 
         Raises:
             ServerError: the router or a server did not wake up.
@@ -157,7 +157,7 @@ class RewardModelManager:
         await self._starts.allow()
 
     async def _with_each(self, do: Callable[[ModelServer], Awaitable[None]]) -> None:
-        """Calls ``do`` for all servers concurrently; raises the first error after all calls have ended."""
+        """Call ``do`` for all servers concurrently; raise the first error after all calls have ended."""
         for error in await asyncio.gather(*map(do, self._servers), return_exceptions=True):
             if error is not None:
                 raise error
@@ -210,8 +210,10 @@ class RewardModelManager:
         return await in_ray(specs, self._gpus)
 
     def _supervise(self, role: str, new_process: Callable[[], Server], **options: Any) -> Supervisor:
-        policy = RestartPolicy(self._config.max_restarts, self._config.restart_window_s)
-        self._supervisors[role] = Supervisor(new_process, policy, **options)
+        config = self._config
+        self._supervisors[role] = Supervisor(
+            new_process, max_restarts=config.max_restarts, window_s=config.restart_window_s, **options
+        )
         return self._supervisors[role]
 
     async def _send_states(self, _: str) -> None:
@@ -245,3 +247,56 @@ class RewardModelManager:
             if server.url:
                 options += ["--worker", server.config().model_dump_json()]
         return [sys.executable, "-m", "reward_loop.router", *options]
+
+
+class ServedRewardModel:
+    """Controls a :class:`RewardModelManager` that runs in another thread; see :func:`serve_reward_model`."""
+
+    def __init__(self, manager: RewardModelManager, loop: asyncio.AbstractEventLoop) -> None:
+        self._manager = manager
+        self._loop = loop
+
+    @property
+    def reward_router_address(self) -> str:
+        """``host:port`` of the router."""
+        return self._manager.reward_router_address
+
+    def sleep(self) -> None:
+        """Free the models' memory, and return when that is done; see :meth:`RewardModelManager.sleep`."""
+        self._run(self._manager.sleep())
+
+    def wake(self) -> None:
+        """Allocate the models' memory again, and return when that is done; see :meth:`RewardModelManager.wake`."""
+        self._run(self._manager.wake())
+
+    def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+
+@contextmanager
+def serve_reward_model(config: RewardModelConfig, gpus: Placement | None = None) -> Iterator[ServedRewardModel]:
+    """Run a :class:`RewardModelManager` on an event loop in a background thread, for synchronous programs.
+
+        with serve_reward_model(RewardModelConfig(model_path="...")) as model:
+            train(reward_router_address=model.reward_router_address)
+
+    The processes are stopped when the block ends, or when the interpreter exits inside the block.
+
+    Args:
+        config: as for :class:`RewardModelManager`.
+        gpus: as for :class:`RewardModelManager`.
+
+    Yields:
+        the router's address and the methods ``sleep`` and ``wake``, once all processes are ready.
+
+    Raises:
+        ConfigError, ServerStartError: as on entry of :class:`RewardModelManager`.
+    """
+
+    @asynccontextmanager
+    async def serving() -> AsyncIterator[ServedRewardModel]:
+        async with RewardModelManager(config, gpus) as manager:
+            yield ServedRewardModel(manager, asyncio.get_running_loop())
+
+    with in_background(serving, name="reward-model-manager") as model:
+        yield model

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 _REAPER = (sys.executable, "-m", "reward_loop.serving.reaper")
 
 _POLL_S = 0.2
+_STOPS_WITHIN_S = 10.0
+"""Seconds between SIGTERM and SIGKILL."""
 _PROGRESS_S = 60.0
 
 
@@ -58,7 +60,6 @@ class ServerProcess:
         env: environment variables in addition to those of this process.
         health_path: the server is ready when a GET of this path returns a status below 400.
         start_timeout_s: seconds within which the server must be ready.
-        stop_timeout_s: seconds between SIGTERM and SIGKILL.
 
     Entering raises:
         ServerStartError: the process cannot be started, exits early, or is not ready in time. The message shows the end
@@ -75,7 +76,6 @@ class ServerProcess:
         env: Mapping[str, str] | None = None,
         health_path: str = "/health",
         start_timeout_s: float = 3600.0,
-        stop_timeout_s: float = 10.0,
     ) -> None:
         self.name = name
         self.log = ServerLog(name, log_path)
@@ -87,7 +87,6 @@ class ServerProcess:
         self._env = dict(env or {})
         self._health_path = health_path
         self._start_timeout_s = start_timeout_s
-        self._stop_timeout_s = stop_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._parent_death: ParentDeathPipe | None = None
         self._exited: asyncio.Future[int] | None = None
@@ -121,7 +120,7 @@ class ServerProcess:
         await self._stop()
 
     async def wait(self) -> ServerDiedError:
-        """Waits until the process exits by itself; returns an error with the exit status and the end of the log."""
+        """Wait until the process exits by itself; return an error with the exit status and the end of the log."""
         assert self._exited is not None
         code = await asyncio.shield(self._exited)
         return ServerDiedError(f"{self.name} (pid {self.pid}) {_ending(code)}.\n{self.log.end()}")
@@ -131,12 +130,11 @@ class ServerProcess:
         self._exited = loop.create_future()
         self._parent_death = ParentDeathPipe()
         fds = [self._parent_death.child_fd]
-        pipe = ("--parent-pipe", str(fds[0]))
         if self._inherits_socket:
             fds.append(self._bound.fileno())
-            command = [*self._command, "--fd", str(fds[1]), *pipe]
+            command = [*self._command, "--fd", str(fds[1]), "--parent-pipe", str(fds[0])]
         else:
-            command = [*_REAPER, *pipe, "--", *self._command]
+            command = [*_REAPER, str(fds[0]), *self._command]
         try:
             with self.log.open() as log:
                 self._process = subprocess.Popen(
@@ -182,7 +180,7 @@ class ServerProcess:
             logger.info("%s is still starting after %.0f s; its last log line: %s", self.name, elapsed, last[:200])
 
     async def _health_problem(self) -> str | None:
-        """Returns ``None`` once the health check succeeds, else what is wrong.
+        """Return ``None`` once the health check succeeds, else what is wrong.
 
         A server that inherits its socket is asked once. A server that binds the address itself is asked until the check
         succeeds.
@@ -211,7 +209,7 @@ class ServerProcess:
             with anyio.CancelScope(shield=True):
                 if not exited.done():
                     _signal(process, signal.SIGTERM)
-                    await asyncio.wait([exited], timeout=self._stop_timeout_s)
+                    await asyncio.wait([exited], timeout=_STOPS_WITHIN_S)
                 if not exited.done():
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)

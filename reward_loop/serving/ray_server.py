@@ -65,7 +65,7 @@ class RayServer:
 
     @asynccontextmanager
     async def placed(self) -> AsyncIterator[None]:
-        """Runs the actor of the server. Entry waits until Ray has started it.
+        """Run the actor of the server. Entry waits until Ray has started it.
 
         Raises:
             ServerStartError: the resources were not free in time, or the actor died.
@@ -91,7 +91,7 @@ class RayServer:
 
     @asynccontextmanager
     async def _errors(self, timed_out: str, timeout_s: float) -> AsyncIterator[None]:
-        """Limits the time of the block, and turns its errors into `ServerStartError`."""
+        """Limit the time of the block, and turn its errors into `ServerStartError`."""
         try:
             async with asyncio.timeout(timeout_s):
                 yield
@@ -104,7 +104,7 @@ class RayServer:
         await self._stop()
 
     async def wait(self) -> ServerDiedError:
-        """Waits until the server exits by itself, or its actor or node dies; returns an error with the cause."""
+        """Wait until the server exits by itself, or its actor or node dies; return an error with the cause."""
         try:
             return ServerDiedError(await self._actor.wait.remote())
         except RayError as error:
@@ -142,7 +142,7 @@ class _Host:
     async def start(
         self, spec: ServerSpec, devices: dict[str, str], reserved: Accelerator | None, users_node: str, tunnel_key: str
     ) -> tuple[str, str | None, int | None, float | None]:
-        """Starts the server, and the exit of a tunnel if its user is on another node.
+        """Start the server, and the exit of a tunnel if its user is on another node.
 
         Args:
             spec, tunnel_key: as for :class:`RayServer`.
@@ -164,9 +164,7 @@ class _Host:
         self._process = await self._stack.enter_async_context(process)
         exit_address = None
         if context.get_node_id() != users_node:
-            tunnel_log = None if process.log.path is None else process.log.path.with_suffix(".tunnel.log")
-            target = process.url.removeprefix("http://")
-            tunnel = tunnel_exit(address, target, tunnel_key, log_path=tunnel_log)
+            tunnel = tunnel_exit(address, process.url.removeprefix("http://"), tunnel_key)
             exit_address = await self._stack.enter_async_context(tunnel)
         return process.url, exit_address, process.pid, process.started_in_s
 
@@ -179,6 +177,6 @@ class _Host:
 
 
 def _cause(error: RayError) -> object:
-    """Returns the server's own error if the actor raised one, else Ray's error."""
+    """Return the server's own error if the actor raised one, else Ray's error."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, ServerError) else error

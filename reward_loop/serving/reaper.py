@@ -1,14 +1,14 @@
-"""``python -m reward_loop.serving.reaper --parent-pipe N -- COMMAND``: runs a server, and ends all its processes.
+"""``python -m reward_loop.serving.reaper N COMMAND...``: runs a server, and ends all its processes.
 
-For engines, which start further processes and cannot watch the pipe themselves. All of them are killed when the parent
-closes the pipe or dies, and when the server's first process ends for any reason. If the reaper itself is killed, the
+For engines, which start further processes and cannot watch a pipe themselves. ``N`` is the file descriptor of an
+inherited pipe. All processes are killed when the parent closes the pipe or dies, and when the server's first process
+ends for any reason. If the reaper itself is killed, the
 first process is killed, too. SIGTERM and SIGINT are forwarded to the server. The reaper exits with the server's exit
 status or signal.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import subprocess
@@ -22,19 +22,10 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Runs the command, and exits with its exit status or signal."""
-    parser = argparse.ArgumentParser(prog="python -m reward_loop.serving.reaper", description=__doc__)
-    parser.add_argument(
-        "--parent-pipe",
-        type=int,
-        required=True,
-        metavar="N",
-        help="file descriptor of an inherited pipe; the server ends when the parent closes it or dies",
-    )
-    parser.add_argument("command", nargs="+", metavar="COMMAND", help="the server's program and its arguments")
-    args = parser.parse_args()
+    """Run the command, and exit with its exit status or signal."""
+    _, pipe, *command = sys.argv
     adopt_orphans()
-    exit_with_parent(args.parent_pipe, kill_children)
+    exit_with_parent(int(pipe), kill_children)
     server: subprocess.Popen[bytes] | None = None
     received: list[int] = []
 
@@ -46,9 +37,9 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, forward)
     try:
-        server = subprocess.Popen(args.command, preexec_fn=die_with_parent)
+        server = subprocess.Popen(command, preexec_fn=die_with_parent)
     except OSError as error:
-        sys.exit(f"{args.command[0]} cannot be started: {error}")
+        sys.exit(f"{command[0]} cannot be started: {error}")
     if received:  # before the server was started
         server.send_signal(received[0])
     code = server.wait()

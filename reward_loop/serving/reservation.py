@@ -82,7 +82,7 @@ class Place:
         return self.accelerator if self.gpus and not self.shared else None
 
     async def environment(self) -> dict[str, str]:
-        """Returns the environment variables that restrict a server to its shared accelerators, if it has any."""
+        """Return the environment variables that restrict a server to its shared accelerators, if it has any."""
         if not self.shared or not self.gpus:
             return {}
         ask: Any = _held
@@ -109,14 +109,14 @@ class Placement(Protocol):
     """Finds places for servers."""
 
     async def places(self, demands: Sequence[Demand]) -> list[list[Place]]:
-        """Returns the places of each model's servers, in the order of ``demands``.
+        """Return the places of each model's servers, in the order of ``demands``.
 
         Raises:
             ConfigError, ServerStartError: there are too few free resources for all servers.
         """
 
     def release(self) -> None:
-        """Releases the reserved resources."""
+        """Release the reserved resources."""
 
 
 class GpuReservation:
@@ -151,7 +151,7 @@ class GpuReservation:
         self._group: PlacementGroup | None = None
 
     async def places(self, demands: Sequence[Demand]) -> list[list[Place]]:
-        """Reserves the resources of all servers, and returns the places of each model's servers.
+        """Reserve the resources of all servers, and return the places of each model's servers.
 
         Raises:
             ConfigError: Ray is not initialised, or the cluster is too small even if it is idle.
@@ -182,13 +182,13 @@ class GpuReservation:
         ]
 
     def release(self) -> None:
-        """Releases all reserved resources."""
+        """Release all reserved resources."""
         group, self._group = self._group, None
         if group is not None:
             _remove(group)
 
     async def _reserve(self, bundles: list[Bundle], others: Sequence[Others], arithmetic: str) -> None:
-        """Creates the servers' placement group, while temporary groups hold what ``others`` need."""
+        """Create the servers' placement group, while temporary groups hold what ``others`` need."""
         resource = self._accelerator.resource
         # Each piece must be on one node. The largest comes first, before smaller pieces split the nodes.
         wanted: list[tuple[float, int, Others | None]] = [
@@ -225,7 +225,7 @@ class GpuReservation:
         )
 
     def _arithmetic(self, demands: Sequence[Demand], others: Sequence[Others], nodes: list[_Node]) -> str:
-        """Returns a message with the requested resources and those of each node.
+        """Return a message with the requested resources and those of each node.
 
         Raises:
             ConfigError: the cluster is too small, even if it is idle.
@@ -289,7 +289,7 @@ def _amounts(each: Mapping[str, float], resource: str) -> str:
 
 
 def _wait_until_removed(groups: Sequence[PlacementGroup]) -> None:
-    """Waits up to 10 s until Ray has removed the groups and freed their resources."""
+    """Wait up to 10 s until Ray has removed the groups and freed their resources."""
     deadline = time.monotonic() + _REMOVED_WITHIN_S
     for group in groups:
         while ray.util.placement_group_table(group).get("state") != "REMOVED" and time.monotonic() < deadline:
@@ -314,7 +314,7 @@ class SharedGpus:
         self._accelerator = accelerator
 
     async def places(self, demands: Sequence[Demand]) -> list[list[Place]]:
-        """Returns the places of each model's servers. All bundles of a server are on one node.
+        """Return the places of each model's servers. All bundles of a server are on one node.
 
         The places of every model start at the first bundle, so models share accelerators with each other.
 
@@ -339,4 +339,4 @@ class SharedGpus:
         return places[: demand.servers]
 
     def release(self) -> None:
-        """Does nothing, because nothing is reserved."""
+        """Do nothing, because nothing is reserved."""

@@ -1,20 +1,27 @@
-"""What a server of a model is, wherever it runs."""
+"""What a server of a model is, and where it runs: on this machine or in Ray."""
 
 from __future__ import annotations
 
 import itertools
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reward_loop._util.sockets import listen, reserve
 from reward_loop.config import ServedModelConfig
-from reward_loop.serving.engines.engine import Engine
-from reward_loop.serving.models import ENGINES
+from reward_loop.serving.engine import Engine
+from reward_loop.serving.engines import ENGINES
+from reward_loop.serving.gpus import GpuShares
 from reward_loop.serving.process import ServerProcess
+from reward_loop.serving.supervisor import Server
 
-__all__ = ["ServerSpec", "server_specs"]
+if TYPE_CHECKING:
+    from reward_loop.serving.reservation import Placement
+
+__all__ = ["Launch", "ServerSpec", "in_ray", "on_this_machine", "server_specs"]
 
 _HOST = "127.0.0.1"
 
@@ -43,11 +50,11 @@ class ServerSpec:
         return self.engine.gpus(self.model)
 
     def bind(self) -> socket.socket:
-        """Returns a socket with a free loopback port, as :class:`ServerProcess` expects it."""
+        """Return a socket with a free loopback port, as :class:`ServerProcess` expects it."""
         return listen(_HOST) if self.engine.inherits_socket else reserve(_HOST)
 
     def process(self, bound: socket.socket, devices: Mapping[str, str], where: str = "") -> ServerProcess:
-        """Returns a run of the server on this machine.
+        """Return a run of the server on this machine.
 
         Args:
             bound: the address, from :meth:`bind`.
@@ -66,7 +73,7 @@ class ServerSpec:
 
 
 def server_specs(models: Sequence[ServedModelConfig], log_dir: Path | None) -> list[list[ServerSpec]]:
-    """Returns the servers of each model, without those of external models, which run already."""
+    """Return the servers of each model, without those of external models, which run already."""
     numbers = itertools.count(1)
     specs = []
     for model in models:
@@ -76,3 +83,51 @@ def server_specs(models: Sequence[ServedModelConfig], log_dir: Path | None) -> l
         names = [f"reward model server {replica}/{model.replicas}{of}" for replica in range(1, model.replicas + 1)]
         specs.append([ServerSpec(model, ENGINES[model.engine], name, next(numbers), log_dir) for name in names])
     return specs
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A server with a place to run."""
+
+    spec: ServerSpec
+    new_process: Callable[[], Server]
+    """Creates the server's next run."""
+    bound: socket.socket | None = None
+    """The socket that holds the server's address; ``None`` in Ray, where each run has its own."""
+
+
+def on_this_machine(specs: Sequence[Sequence[ServerSpec]]) -> Iterator[Launch]:
+    """Yield the servers of each model as processes of this machine, each with its own GPUs.
+
+    Raises:
+        ConfigError: there are too few GPUs.
+    """
+    shares = GpuShares()
+    for servers in specs:
+        model = servers[0].model
+        devices = shares.share(servers[0].gpus, len(servers), model.env, str(model.served_model_name))
+        for spec, visible in zip(servers, devices, strict=True):
+            bound = spec.bind()
+            yield Launch(spec, partial(spec.process, bound, visible), bound)
+
+
+async def in_ray(specs: Sequence[Sequence[ServerSpec]], placement: Placement) -> list[Launch]:
+    """Return the servers of each model as Ray actors.
+
+    Raises:
+        ConfigError, ServerStartError: there are too few resources.
+    """
+    # Imported only if Ray is used.
+    from reward_loop.serving.ray_server import RayServer
+    from reward_loop.serving.reservation import Demand
+    from reward_loop.serving.tunnels import new_key
+
+    places = await placement.places(
+        [Demand(len(servers), servers[0].gpus, servers[0].model.threads) for servers in specs]
+    )
+    tunnel_key = new_key()
+    return [
+        Launch(spec, partial(RayServer, spec, place, tunnel_key))
+        for servers, found in zip(specs, places, strict=True)
+        for spec, place in zip(servers, found, strict=True)
+    ]

@@ -9,12 +9,11 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from reward_loop.errors import ServerDiedError, ServerError
 
-__all__ = ["RestartPolicy", "Server", "Starts", "Supervisor"]
+__all__ = ["Server", "Starts", "Supervisor"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,16 +43,7 @@ class Server(AbstractAsyncContextManager[Any, None], Protocol):
         """
 
     async def wait(self) -> ServerDiedError:
-        """Waits until the server exits by itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class RestartPolicy:
-    """How often a process may be restarted within a time window."""
-
-    max_restarts: int
-    window_s: float
-    """Length of the window in seconds. Older restarts do not count."""
+        """Wait until the server exits by itself."""
 
 
 class Starts:
@@ -82,13 +72,13 @@ class Starts:
             self._changed.notify_all()
 
     async def forbid(self) -> None:
-        """Blocks new starts until :meth:`allow`, and waits until no server is starting."""
+        """Block new starts until :meth:`allow`, and wait until no server is starting."""
         async with self._changed:
             self._allowed = False
             await self._changed.wait_for(lambda: not self._starting)
 
     async def allow(self) -> None:
-        """Permits starts again after :meth:`forbid`."""
+        """Permit starts again after :meth:`forbid`."""
         async with self._changed:
             self._allowed = True
             self._changed.notify_all()
@@ -110,11 +100,12 @@ class Supervisor:
     as before, restart limit reached      awaits ``on_lost(reason)``  ends
     ====================================  ==========================  ==================================================
 
-    The pause is 0.2 s, doubles with each restart within the policy's window, and is at most 30 s.
+    The pause is 0.2 s, doubles with each restart within the window, and is at most 30 s.
 
     Args:
         new_process: creates the next run of the server.
-        policy: the restart limit.
+        max_restarts: the largest number of restarts within the window; after that, the server is lost.
+        window_s: the length of the window in seconds. Older restarts do not count.
         starts: shared by the servers that must not all start at the same time.
         bound: holds the server's address. Closed when the restart limit is reached, and at :meth:`stop`.
         at_once: whether the first restart within the window has no pause.
@@ -126,8 +117,9 @@ class Supervisor:
     def __init__(
         self,
         new_process: Callable[[], Server],
-        policy: RestartPolicy,
         *,
+        max_restarts: int,
+        window_s: float,
         starts: Starts | None = None,
         bound: socket.socket | None = None,
         at_once: bool = False,
@@ -140,7 +132,8 @@ class Supervisor:
         self.failed = False
         """Whether the server has not started, or has died."""
         self._new_process = new_process
-        self._policy = policy
+        self._max_restarts = max_restarts
+        self._window_s = window_s
         self._starts = starts or Starts(1)
         self._bound = bound
         self._at_once = at_once
@@ -156,11 +149,11 @@ class Supervisor:
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Starts the server, and restarts it when it dies, in a task that ends at :meth:`stop`."""
+        """Start the server, and restart it when it dies, in a task that ends at :meth:`stop`."""
         self._task = asyncio.create_task(self._run(), name="supervisor")
 
     async def stop(self) -> None:
-        """Stops the server, and waits until it is gone. If the wait is cancelled, the server is killed."""
+        """Stop the server, and wait until it is gone. If the wait is cancelled, the server is killed."""
         try:
             if self._task:
                 self._task.cancel()
@@ -191,11 +184,10 @@ class Supervisor:
                 error = failed
             self.failed = True
             now = time.monotonic()
-            while restarts and now - restarts[0] > self._policy.window_s:
+            while restarts and now - restarts[0] > self._window_s:
                 restarts.popleft()
-            if len(restarts) >= self._policy.max_restarts:
-                window = self._policy.window_s
-                logger.error("not restarted after %d restarts within %g s: %s", len(restarts), window, error)
+            if len(restarts) >= self._max_restarts:
+                logger.error("not restarted after %d restarts within %g s: %s", len(restarts), self._window_s, error)
                 self._release()
                 await self._on_lost(_first_line(error))
                 return
@@ -208,7 +200,7 @@ class Supervisor:
             await asyncio.sleep(pause)
 
     async def _live(self) -> ServerError:
-        """Runs the server once; returns the error with which it died."""
+        """Run the server once; return the error with which it died."""
         process = self._process = self._new_process()
         try:
             # Outside of `_starts`: after the loss of a node, its servers may wait long for another place.
@@ -224,7 +216,7 @@ class Supervisor:
             self._process = None
 
     def _release(self) -> None:
-        """Closes the socket: connections in its backlog are reset, so that the router retries their requests."""
+        """Close the socket: connections in its backlog are reset, so that the router retries their requests."""
         if self._bound:
             self._bound.close()
 

@@ -16,36 +16,43 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from pathlib import Path
+from functools import partial
 from urllib.parse import urlsplit
 
+from reward_loop._util import server_process
 from reward_loop._util.parent_death_pipe import exit_with_parent
 from reward_loop._util.process_settings import raise_descriptor_limit
 from reward_loop._util.sockets import listen, url_of
 from reward_loop.errors import ServerStartError
 from reward_loop.serving.process import ServerProcess
-from reward_loop.serving.supervisor import RestartPolicy, Supervisor
+from reward_loop.serving.supervisor import Supervisor
 
-__all__ = ["KEY_VARIABLE", "main", "new_key", "tunnel_entry", "tunnel_exit"]
+__all__ = ["main", "new_key", "tunnel_entry", "tunnel_exit"]
 
 _LOOPBACK = "127.0.0.1"
-_RESTARTS = RestartPolicy(max_restarts=10, window_s=600.0)
 _STARTS_WITHIN_S = 120.0
+_KEY_VARIABLE = "REWARD_LOOP_TUNNEL_KEY"
+
+_MAX_PREFACE = 1024
+_HANDSHAKE_TIMEOUT_S = 10.0
+_CHUNK = 65536
+
+_ALIVE = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+_REFUSED = b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 def new_key() -> str:
-    """Returns a new random key for the two ends of a tunnel."""
+    """Return a new random key for the two ends of a tunnel."""
     return secrets.token_urlsafe(24)
 
 
-def tunnel_exit(host: str, to: str, key: str, *, log_path: Path | None = None) -> AbstractAsyncContextManager[str]:
-    """Opens the exit of a tunnel, through which other nodes reach a loopback server of this node.
+def tunnel_exit(host: str, to: str, key: str) -> AbstractAsyncContextManager[str]:
+    """Open the exit of a tunnel, through which other nodes reach a loopback server of this node.
 
     Args:
         host: the address of this node that other nodes can reach.
         to: ``host:port`` of the server.
         key: the shared key. Entries must have the same key.
-        log_path: the log; by default a file in a new temporary directory.
 
     Yields:
         the exit's ``host:port``.
@@ -53,19 +60,16 @@ def tunnel_exit(host: str, to: str, key: str, *, log_path: Path | None = None) -
     Raises:
         ServerStartError: the process did not start, or the address cannot be used.
     """
-    return _end("exit", host, to, key, "/live", log_path)
+    return _end("exit", host, to, key, "/live")
 
 
-def tunnel_entry(
-    to: str, key: str, *, health_path: str, log_path: Path | None = None
-) -> AbstractAsyncContextManager[str]:
-    """Opens the entry of a tunnel: the server behind the exit becomes reachable at a loopback address of this node.
+def tunnel_entry(to: str, key: str, *, health_path: str) -> AbstractAsyncContextManager[str]:
+    """Open the entry of a tunnel: the server behind the exit becomes reachable at a loopback address of this node.
 
     Args:
         to: the exit's ``host:port``.
         key: the exit's key.
         health_path: the server answers a GET of this path with a status below 400.
-        log_path: as for :func:`tunnel_exit`.
 
     Yields:
         the entry's ``host:port``, once the server has answered through the tunnel.
@@ -73,11 +77,11 @@ def tunnel_entry(
     Raises:
         ServerStartError: the process did not start, or the server did not answer.
     """
-    return _end("entry", _LOOPBACK, to, key, health_path, log_path)
+    return _end("entry", _LOOPBACK, to, key, health_path)
 
 
 @asynccontextmanager
-async def _end(end: str, host: str, to: str, key: str, health_path: str, log_path: Path | None) -> AsyncIterator[str]:
+async def _end(end: str, host: str, to: str, key: str, health_path: str) -> AsyncIterator[str]:
     name = f"tunnel {end} to {to}"
     try:
         listener = listen(host)
@@ -89,13 +93,13 @@ async def _end(end: str, host: str, to: str, key: str, health_path: str, log_pat
             name,
             [sys.executable, "-m", "reward_loop.serving.tunnels", end, "--to", to],
             bound=listener,
-            log_path=log_path,
-            env={KEY_VARIABLE: key},
+            log_path=None,
+            env={_KEY_VARIABLE: key},
             health_path=health_path,
             start_timeout_s=_STARTS_WITHIN_S,
         )
 
-    supervisor = Supervisor(new_process, _RESTARTS, bound=listener)
+    supervisor = Supervisor(new_process, max_restarts=10, window_s=600.0, bound=listener)
     supervisor.start()
     try:
         await supervisor.started
@@ -104,59 +108,44 @@ async def _end(end: str, host: str, to: str, key: str, health_path: str, log_pat
         await supervisor.stop()
 
 
-KEY_VARIABLE = "REWARD_LOOP_TUNNEL_KEY"
-
-_PREFACE = b"reward-loop-tunnel "
-_MAX_PREFACE = 1024
-_HANDSHAKE_TIMEOUT_S = 10.0
-_CHUNK = 65536
-
-_ALIVE = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-_REFUSED = b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-
-
-class _End:
-    """One end of a tunnel.
+async def _serve(
+    to: tuple[str, int], preface: bytes, is_exit: bool, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """Handle one connection until both directions have ended.
 
     Args:
         to: host and port of the next hop.
-        key: the shared key, which the entry sends and the exit checks.
-        checks: whether this end is the exit.
+        preface: the line with the key, which the entry sends and the exit checks.
+        is_exit: whether this end is the exit.
+        reader, writer: the connection.
     """
+    onward: asyncio.StreamWriter | None = None
+    try:
+        async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
+            if is_exit and not await _admit(preface, reader, writer):
+                return
+            back, onward = await asyncio.open_connection(*to, limit=_CHUNK)
+        if not is_exit:
+            onward.write(preface)
+        async with asyncio.TaskGroup() as both:
+            both.create_task(_copy(reader, onward))
+            both.create_task(_copy(back, writer))
+    except* (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+        # Abort both connections: after an orderly close, a truncated response would look complete.
+        for end in filter(None, (writer, onward)):
+            end.transport.abort()
+    finally:
+        for end in filter(None, (writer, onward)):
+            end.close()
 
-    def __init__(self, to: tuple[str, int], key: bytes, *, checks: bool) -> None:
-        self._to = to
-        self._preface = _PREFACE + key + b"\r\n"
-        self._checks = checks
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Handles one connection until both directions have ended."""
-        onward: asyncio.StreamWriter | None = None
-        try:
-            async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
-                if self._checks and not await self._admit(reader, writer):
-                    return
-                back, onward = await asyncio.open_connection(*self._to, limit=_CHUNK)
-            if not self._checks:
-                onward.write(self._preface)
-            async with asyncio.TaskGroup() as both:
-                both.create_task(_copy(reader, onward))
-                both.create_task(_copy(back, writer))
-        except* (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            # Abort both connections: after an orderly close, a truncated response would look complete.
-            for end in filter(None, (writer, onward)):
-                end.transport.abort()
-        finally:
-            for end in filter(None, (writer, onward)):
-                end.close()
-
-    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        line = await reader.readuntil(b"\r\n")
-        if hmac.compare_digest(line, self._preface):
-            return True
-        writer.write(_ALIVE if line.startswith(b"GET /live ") else _REFUSED)
-        await writer.drain()
-        return False
+async def _admit(preface: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    line = await reader.readuntil(b"\r\n")
+    if hmac.compare_digest(line, preface):
+        return True
+    writer.write(_ALIVE if line.startswith(b"GET /live ") else _REFUSED)
+    await writer.drain()
+    return False
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -167,33 +156,28 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.write_eof()
 
 
-async def _run(end: _End, listener: socket.socket) -> None:
+async def _run(to: tuple[str, int], key: str, is_exit: bool, listener: socket.socket) -> None:
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
-    server = await asyncio.start_server(end.serve, sock=listener, limit=_MAX_PREFACE, backlog=4096)
+    serve = partial(_serve, to, b"reward-loop-tunnel %b\r\n" % key.encode(), is_exit)
+    server = await asyncio.start_server(serve, sock=listener, limit=_MAX_PREFACE, backlog=4096)
     await stopped.wait()
     server.close()
 
 
 def main() -> None:
-    """Runs one end until SIGTERM, or until the parent process dies."""
+    """Run one end until SIGTERM, or until the parent process dies."""
     parser = argparse.ArgumentParser(prog="python -m reward_loop.serving.tunnels", description=__doc__)
     parser.add_argument("end", choices=("entry", "exit"))
     parser.add_argument("--to", required=True, metavar="HOST:PORT", help="the address of the exit, or of the server")
-    parser.add_argument("--fd", type=int, required=True, metavar="N", help="an inherited listening socket")
-    parser.add_argument(
-        "--parent-pipe",
-        type=int,
-        required=True,
-        metavar="N",
-        help="file descriptor of an inherited pipe; this process exits when the parent closes it or dies",
-    )
+    server_process.add_arguments(parser)
     args = parser.parse_args()
-    exit_with_parent(args.parent_pipe)
+    if args.parent_pipe is not None:
+        exit_with_parent(args.parent_pipe)
     raise_descriptor_limit()
     host, _, port = args.to.rpartition(":")
-    end = _End((host.strip("[]"), int(port)), os.environ[KEY_VARIABLE].encode(), checks=args.end == "exit")
-    asyncio.run(_run(end, socket.socket(fileno=args.fd)))
+    to = (host.strip("[]"), int(port))
+    asyncio.run(_run(to, os.environ[_KEY_VARIABLE], args.end == "exit", server_process.open_listener(args)))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.experimental.reward_loop import RewardModelManager
 
 from reward_loop.config import RewardModelConfig
-from reward_loop.serving.blocking import serve_reward_model
+from reward_loop.serving.manager import serve_reward_model
 from reward_loop.verl.cluster import RouterAddress, router_address
 from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.reward_metrics import added_seconds

@@ -25,7 +25,7 @@ from reward_loop.managers.registry import get as get_manager
 from reward_loop.managers.registry import names as manager_names
 from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.load import load_function
-from reward_loop.serving.checkpoint import architectures, model_kind
+from reward_loop.serving.models import architectures, model_kind
 from reward_loop.verl import compat
 from reward_loop.verl.compat import uses
 from reward_loop.verl.cpu.setup import prepared, run_environment

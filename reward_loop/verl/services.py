@@ -15,7 +15,7 @@ from reward_loop.config import LimitConfig, RewardModelConfig
 from reward_loop.limits.permit import REWARD_MODEL
 from reward_loop.limits.server import serve_limits
 from reward_loop.scoring import ListScoringFunction
-from reward_loop.serving.blocking import serve_reward_model
+from reward_loop.serving.manager import serve_reward_model
 from reward_loop.serving.models import requests_at_a_time
 from reward_loop.serving.reservation import GpuReservation
 from reward_loop.verl.cluster import RouterAddress, accelerator, for_platform, groups_of_trainer, router_address

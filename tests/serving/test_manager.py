@@ -1,31 +1,38 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import aiohttp
 import pytest
 
+from reward_loop.client.http import post as client_post
 from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError, ServerError, ServerStartError
-from reward_loop.serving import RewardModelManager, model_server, serve_reward_model
-from reward_loop.serving.engines.transformers import Transformers
-from tests.servers import STUB_COMMAND, Watched, post, until
+from reward_loop.serving import RewardModelManager, model_server, serve_reward_model, supervisor
+from reward_loop.serving.engines import Transformers
+from reward_loop.serving.process import ServerProcess
+from tests.servers import STUB_COMMAND, Watched, listed, post, until
 
 pytestmark = pytest.mark.integration  # starts servers
 
 ROOT = Path(__file__).parents[2]
+CALLERS = 64
+TEXTS = [str(number) for number in range(CALLERS)]
 
 
 @pytest.fixture
@@ -183,40 +190,20 @@ async def test_if_a_server_does_not_fall_asleep_the_error_follows_the_sleep_of_t
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asleep = []
-    send_to_server = model_server.send
+    send = model_server._send
 
-    async def sent(url: str, path: str, timeout_s: float) -> None:
+    async def sent(url: str, path: str, timeout_s: float, **options: Any) -> None:
         if url == models._servers[0].url:
             raise ServerError("no sleep")
-        await send_to_server(url, path, timeout_s)
-        asleep.append(url)
+        await send(url, path, timeout_s, **options)
+        if path == "/sleep":
+            asleep.append(url)
 
-    monkeypatch.setattr(model_server, "send", sent)
+    monkeypatch.setattr(model_server, "_send", sent)
     async with RewardModelManager(config(replicas=2, enable_sleep_mode=True)) as models:
         with pytest.raises(ServerError, match="no sleep"):
             await models.sleep()
         assert asleep == [models._servers[1].url]
-
-
-async def test_the_router_has_ended_before_the_servers_are_stopped(
-    config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("reward_loop.serving.manager._ROUTER_STOPS_WITHIN_S", 60.0)
-    ended: list[str] = []
-
-    class Server:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        async def stop(self) -> None:
-            for _ in range(10 if self.name == "router" else 0):  # it takes longer than the servers
-                await asyncio.sleep(0)
-            ended.append(self.name)
-
-    models = RewardModelManager(config())
-    models._supervisors = {name: Server(name) for name in ("server", "router")}
-    await models.stop()
-    assert ended == ["router", "server"]
 
 
 def test_the_options_of_health_checks_reach_the_router(config: Any) -> None:
@@ -257,7 +244,7 @@ def test_serve_reward_model_gives_an_address_and_sleep_and_wake(config: Any) -> 
 PARENT = """
 import asyncio, json, sys, time
 from reward_loop.config import RewardModelConfig
-from reward_loop.serving import RewardModelManager, blocking, models, serve_reward_model
+from reward_loop.serving import RewardModelManager, manager, models, serve_reward_model
 
 how, model_path, log_dir, *stub = sys.argv[1:]
 models.ENGINES["transformers"].command = lambda *_: stub
@@ -277,7 +264,7 @@ else:
         def __init__(self, *args):
             super().__init__(*args)
             made.append(self)
-    blocking.RewardModelManager = Recorded
+    manager.RewardModelManager = Recorded
     serving = serve_reward_model(config)
     serving.__enter__()
     print(json.dumps(list(made[0].pids().values())), flush=True)
@@ -361,3 +348,127 @@ async def test_weights_that_cannot_be_loaded_are_reported_with_the_log(
     with pytest.raises(ServerStartError, match=r"server 1/1 exited with status 1 before it was ready") as raised:
         await RewardModelManager(config(model_path=str(broken))).__aenter__()
     assert "afetensor" in str(raised.value)
+
+
+@contextlib.asynccontextmanager
+async def served(
+    config: Any, delay_s: float, **options: Any
+) -> AsyncIterator[tuple[RewardModelManager, aiohttp.ClientSession]]:
+    """Two stub servers behind a router, and a client of it."""
+    async with RewardModelManager(config(replicas=2, env={"STUB_DELAY": str(delay_s)}, **options)) as models:
+        url = f"http://{models.reward_router_address}"
+        async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as session:
+            yield models, session
+
+
+async def echo(session: aiohttp.ClientSession, text: str) -> str:
+    async with session.post("/echo", data=text) as response:
+        assert response.status == 200, await response.text()
+        return await response.text()
+
+
+async def all_sent(session: aiohttp.ClientSession) -> list[asyncio.Task[str]]:
+    """A request of each caller, once the servers have got all of them."""
+    before = await sent(session)
+    requests = [asyncio.create_task(echo(session, text)) for text in TEXTS]
+    async with asyncio.timeout(60):
+        while await sent(session) < before + CALLERS:  # noqa: ASYNC110 (another process counts)
+            await asyncio.sleep(0.01)
+    return requests
+
+
+async def sent(session: aiohttp.ClientSession) -> int:
+    return sum(backend["requests"] for backend in await listed(session))
+
+
+@pytest.mark.usefixtures("stubs")
+async def test_requests_of_a_killed_server_do_not_wait_for_its_restart(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 600.0)
+    monkeypatch.setattr(supervisor, "_LONGEST_PAUSE_S", 600.0)
+    async with served(config, 0.5) as (models, session):
+        for _ in range(2):  # The second time, the connections to the servers are used ones.
+            requests = await all_sent(session)
+            await asyncio.gather(*requests)
+        requests = await all_sent(session)
+        os.kill(models.pids()["server 1"], signal.SIGKILL)
+        async with asyncio.timeout(120):
+            assert await asyncio.gather(*requests) == TEXTS
+            assert await asyncio.gather(*(echo(session, text) for text in TEXTS)) == TEXTS
+
+
+@pytest.mark.usefixtures("stubs")
+async def test_calls_of_the_client_survive_a_killed_router(config: Any) -> None:
+    callers = 256
+    async with served(config, 2.0) as (models, session):
+        before, router = await sent(session), models.pids()["router"]
+        bodies = [{"caller": number} for number in range(callers)]
+        calls = [asyncio.create_task(client_post(models.reward_router_address, "/echo", body)) for body in bodies]
+        async with asyncio.timeout(60):
+            while await sent(session) < before + callers:  # noqa: ASYNC110 (another process counts)
+                await asyncio.sleep(0.01)
+        os.kill(router, signal.SIGKILL)
+        async with asyncio.timeout(120):
+            assert [answer for answer, _ in await asyncio.gather(*calls)] == bodies
+        assert models.pids()["router"] != router
+
+
+@pytest.mark.usefixtures("stubs")
+async def test_requests_beyond_max_in_flight_wait_in_the_router(config: Any) -> None:
+    async with asyncio.timeout(120), served(config, 600, max_in_flight=2) as (_, session):
+        requests = [asyncio.create_task(echo(session, text)) for text in TEXTS]
+        while await gauge(session, "requests_queued") < CALLERS - 2:  # noqa: ASYNC110 (another process counts)
+            await asyncio.sleep(0.01)
+        assert await gauge(session, "worker_in_flight") == 2
+        for request in requests:
+            request.cancel()
+
+
+async def gauge(session: aiohttp.ClientSession, name: str) -> float:
+    """The sum of a gauge of the router over all servers."""
+    async with session.get("/metrics") as response:
+        found = re.findall(rf"^reward_loop_router_{name}\S* (\S+)$", await response.text(), re.MULTILINE)
+    return sum(map(float, found))
+
+
+@pytest.mark.usefixtures("stubs")
+async def test_requests_of_a_frozen_server_are_answered_by_another_one(config: Any) -> None:
+    checks: Any = {"health_interval_s": 0.2, "health_timeout_s": 2, "max_failed_checks": 2}
+    async with served(config, 0.5, **checks) as (models, session):
+        requests = await all_sent(session)
+        frozen = models.pids()["server 1"]
+        os.kill(frozen, signal.SIGSTOP)
+        try:
+            async with asyncio.timeout(120):
+                assert await asyncio.gather(*requests) == TEXTS
+        finally:
+            os.kill(frozen, signal.SIGCONT)
+
+
+@pytest.mark.usefixtures("stubs")
+async def test_the_router_is_stopped_before_its_servers_and_does_not_wait_for_requests(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped: list[str] = []
+    stop = ServerProcess.__aexit__
+
+    async def recorded(
+        process: ServerProcess,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        stopped.append(process.name)
+        await stop(process, exc_type, exc, traceback)
+        stopped.append(f"{process.name} has ended")
+
+    monkeypatch.setattr(ServerProcess, "__aexit__", recorded)
+    monkeypatch.setattr("reward_loop.serving.manager._ROUTER_STOPS_WITHIN_S", 60.0)
+    async with asyncio.timeout(120), served(config, 600) as (models, session):
+        requests = await all_sent(session)
+        await models.stop()
+        results = await asyncio.gather(*requests, return_exceptions=True)
+    assert all(isinstance(result, aiohttp.ClientError) for result in results)
+    assert stopped[:2] == ["reward router", "reward router has ended"]
+    assert len(stopped) == 6

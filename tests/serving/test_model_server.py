@@ -8,8 +8,7 @@ import pytest
 from reward_loop.config import ServedModelConfig
 from reward_loop.errors import ServerError
 from reward_loop.serving import model_server
-from reward_loop.serving.model_server import ModelServer
-from reward_loop.serving.router_client import RouterClient
+from reward_loop.serving.model_server import ModelServer, RouterClient
 
 MODEL = ServedModelConfig(model_path="judge", engine="vllm", served_model_name="judge", enable_sleep_mode=True)
 
@@ -36,7 +35,7 @@ async def router(monkeypatch: pytest.MonkeyPatch) -> RecordingRouter:
     async def send(url: str, path: str, timeout_s: float) -> None:
         router.requests.append(f"POST {url}{path}")
 
-    monkeypatch.setattr(model_server, "send", send)
+    monkeypatch.setattr(model_server, "_send", send)
     return router
 
 
@@ -115,7 +114,7 @@ async def test_sglang_is_paused_again_if_it_still_computes_and_stays_awake_if_it
         if path.startswith("/flush_cache") and next(answers, 200) == 400:
             raise ServerError("was answered with status 400: Flush cache failed.")
 
-    monkeypatch.setattr(model_server, "send", send)
+    monkeypatch.setattr(model_server, "_send", send)
     monkeypatch.setattr(model_server, "_BETWEEN_ATTEMPTS_S", 0.0)
     server = ModelServer(MODEL.model_copy(update={"engine": "sglang"}), "http://a:1", router)
     await server.sleep()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import multiprocessing
 import os
 import signal
@@ -87,12 +88,15 @@ async def test_an_exit_before_it_is_ready_shows_the_log(stub: Any, tmp_path: Pat
     assert "    the stub is told to fail" in str(raised.value)
 
 
-async def test_a_server_that_is_never_ready_is_killed_even_if_it_ignores_sigterm(stub: Any) -> None:
-    process = stub(env={"STUB_DEAF": "1"}, start_timeout_s=1.0, stop_timeout_s=0.1)
+async def test_a_server_that_is_never_ready_is_killed_even_if_it_ignores_sigterm(
+    stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_STOPS_WITHIN_S", 0.1)
+    server = stub(env={"STUB_DEAF": "1"}, start_timeout_s=1.0)
     with pytest.raises(ServerStartError, match="the stub was not ready after 1 s"):
-        await process.__aenter__()
+        await server.__aenter__()
     with pytest.raises(ProcessLookupError):
-        os.kill(process.pid, 0)
+        os.kill(server.pid, 0)
 
 
 async def test_stopping_a_process_that_has_just_ended(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,21 +142,18 @@ def _read_at_end(fd: int) -> bytes:
     return os.read(fd, 1)
 
 
-def test_listening_twice_on_a_port_is_an_error() -> None:
-    with listen("127.0.0.1") as first, pytest.raises(OSError, match="in use"):
-        listen("127.0.0.1", first.getsockname()[1])
-
-
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("options", "message"),
     [
-        (["--model", "/no/such/model"], "error: --model: there is no directory '/no/such/model'"),
-        (["--model", os.path.dirname(__file__)], "there is no config.json"),
+        ({"model_path": "/no/such/model"}, "error: model_path: there is no directory '/no/such/model'"),
+        ({"model_path": os.path.dirname(__file__)}, "there is no config.json"),
     ],
 )
-async def test_the_embedded_server_refuses_a_wrong_path_at_once(stub: Any, arguments: list[str], message: str) -> None:
-    command = [sys.executable, "-X", "importtime", "-m", "reward_loop.serving.embedded", *arguments]
-    process = stub(command)
+async def test_the_embedded_server_refuses_a_wrong_path_at_once(
+    stub: Any, options: dict[str, str], message: str
+) -> None:
+    program = [sys.executable, "-X", "importtime", "-m", "reward_loop.serving.embedded.app"]
+    process = stub([*program, "--options", json.dumps(options)])
     with pytest.raises(ServerStartError, match="exited with status 2"):
         await process.__aenter__()
     log = process.log.path.read_text()
@@ -172,8 +173,9 @@ async def test_a_long_start_is_logged_with_the_last_line_of_the_servers_log(
             logged.set()
 
     monkeypatch.setattr(process, "_PROGRESS_S", 0.05)
+    monkeypatch.setattr(process, "_STOPS_WITHIN_S", 0.1)
     monkeypatch.setattr(process.logger, "info", info)
-    starting = asyncio.create_task(stub(env={"STUB_DEAF": "1"}, stop_timeout_s=0.1).__aenter__())
+    starting = asyncio.create_task(stub(env={"STUB_DEAF": "1"}).__aenter__())
     await asyncio.wait_for(logged.wait(), 60)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):

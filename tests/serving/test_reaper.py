@@ -40,7 +40,7 @@ def reaped() -> Iterator[Any]:
 
     def start(how: str = "run") -> tuple[subprocess.Popen[str], int, Watched]:
         child_fd, parent_fd = os.pipe()
-        reaper = [sys.executable, "-m", "reward_loop.serving.reaper", "--parent-pipe", str(child_fd), "--"]
+        reaper = [sys.executable, "-m", "reward_loop.serving.reaper", str(child_fd)]
         process = subprocess.Popen(
             [*reaper, sys.executable, "-c", SERVER, how],
             pass_fds=(child_fd,),
@@ -100,7 +100,7 @@ def test_a_killed_reaper_takes_the_server_with_it(reaped: Any) -> None:
 
 def test_a_command_that_does_not_exist_is_an_error_that_names_it() -> None:
     child_fd, parent_fd = os.pipe()
-    command = [sys.executable, "-m", "reward_loop.serving.reaper", "--parent-pipe", str(child_fd), "--", "/nonesuch"]
+    command = [sys.executable, "-m", "reward_loop.serving.reaper", str(child_fd), "/nonesuch"]
     done = subprocess.run(command, pass_fds=(child_fd,), capture_output=True, text=True, cwd=ROOT, timeout=120)
     os.close(parent_fd)
     assert done.returncode == 1

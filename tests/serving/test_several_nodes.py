@@ -18,7 +18,7 @@ import pytest
 from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError, ServerStartError
 from reward_loop.serving import RewardModelManager
-from reward_loop.serving.models import ENGINES
+from reward_loop.serving.engines import ENGINES
 from tests.clusters import ray_cluster
 from tests.servers import STUB_COMMAND, post
 

@@ -17,7 +17,7 @@ import pytest
 from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError
 from reward_loop.serving import RewardModelManager
-from reward_loop.serving.models import ENGINES
+from reward_loop.serving.engines import ENGINES
 from tests.local_ray import local_ray
 from tests.servers import STUB_COMMAND, Watched, post
 

@@ -9,7 +9,7 @@ import pytest
 from reward_loop._util.sockets import listen
 from reward_loop.errors import ServerDiedError, ServerError
 from reward_loop.serving import supervisor as supervision
-from reward_loop.serving.supervisor import RestartPolicy, Starts, Supervisor
+from reward_loop.serving.supervisor import Starts, Supervisor
 from tests.servers import until
 
 
@@ -58,7 +58,7 @@ async def test_a_server_that_cannot_be_made_ready_for_use_is_stopped_and_tried_a
         if len(told) == 3:
             up.set()
 
-    supervisor = Supervisor(new, RestartPolicy(3, 60), on_up=on_up)
+    supervisor = Supervisor(new, max_restarts=3, window_s=60, on_up=on_up)
     supervisor.start()
     await supervisor.started
     servers[0].dies.set()
@@ -80,7 +80,7 @@ async def test_the_first_restart_may_have_no_pause(monkeypatch: pytest.MonkeyPat
         servers.append(FakeServer())
         return servers[-1]
 
-    supervisor = Supervisor(new, RestartPolicy(3, 60), at_once=True, on_up=up.put, on_down=down.put)
+    supervisor = Supervisor(new, max_restarts=3, window_s=60, at_once=True, on_up=up.put, on_down=down.put)
     supervisor.start()
     async with asyncio.timeout(30):
         for server in range(2):
@@ -95,7 +95,7 @@ async def test_a_first_start_that_fails_is_reported_and_not_repeated() -> None:
     async def on_up(_: str) -> None:
         raise ServerError("it will not sleep")
 
-    supervisor = Supervisor(FakeServer, RestartPolicy(3, 60), on_up=on_up)
+    supervisor = Supervisor(FakeServer, max_restarts=3, window_s=60, on_up=on_up)
     supervisor.start()
     with pytest.raises(ServerError, match="it will not sleep"):
         await supervisor.started
@@ -106,7 +106,9 @@ async def test_a_server_that_waits_for_a_place_does_not_delay_the_start_of_other
     starts = Starts(1)
     without_place, other = FakeServer(), FakeServer()
     without_place.has_place.clear()
-    supervisors = [Supervisor(lambda s=s: s, RestartPolicy(3, 60), starts=starts) for s in (without_place, other)]  # type: ignore[misc]
+    supervisors = [
+        Supervisor(lambda s=s: s, max_restarts=3, window_s=60, starts=starts) for s in (without_place, other)
+    ]  # type: ignore[misc]
     for supervisor in supervisors:
         supervisor.start()
     async with asyncio.timeout(30):
@@ -125,7 +127,7 @@ async def test_a_server_that_waits_for_a_place_does_not_delay_the_start_of_other
 async def test_a_lost_server_releases_its_address_and_so_does_one_that_is_stopped() -> None:
     lost: asyncio.Queue[str] = asyncio.Queue()
     server, socket = FakeServer(), listen("127.0.0.1")
-    supervisor = Supervisor(lambda: server, RestartPolicy(0, 60), bound=socket, on_lost=lost.put)
+    supervisor = Supervisor(lambda: server, max_restarts=0, window_s=60, bound=socket, on_lost=lost.put)
     supervisor.start()
     await supervisor.started
     assert socket.fileno() >= 0
@@ -135,7 +137,7 @@ async def test_a_lost_server_releases_its_address_and_so_does_one_that_is_stoppe
     assert socket.fileno() < 0
     await supervisor.stop()
     unused = listen("127.0.0.1")
-    await Supervisor(FakeServer, RestartPolicy(0, 60), bound=unused).stop()
+    await Supervisor(FakeServer, max_restarts=0, window_s=60, bound=unused).stop()
     assert unused.fileno() < 0
 
 
@@ -148,13 +150,13 @@ async def test_an_unexpected_error_is_raised_by_the_first_start_and_logged_later
         if broken[0]:
             raise TypeError("a defect")
 
-    supervisor = Supervisor(FakeServer, RestartPolicy(3, 60), on_up=on_up)
+    supervisor = Supervisor(FakeServer, max_restarts=3, window_s=60, on_up=on_up)
     supervisor.start()
     with pytest.raises(TypeError, match="a defect"):
         await supervisor.started
     await supervisor.stop()
     server, broken[0] = FakeServer(), False
-    supervisor = Supervisor(lambda: server, RestartPolicy(3, 60), on_up=on_up)
+    supervisor = Supervisor(lambda: server, max_restarts=3, window_s=60, on_up=on_up)
     supervisor.start()
     await supervisor.started
     broken[0] = True
@@ -175,7 +177,7 @@ async def test_a_stop_that_is_cancelled_stops_the_server_at_once_and_waits_for_i
                 self.entered, self.ended = False, True
 
     server = Slow()
-    supervisor = Supervisor(lambda: server, RestartPolicy(3, 60))
+    supervisor = Supervisor(lambda: server, max_restarts=3, window_s=60)
     supervisor.start()
     await supervisor.started
     stopping = asyncio.create_task(supervisor.stop())

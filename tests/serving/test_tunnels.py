@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -29,13 +28,13 @@ def _tunnel_processes() -> list[psutil.Process]:
     return found
 
 
-async def test_requests_pass_through_a_tunnel_and_others_do_not(tmp_path: Path) -> None:
+async def test_requests_pass_through_a_tunnel_and_others_do_not() -> None:
     key = new_key()
     async with serving(model_server("judge")) as url:
         target = url.removeprefix("http://")
         async with (
-            tunnel_exit("127.0.0.1", target, key, log_path=tmp_path / "exit.log") as exit_address,
-            tunnel_entry(exit_address, key, health_path="/health", log_path=tmp_path / "entry.log") as address,
+            tunnel_exit("127.0.0.1", target, key) as exit_address,
+            tunnel_entry(exit_address, key, health_path="/health") as address,
         ):
             answers = await asyncio.gather(*(post(f"http://{address}", "/v1/chat", b"x" * 300_000) for _ in range(20)))
             assert answers == [(200, b"judge")] * 20
@@ -47,17 +46,17 @@ async def test_requests_pass_through_a_tunnel_and_others_do_not(tmp_path: Path) 
     assert _tunnel_processes() == []
 
 
-async def test_an_entry_with_another_key_is_refused(tmp_path: Path) -> None:
+async def test_an_entry_with_another_key_is_refused() -> None:
     async with (
         serving(model_server("judge")) as url,
         tunnel_exit("127.0.0.1", url.removeprefix("http://"), "one") as exit_address,
     ):
         with pytest.raises(ServerStartError, match="401"):
-            async with tunnel_entry(exit_address, "other", health_path="/health", log_path=tmp_path / "entry.log"):
+            async with tunnel_entry(exit_address, "other", health_path="/health"):
                 pass
 
 
-async def test_a_client_that_leaves_closes_the_connection_to_the_server(tmp_path: Path) -> None:
+async def test_a_client_that_leaves_closes_the_connection_to_the_server() -> None:
     began, left = asyncio.Event(), asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -7,7 +7,7 @@ import signal
 
 from benchmarks.node_rewards import OnNode, beside_log, processes
 
-SERVER = "reward_loop.serving.embedded"
+SERVER = "reward_loop.serving.embedded.app"
 SERVER_KILLED_AT, WORKER_KILLED_AT = 10, 13
 """The numbers of a reward worker's samples, of 16 in a step, at which it kills."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from examples.gsm8k import prepare
-from reward_loop.serving.models import ENGINES
+from reward_loop.serving.engines import ENGINES
 from reward_loop.verl.main_ppo import check_function
 from reward_loop.verl.settings import RewardSettings
 from tests.gsm8k import DATA, needs_gsm8k
@@ -76,7 +76,7 @@ def test_vllms_parser_accepts_the_command_line_of_the_reward_models_servers(
     cli = pytest.importorskip("vllm.entrypoints.launchers.cli_args")
     parsing = pytest.importorskip("vllm.utils.argparse_utils")
     # The command line for GPUs, with a vLLM for the CPU.
-    monkeypatch.setattr("reward_loop.serving.engines.vllm.version", lambda *_: "0.31.0")
+    monkeypatch.setattr("reward_loop.serving.engines.version", lambda *_: "0.31.0")
     kind = "discriminative" if settings.scores_by_model else "generative"
     model = settings.model.model_copy(update={"kind": kind, "served_model_name": "m"})
     line = ENGINES["vllm"].command(model, "127.0.0.1", 8000)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from pathlib import Path
 
 import pytest
 
 from reward_loop.errors import ConfigError
-from reward_loop.serving.models import ENGINES, served_models
+from reward_loop.serving import engines
+from reward_loop.serving.engines import ENGINES
+from reward_loop.serving.models import served_models
 from tests.verl.configs import resolved
 
 VLLM = [
@@ -29,7 +30,7 @@ POOL = ["reward_model.enable_resource_pool=True", "reward_model.n_gpus_per_node=
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """The vLLM that is installed here is one for GPUs."""
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.31.0")
+    monkeypatch.setattr(engines, "version", lambda *_: "0.31.0")
 
 
 def test_a_reward_model_is_configured_by_the_old_keys() -> None:
@@ -163,7 +164,7 @@ def test_trust_remote_code_is_passed_on_only_if_set() -> None:
 
 
 def test_on_a_cpu_vllm_needs_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.31.0+cpu")
+    monkeypatch.setattr(engines, "version", lambda *_: "0.31.0+cpu")
     options = resolved(*VLLM).model
     assert options is not None
     assert options.placement == "local"

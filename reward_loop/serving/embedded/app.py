@@ -1,25 +1,42 @@
-"""The embedded reward model server: a transformers model behind vLLM's HTTP interface."""
+"""``python -m reward_loop.serving.embedded.app --options JSON``: serves a small model with vLLM's HTTP API.
+
+The endpoints are ``/v1/chat/completions`` for a generative model, ``/classify`` for a discriminative one, and
+``/v1/models`` and ``/health`` for both.
+"""
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from reward_loop._util import server_process
 from reward_loop._util.disconnect import stop_on_disconnect
+from reward_loop._util.parent_death_pipe import exit_with_parent
+from reward_loop._util.process_settings import raise_descriptor_limit
+from reward_loop._util.standard_streams import open_standard_streams
+from reward_loop.config import ServedModelConfig
+from reward_loop.config import parse as parse_options
+from reward_loop.errors import ConfigError
 from reward_loop.serving.embedded.dialect import ApiError, ChatRequest, ClassifyRequest, R, now, parse
-from reward_loop.serving.embedded.model import EmbeddedModel
+from reward_loop.serving.models import model_kind
 
-__all__ = ["create_app"]
+if TYPE_CHECKING:
+    from reward_loop.serving.embedded.model import EmbeddedModel
+
+__all__ = ["create_app", "main"]
 
 
 def create_app(model: EmbeddedModel, *, can_sleep: bool = False) -> FastAPI:
-    """Returns the server's ASGI app. The engine runs during the app's lifespan.
+    """Return the server's ASGI app. The engine runs during the app's lifespan.
 
     Args:
         model: the model to serve.
@@ -103,3 +120,33 @@ async def _answer(request: Request, kind: type[R], work: Callable[[R], Awaitable
 
     await stop_on_disconnect(request.receive, answer)
     return response
+
+
+def main() -> int:
+    """Run the server until SIGTERM; return the exit status."""
+    open_standard_streams()
+    parser = argparse.ArgumentParser(prog="python -m reward_loop.serving.embedded.app", description=__doc__)
+    parser.add_argument("--options", required=True, metavar="JSON", help="the model, as a ServedModelConfig")
+    server_process.add_arguments(parser)
+    args = parser.parse_args()
+    if args.parent_pipe is not None:
+        exit_with_parent(args.parent_pipe)  # before any slow work
+    try:
+        config = parse_options(ServedModelConfig, orjson.loads(args.options), "--options")
+        path, name = str(config.model_path), str(config.served_model_name or config.model_path)
+        kind = model_kind(path, "model_path")
+        raise_descriptor_limit()
+        # Imports torch, which takes seconds, so the options are checked first.
+        from reward_loop.serving.embedded.model import EmbeddedModel
+
+        max_wait_s = config.max_wait_ms / 1000
+        model = EmbeddedModel(path, name=name, kind=kind, max_batch_size=config.max_batch_size, max_wait_s=max_wait_s)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    server_process.run(create_app(model, can_sleep=config.enable_sleep_mode), args, f"{kind} model {name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -18,14 +18,9 @@ from typing import Any, Self
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from reward_loop.serving.embedded.sampling import Generation, RowEndings, RowSampler
-from reward_loop.serving.embedded.sampling_params import SamplingParams
+from reward_loop.serving.embedded.sampling import Generation, RowEndings, RowSampler, SamplingParams
 
-__all__ = ["BatchingEngine", "ContextTooLong"]
-
-
-class ContextTooLong(ValueError):
-    """The input and the requested tokens together exceed the model's context length."""
+__all__ = ["BatchingEngine"]
 
 
 @dataclass(slots=True, eq=False)
@@ -122,23 +117,22 @@ class BatchingEngine:
         await asyncio.to_thread(thread.shutdown)
 
     async def generate(self, prompt_ids: list[int], params: SamplingParams) -> Generation:
-        """Generates a continuation of ``prompt_ids``.
+        """Generate a continuation of ``prompt_ids``.
 
         Cancelling the call withdraws the request: a waiting request never runs, and a running request no longer delays
         the end of its batch. If the model raises an exception, every request of the batch raises it.
 
         Raises:
-            ContextTooLong: the prompt and ``params.max_tokens`` exceed the model's context length.
-            ValueError: the prompt is empty, or contains an unknown token.
+            ValueError: the prompt is empty, contains an unknown token, or exceeds the model's context length together
+                with ``params.max_tokens``.
         """
         return await self._submit(prompt_ids, params)
 
     async def classify(self, input_ids: list[int]) -> list[float]:
-        """Returns the raw logits of a sequence classification model for ``input_ids``, one for each label.
+        """Return the raw logits of a sequence classification model for ``input_ids``, one for each label.
 
         Raises:
-            ContextTooLong: the input exceeds the model's context length.
-            ValueError: the input is empty, or contains an unknown token.
+            ValueError: the input is empty, contains an unknown token, or exceeds the model's context length.
         """
         return await self._submit(input_ids, None)
 
@@ -164,7 +158,7 @@ class BatchingEngine:
             raise ValueError(f"logit_bias: token ids must be at least 0 and less than {self._vocab_size}")
         if self.max_length is not None and len(ids) + new > self.max_length:
             wanted = f"{len(ids)} input tokens" + (f" and {new} new tokens" if new else "")
-            raise ContextTooLong(f"this model's maximum context length is {self.max_length} tokens, not {wanted}")
+            raise ValueError(f"this model's maximum context length is {self.max_length} tokens, not {wanted}")
 
     async def _work(self) -> None:
         while True:
@@ -176,7 +170,7 @@ class BatchingEngine:
                 self._running = []
 
     async def _next_group(self) -> deque[_Request]:
-        """Returns the group with the oldest request, once it has a full batch or its waiting time is over."""
+        """Return the group with the oldest request, once it has a full batch or its waiting time is over."""
         loop = asyncio.get_running_loop()
         while True:
             self._arrival.clear()

@@ -5,13 +5,31 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    model_validator,
+)
 
-from reward_loop.serving.embedded.sampling_params import SamplingOptions
-
-__all__ = ["ApiError", "ChatRequest", "ClassifyRequest", "PromptRequest", "R", "envelope", "now", "parse"]
+__all__ = [
+    "ApiError",
+    "ChatRequest",
+    "ClassifyRequest",
+    "PromptRequest",
+    "R",
+    "SamplingOptions",
+    "envelope",
+    "now",
+    "parse",
+]
 
 _SHOWN_PROBLEMS = 10
 
@@ -63,7 +81,7 @@ class Message(Body):
     name: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the message as chat templates expect it, with the content joined to one string."""
+        """Return the message as chat templates expect it, with the content joined to one string."""
         content = self.content or ""
         if not isinstance(content, str):
             content = "".join(part.text for part in content)
@@ -81,6 +99,31 @@ class PromptRequest(Body):
     truncation_side: Literal["left", "right"] | None = None
     """``left`` keeps the last tokens, ``right`` the first; by default the tokenizer decides."""
     chat_template_kwargs: dict[str, Any] = {}
+
+
+class SamplingOptions(BaseModel):
+    """The sampling parameters that a request and its generation have in common, as in vLLM."""
+
+    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """0 decodes greedily."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=-1, ge=-1)
+    """-1 or 0 disables top-k sampling."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Excludes tokens that are less probable than this fraction of the most probable one."""
+    repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Applies to the tokens of prompt and response, before the temperature."""
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """Subtracted from the logit of each token that the response contains."""
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """Subtracted from the logit of each token, once for each time that the response contains it."""
+    # vLLM clamps a bias to the same range.
+    logit_bias: dict[int, Annotated[FiniteFloat, AfterValidator(lambda bias: min(100.0, max(-100.0, bias)))]] = {}
+    """The value added to the logit of each token id, before the penalties and the temperature."""
+    stop_token_ids: tuple[int, ...] = ()
+    """End tokens in addition to those of the engine."""
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    """Seeds a random stream for the response: the same seed draws the same random numbers in every batch."""
 
 
 class ChatRequest(PromptRequest, SamplingOptions):
@@ -152,7 +195,7 @@ R = TypeVar("R", bound=PromptRequest)
 
 
 def parse(kind: type[R], body: bytes) -> R:
-    """Parses a request from JSON.
+    """Parse a request from JSON.
 
     Raises:
         ApiError: status 400: the body is not valid JSON (lone surrogates in strings are not valid), or a field has an
@@ -186,7 +229,7 @@ def _unsupported(name: str) -> str:
 
 
 def envelope(prefix: str, kind: str, model: str, prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
-    """Returns the fields that all responses have: a new id with this prefix, the time, the model and the usage."""
+    """Return the fields that all responses have: a new id with this prefix, the time, the model and the usage."""
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,
@@ -201,5 +244,5 @@ def envelope(prefix: str, kind: str, model: str, prompt_tokens: int, new_tokens:
 
 
 def now() -> int:
-    """Returns the Unix time in whole seconds."""
+    """Return the Unix time in whole seconds."""
     return int(time.time())

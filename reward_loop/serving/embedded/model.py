@@ -13,11 +13,17 @@ import transformers
 from reward_loop._util.standard_streams import print_line
 from reward_loop._util.text import listing
 from reward_loop.errors import ConfigError
-from reward_loop.serving.checkpoint import ModelKind
 from reward_loop.serving.embedded.batching import BatchingEngine
-from reward_loop.serving.embedded.dialect import ApiError, ChatRequest, ClassifyRequest, PromptRequest, envelope
-from reward_loop.serving.embedded.sampling import Generation
-from reward_loop.serving.embedded.sampling_params import SamplingOptions, SamplingParams
+from reward_loop.serving.embedded.dialect import (
+    ApiError,
+    ChatRequest,
+    ClassifyRequest,
+    PromptRequest,
+    SamplingOptions,
+    envelope,
+)
+from reward_loop.serving.embedded.sampling import Generation, SamplingParams
+from reward_loop.serving.models import ModelKind
 
 __all__ = ["EmbeddedModel"]
 
@@ -61,7 +67,7 @@ class EmbeddedModel:
         )
 
     async def chat(self, body: ChatRequest) -> dict[str, Any]:
-        """Answers a chat completion request with ``n`` choices.
+        """Answer a chat completion request with ``n`` choices.
 
         Raises:
             ApiError: the model is not generative or has another name, or the request is not supported or not valid.
@@ -87,7 +93,7 @@ class EmbeddedModel:
         return envelope("chatcmpl", "chat.completion", self.name, len(prompt), new_tokens) | {"choices": choices}
 
     async def classify(self, body: ClassifyRequest) -> dict[str, Any]:
-        """Answers a classification request, with one entry of ``data`` for each input.
+        """Answer a classification request, with one entry of ``data`` for each input.
 
         Raises:
             ApiError: the model is not discriminative or has another name, or the request is not valid.
@@ -104,7 +110,7 @@ class EmbeddedModel:
         return envelope("classify", "list", self.name, sum(map(len, inputs)), 0) | {"data": data}
 
     async def sleep(self) -> None:
-        """Frees the memory of the weights after the running batch has ended. Requests wait until :meth:`wake_up`."""
+        """Free the memory of the weights after the running batch has ended. Requests wait until :meth:`wake_up`."""
         async with self._changing:
             if self.asleep:
                 return
@@ -115,7 +121,7 @@ class EmbeddedModel:
             self._print("asleep")
 
     async def wake_up(self) -> None:
-        """Loads the weights again, and resumes the requests that wait."""
+        """Load the weights again, and resume the requests that wait."""
         async with self._changing:
             if not self.asleep:
                 return
@@ -127,7 +133,7 @@ class EmbeddedModel:
             self.engine.model_lock.release()
 
     def _read(self) -> Any:
-        """Returns the model of the directory, in float32 and eval mode."""
+        """Return the model of the directory, in float32 and eval mode."""
         auto = (
             transformers.AutoModelForCausalLM
             if self.kind == "generative"
@@ -161,7 +167,7 @@ class EmbeddedModel:
         return [self._token_ids(item, body, add_special_tokens=special, new_tokens=0) for item in items]
 
     def _prompt(self, body: ChatRequest | ClassifyRequest, *, new_tokens: int) -> list[int]:
-        """Returns the token ids of the conversation, formatted with the model's chat template."""
+        """Return the token ids of the conversation, formatted with the model's chat template."""
         arguments = body.chat_template_kwargs
         if reserved := sorted(arguments.keys() & self._template_options):
             raise ApiError(
@@ -187,7 +193,7 @@ class EmbeddedModel:
     def _token_ids(
         self, given: str | list[int], body: PromptRequest, *, add_special_tokens: bool, new_tokens: int
     ) -> list[int]:
-        """Returns the token ids of a text or of a list of token ids, truncated if the request asks for it."""
+        """Return the token ids of a text or of a list of token ids, truncated if the request asks for it."""
         limit, side = body.truncate_prompt_tokens, body.truncation_side or self.tokenizer.truncation_side
         if limit == -1:
             limit = None if self.engine.max_length is None else max(0, self.engine.max_length - new_tokens)

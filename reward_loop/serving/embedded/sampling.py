@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
@@ -22,9 +23,21 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from reward_loop.serving.embedded.sampling_params import SamplingParams
+from reward_loop.serving.embedded.dialect import SamplingOptions
 
-__all__ = ["Generation", "RowEndings", "RowSampler"]
+__all__ = ["Generation", "RowEndings", "RowSampler", "SamplingParams"]
+
+
+class SamplingParams(SamplingOptions):
+    """The sampling parameters of one generation."""
+
+    max_tokens: int = Field(ge=1)
+    """The maximum number of new tokens, including the end token."""
+
+    @property
+    def distribution(self) -> str:
+        """The parameters that all requests of a batch share: all except length and seed."""
+        return self.model_dump_json(exclude={"max_tokens", "seed"})
 
 
 @dataclass(slots=True)
@@ -89,7 +102,7 @@ class _ResponsePenalties(LogitsProcessor):
 
 
 def _processors(params: SamplingParams) -> list[LogitsProcessor]:
-    """Returns the logits processors in vLLM's order."""
+    """Return the logits processors in vLLM's order."""
     processors: list[LogitsProcessor] = []
     if params.logit_bias:
         processors.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in params.logit_bias.items()]))

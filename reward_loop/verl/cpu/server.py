@@ -13,7 +13,7 @@ import torch
 
 from reward_loop.config import RewardModelConfig, parse
 from reward_loop.serving.embedded.batching import BatchingEngine
-from reward_loop.serving.embedded.sampling_params import SamplingParams
+from reward_loop.serving.embedded.sampling import SamplingParams
 from reward_loop.serving.manager import RewardModelManager
 from reward_loop.verl.compat import uses
 

@@ -6,8 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from reward_loop.serving.embedded.sampling import RowSampler  # noqa: E402
-from reward_loop.serving.embedded.sampling_params import SamplingParams  # noqa: E402
+from reward_loop.serving.embedded.sampling import RowSampler, SamplingParams  # noqa: E402
 
 pytestmark = pytest.mark.integration  # imports torch
 

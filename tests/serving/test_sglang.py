@@ -17,7 +17,7 @@ import pytest
 
 from reward_loop.config import RewardModelConfig, ServedModelConfig
 from reward_loop.serving import RewardModelManager
-from reward_loop.serving.engines.sglang import Sglang
+from reward_loop.serving.engines import Sglang
 from tests.servers import Watched, post
 
 pytestmark = pytest.mark.integration  # starts servers
@@ -119,7 +119,7 @@ import asyncio, json, sys
 import psutil
 from reward_loop.config import RewardModelConfig
 from reward_loop.serving import RewardModelManager
-from reward_loop.serving.engines.sglang import Sglang
+from reward_loop.serving.engines import Sglang
 
 model_path, stub = sys.argv[1:]
 command = Sglang.command

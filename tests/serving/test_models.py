@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from reward_loop.errors import ConfigError
-from reward_loop.serving.checkpoint import model_kind
+from reward_loop.serving.models import model_kind
 
 constants = pytest.importorskip("huggingface_hub.constants")
 
@@ -97,7 +97,7 @@ def kind_from_hub(tmp_path: Path) -> Iterator[Callable[[str], str]]:
         def ask(name: str) -> str:
             code = (
                 "import sys; from reward_loop.errors import ConfigError\n"
-                "from reward_loop.serving.checkpoint import model_kind\n"
+                "from reward_loop.serving.models import model_kind\n"
                 "try: print(model_kind(sys.argv[1], 'model_path'))\n"
                 "except ConfigError as error: print(error)"
             )

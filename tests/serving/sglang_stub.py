@@ -107,6 +107,8 @@ def main() -> None:
     parser.add_argument("--port", type=int)
     parser.add_argument("--served-model-name")
     parser.add_argument("--dtype")
+    parser.add_argument("--tp-size")
+    parser.add_argument("--dp-size")
     parser.add_argument("--is-embedding", action="store_true")
     parser.add_argument("--enable-memory-saver", action="store_true", required=True)
     parser.add_argument("--enable-weights-cpu-backup", action="store_true", required=True)

@@ -11,8 +11,9 @@ import pytest
 
 from reward_loop.config import RewardModelConfig, ServedModelConfig
 from reward_loop.errors import ConfigError
-from reward_loop.serving.engines.interpreter import has_module, version
-from reward_loop.serving.models import ENGINES, served_models
+from reward_loop.serving.engine import has_module, version
+from reward_loop.serving.engines import ENGINES
+from reward_loop.serving.models import served_models
 
 pytestmark = pytest.mark.integration  # starts processes
 

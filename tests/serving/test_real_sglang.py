@@ -24,7 +24,7 @@ from reward_loop.errors import RequestError
 from reward_loop.serving import RewardModelManager
 from tests.gsm8k import ROOT
 from tests.servers import Watched, post
-from tests.serving.engines.running import below, running
+from tests.serving.running import below, running
 
 openai = pytest.importorskip("openai")
 

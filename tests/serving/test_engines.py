@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +11,10 @@ import pytest
 
 from reward_loop.config import RewardModelConfig, ServedModelConfig, parse
 from reward_loop.errors import ConfigError
+from reward_loop.serving import engines
+from reward_loop.serving.engines import ENGINES
 from reward_loop.serving.gpus import GpuShares
-from reward_loop.serving.models import ENGINES, requests_at_a_time, served_models
+from reward_loop.serving.models import requests_at_a_time, served_models
 
 
 @pytest.fixture
@@ -22,12 +22,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Says which vLLM is installed."""
 
     def say(version: str | None) -> None:
-        def find(_: str) -> str:
-            if version is None:
-                raise importlib.metadata.PackageNotFoundError
-            return version
-
-        monkeypatch.setattr(importlib.metadata, "version", find)
+        monkeypatch.setattr(engines, "version", lambda *_: version)
 
     return say
 
@@ -76,7 +71,8 @@ def test_vllm_on_a_cpu(installed: Any) -> None:
         "vllm", kind="discriminative", dtype="float32", enable_sleep_mode=True, env={"OMP_NUM_THREADS": "7"}
     )
     assert command(model).endswith(
-        "--dtype float32 --runner pooling --convert classify --enforce-eager --kv-cache-memory-bytes 1G"
+        "--dtype float32 --tensor-parallel-size 1 --data-parallel-size 1 --runner pooling --convert classify "
+        "--enforce-eager --kv-cache-memory-bytes 1G"
     )
     environment = ENGINES["vllm"].environment(model)
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
@@ -87,7 +83,10 @@ def test_vllm_on_a_cpu(installed: Any) -> None:
 def test_engine_args_override_the_librarys_flags(installed: Any) -> None:
     installed("0.31.0+cpu")
     model = settled("vllm", engine_args={"kv_cache_memory_bytes": "32M", "dtype": "bfloat16", "enforce_eager": False})
-    assert command(model).endswith("--disable-uvicorn-access-log --dtype bfloat16 --kv-cache-memory-bytes 32M")
+    assert command(model).endswith(
+        "--disable-uvicorn-access-log --dtype bfloat16 --tensor-parallel-size 1 --data-parallel-size 1 "
+        "--kv-cache-memory-bytes 32M"
+    )
 
 
 def test_sglang() -> None:
@@ -96,7 +95,7 @@ def test_sglang() -> None:
     )
     assert command(model) == (
         " -m sglang.launch_server --model-path /m --host 127.0.0.1 --port 8001 --served-model-name judge --dtype auto "
-        "--context-length 4096 --mem-fraction-static 0.7 --is-embedding --tp-size 2"
+        "--context-length 4096 --mem-fraction-static 0.7 --is-embedding --tp-size 2 --dp-size 1"
     )
     assert ENGINES["sglang"].gpus(model) == 2
     assert "--enable-memory-saver --enable-weights-cpu-backup" in command(settled("sglang", enable_sleep_mode=True))
@@ -112,8 +111,8 @@ def test_sglang_on_a_cpu_takes_no_gpus() -> None:
 def test_sglang_on_a_cpu_needs_no_other_option_and_has_no_memory_saver() -> None:
     model = settled("sglang", engine_args={"device": "cpu"}, enable_sleep_mode=True, threads=3)
     assert command(model).endswith(
-        " --served-model-name judge --dtype auto --device cpu --disable-overlap-schedule --disable-cuda-graph"
-        " --sleep-on-idle"
+        " --served-model-name judge --dtype auto --tp-size 1 --dp-size 1 --device cpu --disable-overlap-schedule"
+        " --disable-cuda-graph --sleep-on-idle"
     )
     environment = ENGINES["sglang"].environment(model)
     assert (environment["SGLANG_USE_CPU_ENGINE"], environment["OMP_NUM_THREADS"]) == ("1", "3")
@@ -179,7 +178,7 @@ def test_a_wrong_configuration_is_refused(
     options: dict[str, Any], message: str, model_dir: str, installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed(None)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(engines, "has_module", lambda *_: False)
 
     def put(value: Any) -> Any:
         return (

@@ -1,16 +1,31 @@
-"""The interface between the manager and an inference engine."""
+"""What an inference engine is: the interface, its command-line options, and the Python interpreter that runs it."""
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import subprocess
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from reward_loop._util.text import shorten
 from reward_loop.config import ServedModelConfig
 from reward_loop.errors import ConfigError
 
-__all__ = ["STANDARD_ENVIRONMENT", "Engine", "flags", "normalised", "sequences"]
+__all__ = [
+    "STANDARD_ENVIRONMENT",
+    "Engine",
+    "flags",
+    "has_module",
+    "interpreter",
+    "normalised",
+    "origin",
+    "sequences",
+    "version",
+]
 
 STANDARD_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
@@ -18,7 +33,11 @@ STANDARD_ENVIRONMENT = {
     # that no process serves, and never starts.
     "TORCHELASTIC_USE_AGENT_STORE": "False",
 }
-"""Environment variables for all engines."""
+"""Environment variables for vLLM and SGLang."""
+
+MAX_SEQUENCES = 256
+"""The largest number of sequences for which a GPU of a judge is assumed to have memory at the same time. verl's default
+for ``max_num_seqs`` is 1024, for which the cache of a large model has no room."""
 
 _GPU_COUNTS = frozenset(
     {
@@ -28,6 +47,9 @@ _GPU_COUNTS = frozenset(
 )
 """Options of the engines that change the number of GPUs. In `engine_args`, they would change it after the GPUs of the
 server were reserved."""
+
+_ANSWERS_WITHIN_S = 120.0
+"""Seconds that an interpreter may take to start: from a network file system, this can be long."""
 
 
 class Engine(ABC):
@@ -55,29 +77,32 @@ class Engine(ABC):
     continue_paths: ClassVar[tuple[str, ...]] = ()
     """POSTs of ``{}`` to these paths, in this order, allow computation again after `pause_paths`."""
 
-    @abstractmethod
     def check(self, model: ServedModelConfig) -> None:
-        """Checks the options of a model before any server starts.
+        """Check the options of a model before any server starts.
 
         Raises:
             ConfigError: an option is not valid for this engine, or the engine is not installed.
         """
+        self.command(model, "", 0)
 
     @abstractmethod
     def command(self, model: ServedModelConfig, host: str, port: int) -> list[str]:
-        """Returns the command line of one server.
+        """Return the command line of one server.
 
         Args:
             model: the configuration of its model.
             host, port: the address to listen on. Engines with `inherits_socket` may ignore them.
+
+        Raises:
+            ConfigError: see :meth:`check`.
         """
 
     @abstractmethod
     def environment(self, model: ServedModelConfig) -> dict[str, str]:
-        """Returns the server's environment variables. The user's `env` overrides those of the engine."""
+        """Return the server's environment variables. The user's `env` overrides those of the engine."""
 
     def gpus(self, model: ServedModelConfig) -> int:
-        """Returns the number of GPUs of one server."""
+        """Return the number of GPUs of one server."""
         return 0
 
     @abstractmethod
@@ -86,13 +111,8 @@ class Engine(ABC):
 
 
 def normalised(engine_args: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `engine_args` with one spelling of each option: ``--max-num-seqs`` becomes ``max_num_seqs``."""
+    """Return `engine_args` with one spelling of each option: ``--max-num-seqs`` becomes ``max_num_seqs``."""
     return {str(name).lstrip("-").replace("-", "_"): value for name, value in engine_args.items()}
-
-
-MAX_SEQUENCES = 256
-"""The largest number of sequences for which a GPU of a judge is assumed to have memory at the same time. verl's default
-for ``max_num_seqs`` is 1024, for which the cache of a large model has no room."""
 
 
 def sequences(model: ServedModelConfig, option: str) -> int:
@@ -108,14 +128,14 @@ def sequences(model: ServedModelConfig, option: str) -> int:
 
 
 def flags(model: ServedModelConfig, options: Mapping[str, Any], reserved: frozenset[str]) -> list[str]:
-    """Returns the server's command-line options: ``options``, overridden by the user's `engine_args`.
+    """Return the server's command-line options: ``options``, overridden by the user's `engine_args`.
 
     ``max_num_seqs: 64`` becomes ``--max-num-seqs 64``. ``True`` becomes the flag alone, a dict becomes JSON, and
     ``False`` and ``None`` omit the option. See :class:`ServedModelConfig`.
 
     Args:
         model: the configuration with `engine_args`.
-        options: the options that reward_loop sets, which the user may override.
+        options: the options that reward_loop sets.
         reserved: names of options that the user must not set.
 
     Raises:
@@ -145,3 +165,69 @@ def _words(value: Any) -> list[str]:
     if isinstance(value, list | tuple):
         return [str(item) for item in value]
     return [str(value)]
+
+
+def interpreter(model: ServedModelConfig) -> str:
+    """Return the path of the Python interpreter that runs the engine."""
+    return model.python or sys.executable
+
+
+def origin(model: ServedModelConfig) -> str:
+    """Return the words for that interpreter in error messages."""
+    return f"python={model.python!r}" if model.python else "this Python"
+
+
+def has_module(name: str, model: ServedModelConfig) -> bool:
+    """Return whether the interpreter finds a module. The module is not imported.
+
+    Raises:
+        ConfigError: the interpreter does not exist or does not work.
+    """
+    return bool(_value(f"importlib.util.find_spec({name!r}) is not None", model))
+
+
+def version(distribution: str, model: ServedModelConfig) -> str | None:
+    """Return the version of a distribution that the interpreter has, or ``None`` if it has none.
+
+    Raises:
+        ConfigError: the interpreter does not exist or does not work.
+    """
+    found = f"importlib.metadata.distributions(name={distribution!r})"
+    installed: str | None = _value(f"next((distribution.version for distribution in {found}), None)", model)
+    return installed
+
+
+def _value(expression: str, model: ServedModelConfig) -> Any:
+    return _value_in(interpreter(model), frozenset(model.env.items()), expression)
+
+
+@functools.cache
+def _value_in(python: str, env: frozenset[tuple[str, str]], expression: str) -> Any:
+    """Return the value of an expression in an interpreter. Errors are not cached: the user may fix the cause."""
+    program = f"import importlib.metadata, importlib.util, json; print(json.dumps({expression}))"
+    try:
+        done = subprocess.run(
+            [python, "-c", program],
+            env={**os.environ, **dict(env)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_ANSWERS_WITHIN_S,
+            check=False,
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"python={python!r}: the interpreter cannot be started: {error.strerror or error}. Set the path of the "
+            "Python of the environment that has the engine"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"python={python!r}: no answer within {_ANSWERS_WITHIN_S:g} s") from None
+    try:
+        if not done.returncode:
+            return json.loads(done.stdout.splitlines()[-1])
+    except (ValueError, IndexError):
+        pass
+    said = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+    raise ConfigError(
+        f"python={python!r}: not a working Python interpreter: exit status {done.returncode}, {shorten(said)}"
+    )

@@ -22,7 +22,7 @@ from reward_loop.config import RewardModelConfig, ServedModelConfig
 from reward_loop.errors import RequestError
 from reward_loop.serving import RewardModelManager
 from tests.servers import Watched, post
-from tests.serving.engines.running import below, running
+from tests.serving.running import below, running
 
 openai = pytest.importorskip("openai")
 

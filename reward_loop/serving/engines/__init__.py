@@ -1,1 +1,0 @@
-"""The inference engines that serve reward models: vLLM, SGLang and transformers."""
