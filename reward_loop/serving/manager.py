@@ -23,10 +23,10 @@ from reward_loop.serving.model_server import ModelServer, RouterClient
 from reward_loop.serving.models import served_models
 from reward_loop.serving.process import ServerProcess
 from reward_loop.serving.server_spec import Launch, ServerSpec, in_ray, on_this_machine, server_specs
-from reward_loop.serving.supervisor import Server, Starts, Supervisor
+from reward_loop.serving.supervisor import Server, Supervisor
 
 if TYPE_CHECKING:
-    from reward_loop.serving.reservation import Placement
+    from reward_loop.serving.reservation import GpuReservation
 
 __all__ = ["RewardModelManager", "ServedRewardModel", "serve_reward_model"]
 
@@ -55,21 +55,19 @@ class RewardModelManager:
 
     Args:
         config: the models and how to serve them.
-        gpus: for the placement ``colocated``, the GPUs that the servers share with other actors (``SharedGpus``). A
-            server that dies while the models sleep is restarted at :meth:`wake`. For the placement ``ray``, the
-            reservation of GPUs (``GpuReservation``); by default, any free GPUs in Ray.
+        gpus: for the placement ``ray``, the reservation of GPUs (``GpuReservation``); by default, any free GPUs in Ray.
 
     Entering raises:
         ConfigError: there is no model at `model_path`, its kind differs from the configured kind, an option is not
-            valid for the engine, the port is in use, there are too few GPUs, or ``colocated`` has no `gpus`.
+            valid for the engine, the port is in use, there are too few GPUs, or the placement is ``colocated``.
         ServerStartError: Ray did not have enough free resources in time; or a server or the router did not become
             ready, and the message shows the end of its log.
     """
 
-    def __init__(self, config: RewardModelConfig, gpus: Placement | None = None) -> None:
+    def __init__(self, config: RewardModelConfig, gpus: GpuReservation | None = None) -> None:
         self._config = config
         self._gpus = gpus
-        self._starts = Starts(config.starts_at_a_time)
+        self._starts = asyncio.Semaphore(config.starts_at_a_time)
         self._supervisors: dict[str, Supervisor] = {}
         self._router_url = ""
         self._servers: list[ModelServer] = []
@@ -88,10 +86,10 @@ class RewardModelManager:
     async def __aenter__(self) -> Self:
         # served_models reads files and may download from the Hugging Face hub.
         models = await asyncio.to_thread(served_models, self._config)
-        if self._config.placement == "colocated" and self._gpus is None:
+        if self._config.placement == "colocated":
             raise ConfigError(
-                "placement='colocated': servers share the GPUs of a verl run (python -m reward_loop.verl.main_ppo), "
-                "and there is none here; set placement='local' or 'ray'"
+                "placement='colocated': verl starts servers on its trainer's GPUs (python -m "
+                "reward_loop.verl.main_ppo), and there is no such run here; set placement='local' or 'ray'"
             )
         try:
             await self._start(models)
@@ -142,9 +140,6 @@ class RewardModelManager:
         for server in self._servers:
             if not server.can_sleep:
                 raise ConfigError(f"{server.model.served_model_name}: set enable_sleep_mode=True to put it to sleep")
-        if self._config.placement == "colocated":
-            # A restarted server would not find free GPU memory while other actors use the GPUs.
-            await self._starts.forbid()
         await self._with_each(ModelServer.sleep)
 
     async def wake(self) -> None:
@@ -154,7 +149,6 @@ class RewardModelManager:
             ServerError: the router or a server did not wake up.
         """
         await self._with_each(ModelServer.wake)
-        await self._starts.allow()
 
     async def _with_each(self, do: Callable[[ModelServer], Awaitable[None]]) -> None:
         """Call ``do`` for all servers concurrently; raise the first error after all calls have ended."""
@@ -274,7 +268,7 @@ class ServedRewardModel:
 
 
 @contextmanager
-def serve_reward_model(config: RewardModelConfig, gpus: Placement | None = None) -> Iterator[ServedRewardModel]:
+def serve_reward_model(config: RewardModelConfig, gpus: GpuReservation | None = None) -> Iterator[ServedRewardModel]:
     """Run a :class:`RewardModelManager` on an event loop in a background thread, for synchronous programs.
 
         with serve_reward_model(RewardModelConfig(model_path="...")) as model:

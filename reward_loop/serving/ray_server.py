@@ -112,9 +112,9 @@ class RayServer:
 
     async def _start(self) -> None:
         place, node = self._place, ray.get_runtime_context().get_node_id()
-        devices = await place.environment()
+        accelerator = place.accelerator if place.gpus else None
         self.url, exit_address, self.pid, self.started_in_s = await self._actor.start.remote(
-            self._spec, devices, place.reserved, node, self._tunnel_key
+            self._spec, accelerator, node, self._tunnel_key
         )
         if exit_address:
             entry = tunnel_entry(exit_address, self._tunnel_key, health_path=self._spec.engine.health_path)
@@ -140,14 +140,13 @@ class _Host:
         self._process: ServerProcess | None = None
 
     async def start(
-        self, spec: ServerSpec, devices: dict[str, str], reserved: Accelerator | None, users_node: str, tunnel_key: str
+        self, spec: ServerSpec, accelerator: Accelerator | None, users_node: str, tunnel_key: str
     ) -> tuple[str, str | None, int | None, float | None]:
         """Start the server, and the exit of a tunnel if its user is on another node.
 
         Args:
             spec, tunnel_key: as for :class:`RayServer`.
-            devices: the environment variables that assign shared accelerators to the server.
-            reserved: the type of accelerator that the actor reserves for the server; ``None`` if it reserves none.
+            accelerator: the type of accelerator that the actor reserves for the server; ``None`` if it reserves none.
             users_node: the id of the node that sends the requests.
 
         Returns:
@@ -155,9 +154,10 @@ class _Host:
             the seconds until it was ready.
         """
         context, address = ray.get_runtime_context(), ray.util.get_node_ip_address()
-        if reserved and spec.model.env.keys().isdisjoint(reserved.variables):
+        devices: dict[str, str] = {}
+        if accelerator and spec.model.env.keys().isdisjoint(accelerator.variables):
             # Set here because Ray does not set the variable if a RAY_EXPERIMENTAL_NOSET_... variable forbids it.
-            devices = reserved.environment(context.get_accelerator_ids()[reserved.resource])
+            devices = accelerator.environment(context.get_accelerator_ids()[accelerator.resource])
         bound = self._stack.enter_context(spec.bind())
         # For vLLM with the option `python`, this starts that interpreter to ask for the version.
         process = await asyncio.to_thread(spec.process, bound, devices, f" on {address}")

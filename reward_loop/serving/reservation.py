@@ -1,4 +1,4 @@
-"""Finds Ray resources for servers: reserves accelerators, or shares those that other placement groups hold."""
+"""Reserve Ray resources for servers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -19,16 +19,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from reward_loop.errors import ConfigError, ServerStartError
 from reward_loop.serving.gpus import GPU, Accelerator
 
-__all__ = ["Demand", "GpuReservation", "Others", "Place", "Placement", "SharedGpus"]
+__all__ = ["Demand", "GpuReservation", "Others", "Place"]
 
 logger = logging.getLogger(__name__)
 
 _PROGRESS_S = 15.0
 _REMOVED_WITHIN_S = 10.0
 _REMOVED_POLL_S = 0.05
-
-_A_LITTLE_OF_A_GPU = 0.01
-"""The fraction of a GPU that is requested by the task that reads the GPU's id. The rest is in use."""
 
 Bundle = dict[str, float]
 
@@ -60,63 +57,20 @@ class Others:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The Ray resources that one server runs on: bundles of a placement group, accelerators and CPU cores."""
+    """The Ray resources that one server runs on: a bundle of a placement group, with its accelerators and CPU cores."""
 
     group: PlacementGroup
-    bundles: tuple[int, ...]
+    bundle: int
     gpus: int
     cpus: int
-    shared: bool = False
-    """Whether other actors hold the resources of these bundles, and the server shares them without a reservation."""
     accelerator: Accelerator = GPU
 
     @property
     def resources(self) -> dict[str, Any]:
         """The options of a Ray actor that runs here."""
-        options = self.reserved.options(self.gpus) if self.reserved else {"num_gpus": 0}
-        return {**options, "num_cpus": 0 if self.shared else self.cpus, **_in_bundle(self.group, self.bundles[0])}
-
-    @property
-    def reserved(self) -> Accelerator | None:
-        """The type of the accelerators that an actor here reserves; ``None`` if it reserves none."""
-        return self.accelerator if self.gpus and not self.shared else None
-
-    async def environment(self) -> dict[str, str]:
-        """Return the environment variables that restrict a server to its shared accelerators, if it has any."""
-        if not self.shared or not self.gpus:
-            return {}
-        ask: Any = _held
-        options = {**self.accelerator.options(_A_LITTLE_OF_A_GPU), "num_cpus": 0}
-        held = await asyncio.gather(
-            *(
-                ask.options(**options, **_in_bundle(self.group, bundle)).remote(self.accelerator.resource)
-                for bundle in self.bundles
-            )
-        )
-        return self.accelerator.environment([device for devices in held for device in devices])
-
-
-def _in_bundle(group: PlacementGroup, index: int) -> dict[str, Any]:
-    return {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, index)}
-
-
-@ray.remote
-def _held(resource: str) -> list[str]:
-    return ray.get_runtime_context().get_accelerator_ids()[resource]
-
-
-class Placement(Protocol):
-    """Finds places for servers."""
-
-    async def places(self, demands: Sequence[Demand]) -> list[list[Place]]:
-        """Return the places of each model's servers, in the order of ``demands``.
-
-        Raises:
-            ConfigError, ServerStartError: there are too few free resources for all servers.
-        """
-
-    def release(self) -> None:
-        """Release the reserved resources."""
+        options = self.accelerator.options(self.gpus) if self.gpus else {"num_gpus": 0}
+        strategy = PlacementGroupSchedulingStrategy(self.group, self.bundle)
+        return {**options, "num_cpus": self.cpus, "scheduling_strategy": strategy}
 
 
 class GpuReservation:
@@ -175,7 +129,7 @@ class GpuReservation:
         numbers = iter(range(len(bundles)))
         return [
             [
-                Place(self._group, (next(numbers),), demand.gpus, demand.cpus, accelerator=self._accelerator)
+                Place(self._group, next(numbers), demand.gpus, demand.cpus, self._accelerator)
                 for _ in range(demand.servers)
             ]
             for demand in demands
@@ -299,44 +253,3 @@ def _wait_until_removed(groups: Sequence[PlacementGroup]) -> None:
 def _remove(group: PlacementGroup) -> None:
     with contextlib.suppress(RayError):
         remove_placement_group(group)
-
-
-class SharedGpus:
-    """Places servers on accelerators that other actors hold, without a reservation of their own.
-
-    Args:
-        groups: existing placement groups, each on one node, with one accelerator in each bundle.
-        accelerator: the type of accelerator.
-    """
-
-    def __init__(self, groups: Sequence[PlacementGroup], accelerator: Accelerator = GPU) -> None:
-        self._groups = list(groups)
-        self._accelerator = accelerator
-
-    async def places(self, demands: Sequence[Demand]) -> list[list[Place]]:
-        """Return the places of each model's servers. All bundles of a server are on one node.
-
-        The places of every model start at the first bundle, so models share accelerators with each other.
-
-        Raises:
-            ConfigError: the groups have too few bundles.
-        """
-        return [self._places(demand) for demand in demands]
-
-    def _places(self, demand: Demand) -> list[Place]:
-        size = max(1, demand.gpus)  # A server without an accelerator also gets one bundle as its place.
-        places = [
-            Place(group, tuple(range(first, first + size)), demand.gpus, demand.cpus, True, self._accelerator)
-            for group in self._groups
-            for first in range(0, group.bundle_count - size + 1, size)
-        ]
-        if demand.servers > len(places):
-            counts = ", ".join(str(group.bundle_count) for group in self._groups)
-            raise ConfigError(
-                f"{demand.servers} server(s) of {size} GPU(s), each on one node, do not fit on the GPUs that they "
-                f"share ({counts} a node): lower replicas, tensor_parallel_size or data_parallel_size"
-            )
-        return places[: demand.servers]
-
-    def release(self) -> None:
-        """Do nothing, because nothing is reserved."""

@@ -19,7 +19,7 @@ from reward_loop.serving.process import ServerProcess
 from reward_loop.serving.supervisor import Server
 
 if TYPE_CHECKING:
-    from reward_loop.serving.reservation import Placement
+    from reward_loop.serving.reservation import GpuReservation
 
 __all__ = ["Launch", "ServerSpec", "in_ray", "on_this_machine", "server_specs"]
 
@@ -111,7 +111,7 @@ def on_this_machine(specs: Sequence[Sequence[ServerSpec]]) -> Iterator[Launch]:
             yield Launch(spec, partial(spec.process, bound, visible), bound)
 
 
-async def in_ray(specs: Sequence[Sequence[ServerSpec]], placement: Placement) -> list[Launch]:
+async def in_ray(specs: Sequence[Sequence[ServerSpec]], placement: GpuReservation) -> list[Launch]:
     """Return the servers of each model as Ray actors.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from reward_loop.errors import ServerDiedError, ServerError
 
-__all__ = ["Server", "Starts", "Supervisor"]
+__all__ = ["Server", "Supervisor"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,44 +44,6 @@ class Server(AbstractAsyncContextManager[Any, None], Protocol):
 
     async def wait(self) -> ServerDiedError:
         """Wait until the server exits by itself."""
-
-
-class Starts:
-    """Limits how many servers start at the same time, and can block all starts.
-
-    An async context manager: enter it around the start of a server.
-
-    Args:
-        at_a_time: the maximum number of servers that start at the same time.
-    """
-
-    def __init__(self, at_a_time: int) -> None:
-        self._at_a_time = at_a_time
-        self._starting = 0
-        self._allowed = True
-        self._changed = asyncio.Condition()
-
-    async def __aenter__(self) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._allowed and self._starting < self._at_a_time)
-            self._starting += 1
-
-    async def __aexit__(self, *exc: object) -> None:
-        async with self._changed:
-            self._starting -= 1
-            self._changed.notify_all()
-
-    async def forbid(self) -> None:
-        """Block new starts until :meth:`allow`, and wait until no server is starting."""
-        async with self._changed:
-            self._allowed = False
-            await self._changed.wait_for(lambda: not self._starting)
-
-    async def allow(self) -> None:
-        """Permit starts again after :meth:`forbid`."""
-        async with self._changed:
-            self._allowed = True
-            self._changed.notify_all()
 
 
 async def _nothing(*_: str) -> None:
@@ -120,7 +82,7 @@ class Supervisor:
         *,
         max_restarts: int,
         window_s: float,
-        starts: Starts | None = None,
+        starts: asyncio.Semaphore | None = None,
         bound: socket.socket | None = None,
         at_once: bool = False,
         on_up: Callable[[str], Awaitable[None]] = _nothing,
@@ -134,7 +96,7 @@ class Supervisor:
         self._new_process = new_process
         self._max_restarts = max_restarts
         self._window_s = window_s
-        self._starts = starts or Starts(1)
+        self._starts = starts or asyncio.Semaphore(1)
         self._bound = bound
         self._at_once = at_once
         self._on_up = on_up

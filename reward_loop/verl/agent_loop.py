@@ -54,6 +54,8 @@ class _Prompt:
     """A prompt, and what is left to do for its sessions, which are numbered."""
 
     partition: str
+    size: int
+    """The number of its sessions. Reward managers that score whole groups need it: the column ``group_size``."""
     generating: set[int]
     """The sessions whose trajectories are not published. A session that fails will not publish one."""
     published: str = ""
@@ -98,8 +100,9 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
         rollout = self.config.actor_rollout_ref.rollout
         partition, n = ("val", rollout.val_kwargs.n) if trajectory["validate"] else ("train", rollout.n)
+        size = int(prompt.get("__rollout_n__", n))
         # The tasks of its sessions inherit it. A prompt that was sent again may still be generated for the first time.
-        _prompt.set(_Prompt(partition, set(range(prompt.get("__rollout_n__", n)))))
+        _prompt.set(_Prompt(partition, size, set(range(size))))
         await super()._run_prompt(prompt, sampling_params, trajectory=trajectory, trace=trace)
 
     @overrides(AgentLoopWorkerTQ.__ray_actor_class__)
@@ -163,7 +166,8 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
             return await super()._compute_score(outputs, kwargs, **options)
         if outputs[-1].reward_score is None and self.reward_loop_worker_handles is not None:
             # `_agent_loop_postprocess` waits for the task after verl has written the trajectory.
-            session.judging = asyncio.create_task(self._judge(session.times, outputs, kwargs, **options))
+            columns = {**kwargs, "group_size": session.prompt.size}
+            session.judging = asyncio.create_task(self._judge(session.times, outputs, columns, **options))
         return None
 
     async def _judge(self, times: dict[str, float], outputs: list[Any], kwargs: dict, **options: Any) -> None:

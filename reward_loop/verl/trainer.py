@@ -11,18 +11,15 @@ from typing import Any
 import ray
 from omegaconf import DictConfig
 from ray.exceptions import RayActorError
-from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-from verl.utils.tensordict_utils import assign_non_tensor_stack
 
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl.agent_loop_manager import RewardAgentLoopManager
 from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.gdpo import GDPO, component_rewards, switch_estimator, use_rewards
-from reward_loop.verl.group_size import WithGroupSize, group_sizes
 from reward_loop.verl.mode_options import check_group_manager
 from reward_loop.verl.recording_trainer import RecordingTrainer
 from reward_loop.verl.recovery import Recovery
@@ -80,7 +77,6 @@ uses(__name__, "verl.single_controller.ray:ResourcePoolManager", "get_resource_p
 uses(__name__, "verl.single_controller.ray:RayWorkerGroup", "_dispatch_info")
 uses(__name__, "verl.workers.engine_workers:ActorRolloutRefWorker", "update_actor(data)")
 uses(__name__, "verl.workers.engine_workers:TrainingWorker", "train_mini_batch(data)")
-uses(__name__, "verl.utils.tensordict_utils", "assign_non_tensor_stack(tensor_dict, key, val)")
 
 logger = logging.getLogger(__name__)
 
@@ -141,8 +137,6 @@ class RewardLoopTrainer(RecordingTrainer):
         self._health = StepHealth(self._settings.options, self.reward_workers)
         if self.reward_workers.client.by_group:
             check_group_manager(self._settings.mode)
-            n = self.config.actor_rollout_ref.rollout.val_kwargs.n
-            self.val_dataloader: Any = WithGroupSize(self.val_dataloader, n)
 
     def _start_rewards(self, config: DictConfig, rm_resource_pool: Any = None) -> SimpleNamespace:
         """Return what verl's trainer uses of its reward loop manager; first start a colocated reward model.
@@ -157,13 +151,6 @@ class RewardLoopTrainer(RecordingTrainer):
         return SimpleNamespace(reward_loop_worker_handles=handles)
 
     @overrides(PPOTrainer)
-    def _fetch_one_gen_batch(self) -> TensorDict:
-        batch = super()._fetch_one_gen_batch()
-        if self.reward_workers.client.by_group:
-            assign_non_tensor_stack(batch, "group_size", group_sizes(batch, self.config.actor_rollout_ref.rollout.n))
-        return batch
-
-    @overrides(PPOTrainer)
     def fit(self, agent_loop_manager: Any) -> None:
         """Train, and then stop the agent loop workers. Workers that die during training are replaced.
 
@@ -176,7 +163,8 @@ class RewardLoopTrainer(RecordingTrainer):
             self.recovery = Recovery(agent_loop_manager, self.reward_workers, rollouts=rollouts, judges=judges)
             self.replay_buffer.checks.append(self._replace_dead_workers)
         try:
-            super().fit(agent_loop_manager)
+            with self._checking_fatal_errors():  # also of a validation before the first step
+                super().fit(agent_loop_manager)
         finally:
             self._health.flush()
         for worker in agent_loop_manager.agent_loop_workers:
@@ -207,11 +195,6 @@ class RewardLoopTrainer(RecordingTrainer):
                 raise
             logger.warning("update %d of the step is skipped: %s", self.local_trigger_step + 1, error)
             return KVBatchMeta(partition_id="train", keys=[], tags=[])
-
-    @overrides(PPOTrainer)
-    def _validate(self) -> dict[str, float]:
-        with self._checking_fatal_errors():
-            return super()._validate()
 
     @overrides(PPOTrainer)
     def _val_metrics_update(

@@ -144,7 +144,7 @@ async def test_servers_without_gpus_are_spread_over_the_nodes() -> None:
     try:
         ((first, second),) = await reservation.places([Demand(2, 0, 1)])
         nodes = placement_group_table(first.group)["bundles_to_node_id"]
-        assert nodes[first.bundles[0]] != nodes[second.bundles[0]]
+        assert nodes[first.bundle] != nodes[second.bundle]
     finally:
         reservation.release()
 

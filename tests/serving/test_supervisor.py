@@ -9,7 +9,7 @@ import pytest
 from reward_loop._util.sockets import listen
 from reward_loop.errors import ServerDiedError, ServerError
 from reward_loop.serving import supervisor as supervision
-from reward_loop.serving.supervisor import Starts, Supervisor
+from reward_loop.serving.supervisor import Supervisor
 from tests.servers import until
 
 
@@ -103,7 +103,7 @@ async def test_a_first_start_that_fails_is_reported_and_not_repeated() -> None:
 
 
 async def test_a_server_that_waits_for_a_place_does_not_delay_the_start_of_others() -> None:
-    starts = Starts(1)
+    starts = asyncio.Semaphore(1)
     without_place, other = FakeServer(), FakeServer()
     without_place.has_place.clear()
     supervisors = [
@@ -113,10 +113,8 @@ async def test_a_server_that_waits_for_a_place_does_not_delay_the_start_of_other
         supervisor.start()
     async with asyncio.timeout(30):
         await supervisors[1].started
-        await starts.forbid()  # waits for servers that are starting
         assert not without_place.entered
         without_place.has_place.set()
-        await starts.allow()
         await supervisors[0].started
     assert without_place.entered
     for supervisor in supervisors:
@@ -186,28 +184,3 @@ async def test_a_stop_that_is_cancelled_stops_the_server_at_once_and_waits_for_i
     await asyncio.wait([stopping], timeout=30)
     assert stopping.cancelled()
     assert server.ended
-
-
-async def test_starts_are_bounded_and_can_be_forbidden() -> None:
-    starts, starting, ready = Starts(2), [], [asyncio.Event() for _ in range(4)]
-
-    async def start(number: int) -> None:
-        async with starts:
-            starting.append(number)
-            await ready[number].wait()
-
-    async with asyncio.TaskGroup() as tasks:
-        for number in range(4):
-            tasks.create_task(start(number))
-        await until(lambda: starting == [0, 1])
-        forbidding = tasks.create_task(starts.forbid())
-        ready[0].set()
-        await asyncio.sleep(0)
-        assert not forbidding.done()
-        ready[1].set()
-        await forbidding
-        assert starting == [0, 1]
-        await starts.allow()
-        await until(lambda: starting == [0, 1, 2, 3])
-        ready[2].set()
-        ready[3].set()

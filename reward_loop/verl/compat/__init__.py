@@ -52,7 +52,7 @@ TRAINING = (
 )
 """Those that the task runner, the trainer and the workers import."""
 
-CPU = ("cpu.checkpoint", "cpu.engine", "cpu.platform", "cpu.plugin", "cpu.rollout", "cpu.server")
+CPU = ("cpu.checkpoint", "cpu.engine", "cpu.plugin", "cpu.rollout", "cpu.server")
 """Those that a run on a CPU imports in addition."""
 
 F = TypeVar("F", bound=Callable[..., Any])
