@@ -8,9 +8,8 @@ from typing import Any
 
 import httpx
 
-from reward_loop.adapters.service.app import check_dialects, create_app
+from reward_loop.adapters.service.app import Gate, check_dialects, create_app
 from reward_loop.adapters.service.dialects import DialectOptions
-from reward_loop.adapters.service.gate import Gate
 from reward_loop.adapters.service.service import RewardService
 from reward_loop.config import RewardLoopConfig
 from reward_loop.managers import NaiveRewardLoopManager, get, scoring_function
