@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from reward_loop.config import CacheConfig, RewardLoopConfig
-from reward_loop.managers import CompositeRewardLoopManager, scoring_function
-from reward_loop.managers import get as get_manager
-from reward_loop.managers.scorer import reward_of
+from reward_loop.managers import CompositeRewardLoopManager
+from reward_loop.managers.scorer import load_scorer, reward_of
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
 from reward_loop.types import RewardSample, is_returned
 
@@ -69,10 +68,6 @@ class Calls:
         router_address: str | None,
         concurrency: int,
     ) -> None:
-        cls: Any = get_manager(manager)
-        self.is_batched = getattr(cls, "function_type", ScoringFunction) is ListScoringFunction
-        self._of_groups = getattr(cls, "needs_group", False)
-        self._groups = itertools.count()
         # Failures are reported and must not stop the check. A batch function gets all samples in one call. A stored
         # score would hide that results differ.
         update: dict[str, Any] = {
@@ -83,18 +78,19 @@ class Calls:
             "batch": options.batch.model_copy(update={"max_batch_size": samples}),
             "cache": CacheConfig(),
         }
-        options = options.model_copy(update=update)
-        if function is not None:
-            function = scoring_function(cls, function, options, reward_kwargs=reward_kwargs)
-        self._manager = cls(
-            config=options,
-            tokenizer=None,
-            compute_score=function,
-            reward_router_address=router_address,
-            reward_model_tokenizer=None,
+        scorer = load_scorer(
+            function,
+            manager,
+            options.model_copy(update=update),
+            reward_kwargs=reward_kwargs,
+            router_address=router_address,
         )
+        self._manager = scorer.manager
+        self.is_batched = getattr(self._manager, "function_type", ScoringFunction) is ListScoringFunction
+        self._of_groups = getattr(self._manager, "needs_group", False)
+        self._groups = itertools.count()
         is_composite = isinstance(self._manager, CompositeRewardLoopManager)
-        self.functions: dict[str, Any] = self._manager.functions if is_composite else {"": function}
+        self.functions: dict[str, Any] = self._manager.functions if is_composite else {"": scorer.function}
         """The functions by name of their component; the name is empty if the manager is not a composite."""
         self.is_async = any(one.is_async for one in self.functions.values())
         self.in_processes = any(one.in_processes for one in self.functions.values())

@@ -22,11 +22,16 @@ class Scorer:
 
     loaded: Any
     """The loaded function; ``None`` if each component of a composite has its own function."""
+    function: Any
+    """The scoring function that calls the loaded function; ``None`` as for `loaded`."""
     manager: Any
     requires: frozenset[str]
     """The fields of a sample that the function requires."""
-    has_post_process: bool
-    """Whether the function has a method ``post_process_scores``."""
+
+    @property
+    def has_post_process(self) -> bool:
+        """Whether the function has a method ``post_process_scores``."""
+        return bool(getattr(self.function, "has_post_process", False))
 
 
 def load_scorer(
@@ -84,7 +89,7 @@ def load_scorer(
     except (Exception, SystemExit) as error:
         raise ConfigError(f"the manager {manager} cannot be created: {type(error).__name__}: {error}") from error
     requires = getattr(made, "requires", function.requires if function is not None else frozenset())
-    return Scorer(loaded, made, requires, getattr(function, "has_post_process", False))
+    return Scorer(loaded, function, made, requires)
 
 
 async def reward_of(manager: Any, sample: RewardSample, name: str) -> Reward:

@@ -218,7 +218,7 @@ class _Recipe:
         """Return the reward manager with its function."""
         if self.is_manager:
             requires: frozenset[str] = getattr(self.function, "requires", frozenset())
-            return Scorer(None, self.function, requires, has_post_process=False)
+            return Scorer(None, None, self.function, requires)
         return load_scorer(
             self.function,
             self.manager,
