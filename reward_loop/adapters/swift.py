@@ -79,12 +79,13 @@ def _is_column(value: Any, length: int) -> bool:
 
 def _to_sample(agent: ProcessAgent, completion: Any, row: Mapping[str, Any], step: int | None) -> RewardSample:
     """Return the sample of a completion, with its values of all columns."""
-    tokens = row.get("response_token_ids")
+    tokens = row.get("response_token_ids") or []  # of the response, or a list for each turn of the policy
+    length = sum(len(part) if isinstance(part, list) else 1 for part in tokens)
     return RewardSample(
         str(completion),
         **agent.parts({name: value for name, value in row.items() if name not in _INTERNAL}, "solution"),
         uid=str(row["request_id"]) if "request_id" in row else None,
-        response_length=len(tokens) if tokens else None,
+        response_length=length or None,
         prompt=row["messages"][:-1] if "messages" in row else None,
         step=step,
     )
