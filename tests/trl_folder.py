@@ -25,8 +25,5 @@ def trl_on_path() -> Iterator[None]:
         patch.setenv("PYTHONPATH", path)
         yield
     for name in list(sys.modules):
-        if name.split(".")[0] == "trl" or name in _IMPORT_TRL:
+        if name.split(".")[0] == "trl" or name == "reward_loop.adapters.trl.overlapped":
             del sys.modules[name]
-
-
-_IMPORT_TRL = {f"reward_loop.adapters.trl.{name}" for name in ("overlapped", "off_policy")}

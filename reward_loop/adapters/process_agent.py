@@ -1,46 +1,156 @@
-"""One reward agent for the process of a trainer that only takes a function.
+"""Reward agents for trainers that only take a function, and so have no place that owns an agent.
 
-The first call of such a function starts the agent. The module owns it; it ends with the interpreter.
-
-The options come from a file, whose path is in the environment variable ``REWARD_LOOP_CONFIG``, unless the trainer has
-a place for them.
+An `AgentOwner` has one agent for each process, which the first call of the function starts. `process_agent` is the one
+agent of the process for slime, ms-swift and verifiers. Its options come from a file, whose path is in the environment
+variable ``REWARD_LOOP_CONFIG``, unless the trainer has a place for them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import itertools
 import json
 import os
+import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from pydantic import Field
 
+from reward_loop._util.background_loop import in_background
 from reward_loop._util.text import listing, shorten
-from reward_loop.adapters.agent_in_thread import AgentInThread
+from reward_loop.agent import RewardAgent
 from reward_loop.config import Config, RewardLoopConfig, parse
-from reward_loop.errors import ConfigError
-from reward_loop.managers.scorer import load_scorer, scores_groups
-from reward_loop.types import Reward
+from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.managers.scorer import Scored, Scorer, load_scorer, scores_groups
+from reward_loop.types import Reward, RewardSample
 
 __all__ = [
     "ENVIRONMENT",
     "AdapterConfig",
+    "AgentInThread",
+    "AgentOwner",
     "ProcessAgent",
     "Source",
     "close_agent",
-    "info_of",
     "load_config",
-    "missing_field",
     "process_agent",
 ]
 
+
+class AgentInThread:
+    """A `RewardAgent` on an event loop of its own in a background thread.
+
+    Trainers call from several event loops, and some of them close theirs after each batch.
+
+    Args:
+        scorer: the reward manager with its function; the manager is closed with this object.
+        concurrency: the largest number of samples that are scored at the same time; ``None`` for no limit.
+    """
+
+    def __init__(self, scorer: Scorer, concurrency: int | None = None) -> None:
+        self.manager = scorer.manager
+        self.requires = scorer.requires
+        """The fields of a sample that the function requires."""
+        self.needs_group = scores_groups(scorer.manager)
+        """Whether the manager, or ``post_process_scores`` of the function, compares the samples of a group."""
+        self._name = secrets.token_hex(4)
+        """Part of the names of samples: several processes may record samples in one folder."""
+        self._batches = itertools.count(1)
+        self._concurrency = concurrency
+        self._stack = ExitStack()
+        self._agent, self._loop = self._stack.enter_context(in_background(self._running, name="reward-agent"))
+
+    @asynccontextmanager
+    async def _running(self) -> AsyncIterator[tuple[RewardAgent, asyncio.AbstractEventLoop]]:
+        async with RewardAgent(self.manager, concurrency=self._concurrency) as agent:
+            yield agent, asyncio.get_running_loop()
+
+    async def score(self, samples: Sequence[RewardSample], groups: Sequence[int] | None = None) -> list[Scored]:
+        """Return the results of samples, in order. If the caller is cancelled, so are the samples.
+
+        Args:
+            samples: the samples; members of a group are neighbours. Those without a name get a unique one.
+            groups: the size of each group; by default, each sample is a group of its own.
+
+        Raises:
+            RewardLoopError: an error that must stop the run, such as too many failures; or this object is closed.
+        """
+        if self._loop.is_closed():
+            raise RewardLoopError("the reward agent is closed")
+        batch = f"{self._name}.{next(self._batches)}"
+        named = [
+            replace(sample, uid=f"{batch}.{index}") if sample.uid is None else sample
+            for index, sample in enumerate(samples)
+        ]
+        scoring = asyncio.run_coroutine_threadsafe(self._score(named, groups), self._loop)
+        rewards = await asyncio.wrap_future(scoring)
+        return [Scored.of(str(sample.uid), reward) for sample, reward in zip(named, rewards, strict=True)]
+
+    async def _score(self, samples: Sequence[RewardSample], groups: Sequence[int] | None) -> list[Reward]:
+        pending = self._agent.submit(samples, groups=groups)
+        try:
+            return await pending
+        except asyncio.CancelledError:
+            pending.cancel()
+            raise
+
+    def close(self) -> None:
+        """Cancel the samples that have not ended, and stop the agent. Blocks until it has stopped."""
+        self._stack.close()
+
+
+A = TypeVar("A", bound=AgentInThread)
+
+
+class AgentOwner(Generic[A]):
+    """Owns one agent in each process. It ends with `close`, or with the interpreter."""
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._agent: A | None = None
+
+    def __reduce__(self) -> tuple[type[AgentOwner[A]], tuple[()]]:
+        return type(self), ()  # a copy in another process has no agent yet
+
+    async def get(self, start: Callable[[], A]) -> A:
+        """Return the agent of this process; the first call starts it.
+
+        Args:
+            start: starts the agent. Called in a thread: loading a function may take seconds, which must not block the
+                event loop of the trainer. If it raises, the next call of `get` tries again.
+        """
+        agent = self._agent
+        if agent is None or self._pid != os.getpid():
+            agent = await asyncio.to_thread(self._get, start)
+        return agent
+
+    def _get(self, start: Callable[[], A]) -> A:
+        if self._pid != os.getpid():  # a fork copies this object, but not the agent's thread
+            self._reset()
+        with self._lock:
+            if self._agent is None:
+                self._agent = start()
+            return self._agent
+
+    def close(self) -> None:
+        """Close the agent of this process, if it was started; blocks until that is done. `get` may start another."""
+        agent = self._agent
+        if agent is not None and self._pid == os.getpid():
+            self._reset()
+            agent.close()
+
+
 ENVIRONMENT = "REWARD_LOOP_CONFIG"
 """The environment variable with the path of the file of options."""
-
 
 Source = str | Mapping[str, Any] | None
 """Options, or the path of their file; ``None`` for the file in `ENVIRONMENT`."""
@@ -75,38 +185,53 @@ class AdapterConfig(Config):
     """All other options: timeout, policies, limits, retries, cache, components, records (`log_dir`)."""
 
 
-class ProcessAgent:
-    """The reward agent of this process, with its options.
+class ProcessAgent(AgentInThread):
+    """A reward agent with the options of an adapter.
 
     Args:
-        config: its options.
+        source: the options, or the path of their file.
 
     Raises:
-        ConfigError: an option is invalid.
+        ConfigError: there are no options, or an option is invalid.
         FunctionLoadError: the function cannot be found, or cannot be called with the arguments of the reward loop.
     """
 
-    def __init__(self, config: AdapterConfig) -> None:
-        self.config = config
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.config = load_config(source)
         scorer = load_scorer(
-            config.function,
-            config.manager,
-            config.reward_loop,
-            reward_kwargs=config.reward_kwargs,
-            router_address=config.router_address,
+            self.config.function,
+            self.config.manager,
+            self.config.reward_loop,
+            reward_kwargs=self.config.reward_kwargs,
+            router_address=self.config.router_address,
         )
-        self.requires = scorer.requires
-        """The fields of a sample that the function requires."""
-        self.needs_group = scores_groups(scorer.manager)
-        """Whether the manager, or ``post_process_scores`` of the function, compares the samples of a group."""
-        self._agent = AgentInThread(scorer.manager, config.concurrency)
-        self.pid = self._agent.pid
-        self.score = self._agent.score
-        self.close = self._agent.close
+        super().__init__(scorer, self.config.concurrency)
+
+    def parts(self, data: Mapping[str, Any], ground_truth: str) -> dict[str, Any]:
+        """Return ground truth, data source and extra info of a sample, as arguments of `RewardSample`.
+
+        Args:
+            data: the fields of the trainer's data; all of them become ``extra_info``.
+            ground_truth: the field with the reference answer, unless the options name another one.
+
+        Raises:
+            ConfigError: the function requires a ground truth, and the data does not have its field.
+        """
+        name = self.config.ground_truth or ground_truth
+        if name not in data and "ground_truth" in self.requires:
+            raise ConfigError(
+                f"the function {self.config.function} requires ground_truth, and the data has no field {name!r}: set "
+                f"`ground_truth` in the options of the rewards to one of {listing(data)}"
+            )
+        return {
+            "ground_truth": data.get(name),
+            "data_source": str(data.get(self.config.data_source) or ""),
+            "extra_info": data,
+        }
 
 
-_lock = threading.Lock()
-_started: tuple[Source, ProcessAgent] | None = None
+_owner: AgentOwner[ProcessAgent] = AgentOwner()
 
 
 async def process_agent(source: Source = None) -> ProcessAgent:
@@ -120,34 +245,18 @@ async def process_agent(source: Source = None) -> ProcessAgent:
         ConfigError: there are no options, an option is invalid, or the agent was started with other options.
         FunctionLoadError: the function cannot be found, or cannot be called with the arguments of the reward loop.
     """
-    # In a thread: loading the function may take seconds, which must not block the event loop of the trainer.
-    started = _started
-    if started is None or started[1].pid != os.getpid():  # a fork has the agent, but not its thread
-        started = await asyncio.to_thread(_start, source)
-    used, agent = started
-    if used != source:
+    agent = await _owner.get(lambda: ProcessAgent(source))
+    if agent.source != source:
         raise ConfigError(
-            f"this process scores with the options {shorten(used)}, so {shorten(source)} has no effect: a process has "
-            "one agent, with one set of options"
+            f"this process scores with the options {shorten(agent.source)}, so {shorten(source)} has no effect: a "
+            "process has one agent, with one set of options"
         )
     return agent
 
 
-def _start(source: Source) -> tuple[Source, ProcessAgent]:
-    global _started
-    with _lock:
-        if _started is None or _started[1].pid != os.getpid():
-            _started = source, ProcessAgent(load_config(source))
-        return _started
-
-
 def close_agent() -> None:
     """Close the agent of this process, if it was started. A later call of `process_agent` starts another one."""
-    global _started
-    with _lock:
-        started, _started = _started, None
-    if started is not None:
-        started[1].close()
+    _owner.close()
 
 
 def load_config(source: Source = None) -> AdapterConfig:
@@ -176,34 +285,15 @@ def _read(path: Path) -> Any:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the options of the rewards, {path}, cannot be read: {error}") from None
+    load: Callable[[str], Any] = json.loads
+    invalid: type[Exception] = ValueError
+    if path.suffix != ".json":
+        try:
+            import yaml
+        except ImportError:
+            raise ConfigError(f"{path}: reading YAML needs PyYAML: pip install pyyaml, or use a .json file") from None
+        load, invalid = yaml.safe_load, yaml.YAMLError
     try:
-        if path.suffix == ".json":
-            return json.loads(text)
-        if importlib.util.find_spec("yaml") is None:
-            raise ConfigError(f"{path}: reading YAML needs PyYAML: pip install pyyaml, or use a .json file")
-        return _yaml(text)
-    except ValueError as error:
+        return load(text)
+    except invalid as error:
         raise ConfigError(f"{path}: this is not a valid file of options: {error}") from None
-
-
-def _yaml(text: str) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None
-
-
-def info_of(reward: Reward) -> dict[str, Any]:
-    """Return the extra info of a reward, also of a manager that was written for verl and sets no outcome."""
-    defaults = {"reward_outcome": "scored", "reward_masked": False, "reward_error": ""}
-    return {**defaults, **(reward.get("reward_extra_info") or {})}
-
-
-def missing_field(agent: ProcessAgent, name: str, known: Sequence[str]) -> ConfigError:
-    """Return the error for data without the field of the ground truth, which the function requires."""
-    return ConfigError(
-        f"the function {agent.config.function} requires ground_truth, and the data has no field {name!r}: set "
-        f"`ground_truth` in the options of the rewards to one of {listing(known)}"
-    )

@@ -12,9 +12,10 @@ from statistics import fmean, stdev
 from typing import Any
 
 from reward_loop._util.text import listing
-from reward_loop.adapters.process_agent import ProcessAgent, info_of, process_agent
+from reward_loop.adapters.process_agent import ProcessAgent, process_agent
 from reward_loop.errors import ConfigError
-from reward_loop.types import Reward, RewardSample, returned_numbers
+from reward_loop.managers.scorer import Scored
+from reward_loop.types import Outcome, RewardSample
 
 __all__ = ["custom_rm", "normalise"]
 
@@ -50,10 +51,10 @@ async def custom_rm(args: Any, sample: Any, **_: Any) -> Any:
     samples = sample if isinstance(sample, list) else [sample]
     if not samples:
         return []
-    rewards = await agent.score(
+    results = await agent.score(
         [_to_sample(agent, each, is_group) for each in samples], [len(samples)] if is_group else None
     )
-    values = [_apply(args, each, reward) for each, reward in zip(samples, rewards, strict=True)]
+    values = [_apply(args, each, scored) for each, scored in zip(samples, results, strict=True)]
     return values if isinstance(sample, list) else values[0]
 
 
@@ -78,32 +79,32 @@ def _to_sample(agent: ProcessAgent, sample: Any, is_group: bool) -> RewardSample
     )
 
 
-def _apply(args: Any, sample: Any, reward: Reward) -> Any:
+def _apply(args: Any, sample: Any, scored: Scored) -> Any:
     """Mark the sample, and return its reward in the form that slime expects."""
-    info = info_of(reward)
-    parts = returned_numbers(info)
     metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
     earlier = metadata.get("reward_loop")
-    if info["reward_masked"]:
+    if scored.score is None:
         sample.remove_sample = True
     elif isinstance(earlier, dict) and earlier.get("reward_masked"):
         sample.remove_sample = False  # an earlier call removed it
-    if isinstance(sample.metadata, dict):
-        sample.metadata["reward_loop"] = {
-            **parts,
-            **{name: info[name] for name in ("reward_outcome", "reward_masked", "reward_error")},
-        }
+    metadata["reward_loop"] = {
+        **scored.numbers,
+        "reward_outcome": str(scored.outcome),
+        "reward_masked": scored.score is None,
+        "reward_error": scored.error or "",
+    }
+    score = scored.score or 0.0
     keys = {key for name in ("reward_key", "eval_reward_key") if (key := getattr(args, name, None))}
     if not keys:
-        return reward["reward_score"]
-    value = {**parts, "score": reward["reward_score"]}
+        return score
+    value = {**scored.numbers, "score": score}
     for key in sorted(keys - value.keys()):
-        if info["reward_outcome"] == "scored":
+        if scored.outcome is Outcome.SCORED:
             raise ConfigError(
                 f"sample {sample.index}: its reward has no component {key!r}, which --reward-key names; it has "
                 f"{listing(value)}"
             )
-        value[key] = reward["reward_score"]
+        value[key] = score
     return value
 
 

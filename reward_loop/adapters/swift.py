@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reward_loop.adapters.process_agent import AdapterConfig, Source, info_of, missing_field, process_agent
+from reward_loop.adapters.process_agent import ProcessAgent, Source, process_agent
 from reward_loop.errors import ConfigError
 from reward_loop.types import RewardSample
 
@@ -58,19 +58,18 @@ async def score_completions(
     """
     agent = await process_agent(config)
     lists = {name: column for name, column in columns.items() if _is_column(column, len(completions))}
-    own = {name: column for name, column in lists.items() if name not in _INTERNAL}
-    field = agent.config.ground_truth or "solution"
-    if field not in own and "ground_truth" in agent.requires:
-        raise missing_field(agent, field, sorted(own))
-    samples = [_to_sample(agent.config, field, own, lists, columns, i, completions[i]) for i in range(len(completions))]
+    step = getattr(columns.get("trainer_state"), "global_step", None)
+    samples = [
+        _to_sample(agent, completion, {name: column[i] for name, column in lists.items()}, step)
+        for i, completion in enumerate(completions)
+    ]
     order, groups = list(range(len(samples))), None
     if agent.needs_group:
-        order, groups = _grouped(agent.config, lists.get("prompt_id"), args)
-    rewards = await agent.score([samples[i] for i in order], groups)
+        order, groups = _grouped(agent.config.manager, lists.get("prompt_id"), args)
+    results = await agent.score([samples[i] for i in order], groups)
     scores: list[float | None] = [None] * len(samples)
-    for i, reward in zip(order, rewards, strict=True):
-        if not info_of(reward)["reward_masked"]:
-            scores[i] = reward["reward_score"]
+    for i, scored in zip(order, results, strict=True):
+        scores[i] = scored.score
     return scores
 
 
@@ -78,33 +77,25 @@ def _is_column(value: Any, length: int) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes) and len(value) == length
 
 
-def _to_sample(
-    config: AdapterConfig,
-    field: str,
-    own: Mapping[str, Sequence[Any]],
-    lists: Mapping[str, Sequence[Any]],
-    columns: Mapping[str, Any],
-    i: int,
-    completion: Any,
-) -> RewardSample:
-    tokens = lists["response_token_ids"][i] if "response_token_ids" in lists else None
+def _to_sample(agent: ProcessAgent, completion: Any, row: Mapping[str, Any], step: int | None) -> RewardSample:
+    """Return the sample of a completion, with its values of all columns."""
+    tokens = row.get("response_token_ids") or []  # of the response, or a list for each turn of the policy
+    length = sum(len(part) if isinstance(part, list) else 1 for part in tokens)
     return RewardSample(
-        completion if isinstance(completion, str) else str(completion),
-        data_source=str(own[config.data_source][i]) if config.data_source in own else "",
-        ground_truth=own[field][i] if field in own else None,
-        extra_info={name: column[i] for name, column in own.items()},
-        uid=str(lists["request_id"][i]) if "request_id" in lists else None,
-        response_length=len(tokens) if tokens else None,
-        prompt=lists["messages"][i][:-1] if "messages" in lists else None,
-        step=getattr(columns.get("trainer_state"), "global_step", None),
+        str(completion),
+        **agent.parts({name: value for name, value in row.items() if name not in _INTERNAL}, "solution"),
+        uid=str(row["request_id"]) if "request_id" in row else None,
+        response_length=length or None,
+        prompt=row["messages"][:-1] if "messages" in row else None,
+        step=step,
     )
 
 
-def _grouped(config: AdapterConfig, prompts: Sequence[Any] | None, args: Any) -> tuple[list[int], list[int]]:
+def _grouped(manager: str, prompts: Sequence[Any] | None, args: Any) -> tuple[list[int], list[int]]:
     """Return the order in which the completions of a prompt are neighbours, and the size of each group."""
     if prompts is None:
         raise ConfigError(
-            f"the manager {config.manager!r}, or post_process_scores of the function, compares the completions of a "
+            f"the manager {manager!r}, or post_process_scores of the function, compares the completions of a "
             "prompt, and ms-swift passed no prompt_id"
         )
     members: dict[Any, list[int]] = {}
@@ -116,7 +107,7 @@ def _grouped(config: AdapterConfig, prompts: Sequence[Any] | None, args: Any) ->
     # ms-swift does not pass whether this is an evaluation: in one, every group has exactly this size.
     if parts and any(size != in_evaluation for size in sizes):
         raise ConfigError(
-            f"the manager {config.manager!r}, or post_process_scores, compares the completions of a prompt, but this "
+            f"the manager {manager!r}, or post_process_scores, compares the completions of a prompt, but this "
             f"process has {parts[0]} of {whole}: make the batch size of a process a multiple of num_generations (in an "
             "evaluation, of num_generations_eval)"
         )

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from reward_loop.adapters.process_agent import info_of, missing_field, process_agent
+from reward_loop.adapters.process_agent import process_agent
 from reward_loop.errors import ConfigError, ScoringError
-from reward_loop.types import RewardSample, returned_numbers
+from reward_loop.types import RewardSample
 
 __all__ = ["reward"]
 
@@ -38,23 +38,15 @@ async def reward(task: Any, trace: Any) -> float:
             f"the manager {agent.config.manager!r}, or post_process_scores, compares the samples of a group, but "
             "verifiers scores each trace alone: use a manager that scores single samples"
         )
-    data = task.model_dump()
-    field = agent.config.ground_truth or "answer"
-    if field not in data and "ground_truth" in agent.requires:
-        raise missing_field(agent, field, sorted(data))
     sample = RewardSample(
         trace.last_reply,
-        data_source=str(data.get(agent.config.data_source) or ""),
-        ground_truth=data.get(field),
-        extra_info=data,
+        **agent.parts(task.model_dump(), "answer"),
         uid=trace.id,
         response_length=trace.num_output_tokens,
         prompt=task.prompt,
     )
-    [found] = await agent.score([sample])
-    info = info_of(found)
-    trace.record_metrics(returned_numbers(info))
-    if info["reward_masked"]:
-        # The error of a failure names the sample already.
-        raise ScoringError(info["reward_error"] or f"sample {trace.id}: the function gave no score")
-    return found["reward_score"]
+    [scored] = await agent.score([sample])
+    trace.record_metrics(scored.numbers)
+    if scored.score is None:
+        raise ScoringError(scored.error or f"sample {trace.id} is masked")
+    return scored.score

@@ -7,24 +7,54 @@ import itertools
 import time
 import types
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from reward_loop.check.report import Callee, Row
 from reward_loop.config import CacheConfig, RewardLoopConfig
-from reward_loop.managers import CompositeRewardLoopManager, scoring_function
-from reward_loop.managers import get as get_manager
-from reward_loop.managers.scorer import reward_of
+from reward_loop.managers import CompositeRewardLoopManager
+from reward_loop.managers.scorer import load_scorer, reward_of
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
 from reward_loop.types import RewardSample, is_returned
 
-__all__ = ["Calls", "StepTimer"]
+__all__ = ["Callee", "Calls", "Row", "StepTimer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Callee:
+    """A function that the check calls."""
+
+    name: str
+    """Name and file of the function. For a composite, the name of the component precedes them."""
+    is_async: bool
+    in_processes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The result of one sample."""
+
+    uid: str
+    outcome: str
+    score: float | None
+    seconds: float
+    """Run time of the function, in seconds."""
+    components: Mapping[str, Any]
+    error: str
+
+    @property
+    def shown(self) -> str:
+        """Outcome and score, for a message."""
+        return self.outcome if self.score is None else f"{self.outcome} {self.score:.6g}"
+
+    def same(self, other: Row) -> bool:
+        """Return whether both have the same outcome and score."""
+        return (self.outcome, self.score) == (other.outcome, other.score)
 
 
 class Calls:
     """Calls the function, or the functions of all components of a composite.
 
-    Args are those of `check`, with the number of samples: a function of lists receives all of them in one call.
+    Args are those of `check`, with the number of samples: a batch function receives all of them in one call.
     """
 
     def __init__(
@@ -38,11 +68,7 @@ class Calls:
         router_address: str | None,
         concurrency: int,
     ) -> None:
-        cls: Any = get_manager(manager)
-        self.of_lists = getattr(cls, "function_type", ScoringFunction) is ListScoringFunction
-        self._of_groups = getattr(cls, "needs_group", False)
-        self._groups = itertools.count()
-        # Failures are reported and must not stop the check. A function of lists gets all samples in one call. A stored
+        # Failures are reported and must not stop the check. A batch function gets all samples in one call. A stored
         # score would hide that results differ.
         update: dict[str, Any] = {
             "max_failed_share": 1.0,
@@ -52,18 +78,19 @@ class Calls:
             "batch": options.batch.model_copy(update={"max_batch_size": samples}),
             "cache": CacheConfig(),
         }
-        options = options.model_copy(update=update)
-        if function is not None:
-            function = scoring_function(cls, function, options, reward_kwargs=reward_kwargs)
-        self._manager = cls(
-            config=options,
-            tokenizer=None,
-            compute_score=function,
-            reward_router_address=router_address,
-            reward_model_tokenizer=None,
+        scorer = load_scorer(
+            function,
+            manager,
+            options.model_copy(update=update),
+            reward_kwargs=reward_kwargs,
+            router_address=router_address,
         )
+        self._manager = scorer.manager
+        self.is_batched = getattr(self._manager, "function_type", ScoringFunction) is ListScoringFunction
+        self._of_groups = getattr(self._manager, "needs_group", False)
+        self._groups = itertools.count()
         is_composite = isinstance(self._manager, CompositeRewardLoopManager)
-        self.functions: dict[str, Any] = self._manager.functions if is_composite else {"": function}
+        self.functions: dict[str, Any] = self._manager.functions if is_composite else {"": scorer.function}
         """The functions by name of their component; the name is empty if the manager is not a composite."""
         self.is_async = any(one.is_async for one in self.functions.values())
         self.in_processes = any(one.in_processes for one in self.functions.values())
@@ -81,8 +108,8 @@ class Calls:
             function.close()
 
     async def run(self, samples: Sequence[RewardSample]) -> list[Row]:
-        """Score samples at the same time; a function of lists receives all of them in one call."""
-        if self.of_lists:
+        """Score samples at the same time; a batch function receives all of them in one call."""
+        if self.is_batched:
             group = f"group {next(self._groups)}" if self._of_groups else None
             samples = [replace(sample, group=group, group_size=len(samples)) for sample in samples]
         return list(await asyncio.gather(*map(self._run_one, samples)))

@@ -19,7 +19,7 @@ from reward_loop._util.signals import run
 from reward_loop._util.standard_streams import console, reserve_stdout
 from reward_loop._util.text import cut, duration, shorten
 from reward_loop.check import dry_run
-from reward_loop.check.report import Report
+from reward_loop.check.dry_run import Report
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, FunctionLoadError
 from reward_loop.managers.scorer import load_scorer
@@ -138,7 +138,7 @@ def _show(report: Report, out: Console) -> None:
     for function in report.functions:
         kind = f"sync, called in {'processes' if function.in_processes else 'threads'}"
         kind = "async, awaited on the event loop" if function.is_async else kind
-        if report.of_lists:
+        if report.is_batched:
             kind += f", with lists of {len(report.rows)} samples"
         out.print(f"{escape(function.name)}: {kind}")
     out.print()

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from reward_loop._util.text import cut, duration
-from reward_loop.check.calls import Calls, StepTimer
-from reward_loop.check.report import Finding, Report, Row
+from reward_loop.check.calls import Callee, Calls, Row, StepTimer
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError
 from reward_loop.types import RewardSample
 
-__all__ = ["check"]
+__all__ = ["Finding", "Report", "check"]
 
 MAX_BLOCKED_S = 0.02
 """Maximum time in seconds for which a call may block the event loop, and with it all other samples."""
@@ -31,6 +30,35 @@ _ADVICE = {
     "cannot be called from a running event loop": _OWN_LOOP,
 }
 
+Status = Literal["ok", "note", "problem", "skipped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check."""
+
+    check: str
+    status: Status
+    text: str
+    """What was observed and, for a problem, what to change."""
+
+
+@dataclass(slots=True)
+class Report:
+    """The report on a function, or on all functions of a composite."""
+
+    functions: list[Callee]
+    """The function, or the functions of the components of a composite."""
+    is_batched: bool = False
+    """Whether it is a batch function, which is called with all samples at once."""
+    rows: list[Row] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def problems(self) -> list[Finding]:
+        """The findings that should be fixed before a run."""
+        return [finding for finding in self.findings if finding.status == "problem"]
+
 
 async def check(
     function: Any | None,
@@ -46,12 +74,12 @@ async def check(
 ) -> Report:
     """Call a reward function in the ways that a run may call it, and report what goes wrong.
 
-    The function is called about ``2 * len(samples) + concurrency + 3`` times. A function of lists is called about
+    The function is called about ``2 * len(samples) + concurrency + 3`` times. A batch function is called about
     ``concurrency / len(samples) + 5`` times, each time with all samples.
 
     Args:
         function: the function, in any form that `ScoringFunction` takes. For managers such as `batch` and `group`, a
-            function of lists. ``None`` if each component of a composite has its own.
+            batch function. ``None`` if each component of a composite has its own.
         samples: a few samples like those of a run.
         reward_kwargs: configured arguments of the function.
         manager: the reward manager, by name or import path.
@@ -80,7 +108,7 @@ async def check(
         concurrency=concurrency,
     )
     checks = _Checks(calls, samples, concurrency, max_blocked_s)
-    report = Report(calls.callees(), calls.of_lists)
+    report = Report(calls.callees(), calls.is_batched)
     try:
         for step, find in (
             ("the samples", checks.samples_score),
@@ -156,11 +184,9 @@ class _Checks:
         )
 
     async def concurrent_calls(self) -> list[Finding]:
-        name = "threads"
-        if self.calls.is_async or self.calls.in_processes:
-            name = "concurrent calls" if self.calls.is_async else "processes"
+        name = "concurrent calls" if self.calls.is_async else "processes" if self.calls.in_processes else "threads"
         count = len(self.samples)
-        if self.calls.of_lists:
+        if self.calls.is_batched:
             calls = max(2, self.concurrency // count)
             what = f"samples in {calls} concurrent calls"
             rounds = await asyncio.gather(*(self.calls.run(self.samples) for _ in range(calls)))
@@ -205,8 +231,8 @@ class _Checks:
         try:
             for name, response in responses.items():
                 one = replace(self.samples[0], solution_str=response, uid=name)
-                # A function of lists gets this response together with normal ones, which must not fail because of it.
-                row, *others = await self.calls.run([one, *self.samples[1:]] if self.calls.of_lists else [one])
+                # A batch function gets this response together with normal ones, which must not fail because of it.
+                row, *others = await self.calls.run([one, *self.samples[1:]] if self.calls.is_batched else [one])
                 if row.outcome == "failed":
                     advice = "Policies generate such responses: return a score, or None for no score"
                     if others and all(other.outcome == "failed" for other in others):
@@ -223,7 +249,7 @@ class _Checks:
         """Score all samples one after another, and add the longest step of each call to ``blocked``."""
         rows: list[Row] = []
         blocked = []
-        for samples in [self.samples] if self.calls.of_lists else [[sample] for sample in self.samples]:
+        for samples in [self.samples] if self.calls.is_batched else [[sample] for sample in self.samples]:
             with StepTimer() as timer:
                 rows += await asyncio.create_task(self.calls.run(samples))
             blocked.append(timer.longest_s)

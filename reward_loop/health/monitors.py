@@ -1,4 +1,7 @@
-"""The table of monitors: the values, the limit and the text of the warning of each."""
+"""The table of monitors: the values, the limit and the text of the warning of each; and the monitor of the reference.
+
+The reference is a number that measures the quality of a sample independently of the reward.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,105 @@ from typing import NamedTuple
 import numpy as np
 
 from reward_loop.config import HealthConfig
-from reward_loop.health.components import component_saturation, component_share, judge_latency, unparsable_verdicts
-from reward_loop.health.observation import Observation
-from reward_loop.health.reference import StepMeans, divergence, judged_too_high, step_means
-from reward_loop.health.responses import identical_responses, repetition
-from reward_loop.health.rewards import (
+from reward_loop.health.values import (
+    Observation,
     Pool,
+    component_saturation,
+    component_share,
+    identical_responses,
+    judge_latency,
     length_correlation,
     masked_share,
+    repetition,
     score_jump,
+    unparsable_verdicts,
     zero_variance_groups,
 )
 
 __all__ = ["MONITORS", "History", "Monitor", "Reading"]
+
+STANDARD_ERRORS = 3.0
+"""A rise is real if it is larger than this number of its standard errors. In simulated runs without a trend, with the
+default window, chance gives about one warning in 15,000 steps."""
+
+NO_RISE = 2.0
+"""The reference does not rise if its rise is smaller than this number of its standard errors."""
+
+MOST_SAMPLES = 5
+
+
+class _StepMeans(NamedTuple):
+    """The rewards and the references of a step."""
+
+    means: np.ndarray
+    """The mean reward and the mean reference."""
+    deviations: np.ndarray
+    """Their standard deviations."""
+
+
+class _Divergence(NamedTuple):
+    """How reward and reference developed over a window of steps."""
+
+    rises: tuple[float, float]
+    """The rises of the mean reward and of the mean reference, by their regression lines."""
+    gap: float
+    """The rise of the reward minus that of the reference, each in standard deviations of the samples of a step."""
+    error: float
+    """The gap must be larger than this to be real."""
+    is_contrary: bool
+    """Whether the reward really rises, and the reference by less than `NO_RISE` standard errors."""
+
+
+def _step_means(observation: Observation, name: str) -> _StepMeans | None:
+    """Return the means of a step over the unmasked samples with a reference; ``None`` without such samples."""
+    values = _rewards_and_references(observation, name)
+    values = values[np.isfinite(values).all(axis=1)]
+    return _StepMeans(values.mean(axis=0), values.std(axis=0)) if len(values) else None
+
+
+def _divergence(steps: Sequence[_StepMeans]) -> _Divergence | None:
+    """Compare the rises of reward and reference over at least three steps.
+
+    The noise of a rise comes from the distances of the steps to their regression line. The noise that both have in
+    common, such as harder prompts in a step, is not in that of the gap. ``None`` if a number never varies.
+    """
+    means = np.array([step.means for step in steps])
+    scale = np.sqrt(np.mean([step.deviations**2 for step in steps], axis=0))
+    if not np.all(scale > 1e-9):
+        return None
+    reward, reference = (means / scale).T
+    values = np.stack([reward, reference, reward - reference], axis=1)
+    times = np.arange(len(steps)) - (len(steps) - 1) / 2
+    slopes = times @ values / (times @ times)
+    noise = values - values.mean(axis=0) - np.outer(times, slopes)
+    last = len(steps) - 1
+    rises = slopes * last
+    errors = last * np.sqrt((noise**2).sum(axis=0) / (len(steps) - 2) / (times @ times))
+    return _Divergence(
+        rises=(float(rises[0] * scale[0]), float(rises[1] * scale[1])),
+        gap=float(rises[2]),
+        error=float(STANDARD_ERRORS * errors[2]),
+        is_contrary=bool(rises[0] > STANDARD_ERRORS * errors[0] and rises[1] <= NO_RISE * errors[1]),
+    )
+
+
+def _judged_too_high(observation: Observation, name: str) -> list[str]:
+    """Return the uids of samples with a reference below the step's mean and the highest rewards, one of a group."""
+    rewards, references = _rewards_and_references(observation, name).T
+    low = np.flatnonzero(np.isfinite(rewards) & (references < np.nanmean(references)))
+    found: dict[int, str] = {}
+    for index in low[np.argsort(-rewards[low], kind="stable")]:
+        found.setdefault(int(observation.groups[index]), observation.uids[index])
+    return list(found.values())[:MOST_SAMPLES]
+
+
+def _rewards_and_references(observation: Observation, name: str) -> np.ndarray:
+    """Return the reward and the reference of each sample; NaN where there is none."""
+    missing = np.full(len(observation.rewards), np.nan)
+    return np.stack([observation.rewards, observation.components.get(name, missing)], axis=1)
+
+
+# --- The table
 
 NEW = 0.8
 """A component that was already above this share in the baseline steps is not reported as dominating or saturated."""
@@ -47,7 +136,7 @@ class History:
     def __init__(self, options: HealthConfig) -> None:
         self.pools: deque[Pool] = deque(maxlen=options.baseline_steps)
         self.reference = options.reference
-        self.means: deque[StepMeans] = deque(maxlen=options.reference_window)
+        self.means: deque[_StepMeans] = deque(maxlen=options.reference_window)
         self.ranges: dict[str, tuple[float, float]] = {}
         """The smallest and the largest value of each component in the run."""
 
@@ -114,17 +203,17 @@ def _each(values: Mapping[str, float]) -> dict[str, Reading]:
 
 def _gap(step: Observation, history: History) -> dict[str, Reading]:
     name = history.reference
-    means = None if name is None else step_means(step, name)
+    means = None if name is None else _step_means(step, name)
     if name is None or means is None:
         return {}
     history.means.append(means)
-    if len(history.means) < (history.means.maxlen or 0) or (found := divergence(history.means)) is None:
+    if len(history.means) < (history.means.maxlen or 0) or (found := _divergence(history.means)) is None:
         return {}
     if not found.is_contrary:
         return {name: Reading(found.gap, floor=math.inf)}
     reward, reference = found.rises
     detail = f"{reward:+.3g} for the reward, {reference:+.3g} for the reference, over {len(history.means)} steps"
-    return {name: Reading(found.gap, found.error, detail, judged_too_high(step, name))}
+    return {name: Reading(found.gap, found.error, detail, _judged_too_high(step, name))}
 
 
 def _jump(step: Observation, history: History) -> dict[str, Reading]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from reward_loop.config import HealthConfig
 from reward_loop.health.monitors import MONITORS, History, Monitor, Reading
-from reward_loop.health.observation import Observation
+from reward_loop.health.values import Observation
 
 __all__ = ["Findings", "HealthWarning", "HealthWatch"]
 

@@ -8,13 +8,11 @@ from typing import Any
 
 import httpx
 
-from reward_loop.adapters.service.app import check_dialects, create_app
+from reward_loop.adapters.service.app import Gate, check_dialects, create_app
 from reward_loop.adapters.service.dialects import DialectOptions
-from reward_loop.adapters.service.gate import Gate
 from reward_loop.adapters.service.service import RewardService
 from reward_loop.config import RewardLoopConfig
-from reward_loop.managers import NaiveRewardLoopManager, get, scoring_function
-from reward_loop.managers.scorer import Scorer
+from reward_loop.managers.scorer import Scorer, load_scorer
 
 
 def equals(solution_str: str, ground_truth: Any) -> dict[str, float] | None:
@@ -35,11 +33,7 @@ def ranks(solution_strs: list[str]) -> list[float]:
 
 def scorer(function: Any = equals, manager: str = "naive", **options: Any) -> Scorer:
     """Return a function with its manager."""
-    config = RewardLoopConfig(**{"max_failed_share": 1.0, **options})
-    cls: Any = get(manager)
-    loaded = scoring_function(cls, function, config)
-    made: NaiveRewardLoopManager = cls(config=config, compute_score=loaded)
-    return Scorer(function, made, loaded.requires, getattr(loaded, "has_post_process", False))
+    return load_scorer(function, manager, RewardLoopConfig(**{"max_failed_share": 1.0, **options}))
 
 
 def app_of(service: RewardService, dialects: DialectOptions | None = None, **options: Any) -> Gate:

@@ -82,10 +82,10 @@ def test_without_options_the_error_names_the_environment_variable(monkeypatch: p
 
 
 def test_one_agent_serves_several_event_loops() -> None:
-    async def score(text: str) -> tuple[int, float]:
+    async def score(text: str) -> tuple[int, float | None]:
         agent = await process_agent({"function": FUNCTION})
-        [reward] = await agent.score([RewardSample(text, ground_truth="4")])
-        return id(agent), reward["reward_score"]
+        [scored] = await agent.score([RewardSample(text, ground_truth="4")])
+        return id(agent), scored.score
 
     (first, right), (second, wrong) = asyncio.run(score("4")), asyncio.run(score("5"))
     assert first == second
@@ -119,8 +119,8 @@ async def test_a_cancelled_caller_cancels_its_samples() -> None:
         await hanging
     # The only permit is free again.
     async with asyncio.timeout(60):
-        [reward] = await agent.score([RewardSample("4", ground_truth="4")])
-    assert reward["reward_score"] == 1.0
+        [scored] = await agent.score([RewardSample("4", ground_truth="4")])
+    assert scored.score == 1.0
 
 
 async def test_a_closed_agent_raises_an_error() -> None:
@@ -143,8 +143,7 @@ def test_a_program_that_exits_closes_the_agent_and_its_worker_processes(tmp_path
 
         async def main():
             agent = await process_agent(options)
-            return [reward["reward_extra_info"]["reward_outcome"]
-                    for reward in await agent.score([RewardSample("crash"), RewardSample("fine")])]
+            return [str(scored.outcome) for scored in await agent.score([RewardSample("crash"), RewardSample("fine")])]
 
         print(asyncio.run(main()))
     """)
@@ -152,6 +151,32 @@ def test_a_program_that_exits_closes_the_agent_and_its_worker_processes(tmp_path
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=environment)
     assert (done.returncode, done.stdout) == (0, "['failed', 'scored']\n")
     assert done.stderr == ""
+
+
+def test_a_forked_process_starts_an_agent_of_its_own() -> None:
+    program = textwrap.dedent(f"""
+        import asyncio, os
+        from reward_loop import RewardSample
+        from reward_loop.adapters.process_agent import process_agent
+
+        async def score(answer):
+            agent = await process_agent({{"function": {FUNCTION!r}}})
+            [scored] = await agent.score([RewardSample(answer, ground_truth="4")])
+            return scored
+
+        first = asyncio.run(score("4"))
+        child = os.fork()
+        second = asyncio.run(asyncio.wait_for(score("5"), 60))
+        assert (first.score, second.score) == (1.0, 0.0)
+        if child:
+            assert second.uid.split(".")[0] == first.uid.split(".")[0]
+            assert os.waitpid(child, 0)[1] == 0
+        else:
+            assert second.uid.split(".")[0] != first.uid.split(".")[0]
+    """)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_options_on_the_page_are_those_of_the_code() -> None:

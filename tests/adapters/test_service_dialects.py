@@ -12,8 +12,8 @@ import httpx
 import pytest
 import requests
 
-from reward_loop.adapters.service.app import check_dialects
-from reward_loop.adapters.service.dialects import DIALECTS, DialectOptions
+from reward_loop.adapters.service.app import DIALECTS, check_dialects
+from reward_loop.adapters.service.dialects import DialectOptions
 from reward_loop.adapters.service.service import RewardService
 from reward_loop.errors import ConfigError
 from tests.adapters.services import app_of, client_of, post, ranks, scorer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 
 from reward_loop.adapters.swift import register, score_completions
 from reward_loop.errors import ConfigError
+from reward_loop.records import records
+from reward_loop.records.reader import RecordsReader
 from tests.adapters.rewards import FUNCTION
 
 OPTIONS = {"function": FUNCTION}
@@ -74,6 +77,15 @@ async def test_a_missing_ground_truth_is_an_error_that_names_the_columns() -> No
 async def test_the_ground_truth_may_be_another_column() -> None:
     options = {**OPTIONS, "ground_truth": "answer"}
     assert await score_completions(["4"], columns(1, answer=["4"]), options) == [1.0]
+
+
+async def test_the_length_of_a_response_is_the_number_of_its_tokens_in_all_turns(tmp_path: Path) -> None:
+    options = {**OPTIONS, "reward_loop": {"log_dir": str(tmp_path)}}
+    tokens = [[1, 2, 3], [[1, 2], [3, 4, 5]], []]
+    await score_completions(["4"] * 3, columns(3, solution=["4"] * 3, response_token_ids=tokens), options)
+    await asyncio.to_thread(records(str(tmp_path)).flush)
+    lengths = {row["uid"]: row["response_length"] for row in RecordsReader(tmp_path).rows()}
+    assert lengths == {"chatcmpl-0": 3, "chatcmpl-1": 5, "chatcmpl-2": None}
 
 
 async def test_completions_of_a_prompt_are_compared_in_any_order() -> None:

@@ -79,7 +79,7 @@ def test_arguments_reach_the_function() -> None:
 
 @pytest.mark.usefixtures("files")
 @pytest.mark.parametrize("manager", ["batch", "group"])
-def test_a_function_of_lists_is_called_with_all_rows(manager: str) -> None:
+def test_a_batch_function_is_called_with_all_rows(manager: str) -> None:
     done = runner.invoke(app, ["check", "reward.py:ranks", *FIELDS, "--rows", "5", "--manager", manager])
     assert done.exit_code == 0, done.output
     assert "ranks (reward.py): sync, called in threads, with lists of 5 samples" in done.output

@@ -15,8 +15,7 @@ import pytest
 
 from reward_loop import ConfigError, FunctionLoadError, RewardLoopConfig, RewardSample, limit
 from reward_loop.check import calls
-from reward_loop.check.dry_run import check
-from reward_loop.check.report import Report
+from reward_loop.check.dry_run import Report, check
 from reward_loop.config import parse
 
 SAMPLES = [RewardSample(f"2+2 is {i}", ground_truth=["4"], uid=f"q{i}", extra_info={"a": [1]}) for i in range(5)]
@@ -216,7 +215,7 @@ def at_end(solution_strs: list[str], ground_truths: list[list[str]]) -> list[flo
 
 
 @pytest.mark.parametrize("manager", ["batch", "group"])
-async def test_a_function_of_lists_is_called_with_all_samples(manager: str) -> None:
+async def test_a_batch_function_is_called_with_all_samples(manager: str) -> None:
     lengths: list[int] = []
 
     async def counted(solution_strs: list[str], ground_truths: list[list[str]]) -> list[float]:
@@ -225,7 +224,7 @@ async def test_a_function_of_lists_is_called_with_all_samples(manager: str) -> N
 
     report, findings = await found(counted, manager=manager)
     assert report.problems == []
-    assert report.of_lists
+    assert report.is_batched
     assert report.functions[0].is_async
     assert [(row.uid, row.score) for row in report.rows] == [("q0", 0), ("q1", 0), ("q2", 0), ("q3", 0), ("q4", 1)]
     assert set(lengths) == {5}

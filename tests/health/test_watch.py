@@ -125,7 +125,7 @@ def only(name: str) -> dict[str, None]:
 
 
 def test_every_monitor_has_a_planted_problem() -> None:
-    assert set(PLANTED) == {monitor.name for monitor in MONITORS} - {"reference_gap"}  # see test_reference.py
+    assert set(PLANTED) == {monitor.name for monitor in MONITORS} - {"reference_gap"}  # see test_monitors.py
 
 
 @pytest.mark.parametrize("name", PLANTED)

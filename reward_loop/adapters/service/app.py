@@ -1,28 +1,48 @@
-"""The ASGI app of the service: its routes, health, metrics, and errors."""
+"""The ASGI app of the service: its routes, health, metrics and errors, behind a gate that checks each request."""
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import binascii
 import contextlib
-from collections.abc import AsyncIterator, Collection, Sequence
+import hmac
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reward_loop import __version__
 from reward_loop._util.text import listing
 from reward_loop.adapters.service import score_route
-from reward_loop.adapters.service.dialects import DIALECTS, DialectOptions
-from reward_loop.adapters.service.gate import Gate
-from reward_loop.adapters.service.metrics import CONTENT_TYPE
-from reward_loop.adapters.service.replies import error_reply, json_reply
-from reward_loop.adapters.service.scored import ServiceError
-from reward_loop.adapters.service.service import RETRY_AFTER_S, RewardService
+from reward_loop.adapters.service.dialects import DialectOptions, llamafactory, openrlhf, slime
+from reward_loop.adapters.service.nemo_gym import nemo_gym
+from reward_loop.adapters.service.replies import ServiceError, error_reply, json_reply
+from reward_loop.adapters.service.service import RETRY_AFTER_S, Metrics, RewardService
 from reward_loop.errors import ConfigError
 
-__all__ = ["check_dialects", "create_app"]
+__all__ = ["DIALECTS", "Gate", "check_dialects", "create_app"]
+
+DIALECTS: dict[str, Callable[[RewardService, DialectOptions], APIRouter]] = {
+    "openrlhf": openrlhf,
+    "slime": slime,
+    "llamafactory": llamafactory,
+    "nemo-gym": nemo_gym,
+}
+"""The routes of each trainer, by the name of its dialect."""
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+"""Paths for health checks, which need no key."""
+
+BODY_S = 60.0
+"""Seconds within which a client must send the body."""
 
 MAX_PROBLEMS = 5
 """The number of problems that the answer to an invalid body lists."""
@@ -100,7 +120,7 @@ def create_app(
     @app.get("/metrics", tags=["Operation"])
     async def metrics() -> Response:
         """Return metrics for Prometheus."""
-        return Response(service.metrics.render(), media_type=CONTENT_TYPE)
+        return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     app.openapi_schema = None  # complete now
     return Gate(app, key=key, max_body_bytes=max_body_bytes, metrics=service.metrics, paths=paths)
@@ -137,3 +157,105 @@ def _add_errors(app: FastAPI, paths: Collection[str]) -> None:
     @app.exception_handler(ClientDisconnect)
     async def on_disconnect(_: Request, __: ClientDisconnect) -> Response:
         return Response(status_code=499)
+
+
+class Gate:
+    """An ASGI middleware: it answers requests without the key with 401, and those with too long a body with 413.
+
+    The key is a bearer token, or the password in the URL (HTTP Basic, with any user name): many trainers send requests
+    to a URL without headers of their own.
+
+    Args:
+        app: the app.
+        key: the key; ``None`` if none is needed.
+        max_body_bytes: the longest body.
+        metrics: counts the answers.
+        paths: the paths of the app, for the metrics.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, key: str | None, max_body_bytes: int, metrics: Metrics, paths: Collection[str]
+    ) -> None:
+        self._app = app
+        self._key = None if key is None else key.encode()
+        self._max_body_bytes = max_body_bytes
+        self._metrics = metrics
+        self._paths = frozenset(paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        path = scope["path"] if scope["path"] in self._paths else "other"
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.requests.labels(path, message["status"]).inc()
+                self._metrics.seconds.labels(path).observe(time.perf_counter() - started)
+            await send(message)
+
+        headers = Headers(scope=scope)
+        try:
+            if scope["path"] not in OPEN_PATHS:
+                self._check_key(headers.get("authorization", ""))
+            body = await self._body(headers, receive)
+        except ServiceError as error:
+            await error_reply(error)(scope, receive, counted)
+            return
+        if body is None:
+            return
+        unread = [body]
+
+        async def replay() -> Message:
+            return {"type": "http.request", "body": unread.pop(), "more_body": False} if unread else await receive()
+
+        await self._app(scope, replay, counted)
+
+    async def _body(self, headers: Headers, receive: Receive) -> bytes | None:
+        """Return the body; ``None`` if the client disconnected before its end.
+
+        Raises:
+            ServiceError: the body is too long (413), or it does not arrive in time (408).
+        """
+        length = headers.get("content-length", "0")
+        self._check_length(int(length) if length.isdecimal() else 0)
+        parts: list[bytes] = []
+        size, more = 0, True
+        try:
+            async with asyncio.timeout(BODY_S):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    self._check_length(size)
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            raise ServiceError(408, f"the body did not arrive within {BODY_S:g} s") from None
+        return b"".join(parts)
+
+    def _check_length(self, length: int) -> None:
+        if length > self._max_body_bytes:
+            raise ServiceError(
+                413,
+                f"the body is longer than {self._max_body_bytes} bytes: send fewer samples, or raise --max-body-mb",
+            )
+
+    def _check_key(self, header: str) -> None:
+        if self._key is None:
+            return
+        scheme, _, credentials = header.partition(" ")
+        given = credentials.strip().encode("latin-1")  # as Starlette decodes headers
+        if scheme.lower() == "basic":
+            try:
+                given = base64.b64decode(given, validate=True).partition(b":")[2]
+            except binascii.Error:
+                given = b""
+        if scheme.lower() not in ("basic", "bearer") or not hmac.compare_digest(given, self._key):
+            raise ServiceError(
+                401,
+                "the API key is missing or wrong: send it as a bearer token, or in the URL as "
+                "http://key:KEY@host:port/path",
+            )

@@ -1,22 +1,38 @@
-"""Parts of every route: strict JSON replies, errors, and the cancellation of samples whose client disconnects."""
+"""Parts of every route: bodies, strict JSON replies, and errors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Any
 
-from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict
-from starlette.requests import ClientDisconnect
 
-from reward_loop._util.disconnect import stop_on_disconnect
 from reward_loop._util.json import encode
-from reward_loop.adapters.service.scored import Scored, ServiceError
-from reward_loop.adapters.service.service import RewardService
-from reward_loop.types import Outcome, RewardSample
+from reward_loop.managers.scorer import Scored
+from reward_loop.types import Outcome
 
-__all__ = ["ERRORS", "Body", "ErrorBody", "error_reply", "json_reply", "score_request"]
+__all__ = ["ERRORS", "Body", "ErrorBody", "ServiceError", "error_reply", "json_reply", "numbers_of"]
+
+
+class ServiceError(Exception):
+    """A request that is answered with an error status.
+
+    Args:
+        status: the HTTP status.
+        message: what is wrong, and how to fix it.
+        outcome: the outcome of the sample that caused the error, if one did.
+        retry_after_s: seconds after which the client may send the request again; ``None`` for no advice.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, outcome: Outcome | None = None, retry_after_s: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.outcome = outcome
+        self.retry_after_s = retry_after_s
 
 
 class Body(BaseModel):
@@ -61,23 +77,30 @@ def error_reply(error: ServiceError) -> Response:
     reply = json_reply(content, error.status)
     if error.retry_after_s is not None:
         reply.headers["retry-after"] = str(error.retry_after_s)
+    if error.status == HTTPStatus.UNAUTHORIZED:
+        reply.headers["www-authenticate"] = 'Basic realm="reward-loop serve"'
     return reply
 
 
-async def score_request(
-    service: RewardService, request: Request, samples: Sequence[RewardSample], groups: Sequence[int] | None = None
-) -> list[Scored]:
-    """Score the samples of a request. If the client disconnects, its samples are cancelled.
+def numbers_of(results: list[Scored], trainer: str) -> list[float]:
+    """Return the scores, for a reply that consists of numbers.
+
+    Args:
+        results: the results of the request.
+        trainer: the name of the trainer, for the message.
 
     Raises:
-        ServiceError: see `RewardService.score`.
-        ClientDisconnect: the client disconnected.
+        ServiceError: a sample has no score. Status 500: the reply cannot express that, and no number is made up.
     """
-    results: list[Scored] = []
-
-    async def work() -> None:
-        results.extend(await service.score(samples, path=request.url.path, groups=groups))
-
-    if not await stop_on_disconnect(request.receive, work):
-        raise ClientDisconnect
-    return results
+    missing = [result for result in results if result.score is None]
+    if missing:
+        first = missing[0]
+        policy = "on_unscored" if first.outcome is Outcome.UNSCORED else "on_failed"
+        raise ServiceError(
+            500,
+            f"{len(missing)} of {len(results)} samples have no score, and a reply to {trainer} consists of numbers. "
+            f"The first one is {first.outcome}: {first.error}. To send a number of your choice for such samples, "
+            f"start the service with -O {policy}=default -O default_score=NUMBER",
+            outcome=first.outcome,
+        )
+    return [result.score for result in results if result.score is not None]

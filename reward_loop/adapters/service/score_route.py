@@ -9,9 +9,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from reward_loop.adapters.service.replies import ERRORS, Body, json_reply, score_request
-from reward_loop.adapters.service.scored import Scored, ServiceError
+from reward_loop.adapters.service.replies import ERRORS, Body, ServiceError, json_reply
 from reward_loop.adapters.service.service import RewardService
+from reward_loop.managers.scorer import Scored
 from reward_loop.types import Outcome, RewardSample
 
 __all__ = ["KINDS", "routes"]
@@ -107,7 +107,7 @@ def routes(service: RewardService) -> APIRouter:
                 f"{service.name} compares the samples of a group: send all samples of a prompt in one request, with "
                 "group_sizes or the group of each sample",
             )
-        scored = await score_request(service, request, [_sample(given[index]) for index in order], sizes)
+        scored = await service.score_request(request, [_sample(given[index]) for index in order], sizes)
         results = dict(zip(order, scored, strict=True))
         shown = [_result(results[index]) for index in range(len(given))]
         return json_reply({"results": shown} if isinstance(body, Samples) else shown[0])

@@ -17,9 +17,13 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
+from fastapi import Request
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.requests import ClientDisconnect
+
+from reward_loop._util.disconnect import stop_on_disconnect
 from reward_loop._util.text import cause_of
-from reward_loop.adapters.service.metrics import Metrics
-from reward_loop.adapters.service.scored import Scored, ServiceError
+from reward_loop.adapters.service.replies import ServiceError
 from reward_loop.agent import RewardAgent
 from reward_loop.agent.pending import PendingRewards
 from reward_loop.errors import (
@@ -30,10 +34,10 @@ from reward_loop.errors import (
     ScoringError,
     UnscoredError,
 )
-from reward_loop.managers.scorer import Scorer, scores_groups
+from reward_loop.managers.scorer import Scored, Scorer, scores_groups
 from reward_loop.types import Outcome, Reward, RewardSample
 
-__all__ = ["RewardService"]
+__all__ = ["RETRY_AFTER_S", "Metrics", "RewardService"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +46,37 @@ RETRY_AFTER_S = 1
 
 MAX_LOGGED_CAUSES = 100
 """The number of different causes of failures that are logged, each once."""
+
+
+BUCKETS_S = (0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+"""The upper bounds of the histogram of seconds per request."""
+
+
+class Metrics:
+    """The metrics of one service for Prometheus, in a registry of their own.
+
+    Args:
+        in_flight: returns the number of accepted samples that have not ended.
+        running: returns the number of samples that are being scored.
+    """
+
+    def __init__(self, in_flight: Callable[[], float], running: Callable[[], float]) -> None:
+        self._registry = registry = CollectorRegistry()
+        prefix = "reward_loop_service_"
+        self.samples = Counter(prefix + "samples", "Samples that have ended.", ("path", "outcome"), registry=registry)
+        self.dropped = Counter(
+            prefix + "dropped_samples", "Samples of requests that ended early.", ("path",), registry=registry
+        )
+        self.requests = Counter(prefix + "requests", "Answers by status.", ("path", "status"), registry=registry)
+        self.seconds = Histogram(
+            prefix + "request_seconds", "Seconds per request.", ("path",), buckets=BUCKETS_S, registry=registry
+        )
+        Gauge(prefix + "in_flight", "Accepted samples that have not ended.", registry=registry).set_function(in_flight)
+        Gauge(prefix + "running", "Samples that are being scored.", registry=registry).set_function(running)
+
+    def render(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
 
 
 class RewardService:
@@ -157,16 +192,34 @@ class RewardService:
             raise _as_service_error(error) from error
         finally:
             if rewards is None:
-                self.metrics.dropped(path, len(named))
+                self.metrics.dropped.labels(path).inc(len(named))
             pending.cancel()
             self._pending.discard(pending)
             self.in_flight -= len(named)
             self._end_if_idle()
         results = [Scored.of(str(sample.uid), reward) for sample, reward in zip(named, rewards, strict=True)]
         for result in results:
-            self.metrics.sample(path, result.outcome)
+            self.metrics.samples.labels(path, result.outcome).inc()
             if result.outcome is Outcome.FAILED:
                 self._log(result.error or "a sample failed")
+        return results
+
+    async def score_request(
+        self, request: Request, samples: Sequence[RewardSample], groups: Sequence[int] | None = None
+    ) -> list[Scored]:
+        """Score the samples of a request. If the client disconnects, its samples are cancelled.
+
+        Raises:
+            ServiceError: see `score`.
+            ClientDisconnect: the client disconnected.
+        """
+        results: list[Scored] = []
+
+        async def work() -> None:
+            results.extend(await self.score(samples, path=request.url.path, groups=groups))
+
+        if not await stop_on_disconnect(request.receive, work):
+            raise ClientDisconnect
         return results
 
     def stop_from_signal(self, ended: Callable[[], None]) -> None:

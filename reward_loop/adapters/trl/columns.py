@@ -54,9 +54,41 @@ class Columns:
                     f"are {listing(columns)}: name the right one by {part}=..."
                 )
 
-    def parts(self, columns: Mapping[str, Sequence[Any]], index: int) -> dict[str, Any]:
+    def samples(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]] | None,
+        columns: Mapping[str, Sequence[Any]],
+        step: int | None,
+    ) -> list[RewardSample]:
+        """Return a sample for each completion. A sample whose columns have wrong values has an error.
+
+        Args:
+            prompts: text, or chat messages; one for each completion.
+            completions: text, or the messages that the model wrote.
+            completion_ids: the tokens of each completion.
+            columns: the columns of the data set.
+            step: the training step.
+        """
+        samples = []
+        for index, completion in enumerate(completions):
+            parts = self._parts({name: values[index] for name, values in columns.items()})
+            if not isinstance(completion, str) and len(completion) > 1:
+                parts["extra_info"] = {"completion": completion, **parts["extra_info"]}
+            samples.append(
+                RewardSample(
+                    text_of(completion),
+                    prompt=prompts[index],
+                    step=step,
+                    response_length=None if completion_ids is None else len(completion_ids[index]),
+                    **parts,
+                )
+            )
+        return samples
+
+    def _parts(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return ground truth, data source and extra info of one completion, as arguments of `RewardSample`."""
-        row = {name: values[index] for name, values in columns.items()}
         used = {name: getattr(self, name) or name for name in ("ground_truth", "data_source", "extra_info")}
         truth = look_up(row, used["ground_truth"])
         source = look_up(row, used["data_source"])
@@ -76,51 +108,6 @@ class Columns:
             "extra_info": extra_info,
             "error": error,
         }
-
-    def samples(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]] | None,
-        columns: Mapping[str, Sequence[Any]],
-        groups: Sequence[int],
-        *,
-        name: str,
-        step: int | None,
-    ) -> list[RewardSample]:
-        """Return a sample for each completion.
-
-        Args:
-            prompts: text, or chat messages; one for each completion.
-            completions: text, or the messages that the model wrote.
-            completion_ids: the tokens of each completion.
-            columns: the columns of the data set.
-            groups: the sizes of the groups, in order.
-            name: identifies the batch in the names of samples and groups.
-            step: the training step.
-        """
-        samples = []
-        index = 0
-        for group, size in enumerate(groups):
-            for _ in range(size):
-                parts = self.parts(columns, index)
-                completion = completions[index]
-                if not isinstance(completion, str) and len(completion) > 1:
-                    parts["extra_info"] = {"completion": completion, **parts["extra_info"]}
-                samples.append(
-                    RewardSample(
-                        text_of(completion),
-                        uid=f"{name}.{index}",
-                        group=f"{name}.{group}",
-                        group_size=size,
-                        prompt=prompts[index],
-                        step=step,
-                        response_length=None if completion_ids is None else len(completion_ids[index]),
-                        **parts,
-                    )
-                )
-                index += 1
-        return samples
 
 
 def text_of(completion: Any) -> str:

@@ -1,4 +1,4 @@
-"""A generation of TRL's that pauses while its completions are judged.
+"""A generation of TRL's that pauses while its completions are judged, its batch, and its judging.
 
 TRL generates and scores a batch in one function. The function runs in a greenlet here: the first reward function that
 TRL calls starts all async functions and switches back to the training, which resumes the greenlet when it needs the
@@ -7,18 +7,143 @@ rewards. Between these two points, the training generates the next batch.
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from greenlet import getcurrent, greenlet
 
-from reward_loop.adapters.trl.judging import Judging
-from reward_loop.adapters.trl.lookahead import GenerationBatch
 from reward_loop.errors import RewardLoopError
 
-__all__ = ["Generation", "pausing"]
+__all__ = ["Generation", "GenerationBatch", "Judging", "Lookahead", "pausing"]
+
+
+class GenerationBatch(list[Any]):
+    """A batch of prompts. TRL's loader yields it once for each update in which its completions are used."""
+
+    following: GenerationBatch | None = None
+    """The batch for which completions are generated next; ``None`` at the end of an epoch or of the training."""
+    step: int = 0
+    """The number of finished optimizer steps when the batch is trained on."""
+
+
+class Lookahead:
+    """Reads the batches of one epoch from its iterator."""
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self.source = source
+        self._read: deque[GenerationBatch] = deque()
+
+    def take(self, count: int, every: int, *, step: int, last_step: int, accumulation: int) -> list[GenerationBatch]:
+        """Return the batches of one optimizer step; fewer at the end of the epoch.
+
+        Args:
+            count: the number of batches.
+            every: generation happens once for this many batches.
+            step: the number of finished optimizer steps.
+            last_step: the number of optimizer steps of the training.
+            accumulation: the number of batches of an optimizer step.
+        """
+        while len(self._read) < count + every:
+            try:
+                self._read.append(GenerationBatch(next(self.source)))
+            except StopIteration:
+                break
+        known = list(self._read)
+        batches = [self._read.popleft() for _ in range(min(count, len(known)))]
+        needed = len(batches) + max(0, last_step - step - 1) * accumulation
+        for index, batch in enumerate(batches):
+            batch.step = step
+            after = index + every
+            batch.following = known[after] if after < min(len(known), needed) else None
+            if batch.following is not None:
+                batch.following.step = step + after // accumulation
+        return batches
+
+
+class Judging:
+    """Runs the async reward functions of a batch on an event loop in another thread.
+
+    Args:
+        functions: the async reward functions, each with its index among all reward functions.
+        call: the keyword arguments that TRL passes to each reward function.
+        loop: the event loop.
+    """
+
+    def __init__(
+        self,
+        functions: Mapping[int, Callable[..., Awaitable[Any]]],
+        call: Mapping[str, Any],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.waiting_s = 0.0
+        """Seconds for which `rewards` has waited."""
+        self._began = time.perf_counter()
+        self._ended = self._began
+        self._log_metric: Callable[[str, float], None] | None = call.get("log_metric")
+        self._left = len(functions)
+        self._logged: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        # TRL collects what functions log until the next rewards are complete: those of another batch.
+        deferred = {name: self._deferred(call[name]) for name in ("log_extra", "log_metric") if name in call}
+        arguments = {**call, **deferred}
+        self._futures: dict[int, Future[Any]] = {
+            index: asyncio.run_coroutine_threadsafe(self._timed(function, arguments), loop)
+            for index, function in functions.items()
+        }
+
+    def _deferred(self, log: Callable[..., None]) -> Callable[..., None]:
+        return lambda *values: self._logged.append((log, values))
+
+    async def _timed(self, function: Callable[..., Awaitable[Any]], arguments: Mapping[str, Any]) -> Any:
+        try:
+            return await function(**arguments)
+        finally:
+            self._ended = max(self._ended, time.perf_counter())
+
+    @property
+    def judging_s(self) -> float:
+        """Seconds from the start until the last function has returned; valid once all rewards were collected."""
+        return self._ended - self._began
+
+    @property
+    def hidden_share(self) -> float:
+        """The share of the judging time during which the training did not wait; 1 if nothing took time."""
+        return max(0.0, 1 - self.waiting_s / self.judging_s) if self.judging_s > 0 else 1.0
+
+    def rewards(self, index: int) -> Any:
+        """Wait for the rewards of a function, and log what the functions have logged so far.
+
+        The rewards of the last function also log for how long the batch was judged and waited for.
+
+        Raises:
+            Exception: what the function raised. The other functions are cancelled.
+        """
+        began = time.perf_counter()
+        try:
+            rewards = self._futures[index].result()
+        except BaseException:
+            self.cancel()
+            raise
+        self.waiting_s += time.perf_counter() - began
+        while self._logged:
+            log, values = self._logged.pop(0)
+            log(*values)
+        self._left -= 1
+        if not self._left and self._log_metric is not None:
+            self._log_metric("overlap/waiting_seconds", self.waiting_s)
+            self._log_metric("overlap/judging_seconds", self.judging_s)
+            self._log_metric("overlap/hidden_share", self.hidden_share)
+        return rewards
+
+    def cancel(self) -> None:
+        """Cancel the calls that have not ended."""
+        for future in self._futures.values():
+            future.cancel()
 
 
 class Generation(greenlet):

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import os
-import secrets
-import threading
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Self
 
-from reward_loop.adapters.agent_in_thread import AgentInThread
+from reward_loop import managers
+from reward_loop._util.json import encode
+from reward_loop.adapters.process_agent import AgentInThread, AgentOwner
 from reward_loop.adapters.trl.columns import Columns, group_sizes
-from reward_loop.adapters.trl.recipe import Recipe
-from reward_loop.adapters.trl.reward_log import RewardLog
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError
-from reward_loop.managers.scorer import scores_groups
-from reward_loop.types import Reward
+from reward_loop.managers.scorer import Scored, Scorer, load_scorer
+from reward_loop.scoring import load_function
+from reward_loop.types import Outcome, finite_number, is_returned
 
-__all__ = ["TRLReward", "reward_function"]
+__all__ = ["RewardLog", "TRLReward", "reward_function"]
 
 
 def reward_function(
@@ -72,7 +72,7 @@ def reward_function(
     parsed = parse(RewardLoopConfig, options, "options")
     if log_dir is not None:
         parsed = parsed.model_copy(update={"log_dir": os.fspath(log_dir)})
-    recipe = Recipe(function, manager, parsed, reward_kwargs, reward_router_address, reward_model_tokenizer)
+    recipe = _Recipe(function, manager, parsed, reward_kwargs, reward_router_address, reward_model_tokenizer)
     columns = Columns(ground_truth, data_source, extra_info)
     return TRLReward(recipe, columns, group_size=group_size, concurrency=concurrency, name=name)
 
@@ -85,7 +85,7 @@ class TRLReward:
     """
 
     def __init__(
-        self, recipe: Recipe, columns: Columns, *, group_size: int | None, concurrency: int | None, name: str | None
+        self, recipe: _Recipe, columns: Columns, *, group_size: int | None, concurrency: int | None, name: str | None
     ) -> None:
         """Check the options; see `reward_function`."""
         if group_size is not None and group_size < 1:
@@ -96,16 +96,8 @@ class TRLReward:
         self._group_size = group_size
         self._concurrency = concurrency
         self.__name__ = name or recipe.name
-        self._start()
-
-    def _start(self) -> None:
+        self._owner: AgentOwner[AgentInThread] = AgentOwner()
         self._log = RewardLog(self.__name__)
-        self._prefix = secrets.token_hex(4)
-        """Part of the names of samples: several processes may record samples in one folder."""
-        self._batches = itertools.count(1)
-        self._pid = os.getpid()
-        self._agent: AgentInThread | None = None
-        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"reward_function({self.__name__})"
@@ -116,12 +108,7 @@ class TRLReward:
                 f"{self!r} cannot be pickled, because it was given a reward manager: pass the function and the "
                 "manager's name and options instead, so that each process creates a manager"
             )
-        own = {"_log", "_prefix", "_batches", "_pid", "_agent", "_lock"}
-        return {key: value for key, value in vars(self).items() if key not in own}
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state)
-        self._start()
+        return vars(self)
 
     async def __call__(
         self,
@@ -141,22 +128,14 @@ class TRLReward:
             ScoringError: a sample has no score, and the policy is ``raise``.
             TooManyFailuresError: the share of failed samples among the recent samples is too large.
         """
+        agent = await self._owner.get(lambda: AgentInThread(self._recipe.build(), self._concurrency))
+        self._columns.check(columns, len(prompts), agent.requires)
+        groups = self._groups(prompts, agent.needs_group)
         step = None if trainer_state is None else trainer_state.global_step + 1
-        agent = await asyncio.to_thread(self._open)
-        self._columns.check(columns, len(prompts), getattr(agent.manager, "requires", frozenset()))
-        groups = self._groups(prompts, scores_groups(agent.manager))
-        samples = self._columns.samples(
-            prompts,
-            completions,
-            completion_ids,
-            columns,
-            groups,
-            name=f"{self._prefix}.{next(self._batches)}",
-            step=step,
-        )
-        rewards = await agent.score(samples, groups)
-        self._log.log(rewards, log_extra, log_metric)
-        return [_score(reward) for reward in rewards]
+        samples = self._columns.samples(prompts, completions, completion_ids, columns, step)
+        results = await agent.score(samples, groups)
+        self._log.log(results, log_extra, log_metric)
+        return [scored.score for scored in results]
 
     def _groups(self, prompts: Sequence[Any], needs_group: bool) -> list[int]:
         if needs_group and self._group_size is None and int(os.environ.get("WORLD_SIZE") or 1) > 1:
@@ -166,21 +145,10 @@ class TRLReward:
             )
         return group_sizes(prompts, self._group_size, exact=needs_group)
 
-    def _open(self) -> AgentInThread:
-        """Return the agent of this process; the first call creates it, which may take seconds."""
-        if self._pid != os.getpid():  # a fork: the agent belongs to the parent process
-            self._start()
-        with self._lock:
-            if self._agent is None:
-                self._agent = AgentInThread(self._recipe.build(), self._concurrency)
-            return self._agent
-
     def close(self) -> None:
         """Cancel what runs, and close the manager; blocks until that is done. A later call creates a new manager."""
-        agent = self._agent
-        if agent is not None and self._pid == os.getpid():
-            self._start()
-            agent.close()
+        self._log = RewardLog(self.__name__)
+        self._owner.close()
 
     def __enter__(self) -> Self:
         return self
@@ -189,5 +157,143 @@ class TRLReward:
         self.close()
 
 
-def _score(reward: Reward) -> float | None:
-    return None if reward["reward_extra_info"].get("reward_masked") else reward["reward_score"]
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """What a reward manager is made from: it can be pickled, unlike the manager."""
+
+    function: Any
+    """The function or its name; a reward manager; or ``None``, if each component of a composite has its function."""
+    manager: str
+    options: RewardLoopConfig
+    reward_kwargs: Mapping[str, Any] | None = None
+    reward_router_address: str | None = None
+    reward_model_tokenizer: Any = None
+
+    @property
+    def is_manager(self) -> bool:
+        """Whether the function is a reward manager, which the caller has created."""
+        return callable(getattr(self.function, "run_single", None)) and not isinstance(self.function, type)
+
+    @property
+    def name(self) -> str:
+        """The name in metrics: that of the function, or of the manager."""
+        if isinstance(self.function, str):
+            return self.function.rpartition(":")[2].removesuffix(".py")
+        if self.function is None:
+            return self.manager
+        if self.is_manager:
+            return str(getattr(self.function, "name", type(self.function).__name__)).partition(" (")[0]
+        return str(getattr(self.function, "__name__", type(self.function).__name__))
+
+    def check(self) -> None:
+        """Load the function and the class of the manager, to find mistakes early.
+
+        Raises:
+            ConfigError: the manager does not exist, its options would have no effect, or several processes would each
+                have limits of their own.
+            FunctionLoadError: the function cannot be loaded.
+        """
+        options = self.options
+        if self.is_manager:
+            if self.manager != "naive" or self.reward_kwargs or options != RewardLoopConfig():
+                raise ConfigError(
+                    f"manager, options, log_dir and reward_kwargs have no effect: {type(self.function).__name__} is a "
+                    "reward manager already; pass them to its constructor"
+                )
+            options = getattr(self.function, "options", options)
+        else:
+            managers.get(self.manager)
+            if isinstance(self.function, str):
+                load_function(self.function)
+        processes = int(os.environ.get("WORLD_SIZE") or 1)
+        bounded = options.limits or options.budget.max_cost is not None or options.budget.max_tokens is not None
+        if processes > 1 and bounded and options.job is None:
+            raise ConfigError(
+                f"each of the {processes} training processes would have limits and a budget of its own, {processes} "
+                "times those of the options: start the job's limiter service with "
+                "reward_loop.serve_limits, and set the option job to its address"
+            )
+
+    def build(self) -> Scorer:
+        """Return the reward manager with its function."""
+        if self.is_manager:
+            requires: frozenset[str] = getattr(self.function, "requires", frozenset())
+            return Scorer(None, None, self.function, requires)
+        return load_scorer(
+            self.function,
+            self.manager,
+            self.options,
+            reward_kwargs=self.reward_kwargs,
+            router_address=self.reward_router_address,
+            reward_model_tokenizer=self.reward_model_tokenizer,
+        )
+
+
+class RewardLog:
+    """Logs the outcomes and the components of batches through TRL: metrics, and columns of the table of completions.
+
+    The first batch determines the columns, and which of them have numbers: TRL's table needs columns of one length and
+    type.
+
+    Args:
+        name: the name of the reward function, with which all names begin.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._numeric: dict[str, bool] | None = None
+
+    def metrics(self, results: Sequence[Scored]) -> dict[str, float]:
+        """Return the metrics of a batch: the number of samples by outcome, mean seconds, and the mean components."""
+        outcomes = Counter(scored.outcome for scored in results)
+        group = f"reward_loop/{self._name}"
+        metrics: dict[str, float] = {f"{group}/{outcome}": outcomes[outcome] for outcome in Outcome}
+        metrics[f"{group}/masked"] = sum(scored.score is None for scored in results)
+        infos = [scored.extra_info for scored in results]
+        if seconds := [info["reward_seconds"] for info in infos if "reward_seconds" in info]:
+            metrics[f"{group}/seconds"] = fmean(seconds)
+        for key in _components(infos):
+            numbers = (finite_number(info.get(key)) for info in infos)
+            if values := [number for number in numbers if number is not None]:
+                metrics[f"reward_components/{self._name}/{key}"] = fmean(values)
+        return metrics
+
+    def columns(self, results: Sequence[Scored]) -> dict[str, list[Any]]:
+        """Return a column for the outcomes, one for the errors, and one for each component of the first batch."""
+        infos = [scored.extra_info for scored in results]
+        if self._numeric is None:
+            self._numeric = {
+                key: all(finite_number(info[key]) is not None for info in infos if info.get(key) is not None)
+                for key in _components(infos)
+            }
+        columns: dict[str, list[Any]] = {
+            f"{self._name}/outcome": [str(scored.outcome) for scored in results],
+            f"{self._name}/error": [scored.error or "" for scored in results],
+        }
+        for key, is_numeric in self._numeric.items():
+            convert = finite_number if is_numeric else _text
+            columns[f"{self._name}/{key}"] = [convert(info.get(key)) for info in infos]
+        return columns
+
+    def log(
+        self,
+        results: Sequence[Scored],
+        log_extra: Callable[[str, list[Any]], None] | None,
+        log_metric: Callable[[str, float], None] | None,
+    ) -> None:
+        """Log a batch through the functions that TRL passes, each of which may be missing."""
+        if log_metric is not None:
+            for name, value in self.metrics(results).items():
+                log_metric(name, value)
+        if log_extra is not None:
+            for name, values in self.columns(results).items():
+                log_extra(name, values)
+
+
+def _components(infos: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the keys that functions have set, in order of their first appearance, without the score: TRL logs it."""
+    return [key for key in dict.fromkeys(key for info in infos for key in info) if is_returned(key) and key != "score"]
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else value if isinstance(value, str) else encode(value).decode()

@@ -10,19 +10,14 @@ from reward_loop import ConfigError, RewardSample
 from reward_loop.adapters.trl.columns import Columns, group_sizes, text_of
 
 
-def samples(columns: Columns, completions: list[Any], prompts: list[Any] | None = None, **data: Any) -> Any:
-    prompts = prompts or ["p"] * len(completions)
-    return columns.samples(
-        prompts, completions, None, data, group_sizes(prompts, None, exact=False), name="run.1", step=3
-    )
+def samples(columns: Columns, completions: list[Any], **data: Any) -> Any:
+    return columns.samples(["p"] * len(completions), completions, None, data, step=3)
 
 
 def test_named_columns_become_parts_and_the_others_extra_info() -> None:
     columns = Columns(ground_truth="answer", data_source="origin")
     first, second = samples(columns, ["4", "5"], answer=["4", "6"], origin=["a", "b"], level=[1, 2])
-    assert first == RewardSample(
-        "4", "a", "4", {"level": 1}, uid="run.1.0", group="run.1.0", group_size=2, prompt="p", step=3
-    )
+    assert first == RewardSample("4", "a", "4", {"level": 1}, prompt="p", step=3)
     assert (second.data_source, second.ground_truth, second.extra_info) == ("b", "6", {"level": 2})
 
 
@@ -60,7 +55,7 @@ def test_the_callers_extra_info_is_not_changed() -> None:
 
 
 def test_completion_ids_give_the_length_of_the_response() -> None:
-    (sample,) = Columns().samples(["p"], ["x"], [[5, 6, 7]], {}, [1], name="n", step=None)
+    (sample,) = Columns().samples(["p"], ["x"], [[5, 6, 7]], {}, step=None)
     assert sample.response_length == 3
 
 

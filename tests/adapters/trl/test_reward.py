@@ -16,6 +16,9 @@ import pytest
 
 from reward_loop import ConfigError, FunctionLoadError, NaiveRewardLoopManager, RewardFunctionError
 from reward_loop.adapters.trl import TRLReward, reward_function
+from reward_loop.adapters.trl.reward import RewardLog
+from reward_loop.managers.scorer import Scored
+from reward_loop.records import records
 from reward_loop.records.reader import RecordsReader
 
 
@@ -90,9 +93,7 @@ async def test_records_have_step_group_and_prompt(tmp_path: Path) -> None:
     async with opened(equals, log_dir=tmp_path) as reward:
         state = SimpleNamespace(global_step=6)
         await reward(["a", "a", "b"], ["1", "2", "3"], ground_truth=["1", "2", "3"], trainer_state=state)
-        agent = reward._agent
-        assert agent is not None
-        assert await asyncio.to_thread(agent.manager.records.flush)
+        assert await asyncio.to_thread(records(str(tmp_path)).flush)
     rows = list(RecordsReader(tmp_path).rows())
     assert [row["step"] for row in rows] == [7, 7, 7]
     assert len({row["group"] for row in rows}) == 2
@@ -160,7 +161,7 @@ async def test_a_pickled_function_creates_its_own_manager() -> None:
         await reward(["p"], ["1"], answer=["1"])
         copy = pickle.loads(pickle.dumps(reward))
         assert await copy(["p"], ["1"], answer=["1"]) == [1.0]
-        assert copy._agent.manager is not reward._agent.manager
+        assert copy._owner._agent.manager is not reward._owner._agent.manager
         await asyncio.to_thread(copy.close)
 
 
@@ -252,5 +253,61 @@ def test_close_from_another_thread_closes_the_manager() -> None:
         with reward_function(equals) as reward:
             call = reward(["p"], ["1"], ground_truth=["1"])
             assert asyncio.run_coroutine_threadsafe(call, loop).result(30) == [1.0]
-        assert reward._agent is None
+        assert reward._owner._agent is None
         reward.close()  # a second time changes nothing
+
+
+# --- Metrics and columns
+
+
+def result(outcome: str = "scored", **info: Any) -> Scored:
+    masked = outcome != "scored"
+    seconds = {"reward_seconds": 2.0, "reward_error": "broken" if outcome == "failed" else ""}
+    extra_info = {"reward_outcome": outcome, "reward_masked": masked, **seconds, **info}
+    return Scored.of("a", {"reward_score": 0.0 if masked else 1.0, "reward_extra_info": extra_info})
+
+
+def test_outcomes_are_counted_and_components_averaged_over_the_samples_that_have_them() -> None:
+    results = [result(score=1.0, format=1.0), result(score=0.5, format=False, note="x"), result("failed")]
+    assert RewardLog("judge").metrics(results) == {
+        "reward_loop/judge/scored": 2,
+        "reward_loop/judge/unscored": 0,
+        "reward_loop/judge/failed": 1,
+        "reward_loop/judge/masked": 1,
+        "reward_loop/judge/seconds": 2.0,
+        "reward_components/judge/format": 0.5,
+    }
+
+
+def test_a_number_that_is_not_finite_is_not_averaged() -> None:
+    metrics = RewardLog("judge").metrics([result(style=float("nan")), result(style=1)])
+    assert metrics["reward_components/judge/style"] == 1.0
+
+
+def test_a_reward_of_another_manager_counts_as_scored() -> None:
+    metrics = RewardLog("judge").metrics([Scored.of("a", {"reward_score": 1.0, "reward_extra_info": {}})])
+    assert metrics["reward_loop/judge/scored"] == 1
+    assert "reward_loop/judge/seconds" not in metrics
+
+
+def test_each_component_becomes_a_column_of_one_type() -> None:
+    log = RewardLog("judge")
+    columns = log.columns([result(format=True, words=["a"], why="good"), result("failed")])
+    assert columns == {
+        "judge/outcome": ["scored", "failed"],
+        "judge/error": ["", "broken"],
+        "judge/format": [1.0, None],
+        "judge/words": ['["a"]', ""],
+        "judge/why": ["good", ""],
+    }
+
+
+def test_later_batches_have_the_columns_of_the_first() -> None:
+    log = RewardLog("judge")
+    first = log.columns([result(format=1.0)])
+    assert log.columns([result(style=1.0, format="text")])["judge/format"] == [None]
+    assert log.columns([result(style=1.0)]).keys() == first.keys()
+
+
+def test_nothing_is_logged_where_the_trainer_passes_no_functions() -> None:
+    RewardLog("judge").log([result()], None, None)

@@ -345,7 +345,7 @@ def test_unsupported_options_are_refused(tmp_path: Path, tiny_generative_model: 
 
 
 def test_the_clip_range_is_wider_unless_the_user_has_set_it(tmp_path: Path) -> None:
-    from reward_loop.adapters.trl.off_policy import with_defaults
+    from reward_loop.adapters.trl.overlapped import with_defaults
 
     plain = config(tmp_path)
     assert with_defaults(plain, "model").epsilon_high == 0.4
@@ -355,15 +355,15 @@ def test_the_clip_range_is_wider_unless_the_user_has_set_it(tmp_path: Path) -> N
 
 
 def test_the_installed_trl_has_all_names_in_use() -> None:
-    from reward_loop.adapters.trl import compat
+    from reward_loop.adapters.trl.overlapped import check_names
 
-    compat.check()
+    check_names()
 
 
 def test_a_name_that_differs_is_reported_with_its_use() -> None:
-    from reward_loop.adapters.trl.compat import problems
+    from reward_loop.adapters.trl.overlapped import name_problems
 
-    found = problems(
+    found = name_problems(
         {
             "trl.trainer.grpo_trainer:GRPOTrainer": {
                 "_prepare_inputs(batch)": "x",

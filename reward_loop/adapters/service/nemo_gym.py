@@ -12,15 +12,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import ConfigDict, Field
 
-from reward_loop.adapters.service.dialects.options import DialectOptions
-from reward_loop.adapters.service.replies import ERRORS, Body, json_reply, score_request
-from reward_loop.adapters.service.scored import ServiceError
+from reward_loop.adapters.service.dialects import DialectOptions
+from reward_loop.adapters.service.replies import ERRORS, Body, ServiceError, json_reply
 from reward_loop.adapters.service.service import RewardService
 from reward_loop.offline.fields import Fields
 from reward_loop.offline.inputs import Row
 from reward_loop.types import Outcome, RewardSample, finite_number
 
-__all__ = ["routes"]
+__all__ = ["nemo_gym"]
 
 FAILURE_KINDS = {Outcome.FAILED: "verifier_error", Outcome.UNSCORED: "reward_loop:unscored"}
 """The names of failures: NeMo-Gym's own name, and one with a prefix, as it demands for names that it does not have."""
@@ -66,7 +65,7 @@ class AggregateBody(Body):
     """The replies to `/verify`, without texts."""
 
 
-def routes(service: RewardService, options: DialectOptions) -> APIRouter:
+def nemo_gym(service: RewardService, options: DialectOptions) -> APIRouter:
     """Return the routes of NeMo-Gym, below each of `PREFIXES`."""
     router = APIRouter()
     for prefix in PREFIXES:
@@ -89,7 +88,7 @@ def _routes(service: RewardService, options: DialectOptions) -> APIRouter:
         sample = replace(_sample(body, fields), uid=request.path_params.get("rollout_id"))
         if sample.error is not None:
             raise ServiceError(422, f"the request has {sample.error}")
-        (scored,) = await score_request(service, request, [sample])
+        (scored,) = await service.score_request(request, [sample])
         is_masked = scored.score is None
         reply = {
             "reward": 0.0 if is_masked else scored.score,

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 import requests
 
-from reward_loop.adapters.service import gate
+from reward_loop.adapters.service import app
 from reward_loop.adapters.service.service import RewardService
 from tests.adapters.services import app_of, client_of, post, scorer
 from tests.servers import serving
@@ -82,7 +82,7 @@ async def test_a_body_that_does_not_arrive_is_an_error(monkeypatch: pytest.Monke
         yield b"{"
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(gate, "BODY_S", 0.05)
+    monkeypatch.setattr(app, "BODY_S", 0.05)
     async with client_of() as client:
         assert (await client.post("/score", content=endless())).status_code == 408
 

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from reward_loop.adapters.service.scored import ServiceError
+from reward_loop.adapters.service.replies import ServiceError
 from reward_loop.adapters.service.service import RewardService
 from reward_loop.types import RewardSample
 from tests.adapters.services import app_of, client_of, post, scorer

@@ -1,0 +1,190 @@
+"""The requests and replies of OpenRLHF, slime and LLaMA-Factory.
+
+The classes of bodies have the fields that the trainers' clients send; unknown fields are ignored, since a newer version
+of a trainer may send more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import Response
+from pydantic import Field
+
+from reward_loop.adapters.service.replies import ERRORS, Body, ServiceError, json_reply, numbers_of
+from reward_loop.adapters.service.service import RewardService
+from reward_loop.managers.scorer import Scored
+from reward_loop.types import RewardSample
+
+__all__ = ["DialectOptions", "llamafactory", "openrlhf", "slime"]
+
+
+@dataclass(frozen=True, slots=True)
+class DialectOptions:
+    """Options of the dialects."""
+
+    strip: tuple[str, ...] = ()
+    """Texts that are removed from the end of responses: end-of-text tokens, which some trainers send."""
+    field_paths: Mapping[str, str] = field(default_factory=dict)
+    """For NeMo-Gym: the field of a task that contains a part of the sample, as in ``reward-loop score --field``."""
+
+    def without_end(self, text: str) -> str:
+        """Return a response without the texts of `strip` at its end."""
+        while ends := [end for end in self.strip if text.endswith(end)]:
+            text = text.removesuffix(ends[0])
+        return text
+
+
+# --- OpenRLHF: `--reward.remote_url http://host:port/openrlhf` (`--remote_rm_url` in older versions)
+
+
+class Rollouts(Body):
+    """Rollouts of OpenRLHF. The lists have equal lengths; they are empty at all but the first of several URLs."""
+
+    query: list[str]
+    """The prompts with their responses, special tokens included."""
+    prompts: list[str] | None = None
+    """The prompts alone. Without them, the whole query is the response."""
+    labels: list[Any] | None = None
+    """The reference answers."""
+
+
+class Rewards(Body):
+    """The rewards of the rollouts, in their order."""
+
+    rewards: list[float]
+    """The scores."""
+    scores: list[float]
+    """The scores again: OpenRLHF filters groups by them."""
+    extra_logs: dict[str, list[float]]
+    """The numbers that the function returned in addition to the score, for each key that all samples have."""
+
+
+def openrlhf(service: RewardService, options: DialectOptions) -> APIRouter:
+    """Return the routes of OpenRLHF."""
+    router = APIRouter(tags=["OpenRLHF"])
+
+    @router.post("/openrlhf", response_model=Rewards, responses=ERRORS)
+    async def score_openrlhf(
+        body: Rollouts,
+        request: Request,
+        solution: Annotated[
+            Literal["response", "query"],
+            Query(description="What the function receives as `solution_str`: the query without its prompt, or all."),
+        ] = "response",
+    ) -> Response:
+        """Score rollouts of OpenRLHF. A sample without a score is an error, since rewards are numbers."""
+        samples = _samples(body, service, options, solution)
+        if not samples:
+            return json_reply({"rewards": [], "scores": [], "extra_logs": {}})
+        scored = await service.score_request(request, samples)
+        numbers = numbers_of(scored, "OpenRLHF")
+        return json_reply({"rewards": numbers, "scores": numbers, "extra_logs": _extra_logs(scored)})
+
+    return router
+
+
+def _samples(body: Rollouts, service: RewardService, options: DialectOptions, solution: str) -> list[RewardSample]:
+    for name, given in (("prompts", body.prompts), ("labels", body.labels)):
+        if given is not None and len(given) != len(body.query):
+            raise ServiceError(422, f"query has {len(body.query)} items, but {name} has {len(given)}")
+    if body.query:
+        service.check_given(
+            () if body.labels is None else ("ground_truth",), "the request", ": OpenRLHF sends it as labels"
+        )
+    samples = []
+    for index, query in enumerate(body.query):
+        prompt = None if body.prompts is None else body.prompts[index]
+        if prompt is not None and solution == "response":
+            if not query.startswith(prompt):
+                raise ServiceError(
+                    422,
+                    f"query {index} does not begin with its prompt, so the response in it is unknown: the tokenizer "
+                    f"changed the prompt, or it was too long. /openrlhf?solution=query passes the whole query",
+                )
+            query = query.removeprefix(prompt)
+        samples.append(
+            RewardSample(
+                options.without_end(query),
+                ground_truth=None if body.labels is None else body.labels[index],
+                extra_info={} if prompt is None else {"prompt": prompt},
+                prompt=prompt,
+            )
+        )
+    return samples
+
+
+def _extra_logs(scored: list[Scored]) -> dict[str, list[float]]:
+    columns = [result.components for result in scored]
+    common = [key for key in columns[0] if all(key in column for column in columns)]
+    return {key: [column[key] for column in columns] for key in common}
+
+
+# --- slime and miles: `--rm-type remote_rm --rm-url http://host:port/slime`
+
+
+class Rollout(Body):
+    """A rollout of slime."""
+
+    prompt: str | list[dict[str, Any]]
+    """The prompt, as text or as chat messages."""
+    response: str
+    """The response."""
+    label: Any = None
+    """The reference answer."""
+
+
+def slime(service: RewardService, options: DialectOptions) -> APIRouter:
+    """Return the routes of slime."""
+    router = APIRouter(tags=["slime, miles"])
+
+    @router.post("/slime", response_model=float, responses=ERRORS)
+    async def score_slime(body: Rollout, request: Request) -> Response:
+        """Score a rollout of slime. The reply is the score; a sample without a score is an error."""
+        service.check_given(() if body.label is None else ("ground_truth",), "the request", ": slime sends it as label")
+        sample = RewardSample(
+            options.without_end(body.response),
+            ground_truth=body.label,
+            extra_info={"prompt": body.prompt},
+            prompt=body.prompt,
+        )
+        (number,) = numbers_of(await service.score_request(request, [sample]), "slime")
+        return json_reply(number)
+
+    return router
+
+
+# --- LLaMA-Factory: `reward_model_type: api` and `reward_model: http://host:port/llamafactory`
+
+
+class Messages(Body):
+    """Rollouts of LLaMA-Factory."""
+
+    messages: list[str] = Field(min_length=1)
+    """The prompts with their responses, as one text each, special tokens included. The function receives the whole
+    text as `solution_str`."""
+
+
+class Scores(Body):
+    """The scores of the rollouts, in their order."""
+
+    scores: list[float]
+    """The scores."""
+
+
+def llamafactory(service: RewardService, options: DialectOptions) -> APIRouter:
+    """Return the routes of LLaMA-Factory."""
+    router = APIRouter(tags=["LLaMA-Factory"])
+
+    @router.post("/llamafactory", response_model=Scores, responses=ERRORS)
+    async def score_llamafactory(body: Messages, request: Request) -> Response:
+        """Score rollouts of LLaMA-Factory. A sample without a score is an error, since scores are numbers."""
+        service.check_given((), "the request", ": LLaMA-Factory sends no reference answers")
+        samples = [RewardSample(options.without_end(text)) for text in body.messages]
+        scored = await service.score_request(request, samples)
+        return json_reply({"scores": numbers_of(scored, "LLaMA-Factory")})
+
+    return router
