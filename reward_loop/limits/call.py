@@ -38,6 +38,8 @@ class Call:
         self, limits: Limits, timeout: float | None = None, traffic_class: str = "train", attempt: int = 1
     ) -> None:
         self.limits, self.loop = limits, asyncio.get_running_loop()
+        if limits.loop is not self.loop:
+            limits.bind()
         self.timeout, self.traffic_class, self.attempt = timeout, traffic_class, attempt
         self.future: asyncio.Future[Any] = self.loop.create_future()
         """What the caller awaits: the executor sets the outcome, `Deadlines` a `TimeoutError` at the deadline."""

@@ -194,7 +194,6 @@ class UserFunction:
 
     async def _attempt(self, arguments: dict[str, Any], traffic_class: str, attempt: int = 1) -> CallOutcome:
         """Call the function once, under its limits if they are configured."""
-        self.limits.bind()
         if not self.limits.is_known:
             await self.limits.status()
         if self.limits.spent is not None:

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 from reward_loop.config import RewardModelConfig, ServedModelConfig
 from reward_loop.serving.gpus import Accelerator
-from reward_loop.serving.reservation import SharedGpus
-from reward_loop.verl import services
 from reward_loop.verl.cluster import accelerator, for_platform, groups_of_trainer
 from reward_loop.verl.services import _fix, _reservation
 from tests.verl.configs import settled
@@ -91,19 +85,3 @@ def test_a_pool_of_servers_reserves_the_accelerators_of_verls_platform(npu: Acce
     assert "Lower reward_model.n_gpus_per_node=4 (with reward_model.nnodes=1)" in _fix(settled(*POOL))
     assert "or trainer.n_gpus_per_node=8 (with trainer.nnodes=1)" in _fix(settled(*POOL))
     assert _reservation(settled(), model.model_copy(update={"placement": "local"})) is None
-
-
-def test_servers_share_the_accelerators_of_verls_platform_with_the_trainer(
-    npu: Accelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    placements: list[SharedGpus] = []
-
-    def serve(config: RewardModelConfig, placement: SharedGpus) -> Any:
-        placements.append(placement)
-        return nullcontext(SimpleNamespace(sleep=lambda: None, reward_router_address="127.0.0.1:1"))
-
-    monkeypatch.setattr(services, "serve_reward_model", serve)
-    monkeypatch.setattr(services, "router_address", lambda address, *_: nullcontext(address))
-    with services.ColocatedRewardModel(RewardModelConfig(model_path="judge"), 1) as model:
-        assert model.start([]) == "127.0.0.1:1"
-    assert [placement._accelerator for placement in placements] == [npu]
