@@ -14,7 +14,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from reward_loop import __version__
-from reward_loop._util import cli_options, process_settings, signals
+from reward_loop._util import cli_options, process, signals
 from reward_loop._util.standard_streams import console, open_standard_streams
 from reward_loop.adapters.service.command import serve
 from reward_loop.agent.command import simulate
@@ -130,7 +130,7 @@ def main() -> None:
             # Errors quote model output, which may contain lone surrogates and characters that a terminal cannot encode.
             stream.reconfigure(errors="backslashreplace")
     signals.handle()
-    process_settings.raise_gc_threshold()
+    process.raise_gc_threshold()
     try:
         app()
     except KeyboardInterrupt as error:  # before a command is invoked

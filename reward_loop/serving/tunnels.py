@@ -19,8 +19,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from reward_loop._util.parent_death_pipe import exit_with_parent
-from reward_loop._util.process_settings import raise_descriptor_limit
+from reward_loop._util.process import exit_with_parent, raise_descriptor_limit
 from reward_loop._util.sockets import listen, url_of
 from reward_loop.errors import ServerStartError
 from reward_loop.serving.process import ServerProcess

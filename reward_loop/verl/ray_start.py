@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import TypeVar
 
-from reward_loop._util.descendants import descendants, kill
+from reward_loop._util.process import descendants, kill
 
 __all__ = ["STARTS", "START_TIMED_OUT", "with_ray"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from reward_loop._util.process_settings import freeze_and_raise_gc_threshold, raise_descriptor_limit
+from reward_loop._util.process import freeze_and_raise_gc_threshold, raise_descriptor_limit
 from reward_loop.errors import ConfigError, InvalidScoreError, RewardLoopError
 from reward_loop.limits.client import open_limits
 from reward_loop.limits.failures import FailureBound

@@ -10,8 +10,8 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict
 from starlette.requests import ClientDisconnect
 
-from reward_loop._util.disconnect import stop_on_disconnect
 from reward_loop._util.json import encode
+from reward_loop._util.web_server import stop_on_disconnect
 from reward_loop.adapters.service.scored import Scored, ServiceError
 from reward_loop.adapters.service.service import RewardService
 from reward_loop.types import Outcome, RewardSample

@@ -10,9 +10,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from reward_loop._util import server_process
-from reward_loop._util.parent_death_pipe import exit_with_parent
-from reward_loop._util.process_settings import raise_descriptor_limit
+from reward_loop._util import web_server
+from reward_loop._util.process import exit_with_parent, raise_descriptor_limit
 from reward_loop._util.standard_streams import open_standard_streams
 from reward_loop.errors import ConfigError
 from reward_loop.serving.checkpoint import ModelKind, model_kind
@@ -42,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    server_process.run(create_app(model, can_sleep=args.enable_sleep_mode), args, f"{kind} model {name}")
+    web_server.serve(create_app(model, can_sleep=args.enable_sleep_mode), args, f"{kind} model {name}")
     return 0
 
 
@@ -60,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         "--max-wait-ms", type=float, default=3.0, metavar="MS", help="wait for a full batch (default: %(default)g)"
     )
     parser.add_argument("--enable-sleep-mode", action="store_true", help="serve /sleep, /wake_up and /is_sleeping")
-    server_process.add_arguments(parser)
+    web_server.add_arguments(parser)
     return parser
 
 

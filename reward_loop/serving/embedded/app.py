@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from reward_loop._util.disconnect import stop_on_disconnect
+from reward_loop._util.web_server import stop_on_disconnect
 from reward_loop.serving.embedded.dialect import ApiError, ChatRequest, ClassifyRequest, R, now, parse
 from reward_loop.serving.embedded.model import EmbeddedModel
 
