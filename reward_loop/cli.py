@@ -24,8 +24,7 @@ from reward_loop.limits.command import limits
 from reward_loop.managers import registry
 from reward_loop.offline.command import score
 from reward_loop.offline.compare_command import compare
-from reward_loop.records.command import stuck
-from reward_loop.records.report_command import report
+from reward_loop.records.command import report, stuck
 from reward_loop.router.command import route
 from reward_loop.view.command import view
 from reward_loop.view.trace import trace

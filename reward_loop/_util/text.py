@@ -12,6 +12,7 @@ from pathlib import Path
 __all__ = [
     "Causes",
     "cause_of",
+    "counted",
     "cut",
     "did_you_mean",
     "duration",
@@ -21,6 +22,11 @@ __all__ = [
     "shorten",
     "user_lines",
 ]
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with a noun in singular or plural."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def cut(text: str, limit: int) -> str:

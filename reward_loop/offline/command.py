@@ -26,9 +26,8 @@ from reward_loop.offline.folder import MAX_BYTES, ScoredFolder
 from reward_loop.offline.inputs import Inputs, is_compressed
 from reward_loop.offline.progress import ScoringProgress, Usage, usage_of
 from reward_loop.offline.run import score_rows
-from reward_loop.records.prices import Price
-from reward_loop.records.report import Report
-from reward_loop.records.show import outcomes_of, show_report
+from reward_loop.records.command import outcomes_of, show_report
+from reward_loop.records.report import Price, Report
 from reward_loop.scoring.load import load_function, source_hash
 from reward_loop.types import Outcome, Policy
 

@@ -13,10 +13,9 @@ from typing import Any, Self
 
 from reward_loop._util.json import encode
 from reward_loop.errors import ConfigError
-from reward_loop.records.configuration import config_row, configurations, differences, open_configuration
+from reward_loop.records.configuration import config_row, configurations, open_configuration
 from reward_loop.records.files import SUB_FOLDERS
-from reward_loop.records.lines import parse_line
-from reward_loop.records.reader import NoRecordsError, RecordsReader
+from reward_loop.records.reader import NoRecordsError, RecordsReader, parse_line
 from reward_loop.records.writer import records
 from reward_loop.types import Outcome
 
@@ -119,9 +118,10 @@ class ScoredFolder:
         if any(self.path.iterdir()) and not (found and any(name.startswith("score.") for name in found[-1]["options"])):
             raise ConfigError(f"{self.path} was not written by this command: choose another --output")
         options = json.loads(encode(run["options"]))  # as they are read: for example, lists instead of tuples
-        changed = differences(found[-1]["options"], options) if found else []
+        before = found[-1]["options"] if found else options
+        changed = [name for name in {**before, **options} if before.get(name) != options.get(name)]
         if changed and not restart and any(row["outcome"] != Outcome.FAILED for row in self.rows()):
-            names = dict.fromkeys(one["option"].split(".")[1] for one in changed)
+            names = sorted({name.split(".")[1] for name in changed})
             raise ConfigError(
                 f"{self.path} has the records of a run with another {' and another '.join(names)}: choose another "
                 "--output, or discard them with --restart"

@@ -23,10 +23,10 @@ from reward_loop._util.json import encode, look_up
 from reward_loop.errors import ConfigError
 from reward_loop.offline.compare import compare, read_scoring
 from reward_loop.records.configuration import configurations
+from reward_loop.records.events import health as read_health
 from reward_loop.records.files import EVENTS
-from reward_loop.records.health import health as read_health
-from reward_loop.records.prices import Price
 from reward_loop.records.reader import RecordsReader
+from reward_loop.records.report import Price
 from reward_loop.view.filters import (
     GROUPS_PARAMETERS,
     SAMPLES_PARAMETERS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reward_loop.records.prices import Price
+from reward_loop.records.report import Price
 from reward_loop.view.filters import SampleFilter
 from reward_loop.view.index import Index
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from reward_loop.records.events import PHASE, ROLLOUT, STEP
 from reward_loop.records.files import EVENTS
-from reward_loop.records.lines import is_readable, parse_line
+from reward_loop.records.reader import check_version, parse_line
 from reward_loop.view.critical import JUDGING, LATE_S, OTHER, QUEUE, Phase, Segment, arrival, expand, nest
 from reward_loop.view.spans import Work, work_of
 
@@ -164,7 +164,8 @@ def _events(path: Path, start: int, end: int, kind: str) -> Iterator[dict[str, A
         while start < end:
             line = file.readline()
             start += len(line)
-            if mark.search(line, 0, _HEAD) and (event := parse_line(line)) is not None and is_readable(event):
+            if mark.search(line, 0, _HEAD) and (event := parse_line(line)) is not None:
+                check_version(event.get("version", 0), path)
                 yield event
 
 

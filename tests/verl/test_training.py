@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from starlette.testclient import TestClient
 
-from reward_loop.records.health import health
+from reward_loop.records.events import health
 from reward_loop.records.reader import RecordsReader
 from reward_loop.verl.sample_table import COLUMNS
 from reward_loop.view.app import create_app

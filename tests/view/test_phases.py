@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from reward_loop.errors import ConfigError
 from reward_loop.view import phases as module
 from reward_loop.view.phases import PhaseReader
 from reward_loop.view.phases import phases as read
@@ -114,7 +115,8 @@ def test_a_step_that_a_resumed_run_repeats_has_the_phases_of_the_resumed_run(tmp
     assert read(tmp_path)[1]["phases"] == {"gen": 1.0, "other": 0.0}
 
 
-def test_events_of_a_newer_version_are_left_out(tmp_path: Path) -> None:
+def test_events_of_a_newer_version_are_an_error(tmp_path: Path) -> None:
     (newer,) = phases(2, ("step", 22.0, 31.0))
     write(tmp_path, [*SYNC, newer | {"version": 2}], [])
-    assert list(read(tmp_path)) == [1]
+    with pytest.raises(ConfigError, match="version 2"):
+        read(tmp_path)
