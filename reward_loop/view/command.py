@@ -92,8 +92,7 @@ def _serve(
     index: Index, listener: socket.socket, host: str, key: str | None, open_browser: bool, prices: Price | None
 ) -> None:
     """Serve until Ctrl-C or SIGTERM."""
-    from reward_loop.view.app import create_app
-    from reward_loop.view.guard import Guard, host_names
+    from reward_loop.view.app import Guard, create_app, host_names
 
     app = create_app(index, prices)
     any_address = listener.getsockname()[0] in ("0.0.0.0", "::")

@@ -29,7 +29,7 @@ from reward_loop.records.events import (
 from reward_loop.records.files import EVENTS, TEXTS, RecordFiles
 from reward_loop.records.reader import RecordsReader
 from reward_loop.records.rows import advantage_row
-from reward_loop.view.phases import phases
+from reward_loop.view.phases import PhaseReader
 from tests.gsm8k import ROOT
 
 
@@ -135,7 +135,7 @@ while True:
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait(60) == -signal.SIGKILL
     process.stdout.close()
-    found = phases(tmp_path)
+    found = PhaseReader(tmp_path).steps()
     assert sorted(found) == list(range(1, 101))
     assert found[100]["phases"] == {"gen": 0.5, "other": 0.5}
 

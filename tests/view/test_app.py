@@ -19,8 +19,7 @@ from reward_loop.records.events import open_health, warning_row
 from reward_loop.records.reader import RecordsReader
 from reward_loop.records.report import Price
 from reward_loop.records.rows import advantage_row
-from reward_loop.view.app import create_app
-from reward_loop.view.guard import Guard
+from reward_loop.view.app import Guard, create_app
 from reward_loop.view.index import Index
 from tests.view import made_up
 from tests.view.recorded import exchange, flushed, record, revise
