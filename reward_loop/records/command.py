@@ -21,12 +21,7 @@ from reward_loop.records.reader import RecordsReader
 from reward_loop.records.report import SHOWN, Price, Report
 from reward_loop.records.watchdog import ask, processes, why
 
-__all__ = [
-    "outcomes_of",
-    "report",
-    "show_report",
-    "stuck",
-]
+__all__ = ["outcomes_of", "report", "show_report", "stuck"]
 
 _PARTS = 30
 """The largest number of rows of a table, and of warnings."""

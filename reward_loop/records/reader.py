@@ -14,15 +14,7 @@ from reward_loop._util.json import encode
 from reward_loop.errors import ConfigError
 from reward_loop.records.rows import ADVANTAGE, REVISION, SAMPLE, VERSION
 
-__all__ = [
-    "NoRecordsError",
-    "RecordsReader",
-    "check_version",
-    "has_step",
-    "parse_line",
-    "read_files",
-    "read_rows",
-]
+__all__ = ["NoRecordsError", "RecordsReader", "check_version", "has_step", "parse_line", "read_files", "read_rows"]
 
 _STEP = re.compile(rb'"step":\s*(-?\d{1,18})\b')
 

@@ -16,12 +16,7 @@ from reward_loop._util.text import Causes
 from reward_loop.errors import ConfigError
 from reward_loop.types import Outcome
 
-__all__ = [
-    "Judges",
-    "Price",
-    "Report",
-    "Spread",
-]
+__all__ = ["Judges", "Price", "Report", "Spread"]
 
 
 SHOWN = 5

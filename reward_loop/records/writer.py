@@ -19,15 +19,7 @@ from reward_loop._util.json import encode
 from reward_loop.records.files import EXCHANGES, TEXTS, Place, RecordFiles
 from reward_loop.records.rows import TEXT_FIELDS, VERSION
 
-__all__ = [
-    "MAX_BYTES",
-    "ExchangeCounts",
-    "Records",
-    "cleaned",
-    "encode_record",
-    "hide",
-    "records",
-]
+__all__ = ["MAX_BYTES", "ExchangeCounts", "Records", "cleaned", "encode_record", "hide", "records"]
 
 logger = logging.getLogger(__name__)
 

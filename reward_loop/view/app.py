@@ -47,11 +47,7 @@ from reward_loop.view.samples import Samples
 from reward_loop.view.summaries import Summaries, judges, without_samples
 from reward_loop.view.timeline import timeline
 
-__all__ = [
-    "Guard",
-    "create_app",
-    "host_names",
-]
+__all__ = ["Guard", "create_app", "host_names"]
 
 STATIC = Path(__file__).parent / "static"
 

@@ -14,11 +14,7 @@ from reward_loop.records.report import Price
 from reward_loop.view.filters import SampleFilter, number_of
 from reward_loop.view.index import Index, rows_of
 
-__all__ = [
-    "Summaries",
-    "judges",
-    "without_samples",
-]
+__all__ = ["Summaries", "judges", "without_samples"]
 
 BINS = 20
 """The number of intervals of a histogram."""

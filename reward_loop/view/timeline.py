@@ -14,16 +14,7 @@ from reward_loop.records.events import PHASE, ROLLOUT, STEP, read_events
 from reward_loop.records.reader import RecordsReader
 from reward_loop.view.critical import TRAINER, Phase, Row, bound, critical_path, nest, scoring_start, server_of, works
 
-__all__ = [
-    "MAX_SPANS",
-    "Span",
-    "judge_spans",
-    "lanes_of",
-    "near_steps",
-    "rollout_spans",
-    "step_phases",
-    "timeline",
-]
+__all__ = ["MAX_SPANS", "Span", "judge_spans", "lanes_of", "near_steps", "rollout_spans", "step_phases", "timeline"]
 
 Kind = Literal["rollout", "judge", "trainer"]
 
