@@ -26,7 +26,7 @@ from concurrent.futures import ProcessPoolExecutor
 from statistics import median
 
 from reward_loop import RewardSample, ScoringFunction
-from reward_loop._util.parent_death_pipe import exit_with_parent
+from reward_loop._util.process import exit_with_parent
 from reward_loop.processes.pool import usable_cores
 
 __all__ = ["measure_process_efficiency"]

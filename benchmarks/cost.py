@@ -21,7 +21,7 @@ import time
 from typing import Any
 
 from reward_loop import NaiveRewardLoopManager, RewardAgent, RewardSample
-from reward_loop._util.process_settings import raise_gc_threshold
+from reward_loop._util.process import raise_gc_threshold
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 IN_FLIGHT = 20_000

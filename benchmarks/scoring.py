@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import reward_loop
 from benchmarks._processes import measure_process_efficiency
 from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
-from reward_loop._util.process_settings import freeze_and_raise_gc_threshold
+from reward_loop._util.process import freeze_and_raise_gc_threshold
 from reward_loop.limits.server import serve_limits
 
 ROOT = Path(__file__).resolve().parents[1]

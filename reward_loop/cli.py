@@ -14,18 +14,17 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from reward_loop import __version__
-from reward_loop._util import cli_options, process_settings, signals
+from reward_loop._util import cli_options, process, signals
 from reward_loop._util.standard_streams import console, open_standard_streams
 from reward_loop.adapters.service.command import serve
-from reward_loop.agent.command import simulate
+from reward_loop.agent.simulation import simulate
 from reward_loop.check.command import check
 from reward_loop.errors import ConfigError, FunctionLoadError, RewardLoopError
 from reward_loop.limits.command import limits
 from reward_loop.managers import registry
 from reward_loop.offline.command import score
 from reward_loop.offline.compare_command import compare
-from reward_loop.records.command import stuck
-from reward_loop.records.report_command import report
+from reward_loop.records.command import report, stuck
 from reward_loop.router.command import route
 from reward_loop.view.command import view
 from reward_loop.view.trace import trace
@@ -130,7 +129,7 @@ def main() -> None:
             # Errors quote model output, which may contain lone surrogates and characters that a terminal cannot encode.
             stream.reconfigure(errors="backslashreplace")
     signals.handle()
-    process_settings.raise_gc_threshold()
+    process.raise_gc_threshold()
     try:
         app()
     except KeyboardInterrupt as error:  # before a command is invoked

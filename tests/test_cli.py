@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from reward_loop import __main__ as entry_point
 from reward_loop import __version__, cli
 from reward_loop._util.cli_options import json_or_text
-from reward_loop._util.process_settings import GC_THRESHOLD
+from reward_loop._util.process import GC_THRESHOLD
 from reward_loop.managers import registry
 from reward_loop.records.reader import RecordsReader
 

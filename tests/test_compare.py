@@ -10,8 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from reward_loop import cli
-from reward_loop.offline.agreement import agreement, cohens_kappa, pearson, spearman
-from reward_loop.offline.compare import read_scoring
+from reward_loop.offline.compare import agreement, cohens_kappa, pearson, read_scoring, spearman
 
 # Of five pairs, four are equal: p_o = 0.8. A has 3 ones of 5, B has 2: p_e = (3*2 + 2*3) / 25 = 0.48.
 BINARY = [(1.0, 1.0), (1.0, 0.0), (0.0, 0.0), (0.0, 0.0), (1.0, 1.0)]

@@ -27,9 +27,8 @@ from reward_loop import (
 from reward_loop._util.json import to_json
 from reward_loop.client.http import post
 from reward_loop.managers import GroupRewardLoopManager
-from reward_loop.offline.export import COLUMNS, check_export, export
 from reward_loop.offline.fields import Fields, check_fields
-from reward_loop.offline.folder import ScoredFolder
+from reward_loop.offline.folder import COLUMNS, ScoredFolder, check_export, export
 from reward_loop.offline.inputs import Inputs, Row
 from reward_loop.offline.run import score_rows
 from reward_loop.records.reader import RecordsReader

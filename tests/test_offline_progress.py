@@ -11,8 +11,7 @@ from reward_loop.managers import CompositeRewardLoopManager
 from reward_loop.offline.fields import Fields
 from reward_loop.offline.folder import ScoredFolder
 from reward_loop.offline.inputs import Inputs
-from reward_loop.offline.progress import LINE_S, ScoringProgress, Usage, usage_of
-from reward_loop.offline.run import score_rows
+from reward_loop.offline.run import LINE_S, ScoringProgress, Usage, score_rows, usage_of
 
 
 class Clock:

@@ -1,4 +1,4 @@
-"""Encodes arbitrary Python values as strict JSON, and finds values by their path."""
+"""Encode arbitrary Python values as strict JSON, and finds values by their path."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
 def encode(value: Any) -> bytes:
-    """Encodes a value as :func:`to_json` does, with orjson if orjson supports the value."""
+    """Encode a value as `to_json` does, with orjson if orjson supports the value."""
     try:
         return orjson.dumps(value, default=_known, option=_OPTIONS)
     except TypeError:  # a lone surrogate, an integer beyond 64 bits, a key of an unsupported type
@@ -27,7 +27,7 @@ def encode(value: Any) -> bytes:
 
 
 def to_json(value: Any) -> bytes:
-    """Encodes a value as one line of strict UTF-8 JSON.
+    """Encode a value as one line of strict UTF-8 JSON.
 
     Arrays become lists, NaN and infinities ``null``, bytes text, integers beyond the range of float text (of more than
     about 4,200 digits, hexadecimal), and values of unknown types their ``str()``.
@@ -51,7 +51,7 @@ def _plain(value: Any) -> Any:
 
 
 def _known(value: Any) -> Any:
-    """Converts a value of a type that JSON lacks to a similar value that can be encoded."""
+    """Convert a value of a type that JSON lacks to a similar value that can be encoded."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, set | frozenset):

@@ -61,7 +61,7 @@ class _CtrlC:
 
 
 def handle() -> None:
-    """Installs the Ctrl-C handler, unless SIGINT is ignored or has another handler. For commands only."""
+    """Install the Ctrl-C handler, unless SIGINT is ignored or has another handler. For commands only."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _CtrlC())
         # At exit, the interpreter removes handlers, but an ignored signal stays ignored.
@@ -69,7 +69,7 @@ def handle() -> None:
 
 
 def name_of(number: int) -> str:
-    """Returns a signal's name, such as ``SIGTERM``; ``signal 37`` for a real-time signal, most of which have none."""
+    """Return a signal's name, such as ``SIGTERM``; ``signal 37`` for a real-time signal, most of which have none."""
     try:
         return signal.Signals(number).name
     except ValueError:

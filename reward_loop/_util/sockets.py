@@ -10,7 +10,7 @@ __all__ = ["is_loopback", "listen", "readable", "reserve", "url_of"]
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Returns a listening TCP socket on ``host``; with port 0, the kernel chooses a free port.
+    """Return a listening TCP socket on ``host``; with port 0, the kernel chooses a free port.
 
     Raises:
         OSError: the address cannot be bound.
@@ -51,13 +51,13 @@ def reserve(host: str) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Returns the URL of a bound socket, ``http://host:port``."""
+    """Return the URL of a bound socket, ``http://host:port``."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def is_loopback(listener: socket.socket) -> bool:
-    """Returns whether the socket can be reached from this machine only."""
+    """Return whether the socket can be reached from this machine only."""
     if listener.family == socket.AF_UNIX:
         return True
     return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback

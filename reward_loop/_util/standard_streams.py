@@ -18,7 +18,7 @@ __all__ = ["console", "open_standard_streams", "print_line", "reserve_stdout"]
 
 
 def open_standard_streams() -> None:
-    """Opens the null device in place of each standard stream that is closed (``command >&-``).
+    """Open the null device in place of each standard stream that is closed (``command >&-``).
 
     Python represents a closed stream as ``None``, on which libraries fail. Call this function first: otherwise the next
     file that the process opens gets the free descriptor, and printed text is written to that file.
@@ -29,7 +29,7 @@ def open_standard_streams() -> None:
 
 
 def print_line(line: str) -> None:
-    """Prints a line to standard output; drops it if standard output cannot be written, such as on a full disk.
+    """Print a line to standard output; drop it if standard output cannot be written, such as on a full disk.
 
     For informational lines only: a server must run without them.
     """
@@ -41,7 +41,7 @@ def print_line(line: str) -> None:
 
 
 def _discard_unwritten() -> None:
-    """Discards buffered output that cannot be written; otherwise the interpreter would exit with status 120."""
+    """Discard buffered output that cannot be written; otherwise the interpreter would exit with status 120."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
@@ -109,7 +109,7 @@ class _Copier:
         self._thread.start()
 
     def close(self) -> None:
-        """Copies the rest of the pipe, reports the number of bytes that were not shown, and ends the thread."""
+        """Copy the rest of the pipe, report the number of bytes that were not shown, and end the thread."""
         os.eventfd_write(self._stop, 1)
         self._thread.join()
         for descriptor in (self._pipe, self.input, self._stop):

@@ -12,6 +12,7 @@ from pathlib import Path
 __all__ = [
     "Causes",
     "cause_of",
+    "counted",
     "cut",
     "did_you_mean",
     "duration",
@@ -23,36 +24,41 @@ __all__ = [
 ]
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with a noun in singular or plural."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def cut(text: str, limit: int) -> str:
-    """Returns the text, cut to ``limit`` characters."""
+    """Return the text, cut to ``limit`` characters."""
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns ``"; did you mean 'x'?"`` if a known name is similar, else an empty string."""
+    """Return ``"; did you mean 'x'?"`` if a known name is similar, else an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def duration(seconds: float) -> str:
-    """Returns ``1.5 s``, or ``1.5 ms`` for less than a second."""
+    """Return ``1.5 s``, or ``1.5 ms`` for less than a second."""
     if seconds >= 1000:
         return f"{seconds:,.0f} s"
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
 def listing(names: Iterable[str]) -> str:
-    """Returns the names, sorted and separated by commas, or ``none``."""
+    """Return the names, sorted and separated by commas, or ``none``."""
     return ", ".join(sorted(names)) or "none"
 
 
 def rounded(value: float) -> str:
-    """Returns a number for people: four significant digits, or all digits before the point: ``0.4286``, ``12,345``."""
+    """Return a number for people: four significant digits, or all digits before the point: ``0.4286``, ``12,345``."""
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
 def shorten(value: object, limit: int = 120) -> str:
-    """Returns ``repr(value)``, cut to ``limit`` characters; an object whose ``repr`` raises is named by its type."""
+    """Return ``repr(value)``, cut to ``limit`` characters; an object whose ``repr`` raises is named by its type."""
     try:
         text = repr(value)
     except Exception:
@@ -71,7 +77,7 @@ class Causes:
         self._found: dict[str, tuple[int, str]] = {}
 
     def add(self, error: str) -> None:
-        """Counts one error message of the form ``<sample>: <cause>``."""
+        """Count one error message of the form ``<sample>: <cause>``."""
         cause = cause_of(error)
         if cause not in self._found and len(self._found) >= _MAX_CAUSES:
             cause = ""
@@ -82,12 +88,12 @@ class Causes:
         return len(self._found)
 
     def most_common(self, limit: int | None = None) -> list[tuple[int, str]]:
-        """Returns the count and the example of each cause, the most frequent cause first; at most ``limit`` causes."""
+        """Return the count and the example of each cause, the most frequent cause first; at most ``limit`` causes."""
         return sorted(self._found.values(), key=lambda found: -found[0])[:limit]
 
 
 def cause_of(error: str) -> str:
-    """Returns the error's first line without the name of its sample."""
+    """Return the error's first line without the name of its sample."""
     line = error.partition("\n")[0]
     return line.partition(": ")[2] or line
 
@@ -99,7 +105,7 @@ _SHOWN = 3
 
 
 def user_lines(error: BaseException) -> str:
-    """Returns up to three formatted traceback entries of an exception that a reward function raised.
+    """Return up to three formatted traceback entries of an exception that a reward function raised.
 
     The last entry is that of the user's own code. If a library raised the exception, the library's last entry follows.
     Entries of reward_loop are left out.
@@ -113,7 +119,7 @@ def user_lines(error: BaseException) -> str:
 
 
 def last_user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """Returns the last frame of the user's own code in the traceback, or else the last frame of a library."""
+    """Return the last frame of the user's own code in the traceback, or else the last frame of a library."""
     frames = _frames(error)
     last = _last_of_user(frames)
     return frames[-1 if last is None else last] if frames else None

@@ -43,7 +43,7 @@ _PERMANENT = {
 
 
 def is_transient(error: BaseException) -> bool:
-    """Returns whether a retry of the call may succeed.
+    """Return whether a retry of the call may succeed.
 
     The error and the errors that it was raised from (``raise ... from``) are examined together. The first attribute
     ``transient`` decides; without one, the first HTTP status decides; without a status, the types decide, and a
@@ -67,12 +67,12 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Returns whether the service answered that it is overloaded. Adaptive limits shrink on such answers."""
+    """Return whether the service answered that it is overloaded. Adaptive limits shrink on such answers."""
     return any(_status(cause) in REFUSAL_STATUS or any(map(is_refusal, _parts(cause))) for cause in _causes(error))
 
 
 def status_of(error: BaseException) -> int | None:
-    """Returns the first HTTP status of the error and the errors that it was raised from; ``None`` without one."""
+    """Return the first HTTP status of the error and the errors that it was raised from; ``None`` without one."""
     for cause in _causes(error):
         for status in (_status(cause), *map(status_of, _parts(cause))):
             if status is not None:
@@ -81,7 +81,7 @@ def status_of(error: BaseException) -> int | None:
 
 
 def retry_after(error: BaseException) -> float | None:
-    """Returns the seconds that the service asked to wait, by an attribute ``retry_after`` or a ``Retry-After`` header.
+    """Return the seconds that the service asked to wait, by an attribute ``retry_after`` or a ``Retry-After`` header.
 
     ``None`` if the service did not ask, or the value is not valid. Of a group of exceptions, the longest time counts.
     """
@@ -101,7 +101,7 @@ def retry_after(error: BaseException) -> float | None:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields the error and the errors that it was raised from (``raise ... from error``)."""
+    """Yield the error and the errors that it was raised from (``raise ... from error``)."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -112,12 +112,12 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _parts(error: BaseException) -> Sequence[BaseException]:
-    """Returns the exceptions in a group; of other exceptions, nothing."""
+    """Return the exceptions in a group; of other exceptions, nothing."""
     return error.exceptions if isinstance(error, BaseExceptionGroup) else ()
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """Returns an attribute; ``None`` if it is missing, or if it is a property that raises."""
+    """Return an attribute; ``None`` if it is missing, or if it is a property that raises."""
     try:
         return getattr(owner, name, None)
     except Exception:

@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from reward_loop._util.process_settings import freeze_and_raise_gc_threshold
+from reward_loop._util.process import freeze_and_raise_gc_threshold
 from reward_loop.agent.agent import RewardAgent
 from reward_loop.agent.pending import Group, PendingRewards
 from reward_loop.config import RewardLoopConfig, parse

@@ -1,4 +1,4 @@
-"""Simulates a training run with a virtual clock: the step time in each mode, and with more judging concurrency."""
+"""The command ``reward-loop simulate``: a training run with a virtual clock, and the step time in each mode."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from reward_loop.agent.schedule import Generate, Prepare, Schedule, Wait
+import typer
+from rich.table import Table
+
+from reward_loop._util.standard_streams import console, print_line
+from reward_loop.agent.schedule import MODES, Generate, Prepare, Schedule, Wait
 from reward_loop.errors import ConfigError
 
-__all__ = ["Judging", "Latency", "Run", "Workload", "enough_concurrency", "parse_latency", "simulate"]
+__all__ = ["Judging", "Latency", "Run", "Workload", "enough_concurrency", "parse_latency", "run_mode", "simulate"]
 
 _FORMS = "uniform:LOW:HIGH, constant:SECONDS, lognormal:MEDIAN:SIGMA, exponential:MEAN, file:PATH"
 
@@ -24,6 +28,93 @@ LONGEST_S = 1e9
 
 WIDEST = 10.0
 """The largest sigma allowed for a lognormal distribution; its mean is median * exp(sigma**2 / 2)."""
+
+
+def simulate(
+    batch: Annotated[int, typer.Option(min=1, help="Prompts per step.")] = 1024,
+    responses: Annotated[int, typer.Option(min=1, help="Responses per prompt.")] = 5,
+    judge: Annotated[
+        str,
+        typer.Option(
+            metavar="DISTRIBUTION",
+            help="Seconds of judging per response: uniform:LOW:HIGH, constant:X, lognormal:MEDIAN:SIGMA, "
+            "exponential:MEAN, or file:PATH (JSONL with measured latencies, such as the records of "
+            "[cyan]reward-loop score[/]).",
+        ),
+    ] = "uniform:1:40",
+    concurrency: Annotated[int, typer.Option(min=1, help="Responses that are judged concurrently.")] = 256,
+    generation: Annotated[float, typer.Option(min=0, help="Seconds of generation per step.")] = 103,
+    training: Annotated[float, typer.Option(min=0, help="Seconds of updates per step.")] = 100,
+    prepare: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds of old and reference log-probabilities per step, in addition to training."),
+    ] = 0,
+    mini_batches: Annotated[int, typer.Option(min=1, help="Updates per step.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the simulated run.")] = 100,
+    mode: Annotated[
+        Literal["baseline", "mini-batch", "off-policy", "both", "all"], typer.Option(help="The simulated mode.")
+    ] = "all",
+    seed: Annotated[int, typer.Option(help="Seed of the judging times.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Simulate how much overlapping judging with training would shorten a step.
+
+    Prints for each mode the length of a step, its floor, the time that the
+    trainer waits for rewards, and the share of judging that is hidden behind
+    generation and training.
+    """
+    load = Workload(
+        batch=batch,
+        responses=responses,
+        judge=parse_latency(judge),
+        concurrency=concurrency,
+        generation=generation,
+        training=training,
+        prepare=prepare,
+        mini_batches=mini_batches,
+        steps=steps,
+        seed=seed,
+    )
+    runs = [run_mode(load, name) for name in (MODES if mode == "all" else [mode])]
+    if as_json:
+        figures = [
+            {
+                "mode": run.mode,
+                "step_s": run.step_seconds,
+                "floor_s": run.floor,
+                "over_floor": run.over_floor,
+                "waiting_s": run.waiting,
+                "hidden_share": run.hidden,
+            }
+            for run in runs
+        ]
+        print_line(json.dumps(figures))
+        return
+    out = console()
+    table = Table("mode", box=None, pad_edge=False)
+    for column in ("s a step", "floor", "over floor", "waits for rewards", "judging hidden"):
+        table.add_column(column, justify="right")
+    for run in runs:
+        table.add_row(
+            run.mode,
+            f"{run.step_seconds:.1f}",
+            f"{run.floor:.1f}",
+            f"{run.over_floor:.1%}",
+            f"{run.waiting:.1f} s",
+            f"{run.hidden:.0%}",
+        )
+    out.print(table)
+    out.print(
+        f"\nG + T = {load.gpu_seconds:.1f} s; R = {runs[0].judge_seconds:.1f} s, {load.samples} responses of "
+        f"{load.judge.mean:.3g} s with {concurrency} at a time."
+    )
+    enough = enough_concurrency(load)
+    if enough > concurrency:
+        out.print(
+            f"Judging bounds the step. From about {enough} at a time, it takes no longer than generation and training."
+        )
+    else:
+        out.print("Generation and training bound the step: more concurrency brings little.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +131,7 @@ def parse_latency(text: str) -> Latency:
     """Read ``uniform:1:40``, ``constant:2``, ``lognormal:3:0.8``, ``exponential:5`` or ``file:latencies.jsonl``.
 
     A file has a number in each line, or an object with ``seconds``, ``latency``, ``reward_seconds`` or ``work_s``, as
-    in records; the simulation draws from these numbers.
+    records have; the simulation draws from these numbers.
 
     Raises:
         ConfigError: the text matches none of these forms, or the file cannot be read.
@@ -94,10 +185,7 @@ def _read(path: Path) -> list[float]:
 
 def _seconds(value: Any) -> Any:
     if isinstance(value, dict):
-        for key in ("seconds", "latency", "reward_seconds", "work_s"):
-            if key in value:
-                return value[key]
-        return _seconds(value.get("reward_extra_info"))
+        return next((value[key] for key in ("seconds", "latency", "reward_seconds", "work_s") if key in value), None)
     return None if isinstance(value, bool) else value
 
 
@@ -232,8 +320,8 @@ class Run:
         return sum(floors) / len(floors)
 
 
-def simulate(workload: Workload, mode: str) -> Run:
-    """Simulate a workload in one of the `schedule.MODES`."""
+def run_mode(workload: Workload, mode: str) -> Run:
+    """Simulate a workload in one of the `MODES`."""
     schedule = Schedule.of_mode(mode, workload.mini_batches)
     # The judges take samples in order of arrival. A later sample never delays an earlier one, so the judging of a step
     # is fixed when its samples are submitted. At most two steps are in flight: more judges than that have no effect.

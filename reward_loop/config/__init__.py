@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from reward_loop.config.calls import BudgetConfig, CacheConfig, LimitConfig, RetryConfig
-from reward_loop.config.monitoring import AuditConfig, HealthConfig, RecordConfig
+from reward_loop.config.options import (
+    AuditConfig,
+    BatchConfig,
+    BudgetConfig,
+    CacheConfig,
+    ComponentConfig,
+    GroupConfig,
+    HealthConfig,
+    LimitConfig,
+    RecordConfig,
+    RetryConfig,
+    RewardLoopConfig,
+    RewardModelConfig,
+    ServedModelConfig,
+)
 from reward_loop.config.parsing import Config, parse
-from reward_loop.config.reward_model import RewardModelConfig, ServedModelConfig
-from reward_loop.config.rewards import BatchConfig, ComponentConfig, GroupConfig, RewardLoopConfig
 from reward_loop.types import Policy
 
 __all__ = [

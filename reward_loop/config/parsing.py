@@ -16,13 +16,13 @@ C = TypeVar("C", bound=BaseModel)
 
 
 class Config(BaseModel):
-    """Base of all option groups: immutable, and a misspelt key is an error."""
+    """The base class of all groups of options. A group is immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, defer_build=True)
 
 
 def parse(cls: type[C], options: Mapping[str, Any] | C | None, where: str | Callable[[str], str]) -> C:
-    """Returns an option group made from a mapping (a dict, or a Hydra config); from ``None``, the defaults.
+    """Return an option group made from a mapping (a dict, or a Hydra config); from ``None``, the defaults.
 
     Args:
         cls: the group.

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from reward_loop._util.text import listing, shorten
 from reward_loop.config import Config, LimitConfig, RewardLoopConfig, parse
-from reward_loop.config.calls import MAX_COUNT
+from reward_loop.config.options import MAX_COUNT
 from reward_loop.errors import ConfigError, InvalidScoreError
 from reward_loop.limits.permit import DEFAULT
 from reward_loop.managers.base import RewardLoopManagerBase, verl_options

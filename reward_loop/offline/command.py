@@ -19,16 +19,13 @@ from reward_loop._util.text import duration, rounded
 from reward_loop.config import RecordConfig, RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.managers.scorer import Scorer, functions_of, load_scorer
-from reward_loop.offline.export import check_export
-from reward_loop.offline.export import export as write_export
 from reward_loop.offline.fields import Fields, check_fields
-from reward_loop.offline.folder import MAX_BYTES, ScoredFolder
+from reward_loop.offline.folder import MAX_BYTES, ScoredFolder, check_export
+from reward_loop.offline.folder import export as write_export
 from reward_loop.offline.inputs import Inputs, is_compressed
-from reward_loop.offline.progress import ScoringProgress, Usage, usage_of
-from reward_loop.offline.run import score_rows
-from reward_loop.records.prices import Price
-from reward_loop.records.report import Report
-from reward_loop.records.show import outcomes_of, show_report
+from reward_loop.offline.run import ScoringProgress, Usage, score_rows, usage_of
+from reward_loop.records.command import outcomes_of, show_report
+from reward_loop.records.report import Price, Report
 from reward_loop.scoring.load import load_function, source_hash
 from reward_loop.types import Outcome, Policy
 

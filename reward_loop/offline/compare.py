@@ -1,11 +1,13 @@
-"""Compares two scorings of the same samples."""
+"""Compares two scorings of the same samples: changes, and how the scores agree."""
 
 from __future__ import annotations
 
 import heapq
 import math
+import statistics
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -14,11 +16,25 @@ from typing import Any
 from reward_loop._util.json import MISSING, look_up
 from reward_loop._util.text import did_you_mean, listing, shorten
 from reward_loop.errors import ConfigError
-from reward_loop.offline.agreement import Agreement, Pair, agreement
 from reward_loop.records.reader import RecordsReader
 from reward_loop.types import Outcome, finite_number
 
-__all__ = ["Comparison", "Scoring", "compare", "read_scoring"]
+__all__ = [
+    "Agreement",
+    "Comparison",
+    "Scoring",
+    "agreement",
+    "cohens_kappa",
+    "compare",
+    "pearson",
+    "read_scoring",
+    "spearman",
+]
+
+MAX_CATEGORIES = 20
+"""With more different scores than this, they are not categories, and there is no kappa."""
+
+Pair = tuple[float, float]
 
 
 @dataclass(slots=True)
@@ -177,3 +193,61 @@ def _mean(values: list[float]) -> float | None:
 
 def _example(scoring: Scoring) -> str:
     return shorten(next(iter(scoring.outcomes), None), 60)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How two lists of scores agree. A field is ``None`` if it is not defined for the scores."""
+
+    pairs: int
+    equal: float | None
+    """The share of pairs whose scores are equal; with a threshold, of pairs on the same side of it."""
+    kappa: float | None
+    """Cohen's kappa, where each score is a category; with a threshold, each side of it."""
+    pearson: float | None
+    """The linear correlation of the scores."""
+    spearman: float | None
+    """The correlation of their ranks; equal scores share the mean of their ranks."""
+
+
+def agreement(pairs: Sequence[Pair], threshold: float | None = None) -> Agreement:
+    """Return how the two scores of each pair agree.
+
+    With a threshold, scores of at least this number are one category for `Agreement.equal` and `Agreement.kappa`, and
+    all others are the other one.
+    """
+    categories = pairs if threshold is None else [(float(x >= threshold), float(y >= threshold)) for x, y in pairs]
+    equal = sum(x == y for x, y in categories) / len(pairs) if pairs else None
+    return Agreement(len(pairs), equal, cohens_kappa(categories), pearson(pairs), spearman(pairs))
+
+
+def cohens_kappa(pairs: Sequence[Pair]) -> float | None:
+    """Return ``(p_o - p_e) / (1 - p_e)``: the agreement beyond that expected of independent scores.
+
+    ``None`` if there is only one category, so that the expected agreement is 1, or if there are too many.
+    """
+    first, second = Counter(x for x, _ in pairs), Counter(y for _, y in pairs)
+    if not pairs or len(first.keys() | second.keys()) > MAX_CATEGORIES:
+        return None
+    count = len(pairs)
+    observed = sum(x == y for x, y in pairs) / count
+    expected = sum(first[value] * second[value] for value in first) / count**2
+    return None if expected == 1 else (observed - expected) / (1 - expected)
+
+
+def pearson(pairs: Sequence[Pair]) -> float | None:
+    """Return the linear correlation; ``None`` for fewer than two pairs, or if one of the lists is constant."""
+    try:
+        return statistics.correlation([x for x, _ in pairs], [y for _, y in pairs])
+    except statistics.StatisticsError:
+        return None
+
+
+def spearman(pairs: Sequence[Pair]) -> float | None:
+    """Return the correlation of the ranks; ``None`` as for `pearson`."""
+    return pearson(list(zip(_ranks([x for x, _ in pairs]), _ranks([y for _, y in pairs]), strict=True)))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    ordered = sorted(values)
+    return [(bisect_left(ordered, value) + bisect_right(ordered, value) - 1) / 2 for value in values]

@@ -13,12 +13,10 @@ from rich.table import Table
 
 from reward_loop._util.json import encode
 from reward_loop._util.standard_streams import console
-from reward_loop._util.text import cut, rounded
+from reward_loop._util.text import counted, cut, rounded
 from reward_loop.errors import ConfigError
-from reward_loop.offline.agreement import MAX_CATEGORIES, Agreement
-from reward_loop.offline.compare import Comparison, Scoring, read_scoring
+from reward_loop.offline.compare import MAX_CATEGORIES, Agreement, Comparison, Scoring, read_scoring
 from reward_loop.offline.compare import compare as compare_scorings
-from reward_loop.records.show import counted
 
 __all__ = ["compare"]
 

@@ -35,8 +35,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from reward_loop._util.descendants import adopt_orphans, children, descendants, die_with_parent, kill, kill_children
 from reward_loop._util.framing import frame
+from reward_loop._util.process import adopt_orphans, children, descendants, die_with_parent, kill, kill_children
 from reward_loop.processes import worker
 
 __all__ = ["Report", "main"]

@@ -25,7 +25,7 @@ from typing import Any
 import cloudpickle
 
 from reward_loop._util.framing import frame
-from reward_loop._util.parent_death_pipe import ParentDeathPipe
+from reward_loop._util.process import ParentDeathPipe
 from reward_loop.errors import FunctionLoadError, RewardFunctionError
 from reward_loop.processes.connection import Caller, DiedIdleError, WorkerConnection
 from reward_loop.processes.outcome import CallOutcome

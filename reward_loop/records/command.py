@@ -1,7 +1,9 @@
-"""The command ``reward-loop stuck``."""
+"""The commands ``reward-loop report`` and ``reward-loop stuck``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -9,11 +11,185 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from reward_loop._util import cli_options
 from reward_loop._util.json import encode
 from reward_loop._util.standard_streams import console
+from reward_loop._util.text import counted, cut, did_you_mean, duration, listing, rounded
+from reward_loop.errors import ConfigError
+from reward_loop.records.events import health
+from reward_loop.records.reader import RecordsReader
+from reward_loop.records.report import SHOWN, Price, Report
 from reward_loop.records.watchdog import ask, processes, why
 
-__all__ = ["stuck"]
+__all__ = ["outcomes_of", "report", "show_report", "stuck"]
+
+_PARTS = 30
+"""The largest number of rows of a table, and of warnings."""
+
+_NAME = 60
+"""The largest number of characters of a name in a table."""
+
+_SPREAD = ("mean", "std", "min", "p50", "p95", "max")
+
+Values = Mapping[str, Any]
+
+
+def report(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="A folder of records, such as checkpoints/.../rewards.", show_default=False),
+    ],
+    group_by: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIELD",
+            help="Also count by the values of a field of the rows, e.g. [cyan]data_source[/], [cyan]step[/] or "
+            "[cyan]components.acc[/].",
+        ),
+    ] = None,
+    price: cli_options.Price = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> None:
+    """Summarise the records of a run, also while it runs.
+
+    Shows the outcomes with the causes of failures, the scores, the components,
+    the groups whose rewards are all equal or missing, the latency and the
+    failures of judges, the slowest and the costliest samples, and of a verl run
+    the warnings of the health monitors.
+    docs/reports.md describes the summary.
+    """
+    out = console()
+    prices = Price.parse(price)
+    reader, found, fields = RecordsReader(folder), Report(group_by), set[str]()
+    for row in reader.rows():
+        found.add(row)
+        if group_by is not None and not found.parts:
+            fields |= row.keys() | {f"components.{name}" for name in row.get("components") or ()}
+    if group_by is not None and found.samples and not found.parts:
+        raise ConfigError(
+            f"--group-by: no row has a field {group_by!r}{did_you_mean(group_by, fields) or '.'} Known: "
+            f"{listing(fields)}"
+        )
+    warnings = health(folder)
+    if as_json:
+        print(encode({**found.to_dict(prices), "warnings": warnings}).decode())
+    else:
+        show_report(found, out, prices)
+        _show_warnings(warnings, out)
+    if reader.incomplete:
+        console(stderr=True).print(
+            f"note: {counted(reader.incomplete, 'incomplete line')} left out: of processes that were killed, or that "
+            "are writing"
+        )
+
+
+def show_report(report: Report, out: Console, price: Price | None = None) -> None:
+    """Print the whole summary; with a price, also the costs of judges."""
+    found = report.to_dict(price)
+    table = Table.grid(padding=(0, 2))
+    validation = f", {found['validation']} of them in validation" if found["validation"] else ""
+    table.add_row("samples", f"{found['samples']}{validation}")
+    table.add_row("outcomes", outcomes_of(report))
+    table.add_row("score", _spread(found["score"]))
+    table.add_row("reward", _spread(found["reward"]))
+    table.add_row("masked", str(found["masked"]))
+    slowest = ", ".join(f"{cut(one['sample'], _NAME)} {duration(one['seconds'])}" for one in found["slowest"])
+    table.add_row("slowest", escape(slowest) or "none")
+    if found["reported_cost"] is not None:
+        table.add_row("cost", f"{rounded(found['reported_cost'])}, as reported by functions")
+    out.print(table)
+    _show_causes("failed", found["causes"], out)
+    _show_causes("unscored", found["unscored_causes"], out)
+    if found["components"]:
+        rows = [(name, *map(values.get, ("count", *_SPREAD))) for name, values in found["components"].items()]
+        _show_table(("component", "count", *_SPREAD), rows, out)
+    if found["groups"]:
+        out.print(
+            f"\n{counted(found['groups'], 'group')}: {found['zero_variance']} with equal rewards, "
+            f"{found['all_failed']} without a reward, {found['partly_failed']} with a reward for some samples only"
+        )
+    _show_judges(found["judges"], price is not None, out)
+    if found["costliest"]:
+        shown = ", ".join(f"{cut(one['sample'], _NAME)} {one['tokens']:,}" for one in found["costliest"])
+        out.print(f"most tokens: {escape(shown)}")
+    if report.group_by is not None:
+        _show_parts(found, out)
+
+
+def _show_warnings(warnings: Sequence[Values], out: Console) -> None:
+    """Print the warnings of the health monitors."""
+    if not warnings:
+        return
+    out.print(f"\n{counted(len(warnings), 'warning')} of the health monitors:")
+    for warning in warnings[:_PARTS]:
+        message = f"step {warning['step']}, {warning['monitor']}: {warning['message']}"
+        if warning["samples"]:
+            message += f" Samples: {', '.join(warning['samples'])}."
+        out.print(f"- {escape(message)}")
+    _note_more(warnings, out)
+
+
+def outcomes_of(report: Report) -> str:
+    """Return the counts of outcomes, such as ``1 failed, 5 scored``."""
+    return ", ".join(f"{report.outcomes[name]} {name}" for name in sorted(report.outcomes)) or "none"
+
+
+def _spread(values: Values) -> str:
+    if not values["count"]:
+        return "none"
+    return ", ".join(f"{name} {rounded(values[name])}" for name in _SPREAD) + f", of {values['count']}"
+
+
+def _show_causes(outcome: str, causes: Sequence[Values], out: Console) -> None:
+    if not causes:
+        return
+    out.print(f"\n{sum(cause['count'] for cause in causes)} {outcome}, of {counted(len(causes), 'cause')}:")
+    for cause in causes[:SHOWN]:
+        out.print(f"- {counted(cause['count'], 'time')}, first: {escape(cause['example'])}")
+    if len(causes) > SHOWN:
+        out.print(f"- and {counted(len(causes) - SHOWN, 'other cause')}")
+
+
+def _show_judges(judges: Mapping[str, Values], with_cost: bool, out: Console) -> None:
+    columns = ["judge", "requests", "errors", "no\nverdict", "p50 s", "p95 s", "max s", "tokens"]
+    rows = []
+    for name, judge in judges.items():
+        counts = (judge[key] for key in ("requests", "errors", "no_verdict"))
+        times = (judge["seconds"][key] for key in ("p50", "p95", "max"))
+        cost = (judge["cost"],) if with_cost else ()
+        rows.append((name, *counts, *times, f"{judge['prompt_tokens'] + judge['completion_tokens']:,}", *cost))
+    if rows:
+        _show_table([*columns, "cost"] if with_cost else columns, rows, out)
+
+
+def _show_parts(found: Values, out: Console) -> None:
+    rows = []
+    for part in found["parts"][:_PARTS]:
+        outcomes = (part["outcomes"].get(name, 0) for name in ("scored", "unscored", "failed"))
+        rows.append((part["value"], part["samples"], *outcomes, part["score"]["mean"], part["score"]["std"]))
+    _show_table((found["by"], "samples", "scored", "unscored", "failed", "mean score", "std"), rows, out)
+    _note_more(found["parts"], out)
+
+
+def _show_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], out: Console) -> None:
+    """Print a table of numbers, each row of which begins with its name."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column(escape(columns[0]), overflow="fold", min_width=12)
+    for column in columns[1:]:
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, *values in rows:
+        table.add_row(escape(cut(str(name), _NAME)), *map(_number, values))
+    out.print()
+    out.print(table)
+
+
+def _number(value: float | str | None) -> str:
+    return "-" if value is None else rounded(value) if isinstance(value, float) else str(value)
+
+
+def _note_more(items: Sequence[Any], out: Console) -> None:
+    if len(items) > _PARTS:
+        out.print(f"and {len(items) - _PARTS} more; --json prints all")
 
 
 def stuck(
@@ -48,14 +224,14 @@ def stuck(
         print(encode(answers).decode())
     else:
         for answer in answers:
-            _show(answer, out, threads)
+            _show_process(answer, out, threads)
     if not answers and not silent:
         err.print("no process of this user on this machine scores samples")
     if silent or not answers:
         raise typer.Exit(1)
 
 
-def _show(answer: dict[str, Any], out: Console, threads: bool) -> None:
+def _show_process(answer: dict[str, Any], out: Console, threads: bool) -> None:
     out.print(f"[bold]process {answer['pid']}[/]: {escape(answer['command'])}")
     out.print(f"{answer['running']} samples are running")
     if answer["oldest"]:

@@ -19,19 +19,11 @@ from typing import Any
 from reward_loop._util.json import encode
 from reward_loop._util.text import cut
 from reward_loop.records.files import CONFIG
-from reward_loop.records.lines import read_rows
+from reward_loop.records.reader import read_rows
 from reward_loop.records.rows import new_row
 from reward_loop.records.writer import Records, hide, records
 
-__all__ = [
-    "NOT_RECORDED",
-    "config_row",
-    "configurations",
-    "differences",
-    "hide_environment",
-    "open_configuration",
-    "public_options",
-]
+__all__ = ["NOT_RECORDED", "config_row", "configurations", "hide_environment", "open_configuration", "public_options"]
 
 NOT_RECORDED = "[not recorded]"
 """The value of an option that may be a secret."""
@@ -106,19 +98,6 @@ def configurations(folder: Path) -> list[dict[str, Any]]:
     rows = (row for row in read_rows(folder / CONFIG) if row.get("kind") == CONFIG)
     found = [{name: row.get(name) for name in ("time", "step", "options", "omitted")} for row in rows]
     return sorted(found, key=lambda row: row["time"] or 0.0)
-
-
-def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the options with different values, each with ``option``, ``before`` and ``after``.
-
-    An option that one side does not have is ``None`` there.
-    """
-    names = dict.fromkeys([*before, *after])
-    return [
-        {"option": name, "before": before.get(name), "after": after.get(name)}
-        for name in sorted(names)
-        if before.get(name) != after.get(name)
-    ]
 
 
 def _flat(value: Any, name: str, is_hidden: bool = False) -> Iterator[tuple[str, Any]]:

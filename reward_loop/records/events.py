@@ -1,9 +1,11 @@
-"""Events of a trainer, which are recorded beside the samples; docs/events.md describes their fields.
+"""What a trainer records beside the samples: events, and the health of the run.
 
-There are two kinds:
+There are two kinds of events; docs/events.md describes their fields:
 
 - a *phase* of the trainer, such as generation or an update, under the name of verl's timing;
 - a *rollout*: when a response was generated, and when its reward was requested and arrived.
+
+The health of a run is the values of the monitors in each step, and their warnings.
 """
 
 from __future__ import annotations
@@ -14,24 +16,27 @@ from pathlib import Path
 from typing import Any, Literal
 
 from reward_loop._util.text import cut
-from reward_loop.records.files import EVENTS
-from reward_loop.records.lines import has_step, is_readable, read_files
+from reward_loop.records.files import EVENTS, HEALTH
+from reward_loop.records.reader import check_version, has_step, read_files, read_rows
 from reward_loop.records.rows import MAX_TEXT, VERSION, new_row
+from reward_loop.records.writer import Records, records
 
 __all__ = [
-    "ADVANTAGE",
     "PHASE",
     "ROLLOUT",
     "STEP",
     "WaitsFor",
-    "advantage_row",
+    "health",
+    "open_health",
     "phase_event",
     "read_events",
     "rollout_event",
+    "values_row",
+    "warning_row",
 ]
 
-PHASE, ROLLOUT, ADVANTAGE = "phase", "rollout", "advantage"
-"""The kinds of events, and the kind of row that adds the advantage to an earlier row."""
+PHASE, ROLLOUT = "phase", "rollout"
+"""The kinds of events."""
 
 STEP = "step"
 """The name of the phase that contains the phases of a training step."""
@@ -98,21 +103,48 @@ def rollout_event(
     }
 
 
-def advantage_row(uid: str, step: int, advantage: float | None) -> dict[str, Any]:
-    """Return a row that adds the advantage and the step to the last earlier row of the sample with this ``uid``.
-
-    ``step`` is the training step whose batch has the sample; it may be generated in an earlier one. The advantage is
-    the mean over the tokens of the response that are trained on; ``None`` if there are none.
-    """
-    return new_row(ADVANTAGE, uid=uid, step=step, advantage=advantage)
-
-
 def read_events(folder: Path, steps: Collection[int] | None = None) -> Iterator[dict[str, Any]]:
     """Yield the events in a records folder, of some steps or of all, in the order of each file.
 
-    Incomplete lines are left out, and events that a newer version has written. Each event gets a field ``process``,
-    which names the process that wrote it.
+    Incomplete lines are left out. Each event gets a field ``process``, which names the process that wrote it.
+
+    Raises:
+        ConfigError: a newer version has written them.
     """
     for path, event in read_files(folder / EVENTS, None if steps is None else lambda line: has_step(line, steps)):
-        if event is not None and is_readable(event):
+        if event is not None:
+            check_version(event.get("version", 0), path)
             yield {**event, "process": path.stem}
+
+
+VALUES, WARNING = "values", "warning"
+"""The kinds of rows."""
+
+_FIELDS = ("step", "monitor", "message", "value", "threshold", "since", "samples")
+
+
+def open_health(folder: str | Path) -> Records:
+    """Return this process's writer of health rows for a records folder."""
+    return records(Path(folder) / HEALTH)
+
+
+def values_row(step: int, values: Mapping[str, float]) -> dict[str, Any]:
+    """Return the row with the values of the monitors in a step."""
+    return new_row(VALUES, step=step, values=values)
+
+
+def warning_row(**fields: Any) -> dict[str, Any]:
+    """Return the row of a warning, with ``step``, ``monitor``, ``subject`` and the fields that `health` returns."""
+    return new_row(WARNING, **fields)
+
+
+def health(folder: Path) -> list[dict[str, Any]]:
+    """Return the warnings in a records folder by step, each with step, monitor, message, value, threshold, since
+    and samples.
+
+    Raises:
+        ConfigError: a newer version has written them.
+    """
+    found = [row for row in read_rows(folder / HEALTH) if row.get("kind") == WARNING]
+    found.sort(key=lambda row: (row.get("time") or 0.0, row.get("step") or 0))
+    return [{name: row.get(name) for name in _FIELDS} for row in found]

@@ -1,4 +1,4 @@
-"""The summary of scored samples: outcomes, scores, components, groups, judges, slow and costly samples."""
+"""The summary of scored samples: outcomes, scores, components, groups, judges and their costs, slow samples."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from reward_loop._util.json import MISSING, look_up
 from reward_loop._util.text import Causes
-from reward_loop.records.prices import Price
+from reward_loop.errors import ConfigError
 from reward_loop.types import Outcome
 
-__all__ = ["Judges", "Report", "Spread"]
+__all__ = ["Judges", "Price", "Report", "Spread"]
+
 
 SHOWN = 5
 """The number of causes, of slowest and of costliest samples."""
@@ -291,3 +292,34 @@ class Spread:
             "p95": math.ldexp(cuts[18], exponent),
             "max": high,
         }
+
+
+class Price(NamedTuple):
+    """The prices of a million tokens, in any currency."""
+
+    prompt: float
+    reply: float
+
+    @classmethod
+    def parse(cls, text: str | None) -> Price | None:
+        """Return the prices in ``PROMPT:REPLY``; ``None`` without a text.
+
+        Raises:
+            ConfigError: they are not two numbers of at least 0.
+        """
+        if text is None:
+            return None
+        try:
+            prompt, reply = map(float, text.split(":"))
+        except ValueError:
+            prompt = reply = math.nan
+        if not (math.isfinite(prompt + reply) and min(prompt, reply) >= 0):
+            raise ConfigError(
+                f"--price {text}: expected the prices of a million tokens as PROMPT:REPLY, such as 0.15:0.6"
+            )
+        return cls(prompt, reply)
+
+    def cost(self, counts: Mapping[str, Any]) -> float:
+        """Return the cost of ``prompt_tokens`` and ``completion_tokens``, as an exchange has; missing numbers are 0."""
+        prompt, reply = counts.get("prompt_tokens") or 0, counts.get("completion_tokens") or 0
+        return float(prompt * self.prompt + reply * self.reply) / 1e6

@@ -12,10 +12,12 @@ from reward_loop.records.active import ActiveSample
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
 __all__ = [
+    "ADVANTAGE",
     "REVISION",
     "SAMPLE",
     "TEXT_FIELDS",
     "VERSION",
+    "advantage_row",
     "exchanges_of",
     "large_components",
     "new_row",
@@ -27,8 +29,8 @@ __all__ = [
 VERSION = 1
 """The version of the format. A reader rejects higher versions."""
 
-SAMPLE, REVISION = "sample", "revision"
-"""The kinds of rows. A revision changes an earlier row of the same ``uid``."""
+SAMPLE, REVISION, ADVANTAGE = "sample", "revision", "advantage"
+"""The kinds of rows. A revision changes an earlier row of the same ``uid``; an advantage adds to it."""
 
 TEXT_FIELDS = frozenset({"messages", "request", "response", "reply"})
 """The large fields of an exchange. They are in the files of exchanges, the others in the row of the sample, too."""
@@ -164,3 +166,12 @@ def reward_change_row(
         work_s=0.0,
         attempts=0,
     )
+
+
+def advantage_row(uid: str, step: int, advantage: float | None) -> dict[str, Any]:
+    """Return a row that adds the advantage and the step to the last earlier row of the sample with this ``uid``.
+
+    ``step`` is the training step whose batch has the sample; it may be generated in an earlier one. The advantage is
+    the mean over the tokens of the response that are trained on; ``None`` if there are none.
+    """
+    return new_row(ADVANTAGE, uid=uid, step=step, advantage=advantage)

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import orjson
 
 from reward_loop._util.json import encode
-from reward_loop.records.exchange_counts import ExchangeCounts
 from reward_loop.records.files import EXCHANGES, TEXTS, Place, RecordFiles
 from reward_loop.records.rows import TEXT_FIELDS, VERSION
 
-__all__ = ["MAX_BYTES", "Records", "cleaned", "encode_record", "hide", "records"]
+__all__ = ["MAX_BYTES", "ExchangeCounts", "Records", "cleaned", "encode_record", "hide", "records"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +36,9 @@ Python's global lock from the event loop each time."""
 MAX_WAITING = 256 * 2**20
 """The largest size in characters of the texts that wait to be written. A file system that hangs would otherwise fill
 the memory; further records are dropped."""
+
+_MAX_DURATIONS = 4096
+"""The largest number of durations of exchanges that are kept: the latest ones."""
 
 _CHUNK = 256
 """The largest number of records that are encoded and written together."""
@@ -188,6 +190,39 @@ class Records:
         texts = self._files.add_texts(TEXTS, [*map(_text_line, found, names)])
         exchanges = self._files.add_texts(EXCHANGES, [*map(_exchange_lines, found, names)])
         self._files.add_rows([*map(_row_line, found, names, texts, exchanges)])
+
+
+class ExchangeCounts:
+    """The exchanges of one process since the last `take`: their number, missing verdicts and durations.
+
+    The exchanges of a batch call count once for each of its samples. Several threads may add exchanges.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._calls = self._without_verdict = 0
+        self._seconds: deque[float] = deque(maxlen=_MAX_DURATIONS)
+
+    def add(self, exchanges: Sequence[Mapping[str, Any]]) -> None:
+        """Add the exchanges of a sample."""
+        with self._lock:
+            self._calls += len(exchanges)
+            self._without_verdict += sum(bool(exchange.get("unscored")) for exchange in exchanges)
+            self._seconds.extend(exchange.get("seconds") or 0.0 for exchange in exchanges)
+
+    def take(self) -> dict[str, Any]:
+        """Return ``calls``, ``without_verdict`` and ``seconds``, and start again from zero."""
+        with self._lock:
+            taken = {
+                "calls": self._calls,
+                "without_verdict": self._without_verdict,
+                "seconds": list(self._seconds),
+            }
+            self._reset()
+        return taken
 
 
 _writers: dict[tuple[str, int], Records] = {}

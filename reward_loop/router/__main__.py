@@ -8,8 +8,8 @@ import sys
 
 import orjson
 
-from reward_loop._util import server_process
-from reward_loop._util.parent_death_pipe import exit_with_parent
+from reward_loop._util import web_server
+from reward_loop._util.process import exit_with_parent
 from reward_loop._util.standard_streams import open_standard_streams
 from reward_loop.config import parse
 from reward_loop.errors import ConfigError
@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument(
         "--worker", action="append", default=[], metavar="JSON", help="a server, as a BackendConfig; may be repeated"
     )
-    server_process.add_arguments(parser)
+    web_server.add_arguments(parser)
     args = parser.parse_args()
     if args.parent_pipe is not None:
         exit_with_parent(args.parent_pipe)  # before any slow work
@@ -39,7 +39,7 @@ def main() -> int:
         config = parse(RouterConfig, {**orjson.loads(args.options), **keys}, "--options")
         backends = [parse(BackendConfig, orjson.loads(backend), "--worker") for backend in args.worker]
         # The manager stops the servers next, so requests in flight cannot be finished.
-        run_router(backends, config, server_process.open_listener(args), grace_s=0)
+        run_router(backends, config, web_server.listener_of(args), grace_s=0)
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from None
     return 0

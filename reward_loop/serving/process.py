@@ -20,7 +20,7 @@ from typing import Any, Self
 import aiohttp
 import anyio
 
-from reward_loop._util.parent_death_pipe import ParentDeathPipe
+from reward_loop._util.process import ParentDeathPipe
 from reward_loop._util.signals import name_of
 from reward_loop._util.sockets import url_of
 from reward_loop.errors import ServerDiedError, ServerStartError
@@ -46,7 +46,7 @@ class ServerProcess:
 
     The address is fixed before the child starts, and later runs can use the same one. `bound` has two forms:
 
-    - A listening socket: ``--fd N`` (the socket) and ``--parent-pipe N`` (see `parent_death_pipe`) are added to the
+    - A listening socket: ``--fd N`` (the socket) and ``--parent-pipe N`` (see `ParentDeathPipe`) are added to the
       command. Connections made before the server is ready wait in the backlog.
     - A reserved address (:func:`reward_loop._util.sockets.reserve`): the command contains the port, and runs as a child
       of :mod:`reward_loop.serving.reaper`. Connections made before the server is ready are refused.

@@ -15,8 +15,7 @@ import subprocess
 import sys
 from types import FrameType
 
-from reward_loop._util.descendants import adopt_orphans, die_with_parent, kill_children
-from reward_loop._util.parent_death_pipe import exit_with_parent
+from reward_loop._util.process import adopt_orphans, die_with_parent, exit_with_parent, kill_children
 
 __all__ = ["main"]
 

@@ -19,9 +19,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from urllib.parse import urlsplit
 
-from reward_loop._util import server_process
-from reward_loop._util.parent_death_pipe import exit_with_parent
-from reward_loop._util.process_settings import raise_descriptor_limit
+from reward_loop._util import web_server
+from reward_loop._util.process import exit_with_parent, raise_descriptor_limit
 from reward_loop._util.sockets import listen, url_of
 from reward_loop.errors import ServerStartError
 from reward_loop.serving.process import ServerProcess
@@ -170,14 +169,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m reward_loop.serving.tunnels", description=__doc__)
     parser.add_argument("end", choices=("entry", "exit"))
     parser.add_argument("--to", required=True, metavar="HOST:PORT", help="the address of the exit, or of the server")
-    server_process.add_arguments(parser)
+    web_server.add_arguments(parser)
     args = parser.parse_args()
     if args.parent_pipe is not None:
         exit_with_parent(args.parent_pipe)
     raise_descriptor_limit()
     host, _, port = args.to.rpartition(":")
     to = (host.strip("[]"), int(port))
-    asyncio.run(_run(to, os.environ[_KEY_VARIABLE], args.end == "exit", server_process.open_listener(args)))
+    asyncio.run(_run(to, os.environ[_KEY_VARIABLE], args.end == "exit", web_server.listener_of(args)))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from reward_loop._util.descendants import descendants, kill
+from reward_loop._util.process import descendants, kill
 from reward_loop._util.text import did_you_mean, listing
 from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError, RewardLoopError

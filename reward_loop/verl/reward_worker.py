@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from reward_loop._util.process_settings import freeze_and_raise_gc_threshold, raise_descriptor_limit
+from reward_loop._util.process import freeze_and_raise_gc_threshold, raise_descriptor_limit
 from reward_loop.errors import ConfigError, InvalidScoreError, RewardLoopError
 from reward_loop.limits.client import open_limits
 from reward_loop.limits.failures import FailureBound
@@ -19,7 +19,7 @@ from reward_loop.managers.base import VALIDATE
 from reward_loop.managers.post_process import PostProcess, fail_reward
 from reward_loop.managers.recording import open_records
 from reward_loop.records import watch
-from reward_loop.records.exchange_counts import ExchangeCounts
+from reward_loop.records.writer import ExchangeCounts
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Reward, RewardSample
 from reward_loop.verl.cluster import RouterAddress, address_on_this_node
 from reward_loop.verl.managers import VerlManager, build_manager

@@ -11,7 +11,7 @@ import numpy as np
 from reward_loop._util.text import listing
 from reward_loop.config import RewardLoopConfig
 from reward_loop.health import HealthWatch, JudgeCalls, Observation
-from reward_loop.records.health import open_health, values_row, warning_row
+from reward_loop.records.events import open_health, values_row, warning_row
 from reward_loop.types import Outcome, returned_numbers
 from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward
 from reward_loop.verl.tq_rows import read_rows

@@ -7,42 +7,47 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
+import ipaddress
+import socket
 import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import cookie_parser
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reward_loop._util.json import encode, look_up
 from reward_loop.errors import ConfigError
 from reward_loop.offline.compare import compare, read_scoring
 from reward_loop.records.configuration import configurations
+from reward_loop.records.events import health as read_health
 from reward_loop.records.files import EVENTS
-from reward_loop.records.health import health as read_health
-from reward_loop.records.prices import Price
 from reward_loop.records.reader import RecordsReader
+from reward_loop.records.report import Price
 from reward_loop.view.filters import (
     GROUPS_PARAMETERS,
+    JUDGES_PARAMETERS,
     SAMPLES_PARAMETERS,
     BadRequestError,
     check_parameters,
 )
-from reward_loop.view.follower import Follower
-from reward_loop.view.index import Index
-from reward_loop.view.judges import PARAMETERS as JUDGES_PARAMETERS
-from reward_loop.view.judges import judges
+from reward_loop.view.index import Follower, Index
 from reward_loop.view.phases import PhaseReader
 from reward_loop.view.samples import Samples
-from reward_loop.view.summaries import Summaries, without_samples
+from reward_loop.view.summaries import Summaries, judges, without_samples
 from reward_loop.view.timeline import timeline
 
-__all__ = ["create_app", "sample_of"]
+__all__ = ["Guard", "create_app", "host_names"]
 
 STATIC = Path(__file__).parent / "static"
 
@@ -119,7 +124,6 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
     @app.get("/api/steps", dependencies=_only("validate"))
     def steps(validate: bool = False) -> Response:
         with reading:
-            phases.update()
             known = {} if validate else phases.steps()
         warnings: dict[Any, list[str]] = defaultdict(list)
         for warning in () if validate else read_health(index.folder):
@@ -179,7 +183,7 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
     @app.get("/api/compare/sample", dependencies=_only("other", "sample", "on"))
     def compared_sample(other: str, sample: str, on: str = KEY) -> Response:
         with comparing:
-            a, b = (sample_of(path, sample, on) for path in (index.folder, Path(other)))
+            a, b = (_sample_of(path, sample, on) for path in (index.folder, Path(other)))
         if a is None or b is None:
             raise HTTPException(
                 404, f"There is no sample with {on} {sample} in {index.folder if a is None else other}."
@@ -225,7 +229,7 @@ async def _changes(index: Index, follower: Follower) -> AsyncIterator[bytes]:
         yield b"data: %b\n\n" % encode({"revision": revision, **found})
 
 
-def sample_of(path: Path, key: str, on: str) -> dict[str, Any] | None:
+def _sample_of(path: Path, key: str, on: str) -> dict[str, Any] | None:
     """Return the row, the texts and the exchanges of a sample; ``None`` if the scoring does not contain it.
 
     Args:
@@ -240,3 +244,99 @@ def sample_of(path: Path, key: str, on: str) -> dict[str, Any] | None:
     # Of equal times, the last row counts, as in the comparison.
     row = max(reversed(found), key=lambda row: row.get("time") or 0.0)
     return {"row": row, "texts": reader.text(row), "exchanges": reader.exchanges(row)}
+
+
+COOKIE = "reward_loop_view_key"
+
+HEADERS = {
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "object-src 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+}
+
+
+def host_names(listener: socket.socket, host: str) -> frozenset[str]:
+    """Return the names that the Host header of a request may contain.
+
+    Other names are rejected, which prevents DNS rebinding. The port is not checked: it differs behind a tunnel.
+
+    Args:
+        listener: the listening socket.
+        host: the address that the user gave.
+    """
+    address = listener.getsockname()[0].partition("%")[0]
+    names = {"localhost", "127.0.0.1", "::1", address, host}
+    if not ipaddress.ip_address(address).is_loopback:
+        names |= {socket.gethostname(), socket.getfqdn()}
+    return frozenset(name.lower() for name in names)
+
+
+class Guard:
+    """An ASGI middleware that rejects requests with an unknown Host name, or without the key.
+
+    A browser sends the key as a cookie, which the page ``/?key=KEY`` sets. Other clients send it as a bearer token.
+
+    Args:
+        app: the app.
+        hosts: the accepted names in the Host header; IP addresses are always accepted with `any_address`.
+        key: the key; ``None`` if none is needed.
+        any_address: whether the server listens on all addresses of the machine.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Iterable[str], key: str | None, any_address: bool = False) -> None:
+        self._app = app
+        self._hosts = frozenset(hosts)
+        self._key = key
+        self._any_address = any_address
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers[name] = value
+                headers.setdefault("cache-control", "no-store" if scope["path"].startswith("/api/") else "no-cache")
+            await send(message)
+
+        answer = self._rejected(scope)
+        await (self._app if answer is None else answer)(scope, receive, send_with_headers)
+
+    def _rejected(self, scope: Scope) -> Response | None:
+        """Return the error for a rejected request; ``None`` for an accepted one."""
+        headers = Headers(scope=scope)
+        if not self._is_known(headers.get("host", "")):
+            return JSONResponse({"error": "Unknown host name: open the address that reward-loop view printed."}, 400)
+        if self._key is None:
+            return None
+        given = parse_qs(scope["query_string"].decode("latin-1")).get("key")
+        if scope["path"] == "/" and given and self._is_key(given[0]):
+            answer = RedirectResponse("/", 303)
+            answer.set_cookie(COOKIE, self._key, httponly=True, samesite="strict")
+            return answer
+        kind, _, token = headers.get("authorization", "").partition(" ")
+        cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
+        if self._is_key(cookie) or (kind.lower() == "bearer" and self._is_key(token)):
+            return None
+        return JSONResponse({"error": "This server needs its key: open /?key=KEY, or send it as a bearer token."}, 401)
+
+    def _is_known(self, header: str) -> bool:
+        name = header.rpartition(":")[0] if header.rpartition(":")[2].isdecimal() else header
+        name = name.strip("[]").lower()
+        if name in self._hosts:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return self._any_address
+
+    def _is_key(self, given: str) -> bool:
+        assert self._key is not None
+        return hmac.compare_digest(given.encode(), self._key.encode())

@@ -15,9 +15,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from reward_loop._util import cli_options
 from reward_loop._util.sockets import url_of
 from reward_loop._util.standard_streams import console, print_line
-from reward_loop._util.web_command import api_key, open_listener, serve_until_signal
+from reward_loop._util.web_server import api_key, open_listener, serve_until_signal
 from reward_loop.errors import ConfigError
-from reward_loop.records.prices import Price
+from reward_loop.records.report import Price
 
 if TYPE_CHECKING:
     from reward_loop.view.index import Index
@@ -92,8 +92,7 @@ def _serve(
     index: Index, listener: socket.socket, host: str, key: str | None, open_browser: bool, prices: Price | None
 ) -> None:
     """Serve until Ctrl-C or SIGTERM."""
-    from reward_loop.view.app import create_app
-    from reward_loop.view.guard import Guard, host_names
+    from reward_loop.view.app import Guard, create_app, host_names
 
     app = create_app(index, prices)
     any_address = listener.getsockname()[0] in ("0.0.0.0", "::")

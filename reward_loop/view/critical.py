@@ -1,16 +1,37 @@
-"""The critical path of a training step: the sequence of work that determines its duration."""
+"""The critical path of a training step: the sequence of phases and of work for samples that determines its duration."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from reward_loop.records.events import STEP
-from reward_loop.view.spans import TRAINER, Work
 
-__all__ = ["OTHER", "Phase", "Segment", "bound", "critical_path", "expand", "nest"]
+__all__ = [
+    "JUDGING",
+    "LATE_S",
+    "OTHER",
+    "QUEUE",
+    "TRAINER",
+    "Phase",
+    "Row",
+    "Segment",
+    "Work",
+    "arrival",
+    "bound",
+    "critical_path",
+    "expand",
+    "nest",
+    "scoring_start",
+    "server_of",
+    "work_of",
+    "works",
+]
+
+TRAINER = "trainer"
+"""The lane of the trainer's phases."""
 
 OTHER = "other"
 """The name of the time of a step outside of its phases."""
@@ -23,6 +44,9 @@ LATE_S = 0.05
 
 SHORTEST_S = 0.001
 """The shortest duration of a segment in seconds; shorter segments are left out."""
+
+Row = Mapping[str, Any]
+"""An event, or the row of a sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +78,7 @@ class Phase:
             yield from part.all()
 
 
-def nest(events: Iterable[Mapping[str, Any]]) -> list[Phase]:
+def nest(events: Iterable[Row]) -> list[Phase]:
     """Return the outermost phases, each with the phases within it.
 
     Args:
@@ -72,6 +96,94 @@ def nest(events: Iterable[Mapping[str, Any]]) -> list[Phase]:
         parts = tuple(part.from_time(start) for part in found[first:])
         found[first:] = [Phase(event["name"], event["step"], start, end, event.get("waits_for"), parts)]
     return found
+
+
+class Work(NamedTuple):
+    """The work for one sample until its reward arrived. Unknown times are ``None``."""
+
+    uid: str
+    group: str | None
+    id: str | None
+    start: float | None
+    """When generation began."""
+    generated: float | None
+    scoring: float | None
+    """When the reward was requested."""
+    scored: float | None
+    """When the reward arrived."""
+    step: int | None = None
+    """The step in which its prompt was submitted."""
+    judge: str = ""
+    """The longest exchange with a judge, or the function, and its seconds, as text."""
+
+
+def works(rollouts: Iterable[Row], rows: Iterable[Row]) -> list[Work]:
+    """Return the work for each sample of training: of rollouts, and of rows that have no event of a rollout."""
+    by_uid = {row.get("uid"): row for row in rows if not row.get("validate")}
+    found = []
+    for event in rollouts:
+        row = by_uid.pop(event.get("uid"), None)
+        if not event.get("validate"):
+            found.append(work_of(event, row))
+    for uid, row in by_uid.items():
+        begun = scoring_start(row)
+        found.append(
+            Work(
+                str(uid),
+                row.get("group"),
+                row.get("id"),
+                None,
+                begun,
+                begun,
+                row["time"],
+                row.get("step"),
+                _longest(row),
+            )
+        )
+    return found
+
+
+def work_of(rollout: Row, row: Row | None = None) -> Work:
+    """Return the work for the sample of a rollout.
+
+    Args:
+        rollout: the event of the rollout.
+        row: the row of the sample, if there is one.
+    """
+    scoring, scored = rollout.get("scoring"), rollout.get("scored")
+    if row is not None and scored is None:  # scored with the whole batch
+        scoring, scored = scoring_start(row), row["time"]
+    return Work(
+        rollout["uid"],
+        rollout.get("group"),
+        None if row is None else row.get("id"),
+        rollout["start"],
+        rollout["end"],
+        scoring,
+        scored,
+        rollout.get("step"),
+        "" if row is None else _longest(row),
+    )
+
+
+def scoring_start(row: Row) -> float:
+    """Return when the scoring of a sample began, in seconds since 1970."""
+    return row["time"] - (row.get("total_s") or 0.0)
+
+
+def _longest(row: Row) -> str:
+    judges = row.get("judges") or ()
+    if judges:
+        longest = max(judges, key=lambda judge: judge.get("seconds") or 0.0)
+        return f"judge {server_of(longest)} took {longest.get('seconds') or 0.0:.1f} s"
+    return f"{row.get('function')} took {row.get('work_s') or 0.0:.1f} s"
+
+
+def server_of(judge: Row) -> str:
+    """Return the model and the server of an exchange."""
+    return " at ".join(str(part) for part in (judge.get("model"), judge.get("backend")) if part) or str(
+        judge.get("url")
+    )
 
 
 @dataclass(frozen=True, slots=True)

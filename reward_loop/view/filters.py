@@ -10,6 +10,7 @@ from reward_loop._util.text import did_you_mean, listing
 
 __all__ = [
     "GROUPS_PARAMETERS",
+    "JUDGES_PARAMETERS",
     "SAMPLES_PARAMETERS",
     "BadRequestError",
     "Order",
@@ -49,6 +50,9 @@ _BOUNDS = {"min": ">=", "max": "<="}
 
 SAMPLES_PARAMETERS = (*_EQUAL, "min_reward", "max_reward", "text", *_PAGE, "where.FIELD", "min.FIELD", "max.FIELD")
 """All parameters of a page of samples. FIELD stands for any field, for a bound one with numbers."""
+
+JUDGES_PARAMETERS = ("step", "validate")
+"""All parameters of a request for judges."""
 
 GROUPS_PARAMETERS = ("step", "validate", *_PAGE)
 """All parameters of a page of groups."""

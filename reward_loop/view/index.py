@@ -9,11 +9,13 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,12 +24,11 @@ import duckdb
 
 from reward_loop._util.json import encode
 from reward_loop.errors import RewardLoopError
-from reward_loop.records.lines import check_version, parse_line
-from reward_loop.records.reader import RecordsReader
+from reward_loop.records.reader import RecordsReader, check_version, parse_line
 from reward_loop.view import store, tables
 from reward_loop.view.growth import Chunk, Lines, append, fingerprint, new_lines
 
-__all__ = ["Index", "IndexFailedError"]
+__all__ = ["Follower", "Index", "IndexFailedError", "rows_of"]
 
 CHUNK = 4 * 2**20
 """The size of a chunk in bytes. To find a row later, its chunk is read again."""
@@ -99,9 +100,7 @@ class Index:
     def rows(self, query: str, parameters: Any = None) -> list[dict[str, Any]]:
         """Return the rows of a query, by the names of its columns."""
         with self.cursor() as cursor:
-            cursor.execute(query, parameters)
-            names = [column[0] for column in cursor.description or ()]
-            return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+            return rows_of(cursor, query, parameters)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[duckdb.DuckDBPyConnection]:
@@ -259,6 +258,13 @@ class Index:
         return True
 
 
+def rows_of(cursor: duckdb.DuckDBPyConnection, query: str, parameters: Any = None) -> list[dict[str, Any]]:
+    """Return the rows of a query, by the names of its columns."""
+    cursor.execute(query, parameters)
+    names = [column[0] for column in cursor.description or ()]
+    return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+
+
 def _after(known: Mapping[str, int], chunks: Sequence[Chunk]) -> dict[str, int]:
     """Return the offsets of the first lines that have not been read, after some chunks have been."""
     return {**known, **{part.path.name: part.start + part.bytes for chunk in chunks for part in chunk.parts}}
@@ -271,3 +277,68 @@ def _read(path: Path, start: int, size: int) -> bytes:
             return file.read(size)
     except OSError:
         return b""
+
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 0.5
+"""Seconds between two reads of the files. Polling is needed: shared file systems do not report changes."""
+
+
+class Follower:
+    """Reads new rows at intervals, and reports each change of the index.
+
+    Args:
+        index: the index.
+    """
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._changed = asyncio.Condition()
+        self._stopping = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.problem: str | None = None
+        """Why the last attempt to read new rows failed; ``None`` if it succeeded."""
+
+    async def run(self) -> None:
+        """Read new rows until `stop` is called."""
+        self._loop = asyncio.get_running_loop()
+        while not self._stopping.is_set():
+            try:
+                grown = await asyncio.to_thread(self._index.update)
+            except (OSError, EOFError, RewardLoopError) as error:
+                if self.problem is None:
+                    logger.warning("cannot read new records: %s", error)
+                self.problem, grown = str(error), False
+            else:
+                self.problem = None
+            if grown:
+                async with self._changed:
+                    self._changed.notify_all()
+            try:
+                async with asyncio.timeout(INTERVAL_S):
+                    await self._stopping.wait()
+            except TimeoutError:
+                continue
+
+    async def stop(self) -> None:
+        """End `run` and all `revisions`."""
+        self._stopping.set()
+        async with self._changed:
+            self._changed.notify_all()
+
+    def stop_from_signal(self) -> None:
+        """End all `revisions`, and `run`; may be called by a signal handler or by another thread."""
+        if self._loop is not None:
+            asyncio.run_coroutine_threadsafe(self.stop(), self._loop)
+
+    async def revisions(self, at_least_every_s: float) -> AsyncIterator[int]:
+        """Yield the revision of the index now, after each change, and at least at an interval; ends with `stop`."""
+        while not self._stopping.is_set():
+            seen = self._index.revision
+            yield seen
+            try:
+                async with asyncio.timeout(at_least_every_s), self._changed:
+                    await self._changed.wait_for(lambda: self._stopping.is_set() or self._index.revision != seen)  # noqa: B023
+            except TimeoutError:
+                continue

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-import os
 import re
+import sys
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from reward_loop.records.events import PHASE, ROLLOUT, STEP
 from reward_loop.records.files import EVENTS
-from reward_loop.records.lines import is_readable, parse_line
-from reward_loop.view.critical import JUDGING, LATE_S, OTHER, QUEUE, Phase, Segment, arrival, expand, nest
-from reward_loop.view.spans import Work, work_of
+from reward_loop.records.reader import check_version, parse_line
+from reward_loop.view.critical import (
+    JUDGING,
+    LATE_S,
+    OTHER,
+    QUEUE,
+    Phase,
+    Row,
+    Segment,
+    Work,
+    arrival,
+    expand,
+    nest,
+    work_of,
+)
+from reward_loop.view.growth import Lines, new_lines
 
-__all__ = ["PhaseReader", "phases"]
+__all__ = ["PhaseReader"]
 
 _REWARDS = ("reward", "wait_reward")
 """The phases in which the trainer waits only for rewards."""
@@ -24,12 +37,10 @@ _REWARDS = ("reward", "wait_reward")
 _MANY = 1000
 """Above this number of intervals, overlapping intervals are merged."""
 
-_BLOCK = 4096
 _HEAD = 64
 """The field ``kind`` of an event is within this number of bytes from the start of its line."""
 
 Interval = tuple[float, float]
-Row = Mapping[str, Any]
 
 
 class _Step:
@@ -83,7 +94,6 @@ class PhaseReader:
     Example::
 
         reader = PhaseReader(Path("checkpoints/rewards"))
-        reader.update()
         reader.steps()[3]["phases"]["update_actor"]
 
     Args:
@@ -100,30 +110,43 @@ class PhaseReader:
         """Rollouts that ended after the last complete step, each with the end of the last step that has them."""
         self._has_rollouts = False
 
-    def update(self) -> None:
+    def steps(self) -> dict[int, dict[str, Any]]:
+        """Read the events that were written since the last call, and return the seconds of each complete step.
+
+        Returns:
+            for each step: ``phases``, the seconds of each phase without the phases within it, which add up to the step;
+            ``waiting_s``, the seconds for which the trainer waited for rewards alone, ``None`` if that is not known
+            because no rollouts are recorded; and ``hidden_share``, the share of the time with pending rewards in which
+            the trainer did not wait for them, ``None`` if no reward was pending.
+
+        Raises:
+            ConfigError: a newer version of the library has written the events.
+        """
+        self._update()
+        return {number: step.to_dict(self._has_rollouts) for number, step in sorted(self._steps.items())}
+
+    def _update(self) -> None:
         """Read the events that were written since the last call."""
-        new = {path: (self._offsets.get(path, 0), _complete(path)) for path in sorted(self._folder.glob("*.jsonl"))}
+        paths = sorted(self._folder.glob("*.jsonl"))
+        new = [lines for path in paths if (lines := new_lines(path, self._offsets.get(path, 0), sys.maxsize))]
         # Phases are read first, so that rollouts, of which there may be millions, can be assigned to steps one by one.
-        for path, (start, end) in new.items():
-            for event in _events(path, start, end, PHASE):
-                self._open[path].append(event)
+        for lines in new:
+            for event in _events(lines, PHASE):
+                self._open[lines.path].append(event)
                 if event["name"] == STEP:
-                    self._add_step(next(phase for phase in nest(self._open.pop(path))[::-1] if phase.name == STEP))
+                    nested = nest(self._open.pop(lines.path))
+                    self._add_step(next(phase for phase in reversed(nested) if phase.name == STEP))
         steps = sorted(self._steps.values(), key=lambda step: step.phase.start)
         ends = [step.phase.end for step in steps]
         later, self._later = self._later, []
         for known, work in later:
             self._assign(work, steps, ends, known)
-        for path, (start, end) in new.items():
-            for event in _events(path, start, end, ROLLOUT):
+        for lines in new:
+            for event in _events(lines, ROLLOUT):
                 if not event.get("validate"):
                     self._has_rollouts = True
                     self._assign(work_of(event), steps, ends)
-            self._offsets[path] = end
-
-    def steps(self) -> dict[int, dict[str, Any]]:
-        """Return for each complete step: ``phases``, ``waiting_s`` and ``hidden_share``; see `phases`."""
-        return {number: step.to_dict(self._has_rollouts) for number, step in sorted(self._steps.items())}
+            self._offsets[lines.path] = lines.start + lines.bytes
 
     def _add_step(self, phase: Phase) -> None:
         known = self._steps.get(phase.step)
@@ -142,48 +165,18 @@ class PhaseReader:
             self._later.append((ends[-1] if ends else 0.0, work))
 
 
-def _complete(path: Path) -> int:
-    """Return the size of the complete lines of a file, in bytes."""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        while size:
-            start = max(0, size - _BLOCK)
-            file.seek(start)
-            end = file.read(size - start).rfind(b"\n")
-            if end >= 0:
-                return start + end + 1
-            size = start
-    return 0
-
-
-def _events(path: Path, start: int, end: int, kind: str) -> Iterator[dict[str, Any]]:
-    """Yield the events of a kind between two offsets of a file."""
+def _events(lines: Lines, kind: str) -> Iterator[dict[str, Any]]:
+    """Yield the events of a kind in some lines."""
     mark = re.compile(rf'"kind":\s*"{kind}"'.encode())
-    with path.open("rb") as file:
+    start, end = lines.start, lines.start + lines.bytes
+    with lines.path.open("rb") as file:
         file.seek(start)
         while start < end:
             line = file.readline()
             start += len(line)
-            if mark.search(line, 0, _HEAD) and (event := parse_line(line)) is not None and is_readable(event):
+            if mark.search(line, 0, _HEAD) and (event := parse_line(line)) is not None:
+                check_version(event.get("version", 0), lines.path)
                 yield event
-
-
-def phases(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the seconds of each complete training step by phase.
-
-    Args:
-        folder: a records folder.
-
-    Returns:
-        for each step: ``phases``, the seconds of each phase without the phases within it, which add up to the step;
-        ``waiting_s``, the seconds for which the trainer waited for rewards alone, ``None`` if that is not known because
-        no rollouts are recorded; and
-        ``hidden_share``, the share of the time with pending rewards in which the trainer did not wait for them,
-        ``None`` if no reward was pending.
-    """
-    reader = PhaseReader(folder)
-    reader.update()
-    return reader.steps()
 
 
 def _union(intervals: Iterable[Interval]) -> Iterator[Interval]:

@@ -12,9 +12,8 @@ from typing import Any
 
 import orjson
 
-from reward_loop.records.lines import parse_line
-from reward_loop.records.prices import Price
-from reward_loop.records.reader import RecordsReader
+from reward_loop.records.reader import RecordsReader, parse_line
+from reward_loop.records.report import Price
 from reward_loop.view.filters import BadRequestError, Order, SampleFilter
 from reward_loop.view.index import Index
 

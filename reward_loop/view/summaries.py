@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import duckdb
 import orjson
 
-from reward_loop.view.filters import number_of
-from reward_loop.view.index import Index
+from reward_loop.records.report import Price
+from reward_loop.view.filters import SampleFilter, number_of
+from reward_loop.view.index import Index, rows_of
 
-__all__ = ["Summaries", "without_samples"]
+__all__ = ["Summaries", "judges", "without_samples"]
+
+BINS = 20
+"""The number of intervals of a histogram."""
 
 _MISSING = "CREATE OR REPLACE TEMP TABLE missing AS SELECT step, validate FROM summaries WHERE content IS NULL"
 _CHOSEN = (
@@ -69,15 +74,22 @@ SELECT regexp_replace(split_part(error, chr(10), 1), '^[^:]*: ', '') AS cause, c
 FROM samples WHERE outcome = 'failed' AND error IS NOT NULL GROUP BY cause ORDER BY count DESC, cause LIMIT 10
 """
 _SLOWEST = "SELECT id, uid, total_s FROM samples WHERE total_s IS NOT NULL ORDER BY total_s DESC LIMIT 10"
-_REWARDS = """
+_REWARDS = f"""
 WITH known AS (SELECT reward FROM samples WHERE isfinite(reward)),
     ends AS (SELECT min(reward) AS low, max(reward) AS high FROM known)
-SELECT low, high, CASE WHEN high > low THEN least(floor((reward - low) / (high - low) * 20), 19) ELSE 0 END::INTEGER
-    AS bin, count(*) AS n
+SELECT low, high,
+    CASE WHEN high > low THEN least(floor((reward - low) / (high - low) * {BINS}), {BINS} - 1) ELSE 0
+        END::INTEGER AS bin,
+    count(*) AS n
 FROM known, ends GROUP BY ALL ORDER BY bin
 """
 
 _QUANTILES = ("p10", "p50", "p90")
+"""The quantiles of rewards."""
+
+_TIMES = ("p50", "p95")
+"""The quantiles of seconds."""
+
 _GROUP_COUNTS = ("groups", "zero_variance_groups", "all_failed_groups")
 
 _INTERNAL = ("first_time", "last_time", "functions", "data_sources", "models")
@@ -140,19 +152,11 @@ class Summaries:
 
     def overview(self) -> dict[str, Any]:
         """Return what a run without training steps shows: causes of failures, slowest samples, histogram of rewards."""
-        bins = self._index.rows(_REWARDS)
-        counts, edges = [0] * 20, []
-        if bins:
-            low, high = bins[0]["low"], bins[0]["high"]
-            counts = counts if high > low else [0]
-            edges = [low + (high - low) * number / len(counts) for number in range(len(counts))] + [high]
-        for row in bins:
-            counts[row["bin"]] = row["n"]
         return {
             "outcomes": self._index.rows(_OUTCOMES),
             "causes": self._index.rows(_CAUSES),
             "slowest": self._index.rows(_SLOWEST),
-            "rewards": {"edges": edges, "counts": counts if edges else []},
+            "rewards": _histogram(self._index.rows(_REWARDS)),
         }
 
     def _all(self) -> list[dict[str, Any]]:
@@ -163,7 +167,7 @@ class Summaries:
 def without_samples(step: int) -> dict[str, Any]:
     """Return the summary of a training step that has no samples, such as the last one with generation ahead."""
     counts = ("count", "scored", "unscored", "failed", "masked", "prompt_tokens", "completion_tokens", *_GROUP_COUNTS)
-    spread, times = (dict.fromkeys(names) for names in (("mean", "std", "min", "max", *_QUANTILES), ("p50", "p95")))
+    spread, times = (dict.fromkeys(names) for names in (("mean", "std", "min", "max", *_QUANTILES), _TIMES))
     found = {"step": step, "validate": False, **dict.fromkeys(counts, 0), "reward": spread, "response_length": None}
     return {**found, "total_s": times, "judge_s": times, "components": {}}
 
@@ -174,7 +178,7 @@ def _computed(cursor: duckdb.DuckDBPyConnection) -> dict[tuple[int | None, bool]
     for key, row in _keyed(cursor, _STEPS):
         row["reward"] |= zip(_QUANTILES, row.pop("reward_quantiles") or (None,) * 3, strict=True)
         for name in ("total_s", "judge_s"):
-            row[name] = dict(zip(("p50", "p95"), row[name] or (None, None), strict=True))
+            row[name] = _quantiles(row[name])
         row |= {"functions": row["functions"] or [], "data_sources": row["data_sources"] or []}
         found[key] = {**row, **dict.fromkeys(_GROUP_COUNTS, 0), "components": {}, "models": []}
     for statement in (_GROUPS, _MODELS):
@@ -188,12 +192,140 @@ def _computed(cursor: duckdb.DuckDBPyConnection) -> dict[tuple[int | None, bool]
 def _keyed(
     cursor: duckdb.DuckDBPyConnection, statement: str
 ) -> Iterable[tuple[tuple[int | None, bool], dict[str, Any]]]:
-    cursor.execute(statement)
-    names = [column[0] for column in cursor.description or ()]
-    for values in cursor.fetchall():
-        row = dict(zip(names, values, strict=True))
+    for row in rows_of(cursor, statement):
         yield (row.pop("step"), row.pop("validate")), row
 
 
 def _united(parts: Iterable[Iterable[str] | Mapping[str, Any]]) -> list[str]:
     return sorted({name for part in parts for name in part})
+
+
+SLOWEST = 10
+"""The number of the slowest requests in an answer."""
+
+SHORTEST_S = 0.001
+"""The lower end of the histogram of seconds, whose intervals grow by a constant factor."""
+
+# All samples of a batch have its exchanges: each counts once. A failed request may lack the model that the answers of
+# its server name.
+_CALLS = """
+CREATE OR REPLACE TEMP TABLE calls AS
+WITH chosen AS (FROM exchanges WHERE {where}),
+    counted AS (
+        FROM chosen WHERE batch IS NULL UNION ALL SELECT DISTINCT ON (id) * FROM chosen WHERE batch IS NOT NULL
+    ),
+    served AS (
+        SELECT url, min(model) AS only FROM counted WHERE model != url GROUP BY url HAVING min(model) = max(model)
+    ),
+    named AS (
+        SELECT counted.* REPLACE (coalesce(served.only, counted.model) AS model)
+        FROM counted LEFT JOIN served ON counted.model = counted.url AND served.url = counted.url
+    )
+SELECT dense_rank() OVER (ORDER BY model, backend, function) AS judge, sample, model, backend, function, step, seconds,
+    error, unscored, prompt_tokens, completion_tokens, CASE WHEN isfinite(score) THEN score END AS score,
+    ln(greatest(seconds, {shortest})) AS size
+FROM named
+"""
+_JUDGES = """
+SELECT judge, any_value(model) AS model, any_value(backend) AS backend, any_value(function) AS function,
+    count(*) AS calls, count(*) FILTER (error) AS errors, count(*) FILTER (unscored) AS unscored,
+    {mean: avg(seconds), max: max(seconds)} AS seconds,
+    arg_max(sample, seconds) AS slowest, quantile_cont(seconds, [0.5, 0.95]) AS quantiles,
+    coalesce(sum(prompt_tokens), 0)::BIGINT AS prompt_tokens,
+    coalesce(sum(completion_tokens), 0)::BIGINT AS completion_tokens
+FROM calls GROUP BY judge ORDER BY calls DESC, judge
+"""
+_BY_STEP = """
+SELECT judge, step, count(*) AS calls, count(*) FILTER (error) AS errors, count(*) FILTER (unscored) AS unscored,
+    quantile_cont(seconds, [0.5, 0.95]) AS quantiles, avg(score) AS mean_score,
+    {p10: quantile_cont(score, 0.1), p90: quantile_cont(score, 0.9)} AS scores
+FROM calls GROUP BY judge, step ORDER BY judge, step NULLS LAST
+"""
+_HISTOGRAM = """
+WITH ends AS (SELECT judge, min({value}) AS low, max({value}) AS high FROM calls GROUP BY judge)
+SELECT judge, low, high,
+    CASE WHEN high > low THEN least(floor(({value} - low) / (high - low) * {bins}), {bins} - 1) ELSE 0
+        END::INTEGER AS bin,
+    count(*) AS n
+FROM calls JOIN ends USING (judge) WHERE {value} IS NOT NULL GROUP BY ALL
+"""
+_SLOWEST_OF_JUDGES = """
+SELECT rowid AS row, id FROM samples WHERE rowid IN (SELECT arg_max(sample, seconds) FROM calls GROUP BY judge)
+"""
+_SLOWEST_CALLS = f"""
+WITH slow AS (FROM calls WHERE seconds IS NOT NULL ORDER BY seconds DESC LIMIT {SLOWEST})
+SELECT samples.id, uid, samples.step, validate, model, backend, slow.function, seconds, slow.error, unscored, slow.score
+FROM slow JOIN samples ON samples.rowid = slow.sample ORDER BY seconds DESC
+"""
+
+
+def judges(index: Index, price: Price | None, query: Mapping[str, str]) -> dict[str, Any]:
+    """Return statistics of each model, backend and function, the most frequent first, as ``rows``.
+
+    Args:
+        index: the index.
+        price: the price of tokens, if it is known.
+        query: the parameters of the request: ``step`` and ``validate``.
+
+    Returns:
+        also the ``slowest`` requests, each with its sample.
+
+    Raises:
+        BadRequestError: a parameter is not valid.
+    """
+    chosen = SampleFilter.parse(query)
+    rows, slowest = _statistics(index, chosen)
+    for row in rows:
+        row["cost"] = price and price.cost(row)
+    return {"rows": rows, "slowest": slowest}
+
+
+def _statistics(index: Index, chosen: SampleFilter) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the statistics of each judge, and the slowest requests."""
+    with index.cursor() as cursor:
+        cursor.execute(_CALLS.format(where=chosen.where, shortest=SHORTEST_S), chosen.parameters)
+
+        def rows(statement: str) -> list[dict[str, Any]]:
+            return rows_of(cursor, statement)
+
+        found = {row.pop("judge"): row for row in rows(_JUDGES)}
+        for row in found.values():
+            row["seconds"] |= _quantiles(row.pop("quantiles"))
+            row["by_step"] = []
+        for row in rows(_BY_STEP):
+            row |= _quantiles(row.pop("quantiles"))
+            found[row.pop("judge")]["by_step"].append(row)
+        sizes, scores = (_by_judge(rows(_HISTOGRAM.format(value=name, bins=BINS))) for name in ("size", "score"))
+        for judge, row in found.items():
+            histogram = _histogram(sizes[judge])
+            row["seconds"]["histogram"] = histogram | {"edges": [math.exp(edge) for edge in histogram["edges"]]}
+            row["verdicts"] = _histogram(scores[judge])
+        names = {row["row"]: row["id"] for row in rows(_SLOWEST_OF_JUDGES)}
+        for row in found.values():
+            row["slowest"] = names.get(row["slowest"])
+        slowest = rows(_SLOWEST_CALLS)
+        cursor.execute("DROP TABLE calls")
+    return list(found.values()), slowest
+
+
+def _by_judge(rows: Iterable[dict[str, Any]]) -> Mapping[int, list[dict[str, Any]]]:
+    found: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        found[row["judge"]].append(row)
+    return found
+
+
+def _quantiles(values: Sequence[float] | None) -> dict[str, float | None]:
+    return dict(zip(_TIMES, values or (None, None), strict=True))
+
+
+def _histogram(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the edges and counts of a histogram whose rows have the ends of its range, a bin and a count."""
+    if not rows:
+        return {"edges": [], "counts": []}
+    low, high = rows[0]["low"], rows[0]["high"]
+    counts = [0] * (BINS if high > low else 1)
+    for row in rows:
+        counts[row["bin"]] = row["n"]
+    edges = [low + (high - low) * number / len(counts) for number in range(len(counts))] + [high]
+    return {"edges": edges, "counts": counts}

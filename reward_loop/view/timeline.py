@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from reward_loop._util.text import cut
 from reward_loop.errors import ConfigError
 from reward_loop.records.events import PHASE, ROLLOUT, STEP, read_events
 from reward_loop.records.reader import RecordsReader
-from reward_loop.view.critical import Phase, bound, critical_path, nest
-from reward_loop.view.spans import TRAINER, Span, judge_spans, rollout_spans, scoring_start, works
+from reward_loop.view.critical import TRAINER, Phase, Row, bound, critical_path, nest, scoring_start, server_of, works
 
-__all__ = ["MAX_SPANS", "StepSpans", "near_steps", "order", "read_step", "step_phases", "timeline"]
+__all__ = ["MAX_SPANS", "Span", "judge_spans", "lanes_of", "near_steps", "rollout_spans", "step_phases", "timeline"]
+
+Kind = Literal["rollout", "judge", "trainer"]
 
 MAX_SPANS = 5000
 """The largest number of spans of a timeline. The shortest ones are left out; those of the trainer stay."""
@@ -22,7 +25,80 @@ OLDER, NEWER = 3, 1
 """The largest difference between a step and the step of a sample that is drawn in it: a step may train on rollouts of
 earlier steps, and rollouts of the next step are generated at the same time."""
 
-Row = Mapping[str, Any]
+_MAX_ERROR = 200
+"""The largest number of characters of an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A named interval of time in one lane. Spans of a lane may overlap."""
+
+    kind: Kind
+    lane: str
+    name: str
+    start: float
+    """In seconds since 1970, like `end`."""
+    end: float
+    id: str | None = None
+    """The ID of the sample's record."""
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """The duration in seconds."""
+        return self.end - self.start
+
+
+def rollout_spans(rollouts: Iterable[Row], rows: Iterable[Row]) -> Iterator[Span]:
+    """Yield the generation of each rollout.
+
+    Args:
+        rollouts: events of rollouts.
+        rows: the rows of samples.
+    """
+    ids = {row["uid"]: row["id"] for row in rows if row.get("uid") and row.get("id")}
+    for event in rollouts:
+        detail = {"group": event.get("group"), "step": event.get("step"), "error": _short(event.get("error"))}
+        lane = "validation rollouts" if event.get("validate") else "rollouts"
+        uid = str(event.get("uid"))
+        yield Span("rollout", lane, uid, event["start"], event["end"], ids.get(uid), _known(detail))
+
+
+def judge_spans(rows: Iterable[Row]) -> Iterator[Span]:
+    """Yield the calls of reward functions, and the requests to judges.
+
+    Args:
+        rows: the rows of samples. The lane of a call is its function, that of a request its model and server.
+    """
+    for row in rows:
+        name, began = str(row.get("uid")), scoring_start(row)
+        common = {"group": row.get("group"), "step": row.get("step"), "outcome": row.get("outcome")}
+        calls = row.get("calls") or [{**row, "start_s": 0.0, "error": None}]
+        for call in calls:
+            start = began + (call.get("start_s") or 0.0)
+            end = (
+                start + sum(call.get(part) or 0.0 for part in ("wait_s", "work_s")) if row.get("calls") else row["time"]
+            )
+            parts = {part: call.get(part) for part in ("batch_s", "queue_s", "wait_s", "work_s")}
+            detail = common | parts | {"error": _short(call.get("error") or row.get("error"))}
+            lane = str(call.get("function") or row.get("function"))
+            yield Span("judge", lane, name, start, min(end, row["time"]), row.get("id"), _known(detail))
+        for judge in row.get("judges") or ():
+            start = judge.get("time")
+            if start is None:
+                continue
+            fields = ("status", "attempt", "verdict", "score", "unscored", "prompt_tokens", "completion_tokens")
+            detail = common | {part: judge.get(part) for part in fields} | {"error": _short(judge.get("error"))}
+            end = start + (judge.get("seconds") or 0.0)
+            yield Span("judge", f"judge {server_of(judge)}", name, start, end, row.get("id"), _known(detail))
+
+
+def _short(error: Any) -> str | None:
+    return None if error is None else cut(str(error), _MAX_ERROR)
+
+
+def _known(detail: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in detail.items() if value is not None}
 
 
 def step_phases(events: Iterable[Row], step: int) -> list[Phase]:
@@ -32,68 +108,9 @@ def step_phases(events: Iterable[Row], step: int) -> list[Phase]:
     return nest(event for event in found if last is not None and event.get("process") == last.get("process"))
 
 
-class StepSpans:
-    """The phases, rollouts and rows of a training step.
-
-    Args:
-        step: the step.
-        events: the events of this step and of the steps around it.
-        rows: the rows of the samples of these steps.
-    """
-
-    def __init__(self, step: int, events: Iterable[Row], rows: Sequence[Row]) -> None:
-        by_kind: dict[str, list[Row]] = defaultdict(list)
-        for event in events:
-            by_kind[event["kind"]].append(event)
-        self.phases = step_phases(by_kind[PHASE], step)
-        whole = [phase for phase in self.phases if phase.name == STEP]
-        self.training: Sequence[Phase] = whole or self.phases
-        """The phases of the step itself, without validation."""
-        times = [(phase.start, phase.end) for phase in self.phases]
-        if not times:
-            times = [(event["start"], _end(event)) for event in by_kind[ROLLOUT] if event["step"] == step]
-            times += [(scoring_start(row), row["time"]) for row in rows if row.get("step") == step]
-        self.start, self.end = min((t for t, _ in times), default=0.0), max((t for _, t in times), default=0.0)
-        self.rollouts = [event for event in by_kind[ROLLOUT] if self._overlaps(event["start"], _end(event))]
-        self.rows = [row for row in rows if self._overlaps(scoring_start(row), row["time"])]
-        self.is_known = bool(times)
-        """Whether anything is recorded for this step."""
-
-    def _overlaps(self, start: float, end: float) -> bool:
-        return end >= self.start and start <= self.end
-
-    def spans(self) -> list[Span]:
-        """Return all spans of the step, those of the trainer first."""
-        ids = {row["uid"]: row["id"] for row in self.rows if row.get("uid") and row.get("id")}
-        trainer = [phase for outer in self.phases for phase in outer.all() if phase.name != STEP]
-        return [
-            *(Span("trainer", TRAINER, phase.name, phase.start, phase.end) for phase in trainer),
-            *rollout_spans(self.rollouts, ids),
-            *judge_spans(self.rows),
-        ]
-
-
 def near_steps(step: int) -> range:
     """Return the steps whose samples may be drawn in a step."""
     return range(step - OLDER, step + NEWER + 1)
-
-
-def read_step(folder: Path, step: int) -> StepSpans:
-    """Read the events and rows of a training step.
-
-    Args:
-        folder: a records folder.
-        step: the step.
-
-    Raises:
-        NoRecordsError: there is no such folder, or it contains no records.
-        ConfigError: nothing is recorded for this step.
-    """
-    near = near_steps(step)
-    found = StepSpans(step, read_events(folder, near), list(RecordsReader(folder).rows_of(near)))
-    if not found.is_known:
-        raise ConfigError(f"{folder} has no records of step {step}")
-    return found
 
 
 def timeline(folder: Path, step: int) -> dict[str, Any]:
@@ -109,20 +126,36 @@ def timeline(folder: Path, step: int) -> dict[str, Any]:
         NoRecordsError: there is no such folder, or it contains no records.
         ConfigError: nothing is recorded for this step.
     """
-    found = read_step(folder, step)
-    spans = found.spans()
+    near = near_steps(step)
+    rows: Sequence[Row] = list(RecordsReader(folder).rows_of(near))
+    by_kind: dict[str, list[Row]] = defaultdict(list)
+    for event in read_events(folder, near):
+        by_kind[event["kind"]].append(event)
+    phases = step_phases(by_kind[PHASE], step)
+    times = [(phase.start, phase.end) for phase in phases]
+    if not times:
+        times = [(event["start"], _end(event)) for event in by_kind[ROLLOUT] if event["step"] == step]
+        times += [(scoring_start(row), row["time"]) for row in rows if row.get("step") == step]
+    if not times:
+        raise ConfigError(f"{folder} has no records of step {step}")
+    start, end = min(begun for begun, _ in times), max(ended for _, ended in times)
+    rollouts = [event for event in by_kind[ROLLOUT] if _end(event) >= start and event["start"] <= end]
+    rows = [row for row in rows if row["time"] >= start and scoring_start(row) <= end]
+    trainer = [phase for outer in phases for phase in outer.all() if phase.name != STEP]
+    spans = [
+        *(Span("trainer", TRAINER, phase.name, phase.start, phase.end) for phase in trainer),
+        *rollout_spans(rollouts, rows),
+        *judge_spans(rows),
+    ]
     kept = _largest(spans)
-    lanes: dict[tuple[str, str], list[Span]] = defaultdict(list)
-    for span in sorted(kept, key=lambda span: (span.start, -span.end)):
-        lanes[span.kind, span.lane].append(span)
-    path = critical_path(found.training, works(found.rollouts, found.rows)) if found.phases else []
+    training = [phase for phase in phases if phase.name == STEP] or phases  # without validation
+    path = critical_path(training, works(rollouts, rows)) if phases else []
     return {
         "step": step,
-        "start": found.start,
-        "end": found.end,
+        "start": start,
+        "end": end,
         "lanes": [
-            {"name": lanes[key][0].lane, "kind": key[0], "spans": list(map(_to_dict, lanes[key]))}
-            for key in order(lanes)
+            {"name": name, "kind": kind, "spans": list(map(_to_dict, spans))} for kind, name, spans in lanes_of(kept)
         ],
         "critical": [segment.to_dict() for segment in path],
         "bound": bound(path),
@@ -137,10 +170,17 @@ def _largest(spans: Sequence[Span]) -> Sequence[Span]:
     return longest[: max(MAX_SPANS, sum(span.kind == "trainer" for span in spans))]
 
 
-def order(lanes: Mapping[tuple[str, str], Any]) -> list[tuple[str, str]]:
-    """Return the lanes from top to bottom: rollouts, functions, judges, the trainer."""
+def lanes_of(spans: Iterable[Span]) -> list[tuple[Kind, str, list[Span]]]:
+    """Return the lanes from top to bottom: rollouts, functions, judges, the trainer.
+
+    Each has its kind, its name, and its spans in the order of their starts.
+    """
+    lanes: dict[tuple[Kind, str], list[Span]] = defaultdict(list)
+    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
+        lanes[span.kind, span.lane].append(span)
     kinds = ("rollout", "judge", "trainer")
-    return sorted(lanes, key=lambda key: (kinds.index(key[0]), key[1].startswith("judge "), key[1]))
+    ordered = sorted(lanes, key=lambda lane: (kinds.index(lane[0]), lane[1].startswith("judge "), lane[1]))
+    return [(kind, name, lanes[kind, name]) for kind, name in ordered]
 
 
 def _to_dict(span: Span) -> dict[str, Any]:

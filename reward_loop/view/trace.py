@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,9 +22,8 @@ from reward_loop._util.standard_streams import console
 from reward_loop.errors import ConfigError
 from reward_loop.records.events import PHASE, ROLLOUT, STEP, read_events
 from reward_loop.records.reader import RecordsReader
-from reward_loop.view.critical import critical_path
-from reward_loop.view.spans import TRAINER, Span, Work, judge_spans, rollout_spans, works
-from reward_loop.view.timeline import near_steps, order, step_phases
+from reward_loop.view.critical import TRAINER, Row, Work, critical_path, works
+from reward_loop.view.timeline import Span, judge_spans, lanes_of, near_steps, rollout_spans, step_phases
 
 __all__ = ["MAX_TRACE_SPANS", "trace", "trace_events"]
 
@@ -33,8 +32,6 @@ MAX_TRACE_SPANS = 1_000_000
 
 CRITICAL = "critical path"
 """The lane of the critical paths of all steps."""
-
-Row = Mapping[str, Any]
 
 
 def trace_events(folder: Path, steps: Collection[int] | None = None) -> Iterator[dict[str, Any]]:
@@ -55,15 +52,11 @@ def trace_events(folder: Path, steps: Collection[int] | None = None) -> Iterator
         raise ConfigError(
             f"{folder} has {len(spans)} spans, and a trace has at most {MAX_TRACE_SPANS}: choose some steps with --step"
         )
-    lanes: dict[tuple[str, str], list[Span]] = defaultdict(list)
-    for span in spans:
-        lanes[span.kind, span.lane].append(span)
     begun = min(span.start for span in spans)
-    for pid, key in enumerate(order(lanes), start=1):
-        yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": key[1]}}
+    for pid, (kind, lane, ordered) in enumerate(lanes_of(spans), start=1):
+        yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": lane}}
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
-        ordered = sorted(lanes[key], key=lambda span: (span.start, -span.end))
-        for span, tid in zip(ordered, _threads(ordered, nested=key[0] == "trainer"), strict=True):
+        for span, tid in zip(ordered, _threads(ordered, nested=kind == "trainer"), strict=True):
             args = dict(span.detail) | ({} if span.id is None else {"id": span.id})
             # Both ends are rounded, not the duration: spans that do not overlap stay apart.
             start, end = round((span.start - begun) * 1e6), round((span.end - begun) * 1e6)
@@ -77,8 +70,7 @@ def _spans(folder: Path, steps: Collection[int] | None) -> list[Span]:
     events: dict[str, list[Row]] = defaultdict(list)
     for event in read_events(folder, steps):
         events[event["kind"]].append(event)
-    ids = {row["uid"]: row["id"] for row in rows if row.get("uid") and row.get("id")}
-    spans = [*rollout_spans(events[ROLLOUT], ids), *judge_spans(rows)]
+    spans = [*rollout_spans(events[ROLLOUT], rows), *judge_spans(rows)]
     by_step: dict[int, list[Row]] = defaultdict(list)
     for found in events[PHASE]:
         by_step[found["step"]].append(found)

@@ -12,7 +12,7 @@ import pytest
 from multidict import CIMultiDict
 from yarl import URL
 
-from reward_loop._util.transient import is_refusal, is_transient, retry_after
+from reward_loop._util.transient import is_refusal, is_transient, retry_after, retry_after_seconds
 from reward_loop.errors import RequestError, TransientError
 
 REQUEST = httpx.Request("POST", "http://judge")
@@ -190,3 +190,29 @@ def test_a_group_is_transient_if_all_its_errors_are(error, transient, refusal):
 def test_the_longest_pause_of_a_group_counts():
     errors = group(httpx_status(429, **{"Retry-After": "3"}), ValueError(), httpx_status(503, **{"Retry-After": "7"}))
     assert retry_after(errors) == 7
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        ("7", 7),
+        (" 1.5 ", 1.5),
+        ("-3", 0),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", 0),
+        ("soon", None),
+        ("", None),
+        ("nan", None),
+        ("inf", None),
+        ("Thu, 01 Jan 99999999999 00:00:00 GMT", None),
+        (None, None),
+    ],
+)
+def test_seconds_and_what_cannot_be_read(value: str | None, seconds: float | None) -> None:
+    assert retry_after_seconds(value) == seconds
+
+
+def test_a_date_is_counted_from_now() -> None:
+    date = email.utils.formatdate(time.time() + 1000, usegmt=True)
+    found = retry_after_seconds(date)
+    assert found is not None
+    assert 900 < found <= 1000

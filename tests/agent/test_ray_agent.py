@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("ray")
 
 from reward_loop import ConfigError, RewardFunctionError, RewardLoopError, RewardSample
-from reward_loop._util.process_settings import GC_THRESHOLD
+from reward_loop._util.process import GC_THRESHOLD
 from reward_loop.agent.pending import PendingRewards
 from reward_loop.agent.ray_agent import AsyncRewardAgent
 from tests.agent.judges import Gate, numbered

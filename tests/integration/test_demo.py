@@ -12,7 +12,7 @@ import pytest
 
 from examples.arithmetic.demo import QUICK, RECORDS
 from reward_loop.records.reader import RecordsReader
-from reward_loop.view.phases import phases
+from reward_loop.view.phases import PhaseReader
 from tools.browser import CHROMIUM, browser, server
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +57,7 @@ def test_quick_demo(output: tuple[Path, str]) -> None:
     scored = [row for row in RecordsReader(records).rows() if row["outcome"] == "scored" and row.get("step")]
     assert len(scored) >= STEPS * QUICK.prompts * QUICK.answers
     assert all(row["judges"] for row in scored)
-    assert phases(records).keys() == set(range(1, STEPS + 1))
+    assert PhaseReader(records).steps().keys() == set(range(1, STEPS + 1))
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: install the package chromium")

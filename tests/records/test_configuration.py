@@ -15,7 +15,6 @@ from reward_loop.records.configuration import (
     NOT_RECORDED,
     config_row,
     configurations,
-    differences,
     hide_environment,
     open_configuration,
     public_options,
@@ -142,14 +141,6 @@ def test_long_values_are_cut_and_the_row_is_bounded(monkeypatch: pytest.MonkeyPa
     row = config_row({f"option{number}": "x" * 80 for number in range(100)}, 1)
     assert 5 < len(row["options"]) < 12
     assert row["omitted"] == 100 - len(row["options"])
-
-
-def test_differences_ignore_an_option_that_is_unset_or_missing() -> None:
-    assert differences({"a": None, "b": 1}, {"b": 1}) == []
-    assert differences({"a": 1}, {"b": 2}) == [
-        {"option": "a", "before": 1, "after": None},
-        {"option": "b", "before": None, "after": 2},
-    ]
 
 
 def test_incomplete_lines_are_left_out_and_a_newer_version_is_an_error(tmp_path: Path) -> None:

@@ -12,12 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from reward_loop import cli
+from reward_loop.errors import ConfigError
 from reward_loop.records import Records
-from reward_loop.records.events import advantage_row, phase_event, read_events, rollout_event
+from reward_loop.records.events import (
+    health,
+    open_health,
+    phase_event,
+    read_events,
+    rollout_event,
+    values_row,
+    warning_row,
+)
 from reward_loop.records.files import EVENTS, TEXTS, RecordFiles
 from reward_loop.records.reader import RecordsReader
-from reward_loop.view.phases import phases
+from reward_loop.records.rows import advantage_row
+from reward_loop.view.phases import PhaseReader
 from tests.gsm8k import ROOT
 
 
@@ -86,16 +98,20 @@ def test_only_the_events_of_some_steps_are_read(tmp_path: Path) -> None:
     assert {event["process"] for event in read_events(tmp_path)} == {writer.path.stem}
 
 
-def test_incomplete_lines_and_newer_versions_are_left_out(tmp_path: Path) -> None:
+def test_incomplete_lines_are_left_out_and_a_newer_version_is_an_error(tmp_path: Path) -> None:
     writer = Records(tmp_path)
     writer.write_event(phase_event("gen", 1, 0.0, 1.0))
-    writer.write_event(phase_event("gen", 1, 0.0, 1.0) | {"version": 2})
     writer.write_event(phase_event("adv", 1, 1.0, 2.0))
     assert writer.flush()
     (path,) = (tmp_path / EVENTS).iterdir()
     with path.open("ab") as file:
         file.write(path.read_bytes()[:20])
     assert [event["name"] for event in read_events(tmp_path)] == ["gen", "adv"]
+    newer = Records(tmp_path)
+    newer.write_event(phase_event("gen", 1, 0.0, 1.0) | {"version": 2})
+    assert newer.flush()
+    with pytest.raises(ConfigError, match="version 2"):
+        list(read_events(tmp_path))
 
 
 def test_the_events_of_a_process_that_was_killed_can_be_read(tmp_path: Path) -> None:
@@ -119,7 +135,7 @@ while True:
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait(60) == -signal.SIGKILL
     process.stdout.close()
-    found = phases(tmp_path)
+    found = PhaseReader(tmp_path).steps()
     assert sorted(found) == list(range(1, 101))
     assert found[100]["phases"] == {"gen": 0.5, "other": 0.5}
 
@@ -203,3 +219,89 @@ def test_the_rows_of_some_steps(tmp_path: Path) -> None:
     assert writer.flush()
     assert [row["uid"] for row in RecordsReader(tmp_path).rows_of([2, 3])] == ["q2_0"]
     assert [row["uid"] for row in RecordsReader(tmp_path).rows_of(range(2, 10**12))] == ["q2_0", "q12_0"]
+
+
+FIRST = {
+    "step": 12,
+    "monitor": "masked_share",
+    "message": "30% of the samples are masked (limit 20%), since step 10. Look at [their] errors.",
+    "value": 0.3,
+    "threshold": 0.2,
+    "since": 10,
+    "samples": [],
+}
+SECOND = {**FIRST, "step": 20, "monitor": "score_jump", "since": 20}
+
+
+def write_health(folder: Path, *warnings: dict[str, Any]) -> Path:
+    writer = open_health(folder)
+    writer.write_rows([values_row(12, {"masked_share": 0.3})])
+    writer.write_rows([warning_row(subject="", **warning) for warning in warnings])
+    assert writer.flush()
+    return writer.path
+
+
+def with_sample(folder: Path) -> Path:
+    row = {"version": 1, "kind": "sample", "time": 1.0, "id": "a", "uid": "a", "outcome": "scored", "score": 1.0}
+    folder.mkdir(exist_ok=True)
+    (folder / "host-1-a.jsonl").write_text(json.dumps(row) + "\n")
+    return folder
+
+
+def test_warnings_are_read_in_their_order(tmp_path: Path) -> None:
+    write_health(tmp_path, FIRST, SECOND)
+    assert health(tmp_path) == [FIRST, SECOND]
+
+
+def test_rows_of_health_have_no_fields_of_samples(tmp_path: Path) -> None:
+    path = write_health(tmp_path, FIRST)
+    assert path.parent == tmp_path / "health"
+    values, warning = [json.loads(line) for line in path.read_text().splitlines()]
+    assert values.keys() == {"version", "kind", "time", "step", "values"}
+    assert (values["step"], values["values"]) == (12, {"masked_share": 0.3})
+    assert warning.keys() == {"version", "kind", "time", "subject", *FIRST}
+
+
+def test_samples_are_read_without_the_rows_of_health(tmp_path: Path) -> None:
+    write_health(with_sample(tmp_path), FIRST)
+    assert [row["uid"] for row in RecordsReader(tmp_path).rows()] == ["a"]
+
+
+def test_a_folder_without_health_has_no_warnings(tmp_path: Path) -> None:
+    assert health(tmp_path) == []
+    assert health(tmp_path / "missing") == []
+
+
+def test_an_incomplete_line_is_left_out(tmp_path: Path) -> None:
+    path = write_health(tmp_path, FIRST)
+    with path.open("a") as file:
+        file.write('{"version":1,"kind":"warn')
+    assert health(tmp_path) == [FIRST]
+
+
+def test_a_newer_version_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "health").mkdir()
+    (tmp_path / "health" / "host-1-a.jsonl").write_text('{"version":2,"kind":"warning"}\n')
+    with pytest.raises(ConfigError, match="version 2"):
+        health(tmp_path)
+
+
+def test_the_report_shows_warnings(tmp_path: Path) -> None:
+    write_health(with_sample(tmp_path), FIRST)
+    shown = " ".join(CliRunner().invoke(cli.app, ["report", str(tmp_path)]).output.split())
+    assert "1 warning of the health monitors: - step 12, masked_share: 30% of the samples" in shown
+    assert "Look at [their] errors." in shown
+    found = json.loads(CliRunner().invoke(cli.app, ["report", str(tmp_path), "--json"]).output)
+    assert found["warnings"] == [FIRST]
+
+
+def test_the_report_names_the_samples_of_a_warning(tmp_path: Path) -> None:
+    write_health(with_sample(tmp_path), {**FIRST, "samples": ["a_0", "b_1"]})
+    shown = " ".join(CliRunner().invoke(cli.app, ["report", str(tmp_path)]).output.split())
+    assert "Samples: a_0, b_1." in shown
+
+
+def test_a_report_without_warnings_is_silent_about_them(tmp_path: Path) -> None:
+    folder = str(with_sample(tmp_path))
+    assert "health" not in CliRunner().invoke(cli.app, ["report", folder]).output
+    assert json.loads(CliRunner().invoke(cli.app, ["report", folder, "--json"]).output)["warnings"] == []

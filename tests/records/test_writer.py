@@ -27,6 +27,7 @@ from reward_loop import (
 from reward_loop.client import Judge, Number
 from reward_loop.managers import GroupRewardLoopManager
 from reward_loop.records import Records, active, records
+from reward_loop.records.writer import _MAX_DURATIONS, ExchangeCounts
 from reward_loop.testing import FakeJudge
 from tests.gsm8k import ROOT
 from tests.servers import until
@@ -314,3 +315,27 @@ async def test_a_sample_that_fails_after_its_function_returned_has_a_second_reco
         assert (first["kind"], second["kind"]) == ("sample", "revision")
         assert (second["outcome"], second["score"], second["attempts"], second["work_s"]) == ("failed", None, 0, 0.0)
         assert f"sample {uid}: post_process_scores" in second["error"]
+
+
+def test_exchanges_are_counted_until_they_are_taken() -> None:
+    counts = ExchangeCounts()
+    counts.add([{"seconds": 1.0}, {"seconds": 2.0, "unscored": "no 'Score:'"}])
+    counts.add([{"seconds": None, "error": "late"}])
+    assert counts.take() == {"calls": 3, "without_verdict": 1, "seconds": [1.0, 2.0, 0.0]}
+    assert counts.take() == {"calls": 0, "without_verdict": 0, "seconds": []}
+
+
+def test_the_kept_durations_are_bounded() -> None:
+    counts = ExchangeCounts()
+    for number in range(_MAX_DURATIONS + 10):
+        counts.add([{"seconds": float(number)}])
+    taken = counts.take()
+    assert (taken["calls"], len(taken["seconds"]), taken["seconds"][0]) == (_MAX_DURATIONS + 10, _MAX_DURATIONS, 10.0)
+
+
+def test_the_writer_counts_exchanges_of_training_samples(tmp_path: Path) -> None:
+    writer = Records(tmp_path)
+    writer.write({"kind": "sample", "validate": False}, None, [{"id": "a", "seconds": 1.0}])
+    writer.write({"kind": "sample", "validate": True}, None, [{"id": "b", "seconds": 5.0}])
+    assert writer.exchange_counts.take()["seconds"] == [1.0]
+    assert writer.flush()

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from reward_loop._util.parent_death_pipe import ParentDeathPipe
+from reward_loop._util.process import ParentDeathPipe
 from reward_loop._util.sockets import listen, url_of
 from reward_loop.router.app import Router
 from reward_loop.router.config import RouterConfig

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from reward_loop._util.parent_death_pipe import ParentDeathPipe
+from reward_loop._util.process import ParentDeathPipe
 from reward_loop._util.sockets import listen, url_of
 from reward_loop.errors import ServerStartError
 from reward_loop.serving import process

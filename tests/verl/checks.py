@@ -12,7 +12,7 @@ import pytest
 
 from reward_loop.records.events import read_events
 from reward_loop.records.reader import RecordsReader
-from reward_loop.view.phases import phases
+from reward_loop.view.phases import PhaseReader
 from reward_loop.view.timeline import timeline
 from tests.verl import rewards
 from tests.verl.runs import Run
@@ -111,7 +111,7 @@ def check_events(run: Run, folder: Path, phases_of_mode: set[str], last: int | N
     """
     rows = {row["uid"]: row for row in RecordsReader(folder).rows() if not row["validate"]}
     rollouts = {event["uid"]: event for event in read_events(folder) if event["kind"] == "rollout"}
-    by_step = phases(folder)
+    by_step = PhaseReader(folder).steps()
     steps = sorted(step for step in run.steps if step > 0)
     assert sorted(by_step) == steps
     lanes: set[str] = set()

@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 from reward_loop.records.reader import RecordsReader
 from reward_loop.view.app import create_app
 from reward_loop.view.index import Index
-from reward_loop.view.phases import phases
+from reward_loop.view.phases import PhaseReader
 from tests.verl.runs import train
 
 pytestmark = pytest.mark.integration
@@ -34,7 +34,9 @@ def test_the_viewer_shows_a_run_that_was_killed(
             record = recorded[rollout["uid"].rsplit("_", 1)[0]]
             assert (record["step"], record["outcome"]) == (step, "scored")
             assert record["reward"] == pytest.approx(rollout["score"])
-    assert phases(folder)[1]["phases"]["update_actor"] == pytest.approx(run.steps[1]["timing_s/update_actor"], abs=1e-3)
+    assert PhaseReader(folder).steps()[1]["phases"]["update_actor"] == pytest.approx(
+        run.steps[1]["timing_s/update_actor"], abs=1e-3
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with Index(folder) as index:
         index.update()

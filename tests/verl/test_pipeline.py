@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from reward_loop.records.events import read_events
-from reward_loop.view.phases import phases
+from reward_loop.view.phases import PhaseReader
 from tests.verl.checks import check_events, check_reward_metrics, check_scores, expected_advantages, groups, texts
 from tests.verl.runs import Run, agent_loop, train
 
@@ -132,7 +132,7 @@ def test_events_and_advantages_agree_with_verls_timings_and_rollouts(run: Run) -
     phases_of_mode = {"gen", "old_log_prob", "values", "adv", "update_critic", "update_actor", "update_weights"}
     folder = run.directory / "checkpoints" / "rewards"
     check_events(run, folder, phases_of_mode)
-    for step, found in phases(folder).items():
+    for step, found in PhaseReader(folder).steps().items():
         # Each update call is a phase.
         updates = [event for event in read_events(folder, [step]) if event.get("name") == "update_actor"]
         assert len(updates) == run.steps[step]["reward_pipeline/update_calls"]
@@ -227,7 +227,7 @@ def test_the_run_survives_the_death_of_an_agent_loop_worker(picky_run: Run) -> N
 
 def test_the_events_of_a_run_whose_agent_loop_worker_was_killed_can_be_read(picky_run: Run) -> None:
     folder = picky_run.directory / "checkpoints" / "rewards"
-    assert sorted(phases(folder)) == [1, 2, 3, 4]
+    assert sorted(PhaseReader(folder).steps()) == [1, 2, 3, 4]
     processes = {event["process"] for event in read_events(folder) if event["kind"] == "rollout"}
     assert len(processes) == 2, "the agent loop worker that was killed, and its replacement"
     assert any(event["error"] for event in read_events(folder) if event["kind"] == "rollout")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from reward_loop.config import HealthConfig, RewardLoopConfig
-from reward_loop.records.health import health, open_health
+from reward_loop.records.events import health, open_health
 from reward_loop.verl import tq_rows
 from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward
 from reward_loop.verl.step_health import StepHealth, sampled_keys

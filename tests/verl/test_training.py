@@ -12,12 +12,12 @@ import pandas as pd
 import pytest
 from starlette.testclient import TestClient
 
-from reward_loop.records.health import health
+from reward_loop.records.events import health
 from reward_loop.records.reader import RecordsReader
 from reward_loop.verl.sample_table import COLUMNS
 from reward_loop.view.app import create_app
 from reward_loop.view.index import Index
-from reward_loop.view.phases import phases
+from reward_loop.view.phases import PhaseReader
 from reward_loop.view.timeline import timeline
 from tests.verl import rewards
 from tests.verl.checks import (
@@ -373,7 +373,7 @@ def test_the_records_of_a_run_whose_processes_were_killed_can_be_read(
     recorded = {row["uid"] for row in RecordsReader(folder).rows()}
     # The reward worker that was killed has lost its last records.
     assert recorded & {row["uid"].rsplit("_", 1)[0] for step in (1, 2, 3) for row in harried_run.rollouts(step)}
-    found = phases(folder)
+    found = PhaseReader(folder).steps()
     for step in (1, 2, 3):
         timings = harried_run.steps[step]
         assert found[step]["phases"]["update_actor"] == pytest.approx(timings["timing_s/update_actor"], abs=1e-3)

@@ -15,12 +15,11 @@ pytest.importorskip("duckdb")
 from starlette.testclient import TestClient
 
 from reward_loop.records import Records
-from reward_loop.records.events import advantage_row
-from reward_loop.records.health import open_health, warning_row
-from reward_loop.records.prices import Price
+from reward_loop.records.events import open_health, warning_row
 from reward_loop.records.reader import RecordsReader
-from reward_loop.view.app import create_app
-from reward_loop.view.guard import Guard
+from reward_loop.records.report import Price
+from reward_loop.records.rows import advantage_row
+from reward_loop.view.app import Guard, create_app
 from reward_loop.view.index import Index
 from tests.view import made_up
 from tests.view.recorded import exchange, flushed, record, revise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -10,15 +11,15 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("duckdb")
-
 from reward_loop.errors import ConfigError
 from reward_loop.records import Records
 from reward_loop.records.reader import NoRecordsError, RecordsReader
 from reward_loop.view import index as module
-from reward_loop.view.index import Index, IndexFailedError
+from reward_loop.view.index import Follower, Index, IndexFailedError
 from reward_loop.view.summaries import Summaries
 from tests.view.recorded import OtherProcess, exchange, flushed, record, revise
+
+pytest.importorskip("duckdb")
 
 
 @pytest.fixture
@@ -430,3 +431,81 @@ def test_other_files_are_followed_after_one_was_deleted(folder: Path) -> None:
         assert index.update()
         assert {"a", "b"} <= rewards(index).keys()
         assert index.pending_bytes() == 0
+
+
+pytest.importorskip("duckdb")
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Records:
+    writer = Records(tmp_path / "rewards")
+    record(writer, "first")
+    return flushed(writer)
+
+
+async def test_changes_are_reported_until_it_stops(writer: Records) -> None:
+    with Index(writer.path.parent) as index:
+        index.update()
+        follower = Follower(index)
+        async with asyncio.TaskGroup() as tasks, asyncio.timeout(60):
+            tasks.create_task(follower.run())
+            revisions = follower.revisions(at_least_every_s=60)
+            first = await anext(revisions)
+            record(writer, "second")
+            assert await anext(revisions) > first
+            assert len(index.rows("SELECT id FROM samples")) == 2
+            waiting = asyncio.ensure_future(anext(revisions, None))
+            await follower.stop()
+            assert await waiting is None
+
+
+async def test_the_state_is_reported_at_intervals_without_a_change(writer: Records) -> None:
+    with Index(writer.path.parent) as index:
+        index.update()
+        revisions = Follower(index).revisions(at_least_every_s=0.01)
+        async with asyncio.timeout(60):
+            assert await anext(revisions) == await anext(revisions)
+
+
+async def test_an_error_is_kept_until_reading_works_again(writer: Records, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Index(writer.path.parent) as index:
+        index.update()
+        follower = Follower(index)
+        update, seen = index.update, asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def fails() -> bool:
+            if follower.problem is None:
+                raise OSError("the disk is full")
+            loop.call_soon_threadsafe(seen.set)
+            return update()
+
+        monkeypatch.setattr(index, "update", fails)
+        async with asyncio.TaskGroup() as tasks, asyncio.timeout(60):
+            tasks.create_task(follower.run())
+            revisions = follower.revisions(at_least_every_s=60)
+            await anext(revisions)
+            await seen.wait()
+            record(writer, "second")
+            await anext(revisions)
+            assert follower.problem is None
+            await follower.stop()
+
+
+async def test_an_error_is_shown(writer: Records, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Index(writer.path.parent) as index:
+        follower = Follower(index)
+        stopping = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def fails() -> bool:
+            loop.call_soon_threadsafe(stopping.set)
+            raise OSError("the disk is full")
+
+        monkeypatch.setattr(index, "update", fails)
+        async with asyncio.TaskGroup() as tasks, asyncio.timeout(60):
+            running = tasks.create_task(follower.run())
+            await stopping.wait()
+            await follower.stop()
+            await running
+        assert follower.problem == "the disk is full"

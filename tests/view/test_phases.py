@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from reward_loop.errors import ConfigError
 from reward_loop.view import phases as module
 from reward_loop.view.phases import PhaseReader
-from reward_loop.view.phases import phases as read
 from tests.view.made_up import phases, rollout, write
 
 SYNC = phases(
@@ -21,6 +21,10 @@ SYNC = phases(
     ("step", 10.0, 22.0),
 )
 ROLLOUTS = [rollout("a_0", 10.0, 12.0, 12.0, 13.0), rollout("b_0", 10.0, 14.0, 14.0, 18.0)]
+
+
+def read(folder: Path) -> dict[int, dict[str, Any]]:
+    return PhaseReader(folder).steps()
 
 
 def test_the_phases_add_up_to_the_step(tmp_path: Path) -> None:
@@ -88,20 +92,17 @@ def test_an_update_reads_only_new_events_of_a_growing_folder(tmp_path: Path, mon
         rollout("c_0", 20.0, 21.0, 21.0, 29.0, step=2),
     ]
     reader = PhaseReader(write(tmp_path / "parts", SYNC[:2], []))
-    reader.update()
     assert reader.steps() == {}
     write(tmp_path / "parts", [*ROLLOUTS, rest[-1]], [], process="worker-2-b")
-    reader.update()
+    reader.steps()
     write(tmp_path / "parts", SYNC[2:], [])
-    reader.update()
     assert list(reader.steps()) == [1]
     (path,) = (tmp_path / "parts" / "events").glob("host*")
     with path.open("a") as file:
         file.write('{"version":1,"kind":"phase"')  # an incomplete line
-    reader.update()
+    reader.steps()
     path.write_text(path.read_text().removesuffix('{"version":1,"kind":"phase"'))
     write(tmp_path / "parts", rest[:-1], [])
-    reader.update()
     whole = write(tmp_path / "whole", SYNC + rest + ROLLOUTS, [])
     assert reader.steps() == read(whole)
     assert read(whole)[2]["waiting_s"] == pytest.approx(7.0)
@@ -114,7 +115,8 @@ def test_a_step_that_a_resumed_run_repeats_has_the_phases_of_the_resumed_run(tmp
     assert read(tmp_path)[1]["phases"] == {"gen": 1.0, "other": 0.0}
 
 
-def test_events_of_a_newer_version_are_left_out(tmp_path: Path) -> None:
+def test_events_of_a_newer_version_are_an_error(tmp_path: Path) -> None:
     (newer,) = phases(2, ("step", 22.0, 31.0))
     write(tmp_path, [*SYNC, newer | {"version": 2}], [])
-    assert list(read(tmp_path)) == [1]
+    with pytest.raises(ConfigError, match="version 2"):
+        read(tmp_path)

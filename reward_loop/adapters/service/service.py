@@ -21,8 +21,8 @@ from fastapi import Request
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.requests import ClientDisconnect
 
-from reward_loop._util.disconnect import stop_on_disconnect
 from reward_loop._util.text import cause_of
+from reward_loop._util.web_server import stop_on_disconnect
 from reward_loop.adapters.service.replies import ServiceError
 from reward_loop.agent import RewardAgent
 from reward_loop.agent.pending import PendingRewards

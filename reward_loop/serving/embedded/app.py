@@ -18,11 +18,10 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from reward_loop._util import server_process
-from reward_loop._util.disconnect import stop_on_disconnect
-from reward_loop._util.parent_death_pipe import exit_with_parent
-from reward_loop._util.process_settings import raise_descriptor_limit
+from reward_loop._util import web_server
+from reward_loop._util.process import exit_with_parent, raise_descriptor_limit
 from reward_loop._util.standard_streams import open_standard_streams
+from reward_loop._util.web_server import stop_on_disconnect
 from reward_loop.config import ServedModelConfig
 from reward_loop.config import parse as parse_options
 from reward_loop.errors import ConfigError
@@ -127,7 +126,7 @@ def main() -> int:
     open_standard_streams()
     parser = argparse.ArgumentParser(prog="python -m reward_loop.serving.embedded.app", description=__doc__)
     parser.add_argument("--options", required=True, metavar="JSON", help="the model, as a ServedModelConfig")
-    server_process.add_arguments(parser)
+    web_server.add_arguments(parser)
     args = parser.parse_args()
     if args.parent_pipe is not None:
         exit_with_parent(args.parent_pipe)  # before any slow work
@@ -144,7 +143,7 @@ def main() -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    server_process.run(create_app(model, can_sleep=config.enable_sleep_mode), args, f"{kind} model {name}")
+    web_server.serve(create_app(model, can_sleep=config.enable_sleep_mode), args, f"{kind} model {name}")
     return 0
 
 

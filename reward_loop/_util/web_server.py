@@ -1,0 +1,200 @@
+"""What the library's HTTP servers share: options, the listening socket, serving until a signal, and disconnects."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from reward_loop._util.sockets import is_loopback, listen, url_of
+from reward_loop._util.standard_streams import print_line
+from reward_loop.errors import ConfigError
+
+if TYPE_CHECKING:
+    import uvicorn
+
+__all__ = [
+    "add_arguments",
+    "api_key",
+    "listener_of",
+    "open_listener",
+    "serve",
+    "serve_until_signal",
+    "stop_on_disconnect",
+]
+
+_SAME_S = 1.0
+"""After a signal, further signals are ignored for this time in seconds: launchers may send several at once."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options ``--fd``, ``--host``, ``--port`` and ``--parent-pipe``, see `ParentDeathPipe`."""
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
+    parser.add_argument("--fd", type=int, metavar="N", help="an inherited listening socket, instead of host and port")
+    parser.add_argument(
+        "--parent-pipe",
+        type=int,
+        metavar="N",
+        help="file descriptor of an inherited pipe; this process exits when the parent closes it or dies",
+    )
+
+
+def listener_of(args: argparse.Namespace) -> socket.socket:
+    """Return the listening socket that the options describe.
+
+    Raises:
+        SystemExit: the address cannot be bound; the message names it.
+    """
+    try:
+        return listen(args.host, args.port) if args.fd is None else socket.socket(fileno=args.fd)
+    except OSError as error:
+        raise SystemExit(f"error: --host {args.host} --port {args.port}: {error.strerror or error}") from None
+
+
+def _uvicorn_config(app: Any, *, grace_s: int, **options: Any) -> uvicorn.Config:
+    """Return the configuration of a server for an ASGI app that supports the lifespan protocol.
+
+    When the server stops, requests in flight have ``grace_s`` seconds to end; then they are cancelled.
+    """
+    import uvicorn  # takes 0.2 s
+
+    return uvicorn.Config(
+        app,
+        loop="uvloop",
+        http="httptools",
+        # By default, uvicorn would take an app whose start-up fails for an app without lifespan, and serve it.
+        lifespan="on",
+        ws="none",
+        access_log=False,
+        proxy_headers=False,
+        # The router forwards the header `Server` of the backends.
+        server_header=False,
+        # Longer than clients keep idle connections, so that the client closes them, not the server.
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=grace_s,
+        **options,
+    )
+
+
+def serve(app: Any, args: argparse.Namespace, name: str) -> None:
+    """Serve an ASGI app until SIGTERM or SIGINT, then finish the requests in flight.
+
+    Args:
+        app: the app.
+        args: the options.
+        name: the name of the server in the line that announces its address.
+
+    Raises:
+        SystemExit: the address cannot be bound, or the app failed to start; the log shows the cause.
+    """
+    import uvicorn  # takes 0.2 s, and the router, which has its own server, must start fast
+
+    listener = listener_of(args)
+    print_line(f"{name} listens on {url_of(listener)}")
+    # The router forwards the header `Date` of the backends.
+    server = uvicorn.Server(_uvicorn_config(app, grace_s=5, date_header=False, backlog=4096))
+    server.run(sockets=[listener])
+    if not server.started:  # Newer versions of uvicorn raise SystemExit themselves.
+        raise SystemExit(f"error: {name} failed to start")
+
+
+def api_key(variable: str | None) -> str | None:
+    """Return the API key in an environment variable, the value of ``--api-key-env``; ``None`` without the option.
+
+    Raises:
+        ConfigError: the variable is not set.
+    """
+    if variable is None:
+        return None
+    key = os.environ.get(variable)
+    if not key:
+        raise ConfigError(f"--api-key-env {variable}: this environment variable is not set")
+    return key
+
+
+def open_listener(host: str, port: int, key: str | None) -> socket.socket:
+    """Return a listening socket for ``--host`` and ``--port``.
+
+    Raises:
+        ConfigError: the address cannot be bound, or other machines can reach it and there is no API key.
+    """
+    try:
+        listener = listen(host, port)
+    except OSError as error:
+        raise ConfigError(
+            f"--host {host} --port {port}: {error.strerror or error}. --port 0 chooses any free port"
+        ) from None
+    if key is None and not is_loopback(listener):
+        listener.close()
+        raise ConfigError(f"--host {host}: other machines can reach this address, so give --api-key-env NAME, too")
+    return listener
+
+
+def serve_until_signal(
+    app: Any, listener: socket.socket, *, on_signal: Callable[[Callable[[], None]], None], grace_s: int
+) -> None:
+    """Serve an ASGI app until Ctrl-C or SIGTERM; see `_uvicorn_config` for ``grace_s``.
+
+    The signal handler calls ``on_signal`` for each signal; repeated signals within a second count once. Its argument is
+    a function that stops the server: until it is called, from any thread, the server accepts connections, so that the
+    app can refuse requests with a reason. The third signal ends the server without waiting for the app.
+    """
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        signals = 0
+        latest = 0.0
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            now = time.monotonic()
+            if self.signals and now < self.latest + _SAME_S:
+                return
+            self.signals, self.latest = self.signals + 1, now
+            on_signal(self.stop)
+            if self.signals > 2:
+                self.stop()
+                self.force_exit = True
+
+        def stop(self) -> None:
+            self.should_exit = True
+
+    # At its end, uvicorn raises the signals again that it received. The server has stopped as the user asked.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    Server(_uvicorn_config(app, grace_s=grace_s, log_level="warning")).run(sockets=[listener])
+
+
+_Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+
+async def stop_on_disconnect(receive: _Receive, work: Callable[[], Awaitable[None]]) -> bool:
+    """Run ``work``, and cancel it if the client disconnects first; return whether it finished.
+
+    ``receive`` is that of ASGI, for a request whose body has been read. Errors of ``work`` are raised.
+    """
+    done = False
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        scope.cancel()
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            scope = tasks.cancel_scope
+            tasks.start_soon(watch)
+            await work()
+            done = True
+            scope.cancel()
+    except BaseExceptionGroup as group:
+        # The group contains only the exception of `work`: `watch` does not fail.
+        raise group.exceptions[0] from None
+    return done
