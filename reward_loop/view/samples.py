@@ -17,7 +17,7 @@ from reward_loop.records.report import Price
 from reward_loop.view.filters import BadRequestError, Order, SampleFilter
 from reward_loop.view.index import Index
 
-__all__ = ["MAX_LIMIT", "Samples", "TextSearch"]
+__all__ = ["Samples"]
 
 MAX_LIMIT = 10_000
 """The largest number of rows in an answer."""
@@ -59,7 +59,7 @@ class Samples:
         self._index = index
         self._reader = reader
         self._price = price
-        self._search = TextSearch(index)
+        self._search = _TextSearch(index)
 
     def page(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Return a page of samples.
@@ -221,11 +221,11 @@ def _page(query: Mapping[str, str]) -> tuple[int, int]:
     return offset, limit
 
 
-CACHED = 8
+_CACHED = 8
 """The number of searches whose results are kept, for further pages of the same search."""
 
 
-class TextSearch:
+class _TextSearch:
     """Finds samples whose prompt, response or replies contain a text. The case of ASCII letters is ignored.
 
     The index has no texts: they are read from the segments of the folder.
@@ -236,7 +236,7 @@ class TextSearch:
 
     def __init__(self, index: Index) -> None:
         self._index = index
-        self._found = lru_cache(CACHED)(self._find)
+        self._found = lru_cache(_CACHED)(self._find)
 
     def find(self, text: str, chosen: SampleFilter) -> list[str]:
         """Return the IDs of the samples that contain a text.

@@ -16,9 +16,9 @@ import duckdb
 
 from reward_loop.view import tables
 
-__all__ = ["THREADS", "chunk_directory", "index_file", "loading", "open_database", "use"]
+__all__ = ["chunk_directory", "index_file", "loading", "open_database", "use"]
 
-THREADS = 2
+_THREADS = 2
 """The number of DuckDB's threads. More threads need more memory, and the machine may be training."""
 
 MEMORY = "128MB"
@@ -122,7 +122,7 @@ def delete_database(path: Path) -> None:
 def _connect(path: Path) -> duckdb.DuckDBPyConnection:
     connection = duckdb.connect(
         config={
-            "threads": THREADS,
+            "threads": _THREADS,
             "memory_limit": MEMORY,
             "temp_directory": str(_spill(path)),
             "autoinstall_known_extensions": False,
