@@ -400,10 +400,6 @@ class ServedModelConfig(Config):
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """For vLLM and SGLang: the share of each GPU's memory that a server may use. By default the engine's own value."""
 
-    enable_sleep_mode: bool = False
-    """Allow ``RewardModelManager.sleep`` to free the memory of the model. It opens endpoints for administrators on the
-    server."""
-
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """More options of the engine's command line, such as ``max_num_seqs: 64`` for ``--max-num-seqs 64``. ``true``
     stands for a flag without a value, ``false`` or ``null`` omits an option, mappings are passed as JSON."""

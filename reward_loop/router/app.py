@@ -33,8 +33,7 @@ __all__ = ["Router", "run_router"]
 _HEALTH_PATHS = frozenset({"/health", "/live", "/ready"})
 """Paths for health checks of the router itself; they need no API key."""
 
-_CONTROL_ACTIONS = ("sleep", "resume", "mark_dead")
-_CONTROL_PATHS = frozenset({"/metrics", "/workers", *(f"/workers/{action}" for action in _CONTROL_ACTIONS)})
+_CONTROL_PATHS = frozenset({"/metrics", "/workers", "/workers/mark_dead"})
 
 _CONTROL_BODY_BYTES = 1024 * 1024
 """The longest request body of the control plane, in bytes: parsing it blocks the event loop."""
@@ -115,7 +114,7 @@ class Router:
         # 3,428 requests/s, with a plain ASGI app 9,387.
         if client.path in _CONTROL_PATHS:
             body = await client.read_body(self._control_body_bytes)
-            self._limit.stop(task)  # Removing a server and "sleep" wait for requests in flight.
+            self._limit.stop(task)  # Removing a server waits for its requests in flight.
             answer = await asyncio.shield(self._control)
             await answer(client, body)
         else:

@@ -51,8 +51,6 @@ class BackendState(StrEnum):
     """Not in use: health checks are repeated until one succeeds."""
     UP = "up"
     """In use."""
-    ASLEEP = "asleep"
-    """Its owner has put the engine to sleep: requests for it wait."""
     LOST = "lost"
     """Its process has died, and its owner will not restart it."""
 

@@ -37,7 +37,7 @@ def control_plane(pool: BackendPool, proxy: Proxy) -> Callable[[ClientRequest, b
 def _app(pool: BackendPool, proxy: Proxy) -> FastAPI:
     """Return the endpoints. Most call the method of `BackendPool` that has their name.
 
-    The owner of the server processes calls ``sleep``, ``resume`` and ``mark_dead``.
+    The owner of the server processes calls ``mark_dead``.
     """
     app = FastAPI(openapi_url=None, redirect_slashes=False)
 
@@ -75,18 +75,6 @@ def _app(pool: BackendPool, proxy: Proxy) -> FastAPI:
     @app.delete("/workers")
     async def remove(url: str) -> None:
         await pool.remove(find(url))
-
-    @app.post("/workers/sleep")
-    async def sleep(url: str) -> dict[str, Any]:
-        backend = find(url)
-        await pool.sleep(backend)
-        return _shown(backend)
-
-    @app.post("/workers/resume")
-    async def resume(url: str) -> dict[str, Any]:
-        backend = find(url)
-        pool.resume(backend)
-        return _shown(backend)
 
     @app.post("/workers/mark_dead")
     async def mark_dead(url: str, reason: str, lost: bool = False) -> None:

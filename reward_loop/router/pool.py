@@ -7,11 +7,10 @@ State  New requests                      Next state
 ====== ================================= ===============================================================
 DOWN   none; they wait                   UP, when a health check succeeds
 UP     yes, unless it is cooling down    DOWN, after failed requests or checks (`mark_unhealthy`)
-ASLEEP none; they wait                   UP, by `resume`
 LOST   none; they fail if all are LOST   none
 ====== ================================= ===============================================================
 
-`sleep` applies in all states but LOST; `mark_dead` with `lost` applies in all.
+`mark_dead` with `lost` applies in all states.
 
 Invariants:
 
@@ -141,7 +140,7 @@ class BackendPool:
         return any(backend not in avoid for backend in self.group(route).ready)
 
     async def acquire(self, route: Route = ANY, key: int = 0, avoid: Container[Backend] = ()) -> Backend:
-        """Return a server for a request; wait while all servers are down or asleep.
+        """Return a server for a request; wait while all servers are down.
 
         Args:
             route: which servers can answer the request.
@@ -253,25 +252,6 @@ class BackendPool:
         self._stop_watching(backend)
         self._set_state(backend, BackendState.DOWN)
         await self._wait_until_idle(backend)
-
-    async def sleep(self, backend: Backend) -> None:
-        """Send the server no new requests, and wait until its requests in flight end or it is resumed."""
-        if backend.state is not BackendState.LOST:
-            logger.info("server %s is going to sleep", backend.url)
-            self._stop_watching(backend)
-            self._set_state(backend, BackendState.ASLEEP)
-            await self._wait_until_idle(backend)
-
-    def resume(self, backend: Backend) -> None:
-        """Take a sleeping server, which its owner has woken, into use again.
-
-        It is UP at once: if several servers wake together and each had to pass a health check first, the first one to
-        pass would receive all waiting requests.
-        """
-        if backend.state is BackendState.ASLEEP:
-            backend.outages = 0
-            self._set_state(backend, BackendState.UP)
-            self._start_watching(backend)
 
     def describe(self, backends: Iterable[Backend] | None = None) -> str:
         """Return a text for messages: the URL, state and last error of each server (by default, of all servers)."""

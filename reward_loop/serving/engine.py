@@ -64,19 +64,6 @@ class Engine(ABC):
     inherits_socket: ClassVar[bool] = False
     """Whether the server accepts ``--fd`` and ``--parent-pipe``, as this library's own servers do."""
 
-    pause_paths: ClassVar[tuple[str, ...]] = ()
-    """POSTs of ``{}`` to these paths, in this order, end all computation, before `sleep_paths`. A server that still
-    computes answers one of them with an error status."""
-
-    sleep_paths: ClassVar[tuple[str, ...]] = ()
-    """POSTs of ``{}`` to these paths, in this order, free the model's memory; empty if the engine has none to free."""
-
-    wake_paths: ClassVar[tuple[str, ...]] = ()
-    """POSTs of ``{}`` to these paths, in this order, allocate the model's memory again."""
-
-    continue_paths: ClassVar[tuple[str, ...]] = ()
-    """POSTs of ``{}`` to these paths, in this order, allow computation again after `pause_paths`."""
-
     def check(self, model: ServedModelConfig) -> None:
         """Check the options of a model before any server starts.
 

@@ -45,9 +45,6 @@ class Vllm(Engine):
     The server binds its port early, and listens when it is ready. It exits when its engine core dies.
     """
 
-    sleep_paths = ("/sleep?level=1",)
-    wake_paths = ("/wake_up",)
-
     def command(self, model: ServedModelConfig, host: str, port: int) -> list[str]:
         options: dict[str, Any] = {
             "host": host,
@@ -66,9 +63,6 @@ class Vllm(Engine):
             options |= {"runner": "pooling", "convert": "classify"}
         if self._on_cpu(model):
             options |= {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_KV_CACHE}
-        # On a CPU, vLLM rejects the flag, and the sleep endpoints work without it.
-        elif model.enable_sleep_mode:
-            options["enable_sleep_mode"] = True
         start = [interpreter(model), "-m", "vllm.entrypoints.cli.main", "serve", str(model.model_path)]
         return start + flags(model, options, _RESERVED)
 
@@ -81,8 +75,6 @@ class Vllm(Engine):
                 "OMP_NUM_THREADS": str(model.threads),
                 "TORCHDYNAMO_DISABLE": "1",
             }
-        if model.enable_sleep_mode:
-            environment["VLLM_SERVER_DEV_MODE"] = "1"
         return environment | model.env
 
     def gpus(self, model: ServedModelConfig) -> int:
@@ -112,14 +104,6 @@ class Sglang(Engine):
     Its native ``/classify`` returns raw logits; its ``/v1/classify`` applies a softmax.
     """
 
-    # SGLang dies if it releases memory while it computes, for example for a health check or for a request whose client
-    # has disconnected. A paused server aborts what it computes, and holds health checks until it continues; the answer
-    # to /flush_cache waits until nothing runs any more. Its status is 400 if something still runs.
-    pause_paths = ("/pause_generation", "/flush_cache?timeout=60")
-    sleep_paths = ("/release_memory_occupation",)
-    wake_paths = ("/resume_memory_occupation",)
-    continue_paths = ("/continue_generation",)
-
     def check(self, model: ServedModelConfig) -> None:
         if not has_module("sglang", model):
             raise ConfigError(
@@ -146,10 +130,6 @@ class Sglang(Engine):
             options |= {"device": "cpu", "disable_overlap_schedule": True, "disable_cuda_graph": True}
             # By default, an idle server computes in a loop, which takes a core from all others.
             options["sleep_on_idle"] = True
-        # On a CPU, the memory saver finds no CUDA and the server does not start; the sleep endpoints work without it.
-        elif model.enable_sleep_mode:
-            # Without the backup, the weights are missing after wake-up: SGLang expects a trainer to send them.
-            options |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
         return [interpreter(model), "-m", "sglang.launch_server", *flags(model, options, _RESERVED)]
 
     def environment(self, model: ServedModelConfig) -> dict[str, str]:
@@ -174,14 +154,9 @@ class Sglang(Engine):
 
 
 class Transformers(Engine):
-    """The embedded engine: transformers on the CPU, in the server of :mod:`reward_loop.serving.embedded.app`.
-
-    Sleep frees the weights; wake-up reads them again from the model directory.
-    """
+    """The embedded engine: transformers on the CPU, in the server of :mod:`reward_loop.serving.embedded.app`."""
 
     inherits_socket = True
-    sleep_paths = ("/sleep",)
-    wake_paths = ("/wake_up",)
 
     def check(self, model: ServedModelConfig) -> None:
         for option in _ONLY_FOR_VLLM_AND_SGLANG:
@@ -189,7 +164,7 @@ class Transformers(Engine):
                 raise ConfigError(f"{option} has no effect with engine='transformers': it is for vLLM and SGLang")
 
     def command(self, model: ServedModelConfig, host: str, port: int) -> list[str]:
-        own = {"model_path", "served_model_name", "max_batch_size", "max_wait_ms", "enable_sleep_mode"}
+        own = {"model_path", "served_model_name", "max_batch_size", "max_wait_ms"}
         options = model.model_dump_json(include=own)
         return [sys.executable, "-m", "reward_loop.serving.embedded.app", "--options", options]
 

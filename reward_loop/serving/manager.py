@@ -8,7 +8,7 @@ import logging
 import shutil
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -32,8 +32,6 @@ __all__ = ["RewardModelManager", "ServedRewardModel", "serve_reward_model"]
 
 logger = logging.getLogger(__name__)
 
-_SLEEPS_WITHIN_S = 120.0
-"""Seconds that a server may take to sleep or wake, after its requests in flight have finished."""
 _ROUTER_STARTS_WITHIN_S = 300.0
 """Seconds within which the router must be ready. It loads no model, so `start_timeout_s` does not apply."""
 _ROUTER_STOPS_WITHIN_S = 1.0
@@ -128,34 +126,6 @@ class RewardModelManager:
                 elif logs is not None:
                     await asyncio.to_thread(shutil.rmtree, logs, ignore_errors=True)
 
-    async def sleep(self) -> None:
-        """Free the models' memory: the router holds new requests, requests in flight finish, then the engines sleep.
-
-        External servers keep their memory; they only get no requests.
-
-        Raises:
-            ConfigError: a model is served without `enable_sleep_mode`.
-            ServerError: the router or a server did not go to sleep.
-        """
-        for server in self._servers:
-            if not server.can_sleep:
-                raise ConfigError(f"{server.model.served_model_name}: set enable_sleep_mode=True to put it to sleep")
-        await self._with_each(ModelServer.sleep)
-
-    async def wake(self) -> None:
-        """Allocate the models' memory again; the router then sends the requests that it has held.
-
-        Raises:
-            ServerError: the router or a server did not wake up.
-        """
-        await self._with_each(ModelServer.wake)
-
-    async def _with_each(self, do: Callable[[ModelServer], Awaitable[None]]) -> None:
-        """Call ``do`` for all servers concurrently; raise the first error after all calls have ended."""
-        for error in await asyncio.gather(*map(do, self._servers), return_exceptions=True):
-            if error is not None:
-                raise error
-
     async def _start(self, models: list[ServedModelConfig]) -> None:
         config = self._config
         log_dir = log_folder(config.log_dir)
@@ -175,7 +145,7 @@ class RewardModelManager:
             at_once=True,
             on_up=self._send_states,
         )
-        router = RouterClient(self._router_url, supervisor.started, config.request_timeout_s + _SLEEPS_WITHIN_S)
+        router = RouterClient(self._router_url, supervisor.started)
         for model in models:
             self._servers += [ModelServer(model, url, router) for url in model.urls]
         for launch in launches:
@@ -244,27 +214,15 @@ class RewardModelManager:
 
 
 class ServedRewardModel:
-    """Controls a :class:`RewardModelManager` that runs in another thread; see :func:`serve_reward_model`."""
+    """A :class:`RewardModelManager` that runs in another thread; see :func:`serve_reward_model`."""
 
-    def __init__(self, manager: RewardModelManager, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, manager: RewardModelManager) -> None:
         self._manager = manager
-        self._loop = loop
 
     @property
     def reward_router_address(self) -> str:
         """``host:port`` of the router."""
         return self._manager.reward_router_address
-
-    def sleep(self) -> None:
-        """Free the models' memory, and return when that is done; see :meth:`RewardModelManager.sleep`."""
-        self._run(self._manager.sleep())
-
-    def wake(self) -> None:
-        """Allocate the models' memory again, and return when that is done; see :meth:`RewardModelManager.wake`."""
-        self._run(self._manager.wake())
-
-    def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
 
 @contextmanager
@@ -281,7 +239,7 @@ def serve_reward_model(config: RewardModelConfig, gpus: GpuReservation | None = 
         gpus: as for :class:`RewardModelManager`.
 
     Yields:
-        the router's address and the methods ``sleep`` and ``wake``, once all processes are ready.
+        the router's address, once all processes are ready.
 
     Raises:
         ConfigError, ServerStartError: as on entry of :class:`RewardModelManager`.
@@ -290,7 +248,7 @@ def serve_reward_model(config: RewardModelConfig, gpus: GpuReservation | None = 
     @asynccontextmanager
     async def serving() -> AsyncIterator[ServedRewardModel]:
         async with RewardModelManager(config, gpus) as manager:
-            yield ServedRewardModel(manager, asyncio.get_running_loop())
+            yield ServedRewardModel(manager)
 
     with in_background(serving, name="reward-model-manager") as model:
         yield model

@@ -25,8 +25,9 @@ async def test_servers_come_and_go_while_it_runs() -> None:
             assert response.status == 409
         async with session.post("/workers", json={"url": "ftp://x"}) as response:
             assert response.status == 422
-        async with session.post("/workers/sleep", params={"url": urls[0]}) as response:
-            assert (await response.json())["state"] == "asleep"
+        killed = {"url": urls[0], "reason": "killed", "lost": "true"}
+        async with session.post("/workers/mark_dead", params=killed) as response:
+            assert response.status == 200
         assert [(await post(url, CHAT))[0] for _ in range(3)] == [200] * 3
         counts = {backend["url"]: backend["requests"] for backend in await listed(session)}
         assert counts == {urls[0]: 0, other: 3}
@@ -94,7 +95,7 @@ async def refused(session: aiohttp.ClientSession, method: str, path: str, **opti
         ("DELETE", "/workers", {"params": {"url": "http://x:1"}}, 404, "unknown server 'http://x:1'"),
         ("POST", "/workers/mark_dead", {"params": {"url": "http://x:1"}}, 422, "query.reason"),
         ("PUT", "/workers", {}, 405, "Method Not Allowed"),
-        ("GET", "/workers/sleep", {}, 405, "Method Not Allowed"),
+        ("GET", "/workers/mark_dead", {}, 405, "Method Not Allowed"),
         ("DELETE", "/health", {}, 405, "GET and HEAD"),
         ("POST", "/metrics", {}, 405, "Method Not Allowed"),
     ],
@@ -164,7 +165,7 @@ async def test_health_paths_cannot_split_a_request() -> None:
 async def test_names_of_authentication_schemes_are_case_insensitive() -> None:
     async with routed(model_server("m"), api_key="k") as (url, _, _):
         for authorization in ("bearer k", "BEARER k", "Bearer  k"):
-            for path in (CHAT, "/workers/resume?url=x"):
+            for path in (CHAT, "/workers/mark_dead?url=x&reason=y"):
                 assert (await post(url, path, headers={"Authorization": authorization}))[0] in (200, 404)
         for authorization in ("Basic k", "k", "Bearer", "bearerk", "Bearer K", ""):
             assert (await post(url, CHAT, headers={"Authorization": authorization}))[0] == 401

@@ -105,9 +105,6 @@ async def test_when_all_servers_are_lost_requests_fail_at_once_with_the_reasons(
         pool.mark_dead(pool.backends[1], "no such model", lost=True)
         with pytest.raises(Refusal, match=r"a:1 is lost \(out of memory\); http://b:1 is .*no such model"):
             await waiting
-        await pool.sleep(pool.backends[0])
-        pool.resume(pool.backends[0])
-        assert pool.backends[0].state is BackendState.LOST
 
 
 async def test_a_dead_backend_is_taken_out_of_use() -> None:
@@ -326,55 +323,3 @@ async def test_a_check_that_timed_out_is_repeated_without_waiting_for_the_interv
     async with BackendPool(BACKENDS[:1], check, options) as pool:
         backend = await pool.acquire()
         await until(lambda: backend.state is BackendState.DOWN)
-
-
-async def test_requests_for_a_sleeping_backend_wait_until_it_is_resumed() -> None:
-    async with BackendPool(BACKENDS[:1], Health(*URLS)) as pool:
-        backend = await pool.acquire()
-        backend.in_flight = 1
-        sleeping = asyncio.create_task(pool.sleep(backend))
-        await until(lambda: backend.state is BackendState.ASLEEP)
-        assert not sleeping.done()
-        pool.mark_dead(backend, "it dies in its sleep")
-        assert backend.state is BackendState.ASLEEP
-        backend.in_flight = 0
-        backend.idle.set()
-        await sleeping
-        waiting = asyncio.create_task(pool.acquire())
-        await asyncio.sleep(0)
-        assert not pool.usable
-        pool.resume(backend)
-        assert await waiting is backend
-
-
-async def test_backends_that_were_woken_together_share_what_comes() -> None:
-    health = Health(*URLS[:2])
-    async with BackendPool(BACKENDS[:2], health) as pool:
-        both = {(await pool.acquire()).url for _ in range(2)}
-        for backend in pool.backends:
-            await pool.sleep(backend)
-            health.well[backend.url].clear()  # checks take their time
-        for backend in pool.backends:
-            pool.resume(backend)
-        assert {(await pool.acquire()).url for _ in range(2)} == both == set(URLS[:2])
-
-
-@pytest.mark.parametrize("end", ["resume", "remove", "mark_dead"])
-async def test_waiting_for_sleep_ends_if_the_server_is_resumed_removed_or_lost(end: str) -> None:
-    async with BackendPool(BACKENDS[:1], Health(*URLS)) as pool, asyncio.timeout(60):
-        backend = await pool.acquire()
-        backend.begin()
-        sleeping = asyncio.create_task(pool.sleep(backend))
-        await until(lambda: backend.state is BackendState.ASLEEP)
-        if end == "resume":
-            pool.resume(backend)
-            await sleeping
-        elif end == "mark_dead":
-            pool.mark_dead(backend, "killed", lost=True)
-            await sleeping
-        else:
-            removing = asyncio.create_task(pool.remove(backend))
-            await sleeping
-            assert not removing.done()
-            backend.end(0, 1.0)
-            await removing

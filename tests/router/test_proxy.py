@@ -282,7 +282,7 @@ async def test_requests_of_a_frozen_server_move_within_the_retry_budget() -> Non
         url = await stack.enter_async_context(served_by_router(router))
         await until(lambda: all(backend.state is BackendState.UP for backend in pool.backends))
         stuck, other = pool.backends
-        await pool.sleep(other)  # so that both requests go to the server that will be frozen
+        pool.cool_down(other, 3600)  # so that both requests go to the server that will be frozen
         requests = [asyncio.create_task(post(url)) for _ in range(2)]
         for _ in requests:
             await arrived.acquire()
@@ -290,8 +290,9 @@ async def test_requests_of_a_frozen_server_move_within_the_retry_budget() -> Non
         pool.on_frozen(stuck)
         await asyncio.sleep(0)
         assert stuck.in_flight == 2  # there is no other server
-        pool.resume(other)
-        await until(lambda: pool.has_stand_in(stuck))
+        other.cools_down_until = 0.0
+        pool._refresh()
+        assert pool.has_stand_in(stuck)
         router.proxy.budget.left = 1
         pool.on_frozen(stuck)
         done, _ = await asyncio.wait(requests, return_when=asyncio.FIRST_COMPLETED, timeout=60)

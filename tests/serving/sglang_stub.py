@@ -2,7 +2,7 @@
 
 It binds its port itself, starts a process of its own, answers requests for unknown models, and has flat error bodies
 and raw logits in ``/classify``. As SGLang does, it dies of requests that a server with ``--is-embedding`` cannot
-process, and of the sleep endpoints in a wrong state. Only the stub has ``GET /asleep``.
+process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from fastapi.responses import JSONResponse, Response
 
 def create_app(name: str, *, is_embedding: bool) -> FastAPI:
     app = FastAPI()
-    paused = idle = asleep = False
 
     def flat(status: int, message: str) -> JSONResponse:
         body = {"object": "error", "message": message, "type": "BadRequestError", "param": None, "code": status}
@@ -60,43 +59,6 @@ def create_app(name: str, *, is_embedding: bool) -> FastAPI:
             return JSONResponse({"error": {"message": "At least one of text, input_ids, ... should be provided"}}, 400)
         return {"embedding": [float(len(text))], "meta_info": {"prompt_tokens": len(text), "cached_tokens": 0}}
 
-    @app.post("/pause_generation")
-    async def pause(request: Request) -> Any:
-        nonlocal paused
-        paused = await request.json() == {}
-        return {"message": "Generation paused successfully.", "status": "ok"}
-
-    @app.post("/continue_generation")
-    async def resume_generation(request: Request) -> Any:
-        nonlocal paused, idle
-        paused = await request.json() != {}
-        idle = False
-        return {"message": "Generation continued successfully.", "status": "ok"}
-
-    @app.post("/flush_cache")
-    async def flush(timeout: float) -> None:
-        nonlocal idle
-        idle = paused and timeout > 0
-
-    @app.post("/release_memory_occupation")
-    async def release(request: Request) -> None:
-        nonlocal asleep
-        if not idle:
-            # SGLang dies only while it computes, which it may do at any time before a paused server has been flushed.
-            os._exit(9)
-        asleep = await request.json() == {}
-
-    @app.post("/resume_memory_occupation")
-    async def resume(request: Request) -> None:
-        nonlocal asleep
-        if not asleep:
-            os._exit(9)
-        asleep = await request.json() != {}
-
-    @app.get("/asleep")
-    async def is_asleep() -> bool:
-        return asleep
-
     return app
 
 
@@ -110,8 +72,6 @@ def main() -> None:
     parser.add_argument("--tp-size")
     parser.add_argument("--dp-size")
     parser.add_argument("--is-embedding", action="store_true")
-    parser.add_argument("--enable-memory-saver", action="store_true", required=True)
-    parser.add_argument("--enable-weights-cpu-backup", action="store_true", required=True)
     args = parser.parse_args()
     # As SGLang's scheduler does, it lives in a process of its own.
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])

@@ -43,7 +43,6 @@ def test_vllm_on_gpus(installed: Any) -> None:
         tensor_parallel_size=4,
         data_parallel_size=2,
         gpu_memory_utilization=0.8,
-        enable_sleep_mode=True,
         engine_args={
             "max-num-seqs": 64,
             "enforce_eager": True,
@@ -56,20 +55,17 @@ def test_vllm_on_gpus(installed: Any) -> None:
     assert command(model) == (
         " -m vllm.entrypoints.cli.main serve /m --host 127.0.0.1 --port 8001 --served-model-name judge "
         "--disable-uvicorn-access-log --dtype auto --gpu-memory-utilization 0.8 --tensor-parallel-size 4 "
-        "--data-parallel-size 2 --enable-sleep-mode "
+        "--data-parallel-size 2 "
         '--max-num-seqs 64 --enforce-eager --hf-overrides {"a": [1]} --lora-modules x=/x y=/y'
     )
     environment = ENGINES["vllm"].environment(model)
-    assert environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert "TORCHDYNAMO_DISABLE" not in environment
     assert ENGINES["vllm"].gpus(model) == 8
 
 
 def test_vllm_on_a_cpu(installed: Any) -> None:
     installed("0.31.0+cpu")
-    model = settled(
-        "vllm", kind="discriminative", dtype="float32", enable_sleep_mode=True, env={"OMP_NUM_THREADS": "7"}
-    )
+    model = settled("vllm", kind="discriminative", dtype="float32", env={"OMP_NUM_THREADS": "7"})
     assert command(model).endswith(
         "--dtype float32 --tensor-parallel-size 1 --data-parallel-size 1 --runner pooling --convert classify "
         "--enforce-eager --kv-cache-memory-bytes 1G"
@@ -98,7 +94,6 @@ def test_sglang() -> None:
         "--context-length 4096 --mem-fraction-static 0.7 --is-embedding --tp-size 2 --dp-size 1"
     )
     assert ENGINES["sglang"].gpus(model) == 2
-    assert "--enable-memory-saver --enable-weights-cpu-backup" in command(settled("sglang", enable_sleep_mode=True))
 
 
 def test_sglang_on_a_cpu_takes_no_gpus() -> None:
@@ -108,8 +103,8 @@ def test_sglang_on_a_cpu_takes_no_gpus() -> None:
     assert ENGINES["sglang"].gpus(settled("sglang", env={"SGLANG_USE_CPU_ENGINE": "1"})) == 0
 
 
-def test_sglang_on_a_cpu_needs_no_other_option_and_has_no_memory_saver() -> None:
-    model = settled("sglang", engine_args={"device": "cpu"}, enable_sleep_mode=True, threads=3)
+def test_sglang_on_a_cpu_needs_no_other_option() -> None:
+    model = settled("sglang", engine_args={"device": "cpu"}, threads=3)
     assert command(model).endswith(
         " --served-model-name judge --dtype auto --tp-size 1 --dp-size 1 --device cpu --disable-overlap-schedule"
         " --disable-cuda-graph --sleep-on-idle"

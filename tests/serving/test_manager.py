@@ -22,8 +22,8 @@ import pytest
 
 from reward_loop.client.http import post as client_post
 from reward_loop.config import RewardModelConfig
-from reward_loop.errors import ConfigError, ServerError, ServerStartError
-from reward_loop.serving import RewardModelManager, model_server, serve_reward_model, supervisor
+from reward_loop.errors import ConfigError, ServerStartError
+from reward_loop.serving import RewardModelManager, serve_reward_model, supervisor
 from reward_loop.serving.engines import Transformers
 from reward_loop.serving.process import ServerProcess
 from tests.servers import STUB_COMMAND, Watched, listed, post, until
@@ -166,7 +166,7 @@ async def test_a_server_that_does_not_start_shows_its_log_and_leaves_nothing(con
 
 
 @pytest.mark.usefixtures("stubs")
-async def test_servers_that_someone_else_runs_get_no_requests_while_they_are_asleep(config: Any) -> None:
+async def test_the_router_passes_requests_to_servers_that_someone_else_runs(config: Any) -> None:
     theirs = {"engine": "external", "urls": [], "kind": "generative"}
     async with (
         RewardModelManager(config(served_model_name="judge")) as one,
@@ -178,32 +178,6 @@ async def test_servers_that_someone_else_runs_get_no_requests_while_they_are_asl
             assert list(models.pids()) == ["router"]
             url = f"http://{models.reward_router_address}"
             assert await post(url, "/echo", b"x") == (200, b"x")
-            await models.sleep()
-            assert [await _state(url, index) for index in (0, 1)] == ["asleep", "asleep"]
-            waiting = asyncio.create_task(post(url, "/echo", b"x"))
-            await models.wake()
-            assert await waiting == (200, b"x")
-
-
-@pytest.mark.usefixtures("stubs")
-async def test_if_a_server_does_not_fall_asleep_the_error_follows_the_sleep_of_the_others(
-    config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asleep = []
-    send = model_server._send
-
-    async def sent(url: str, path: str, timeout_s: float, **options: Any) -> None:
-        if url == models._servers[0].url:
-            raise ServerError("no sleep")
-        await send(url, path, timeout_s, **options)
-        if path == "/sleep":
-            asleep.append(url)
-
-    monkeypatch.setattr(model_server, "_send", sent)
-    async with RewardModelManager(config(replicas=2, enable_sleep_mode=True)) as models:
-        with pytest.raises(ServerError, match="no sleep"):
-            await models.sleep()
-        assert asleep == [models._servers[1].url]
 
 
 def test_the_options_of_health_checks_reach_the_router(config: Any) -> None:
@@ -228,14 +202,10 @@ async def test_a_port_in_use_is_named_with_its_option(config: Any) -> None:
 
 
 @pytest.mark.usefixtures("stubs")
-def test_serve_reward_model_gives_an_address_and_sleep_and_wake(config: Any) -> None:
-    with serve_reward_model(config(enable_sleep_mode=True)) as model:
+def test_serve_reward_model_gives_an_address(config: Any) -> None:
+    with serve_reward_model(config()) as model:
         url = f"http://{model.reward_router_address}"
         assert asyncio.run(post(url, "/echo", b"x")) == (200, b"x")
-        model.sleep()
-        assert asyncio.run(_state(url, 0)) == "asleep"
-        model.wake()
-        assert asyncio.run(_state(url, 0)) == "up"
     with pytest.raises(ConfigError, match="/no/such/model"), serve_reward_model(config(model_path="/no/such/model")):
         pass
 

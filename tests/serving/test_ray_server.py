@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import psutil
 import pytest
 
@@ -48,7 +47,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 async def test_a_server_comes_back_after_its_own_death_and_its_actors(config: Any) -> None:
     from ray.util import placement_group_table
 
-    async with RewardModelManager(config(enable_sleep_mode=True)) as models:
+    async with RewardModelManager(config()) as models:
         url = f"http://{models.reward_router_address}"
         assert await post(url, "/echo", b"x") == (200, b"x")
         first = models.pids()["server 1"]
@@ -63,16 +62,6 @@ async def test_a_server_comes_back_after_its_own_death_and_its_actors(config: An
         assert await post(url, "/echo", b"z") == (200, b"z")
         third = models.pids()["server 1"]
         assert len({first, second, third}) == 3
-        # Asleep, it comes back asleep, wherever that is.
-        await models.sleep()
-        os.kill(third, signal.SIGKILL)
-        async with aiohttp.ClientSession(url) as session, asyncio.timeout(300):
-            states: list[str] = []
-            while models.pids().get("server 1") in (None, third) or states != ["asleep"]:
-                async with session.get("/workers") as response:
-                    states = [worker["state"] for worker in await response.json()]
-        await models.wake()
-        assert await post(url, "/echo", b"x") == (200, b"x")
         watched = Watched([models.pids()["server 1"]])
     assert watched.left_after(0) == 0
     watched.close()

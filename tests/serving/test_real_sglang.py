@@ -60,7 +60,6 @@ async def models(
         "engine": "sglang",
         "python": str(ENVIRONMENT / "bin" / "python"),
         "max_model_len": MAX_MODEL_LEN,
-        "enable_sleep_mode": True,
         "dtype": "float32",
         "start_timeout_s": 600,
         "env": {"SGLANG_DISABLED_MODEL_ARCHS": _other_models()},
@@ -231,30 +230,6 @@ async def test_the_router_rejects_what_real_sglang_would_answer_or_die_of(models
     ):
         answer = await _post(url, path, body)
         assert (answer[0], answer[1]["error"]["type"]) == (status, "RouterError"), (path, body)
-    assert models.pids() == before
-
-
-async def test_requests_for_a_sleeping_real_sglang_wait_until_it_wakes(models: RewardModelManager) -> None:
-    before = models.pids()
-    await models.wake()  # has no effect on servers that are awake
-    async with aiohttp.ClientSession(_url(models)) as session:
-        # The client disconnects while SGLang generates.
-        endless = {"model": "judge", "messages": HELLO, "max_tokens": 400, "ignore_eos": True, "stream": True}
-        async with session.post(CHAT, json=endless) as response:
-            await response.content.readany()
-        await models.sleep()
-        workers = await _workers(models)
-        assert {worker["state"] for worker in workers} == {"asleep"}
-        requests = [asyncio.create_task(_classify(models, text)) for text in TEXTS]
-        # A request to the server itself waits as well.
-        direct = asyncio.create_task(_post(workers[1]["url"], "/classify", {"text": TEXTS[0]}))
-        # The router answers this one after it has received the others.
-        async with session.get("/live") as response:
-            assert response.status == 200
-        assert not any(request.done() for request in [*requests, direct])
-        await models.wake()
-        answers = await asyncio.gather(*requests, direct)
-        assert [status for status, _ in answers] == [200] * len(answers)
     assert models.pids() == before
 
 

@@ -46,7 +46,6 @@ async def models(
     options: dict[str, Any] = {
         "engine": "vllm",
         "max_model_len": MAX_MODEL_LEN,
-        "enable_sleep_mode": True,
         "dtype": "float32",
         "start_timeout_s": 600,
         "engine_args": {"kv_cache_memory_bytes": "32M", "max_num_seqs": 16},
@@ -223,25 +222,6 @@ async def test_errors_of_vllm_and_of_the_router(models: RewardModelManager, clie
     assert (status, "not JSON" in json.loads(body)["error"]["message"]) == (400, True)
     status, body = await _classify(models, input="x" * 2 * MAX_MODEL_LEN)
     assert (status, body["error"]["code"]) == (400, 400)
-
-
-async def test_requests_for_sleeping_engines_wait_until_they_wake(models: RewardModelManager) -> None:
-    async with aiohttp.ClientSession(_url(models)) as session:
-        await models.sleep()
-        async with session.get("/workers") as response:
-            workers = await response.json()
-        assert {worker["state"] for worker in workers} == {"asleep"}
-        for worker in workers:
-            async with session.get(worker["url"] + "/is_sleeping") as response:
-                assert (await response.json())["is_sleeping"] is True
-        requests = [asyncio.create_task(_classify(models, input=text)) for text in TEXTS]
-        # The router answers this one after it has received those.
-        async with session.get("/live") as response:
-            assert response.status == 200
-        await models.wake()
-        assert [status for status, _ in await asyncio.gather(*requests)] == [200] * len(TEXTS)
-        async with session.get("/workers") as response:
-            assert "asleep" not in {worker["state"] for worker in await response.json()}
 
 
 async def test_a_killed_engine_core_is_replaced_and_costs_the_other_model_nothing(

@@ -9,6 +9,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import ray
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
 
@@ -45,11 +46,13 @@ class Twofold(Seeded):
 
 
 class Timed(SingleTurnAgentLoop):
-    """Writes down from when to when it generated."""
+    """Writes down from when to when it generated, and whether the reward model slept then."""
 
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> Any:
-        began = time.time()
+        model = ray.get_actor("cpu_reward_server_0")
+        began, slept = time.time(), await model.is_sleeping.remote()
         output = await super().run(sampling_params, priority, **kwargs)
+        times = {"began": began, "ended": time.time(), "model_slept": slept and await model.is_sleeping.remote()}
         with Path(os.environ["REWARD_LOG"]).with_name("generations.jsonl").open("a") as file:
-            file.write(json.dumps({"began": began, "ended": time.time()}) + "\n")
+            file.write(json.dumps(times) + "\n")
         return output

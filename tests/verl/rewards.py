@@ -314,13 +314,18 @@ async def queued(solution_str: str, ground_truth: str, reward_router_address: st
 
 
 async def watched(solution_str: str, ground_truth: str, extra_info: dict, reward_router_address: str) -> float:
-    """Asks the reward model, and writes down from when to when, and whether the rollout slept meanwhile."""
+    """Asks the reward model, and writes down whether only the rollout slept before and afterwards."""
     import ray
 
-    rollout = ray.get_actor("cpu_rollout_server_0")
-    began, slept = time.time(), await rollout.is_sleeping.remote()
+    async def slept() -> tuple[bool, bool]:
+        servers = (ray.get_actor("cpu_rollout_server_0"), ray.get_actor("cpu_reward_server_0"))
+        rollout, model = [await server.is_sleeping.remote() for server in servers]
+        return rollout, model
+
+    before = await slept()
     score = await classify(reward_router_address, solution_str or " ", timeout=None)
     assert isinstance(score, float)
-    times = {"began": began, "ended": time.time(), "rollout_slept": slept and await rollout.is_sleeping.remote()}
-    _log(output=solution_str, gts=ground_truth, score=score, outcome="scored", split=extra_info["split"], **times)
+    slept_right = before == await slept() == (True, False)
+    line = {"score": score, "outcome": "scored", "split": extra_info["split"], "slept_right": slept_right}
+    _log(output=solution_str, gts=ground_truth, **line)
     return score

@@ -82,7 +82,6 @@ def test_vllms_parser_accepts_the_command_line_of_the_reward_models_servers(
     line = ENGINES["vllm"].command(model, "127.0.0.1", 8000)
     given = cli.make_arg_parser(parsing.FlexibleArgumentParser()).parse_args(line[line.index("serve") + 1 :])
     assert given.runner == ("pooling" if settings.scores_by_model else "auto")
-    assert given.enable_sleep_mode == (model.placement == "colocated")
     assert given.tensor_parallel_size == model.tensor_parallel_size
     assert given.enforce_eager == settings.scores_by_model, "CUDA graphs make the tokens of a judge faster"
 

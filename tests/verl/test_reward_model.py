@@ -177,7 +177,7 @@ def test_without_a_pool_the_model_shares_the_trainers_gpus() -> None:
     assert (options.placement, options.tensor_parallel_size, options.replicas) == ("colocated", 2, 8)
     options = resolved(*VLLM, *overrides, "+reward_model.server.placement=local").model
     assert options is not None
-    assert (options.placement, options.replicas, options.enable_sleep_mode) == ("local", 1, False)
+    assert (options.placement, options.replicas) == ("local", 1)
     in_pipeline = [PIPELINE, "trainer.v1.reward_pipeline.one_step_off_policy=False"]
     assert resolved(*VLLM, *overrides, *in_pipeline).model is not None
 

@@ -34,13 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["create_app", "main"]
 
 
-def create_app(model: EmbeddedModel, *, can_sleep: bool = False) -> FastAPI:
-    """Return the server's ASGI app. The engine runs during the app's lifespan.
-
-    Args:
-        model: the model to serve.
-        can_sleep: whether the app has vLLM's ``/sleep``, ``/wake_up`` and ``/is_sleeping``.
-    """
+def create_app(model: EmbeddedModel) -> FastAPI:
+    """Return the server's ASGI app for a model, whose engine runs during the app's lifespan."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -91,14 +86,6 @@ def create_app(model: EmbeddedModel, *, can_sleep: bool = False) -> FastAPI:
     async def classify(request: Request) -> Response:
         return await _answer(request, ClassifyRequest, model.classify)
 
-    if can_sleep:
-        app.post("/sleep")(model.sleep)
-        app.post("/wake_up")(model.wake_up)
-
-        @app.get("/is_sleeping")
-        async def is_sleeping() -> dict[str, bool]:
-            return {"is_sleeping": model.asleep}
-
     return app
 
 
@@ -143,7 +130,7 @@ def main() -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    web_server.serve(create_app(model, can_sleep=config.enable_sleep_mode), args, f"{kind} model {name}")
+    web_server.serve(create_app(model), args, f"{kind} model {name}")
     return 0
 
 

@@ -1,16 +1,14 @@
-"""The model of the embedded server: answers requests, sleeps and wakes up."""
+"""The model of the embedded server, which answers requests."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
 import transformers
 
-from reward_loop._util.standard_streams import print_line
 from reward_loop._util.text import listing
 from reward_loop.errors import ConfigError
 from reward_loop.serving.embedded.batching import BatchingEngine
@@ -55,10 +53,6 @@ class EmbeddedModel:
             candidates = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
             text_config.pad_token_id = next((token for token in candidates if token is not None), 0)
         self._template_options = frozenset(inspect.signature(self.tokenizer.apply_chat_template).parameters)
-        self._answered = 0
-        self.asleep = False
-        """Whether the weights are freed and requests wait."""
-        self._changing = asyncio.Lock()
         self.engine = BatchingEngine(
             self._model,
             pad_token_id=text_config.pad_token_id,
@@ -87,7 +81,6 @@ class EmbeddedModel:
         generations = await asyncio.gather(
             *(self.engine.generate(prompt, params.model_copy(update={"seed": seed})) for seed in seeds)
         )
-        self._answered += 1
         choices = [self._choice(index, generation, body) for index, generation in enumerate(generations)]
         new_tokens = sum(len(generation.token_ids) for generation in generations)
         return envelope("chatcmpl", "chat.completion", self.name, len(prompt), new_tokens) | {"choices": choices}
@@ -106,31 +99,7 @@ class EmbeddedModel:
             probs = logits if body.use_activation is False else self._activate(logits)
             label = self.config.id2label.get(max(range(len(probs)), key=probs.__getitem__))
             data.append({"index": index, "label": label, "probs": probs, "num_classes": len(probs)})
-        self._answered += 1
         return envelope("classify", "list", self.name, sum(map(len, inputs)), 0) | {"data": data}
-
-    async def sleep(self) -> None:
-        """Free the memory of the weights after the running batch has ended. Requests wait until :meth:`wake_up`."""
-        async with self._changing:
-            if self.asleep:
-                return
-            await self.engine.model_lock.acquire()
-            self.asleep = True
-            for tensor in self._model.state_dict(keep_vars=True).values():
-                tensor.data = tensor.data.new_empty(0)
-            self._print("asleep")
-
-    async def wake_up(self) -> None:
-        """Load the weights again, and resume the requests that wait."""
-        async with self._changing:
-            if not self.asleep:
-                return
-            weights = (await asyncio.to_thread(self._read)).state_dict()
-            for name, tensor in self._model.state_dict(keep_vars=True).items():
-                tensor.data = weights[name]
-            self._print("awake")
-            self.asleep = False
-            self.engine.model_lock.release()
 
     def _read(self) -> Any:
         """Return the model of the directory, in float32 and eval mode."""
@@ -147,10 +116,6 @@ class EmbeddedModel:
                 "supports only models with transformers' own heads. Use vLLM or SGLang"
             )
         return model.eval()
-
-    def _print(self, state: str) -> None:
-        time = datetime.now(UTC).isoformat(timespec="milliseconds")
-        print_line(f"{time} {state}; answers so far: {self._answered}")
 
     def _require(self, kind: ModelKind, path: str, model: str | None) -> None:
         if self.kind != kind:

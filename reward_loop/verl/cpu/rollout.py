@@ -47,8 +47,11 @@ class CPUReplica(RolloutReplica):
         options = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=node, soft=False)}
         path = copy_to_local(self.model_config.path)
         if self.is_reward_model:
-            engine_kwargs = dict((self.config.engine_kwargs or {}).get("transformers") or {})
-            server = ray.remote(CPURewardServer).options(**options).remote(path, engine_kwargs)
+            server = (
+                ray.remote(CPURewardServer)
+                .options(name=f"cpu_reward_server_{self.replica_rank}", **options)
+                .remote(path)
+            )
         else:
             options |= {"name": _server_name(self.replica_rank), "num_cpus": 1, "max_concurrency": self.max_concurrency}
             server = (

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from typing import Any
 
 import ray
 import torch
 
-from reward_loop.config import RewardModelConfig, parse
+from reward_loop.config import RewardModelConfig
 from reward_loop.serving.embedded.batching import BatchingEngine
 from reward_loop.serving.embedded.sampling import SamplingParams
 from reward_loop.serving.manager import RewardModelManager
@@ -190,13 +190,12 @@ class CPURewardServer:
 
     Args:
         model_path: the local directory of the model.
-        options: options of `RewardModelConfig`, such as ``log_dir``.
     """
 
-    def __init__(self, model_path: str, options: Mapping[str, Any]) -> None:
-        given = {"model_path": model_path, "engine": "transformers", "enable_sleep_mode": True, **options}
-        self._models = RewardModelManager(parse(RewardModelConfig, given, "reward_model.rollout.engine_kwargs"))
+    def __init__(self, model_path: str) -> None:
+        self._models = RewardModelManager(RewardModelConfig(model_path=model_path, engine="transformers"))
         self._open = AsyncExitStack()
+        self._asleep = False
 
     async def start(self) -> str:
         """Start the server; return its ``host:port``."""
@@ -204,12 +203,16 @@ class CPURewardServer:
         return self._models.reward_router_address
 
     async def sleep(self) -> None:
-        """Free the model's memory."""
-        await self._models.sleep()
+        """Mark the server as asleep. There is no device memory to release."""
+        self._asleep = True
 
     async def wake_up(self) -> None:
-        """Load the model again."""
-        await self._models.wake()
+        """Mark the server as awake."""
+        self._asleep = False
+
+    async def is_sleeping(self) -> bool:
+        """Return whether the server is marked as asleep."""
+        return self._asleep
 
 
 def _as_list(value: Any) -> list[Any]:
