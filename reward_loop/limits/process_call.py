@@ -19,9 +19,10 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
+from functools import partial
 from typing import Any
 
-from reward_loop.errors import JobServiceError, LimitError
+from reward_loop.errors import LimitError
 from reward_loop.limits.call import Call, Deadlines, current_call
 from reward_loop.limits.permit import ABANDONED, Permit
 from reward_loop.limits.protocol import MAX_LENGTH, refusal
@@ -130,7 +131,7 @@ class ServedCall:
         self.context = call.sample is not None and call.sample.is_recorded
         self._call = call
         self._deadlines = deadlines
-        self._waiting: dict[int, asyncio.Task[None]] = {}
+        self._waiting: dict[int, asyncio.Task[Permit]] = {}
         self._permits: dict[int, Permit] = {}
 
     def begin(self, ended: asyncio.Future[Any]) -> None:
@@ -143,7 +144,9 @@ class ServedCall:
         """Handle a message of the function."""
         match message:
             case ("request", number, name, tokens):
-                self._waiting[number] = self._call.loop.create_task(self._acquire(number, name, tokens, answer))
+                task = self._call.loop.create_task(self._call.acquire(name, tokens))
+                self._waiting[number] = task
+                task.add_done_callback(partial(self._settled, number, answer))
             case ("used", number, tokens):
                 if number in self._permits:
                     self._permits[number].used(tokens)
@@ -162,16 +165,15 @@ class ServedCall:
                 if self._call.sample is not None:
                     self._call.sample.exchange({**fields, "attempt": self._call.attempt})
 
-    async def _acquire(self, number: int, name: str, tokens: float, answer: Callable[[int, Any], None]) -> None:
-        error: Exception | None = LimitError(ABANDONED)
-        try:
-            self._permits[number] = await self._call.acquire(name, tokens)
-            error = None
-        except (LimitError, JobServiceError) as refused:
-            error = refused
-        finally:
-            del self._waiting[number]
-            answer(number, None if error is None else (type(error).__name__, str(error)))
+    def _settled(self, number: int, answer: Callable[[int, Any], None], task: asyncio.Task[Permit]) -> None:
+        del self._waiting[number]
+        # A permit that was granted as the call ended has left already.
+        error: BaseException | None = LimitError(ABANDONED)
+        if not task.cancelled() and (error := task.exception()) is None:
+            permit = task.result()
+            self._permits[number] = permit
+            error = LimitError(ABANDONED) if permit.has_left else None
+        answer(number, None if error is None else (type(error).__name__, str(error)))
 
     def close(self) -> None:
         """Stop serving: the function has ended. `Call.end` ends its permits."""

@@ -264,9 +264,9 @@ class UserFunction:
         deadlines.watch(call)
         outcome = await self._threads.run(functools.partial(_begin, call, function, arguments), call.future)
         if outcome.exception is None and inspect.isawaitable(outcome.value):
-            seconds = outcome.seconds
+            seconds, awaitable = outcome.seconds, outcome.value
             call.future = call.loop.create_future()  # with the same deadline
-            task = on_loop.start(call, lambda: outcome.value, {})
+            task = on_loop.start(call, lambda: awaitable, {})
             try:
                 outcome = await call.future
             finally:

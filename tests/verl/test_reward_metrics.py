@@ -437,6 +437,7 @@ def test_agent_loop_workers_end_after_training_and_before_the_limits_do(
     run: Any = object.__new__(RewardLoopTrainer)
     run._settings, run._records = resolved(), None
     run._health = SimpleNamespace(flush=lambda: None)
+    run.reward_workers = SimpleNamespace(check_fatal_errors=list, check_fatal_errors_briefly=list)
     manager = SimpleNamespace(agent_loop_workers=["first", "second"])
     if ends == "well":
         run.fit(manager)
