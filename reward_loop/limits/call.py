@@ -21,8 +21,8 @@ __all__ = ["Call", "Deadlines", "current_call"]
 class Call:
     """One attempt to call a reward function, for a sample or a batch; the running event loop is that of the limits.
 
-    Waits for limits do not count towards the deadline. They are booked in one place, `_waiting`: for the deadline, for
-    the outcome, and for ``reward-loop stuck``.
+    Waits for limits do not count towards the deadline. `_waiting` alone measures them; the deadline, the outcome and
+    ``reward-loop stuck`` use it.
 
     Args:
         limits: the limits of the job.
@@ -31,8 +31,9 @@ class Call:
         attempt: 1 for the first call of the function for the sample, 2 for the first retry, and so on.
     """
 
-    __slots__ = ("_requests", "_waited", "_waited_before", "_waiting_since", "_waits", "_whole", "abandoned", "attempt",
-                 "future", "limits", "loop", "sample", "started", "timeout", "traffic_class")  # fmt: skip
+    __slots__ = ("_prune_at", "_requests", "_waited", "_waited_before", "_waiting_since", "_waits", "_whole",
+                 "abandoned", "attempt", "future", "limits", "loop", "sample", "started", "timeout",
+                 "traffic_class")  # fmt: skip
 
     def __init__(
         self, limits: Limits, timeout: float | None = None, traffic_class: str = "train", attempt: int = 1
@@ -42,14 +43,16 @@ class Call:
             limits.bind()
         self.timeout, self.traffic_class, self.attempt = timeout, traffic_class, attempt
         self.future: asyncio.Future[Any] = self.loop.create_future()
-        """What the caller awaits: the executor sets the outcome, `Deadlines` a `TimeoutError` at the deadline."""
+        """The end of the call, set by the executor; at the deadline, `Deadlines` sets a `TimeoutError`."""
         self.started: float | None = None
         """The start of the function by `time.monotonic`; ``None`` until then."""
         self.abandoned = False
         self.sample = current()
         self._whole: tuple[Permit, ...] = ()
         """The permits of the whole call. All tokens of the call count at the first one, too."""
-        self._requests: tuple[asyncio.Future[Permit], ...] = ()
+        self._requests: list[asyncio.Future[Permit]] = []
+        """All requests within the call, granted ones too; ended ones are removed when there are `_prune_at`."""
+        self._prune_at = 16
         self._waits = 0
         self._waiting_since = self._waited = self._waited_before = 0.0
 
@@ -69,8 +72,8 @@ class Call:
 
     @property
     def waited_inside(self) -> float:
-        """The seconds for which the function has waited for at least one limit."""
-        return self.waited - self._waited_before
+        """The seconds for which the function has waited for at least one limit, since it started."""
+        return 0.0 if self.started is None else self.waited - self._waited_before
 
     @contextlib.contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
@@ -102,7 +105,12 @@ class Call:
         """Acquire a permit within the function, on any event loop; raises as `Limits.acquire` does."""
         if asyncio.get_running_loop() is self.loop:
             return await self._acquire_inside(name, tokens)
-        return await asyncio.wrap_future(self._acquire_threadsafe(name, tokens))
+        acquiring = self._acquire_threadsafe(name, tokens)
+        try:
+            return await asyncio.wrap_future(acquiring)
+        except BaseException:
+            self._give_up(acquiring)
+            raise
 
     def acquire_in_thread(self, name: str, tokens: float) -> Permit:
         """Acquire a permit, as `acquire` does, in a thread without an event loop."""
@@ -110,8 +118,12 @@ class Call:
         try:
             return acquiring.result()
         except BaseException:
-            acquiring.cancel()
+            self._give_up(acquiring)
             raise
+
+    def _give_up(self, acquiring: Future[Permit]) -> None:
+        if not acquiring.cancel() and not acquiring.cancelled() and acquiring.exception() is None:
+            self.run(acquiring.result().leave)
 
     def _acquire_threadsafe(self, name: str, tokens: float) -> Future[Permit]:
         return asyncio.run_coroutine_threadsafe(self._acquire_inside(name, tokens), self.loop)
@@ -129,7 +141,10 @@ class Call:
 
     async def _acquire(self, name: str, tokens: float, what: str) -> Permit:
         request = self.limits.request(name, tokens, self.traffic_class)
-        self._requests = (*(other for other in self._requests if not _is_over(other)), request)
+        if len(self._requests) >= self._prune_at:
+            self._requests = [other for other in self._requests if not _is_over(other)]
+            self._prune_at = max(16, 2 * len(self._requests))
+        self._requests.append(request)
         if request.done():
             return request.result()
         with self._waiting(what):
@@ -182,8 +197,8 @@ current_call: contextvars.ContextVar[Call | None] = contextvars.ContextVar("rewa
 class Deadlines:
     """Expires calls at their deadlines, on one event loop.
 
-    Calls with the same timeout must start in the order of their `watch` calls. One timer, for the oldest call, then
-    serves all of them: a timer for each call would take 2 us per sample.
+    Watch calls with the same timeout in the order in which they will start. One timer, for the oldest call, then serves
+    all of them: a timer for each call would take 2 us per sample.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -199,6 +214,12 @@ class Deadlines:
             calls = self._calls[call.timeout] = OrderedDict()
             self.loop.call_later(call.timeout, self._look, call.timeout)
         calls[call] = None
+
+    def continue_with(self, call: Call) -> None:
+        """Watch the new future of a call that has started, until the deadline that it has had from its start."""
+        self.forget(call)
+        if call.timeout is not None and call.started is not None:
+            self._expire(call, call.started + call.timeout)
 
     def forget(self, call: Call) -> None:
         """Stop watching a call that has ended."""
@@ -224,6 +245,7 @@ class Deadlines:
             return
         left = deadline + call.waited_inside - time.monotonic()
         if left > 0:
-            self.loop.call_later(left, self._expire, call, deadline)
+            self.loop.call_later(max(left, 0.01), self._expire, call, deadline)
         else:
+            call.abandoned = True
             call.future.set_exception(TimeoutError())

@@ -198,7 +198,7 @@ class Limits(Holder, ABC):
 
     @abstractmethod
     async def configure(self, name: str, changes: dict[str, Any]) -> None:
-        """Change options of a limit, or add a limit, while the job runs.
+        """Change options of a limit while the job runs.
 
         Raises:
             ConfigError: an option is invalid.

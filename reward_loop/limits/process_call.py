@@ -17,14 +17,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import queue
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from typing import Any
 
 from reward_loop.errors import LimitError
 from reward_loop.limits.call import Call, Deadlines, current_call
-from reward_loop.limits.permit import ABANDONED, Permit
+from reward_loop.limits.permit import ABANDONED, Permit, give_up
 from reward_loop.limits.protocol import MAX_LENGTH, refusal
 from reward_loop.processes import worker
 from reward_loop.records import TEXT_FIELDS, encode_record, hide
@@ -44,51 +44,61 @@ class WorkerCall:
 
     def __init__(self, channel: worker.Channel, is_recorded: bool) -> None:
         self._channel = channel
+        self._number = channel.call
         self.is_recorded = is_recorded
 
     async def acquire(self, name: str, tokens: float) -> Permit:
         """Acquire a permit, on the function's own event loop; raises as `Limits.acquire` does."""
-        permit, answered = self._request(name, tokens)
+        loop = asyncio.get_running_loop()
+        reply = loop.create_future()
+
+        def settle(error: Any) -> None:
+            if not reply.done():
+                reply.set_result(error)
+
+        def answered(error: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(settle, error)
+
+        permit = Permit(self, name, tokens, self._channel.expect(answered))
         try:
-            return _granted(permit, await asyncio.wrap_future(answered))
-        except asyncio.CancelledError:
+            self._tell("request", permit.id, name, tokens)
+            error = await reply
+        except BaseException:
             permit.leave()
             raise
+        return _granted(permit, error)
 
     def acquire_in_thread(self, name: str, tokens: float) -> Permit:
         """Acquire a permit, as `acquire` does, without an event loop."""
-        permit, answered = self._request(name, tokens)
+        reply: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        permit = Permit(self, name, tokens, self._channel.expect(reply.put))
         try:
-            answer = answered.result()
+            self._tell("request", permit.id, name, tokens)
+            error = reply.get()
         except BaseException:  # an alarm of the function, for example
             permit.leave()
             raise
-        return _granted(permit, answer)
+        return _granted(permit, error)
 
-    def _request(self, name: str, tokens: float) -> tuple[Permit, Future[tuple[str, str] | None]]:
-        answered: Future[tuple[str, str] | None] = Future()
-
-        def settle(answer: tuple[str, str] | None) -> None:
-            with contextlib.suppress(InvalidStateError):  # cancelled
-                answered.set_result(answer)
-
-        return Permit(self, name, tokens, self._channel.ask(settle, "request", name, tokens)), answered
+    def _tell(self, *message: Any) -> None:
+        self._channel.tell(self._number, *message)
 
     def correct(self, permit: Permit, tokens: float) -> None:
         """Replace the token estimate of the permit."""
-        self._channel.tell("used", permit.id, tokens)
+        self._tell("used", permit.id, tokens)
 
     def release(self, permit: Permit, accepted: bool | None, retry_after: float | None) -> None:
         """End the permit."""
-        self._channel.tell("leave", permit.id, accepted, retry_after)
+        self._tell("leave", permit.id, accepted, retry_after)
 
     def spend(self, cost: float, tokens: float) -> None:
         """Report what the call used."""
-        self._channel.tell("spend", cost, tokens)
+        self._tell("spend", cost, tokens)
 
     def answer(self, accepted: bool | None, retry_after: float | None) -> None:
         """Report how the service responded to a request of the call; see `Permit.answer`."""
-        self._channel.tell("answer", accepted, retry_after)
+        self._tell("answer", accepted, retry_after)
 
     def exchange(self, fields: Mapping[str, Any]) -> None:
         """Report an exchange with a model server, or further fields of it, for the record of the sample.
@@ -99,14 +109,17 @@ class WorkerCall:
         if size > _MAX_EXCHANGE:
             small = {name: value for name, value in fields.items() if name not in TEXT_FIELDS}
             fields = {**small, "record_error": f"{size} bytes are too long for a record"}
-        self._channel.tell("exchange", dict(fields))
+        self._tell("exchange", dict(fields))
 
     def run(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call a function that uses this object, at once in this thread."""
         function(*arguments)
 
 
-def _granted(permit: Permit, error: tuple[str, str] | None) -> Permit:
+def _granted(permit: Permit, error: Any) -> Permit:
+    """Return the permit, or raise the error with which the request was answered."""
+    if error == worker.NO_ANSWER:
+        raise LimitError(ABANDONED)
     if error is not None:
         raise refusal(*error)
     return permit
@@ -152,7 +165,9 @@ class ServedCall:
                     self._permits[number].used(tokens)
             case ("leave", number, accepted, retry_after):
                 if number in self._waiting:
-                    self._waiting[number].cancel()
+                    task = self._waiting.pop(number)
+                    if not task.cancel():
+                        give_up(task)
                 elif number in self._permits:
                     self._permits.pop(number).leave(accepted, retry_after)
             case ("spend", cost, tokens):
@@ -166,16 +181,16 @@ class ServedCall:
                     self._call.sample.exchange({**fields, "attempt": self._call.attempt})
 
     def _settled(self, number: int, answer: Callable[[int, Any], None], task: asyncio.Task[Permit]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if number not in self._waiting:
+            return  # the function, or the call, has ended the request
         del self._waiting[number]
-        # A permit that was granted as the call ended has left already.
-        error: BaseException | None = LimitError(ABANDONED)
-        if not task.cancelled() and (error := task.exception()) is None:
-            permit = task.result()
-            self._permits[number] = permit
-            error = LimitError(ABANDONED) if permit.has_left else None
+        if error is None:
+            self._permits[number] = task.result()
         answer(number, None if error is None else (type(error).__name__, str(error)))
 
     def close(self) -> None:
         """Stop serving: the function has ended. `Call.end` ends its permits."""
-        for task in self._waiting.values():
+        waiting, self._waiting = self._waiting, {}
+        for task in waiting.values():
             task.cancel()

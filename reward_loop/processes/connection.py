@@ -65,6 +65,8 @@ class WorkerConnection:
         self._channel = channel
         self._setup = setup
         self._frames = FrameBuffer()
+        self._calls = 0
+        """The number of calls that were sent; see `worker.Channel.call`."""
         self.usable = False
         """Whether the worker is idle and can run another call."""
 
@@ -73,15 +75,17 @@ class WorkerConnection:
 
         Args:
             content: the pickled context and arguments.
-            caller: gets the start of the function, its messages and the end.
+            caller: gets the start of the function and its messages.
 
         Raises:
             TimeoutError: the deadline passed. The message contains the stack of the user's code.
-            RewardCrashedError: the worker died during the call, or did not load the function in time.
+            RewardCrashedError: the worker died during the call, did not load the function in time, or sent an invalid
+                message.
             DiedIdleError: the worker died before the call started, after it had completed an earlier one.
         """
         was_idle, self.usable = self.usable, False
         setup, self._setup = self._setup, b""
+        self._calls += 1
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[tuple[bytes, memoryview]] = loop.create_future()
         started = False
@@ -101,7 +105,7 @@ class WorkerConnection:
                 kind, answer = await ended
         except TimeoutError:
             loop.remove_reader(self._channel)
-            at = await self._kill()
+            at = await self._kill(caller)
             if not started:
                 raise RewardCrashedError(
                     f"was not loaded in a worker process within {_START_SECONDS:g} s{at}"
@@ -132,15 +136,20 @@ class WorkerConnection:
                 if kind == STARTED:
                     begin()
                 elif kind == TOLD:
-                    caller.told(pickle.loads(content), self._answer)
+                    self._pass_on(content, caller)
                 else:
                     ended.set_result((kind, content))
             if not is_open and not ended.done():
                 ended.set_result((DIED, memoryview(b"")))
         except Exception as error:
             if not ended.done():
-                problem = f"sent an invalid message from its worker process: {type(error).__name__}: {error}"
+                problem = f"sent a message from its worker process that failed: {type(error).__name__}: {error}"
                 ended.set_exception(RewardCrashedError(problem))
+
+    def _pass_on(self, content: memoryview, caller: Caller) -> None:
+        call, *message = pickle.loads(content)
+        if call == self._calls:  # otherwise from a thread that an earlier call has left behind
+            caller.told(tuple(message), self._answer)
 
     def _read(self) -> bool:
         """Read what has arrived; return whether the connection is still open."""
@@ -158,22 +167,30 @@ class WorkerConnection:
         data = frame(ANSWER, pickle.dumps((number, value)))
         try:
             complete = self._channel.send(data) == len(data)
-        except OSError:
+        except BlockingIOError:
             complete = False
+        except OSError:
+            return  # the worker is dead, or is being killed
         if not complete:
             with contextlib.suppress(OSError):
                 self._channel.shutdown(socket.SHUT_RDWR)
 
-    async def _kill(self) -> str:
-        """Have the fork server kill the worker, wait for the report, and return the user's stack, or ``""``."""
+    async def _kill(self, caller: Caller) -> str:
+        """Have the fork server kill the worker, wait for the report, and return the user's stack, or ``""``.
+
+        The last messages of the function are passed on: what it has spent counts.
+        """
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_WR)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REPORT_SECONDS):
                 while True:
                     while (message := self._frames.pop()) is not None:
+                        content = memoryview(message)[1:]
                         if message[:1] == DIED:
-                            return _at(pickle.loads(memoryview(message)[1:]))
+                            return _at(pickle.loads(content))
+                        if message[:1] == TOLD:
+                            self._pass_on(content, caller)
                     await readable(self._channel)
                     if not self._read():
                         return ""

@@ -94,7 +94,7 @@ class WorkerProcesses:
 
         Args:
             arguments: the keyword arguments of the function.
-            caller: gets the start of the function, its messages and the end.
+            caller: gets the start of the function and its messages.
 
         Raises:
             TimeoutError: the deadline passed. The message contains the stack of the user's code.

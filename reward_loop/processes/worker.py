@@ -35,6 +35,7 @@ __all__ = [
     "ENDED",
     "ENDED_LAST",
     "EXIT_BROKEN",
+    "NO_ANSWER",
     "STACK_SIGNAL",
     "STARTED",
     "TOLD",
@@ -48,14 +49,17 @@ CALL, ANSWER = b"C", b"A"
 """The kinds of messages to a worker. The kind is the first byte of the frame:
 
 - `CALL`: the context and the arguments of the next call. The first one comes after a frame with the `Setup`.
-- `ANSWER`: the answer to a message that the function sent with `Channel.ask`: the number of the message, and a value.
+- `ANSWER`: the answer to a question of the function: its number (`Channel.expect`), and a value.
 """
+
+NO_ANSWER = "no answer"
+"""Stands for the answer to a question whose call has ended."""
 
 STARTED, TOLD, ENDED, ENDED_LAST, DIED = b"S", b"T", b"E", b"L", b"D"
 """The kinds of messages from a worker:
 
 - `STARTED`: the function starts.
-- `TOLD`: a message of the function to the caller.
+- `TOLD`: a message of the function to the caller, with the number of its call.
 - `ENDED`: the outcome; the worker is idle.
 - `ENDED_LAST`: the outcome; the worker exits.
 - `DIED`: a `Report` on how the worker died; sent by the fork server.
@@ -93,51 +97,73 @@ class Setup:
     """The maximum number of processes of the pool."""
 
 
+_CATCHABLE_SIGNALS = signal.valid_signals() - {
+    *(signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL),
+    STACK_SIGNAL,
+}
+
+
+@contextlib.contextmanager
+def _blocked_signals() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _CATCHABLE_SIGNALS)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class Channel:
     """The worker's end of the connection to the pool.
 
-    Threads of the function may send and ask at the same time. An exception that a signal handler raises in the main
-    thread, as an alarm of the function does, interrupts neither a message that is sent nor one that is received:
-    signals are blocked while a message is sent, and from the first `ask` on, a thread receives.
+    Several threads of the function may use it. An alarm of the function must not cut a message in two: signals are
+    blocked while a message is sent, and after the first `expect`, a separate thread receives. (A thread of the function
+    may still get the signal; Python then runs the handler in the main thread. A message that is longer than the buffer
+    of the socket can then be cut: its call fails.)
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._sending = threading.Lock()
+        self._starting = threading.Lock()
         self._numbers = itertools.count()
-        self._answers: dict[int, Callable[[Any], None]] = {}
+        self._answered: dict[int, Callable[[Any], None]] = {}
         self._calls: queue.SimpleQueue[bytes | None] | None = None
         """The calls that the receiving thread has received, and ``None`` at the end; no queue without the thread."""
+        self.call = 0
+        """The number of the current call. The pool ignores messages with the number of an earlier call."""
 
     def send(self, kind: bytes, content: bytes = b"") -> None:
         """Send a message."""
         with _blocked_signals(), self._sending:
             self._connection.sendall(frame(kind, content))
 
-    def tell(self, *message: Any) -> None:
+    def tell(self, call: int, *message: Any) -> None:
         """Send a message of the function to the caller, who handles the messages of a call in order."""
-        self.send(TOLD, pickle.dumps(message))
+        self.send(TOLD, pickle.dumps((call, *message)))
 
-    def ask(self, answered: Callable[[Any], None], what: str, *arguments: Any) -> int:
-        """Send a message with a number after its first word; return the number.
+    def expect(self, answered: Callable[[Any], None]) -> int:
+        """Return the number of a question, to be sent with `tell`.
 
-        ``answered`` is called with the answer in another thread, unless the call ends before.
+        ``answered`` is called with the answer in another thread, or with `NO_ANSWER` if the call ends before.
         """
+        with _blocked_signals(), self._starting:  # the thread inherits the blocked signals
+            if self._calls is None:
+                calls: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+                threading.Thread(target=self._receive, args=(calls,), name="reward-channel", daemon=True).start()
+                self._calls = calls
         number = next(self._numbers)
-        self._answers[number] = answered
-        if self._calls is None:
-            self._calls = queue.SimpleQueue()
-            threading.Thread(target=self._receive, args=(self._calls,), name="reward-channel", daemon=True).start()
-        self.tell(what, number, *arguments)
+        self._answered[number] = answered
         return number
 
     def next_call(self) -> bytes:
         """Wait for the next call, and return its content; exit if the pool has closed its end."""
-        self._answers.clear()
-        if self._calls is None:
-            return self.receive()[1:]
-        if (content := self._calls.get()) is None:
+        content = self.receive()[1:] if self._calls is None else self._calls.get()
+        if content is None:
             os._exit(0)
+        self.call += 1
+        while self._answered:  # of threads that the function has left behind
+            self._answered.popitem()[1](NO_ANSWER)
         return content
 
     def receive(self) -> bytes:
@@ -149,28 +175,18 @@ class Channel:
 
     def _receive(self, calls: queue.SimpleQueue[bytes | None]) -> None:
         # At a deadline, the pool closes its end first: the main thread must then still write its stack.
-        with contextlib.suppress(EOFError):
-            while True:
-                message = receive_frame(self._connection)
-                if message[:1] == CALL:
-                    calls.put(message[1:])
-                else:
-                    number, answer = pickle.loads(memoryview(message)[1:])
-                    if (answered := self._answers.pop(number, None)) is not None:
-                        answered(answer)
-        calls.put(None)
-
-
-@contextlib.contextmanager
-def _blocked_signals() -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-_HANDLED_SIGNALS = signal.valid_signals() - {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, STACK_SIGNAL}
+        try:
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    message = receive_frame(self._connection)
+                    if message[:1] == CALL:
+                        calls.put(message[1:])
+                    else:
+                        number, answer = pickle.loads(memoryview(message)[1:])
+                        if (answered := self._answered.pop(number, None)) is not None:
+                            answered(answer)
+        finally:
+            calls.put(None)
 
 
 def _detach() -> None:

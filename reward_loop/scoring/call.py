@@ -1,7 +1,7 @@
 """Call the user's function with given arguments. What goes wrong is returned as data, in a `CallOutcome`.
 
-    _call           retried? `_call_again` makes further attempts, under the limit `retry`
-      _attempt      limited? It acquires the function's limit first. Where? On the event loop, or by `_run_sync` in a
+    _call           retried? `Retry.again` makes further attempts
+      _attempt      limited? It acquires the function's limits first. Where? On the event loop, or by `_call_sync` in a
                     thread or a process
 
 A call in flight has one coroutine each of `_call` and `_attempt`, and no more: with 20,000 samples in flight, the
@@ -265,7 +265,8 @@ class UserFunction:
         outcome = await self._threads.run(functools.partial(_begin, call, function, arguments), call.future)
         if outcome.exception is None and inspect.isawaitable(outcome.value):
             seconds, awaitable = outcome.seconds, outcome.value
-            call.future = call.loop.create_future()  # with the same deadline
+            call.future = call.loop.create_future()
+            deadlines.continue_with(call)
             task = on_loop.start(call, lambda: awaitable, {})
             try:
                 outcome = await call.future

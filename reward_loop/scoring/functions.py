@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 from reward_loop._util.text import shorten
 from reward_loop.errors import ConfigError, InvalidScoreError, RewardFunctionError, ScoringError
-from reward_loop.limits.call import Call
+from reward_loop.limits.call import Call, Deadlines
 from reward_loop.processes.outcome import CallOutcome, describe_exception
 from reward_loop.scoring.cache import Cache
 from reward_loop.scoring.call import UserFunction
@@ -96,13 +97,16 @@ class ScoringFunction(UserFunction):
     async def post_process_scores(self, scores: list[float]) -> list[float]:
         """Return the scores after the class's ``post_process_scores``, or unchanged if the class has none.
 
+        It has the deadline of a call, but no permits: `reward_loop.limit` has no effect in it.
+
         Raises:
             ScoringError: the method raised, ran past the deadline, or did not return one finite number per score.
         """
         if self._target.post_process_scores is None:
             return scores
         method = f"post_process_scores beside {self.name}"
-        call, deadlines = Call(self.limits, self.timeout), self._deadlines_here()
+        # Deadlines of its own: `_deadlines` may have calls that wait for a process.
+        call, deadlines = Call(self.limits, self.timeout), Deadlines(asyncio.get_running_loop())
         process = functools.partial(_process, self._target.post_process_scores, scores)
         try:
             outcome = await self._call_in_thread(call, process, {}, deadlines)

@@ -13,7 +13,10 @@ import pytest
 
 import reward_loop
 from reward_loop import Outcome, RewardLoopConfig, RewardSample, RewardTimeoutError, ScoringFunction
+from reward_loop.limits.call import Call, Deadlines
 from reward_loop.limits.limiter import WINDOW
+from reward_loop.limits.local import LocalLimits
+from reward_loop.limits.process_call import ServedCall
 from reward_loop.limits.server import LimitServer
 from tests.clock import advance
 from tests.descriptors import left_open
@@ -368,3 +371,23 @@ async def test_a_process_that_the_function_forks_is_outside():
     assert (await function(RewardSample("a"))).score == 7
     place.leave()
     await asyncio.to_thread(function.close)
+
+
+async def test_a_permit_that_is_granted_as_its_request_is_withdrawn_is_free_again():
+    limits = LocalLimits(RewardLoopConfig(limits={"judge": {"max_concurrent": 1}}))
+    call, answers = Call(limits), []
+    served = ServedCall(call, Deadlines(call.loop))
+    place = await limits.acquire("judge")
+    served.told(("request", 1, "judge", 0), lambda *answer: answers.append(answer))
+    await until(lambda: judge(limits)["waiting"] == 1)
+    place.leave()
+    await asyncio.sleep(0)  # the request is granted, and its task has not continued yet
+    served.told(("leave", 1, None, None), lambda *answer: answers.append(answer))
+    await until(lambda: judge(limits)["in_flight"] == 0)
+    assert answers == []
+    served.told(("request", 2, "judge", 0), lambda *answer: answers.append(answer))
+    served.close()  # before the request's task has begun
+    await asyncio.sleep(0.01)
+    call.end(abandoned=True)
+    assert (answers, judge(limits)["in_flight"]) == ([], 0)
+    limits.close()
