@@ -10,7 +10,6 @@ garbage collector takes about 1.5 us per sample for each of its objects.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import time
@@ -199,7 +198,7 @@ class UserFunction:
         if self.limits.spent is not None:
             return CallOutcome.without_call(BudgetSpentError(f"was not called: {self.limits.spent}"))
         call = Call(self.limits, self.timeout, traffic_class, attempt)
-        if not self.limits.max_waits.keys().isdisjoint(self._limits_of_call):
+        if self.limits.max_waits:
             try:
                 await call.enter(self._limits_of_call)
             except LimitError as error:
@@ -209,7 +208,9 @@ class UserFunction:
                 call.end(abandoned=True)
                 raise
         permitted = time.monotonic()
-        deadlines = self._deadlines_here()
+        deadlines = self._deadlines
+        if deadlines is None or deadlines.loop is not call.loop:  # an object may be used in several loops in turn
+            deadlines = self._deadlines = Deadlines(call.loop)
         outer = current_call.get()  # not the token of `set`, which is an object for the garbage collector
         current_call.set(call)
         outcome: CallOutcome | None = None
@@ -235,7 +236,8 @@ class UserFunction:
             # Without the end of the function, it is unknown whether the service answered.
             answer = answer_of(outcome.exception) if outcome is not None and outcome.error is None else ()
             call.end(abandoned, *answer)
-        inside = call.waited_inside
+        outcome.waited = call.waited
+        inside = outcome.waited and call.waited_inside
         if call.started is not None and not self._target.is_async:
             outcome.queued = max(0.0, call.started - permitted)
         if inside and not isinstance(outcome.error, RewardTimeoutError):  # its `seconds` are the deadline
@@ -243,7 +245,6 @@ class UserFunction:
         if (active := call.sample) is not None and active.is_recorded:
             problem = outcome.exception or outcome.error
             active.called(self._target.name, outcome.seconds, outcome.queued, inside, problem)
-        outcome.waited = call.waited
         return outcome
 
     async def _call_sync(self, call: Call, arguments: dict[str, Any], deadlines: Deadlines) -> CallOutcome:
@@ -274,13 +275,6 @@ class UserFunction:
                 on_loop.cancel(task)
             outcome.seconds += seconds
         return outcome
-
-    def _deadlines_here(self) -> Deadlines:
-        # This object may be used in several event loops, one after another.
-        loop = asyncio.get_running_loop()
-        if self._deadlines is None or self._deadlines.loop is not loop:
-            self._deadlines = Deadlines(loop)
-        return self._deadlines
 
     def _without_end(self, error: Exception, call: Call) -> CallOutcome:
         """Return the outcome of a call that was stopped, crashed or did not start. ``error`` is not the function's."""

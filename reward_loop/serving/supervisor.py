@@ -138,7 +138,7 @@ class Supervisor:
         while True:
             try:
                 error = await self._live()
-            # Raised by the start or by on_up.
+            # Raised by the start.
             except ServerError as failed:
                 self.failed = True
                 if not self.started.done():

@@ -207,14 +207,12 @@ class DiscriminativeRewardLoopManager(NaiveRewardLoopManager):
         if prompt is None:
             return replace(sample, error='its row has no non_tensor_batch["raw_prompt"], the conversation to score')
         try:
-            text = await asyncio.to_thread(self._render, list(prompt), row.batch)
+            text = await asyncio.to_thread(self._render, list(prompt), row.batch["responses"][: sample.response_length])
         except Exception as error:  # a chat template is code from the model's author
             return replace(sample, error=f"the reward model's chat template failed: {type(error).__name__}: {error}")
         return replace(sample, extra_info={**sample.extra_info, "reward_model_input": text})
 
-    def _render(self, conversation: list[dict[str, Any]], batch: Any) -> str:
-        length = batch["responses"].shape[-1]
-        ids = batch["responses"][: int(batch["attention_mask"][-length:].sum())] if length else []
+    def _render(self, conversation: list[dict[str, Any]], ids: Any) -> str:
         response = self.tokenizer.decode(ids).replace(self.tokenizer.eos_token or "", "")
         text: str = self.reward_model_tokenizer.apply_chat_template(
             [*conversation, {"role": "assistant", "content": response}], add_generation_prompt=False, tokenize=False

@@ -196,11 +196,22 @@ def _colocated(config: DictConfig, served: RewardModelConfig, mode: ModeOptions)
             on_gpus and not config.reward.reward_model.rollout.free_cache_engine,
             "the reward model would keep its GPU memory when it sleeps. Set it to True",
         ),
+        "reward_loop.audit.reask": (
+            bool(OmegaConf.select(config, "reward_loop.audit.reask")),
+            f"second calls may come while the model sleeps. Leave it out, or {own_gpus}",
+        ),
     }
     for what, (given, why) in rejected.items():
         if given:
             raise ConfigError(f"{what} does not work with a reward model on the trainer's GPUs: {why}")
-    replicas = _room(config.trainer, max(1, _gpus(served)), "a reward model on the trainer's GPUs")
+    size, pool = max(1, _gpus(served)), config.trainer
+    replicas = _room(pool, size, "a reward model on the trainer's GPUs")
+    if pool.nnodes * pool.n_gpus_per_node % size:
+        raise ConfigError(
+            f"a reward model on the trainer's GPUs: verl divides all {pool.nnodes * pool.n_gpus_per_node} of them into "
+            f"servers of {size} (reward_model.rollout.tensor_model_parallel_size times data_parallel_size): choose a "
+            "divisor"
+        )
     return served.model_copy(update={"replicas": replicas})
 
 

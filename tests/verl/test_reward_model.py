@@ -265,6 +265,11 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
             [*VLLM, "trainer.n_gpus_per_node=1"],
             ["the trainer's GPUs: nnodes=1 with n_gpus_per_node=1", "2 GPU"],
         ),
+        (
+            [*VLLM, "reward_model.rollout.tensor_model_parallel_size=3"],
+            ["8 of them into servers of 3", "choose a divisor"],
+        ),
+        ([*VLLM, "reward_loop.audit.reask=0.1"], ["reward_loop.audit.reask does not work", *OWN_GPUS]),
         ([*VLLM, "+reward_model.server.replicas=5"], ["reward_model.server.replicas has no effect", *OWN_GPUS]),
         (
             [*VLLM, "+reward_model.server.models.j.model_path=/j"],
