@@ -22,7 +22,7 @@ from reward_loop.serving.logs import log_folder
 from reward_loop.serving.model_server import ModelServer, RouterClient
 from reward_loop.serving.models import served_models
 from reward_loop.serving.process import ServerProcess
-from reward_loop.serving.server_spec import Launch, ServerSpec, in_ray, on_this_machine, server_specs
+from reward_loop.serving.server_spec import Launch, ServerSpec, on_this_machine, server_specs
 from reward_loop.serving.supervisor import Server, Supervisor
 
 if TYPE_CHECKING:
@@ -168,6 +168,7 @@ class RewardModelManager:
         if self._config.placement == "local":
             return on_this_machine(specs)
         # Imported only if Ray is used.
+        from reward_loop.serving.ray_server import in_ray
         from reward_loop.serving.reservation import GpuReservation
 
         self._gpus = self._gpus or GpuReservation(timeout_s=self._config.placement_timeout_s)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any, Self
 
 import anyio
@@ -16,11 +17,11 @@ from ray.exceptions import RayError
 from reward_loop.errors import ServerDiedError, ServerError, ServerStartError
 from reward_loop.serving.gpus import Accelerator
 from reward_loop.serving.process import ServerProcess
-from reward_loop.serving.reservation import Place
-from reward_loop.serving.server_spec import ServerSpec
-from reward_loop.serving.tunnels import tunnel_entry, tunnel_exit
+from reward_loop.serving.reservation import Demand, GpuReservation, Place
+from reward_loop.serving.server_spec import Launch, ServerSpec
+from reward_loop.serving.tunnels import new_key, tunnel_entry, tunnel_exit
 
-__all__ = ["RayServer"]
+__all__ = ["RayServer", "in_ray"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,23 @@ _STOPS_WITHIN_S = 30.0
 _EXTRA_START_S = 60.0
 """Seconds for what a start needs in addition to `start_timeout_s` of the server's process: the stop of a process that
 was not ready in time, and the tunnel."""
+
+
+async def in_ray(specs: Sequence[Sequence[ServerSpec]], placement: GpuReservation) -> list[Launch]:
+    """Return the servers of each model as Ray actors.
+
+    Raises:
+        ConfigError, ServerStartError: there are too few resources.
+    """
+    places = await placement.places(
+        [Demand(len(servers), servers[0].gpus, servers[0].model.threads) for servers in specs]
+    )
+    tunnel_key = new_key()
+    return [
+        Launch(spec, partial(RayServer, spec, place, tunnel_key))
+        for servers, found in zip(specs, places, strict=True)
+        for spec, place in zip(servers, found, strict=True)
+    ]
 
 
 class RayServer:

@@ -1,4 +1,4 @@
-"""What a server of a model is, and where it runs: on this machine or in Ray."""
+"""What a server of a model is, and how it runs on this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from reward_loop._util.sockets import listen, reserve
 from reward_loop.config import ServedModelConfig
@@ -18,10 +17,7 @@ from reward_loop.serving.gpus import GpuShares
 from reward_loop.serving.process import ServerProcess
 from reward_loop.serving.supervisor import Server
 
-if TYPE_CHECKING:
-    from reward_loop.serving.reservation import GpuReservation
-
-__all__ = ["Launch", "ServerSpec", "in_ray", "on_this_machine", "server_specs"]
+__all__ = ["Launch", "ServerSpec", "on_this_machine", "server_specs"]
 
 _HOST = "127.0.0.1"
 
@@ -109,25 +105,3 @@ def on_this_machine(specs: Sequence[Sequence[ServerSpec]]) -> Iterator[Launch]:
         for spec, visible in zip(servers, devices, strict=True):
             bound = spec.bind()
             yield Launch(spec, partial(spec.process, bound, visible), bound)
-
-
-async def in_ray(specs: Sequence[Sequence[ServerSpec]], placement: GpuReservation) -> list[Launch]:
-    """Return the servers of each model as Ray actors.
-
-    Raises:
-        ConfigError, ServerStartError: there are too few resources.
-    """
-    # Imported only if Ray is used.
-    from reward_loop.serving.ray_server import RayServer
-    from reward_loop.serving.reservation import Demand
-    from reward_loop.serving.tunnels import new_key
-
-    places = await placement.places(
-        [Demand(len(servers), servers[0].gpus, servers[0].model.threads) for servers in specs]
-    )
-    tunnel_key = new_key()
-    return [
-        Launch(spec, partial(RayServer, spec, place, tunnel_key))
-        for servers, found in zip(specs, places, strict=True)
-        for spec, place in zip(servers, found, strict=True)
-    ]
