@@ -1,6 +1,7 @@
 """Limits inside functions that run in worker processes: `WorkerCall` there, `ServedCall` in the calling process.
 
-Both sides use the channel that carries the call (`processes.worker.Channel`). The worker sends:
+Both sides use the channel that carries the call (`processes.worker.Channel`). The worker sends, each with the number of
+the call before it:
 
     ["request", number, name, tokens]       answered with ``None`` if granted, or with the type and text of the error
     ["used", number, tokens]
@@ -181,7 +182,7 @@ class ServedCall:
                     self._call.sample.exchange({**fields, "attempt": self._call.attempt})
 
     def _settled(self, number: int, answer: Callable[[int, Any], None], task: asyncio.Task[Permit]) -> None:
-        error = None if task.cancelled() else task.exception()
+        error = LimitError(ABANDONED) if task.cancelled() else task.exception()
         if number not in self._waiting:
             return  # the function, or the call, has ended the request
         del self._waiting[number]

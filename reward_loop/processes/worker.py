@@ -130,11 +130,14 @@ class Channel:
         self._answered: dict[int, Callable[[Any], None]] = {}
         self._calls: queue.SimpleQueue[bytes | None] | None = None
         """The calls that the receiving thread has received, and ``None`` at the end; no queue without the thread."""
+        self._is_detached = False
         self.call = 0
         """The number of the current call. The pool ignores messages with the number of an earlier call."""
 
     def send(self, kind: bytes, content: bytes = b"") -> None:
-        """Send a message."""
+        """Send a message, unless this is a copy of the channel in a forked process."""
+        if self._is_detached:
+            return
         with _blocked_signals(), self._sending:
             self._connection.sendall(frame(kind, content))
 
@@ -155,6 +158,10 @@ class Channel:
         number = next(self._numbers)
         self._answered[number] = answered
         return number
+
+    def detach(self) -> None:
+        """Make all messages without effect: the connection belongs to the process from which this one was forked."""
+        self._is_detached = True
 
     def next_call(self) -> bytes:
         """Wait for the next call, and return its content; exit if the pool has closed its end."""
@@ -192,7 +199,9 @@ class Channel:
 def _detach() -> None:
     """Leave the channel to the worker: this is a process that the function has forked."""
     global channel
-    channel = None
+    if channel is not None:
+        channel.detach()  # permits that the function held when it forked still refer to it
+        channel = None
 
 
 def serve(connection: socket.socket, stack_fd: int, max_memory_mb: int | None) -> NoReturn:

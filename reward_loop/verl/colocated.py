@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -105,7 +106,8 @@ class ColocatedRewardModel:
         with added_seconds("reward_loop/model_wake_s", metrics):
             self._replicas.wake_up()
             for server in self._servers:
-                self._ask_router("POST", "/workers", server.model_dump_json().encode())
+                # A router that was restarted has the servers already (409).
+                self._ask_router("POST", "/workers", server.model_dump_json().encode(), confirmed_by=409)
         # No `finally`: if judging fails, the run and its servers stop.
         yield
         with added_seconds("reward_loop/model_sleep_s", metrics):
@@ -115,9 +117,10 @@ class ColocatedRewardModel:
     def _remove_servers(self) -> None:
         """Remove the servers from the router, and wait until their requests in flight have ended."""
         for server in self._servers:
-            self._ask_router("DELETE", f"/workers?{urlencode({'url': server.url})}")
+            self._ask_router("DELETE", f"/workers?{urlencode({'url': server.url})}", confirmed_by=404)
 
-    def _ask_router(self, method: str, path: str, body: bytes | None = None) -> None:
+    def _ask_router(self, method: str, path: str, body: bytes | None = None, *, confirmed_by: int) -> None:
+        """Send a request to the router. ``confirmed_by`` is the error status of a change that was made before."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(API_KEY_VARIABLE):
             headers["Authorization"] = f"Bearer {key}"
@@ -126,6 +129,8 @@ class ColocatedRewardModel:
         try:
             without_proxy.open(request, timeout=_IDLE_WITHIN_S).close()
         except OSError as error:
+            if isinstance(error, urllib.error.HTTPError) and error.code == confirmed_by:
+                return
             raise ServerError(f"the router of the reward model did not confirm {method} {path}: {error!r}") from error
 
 

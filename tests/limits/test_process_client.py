@@ -391,3 +391,26 @@ async def test_a_permit_that_is_granted_as_its_request_is_withdrawn_is_free_agai
     call.end(abandoned=True)
     assert (answers, judge(limits)["in_flight"]) == ([], 0)
     limits.close()
+
+
+def forks_while_it_holds():
+    """Fork within a permit: the copy leaves the block, too. Return whether the permit is still held then."""
+    with reward_loop.limit("judge"):
+        if (pid := os.fork()) == 0:
+            return None  # the copy ends when the function returns
+        os.waitpid(pid, 0)
+        started = time.monotonic()
+        with reward_loop.limit("free"):  # all earlier messages have been handled
+            time.sleep(0.1)
+    return {"score": 1, "started": started, "ended": time.monotonic()}
+
+
+async def test_a_forked_copy_of_a_worker_does_not_end_the_workers_permit():
+    function, limits = scoring(
+        forks_while_it_holds, limits={"judge": {"max_concurrent": 1}, "free": {"max_concurrent": 9}}, max_processes=2
+    )
+    results = await score(function, "a", "b")
+    assert [result.error for result in results] == [None, None]
+    first, second = sorted((result.extra_info["started"], result.extra_info["ended"]) for result in results)
+    assert first[1] <= second[0]
+    assert judge(limits)["in_flight"] == 0

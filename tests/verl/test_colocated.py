@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from reward_loop.config import RewardModelConfig
+from reward_loop.router.config import BackendConfig
+from reward_loop.serving import serve_reward_model
+from reward_loop.verl.colocated import ColocatedRewardModel
 from tests.verl.checks import signature, texts
 from tests.verl.runs import Run, agent_loop, train
 
@@ -60,3 +68,26 @@ def test_no_judging_is_hidden(run: Run) -> None:
         assert metrics["reward_pipeline/hidden_share"] == 0
         assert metrics["reward_pipeline/off_policy_steps"] == 0
         assert metrics["actor/grad_norm"] > 0
+
+
+def test_the_router_has_servers_only_while_they_are_awake_also_if_it_was_restarted_with_them() -> None:
+    url = "http://127.0.0.1:9"
+    events: list[str] = []
+
+    def servers() -> list[str]:
+        with urllib.request.urlopen(f"http://{served.reward_router_address}/workers") as response:
+            return [server["url"] for server in json.loads(response.read())]
+
+    with serve_reward_model(RewardModelConfig(engine="external", urls=(url,), kind="generative")) as served:
+        model: Any = object.__new__(ColocatedRewardModel)
+        model._router, model._servers = served.reward_router_address, [BackendConfig(url=url)]
+        model._replicas = SimpleNamespace(
+            wake_up=lambda: events.append("wake up"), sleep=lambda: events.append(f"sleep, router has {servers()}")
+        )
+        assert servers() == [url]  # as after a restart
+        with model.awake():
+            assert servers() == [url]
+        with model.awake():
+            assert servers() == [url]
+        model._remove_servers()
+    assert events == ["wake up", "sleep, router has []"] * 2
