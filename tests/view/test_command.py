@@ -114,14 +114,6 @@ def test_errors_name_the_cause(folder: Path, options: list[str], message: str, m
     assert message in done.output
 
 
-def test_records_of_a_newer_version_are_an_error(folder: Path) -> None:
-    (path,) = folder.glob("*.jsonl")
-    path.write_bytes(path.read_bytes().replace(b'"version":1', b'"version":7', 1))
-    done = CliRunner().invoke(app, ["view", str(folder), "--port", "0"])
-    assert done.exit_code == 2
-    assert "records of version 7" in done.output
-
-
 def test_a_port_that_is_in_use_is_an_error(folder: Path) -> None:
     with port_in_use() as port:
         done = CliRunner().invoke(app, ["view", str(folder), "--port", str(port)])
