@@ -34,6 +34,16 @@ async def several(data_source, solution_str, ground_truth, extra_info):
     right = default_compute_score(data_source, solution_str, ground_truth)
     return {"score": right + 0.1 * extra_info["index"], "right": right, "brief": float(len(solution_str) < 200)}
 
+def scaled(data_source, solution_str, ground_truth, extra_info, scale):
+    return scale * default_compute_score(data_source, solution_str, ground_truth)
+
+class Judge:
+    def __init__(self, scale):
+        self.scale = scale
+
+    def compute_score(self, solution_str, ground_truth):
+        return self.scale * default_compute_score("openai/gsm8k", solution_str, ground_truth)
+
 def named(data_source, solution_str, ground_truth, extra_info):
     return {"score": 1.0, "experiment": extra_info["experiment_name"]}
 
@@ -61,6 +71,7 @@ def load(
     cls: type,
     verl_name: str | None = None,
     reward_loop: dict[str, Any] | None = None,
+    arguments: dict[str, Any] | None = None,
     **reward: Any,
 ) -> tuple[Any, Any]:
     """Our manager, and verl's of that name, both from verl's own loader."""
@@ -75,7 +86,7 @@ def load(
                     "name": cls.__name__,
                     "module": {"path": "pkg://reward_loop.managers", "name": "unused"},
                 },
-                "custom_reward_function": {"path": path, "name": function, "reward_kwargs": {}},
+                "custom_reward_function": {"path": path, "name": function, "reward_kwargs": arguments or {}},
                 **reward,
             },
             "trainer": {"experiment_name": "parity"},
@@ -119,6 +130,7 @@ OVERLONG = {"enable": True, "len": 64, "penalty_factor": 0.7, "log": True}
     [
         ("naive", managers.NaiveRewardLoopManager, "number", {}),
         ("naive", managers.NaiveRewardLoopManager, "several", {}),
+        ("naive", managers.NaiveRewardLoopManager, "scaled", {"arguments": {"scale": 3}}),
         ("dapo", managers.DAPORewardLoopManager, "number", {}),
         (
             "dapo",
@@ -149,6 +161,14 @@ async def test_the_same_rewards(functions: str, name: str, cls: type, function: 
     mine = await score_all(ours, data)
     # verl's write into the rows' extra info, so that they come second.
     assert_same(mine, await score_all(theirs, data))
+
+
+@needs_gsm8k
+async def test_a_class_that_verl_cannot_call_has_its_arguments(functions: str) -> None:
+    ours, _ = load(functions, "Judge", managers.NaiveRewardLoopManager, arguments={"scale": 2})
+    number, _ = load(functions, "number", managers.NaiveRewardLoopManager)
+    doubled, once = await score_all(ours, gsm8k(1)), await score_all(number, gsm8k(1))
+    assert [reward["reward_score"] for reward in doubled] == [2 * reward["reward_score"] for reward in once]
 
 
 @needs_gsm8k
