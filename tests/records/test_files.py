@@ -109,12 +109,15 @@ async def test_a_share_of_groups_is_recorded_in_full_and_always_samples_without_
     assert none["text_file"] is None
 
 
-async def test_the_policy_and_the_processing_of_groups_are_recorded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+async def test_the_policy_and_the_processing_of_groups_are_recorded(tmp_path: Path, fails: bool) -> None:
     class Centred:
         def compute_score(self, solution_str: str) -> float | None:
             return float(solution_str) if solution_str else None
 
         def post_process_scores(self, scores: list[float]) -> list[float]:
+            if fails:
+                raise ValueError("no")
             return [value - sum(scores) / len(scores) for value in scores]
 
     options = RewardLoopConfig(log_dir=str(tmp_path), on_unscored="default", default_score=-9.0)
@@ -125,7 +128,9 @@ async def test_the_policy_and_the_processing_of_groups_are_recorded(tmp_path: Pa
     before = {row["uid"]: (row["score"], row["reward"]) for row in rows if row["kind"] == "sample"}
     after = {row["uid"]: (row["outcome"], row["reward"]) for row in rows if row["kind"] == "revision"}
     assert before == {"q1": (1.0, 1.0), "q3": (3.0, 3.0), "q": (None, -9.0)}
-    assert after == {"q1": (None, -1.0), "q3": (None, 1.0)}
+    assert after == ({"q1": ("failed", None), "q3": ("failed", None)} if fails else {"q1": (None, -1), "q3": (None, 1)})
+    errors = [row["error"] for row in rows if row["kind"] == "revision" and row["uid"] == "q1"]
+    assert not fails or "sample q1: post_process_scores" in errors[0]
     assert len({row["group"] for row in rows if row["kind"] == "sample"} - {None}) == 1
 
 
@@ -176,16 +181,28 @@ def test_processes_share_the_size_of_a_folder(tmp_path: Path) -> None:
     assert {path.read_bytes()[:1] for path in (tmp_path / TEXTS).iterdir()} == {b"1", b"2"}
 
 
-def test_texts_that_cannot_be_written_cost_no_row_and_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("sub_folder", [TEXTS, EVENTS, None])
+def test_what_cannot_be_written_costs_nothing_else_and_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, sub_folder: str | None
 ) -> None:
-    (tmp_path / TEXTS).write_text("a file where the folder should be")
     found = Records(tmp_path)
+    path = found.path
+    if sub_folder is None:
+        found._files.path = Path("/dev/full")
+    else:
+        (tmp_path / sub_folder).write_text("a file where the folder should be")
     for uid in "abc":
         found.write({"uid": uid}, {"response": "x"})
+        found.write_event({"kind": "phase"})
         assert found.flush()
-    assert [(row["uid"], row["text_file"]) for row in read(found.path)] == [(uid, None) for uid in "abc"]
-    assert sum("records of samples are lost" in record.message for record in caplog.records) == 1
+    lost = [record.message for record in caplog.records if "records of samples are lost" in record.message]
+    assert len(lost) == 1
+    if sub_folder is None:
+        assert "cannot write /dev/full: [Errno 28] No space left on device" in lost[0]
+        found._files.path = path
+        found.write({"uid": "kept"})
+        assert found.flush()
+    assert [row["uid"] for row in read(path)] == (["kept"] if sub_folder is None else list("abc"))
 
 
 def test_records_that_cannot_be_written_in_time_are_dropped(

@@ -254,11 +254,6 @@ def test_the_spread_of_numbers_near_the_range_of_float() -> None:
     assert found["p95"] == pytest.approx(1.35e308)
 
 
-def test_the_reader_is_robust_against_unreadable_places(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such folder"):
-        RecordsReader(tmp_path / "none")
-
-
 def test_the_report_has_the_cost_of_judges_at_given_prices(tmp_path: Path) -> None:
     folder = str(write(tmp_path / "run", *ROWS))
     assert summary(folder)["judges"]["judge-7b"]["cost"] is None

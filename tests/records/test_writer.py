@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -16,7 +15,6 @@ import pytest
 
 from reward_loop import (
     NaiveRewardLoopManager,
-    RewardAgent,
     RewardLoopConfig,
     RewardSample,
     RewardTimeoutError,
@@ -27,7 +25,7 @@ from reward_loop import (
 from reward_loop.client import Judge, Number
 from reward_loop.managers import GroupRewardLoopManager
 from reward_loop.records import Records, active, records
-from reward_loop.records.writer import _MAX_DURATIONS, ExchangeCounts
+from reward_loop.records.writer import _MAX_DURATIONS
 from reward_loop.testing import FakeJudge
 from tests.gsm8k import ROOT
 from tests.servers import until
@@ -112,43 +110,6 @@ async def test_waiting_and_running_are_measured_separately(tmp_path: Path) -> No
     assert rewards[2]["reward_queue_seconds"] >= 0.4
     for info, name in zip(rewards, "abc", strict=True):
         assert info["reward_queue_seconds"] <= rows[name]["queue_s"] + 0.001
-
-
-def test_values_that_json_cannot_represent_are_written_as_text(tmp_path: Path) -> None:
-    class Odd:
-        def __str__(self) -> str:
-            raise RuntimeError("no text")
-
-    holds_itself: list[Any] = []
-    holds_itself.append(holds_itself)
-    writer = Records(tmp_path)
-    writer.write({"uid": "a", "score": float("nan"), "text": "\ud800", "big": 10**30, "set": {1}, (1, 2): b"x"})
-    writer.write({"uid": "b", "components": Odd()})
-    writer.write({"uid": "c", "components": holds_itself})
-    assert writer.flush()
-    first, odd, loop = read(writer.path)
-    assert (first["score"], first["text"], first["big"]) == (None, "\\ud800", 10**30)
-    assert odd["uid"] == "b"
-    assert "no text" in odd["record_error"]
-    assert "RecursionError" in loop["record_error"]
-
-
-def test_a_full_disk_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    full = Path("/dev/full")
-    writer = Records(tmp_path)
-    path = writer.path
-    with caplog.at_level(logging.WARNING):
-        writer._files.path = full
-        for _ in range(3):
-            writer.write({"uid": "lost"})
-            assert writer.flush()
-        writer._files.path = path
-        writer.write({"uid": "kept"})
-        assert writer.flush()
-    assert [record.message for record in caplog.records if "records of samples are lost" in record.message] == [
-        "records of samples are lost: cannot write /dev/full: [Errno 28] No space left on device"
-    ]
-    assert [row["uid"] for row in read(path)] == ["kept"]
 
 
 def test_a_directory_has_one_writer(tmp_path: Path) -> None:
@@ -294,48 +255,14 @@ async def test_the_queue_of_a_call_past_its_deadline_is_measured() -> None:
     assert results[1].queue_seconds >= 0.5
 
 
-async def test_a_sample_that_fails_after_its_function_returned_has_a_second_record(tmp_path: Path) -> None:
-    class Function:
-        def compute_score(self, solution_str: str) -> float | None:
-            return float(solution_str) if solution_str else None
-
-        def post_process_scores(self, scores: list[float]) -> list[float]:
-            raise ValueError("no")
-
-    manager = NaiveRewardLoopManager({"log_dir": str(tmp_path)}, compute_score=Function)
-    async with RewardAgent(manager) as agent:
-        await agent.submit([RewardSample(text, uid=f"q{text}") for text in ("1", "2", "")], group_size=3)
-    writer = records(tmp_path)
-    assert await asyncio.to_thread(writer.flush)
-    lines = read(writer.path)
-    assert [line["outcome"] for line in lines if line["uid"] == "q"] == ["unscored"]
-    for uid in ("q1", "q2"):
-        first, second = (line for line in lines if line["uid"] == uid)
-        assert (first["outcome"], first["attempts"]) == ("scored", 1)
-        assert (first["kind"], second["kind"]) == ("sample", "revision")
-        assert (second["outcome"], second["score"], second["attempts"], second["work_s"]) == ("failed", None, 0, 0.0)
-        assert f"sample {uid}: post_process_scores" in second["error"]
-
-
-def test_exchanges_are_counted_until_they_are_taken() -> None:
-    counts = ExchangeCounts()
-    counts.add([{"seconds": 1.0}, {"seconds": 2.0, "unscored": "no 'Score:'"}])
-    counts.add([{"seconds": None, "error": "late"}])
-    assert counts.take() == {"calls": 3, "without_verdict": 1, "seconds": [1.0, 2.0, 0.0]}
-    assert counts.take() == {"calls": 0, "without_verdict": 0, "seconds": []}
-
-
-def test_the_kept_durations_are_bounded() -> None:
-    counts = ExchangeCounts()
-    for number in range(_MAX_DURATIONS + 10):
-        counts.add([{"seconds": float(number)}])
-    taken = counts.take()
-    assert (taken["calls"], len(taken["seconds"]), taken["seconds"][0]) == (_MAX_DURATIONS + 10, _MAX_DURATIONS, 10.0)
-
-
-def test_the_writer_counts_exchanges_of_training_samples(tmp_path: Path) -> None:
+def test_exchanges_of_training_samples_are_counted_until_the_counts_are_taken(tmp_path: Path) -> None:
     writer = Records(tmp_path)
-    writer.write({"kind": "sample", "validate": False}, None, [{"id": "a", "seconds": 1.0}])
-    writer.write({"kind": "sample", "validate": True}, None, [{"id": "b", "seconds": 5.0}])
-    assert writer.exchange_counts.take()["seconds"] == [1.0]
+    writer.write({"kind": "sample", "validate": True}, None, [{"id": "v", "seconds": 5.0}])
+    unscored = {"id": "b", "seconds": 2.0, "unscored": "no 'Score:'"}
+    writer.write({"kind": "sample", "validate": False}, None, [{"id": "a", "seconds": None, "error": "late"}, unscored])
+    assert writer.exchange_counts.take() == {"calls": 2, "without_verdict": 1, "seconds": [0.0, 2.0]}
+    for number in range(_MAX_DURATIONS + 10):
+        writer.exchange_counts.add([{"seconds": float(number)}])
+    taken = writer.exchange_counts.take()  # the newest durations are kept
+    assert (taken["calls"], len(taken["seconds"]), taken["seconds"][0]) == (_MAX_DURATIONS + 10, _MAX_DURATIONS, 10.0)
     assert writer.flush()
