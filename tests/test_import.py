@@ -79,17 +79,6 @@ def test_import_loads_no_heavy_package():
     assert not heavy & set(run(code).split())
 
 
-def test_scoring_needs_none_of_the_extras():
-    code = """
-import asyncio, sys
-from reward_loop import NaiveRewardLoopManager, RewardSample
-manager = NaiveRewardLoopManager(compute_score=lambda solution_str: 1)
-asyncio.run(manager.run_single(RewardSample("x")))
-print(*{name.partition('.')[0] for name in sys.modules})
-"""
-    assert not {"torch", "ray", "transformers", "verl", "pyarrow"} & set(run(code).split())
-
-
 def test_the_agent_needs_none_of_the_extras():
     code = """
 import asyncio, sys
