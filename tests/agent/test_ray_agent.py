@@ -8,7 +8,6 @@ import pytest
 pytest.importorskip("ray")
 
 from reward_loop import ConfigError, RewardFunctionError, RewardLoopError, RewardSample
-from reward_loop._util.process import GC_THRESHOLD
 from reward_loop.agent.ray_agent import AsyncRewardAgent
 from tests.agent.judges import Gate, numbered, within
 from tests.local_ray import local_ray
@@ -177,20 +176,6 @@ async def compute_score(solution_str, count):
     assert second[1] == [float(half + i) for i in range(half)]
     failed = [i for i, outcome in enumerate(first[2]["reward_outcome"]) if outcome == "failed"]
     assert failed == [7]
-
-
-@pytest.mark.integration
-def test_the_process_of_the_actor_collects_garbage_less_often(cluster):
-    from reward_loop.agent.ray_agent import RayAsyncRewardAgent
-
-    def compute_score(solution_str):
-        import gc
-
-        return gc.get_threshold()[0]
-
-    agent = RayAsyncRewardAgent.remote(compute_score)
-    assert cluster.get(agent.compute_reward_pipeline.remote(numbered(1)), timeout=300) == 1
-    assert cluster.get(agent.get.remote(1), timeout=300)[1] == [GC_THRESHOLD]
 
 
 @pytest.mark.integration

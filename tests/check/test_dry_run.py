@@ -210,25 +210,6 @@ async def test_a_batch_function_is_called_with_all_samples(manager: str) -> None
     assert report.problems == []
 
 
-async def test_calls_with_lists_that_share_changing_state_are_found() -> None:
-    class Shared:
-        def __init__(self) -> None:
-            self.texts: list[str] = []
-            self.calls = threading.Barrier(3)
-            self.count = itertools.count()
-
-        def compute_score(self, solution_strs: list[str]) -> list[float]:
-            self.texts = solution_strs
-            if next(self.count) in (2, 3, 4):  # those that are made at the same time
-                self.texts = [text + "!" for text in self.texts]
-                self.calls.wait(60)
-            return [float(text.endswith("4")) for text in self.texts]
-
-    _, findings = await found(Shared(), manager="batch")
-    assert findings["threads"][0] == "problem"
-    assert "results than single calls" in findings["threads"][1]
-
-
 async def test_one_odd_response_that_fails_its_whole_call_is_found() -> None:
     def last(solution_strs: list[str]) -> list[float]:
         return [float(text[-1] == "4") for text in solution_strs]

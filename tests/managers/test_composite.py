@@ -184,23 +184,6 @@ async def test_a_judge_that_is_down_stops_the_run_though_it_has_a_default(make):
         await run(manager, "down")
 
 
-async def test_failures_of_a_component_count_over_the_whole_job(make, path):
-    options = {"min_samples_for_failed_share": 4}
-    service = LimitServer(RewardLoopConfig(**options))
-    address = await service.start()
-    parts = {"form": {}, "Judge": {"on_failed": "default"}}
-    workers = [make(parts, job=address, retry={"max_attempts": 1}, **options) for _ in range(2)]
-    for manager in workers:
-        for _ in range(2):  # four in all: fewer in each worker than the bound needs
-            await run(manager, "down")
-    for manager in workers:  # each has a connection of its own
-        await manager.limits.why_stopped()
-    assert "components.Judge: 4 of the last 4 samples failed" in await workers[0].limits.why_stopped()
-    for manager in workers:
-        manager.close()
-    await service.stop()
-
-
 async def test_components_are_retried_and_their_attempts_logged(make, calls):
     parts = {"form": {}, "Judge": {"on_failed": "default"}}
     manager = make(parts, retry={"max_attempts": 2, "initial_wait": 0.001}, max_failed_share=1)

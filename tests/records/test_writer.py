@@ -2,23 +2,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from reward_loop import (
     NaiveRewardLoopManager,
     RewardLoopConfig,
     RewardSample,
-    RewardTimeoutError,
-    ScoringFunction,
     TransientError,
     limit,
 )
@@ -33,50 +28,6 @@ from tests.servers import until
 
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-async def test_every_sample_has_a_record(tmp_path: Path) -> None:
-    judge = Judge("{{answer}}", Number(0, 1))
-
-    async def compute_score(solution_str: str, reward_router_address: str) -> Any:
-        if solution_str == "raise":
-            raise RuntimeError("no")
-        if solution_str == "judge":
-            return (await judge(reward_router_address, answer=solution_str)).reward(length=5)
-        return {"score": 0.5, "array": np.ones(2)} if solution_str == "dict" else None
-
-    async with FakeJudge("Score: 1") as server:
-        manager = NaiveRewardLoopManager(
-            RewardLoopConfig(log_dir=str(tmp_path / "logs")),
-            compute_score=compute_score,
-            reward_router_address=server.address,
-        )
-        texts = ["dict", "judge", "raise", "none"]
-        for i, text in enumerate(texts):
-            await manager.run_single(RewardSample(text, uid=f"q{i}", data_source="gsm8k"))
-    writer = records(tmp_path / "logs")
-    assert await asyncio.to_thread(writer.flush)
-    (path,) = (tmp_path / "logs").glob("*.jsonl")
-    assert path == writer.path
-    assert f"-{os.getpid()}-" in path.name
-    plain, judged, failed, unscored = read(path)
-    assert [plain["uid"], plain["data_source"], plain["outcome"], plain["score"]] == ["q0", "gsm8k", "scored", 0.5]
-    assert plain["components"] == {"score": 0.5, "array": [1.0, 1.0]}
-    assert judged["components"]["length"] == 5
-    assert judged["judges"][0]["verdict"] == 1.0
-    assert judged["completion_tokens"] == 2
-    assert judged["work_s"] >= judged["judges"][0]["seconds"] > 0
-    assert min(judged["queue_s"], judged["wait_s"]) >= 0
-    assert (failed["outcome"], failed["score"]) == ("failed", None)
-    assert "sample q2" in failed["error"]
-    assert (unscored["outcome"], unscored["error"]) == ("unscored", None)
-    assert all(set(row) == set(plain) for row in (judged, failed, unscored))
-
-    import pandas
-
-    frame = pandas.read_json(path, lines=True)
-    assert frame.groupby("outcome").size().to_dict() == {"scored": 2, "failed": 1, "unscored": 1}
-    assert frame["score"].mean() == 0.75
 
 
 async def test_waiting_and_running_are_measured_separately(tmp_path: Path) -> None:
@@ -242,17 +193,6 @@ async def test_the_wait_for_a_group_is_not_a_wait_for_a_thread(tmp_path: Path) -
     rows = {row["uid"]: row for row in read(records(tmp_path).path)}
     assert rows["early"]["batch_s"] >= 0.5
     assert rows["early"]["queue_s"] == rows["late"]["queue_s"]
-
-
-async def test_the_queue_of_a_call_past_its_deadline_is_measured() -> None:
-    # Both calls share the only thread; the second starts when the first has passed its deadline.
-    release = threading.Event()
-    scoring = ScoringFunction(lambda: release.wait(60), max_threads=1, timeout=0.5)
-    results = await asyncio.gather(*(scoring(RewardSample("x")) for _ in range(2)))
-    release.set()
-    assert [type(result.exception) for result in results] == [RewardTimeoutError] * 2
-    assert results[0].queue_seconds < results[1].queue_seconds
-    assert results[1].queue_seconds >= 0.5
 
 
 def test_exchanges_of_training_samples_are_counted_until_the_counts_are_taken(tmp_path: Path) -> None:

@@ -291,20 +291,6 @@ def test_components_with_types_that_differ_between_rows(folder: Path) -> None:
     assert "score" not in step["components"]
 
 
-def test_10000_groups_and_samples_without_step_group_or_uid(folder: Path) -> None:
-    writer = Records(folder)
-    for number in range(10_000):
-        record(writer, f"s{number}", 1.0, group=f"g{number}", full=0.0)
-    record(writer, "no step", 1.0, step=None)
-    flushed(writer)
-    with Index(folder) as index:
-        index.update()
-        summaries = Summaries(index)
-        (first, last) = summaries.steps(False)
-        assert (first["count"], first["groups"], last["step"], last["count"]) == (10_000, 0, None, 1)
-        assert summaries.run()["steps"] == [1]
-
-
 def test_summaries_follow_new_rows_and_revisions(folder: Path) -> None:
     writer = Records(folder)
     for number in range(4):
