@@ -114,6 +114,7 @@ def test_long_values_are_cut_and_the_row_is_bounded(monkeypatch: pytest.MonkeyPa
     assert row["omitted"] == 100 - len(row["options"])
 
 
+@pytest.mark.integration  # imports verl
 class TestTrainer:
     """verl's trainer records its configuration once, when training starts."""
 

@@ -90,9 +90,9 @@ async def test_waiting_for_the_next_attempt_is_shown() -> None:
 )
 async def test_waiting_for_a_free_worker_is_shown(tmp_path: Path, options: dict[str, Any], waits_for: str) -> None:
     go = tmp_path / "go"
-    manager = NaiveRewardLoopManager(options, compute_score=until_there, reward_kwargs={"path": str(go)})
+    manager = NaiveRewardLoopManager(options, compute_score=until_there)
     tasks = [
-        asyncio.create_task(manager.run_single(RewardSample("x", uid=uid, data_source="waiting")))
+        asyncio.create_task(manager.run_single(RewardSample(str(go), uid=uid, data_source="waiting")))
         for uid in ("q0", "q1")
     ]
     try:
@@ -104,8 +104,8 @@ async def test_waiting_for_a_free_worker_is_shown(tmp_path: Path, options: dict[
     assert described() == {}
 
 
-def until_there(path: str) -> float:
-    while not os.path.exists(path):
+def until_there(solution_str: str) -> float:
+    while not os.path.exists(solution_str):
         time.sleep(0.01)
     return 1.0
 
