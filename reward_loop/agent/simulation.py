@@ -21,7 +21,7 @@ from reward_loop.errors import ConfigError
 
 __all__ = ["Latency", "Run", "Workload", "parse_latency", "run_mode", "simulate"]
 
-_FORMS = "uniform:LOW:HIGH, constant:SECONDS, lognormal:MEDIAN:SIGMA, exponential:MEAN, file:PATH"
+_FORMS = "uniform:LOW:HIGH, constant:SECONDS, lognormal:MEDIAN:SIGMA, file:PATH"
 
 LONGEST_S = 1e9
 """The longest judging time allowed, in seconds; keeps sums finite."""
@@ -38,7 +38,7 @@ def simulate(
         typer.Option(
             metavar="DISTRIBUTION",
             help="Seconds of judging per response: uniform:LOW:HIGH, constant:X, lognormal:MEDIAN:SIGMA, "
-            "exponential:MEAN, or file:PATH (measured seconds: a number in each line, or the records of "
+            "or file:PATH (measured seconds: a number in each line, or the records of "
             "[cyan]reward-loop score[/]).",
         ),
     ] = "uniform:1:40",
@@ -55,9 +55,8 @@ def simulate(
 ) -> None:
     """Simulate how much overlapping judging with training would shorten a step.
 
-    Prints for each mode the length of a step, its floor, the time that the
-    trainer waits for rewards, and the share of judging that is hidden behind
-    generation and training.
+    Prints for each mode the length of a step, its floor, and the time that the
+    trainer waits for rewards.
     """
     load = Workload(
         batch, responses, parse_latency(judge), concurrency, generation, training, prepare, mini_batches, steps
@@ -68,11 +67,11 @@ def simulate(
         return
     out = console()
     table = Table("mode", box=None, pad_edge=False)
-    for column in ("s a step", "floor", "over floor", "waits for rewards", "judging hidden"):
+    for column in ("s a step", "floor", "over floor", "waits for rewards"):
         table.add_column(column, justify="right")
     for run in runs:
         figures = f"{run.step_s:.1f}", f"{run.floor_s:.1f}", f"{run.over_floor:.1%}", f"{run.waiting_s:.1f} s"
-        table.add_row(run.mode, *figures, f"{run.hidden_share:.0%}")
+        table.add_row(run.mode, *figures)
     out.print(table)
     out.print(
         f"\nG + T = {load.gpu_seconds:.1f} s; R = {load.judge_seconds:.1f} s, {load.samples} responses of "
@@ -98,7 +97,7 @@ class Latency:
 
 
 def parse_latency(text: str) -> Latency:
-    """Read ``uniform:1:40``, ``constant:2``, ``lognormal:3:0.8``, ``exponential:5`` or ``file:latencies.jsonl``.
+    """Read ``uniform:1:40``, ``constant:2``, ``lognormal:3:0.8`` or ``file:latencies.jsonl``.
 
     The simulation draws from the numbers of a file: one in each line, or the ``work_s`` of each record.
 
@@ -122,8 +121,6 @@ def parse_latency(text: str) -> Latency:
             case "lognormal", [median, sigma] if median > 0 and sigma <= WIDEST:
                 mean = median * math.exp(sigma * sigma / 2)
                 return Latency(text, mean, lambda rng: rng.lognormvariate(math.log(median), sigma))
-            case "exponential", [mean] if mean > 0:
-                return Latency(text, mean, lambda rng: rng.expovariate(1 / mean))
     raise ConfigError(
         f"invalid judge latency {text!r}: write one of {_FORMS}; times must be from 0 to {LONGEST_S:g} seconds"
     )
@@ -221,18 +218,6 @@ class Run:
     """How much longer a step is than its floor, as a share of the floor."""
     waiting_s: float
     """Seconds per step in which the trainer waited for rewards."""
-    hidden_share: float
-    """Of the time in which samples of a step were judged, the share in which the trainer did not wait."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Judging:
-    """The judging of one step, with times on the virtual clock."""
-
-    start: float
-    end: float
-    ready: list[float]
-    """The time at which each mini-batch has all its rewards."""
 
 
 def run_mode(load: Workload, mode: str) -> Run:
@@ -242,51 +227,45 @@ def run_mode(load: Workload, mode: str) -> Run:
     # is fixed when its samples are submitted. At most two steps are in flight: more judges than that have no effect.
     free = [0.0] * min(load.concurrency, 2 * load.samples)
     draws = [load.draws(step) for step in range(load.steps)]
-    judging: list[_Judging] = []
-    waits: list[tuple[float, float]] = []
-    now = 0.0
+    judged: list[list[float]] = []  # for each step, when each mini-batch has all its rewards
+    now = waited = 0.0
 
     def ready(step: int) -> int:
-        return bisect_right(judging[step].ready, now)
+        return bisect_right(judged[step], now)
 
     for action in schedule.actions(load.steps, ready):
-        started = now
         if isinstance(action, Generate):
+            judged.append(_judge(load, draws[action.step], free, now))
             now += load.generation
-            judging.append(_judge(load, draws[action.step], free, started))
         elif isinstance(action, Prepare):
             now += load.prepare
         elif isinstance(action, Wait):
-            now = max(now, judging[action.step].ready[action.mini_batches - 1])
-            waits.append((started, now))
+            until = max(now, judged[action.step][action.mini_batches - 1])
+            waited += until - now
+            now = until
         else:
             now += load.training * action.count / load.mini_batches
     step_s, floor_s = now / load.steps, _floor(load, schedule, draws)
-    judged = sum(one.end - one.start for one in judging)
-    waited = sum(max(0.0, min(one.end, end) - max(one.start, start)) for one in judging for start, end in waits)
-    return Run(
-        mode,
-        step_s,
-        floor_s,
-        over_floor=step_s / floor_s - 1 if floor_s else 0.0,
-        waiting_s=sum(end - start for start, end in waits) / load.steps,
-        hidden_share=1 - waited / judged if judged else 1.0,
-    )
+    return Run(mode, step_s, floor_s, step_s / floor_s - 1 if floor_s else 0.0, waited / load.steps)
 
 
-def _judge(load: Workload, draws: list[float], free: list[float], started: float) -> _Judging:
-    """Judge the samples of a step that was generated from ``started`` on; ``free``: a heap of when judges are free."""
+def _judge(load: Workload, draws: list[float], free: list[float], started: float) -> list[float]:
+    """Judge the samples of a step; return when each mini-batch has all its rewards.
+
+    Args:
+        load: the workload.
+        draws: the judging times of the samples.
+        free: a heap of the times at which judges are free; it is changed.
+        started: when the generation of the samples begins.
+    """
     pace = load.generation / len(draws)
-    begins, ends = [], []
+    ends = []
     for i, seconds in enumerate(draws):
-        begin = max(started + pace * (i + 1), free[0])
-        heapq.heapreplace(free, begin + seconds)
-        begins.append(begin)
-        ends.append(begin + seconds)
+        ends.append(max(started + pace * (i + 1), free[0]) + seconds)
+        heapq.heapreplace(free, ends[-1])
     size = load.responses
     groups = sorted(max(ends[i : i + size]) for i in range(0, len(ends), size))
-    ready = [groups[math.ceil(load.batch * (i + 1) / load.mini_batches) - 1] for i in range(load.mini_batches)]
-    return _Judging(min(begins), max(ends), ready)
+    return [groups[math.ceil(load.batch * (i + 1) / load.mini_batches) - 1] for i in range(load.mini_batches)]
 
 
 def _floor(load: Workload, schedule: Schedule, draws: list[list[float]]) -> float:

@@ -1,5 +1,6 @@
 import json
 import random
+import time
 from dataclasses import replace
 
 import pytest
@@ -25,13 +26,10 @@ SMALL = Workload(
 def test_figures_equal_those_computed_by_hand():
     # 16 samples of 4 s, 8 at a time, arriving every 3/16 s: the last of the first 8 starts at 1.5 s, and the last of
     # all when a judge is free, at 5.5 s. So half of the groups are ready at 5.5 s and all at 9.5 s. Two mini-batches
-    # train 2 s each. Samples are judged from the first arrival on.
+    # train 2 s each.
     baseline, pipeline, off_policy, both = (run_mode(SMALL, mode) for mode in MODES)
-    judged = 9.5 - 3 / 16
     assert (baseline.step_s, baseline.floor_s, baseline.waiting_s) == (9.5 + 4, 12, 6.5)
-    assert baseline.hidden_share == pytest.approx(1 - 6.5 / judged)
     assert (pipeline.step_s, pipeline.floor_s, pipeline.waiting_s) == (9.5 + 2, 10, 4.5)
-    assert pipeline.hidden_share == pytest.approx(1 - 4.5 / judged)
     # The judges never rest after the first sample's arrival: 5 x 8 s, and the last mini-batch after the last reward.
     assert (off_policy.step_s * 5, off_policy.floor_s) == (1.5 + 5 * 8 + 4, 8)
     assert (both.step_s * 5, both.floor_s) == (1.5 + 5 * 8 + 2, 8)
@@ -50,7 +48,7 @@ def test_log_probabilities_run_while_judges_work():
         Workload,
         batch=st.integers(4, 12),
         responses=st.integers(1, 4),
-        judge=st.sampled_from(["uniform:0:9", "constant:3", "exponential:2", "lognormal:2:1"]).map(parse_latency),
+        judge=st.sampled_from(["uniform:0:9", "constant:3", "lognormal:2:1"]).map(parse_latency),
         concurrency=st.integers(1, 40),
         generation=st.floats(0, 20),
         training=st.floats(0, 20),
@@ -64,7 +62,6 @@ def test_bounds_of_the_step_time(load, more):
     runs = [run_mode(load, mode) for mode in MODES]
     for run in runs:
         assert run.step_s >= run.floor_s - 1e-6
-        assert -1e-9 <= run.hidden_share <= 1 + 1e-9
         assert run.step_s == pytest.approx(load.gpu_seconds + run.waiting_s)
         faster = run_mode(replace(load, concurrency=load.concurrency + more), run.mode)
         assert faster.step_s <= run.step_s + 1e-6
@@ -80,15 +77,19 @@ def test_enough_concurrency_hides_the_judging():
     assert run_mode(load, "both").step_s > 1.5 * load.gpu_seconds
 
 
+def test_a_hundred_large_steps_are_quick():
+    started = time.thread_time()  # which other processes and threads have no part in
+    run_mode(Workload(), "both")
+    assert time.thread_time() - started < 30
+
+
 @pytest.mark.parametrize("wrong", [{"generation": float("nan")}, {"training": float("inf")}, {"mini_batches": 9}])
 def test_invalid_workloads_are_refused(wrong):
     with pytest.raises(ConfigError):
         replace(SMALL, **wrong)
 
 
-@pytest.mark.parametrize(
-    ("text", "mean"), [("uniform:1:40", 20.5), ("constant:2", 2), ("lognormal:3:0.8", 4.13), ("exponential:5", 5)]
-)
+@pytest.mark.parametrize(("text", "mean"), [("uniform:1:40", 20.5), ("constant:2", 2), ("lognormal:3:0.8", 4.13)])
 def test_distributions_have_the_mean_they_say(text, mean):
     latency = parse_latency(text)
     rng = random.Random(1)
@@ -125,7 +126,7 @@ def test_files_without_latencies_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "uniform", "uniform:2:1", "uniform:1", "constant:-1", "constant:1:2", "normal:1:2", "exponential:nan"),
+        *("", "uniform", "uniform:2:1", "uniform:1", "constant:-1", "constant:1:2", "normal:1:2"),
         *("uniform:nan:1", "uniform:1:nan", "constant:inf", "constant:1e308", "lognormal:3:40", "lognormal:1:nan"),
     ],
 )
