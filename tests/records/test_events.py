@@ -26,19 +26,7 @@ from reward_loop.records.events import (
 from reward_loop.records.files import CONFIG, EVENTS, HEALTH
 from reward_loop.records.reader import RecordsReader
 from reward_loop.records.rows import advantage_row
-
-
-def sample(uid: str, **fields: Any) -> dict[str, Any]:
-    return {
-        "version": 1,
-        "kind": "sample",
-        "time": 1.0,
-        "uid": uid,
-        "step": 1,
-        "reward": 0.5,
-        "masked": False,
-        **fields,
-    }
+from tests.records.rows import sample, write
 
 
 def test_events_are_written_beside_the_rows(tmp_path: Path) -> None:
@@ -96,7 +84,7 @@ def test_only_the_events_of_some_steps_are_read(tmp_path: Path) -> None:
 def test_the_advantage_is_that_of_the_last_row_of_the_sample(tmp_path: Path) -> None:
     one, other = Records(tmp_path), Records(tmp_path)
     one.write(sample("q_0", id="early", time=1.0))
-    one.write(sample("q_0", time=2.0))
+    one.write(sample("q_0", time=2.0, reward=0.5))
     one.write(sample("masked_0"))
     other.write_rows([advantage_row("q_0", 1, 0.25), advantage_row("gone_0", 1, 9.0)])
     other.write_rows([advantage_row("q_0", 2, -1.5)])
@@ -171,13 +159,6 @@ def write_health(folder: Path, *warnings: dict[str, Any]) -> Path:
     return writer.path
 
 
-def with_sample(folder: Path) -> Path:
-    row = {"version": 1, "kind": "sample", "time": 1.0, "id": "a", "uid": "a", "outcome": "scored", "score": 1.0}
-    folder.mkdir(exist_ok=True)
-    (folder / "host-1-a.jsonl").write_text(json.dumps(row) + "\n")
-    return folder
-
-
 def test_rows_of_health_have_no_fields_of_samples(tmp_path: Path) -> None:
     path = write_health(tmp_path, FIRST)
     assert path.parent == tmp_path / "health"
@@ -193,7 +174,7 @@ def test_a_folder_without_health_has_no_warnings(tmp_path: Path) -> None:
 
 
 def test_the_report_shows_warnings_and_their_samples(tmp_path: Path) -> None:
-    folder = with_sample(tmp_path)
+    folder = write(tmp_path, sample("a", score=1.0))
     assert health_of(folder) == ([], False)
     second = {**SECOND, "samples": ["a_0", "b_1"]}
     write_health(folder, FIRST, second)
