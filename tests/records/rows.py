@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
+
+from reward_loop.records import records
 
 
 def sample(uid: str, **fields: Any) -> dict[str, Any]:
@@ -18,3 +21,15 @@ def write(folder: Path, *rows: dict[str, Any], name: str = "host-1-a.jsonl", end
     folder.mkdir(exist_ok=True)
     (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
     return folder
+
+
+async def recorded(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows that this process has written to a folder, all of them."""
+    writer = records(folder)
+    assert await asyncio.to_thread(writer.flush)
+    return read(writer.path)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the rows in a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]

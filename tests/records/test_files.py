@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -15,13 +14,10 @@ from typing import Any
 import pytest
 
 from reward_loop import NaiveRewardLoopManager, RewardAgent, RewardLoopConfig, RewardSample
-from reward_loop.records import Records, records, writer
+from reward_loop.records import Records, writer
 from reward_loop.records.files import AUDIT, CONFIG, EVENTS, EXCHANGES, HEALTH, TEXTS, RecordFiles
 from tests.gsm8k import ROOT
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+from tests.records.rows import read, recorded
 
 
 def folder_size(folder: Path) -> int:
@@ -37,8 +33,7 @@ async def score(folder: Path, *samples: RewardSample, function: Any = len, **opt
     manager = NaiveRewardLoopManager(config, compute_score=lambda solution_str: function(solution_str))
     for sample in samples:
         await manager.run_single(sample)
-    assert await asyncio.to_thread(records(folder).flush)
-    return read(records(folder).path)
+    return await recorded(folder)
 
 
 async def test_a_sample_is_recorded_with_its_texts(tmp_path: Path) -> None:
@@ -82,8 +77,7 @@ async def test_large_components_are_among_the_texts(tmp_path: Path) -> None:
     config = RewardLoopConfig(log_dir=str(tmp_path))
     manager = NaiveRewardLoopManager(config, compute_score=lambda: {"score": 1.0, **large, **small})
     await manager.run_single(RewardSample("x"))
-    assert await asyncio.to_thread(records(tmp_path).flush)
-    (row,) = read(records(tmp_path).path)
+    (row,) = await recorded(tmp_path)
     assert {name: row["components"][name] for name in small} == small
     assert row["components"]["explanation"].startswith("why why")
     assert len(row["components"]["explanation"]) == 256
@@ -123,8 +117,7 @@ async def test_the_policy_and_the_processing_of_groups_are_recorded(tmp_path: Pa
     options = RewardLoopConfig(log_dir=str(tmp_path), on_unscored="default", default_score=-9.0)
     async with RewardAgent(NaiveRewardLoopManager(options, compute_score=Centred)) as agent:
         await agent.submit([RewardSample(text, uid=f"q{text}") for text in ("1", "3", "")], group_size=3)
-    assert await asyncio.to_thread(records(tmp_path).flush)
-    rows = read(records(tmp_path).path)
+    rows = await recorded(tmp_path)
     before = {row["uid"]: (row["score"], row["reward"]) for row in rows if row["kind"] == "sample"}
     after = {row["uid"]: (row["outcome"], row["reward"]) for row in rows if row["kind"] == "revision"}
     assert before == {"q1": (1.0, 1.0), "q3": (3.0, 3.0), "q": (None, -9.0)}

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 import sys
 import time
@@ -23,11 +22,8 @@ from reward_loop.records import Records, active, records
 from reward_loop.records.writer import _MAX_DURATIONS
 from reward_loop.testing import FakeJudge
 from tests.gsm8k import ROOT
+from tests.records.rows import read, recorded
 from tests.servers import until
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 async def test_waiting_and_running_are_measured_separately(tmp_path: Path) -> None:
@@ -49,8 +45,7 @@ async def test_waiting_and_running_are_measured_separately(tmp_path: Path) -> No
     await asyncio.sleep(0.8)
     place.leave()
     rewards = [reward["reward_extra_info"] for reward in await asyncio.gather(*calls)]
-    assert await asyncio.to_thread(records(tmp_path).flush)
-    rows = {row["uid"]: row for row in read(records(tmp_path).path)}
+    rows = {row["uid"]: row for row in await recorded(tmp_path)}
     assert [rows[name]["attempts"] for name in "abc"] == [2, 1, 1]
     # `a` paused before its second attempt; `b` had the only thread, and waited for the place; `c` waited for `b`.
     assert rows["a"]["wait_s"] >= 0.2
@@ -115,8 +110,7 @@ async def test_the_cost_that_a_function_reports_is_in_its_row(tmp_path: Path, fu
     config = RewardLoopConfig(log_dir=str(tmp_path), isolation=isolation, limits={"judge": {"max_concurrent": 1}})
     manager = NaiveRewardLoopManager(config, compute_score=function)
     await asyncio.gather(*(manager.run_single(RewardSample("x", uid=f"q{i}")) for i in range(3)))
-    assert await asyncio.to_thread(records(tmp_path).flush)
-    assert [row["cost"] for row in read(records(tmp_path).path)] == [0.25] * 3
+    assert [row["cost"] for row in await recorded(tmp_path)] == [0.25] * 3
     manager.close()
 
 
@@ -129,8 +123,7 @@ async def test_the_cost_of_a_call_for_several_samples_is_shared(tmp_path: Path) 
     manager = GroupRewardLoopManager(config, compute_score=both)
     samples = [RewardSample("x", uid=f"q{i}", group="g", group_size=2) for i in range(2)]
     await asyncio.gather(*map(manager.run_single, samples))
-    assert await asyncio.to_thread(records(tmp_path).flush)
-    assert [row["cost"] for row in read(records(tmp_path).path)] == [0.125, 0.125]
+    assert [row["cost"] for row in await recorded(tmp_path)] == [0.125, 0.125]
 
 
 async def grade_all(solution_strs: list[str], reward_router_address: str) -> list[float | None]:
@@ -152,11 +145,9 @@ async def records_of_a_group(tmp_path: Path, count: int) -> tuple[list[dict[str,
         )
         await asyncio.gather(*map(manager.run_single, samples))
         await asyncio.gather(*map(alone.run_single, samples))
-    assert await asyncio.to_thread(records(tmp_path).flush)
-    assert await asyncio.to_thread(records(tmp_path / "alone").flush)
-    each = read(records(tmp_path / "alone").path)
+    each = await recorded(tmp_path / "alone")
     tokens = [sum(row[name] for row in each) for name in ("prompt_tokens", "completion_tokens")]
-    return read(records(tmp_path).path), *tokens
+    return await recorded(tmp_path), *tokens
 
 
 async def one_by_one(solution_str: str, reward_router_address: str) -> float | None:
@@ -189,8 +180,7 @@ async def test_the_wait_for_a_group_is_not_a_wait_for_a_thread(tmp_path: Path) -
     await asyncio.sleep(0.5)
     await manager.run_single(samples[1])
     await early
-    assert await asyncio.to_thread(records(tmp_path).flush)
-    rows = {row["uid"]: row for row in read(records(tmp_path).path)}
+    rows = {row["uid"]: row for row in await recorded(tmp_path)}
     assert rows["early"]["batch_s"] >= 0.5
     assert rows["early"]["queue_s"] == rows["late"]["queue_s"]
 
