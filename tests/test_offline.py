@@ -259,7 +259,7 @@ def test_a_manager_of_the_user_is_recorded(tmp_path):
     done = score(source, tmp_path / "out", manager=Manager())
     assert done.outcomes == {"failed": 2, "scored": 1}
     errors = [row["error"] for row in done.rows]
-    assert errors[0] == "sample line 1: Manager.run_single returned the score nan, which is not a finite number"
+    assert errors[0] == "sample line 1: the manager returned the score nan, which is not a finite number"
     assert "returned the score 'high'" in errors[1]
     assert done.rows[2]["components"] == {"words": 3}
     clipped = Clipped({"log_dir": str(tmp_path / "clipped")}, compute_score=exact)

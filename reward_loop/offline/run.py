@@ -20,12 +20,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from reward_loop._util.signals import run
-from reward_loop._util.text import rounded, shorten
+from reward_loop._util.text import rounded
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.limits.local import LocalLimits
 from reward_loop.managers.base import RewardLoopManagerBase
 from reward_loop.managers.policy import result_of
-from reward_loop.managers.scorer import functions_of, reward_of
+from reward_loop.managers.scorer import Scored, functions_of, reward_of
 from reward_loop.offline.fields import Fields
 from reward_loop.offline.folder import ScoredFolder
 from reward_loop.offline.inputs import Inputs
@@ -168,17 +168,12 @@ async def _recorded(manager: Any, sample: RewardSample, folder: ScoredFolder) ->
     """Return the reward of a manager that records no samples, or changes rewards after that, and record it."""
     with ActiveSample(sample, type(manager).__name__) as active:
         reward = await reward_of(manager, sample, str(sample.uid))
-        result = result_of(reward)
-        masked = bool((reward.get("reward_extra_info") or {}).get("reward_masked"))
-        score = None if masked else finite_number(reward["reward_score"])
-        if score is None and not masked:
-            error = (
-                f"sample {sample.uid}: {type(manager).__name__}.run_single returned the score "
-                f"{shorten(reward['reward_score'])}, which is not a finite number"
-            )
-            result = replace(result, outcome=Outcome.FAILED, score=None, error=error)
+        scored = Scored.of(str(sample.uid), reward)
+        score = scored.score if scored.outcome is Outcome.SCORED else None
+        result = replace(result_of(reward), outcome=scored.outcome, score=score, error=scored.error)
+        masked = bool(scored.extra_info.get("reward_masked"))
         large = large_components(result.extra_info)
-        row = sample_row(active, result, large, score, masked)
+        row = sample_row(active, result, large, scored.score, masked)
         folder.writer.write(row, text_row(sample, large), exchanges_of(active))
     return reward
 
