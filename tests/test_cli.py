@@ -271,27 +271,22 @@ import os
 def compute_score(solution_str):
     if "THE_KEY" not in os.environ:
         raise RuntimeError("THE_KEY is not set")
-    if solution_str == "0":
-        raise ValueError("zero")
     return 1
 """
 
 
 def test_rows_that_failed_before_the_key_was_set_are_scored_again(folder, monkeypatch):
     (folder / "keyed.py").write_text(KEYED)
-    rows = [{"output": str(i)} for i in range(70)]
-    (folder / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = ("score", "many.jsonl", "keyed.py", "-f", "solution_str=output")
-    shown = run(*command, code=1)
+    (folder / "many.jsonl").write_text("".join(json.dumps({"output": str(i)}) + "\n" for i in range(70)))
+    keyed = ("score", "keyed.py", "many.jsonl", "-f", "solution_str=output")
+    shown = run(*keyed, code=1)
     assert "THE_KEY is not set" in shown
     assert "rerun the command to resume. Add --retry-failed" in shown
     monkeypatch.setenv("THE_KEY", "secret")
-    shown = run(*command)
+    shown = run(*keyed)
     assert "64 failed, 6 scored" in shown
     assert "To score the failed rows again, run the same command with --retry-failed" in shown
-    assert "64 failed, 6 scored" in run(*command)
-    shown = run(*command, "--retry-failed")
-    assert "1 failed, 69 scored" in shown
+    shown = run(*keyed, "--retry-failed")
     assert "rows 70, 6 of them by an earlier run" in shown
 
 
