@@ -43,6 +43,9 @@ PUBLIC = [
     "limit",
     "load_function",
     "register",
+    "score",
+    "score_later",
+    "scorer",
     "serve_limits",
 ]
 
