@@ -29,8 +29,8 @@ from reward_loop.managers import GroupRewardLoopManager
 from reward_loop.records import Records, active, records
 from reward_loop.records.writer import _MAX_DURATIONS, ExchangeCounts
 from reward_loop.testing import FakeJudge
+from tests.clock import until
 from tests.gsm8k import ROOT
-from tests.servers import until
 
 
 def read(path: Path) -> list[dict[str, Any]]:
