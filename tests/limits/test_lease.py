@@ -357,12 +357,10 @@ async def test_a_function_can_be_called_directly():
 @pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize(("at_cap", "score"), [("stop", None), ("default", -1.0), ("mask", 0.0)])
 async def test_a_budget_that_is_used_up(at_cap, score, remote, serve):
-    judge = Counting()
-
     async def within():
         async with reward_loop.limit("judge") as lease:
             lease.used(tokens=60)
-        return await judge()
+        return 1.0
 
     given = {"budget": {"max_tokens": 100, "at_cap": at_cap}, "default_score": -1.0}
     _, address = await serve(RewardLoopConfig(**given))
@@ -385,6 +383,8 @@ async def test_a_budget_that_is_used_up(at_cap, score, remote, serve):
             assert (info["reward_outcome"], info["reward_masked"]) == ("unscored", at_cap == "mask")
             assert message in info["reward_error"]
         manager.close()
+    alone = NaiveRewardLoopManager(RewardLoopConfig(**given), compute_score=within)  # with limits of its own
+    assert (await alone.run_single(SAMPLE))["reward_score"] == 1.0
 
 
 @pytest.mark.parametrize("name", ["default", "judge"])
