@@ -1,6 +1,7 @@
 import asyncio
 import functools
 import itertools
+import pickle
 import signal
 import subprocess
 import sys
@@ -239,6 +240,9 @@ async def test_an_exception_is_a_failed_result_that_names_all(function):
     assert "scoring/" not in result.error.replace("tests/scoring/", "")
     assert isinstance(result.exception, RewardFunctionError)
     assert isinstance(result.exception.__cause__, ValueError)
+    copy = pickle.loads(pickle.dumps(result))
+    assert copy == result
+    assert isinstance(copy.exception, RewardFunctionError)
 
 
 class Unprintable(Exception):
@@ -252,12 +256,6 @@ class EndlessPause(Exception):
 
 class Exit(BaseException):
     """As those by which test and coroutine libraries leave."""
-
-
-class CancelsItself:
-    async def __call__(self):
-        asyncio.current_task().cancel()
-        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +285,11 @@ async def test_no_exception_of_the_user_ends_more_than_its_sample(exception, is_
 
 
 async def test_a_function_that_cancels_its_own_task_fails():
-    result = await ScoringFunction(CancelsItself())(SAMPLE)
+    async def cancels():
+        asyncio.current_task().cancel()
+        await asyncio.sleep(0)
+
+    result = await ScoringFunction(cancels)(SAMPLE)
     assert result.outcome is Outcome.FAILED
     assert "raised CancelledError" in result.error
 
@@ -470,15 +472,6 @@ async def test_post_process_scores_without_a_free_thread_fails_its_group_only(mo
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(RewardCrashedError, match="could not be started: RuntimeError: can't start new thread"):
         await function.post_process_scores([1.0, 2.0])
-
-
-def test_results_can_be_pickled():
-    import pickle
-
-    result = asyncio.run(ScoringFunction(raises)(SAMPLE))
-    copy = pickle.loads(pickle.dumps(result))
-    assert copy == result
-    assert isinstance(copy.exception, RewardFunctionError)
 
 
 async def test_timeouts_and_task_groups_of_the_function():
