@@ -372,3 +372,16 @@ def test_two_processes_with_uneven_judges_have_equal_weights(tmp_path: Path, tin
     assert all(digests), outputs
     assert {found.groups()[1:] for found in digests if found} == {("3", "2")}
     assert len({found[1] for found in digests if found}) == 1
+
+
+def test_the_rloo_trainer_takes_the_reward_function(tmp_path: Path, tiny_generative_model: Path) -> None:
+    from trl import RLOOTrainer
+
+    async def scores(solution_str: str, ground_truth: str) -> float | None:
+        return score(solution_str) if len(solution_str) % 2 else None
+
+    options: dict[str, Any] = {"settings": "RLOOConfig", "max_steps": 2, "steps_per_generation": 1}
+    with reward_function(scores, ground_truth="answer") as reward:
+        made = trainer(RLOOTrainer, tiny_generative_model, tmp_path, reward, **options)
+        made.train()
+    assert made.state.global_step == 2
