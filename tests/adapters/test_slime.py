@@ -128,7 +128,7 @@ async def test_a_list_of_samples_without_group_rm_is_scored_sample_by_sample() -
 async def test_the_ground_truth_may_be_a_field_of_the_metadata() -> None:
     args = arguments(options={"ground_truth": "answer"})
     assert await custom_rm(args, sample("5", metadata={"answer": "5"})) == 1.0
-    with pytest.raises(ConfigError, match=r"sample 0: its metadata has no 'answer'"):
+    with pytest.raises(ConfigError, match=r"the data has no field 'answer': set `ground_truth` .* label, other"):
         await custom_rm(args, sample("5", metadata={"other": "5"}))
 
 

@@ -22,8 +22,12 @@ def test_named_columns_become_parts_and_the_others_extra_info() -> None:
 
 
 def test_default_columns_are_used_if_the_data_set_has_them() -> None:
-    (sample,) = samples(Columns(), ["x"], ground_truth=["1"], data_source=["math"], extra_info=[{"split": "train"}])
-    assert (sample.ground_truth, sample.data_source, sample.extra_info) == ("1", "math", {"split": "train"})
+    nested = {"split": "train"}
+    data: dict[str, Any] = {"ground_truth": ["1"], "data_source": ["math"], "extra_info": [nested], "level": [1]}
+    (sample,) = samples(Columns(), ["x"], **data)
+    assert (sample.ground_truth, sample.data_source) == ("1", "math")
+    assert sample.extra_info == {"split": "train", "level": 1}
+    assert nested == {"split": "train"}  # not changed
     (bare,) = samples(Columns(), ["x"])
     assert (bare.ground_truth, bare.data_source, bare.extra_info, bare.error) == (None, "", {}, None)
 
@@ -49,11 +53,6 @@ def test_a_row_with_a_wrong_value_fails_alone(columns: Columns, row: dict[str, A
     assert error in second.error
 
 
-def test_completion_ids_give_the_length_of_the_response() -> None:
-    (sample,) = Columns().samples(["p"], ["x"], [[5, 6, 7]], {}, step=None)
-    assert sample.response_length == 3
-
-
 @pytest.mark.parametrize(
     ("completion", "text"),
     [
@@ -76,10 +75,11 @@ def test_the_text_of_plain_and_conversational_completions(completion: Any, text:
     assert text_of(completion) == text
 
 
-def test_all_messages_of_a_completion_with_tools_are_in_extra_info() -> None:
+def test_a_completion_with_tools_has_its_messages_in_extra_info_and_the_length_of_its_tokens() -> None:
     messages = [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}]
-    (sample,) = samples(Columns(), [messages])
+    (sample,) = Columns().samples(["p"], [messages], [[5, 6, 7]], {}, step=None)
     assert sample.extra_info == {"completion": messages}
+    assert sample.response_length == 3
 
 
 @pytest.mark.parametrize(
