@@ -13,8 +13,9 @@ All take the arguments of `Asker`. Their prompts are in ``reward_loop/judges/pro
 
 from __future__ import annotations
 
+from reward_loop.judges.asker import Asker
 from reward_loop.judges.pairwise import Pairwise
 from reward_loop.judges.pointwise import Cascade, Equality, Panel
 from reward_loop.judges.rubric import Criterion, Rubric
 
-__all__ = ["Cascade", "Criterion", "Equality", "Pairwise", "Panel", "Rubric"]
+__all__ = ["Asker", "Cascade", "Criterion", "Equality", "Pairwise", "Panel", "Rubric"]

@@ -67,7 +67,7 @@ class Asker:
                 if key in self._options:
                     raise ConfigError(f"judges: two have the name {name!r}: give each another `name`")
                 self._options[key] = {"fence": fence, **defaults, **own}
-        if not 1 <= (quorum or 1) <= len(self._options):
+        if quorum is not None and not 1 <= quorum <= len(self._options):
             raise ConfigError(f"quorum={quorum}: it must be from 1 to the number of verdicts, {len(self._options)}")
         self.question = question
         self._template, self._quorum, self._combine = template, quorum, _COMBINE[combine]
@@ -98,10 +98,9 @@ class Asker:
         if len(asked) == 1:
             return await next(iter(asked.values()))
         judgement = await panel(asked, quorum=self._quorum, combine=self._combine)
-        scores = judgement.components
-        return (
-            replace(judgement, components={**scores, "disagreement": pstdev(scores.values())}) if scores else judgement
-        )
+        if scores := judgement.components:
+            return replace(judgement, components={**scores, "disagreement": pstdev(scores.values())})
+        return judgement
 
     def _reading(self, verdict: Verdict) -> dict[str, Judge]:
         return {name: Judge(self._template, verdict, **options) for name, options in self._options.items()}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from reward_loop._util.json import encode
 from reward_loop._util.text import shorten
@@ -20,6 +20,8 @@ __all__ = ["Criterion", "Rubric"]
 @dataclass(frozen=True, slots=True)
 class Criterion:
     """One criterion of a rubric."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")  # a key such as `points` is not ignored
 
     text: str
     """The criterion in words."""
@@ -101,9 +103,14 @@ def _read(given: Any) -> list[Criterion]:
     Raises:
         ValueError: `given` is not a list of criteria, or two have the same name.
     """
-    given = given.tolist() if hasattr(given, "tolist") else given  # numpy, from a parquet file
+    plain = given.tolist() if hasattr(given, "tolist") else given  # numpy, from a parquet file
+    if isinstance(plain, list):  # parquet has None for keys that only other criteria have
+        plain = [
+            {key: value for key, value in one.items() if value is not None} if isinstance(one, dict) else one
+            for one in plain
+        ]
     try:
-        found = _CRITERIA.validate_json(given) if isinstance(given, str) else _CRITERIA.validate_python(given)
+        found = _CRITERIA.validate_json(plain) if isinstance(plain, str) else _CRITERIA.validate_python(plain)
     except ValidationError:
         form = "a list, each item a text or {text: ..., name: ..., weight: ...}"
         raise ValueError(f"criteria: expected {form}; got {shorten(given)}") from None

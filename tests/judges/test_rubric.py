@@ -51,7 +51,9 @@ async def test_criteria_of_the_row_are_rated_and_weighted(separate: bool, reques
 async def test_criteria_of_a_parquet_file() -> None:
     numpy = pytest.importorskip("numpy")
     async with FakeJudge(rate) as server:
-        result = await judged(server, {"criteria": numpy.array(CRITERIA, dtype=object)})
+        first = {"name": "correct", "text": "The result is 36.", "weight": 3.0}
+        given = [first, {"name": None, "text": "Each step follows.", "weight": None}]
+        result = await judged(server, {"criteria": numpy.array(given, dtype=object)})
     assert result.score == 0.75
 
 
@@ -70,6 +72,7 @@ async def test_the_same_criteria_for_all_rows(criteria: Any) -> None:
         ({"criteria": [{"weight": 1}]}, "each item a text or {text: ..., name: ..., weight: ...}; got [{'weight': 1}]"),
         ({"criteria": [{"text": "a", "weight": -1}]}, "at least one positive"),
         ({"criteria": [{"text": "a", "name": "x"}, {"text": "b", "name": "x"}]}, "another name"),
+        ({"criteria": [{"text": "a", "points": 5}]}, "got [{'text': 'a', 'points': 5}]"),
         ({"criteria": 7}, "expected a list"),
     ],
 )
