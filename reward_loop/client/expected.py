@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 from reward_loop.client.chat import Reply
@@ -39,7 +41,8 @@ def expected_score(verdict: Number | Choice, text: str, reply: Reply) -> float |
     if token is None:
         return None
     weights: dict[str, float] = {}
-    for alternative in token.get("top_logprobs") or [token]:
+    # The token that was written is not always among the most probable ones.
+    for alternative in {str(one["token"]): one for one in (token, *(token.get("top_logprobs") or ()))}.values():
         start = str(alternative["token"]).strip(_AROUND).lower()
         words = [word for word in verdict.words if start and word.lower().startswith(start)]
         if len(words) == 1:
@@ -50,14 +53,12 @@ def expected_score(verdict: Number | Choice, text: str, reply: Reply) -> float |
 
 def _token_at(reply: Reply, position: int) -> Mapping[str, Any] | None:
     """Return the token with the character at a position of the reply's text; ``None`` if there is none."""
-    tokens: Sequence[Mapping[str, Any]] = reply.logprobs or ()
-    # The tokens may also contain reasoning, before the text, and end with a special token.
-    start = "".join(str(token["token"]) for token in tokens).rfind(reply.text)
-    if start < 0:
-        return None
-    end = 0
-    for token in tokens:
-        end += len(str(token["token"]))
-        if end > start + position:
-            return token
+    texts = [str(token["token"]) for token in reply.logprobs or ()]
+    # Found from the end: the tokens may also contain reasoning before the text, and parts of characters.
+    for context in (8, 0):
+        start = max(0, position - context)
+        found = "".join(texts).rfind(reply.text[start:])
+        if found >= 0:
+            ends = list(accumulate(map(len, texts)))
+            return (reply.logprobs or ())[bisect_right(ends, found + position - start)]
     return None

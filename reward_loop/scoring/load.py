@@ -110,8 +110,8 @@ def _split(path: str) -> tuple[str, str | None]:
     if path.startswith("judge:"):
         if path not in _READY:
             raise FunctionLoadError(
-                f"no ready judge {path!r}{did_you_mean(path, _READY) or ';'} there are {listing(_READY)}. A function "
-                "in a module `judge` is written `judge.py:name` or `pkg://judge:name`"
+                f"no ready judge {path!r}{did_you_mean(path, _READY) or '.'} Ready judges: {listing(_READY)}. A "
+                "function in a module `judge` is written `judge.py:name` or `pkg://judge:name`"
             )
         return "reward_loop.judges", _READY[path]
     source, colon, name = path.removeprefix("pkg://").partition(":")

@@ -33,6 +33,8 @@ DIGITS = [token("Good"), token(". Score: 1? "), token("Score:"), token(" 4", _4=
         (Number(1, 5, scaled=True), DIGITS, (3 / 4 * 0.5 + 1 / 4 * 0.25) / 0.8),
         # Reasoning before the text, and a special token after it.
         (Number(1, 5), [token("<think>Score: 4</think>"), *DIGITS, token("<|end|>")], 2.55 / 0.8),
+        # A character in two tokens, which a server shows as two unknown characters.
+        (Number(1, 5), [token("\ufffd"), token("\ufffd"), *DIGITS[2:]], 2.55 / 0.8),
         # A token may begin a word; tokens that begin two words, or none, do not count.
         (
             Choice({"correct": 1, "incorrect": 0}),
@@ -50,6 +52,7 @@ async def test_the_score_is_the_mean_of_the_verdicts_weighted_with_their_probabi
     verdict: Number | Choice, tokens: list[dict[str, Any]], score: float
 ) -> None:
     text = "".join(one["token"] for one in tokens).removeprefix("<think>Score: 4</think>").removesuffix("<|end|>")
+    text = text.replace("\ufffd\ufffd", "好")
     async with FakeJudge() as server:
         server.script(reply(text, tokens))
         judgement = await Judge("{{answer}}", verdict, expected=True)(server.address, answer="4")

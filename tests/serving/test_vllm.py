@@ -18,6 +18,7 @@ import pytest_asyncio
 from pydantic import BaseModel
 
 from reward_loop.client import Json, Judge, Number, chat_complete, classify, score
+from reward_loop.client.expected import expected_score
 from reward_loop.config import RewardModelConfig, ServedModelConfig
 from reward_loop.errors import RequestError
 from reward_loop.serving import RewardModelManager
@@ -197,6 +198,11 @@ async def test_a_judge(models: RewardModelManager) -> None:
     choices = {"choice": ["Score: 1", "Score: 2"]}
     judge = Judge("Rate {{answer}}", Number(1, 2), model="judge", max_tokens=32, structured_outputs=choices)
     assert (await judge(address, answer="4")).score in (1, 2)
+    verdict = Number(1, 2)
+    judge = Judge("Rate {{answer}}", verdict, model="judge", max_tokens=32, expected=True, structured_outputs=choices)
+    judgement = await judge(address, answer="4")
+    assert 1 <= (judgement.score or 0) <= 2
+    assert judgement.score == expected_score(verdict, judgement.reply.text, judgement.reply)
     judge = Judge("Rate {{answer}}", Json(Grade, enforce=True), model="judge", max_tokens=64)
     judgement = await judge(address, answer="4")
     # A random model may spend all its tokens on spaces, which JSON lets it.
