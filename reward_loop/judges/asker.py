@@ -69,7 +69,7 @@ class Asker:
                 self._options[key] = {"fence": fence, **defaults, **own}
         if quorum is not None and not 1 <= quorum <= len(self._options):
             raise ConfigError(f"quorum={quorum}: it must be from 1 to the number of verdicts, {len(self._options)}")
-        self.question = question
+        self._question = question
         self._template, self._quorum, self._combine = template, quorum, _COMBINE[combine]
         self._judges = self._reading(verdict)
 
@@ -101,6 +101,14 @@ class Asker:
         if scores := judgement.components:
             return replace(judgement, components={**scores, "disagreement": pstdev(scores.values())})
         return judgement
+
+    def question_of(self, extra_info: Mapping[str, Any]) -> Any:
+        """Return the question of a row.
+
+        Raises:
+            ValueError: the row has none; the message names the argument to set.
+        """
+        return field_of(extra_info, self._question, "question")
 
     def _reading(self, verdict: Verdict) -> dict[str, Judge]:
         return {name: Judge(self._template, verdict, **options) for name, options in self._options.items()}

@@ -7,7 +7,7 @@ from typing import Any
 
 from reward_loop.client import Choice, Order
 from reward_loop.errors import ConfigError
-from reward_loop.judges.asker import Asker, field_of, prompt_of
+from reward_loop.judges.asker import Asker, prompt_of
 from reward_loop.scoring.tournament import compare_all, order_flips, ranking, win_rates
 
 __all__ = ["Pairwise"]
@@ -61,7 +61,7 @@ class Pairwise:
         With pairs, also ``order_flips``: the share of its pairs that another response wins if the order is swapped; and
         ``first_wins``: the share of wins of the answer shown first, in the whole group. 0.5 is without position bias.
         """
-        question = field_of(extra_infos[0], self._asker.question, "question")
+        question = self._asker.question_of(extra_infos[0])
         if self._listwise:
             return await self._rank(question, solution_strs, reward_router_address)
 

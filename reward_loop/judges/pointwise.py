@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reward_loop.client import Choice, Number
-from reward_loop.judges.asker import Asker, field_of, prompt_of
+from reward_loop.judges.asker import Asker, prompt_of
 
 __all__ = ["Cascade", "Equality", "Panel"]
 
@@ -42,7 +42,7 @@ class Equality:
         """Return 1 for an answer with the meaning of the reference, otherwise 0, also as ``acc``."""
         judgement = await self._asker.ask(
             reward_router_address,
-            question=field_of(extra_info, self._asker.question, "question"),
+            question=self._asker.question_of(extra_info),
             reference=ground_truth,
             answer=solution_str[-self._tail :],
         )
@@ -74,7 +74,7 @@ class Panel:
         """Return the score, the rating of each judge by its name, and their standard deviation as ``disagreement``."""
         judgement = await self._asker.ask(
             reward_router_address,
-            question=field_of(extra_info, self._asker.question, "question"),
+            question=self._asker.question_of(extra_info),
             answer=solution_str,
         )
         return judgement.reward()
@@ -125,7 +125,7 @@ class Cascade:
         for name, asker in self._judges.items():
             judgement = await asker.ask(
                 reward_router_address,
-                question=field_of(extra_info, asker.question, "question"),
+                question=asker.question_of(extra_info),
                 reference=ground_truth,
                 answer=solution_str[-self._tail :],
             )

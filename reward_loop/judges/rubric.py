@@ -79,7 +79,7 @@ class Rubric:
     ) -> dict[str, Any]:
         """Return the score, and the rating of each criterion, from 0 to 1, by its name."""
         criteria = self._criteria or _read(field_of(extra_info, self._field or "", "criteria"))
-        question = field_of(extra_info, self._asker.question, "question")
+        question = self._asker.question_of(extra_info)
         weights = {one.name: one.weight for one in criteria}
         try:
             ratings = Ratings(weights, self._low, self._high, enforce=self._enforce)
