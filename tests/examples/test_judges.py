@@ -43,7 +43,7 @@ def test_the_commands_of_the_page_score_all_rollouts(tmp_path: Path, monkeypatch
         assert done.exit_code == 0, done.output
         rows = list(RecordsReader(Path(words[words.index("-o") + 1])).rows())
         assert {row["outcome"] for row in rows} == {"scored"}
-        scores[words[words.index("--fn") + 1]] = [round(row["score"], 3) for row in rows]
+        scores[words[2]] = [round(row["score"], 3) for row in rows]
     assert scores == {
         "judge:rubric": [0.85] * 4,  # 0.7 * 1 + 0.3 * 0.5
         "judge:equality": [1.0] * 4,
