@@ -54,6 +54,23 @@ def test_a_function_in_a_module(args):
     assert load_function(*args) is json.dumps
 
 
+def test_a_ready_judge_has_a_short_name():
+    from reward_loop.judges import Rubric
+
+    assert load_function("judge:rubric") is Rubric
+    with pytest.raises(
+        FunctionLoadError, match=r"no ready judge 'judge:rubrik'; did you mean 'judge:rubric'\?.*pkg://"
+    ):
+        load_function("judge:rubrik")
+
+
+def test_a_module_of_the_name_judge_is_loaded_by_its_full_name(tmp_path, monkeypatch):
+    (tmp_path / "judge.py").write_text("def rubric(solution_str):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_function("pkg://judge:rubric")("x") == 1.0
+    assert load_function("judge", "rubric")("x") == 1.0
+
+
 def test_the_same_file_is_the_same_module(file, monkeypatch):
     first = load_function(f"{file}:compute_score")
     monkeypatch.chdir(file.parent)

@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 
 from reward_loop.client import Judge, Number
+from reward_loop.client.expected import expected_score
 from reward_loop.config import RewardModelConfig
 from reward_loop.serving import RewardModelManager
 from tests.servers import CHAT
@@ -83,3 +84,9 @@ class TestVllm(RealEngine):
         choices = {"choice": ["Score: 1", "Score: 2"]}
         judge = Judge("Rate {{answer}}", Number(1, 2), model="judge", max_tokens=32, structured_outputs=choices)
         assert (await judge(models.reward_router_address, answer="4")).score in (1, 2)
+        verdict = Number(1, 2)
+        more: dict[str, Any] = {"max_tokens": 32, "expected": True, "structured_outputs": choices}
+        judge = Judge("Rate {{answer}}", verdict, model="judge", **more)
+        judgement = await judge(models.reward_router_address, answer="4")
+        assert 1 <= (judgement.score or 0) <= 2
+        assert judgement.score == expected_score(verdict, judgement.reply.text, judgement.reply)
