@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator
 
@@ -25,6 +25,9 @@ __all__ = [
     "RewardModelConfig",
     "ServedModelConfig",
 ]
+
+ProbeKind = Literal["master_key", "empty", "other_answer", "cut_off", "question", "again", "frame", "order"]
+"""What is asked about an answer again, see docs/judge-agreement.md. The first five are canaries."""
 
 MAX_COUNT = 2**53
 """The largest number in a limit: larger integers are neither exact as floats nor, above 64 bits, valid in messages."""
@@ -184,14 +187,41 @@ class HealthConfig(Config):
 
 
 class AuditConfig(Config):
-    """Asking judges a second time, to measure how often they agree with themselves."""
+    """Probes of the judge during a run. Rewards do not wait for them and do not depend on them."""
 
-    reask: float = Field(default=0.0, ge=0, le=1)
-    """In a verl run: the share of scored training samples for which the function is called a second time. Rewards do
-    not wait for these calls and do not depend on them. They cost as much as other calls: limits, tokens, budget."""
+    share: float = Field(default=0.0, ge=0, le=1)
+    """The share of scored training samples, or of groups with the manager `group`, with a probe. This is also the
+    budget of the probes: each costs as much as scoring the sample, or the group."""
+
+    probes: tuple[ProbeKind, ...] = get_args(ProbeKind)
+    """The kinds of probes, which take turns. `order` applies only to groups."""
+
+    keys: tuple[str, ...] = ()
+    """More answers that a judge must not accept, in addition to the published master keys."""
+
+    accept: float | None = Field(default=None, allow_inf_nan=False)
+    """An answer with this score or a higher one is accepted. By default the median of the latest scores, which must
+    be above the lowest score of the run."""
 
     tolerance: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Two scores agree if they differ by at most this."""
+
+    labelled: str | None = None
+    """A file of answers whose labels are known (JSON Lines), which is scored regularly."""
+
+    labelled_every: int = Field(default=10, ge=1)
+    """The number of training steps from one scoring of the labelled answers to the next."""
+
+    reference: str | None = None
+    """A second judge, preferably a model of another family: a function, such as ``judges.py:other``."""
+
+    reference_share: float = Field(default=0.05, ge=0, le=1)
+    """The share of scored training samples that `reference` scores."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are any probes."""
+        return bool(self.share or self.labelled or self.reference)
 
 
 class BatchConfig(Config):
@@ -340,7 +370,7 @@ class RewardLoopConfig(Config):
     """In a verl run: the monitors of the rewards of each step, see docs/health.md."""
 
     audit: AuditConfig = Field(default_factory=AuditConfig)
-    """Asking judges a second time, see docs/judge-agreement.md."""
+    """Probes of the judge, see docs/judge-agreement.md."""
 
     batch: BatchConfig = Field(default_factory=BatchConfig)
     """For the manager ``batch``."""

@@ -120,6 +120,8 @@ class UserFunction:
         self._executor: DaemonThreads | WorkerProcesses = self._threads
         if is_isolated(self._target) or (options.isolation == "process" and not self._target.is_async):
             self._executor = in_processes(self._target, Isolation(options.max_processes, options.max_memory_mb))
+        self._sync_calls = 0
+        """The number of sync calls that run, or wait for a free thread or process."""
         self._deadlines: Deadlines | None = None
         self._retry = Retry(options.retry)
         self._cache = Cache(options.cache, self._target) if options.cache.enabled else None
@@ -146,6 +148,13 @@ class UserFunction:
     def in_processes(self) -> bool:
         """Whether the function runs in worker processes."""
         return isinstance(self._executor, WorkerProcesses)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether at least half of the function's threads or processes would stay free during one more call."""
+        executor = self._executor
+        size = executor.max_processes if isinstance(executor, WorkerProcesses) else executor.max_threads
+        return self._sync_calls < max(1, size // 2)
 
     @property
     def requires(self) -> frozenset[str]:
@@ -181,10 +190,9 @@ class UserFunction:
         if isinstance(self._executor, WorkerProcesses):
             self._executor.close()
 
-    async def _call(self, arguments: dict[str, Any], *, validate: bool) -> CallOutcome:
+    async def _call(self, arguments: dict[str, Any], traffic_class: str) -> CallOutcome:
         """Call the function, and again after transient errors."""
         started = time.monotonic()
-        traffic_class = "validate" if validate else "train"
         outcome = await self._attempt(arguments, traffic_class)
         if self._retry.applies_to(outcome):
             again = functools.partial(self._attempt, arguments, traffic_class)
@@ -217,7 +225,11 @@ class UserFunction:
         abandoned = True
         try:
             if not self._target.is_async:
-                outcome = await self._call_sync(call, arguments, deadlines)
+                self._sync_calls += 1
+                try:
+                    outcome = await self._call_sync(call, arguments, deadlines)
+                finally:
+                    self._sync_calls -= 1
             else:
                 # In this coroutine: another one would be one more object for each call in flight.
                 task = on_loop.start(call, self._target.call, arguments)

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from reward_loop._util.text import listing
+from reward_loop.audit import AuditCounts
 from reward_loop.config import RewardLoopConfig
-from reward_loop.health import HealthWatch, JudgeCalls, Observation
+from reward_loop.health import HealthWatch, JudgeCalls, Observation, ProbeCounts
 from reward_loop.records.events import open_health, values_row, warning_row
 from reward_loop.types import Outcome, returned_numbers
 from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward
@@ -36,7 +37,7 @@ class StepHealth:
         self._is_reference_checked = False
         self._records = open_health(options.log_dir) if options.log_dir else None
 
-    def metrics(self, step: int, rewards: StepRewards) -> dict[str, float]:
+    def metrics(self, step: int, rewards: StepRewards, audit: AuditCounts) -> dict[str, float]:
         """Return the values of the monitors for a step, and log and record the warnings that begin with it.
 
         An error of a monitor is logged, and does not stop the run.
@@ -44,7 +45,7 @@ class StepHealth:
         if not self._options.health.enabled or not rewards.trajectories:
             return {}
         try:
-            observation = self._observe(step, rewards)
+            observation = self._observe(step, rewards, audit)
             self._check_reference(observation)
             found = self._watch.check(observation)
         except Exception:  # observability must not stop a run
@@ -65,7 +66,7 @@ class StepHealth:
         if self._records is not None:
             self._records.flush()
 
-    def _observe(self, step: int, rewards: StepRewards) -> Observation:
+    def _observe(self, step: int, rewards: StepRewards, audit: AuditCounts) -> Observation:
         by_key = rewards.samples()
         keys, samples = list(by_key), list(by_key.values())
         _, groups = np.unique([uid_of(key) for key in keys], return_inverse=True)
@@ -84,6 +85,10 @@ class StepHealth:
                 response[: options.sampled_tokens].numpy() for (response,) in read_rows(sampled, "train", "responses")
             ],
             judges=self._judges(),
+            probes={
+                kind: ProbeCounts(count.asked, count.accepted, count.samples) for kind, count in audit.probes.items()
+            },
+            reference_pairs=np.array(audit.pairs, dtype=float).reshape(-1, 2),
         )
 
     def _check_reference(self, observation: Observation) -> None:
