@@ -279,7 +279,7 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.onset", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--runs", type=int, default=5, help="runs of each case (5)")
     parser.add_argument("--clean", type=int, default=20, help="runs without a bias (20)")
-    parser.add_argument("--steps", type=int, default=100, help="steps of a run (100)")
+    parser.add_argument("--steps", type=int, default=80, help="steps of a run (80)")
     parser.add_argument("--quick", action="store_true", help="one run of each case, and three without a bias")
     parser.add_argument("--options", type=json.loads, default={}, help="options of reward_loop.health, as JSON")
     args = parser.parse_args()

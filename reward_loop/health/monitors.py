@@ -158,7 +158,10 @@ def _gap(step: Observation, history: History) -> dict[str, Reading]:
 
 
 def _canaries(step: Observation, history: History) -> dict[str, Reading]:
-    """Return the shares of accepted canaries of each kind, and of all kinds together."""
+    """Return the shares of accepted canaries of each kind, and of all kinds together.
+
+    The window finds a small share, the step alone a sudden change.
+    """
     kinds = {kind: counts for kind, counts in step.probes.items() if kind.startswith(CANARY) and counts.asked}
     if len(kinds) > 1:
         asked, accepted = (sum(values) for values in zip(*((c.asked, c.accepted) for c in kinds.values()), strict=True))
@@ -166,9 +169,10 @@ def _canaries(step: Observation, history: History) -> dict[str, Reading]:
     found = {}
     for kind, counts in kinds.items():
         recent = history.recent(step.step, kind, counts)
-        detail = f"{recent.accepted} of {recent.asked}"
-        share = recent.accepted / recent.asked
-        found[kind.removeprefix(CANARY)] = Reading(share, wilson_lower(recent), detail, counts.samples[:MOST_SAMPLES])
+        detail = f"{counts.accepted} of {counts.asked} answers, and {recent.accepted} of {recent.asked} in the window,"
+        certain = max(wilson_lower(recent), wilson_lower(counts))
+        samples = counts.samples[:MOST_SAMPLES]
+        found[kind.removeprefix(CANARY)] = Reading(recent.accepted / recent.asked, certain, detail, samples)
     return found
 
 
@@ -291,7 +295,7 @@ MONITORS = (
         "canaries",
         _canaries,
         _fixed,
-        "the judge accepted {detail} answers that are wrong on purpose ({subject}: {value:.0%}, limit {limit:.0%})",
+        "the judge accepted {detail} that are wrong on purpose ({subject}; limit {limit:.0%})",
         "Read these answers and the judge's replies in the records of the probes: the policy may find such answers",
         is_event=True,
     ),

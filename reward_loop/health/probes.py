@@ -75,7 +75,7 @@ def wilson_lower(counts: ProbeCounts) -> float:
 
     Example::
 
-        wilson_lower(ProbeCounts(asked=32, accepted=19))  # 0.27
+        wilson_lower(ProbeCounts(asked=32, accepted=19))  # 0.28
     """
     if counts.asked < MIN_CANARIES:
         return 0.0

@@ -35,6 +35,8 @@ class StepMeans(NamedTuple):
     """The mean reward and the mean reference."""
     deviations: np.ndarray
     """Their standard deviations."""
+    noise: float
+    """The standard error of the difference of both means, each in its standard deviations."""
 
 
 class Divergence(NamedTuple):
@@ -52,7 +54,11 @@ def step_means(observation: Observation, name: str) -> StepMeans | None:
     """Return the means of a step over the samples with a reward and a reference; ``None`` without such samples."""
     values = observation.reference_pairs if name == JUDGE else _rewards_and_references(observation, name)
     values = values[np.isfinite(values).all(axis=1)]
-    return StepMeans(values.mean(axis=0), values.std(axis=0)) if len(values) else None
+    if not len(values):
+        return None
+    deviations = values.std(axis=0)
+    noise = (values / np.maximum(deviations, 1e-9)).T
+    return StepMeans(values.mean(axis=0), deviations, float(np.std(noise[0] - noise[1]) / np.sqrt(len(values))))
 
 
 def rises(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -71,8 +77,9 @@ def rises(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def divergence(steps: Sequence[StepMeans]) -> Divergence | None:
     """Compare the rises of reward and reference over at least three steps.
 
-    The noise that both have in common, such as harder prompts in a step, is not in that of the gap. ``None`` if a
-    number never varies.
+    The noise that both have in common, such as harder prompts in a step, is not in that of the gap. The error of the
+    gap is at least that of its samples: the distances of a few steps to their line can be small by chance. ``None`` if
+    a number never varies.
     """
     means = np.array([step.means for step in steps])
     scale = np.sqrt(np.mean([step.deviations**2 for step in steps], axis=0))
@@ -80,6 +87,9 @@ def divergence(steps: Sequence[StepMeans]) -> Divergence | None:
         return None
     reward, reference = (means / scale).T
     found, errors = rises(np.stack([reward, reference, reward - reference], axis=1))
+    times = np.arange(len(steps)) - (len(steps) - 1) / 2
+    noise = np.sqrt(np.mean([step.noise**2 for step in steps]))
+    errors[2] = max(errors[2], (len(steps) - 1) * noise / np.sqrt(times @ times))
     is_real = found[0] > STANDARD_ERRORS * errors[0] and found[2] > STANDARD_ERRORS * errors[2]
     return Divergence(
         rises=(float(found[0] * scale[0]), float(found[1] * scale[1])),
