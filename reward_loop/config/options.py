@@ -131,7 +131,7 @@ class HealthConfig(Config):
 
     patience: int = Field(default=3, ge=1)
     """A warning begins after this number of steps in a row beyond the limit, and ends after the same number within it.
-    `score_jump` warns at once."""
+    `score_jump` and the monitors of probes warn at once."""
 
     baseline_steps: int = Field(default=5, ge=1)
     """The baseline of a monitor is the median of this number of first values. `score_jump` compares with this number of
@@ -141,14 +141,17 @@ class HealthConfig(Config):
     """The name of a number that the function returns and the reward does not depend on, such as `acc`. If the reward
     rises and this number does not, `reference_gap` warns."""
 
-    reference_window: int = Field(default=16, ge=4)
-    """The number of latest steps over which `reference_gap` compares the rises of reward and reference."""
+    window: int = Field(default=16, ge=4)
+    """The number of latest steps over which `reference_gap` and `phrases` look for a rise, and whose probes are counted
+    together."""
 
     sampled_responses: int = Field(default=256, ge=1)
-    """The largest number of responses of a step, in whole groups, that `repetition` and `identical_responses` read."""
+    """The largest number of responses of a step, in whole groups, that `repetition`, `identical_responses` and
+    `phrases` read."""
 
     sampled_tokens: int = Field(default=2048, ge=16)
-    """The largest number of tokens, from the start of a response, that `repetition` and `identical_responses` read."""
+    """The largest number of tokens of a response that these monitors read: of a longer one, half from its start and half
+    from its end."""
 
     zero_variance_groups: float | None = Field(default=0.9, ge=0, le=1)
     """The largest share of groups whose rewards are all equal."""
@@ -179,8 +182,24 @@ class HealthConfig(Config):
     judge_latency: float | None = Field(default=2.0, gt=1)
     """The largest factor between the 95th percentile of judge latencies and the baseline."""
 
-    reference_gap: float | None = Field(default=0.1, ge=0)
+    reference_gap: float | None = Field(default=0.3, ge=0)
     """The largest rise of the reward above that of the reference, in standard deviations of the samples of a step."""
+
+    canaries: float | None = Field(default=0.1, ge=0, le=1)
+    """The largest share of answers, wrong by construction, that the judge accepts: by kind, and of all kinds. The lower
+    bound of its confidence interval is compared."""
+
+    agreement: float | None = Field(default=0.05, ge=0, le=1)
+    """The largest fall of the share of scores that agree when the judge is asked again, in the other order or with
+    another frame. The lower bound of its confidence interval is compared."""
+
+    labelled: float | None = Field(default=0.05, ge=0, le=1)
+    """The largest fall of the judge's accuracy on labelled answers since the first time. The lower bound of its
+    confidence interval is compared."""
+
+    phrases: float | None = Field(default=0.15, ge=0, le=1)
+    """The largest rise over the window of the share of responses with a phrase that goes together with a higher
+    reward."""
 
     score_jump: float | None = Field(default=0.3, ge=0, le=1)
     """The largest Kolmogorov-Smirnov distance between the rewards of a step and those of the steps before."""

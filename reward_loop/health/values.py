@@ -74,6 +74,8 @@ class Observation:
     """The uid of each sample in the records."""
     responses: Sequence[np.ndarray] = ()
     """The token IDs of a part of the responses, cut to a maximum length."""
+    response_samples: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=int))
+    """The index of the sample of each of these responses."""
     judges: JudgeCalls | None = None
     """``None`` if the requests are unknown."""
     probes: Mapping[str, ProbeCounts] = field(default_factory=dict)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -28,12 +28,17 @@ class StepHealth:
     """Runs the monitors on each training step. Without records, the monitors of judges have no values.
 
     The reward workers count the requests to judges.
+
+    Args:
+        options: the options of the run.
+        workers: its reward workers.
+        decode: returns the text of token IDs, for the phrases of warnings.
     """
 
-    def __init__(self, options: RewardLoopConfig, workers: RewardWorkers) -> None:
+    def __init__(self, options: RewardLoopConfig, workers: RewardWorkers, decode: Callable[[list[int]], str]) -> None:
         self._options = options
         self._workers = workers
-        self._watch = HealthWatch(options.health)
+        self._watch = HealthWatch(options.health, decode)
         self._is_reference_checked = False
         self._records = open_health(options.log_dir) if options.log_dir else None
 
@@ -71,6 +76,7 @@ class StepHealth:
         keys, samples = list(by_key), list(by_key.values())
         _, groups = np.unique([uid_of(key) for key in keys], return_inverse=True)
         options = self._options.health
+        places = {key: place for place, key in enumerate(keys)}
         sampled = sampled_keys(keys, groups, options.sampled_responses)
         return Observation(
             step=step,
@@ -82,8 +88,10 @@ class StepHealth:
             uids=[session_of(key)[0] for key in keys],
             unscored=sum(sample.outcome == Outcome.UNSCORED for sample in samples),
             responses=[
-                response[: options.sampled_tokens].numpy() for (response,) in read_rows(sampled, "train", "responses")
+                ends(response.numpy(), options.sampled_tokens)
+                for (response,) in read_rows(sampled, "train", "responses")
             ],
+            response_samples=np.array([places[key] for key in sampled]),
             judges=self._judges(),
             probes={
                 kind: ProbeCounts(count.asked, count.accepted, count.samples) for kind, count in audit.probes.items()
@@ -129,6 +137,11 @@ def sampled_keys(keys: Sequence[str], groups: np.ndarray, size: int) -> list[str
     taken = max(1, size * count // len(keys))
     is_chosen = np.isin(groups, np.linspace(0, count - 1, taken).astype(int))
     return [key for key, chosen in zip(keys, is_chosen, strict=True) if chosen][:size]
+
+
+def ends(tokens: np.ndarray, size: int) -> np.ndarray:
+    """Return at most `size` tokens: of a longer response, half of them from its start and half from its end."""
+    return tokens if len(tokens) <= size else np.concatenate([tokens[: size - size // 2], tokens[-(size // 2) :]])
 
 
 def _components(samples: Sequence[TrajectoryReward]) -> Mapping[str, np.ndarray]:

@@ -67,6 +67,7 @@ uses(
     "global_steps",
     "local_trigger_step",
     "parameter_sync_step",
+    "tokenizer",
     "use_critic",
     "actor_rollout_wg",
     "critic_wg",
@@ -134,7 +135,7 @@ class RewardLoopTrainer(RecordingTrainer):
             self.critic_wg.train_mini_batch = self._counting_learners(self.critic_wg.train_mini_batch)
         self.reward_workers.wait_until_ready()
         self._post_processes = self.reward_workers.have_post_process()
-        self._health = StepHealth(self._settings.options, self.reward_workers)
+        self._health = StepHealth(self._settings.options, self.reward_workers, self.tokenizer.decode)
         if self.reward_workers.client.by_group:
             check_group_manager(self._settings.mode)
 

@@ -82,7 +82,7 @@ def test_the_values_of_a_step_become_metrics(run: Run) -> None:
 def test_the_reference_and_the_samples_that_contradict_it(
     run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monitors = run.health(tmp_path, reference="acc", reference_window=4, patience=1)
+    monitors = run.health(tmp_path, reference="acc", window=4, patience=1)
     found = []
     for step in range(1, 5):
         for key in run.infos:
