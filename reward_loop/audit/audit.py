@@ -73,9 +73,8 @@ class Audited(Protocol):
     def needs_group(self) -> bool:
         """Whether the samples of a prompt are scored together."""
 
-    @property
-    def has_room(self) -> bool:
-        """Whether a probe would leave threads or processes free for samples."""
+    def has_room(self, probes: int) -> bool:
+        """Return whether one more probe would leave threads or processes free for samples."""
 
     def score_one(self, sample: RewardSample) -> Awaitable[RewardResult]:
         """Score a sample."""
@@ -142,7 +141,7 @@ class Audit:
     def _choose(self, samples: Sequence[RewardSample], scores: Sequence[float | None]) -> None:
         scored = {index: score for index, score in enumerate(scores) if score is not None}
         self._scores.extend(scored.values())
-        self._lowest = min(self._lowest, *scored.values())
+        self._lowest = min([self._lowest, *scored.values()])
         if self._labelled is not None:
             for answer, label in self._labelled.due(samples[0].step, self.part):
                 self._labelled_waiting.append(functools.partial(self._ask_labelled, answer, label, samples[0].step))
@@ -200,7 +199,7 @@ class Audit:
     def _start(self) -> None:
         """Start the probes for which there is room; called when a sample or a probe has ended."""
         while (queue := self._waiting or self._labelled_waiting) and not self._is_closed:
-            if len(self._running) >= MAX_RUNNING or not self._manager.has_room:
+            if len(self._running) >= MAX_RUNNING or not self._manager.has_room(len(self._running)):
                 return
             task = asyncio.get_running_loop().create_task(queue.popleft()(), context=self._context.copy())
             self._running.add(task)

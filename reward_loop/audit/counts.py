@@ -77,8 +77,8 @@ class AuditCounts:
             total.skipped += part.skipped
         return total
 
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics by name; docs/judge-agreement.md has their meanings."""
+    def metrics(self, group: str = "reward_loop/audit") -> dict[str, float]:
+        """Return the metrics by name, each below ``group``; docs/judge-agreement.md has their meanings."""
         found = {"without_score": float(self.without_score), "skipped": float(self.skipped)}
         found["asked"] = float(sum(count.asked for count in self.probes.values()) + len(self.pairs))
         for kind, count in self.probes.items():
@@ -98,7 +98,7 @@ class AuditCounts:
             found["reference/gap"] = statistics.fmean(gaps)
             if len(gaps) > 1:
                 found["reference/gap_error"] = Z95 * statistics.stdev(gaps) / len(gaps) ** 0.5
-        return {f"reward_loop/audit/{name}": value for name, value in found.items()}
+        return {f"{group}/{name}": value for name, value in found.items()}
 
 
 def kappa(labels: Counter[tuple[bool, bool]]) -> float:

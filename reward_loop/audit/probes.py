@@ -11,13 +11,7 @@ from typing import Any
 from reward_loop.config import AuditConfig
 from reward_loop.types import RewardSample
 
-__all__ = ["CANARIES", "CANARY", "MASTER_KEYS", "Probe", "Probes"]
-
-MASTER_KEYS = (
-    *(" ", ".", ",", ":"),
-    *("Thought process:", "Let's solve this problem step by step.", "Solution", "解", "かいせつ", "Respuesta"),
-)
-"""Answers without content that judges have accepted: https://arxiv.org/abs/2507.08794."""
+__all__ = ["CANARIES", "CANARY", "Probe", "Probes"]
 
 CANARY = "canary"
 CANARIES = ("master_key", "empty", "other_answer", "cut_off", "question")
@@ -65,7 +59,7 @@ class Probes:
         # Each process begins elsewhere, so that few probes of many processes are of all kinds.
         self._kinds = deque(kind for kind in options.probes if kind != "order" or in_groups)
         self._kinds.rotate(random.randrange(len(self._kinds) or 1))
-        self._keys = deque(dict.fromkeys((*MASTER_KEYS, *options.keys)))
+        self._keys = deque(options.keys)
         self._keys.rotate(random.randrange(len(self._keys)))
         self._accepted: deque[str] = deque(maxlen=MAX_ACCEPTED)
         self._repeats_key = False
@@ -131,10 +125,12 @@ def question_of(prompt: Any) -> str | None:
 
 
 def _is_another_question(other: RewardSample, sample: RewardSample) -> bool:
-    """Return whether two samples are known to have different questions with different reference answers."""
-    groups, prompts = {other.group, sample.group}, {question_of(other.prompt), question_of(sample.prompt)}
-    truths = {str(other.ground_truth), str(sample.ground_truth)}
-    if other.ground_truth is not None and len(truths) == 1:
-        return False
-    differs = [len(values) == 2 for values in (groups, prompts) if None not in values]
-    return all(differs) if differs else len(truths) == 2
+    """Return whether two samples are known to have different questions, with different reference answers if any."""
+    pairs = [(_text(other.ground_truth), _text(sample.ground_truth)), (other.group, sample.group)]
+    pairs.append((question_of(other.prompt), question_of(sample.prompt)))
+    known = [first != second for first, second in pairs if first is not None and second is not None]
+    return bool(known) and all(known)
+
+
+def _text(truth: Any) -> str | None:
+    return None if truth is None else str(truth)

@@ -209,10 +209,9 @@ class RewardLoopManagerBase:
         length = None if sample.response_length is None else min(sample.response_length, len(answer))
         return replace(sample, solution_str=answer, response_length=length)
 
-    @property
-    def has_room(self) -> bool:
-        """Whether a probe of an audit would leave threads or processes of the functions free for samples."""
-        return all(getattr(function, "has_room", True) for function in self._functions())
+    def has_room(self, probes: int) -> bool:
+        """Return whether half of the threads or processes stay free during one more probe, beside ``probes`` others."""
+        return all(function.has_room(probes) for function in self._functions())
 
     def score_one(self, sample: RewardSample) -> Awaitable[RewardResult]:
         """Call the function for one sample. Errors in the function become *failed* results, not exceptions."""

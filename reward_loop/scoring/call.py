@@ -121,7 +121,7 @@ class UserFunction:
         if is_isolated(self._target) or (options.isolation == "process" and not self._target.is_async):
             self._executor = in_processes(self._target, Isolation(options.max_processes, options.max_memory_mb))
         self._sync_calls = 0
-        """The number of sync calls that run, or wait for a free thread or process."""
+        """The number of sync calls, without probes, that run or wait for a free thread or process."""
         self._deadlines: Deadlines | None = None
         self._retry = Retry(options.retry)
         self._cache = Cache(options.cache, self._target) if options.cache.enabled else None
@@ -149,12 +149,11 @@ class UserFunction:
         """Whether the function runs in worker processes."""
         return isinstance(self._executor, WorkerProcesses)
 
-    @property
-    def has_room(self) -> bool:
-        """Whether at least half of the function's threads or processes would stay free during one more call."""
+    def has_room(self, probes: int) -> bool:
+        """Return whether half of the threads or processes stay free during one more probe, beside ``probes`` others."""
         executor = self._executor
         size = executor.max_processes if isinstance(executor, WorkerProcesses) else executor.max_threads
-        return self._sync_calls < max(1, size // 2)
+        return self.is_async or self._sync_calls + probes < max(1, size // 2)
 
     @property
     def requires(self) -> frozenset[str]:
@@ -225,11 +224,12 @@ class UserFunction:
         abandoned = True
         try:
             if not self._target.is_async:
-                self._sync_calls += 1
+                counted = traffic_class != "probe"
+                self._sync_calls += counted
                 try:
                     outcome = await self._call_sync(call, arguments, deadlines)
                 finally:
-                    self._sync_calls -= 1
+                    self._sync_calls -= counted
             else:
                 # In this coroutine: another one would be one more object for each call in flight.
                 task = on_loop.start(call, self._target.call, arguments)

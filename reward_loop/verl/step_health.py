@@ -42,7 +42,7 @@ class StepHealth:
         self._is_reference_checked = False
         self._records = open_health(options.log_dir) if options.log_dir else None
 
-    def metrics(self, step: int, rewards: StepRewards, audit: AuditCounts) -> dict[str, float]:
+    def metrics(self, step: int, rewards: StepRewards, audit: AuditCounts | None = None) -> dict[str, float]:
         """Return the values of the monitors for a step, and log and record the warnings that begin with it.
 
         An error of a monitor is logged, and does not stop the run.
@@ -50,7 +50,7 @@ class StepHealth:
         if not self._options.health.enabled or not rewards.trajectories:
             return {}
         try:
-            observation = self._observe(step, rewards, audit)
+            observation = self._observe(step, rewards, audit or AuditCounts())
             self._check_reference(observation)
             found = self._watch.check(observation)
         except Exception:  # observability must not stop a run

@@ -452,3 +452,10 @@ async def test_a_judge_that_answers_429_for_a_while():
     # Every sample was asked about once, and the run went on.
     assert sorted(map(int, refused + served)) == list(range(24))
     assert scores(second) == list(range(16, 24))
+
+
+async def test_closing_waits_for_the_probes_of_the_last_samples():
+    manager = naive(number, audit={"share": 1.0, "probes": ["again"]})
+    async with RewardAgent(manager) as agent:
+        assert scores(await within(agent.submit(numbered(3)))) == [0, 1, 2]
+    assert manager.audit.take().probes["again"].accepted == 3

@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardLoopManagerBase, RewardSample
 from reward_loop.audit import AuditCounts, audit
-from reward_loop.audit.probes import FRAME, MASTER_KEYS
+from reward_loop.audit.probes import FRAME
+from reward_loop.config import AuditConfig, HealthConfig
 from reward_loop.errors import ConfigError
+from reward_loop.health import HealthWatch, Observation, ProbeCounts
 from reward_loop.managers import BatchRewardLoopManager, CompositeRewardLoopManager, GroupRewardLoopManager
 from reward_loop.records import records
 
@@ -102,7 +105,7 @@ async def test_a_canary_is_accepted_from_the_median_on_and_above_the_lowest_scor
     tmp_path: Path, first: list[float], canary: float, accept: float | None, expected: bool | None
 ) -> None:
     async def compute_score(solution_str: str) -> float:
-        return canary if solution_str in MASTER_KEYS else float(solution_str)
+        return canary if solution_str in AuditConfig().keys else float(solution_str)
 
     options = {"share": 1e-9, "probes": ["master_key"], "accept": accept}
     manager = audited(compute_score, audit=options, log_dir=str(tmp_path))
@@ -520,3 +523,31 @@ async def test_an_error_that_would_stop_a_run_does_not_leave_a_probe() -> None:
     manager = audited(compute_score)
     await manager.run_single(RewardSample("a"))
     assert (await ended(manager)).without_score == 1
+
+
+async def test_a_judge_that_accepts_a_master_key_in_60_percent_of_cases_is_warned_of_in_the_first_step() -> None:
+    asked = itertools.count()
+
+    async def judge(solution_str: str, ground_truth: str) -> float:
+        if solution_str == ":":
+            return float(next(asked) % 5 < 3)
+        return float(solution_str == ground_truth)
+
+    options = {"share": 1.0, "probes": ["master_key"], "keys": [":"]}
+    manager = audited(judge, audit=options)
+    samples = [RewardSample(str(number % 2), ground_truth="1", uid=str(number)) for number in range(32)]
+    await scores_of(manager, samples)
+    counts = await ended(manager)
+    count = counts.probes["canary/master_key"]
+    assert (count.asked, count.accepted) == (32, 20)
+    step = Observation(
+        step=1,
+        rewards=np.array([float(sample.solution_str) for sample in samples]),
+        groups=np.arange(32) // 4,
+        lengths=np.ones(32),
+        scores=np.array([float(sample.solution_str) for sample in samples]),
+        probes={kind: ProbeCounts(count.asked, count.accepted, count.samples) for kind, count in counts.probes.items()},
+    )
+    (warning,) = HealthWatch(HealthConfig(), str).check(step).warnings
+    assert (warning.monitor, warning.subject, warning.value) == ("canaries", "master_key", 0.625)
+    assert set(warning.samples) <= {sample.uid for sample in samples}

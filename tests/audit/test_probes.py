@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 
 from reward_loop import RewardSample
-from reward_loop.audit.probes import CANARIES, CANARY, FRAME, MASTER_KEYS, Probe, Probes, question_of
+from reward_loop.audit.probes import CANARIES, CANARY, FRAME, Probe, Probes, question_of
 from reward_loop.config import AuditConfig
+
+KEYS = AuditConfig().keys
 
 SAMPLE = RewardSample("2 + 2 is 4. The answer is 4", ground_truth="4", prompt="What is 2 + 2?", group="a")
 OTHER = RewardSample("It is 9", ground_truth="9", prompt="What is 3 * 3?", group="b")
 
 
-def probes(*kinds: str, in_groups: bool = False, keys: tuple[str, ...] = ()) -> Probes:
+def probes(*kinds: str, in_groups: bool = False, keys: tuple[str, ...] = KEYS) -> Probes:
     return Probes(AuditConfig(probes=kinds or AuditConfig().probes, keys=keys), in_groups)
 
 
@@ -49,10 +51,10 @@ def test_each_kind_has_its_answer(kind: str, answer: str | None) -> None:
     assert chosen(of).answer == answer
 
 
-def test_every_master_key_gets_its_turn_also_those_of_the_options() -> None:
-    of = probes("master_key", keys=("As an expert:", ":"))
-    keys = {chosen(of).answer for _ in range(len(MASTER_KEYS) + 1)}
-    assert keys == {*MASTER_KEYS, "As an expert:"}
+@pytest.mark.parametrize("keys", [KEYS, (*KEYS, "As an expert:"), (":",)])
+def test_every_master_key_gets_its_turn(keys: tuple[str, ...]) -> None:
+    of = probes("master_key", keys=keys)
+    assert {chosen(of).answer for _ in keys} == set(keys)
 
 
 def test_a_key_that_was_accepted_is_asked_every_second_time_until_it_is_rejected_as_often() -> None:

@@ -19,6 +19,7 @@ from ray.exceptions import GetTimeoutError
 from tensordict import TensorDict
 
 from examples.tiny_models import tiny_tokenizer
+from reward_loop.audit import AuditCounts
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardFunctionError, RewardLoopError, TooManyFailuresError
 from reward_loop.limits.server import serve_limits
@@ -108,19 +109,40 @@ def test_by_default_the_workers_of_a_node_share_its_cores(
     assert f"max_processes={share}," in repr(worker._manager.function)
 
 
-async def test_second_calls_are_refused_with_a_manager_that_was_written_for_verl(policy: str) -> None:
-    with pytest.raises(ConfigError, match=r"audit\.reask"):
-        RewardWorker(settled(policy, *verl_manager("Length"), "reward_loop.audit.reask=0.1"), None)
+async def test_probes_are_refused_with_a_manager_that_was_written_for_verl(policy: str) -> None:
+    with pytest.raises(ConfigError, match=r"reward_loop\.audit needs a manager of reward_loop"):
+        RewardWorker(settled(policy, *verl_manager("Length"), "reward_loop.audit.share=0.1"), None)
 
 
-async def test_second_calls_are_counted(policy: str, tmp_path: Path) -> None:
-    (tmp_path / "f.py").write_text("async def compute_score(solution_str): return 1.0")
-    overrides = (f"custom_reward_function.path={tmp_path}/f.py", "reward_loop.audit.reask=1.0")
-    worker = RewardWorker(settled(policy, *overrides), None)
+async def test_probes_are_counted_and_labelled_answers_are_shared_by_the_workers(policy: str, tmp_path: Path) -> None:
+    (tmp_path / "f.py").write_text("async def compute_score(solution_str): return float(solution_str == '4')")
+    (tmp_path / "labelled.jsonl").write_text(
+        '{"solution_str": "4", "label": true}\n{"solution_str": "5", "label": false}'
+    )
+    overrides = (
+        f"custom_reward_function.path={tmp_path}/f.py",
+        "reward_loop.audit={share: 1.0, probes: [again], accept: 0.5}",
+        f"reward_loop.audit.labelled={tmp_path}/labelled.jsonl",
+        "reward.num_workers=2",
+    )
+    worker = RewardWorker(settled(policy, *overrides), None, position=1)
     assert (await worker.compute_score(rollout("4")))["reward_score"] == 1.0
-    assert worker._audit is not None
-    await asyncio.gather(*worker._audit._running)
-    assert await worker.audit_counts() == {"asked": 1, "agreed": 1, "without_score": 0, "differences": [0.0]}
+    audit = worker._manager.audit
+    assert audit is not None
+    await audit.drain(60)
+    counts = await worker.audit_counts()
+    assert {kind: (count.asked, count.accepted) for kind, count in counts.probes.items()} == {
+        "again": (1, 1),
+        "labelled": (1, 1),
+    }
+    assert counts.labels == {(False, False): 1}
+    assert not (await worker.audit_counts()).probes
+
+
+async def test_without_an_audit_the_counts_are_empty(policy: str, tmp_path: Path) -> None:
+    (tmp_path / "f.py").write_text("async def compute_score(solution_str): return 1.0")
+    worker = RewardWorker(settled(policy, f"custom_reward_function.path={tmp_path}/f.py"), None)
+    assert await worker.audit_counts() == AuditCounts()
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,20 @@ async def test_outcomes_and_components_are_logged() -> None:
     assert "the judge is broken" in table["judge/error"][1]
 
 
+async def test_the_probes_of_an_audit_are_logged_with_the_next_batch() -> None:
+    metrics: dict[str, float] = {}
+    options = {"audit": {"share": 1.0, "probes": ["again"]}}
+    async with opened(equals, name="judge", options=options) as reward:
+        for _ in range(2):
+            await reward(["p", "q"], ["1", "2"], ground_truth=["1", "1"], log_metric=metrics.__setitem__)
+            agent = reward._owner._agent
+            assert agent is not None
+            drained = asyncio.run_coroutine_threadsafe(agent.manager.audit.drain(30), agent._loop)
+            await asyncio.wrap_future(drained)
+    assert metrics["reward_loop/judge/audit/asked"] == 2
+    assert metrics["reward_loop/judge/audit/again/agreement"] == 1
+
+
 async def test_records_have_step_group_and_prompt(tmp_path: Path) -> None:
     async with opened(equals, log_dir=tmp_path) as reward:
         state = SimpleNamespace(global_step=6)
