@@ -51,6 +51,9 @@ MAX_WAITING = 64
 MAX_SCORES = 512
 """The number of latest scores whose median a canary must reach."""
 
+MIN_SCORES = 32
+"""Labelled answers wait for this number of scores of samples, which tell what the judge accepts."""
+
 MAX_ANSWER = 2000
 """The largest number of characters of a probed answer in a record."""
 
@@ -122,7 +125,7 @@ class Audit:
         self._labelled_waiting: deque[Callable[[], Coroutine[Any, Any, None]]] = deque()
         self._running: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_closed = False
+        self._is_draining = self._is_closed = False
 
     def offer(self, samples: Sequence[RewardSample], results: Sequence[RewardResult]) -> None:
         """Start probes of samples that were scored together, if they are chosen. Returns at once.
@@ -164,11 +167,13 @@ class Audit:
         """Wait until the probes have ended, at most ``timeout`` seconds; the others are cancelled."""
         try:
             async with asyncio.timeout(timeout):
+                self._is_draining = True
                 self._start()
                 while self._running:
                     await asyncio.wait(self._running)
         except TimeoutError:
             logger.warning("%d probes were cancelled: they took longer than %g s", len(self._running), timeout)
+        self._is_draining = False
         self._cancel()
 
     def close(self) -> None:
@@ -198,12 +203,16 @@ class Audit:
 
     def _start(self) -> None:
         """Start the probes for which there is room; called when a sample or a probe has ended."""
-        while (queue := self._waiting or self._labelled_waiting) and not self._is_closed:
+        while (queue := self._next_queue()) and not self._is_closed:
             if len(self._running) >= MAX_RUNNING or not self._manager.has_room(len(self._running)):
                 return
             task = asyncio.get_running_loop().create_task(queue.popleft()(), context=self._context.copy())
             self._running.add(task)
             task.add_done_callback(self._ended, context=self._context)
+
+    def _next_queue(self) -> deque[Callable[[], Coroutine[Any, Any, None]]]:
+        is_known = self._options.accept is not None or len(self._scores) >= MIN_SCORES or self._is_draining
+        return self._waiting or (self._labelled_waiting if is_known else deque())
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
@@ -249,7 +258,9 @@ class Audit:
                     self._probes.ended(probe, is_right)
                 if is_right is not None:
                     self._counts.add(probe.name, samples[position].uid, is_right, difference)
-            self._record(probe, samples[position], score, result, active, is_right)
+            # The members of a group have the same exchanges.
+            exchanges = exchanges_of(active) if position == min(compared) else []
+            self._record(probe, samples[position], score, result, active, is_right, exchanges)
 
     async def _ask_labelled(self, answer: RewardSample, label: bool, step: int | None) -> None:
         sample = await self._manager.with_answer(replace(answer, step=step), answer.solution_str)
@@ -264,7 +275,7 @@ class Audit:
             if accepted is not None:
                 self._counts.labels[label, accepted] += 1
                 self._counts.add(LABELLED.name, sample.uid, accepted == label)
-        self._record(LABELLED, sample, float(label), result, active, accepted)
+        self._record(LABELLED, sample, float(label), result, active, accepted, exchanges_of(active))
 
     async def _ask_reference(self, sample: RewardSample, score: float) -> None:
         assert self._reference is not None
@@ -273,7 +284,7 @@ class Audit:
             self._counts.without_score += 1
         else:
             self._counts.pairs.append((score, result.score))
-        self._record(REFERENCE, sample, score, result, active, None)
+        self._record(REFERENCE, sample, score, result, active, None, exchanges_of(active))
 
     async def _score(
         self, sample: RewardSample, reference: ScoringFunction | None = None
@@ -305,6 +316,7 @@ class Audit:
         result: RewardResult,
         active: ActiveSample,
         accepted: bool | None,
+        exchanges: Sequence[dict[str, Any]],
     ) -> None:
         if self._records is None:
             return
@@ -323,7 +335,7 @@ class Audit:
             outcome=result.outcome,
             error=result.error,
             seconds=active.seconds,
-            exchanges=exchanges_of(active),
+            exchanges=exchanges,
         )
         self._records.write_rows([row])
 

@@ -418,6 +418,23 @@ async def test_labelled_answers_are_scored_every_some_steps(tmp_path: Path) -> N
     ]
 
 
+async def test_labelled_answers_wait_until_the_scores_of_samples_tell_what_is_accepted(tmp_path: Path) -> None:
+    (tmp_path / "labelled.jsonl").write_text('{"solution_str": "1", "label": true}')
+    asked = []
+
+    async def compute_score(solution_str: str) -> float:
+        asked.append(solution_str)
+        return float(solution_str)
+
+    manager = audited(compute_score, audit={"labelled": str(tmp_path / "labelled.jsonl")})
+    for number in range(audit.MIN_SCORES):
+        assert len(asked) == number
+        await manager.run_single(RewardSample(str(number % 2)))
+        await asyncio.sleep(0)
+    counts = await ended(manager)
+    assert counts.labels == {(True, True): 1}
+
+
 def test_labelled_answers_need_a_manager_of_single_samples(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"audit\.labelled: the manager scores whole groups"):
         audited(lambda solution_strs: [1.0], GroupRewardLoopManager, audit={"labelled": str(tmp_path)})

@@ -135,9 +135,8 @@ class TRLReward:
         samples = self._columns.samples(prompts, completions, completion_ids, columns, step)
         results = await agent.score(samples, groups)
         self._log.log(results, log_extra, log_metric)
-        audit = getattr(agent.manager, "audit", None)
-        if audit is not None and log_metric is not None:
-            for metric, value in audit.take().metrics(f"reward_loop/{self.__name__}/audit").items():
+        if log_metric is not None:
+            for metric, value in (await agent.audit_metrics(f"reward_loop/{self.__name__}/audit")).items():
                 log_metric(metric, value)
         return [scored.score for scored in results]
 
