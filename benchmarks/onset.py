@@ -25,6 +25,8 @@ import numpy as np
 
 from reward_loop.config import HealthConfig
 from reward_loop.health import HealthWarning, HealthWatch, Observation, ProbeCounts
+from reward_loop.health.monitors import MONITORS
+from reward_loop.health.reference import JUDGE
 
 GROUPS, SIZE, SAMPLED = 64, 8, 32
 """The groups of a step, the samples of a group, and the groups whose responses are read."""
@@ -75,7 +77,7 @@ CASES = {
     "master key": Case(0.4, (":",), "whole"),
     "position": Case(order=0.65),
     "changed judge": Case(accuracy=0.8),
-    "honest phrase": Case(phrase=("check", "the", "units", "first"), helps=0.35),
+    "honest phrase": Case(phrase=("check", "the", "units", "first"), helps=0.8),
 }
 
 WORDS = sorted({word for case in CASES.values() for word in case.phrase})
@@ -232,29 +234,26 @@ Found = dict[str, HealthWarning]
 
 
 def train(case: Case | None, seed: int, steps: int, options: dict[str, Any]) -> tuple[int | None, Found]:
-    """Run a training, and return its onset and the warnings. ``acc`` is a reference for `reference_gap` only."""
+    """Run a training, and return its onset and the warnings.
+
+    A second watch has the reference ``acc``, for `reference_gap` and, with an honest phrase, `phrases`.
+    """
     training = Training(case, seed)
-    named = {name: None for name in thresholds() if name not in ("reference_gap", "phrases")}
+    with_acc = ["reference_gap"] + ["phrases"] * (case is not None and case.helps > 0)
+    others = {monitor.name: None for monitor in MONITORS if monitor.name not in with_acc}
     watches = {
         "": HealthWatch(HealthConfig(**options), decode),
-        " with acc": HealthWatch(HealthConfig(**{**options, **named, "reference": "acc"}), decode),
+        " with acc": HealthWatch(HealthConfig(**{**options, **others, "reference": "acc"}), decode),
     }
     found: Found = {}
     for number in range(1, steps + 1):
         observation = training.step(number)
         for suffix, watch in watches.items():
             for warning in watch.check(observation).warnings:
-                if suffix and warning.subject == "reference judge":
+                if suffix and warning.subject == JUDGE:
                     continue
                 found.setdefault(warning.monitor + suffix, warning)
     return training.onset, found
-
-
-def thresholds() -> list[str]:
-    """Return the names of all monitors."""
-    from reward_loop.health.monitors import MONITORS
-
-    return [monitor.name for monitor in MONITORS]
 
 
 def delays(case: Case, runs: int, steps: int, options: dict[str, Any]) -> dict[str, Any]:
