@@ -147,8 +147,8 @@ class HealthConfig(Config):
     `phrases` read."""
 
     sampled_tokens: int = Field(default=2048, ge=16)
-    """The largest number of tokens of a response that these monitors read: of a longer one, half from its start and half
-    from its end."""
+    """The largest number of tokens of a response that these monitors read: of a longer one, half from its start and
+    half from its end."""
 
     zero_variance_groups: float | None = Field(default=0.9, ge=0, le=1)
     """The largest share of groups whose rewards are all equal."""
