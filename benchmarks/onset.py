@@ -1,6 +1,6 @@
 """Measures how early the monitors of reward_loop.health warn of an exploited judge, and how often without a reason.
 
-    python -m benchmarks.onset [--runs N] [--clean N] [--steps N] [--quick]
+    python -m benchmarks.onset [--runs N] [--clean N] [--steps N] [--judged N] [--quick]
 
 A scripted policy is trained on the scores of a scripted judge: it learns the task and, in each case, a bias of the
 judge. Its responses are made-up token IDs: frequent and rare words, words of the prompt's topic, and turns of phrase
@@ -25,6 +25,8 @@ import numpy as np
 
 from reward_loop.config import HealthConfig
 from reward_loop.health import HealthWarning, HealthWatch, Observation, ProbeCounts
+from reward_loop.health.monitors import MONITORS
+from reward_loop.health.reference import JUDGE
 
 GROUPS, SIZE, SAMPLED = 64, 8, 32
 """The groups of a step, the samples of a group, and the groups whose responses are read."""
@@ -75,7 +77,7 @@ CASES = {
     "master key": Case(0.4, (":",), "whole"),
     "position": Case(order=0.65),
     "changed judge": Case(accuracy=0.8),
-    "honest phrase": Case(phrase=("check", "the", "units", "first"), helps=0.35),
+    "honest phrase": Case(phrase=("check", "the", "units", "first"), helps=0.8),
 }
 
 WORDS = sorted({word for case in CASES.values() for word in case.phrase})
@@ -102,9 +104,11 @@ class Training:
     Args:
         case: the bias; ``None`` for a judge without one.
         seed: determines the run.
+        judged: the number of samples of a step that the reference judge scores.
     """
 
-    def __init__(self, case: Case | None, seed: int) -> None:
+    def __init__(self, case: Case | None, seed: int, judged: int) -> None:
+        self.judged_samples = judged
         self.rng = np.random.default_rng(seed)
         self.case = case or Case()
         self.skill = -0.6
@@ -156,8 +160,8 @@ class Training:
         return np.clip(scores, 0, 1)
 
     def pairs(self, scores: np.ndarray, correct: np.ndarray) -> np.ndarray:
-        """Return the scores of 5 % of the samples, and those of a reference judge without the bias."""
-        chosen = self.rng.choice(SAMPLES, SAMPLES // 20 + 1, replace=False)
+        """Return the scores of some samples, and those of a reference judge without the bias."""
+        chosen = self.rng.choice(SAMPLES, self.judged_samples, replace=False)
         reference = np.clip(0.3 + 0.4 * correct[chosen] + self.rng.normal(0, 0.15, len(chosen)), 0, 1)
         return np.stack([scores[chosen], reference], axis=1)
 
@@ -231,38 +235,35 @@ Found = dict[str, HealthWarning]
 """The first warning of each monitor, by the name of the monitor and, for a reference, of the reference."""
 
 
-def train(case: Case | None, seed: int, steps: int, options: dict[str, Any]) -> tuple[int | None, Found]:
-    """Run a training, and return its onset and the warnings. ``acc`` is a reference for `reference_gap` only."""
-    training = Training(case, seed)
-    named = {name: None for name in thresholds() if name not in ("reference_gap", "phrases")}
+def train(case: Case | None, seed: int, steps: int, judged: int, options: dict[str, Any]) -> tuple[int | None, Found]:
+    """Run a training, and return its onset and the warnings.
+
+    A second watch has the reference ``acc``, for `reference_gap` and, with an honest phrase, `phrases`.
+    """
+    training = Training(case, seed, judged)
+    with_acc = ["reference_gap"] + ["phrases"] * (case is not None and case.helps > 0)
+    others = {monitor.name: None for monitor in MONITORS if monitor.name not in with_acc}
     watches = {
         "": HealthWatch(HealthConfig(**options), decode),
-        " with acc": HealthWatch(HealthConfig(**{**options, **named, "reference": "acc"}), decode),
+        " with acc": HealthWatch(HealthConfig(**{**options, **others, "reference": "acc"}), decode),
     }
     found: Found = {}
     for number in range(1, steps + 1):
         observation = training.step(number)
         for suffix, watch in watches.items():
             for warning in watch.check(observation).warnings:
-                if suffix and warning.subject == "reference judge":
+                if suffix and warning.subject == JUDGE:
                     continue
                 found.setdefault(warning.monitor + suffix, warning)
     return training.onset, found
 
 
-def thresholds() -> list[str]:
-    """Return the names of all monitors."""
-    from reward_loop.health.monitors import MONITORS
-
-    return [monitor.name for monitor in MONITORS]
-
-
-def delays(case: Case, runs: int, steps: int, options: dict[str, Any]) -> dict[str, Any]:
+def delays(case: Case, runs: int, steps: int, judged: int, options: dict[str, Any]) -> dict[str, Any]:
     """Return the steps from the onset to the warnings of each monitor in runs with a bias."""
     by_monitor: dict[str, list[int]] = defaultdict(list)
     onsets, is_named = [], []
     for seed in range(runs):
-        onset, found = train(case, 1000 + seed, steps, options)
+        onset, found = train(case, 1000 + seed, steps, judged, options)
         if onset is None:
             continue
         onsets.append(onset)
@@ -280,6 +281,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="runs of each case (5)")
     parser.add_argument("--clean", type=int, default=20, help="runs without a bias (20)")
     parser.add_argument("--steps", type=int, default=80, help="steps of a run (80)")
+    parser.add_argument("--judged", type=int, default=26, help="samples of a step for the reference judge (26)")
     parser.add_argument("--quick", action="store_true", help="one run of each case, and three without a bias")
     parser.add_argument("--options", type=json.loads, default={}, help="options of reward_loop.health, as JSON")
     args = parser.parse_args()
@@ -288,13 +290,13 @@ def main() -> None:
     print(f"{'case':<15}{'onset':>6}  monitor: steps from the onset to the warning (runs with a warning of {runs})")
     found = {}
     for name, case in CASES.items():
-        found[name] = delays(case, runs, args.steps, args.options)
+        found[name] = delays(case, runs, args.steps, args.judged, args.options)
         warned = found[name]["warned"].items()
         texts = ", ".join(f"{monitor} {steps:+g} ({count})" for monitor, (steps, count) in warned)
         print(f"{name:<15}{found[name]['onset'] or '-':>6}  {texts or 'no warning'}", flush=True)
     alarms: dict[str, int] = defaultdict(int)
     for seed in range(clean):
-        for name in train(None, seed, args.steps, args.options)[1]:
+        for name in train(None, seed, args.steps, args.judged, args.options)[1]:
             alarms[name] += 1
     print(f"without a bias: {clean} runs of {args.steps} steps, runs with a warning: {dict(alarms) or 'none'}")
     print(json.dumps({"runs": runs, "cases": found, "clean_runs": clean, "false_alarms": dict(alarms)}))

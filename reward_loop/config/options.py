@@ -156,8 +156,8 @@ class HealthConfig(Config):
     `phrases` read."""
 
     sampled_tokens: int = Field(default=2048, ge=16)
-    """The largest number of tokens of a response that these monitors read: of a longer one, half from its start and half
-    from its end."""
+    """The largest number of tokens of a response that these monitors read: of a longer one, half from its start and
+    half from its end."""
 
     zero_variance_groups: float | None = Field(default=0.9, ge=0, le=1)
     """The largest share of groups whose rewards are all equal."""
@@ -173,7 +173,7 @@ class HealthConfig(Config):
     """The largest share of samples at the top of a component's range. Only a component with a smaller share in the
     baseline is reported."""
 
-    length_correlation: float | None = Field(default=0.6, ge=0, le=1)
+    length_correlation: float | None = Field(default=0.45, ge=0, le=1)
     """The largest absolute correlation of the reward with the response length within groups."""
 
     repetition: float | None = Field(default=0.1, ge=0, le=1)
@@ -197,11 +197,10 @@ class HealthConfig(Config):
 
     agreement: float | None = Field(default=0.05, ge=0, le=1)
     """The largest fall of the share of scores that agree when the judge is asked again, in the other order or with
-    another frame. The lower bound of its confidence interval is compared."""
+    another frame."""
 
     labelled: float | None = Field(default=0.05, ge=0, le=1)
-    """The largest fall of the judge's accuracy on labelled answers since the first time. The lower bound of its
-    confidence interval is compared."""
+    """The largest fall of the judge's accuracy on labelled answers since the first time."""
 
     phrases: float | None = Field(default=0.15, ge=0, le=1)
     """The largest rise over the window of the share of responses with a phrase that goes together with a higher

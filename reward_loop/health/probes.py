@@ -1,4 +1,4 @@
-"""The counts of probes over a window of steps, and the confidence intervals of their shares."""
+"""The counts of probes over a window of steps, and what of their shares is not chance."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ LABELLED = "labelled"
 """The kind of the labelled answers: many probes in one step, and then none for several steps."""
 
 CANARY_ERRORS = 4.0
-"""Half the width of the interval of accepted canaries, in standard errors. Many kinds are tested in each step: with
-fewer standard errors, chance gives a warning in runs of 1,000 steps."""
+"""Half the width of Wilson's interval, in standard errors. Many kinds are tested in each step: with fewer standard
+errors, chance gives a warning in some runs of 1,000 steps."""
 
 FALL_ERRORS = 3.0
-"""Half the width of the interval of a fall, in standard errors."""
+"""A fall is real if it is larger than this number of its standard errors. In simulated runs of 1,000 steps without a
+fall, chance gives at most about one warning in 30 runs."""
 
 MIN_CANARIES = 5
 """With fewer canaries of a kind in the window, their share is not compared with the limit."""
@@ -85,7 +86,7 @@ def wilson_lower(counts: ProbeCounts) -> float:
 
 
 def fall(first: ProbeCounts, recent: ProbeCounts) -> tuple[float, float] | None:
-    """Return how far the accepted share fell, and the lower bound of the confidence interval of the fall, at least 0.
+    """Return how far the accepted share fell, and this number again if it is not chance; otherwise 0.
 
     ``None`` if one of both has fewer than `MIN_PROBES` probes.
     """
@@ -94,4 +95,4 @@ def fall(first: ProbeCounts, recent: ProbeCounts) -> tuple[float, float] | None:
     pooled = (first.accepted + recent.accepted) / (first.asked + recent.asked)
     error = math.sqrt(pooled * (1 - pooled) * (1 / first.asked + 1 / recent.asked))
     fallen = first.accepted / first.asked - recent.accepted / recent.asked
-    return fallen, max(0.0, fallen - FALL_ERRORS * error)
+    return fallen, fallen if fallen > FALL_ERRORS * error else 0.0

@@ -18,8 +18,8 @@ JUDGE = "reference judge"
 """The name of the scores in ``Observation.reference_pairs``."""
 
 STANDARD_ERRORS = 3.0
-"""A rise is real if it is larger than this number of its standard errors. In simulated runs without a trend, with the
-default window, chance gives about one warning in 15,000 steps."""
+"""A rise is real if it is larger than this number of its standard errors. In 40,000 simulated steps with 26 samples
+each, in part with a policy that improves, chance gave one warning."""
 
 PART = 0.5
 """A gap is real if it is larger than this part of the rise of the reward. In standard deviations, a noisy reference

@@ -21,7 +21,7 @@ class HealthWarning:
     """The step in which the warning was raised."""
     monitor: str
     subject: str
-    """The component that the warning is about; empty if it is about the step as a whole."""
+    """The component, reference or kind of probe; empty if the warning is about the step as a whole."""
     message: str
     """The observation, its first step, and where to look."""
     value: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -131,17 +132,19 @@ def test_without_a_tokenizer_the_warning_shows_token_ids() -> None:
 def test_masked_samples_and_equal_rewards_have_no_unexplained_reward() -> None:
     (first, *_) = steps()
     masked = np.where(np.arange(COUNT) % 3 == 0, np.nan, first.rewards)
-    left = unexplained_rewards(Observation(**{**first.__dict__, "rewards": masked}), None)
+    left = unexplained_rewards(replace(first, rewards=masked), None)
     assert np.isnan(left).sum() == np.isnan(masked).sum()
     assert np.nanstd(left) == pytest.approx(1)
-    lengths = first.lengths - np.bincount(GROUP, first.lengths)[GROUP] / SIZE
-    assert abs(np.nansum(left * lengths)) < np.nansum(np.abs(left * lengths))
-    equal = Observation(**{**first.__dict__, "rewards": np.ones(COUNT)})
-    assert not unexplained_rewards(equal, None).any()
+    assert np.nansum(left * first.lengths) == pytest.approx(0, abs=1e-6)
+    assert not unexplained_rewards(replace(first, rewards=np.ones(COUNT)), None).any()
 
 
 @pytest.mark.parametrize("responses", [[], [np.array([], dtype=int)] * 4, [np.arange(1000)] * 2])
 def test_a_step_with_few_or_empty_responses_is_read(responses: list[np.ndarray]) -> None:
     (first, *_) = steps()
-    made = Observation(**{**first.__dict__, "responses": responses, "response_samples": np.arange(len(responses))})
-    assert run([made] * STEPS) == []
+    assert run([replace(first, responses=responses, response_samples=np.arange(len(responses)))] * STEPS) == []
+
+
+@pytest.mark.parametrize("changes", [{"rewards": np.full(COUNT, np.nan)}, {"groups": np.arange(COUNT)}])
+def test_without_groups_of_unmasked_samples_there_is_no_warning(changes: dict[str, np.ndarray]) -> None:
+    assert run([replace(step, **changes) for step in steps()]) == []  # type: ignore[arg-type]

@@ -98,4 +98,4 @@ def test_the_lower_bound_of_a_share() -> None:
 def test_a_fall_needs_enough_probes_and_more_than_chance() -> None:
     assert fall(ProbeCounts(31, 31), ProbeCounts(400, 200)) is None
     assert fall(ProbeCounts(40, 36), ProbeCounts(40, 32)) == (pytest.approx(0.1), 0.0)
-    assert fall(ProbeCounts(400, 360), ProbeCounts(400, 200)) == (pytest.approx(0.4), pytest.approx(0.303, abs=1e-3))
+    assert fall(ProbeCounts(400, 360), ProbeCounts(400, 200)) == (pytest.approx(0.4), pytest.approx(0.4))
