@@ -72,7 +72,7 @@ async def test_probes_are_counted_and_labelled_answers_are_shared_by_the_workers
     settings = with_function(
         "async def compute_score(solution_str): return float(solution_str == '4')",
         "reward_loop.audit={share: 1.0, probes: [again], accept: 0.5}",
-        f"+reward_loop.audit.labelled={tmp_path}/labelled.jsonl",
+        f"reward_loop.audit.labelled={tmp_path}/labelled.jsonl",
         "reward.num_workers=2",
     )
     worker = RewardWorker(settings, None, position=1)

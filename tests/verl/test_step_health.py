@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from reward_loop.audit import AuditCounts
 from reward_loop.config import HealthConfig, RewardLoopConfig
 from reward_loop.records.events import health, open_health
 from reward_loop.verl import tq_rows
@@ -159,6 +160,17 @@ def test_an_error_of_a_monitor_does_not_stop_the_run(run: Run, caplog: pytest.Lo
 def test_a_bounded_number_of_responses_is_read(run: Run) -> None:
     run.health(sampled_responses=8).metrics(1, run.rewards())
     assert run.fetched == [("responses", 8)]
+
+
+def test_the_counts_of_an_audit_reach_the_monitors(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    audit = AuditCounts()
+    for number in range(32):
+        audit.add("canary/master_key", f"u{number}", accepted=number < 20)
+    with caplog.at_level(logging.WARNING):
+        found = run.health().metrics(1, run.rewards(), audit)
+    assert found["reward_loop/health/canaries"] == 0.625
+    assert "reward_loop.health.canaries: " in caplog.text
+    assert "Samples: u0, u1" in caplog.text
 
 
 def test_a_phrase_of_a_warning_is_decoded(run: Run, caplog: pytest.LogCaptureFixture) -> None:
