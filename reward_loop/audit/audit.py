@@ -17,7 +17,6 @@ import itertools
 import logging
 import math
 import random
-import statistics
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -49,7 +48,10 @@ MAX_WAITING = 64
 """The largest number of probes that wait for room, not counting labelled answers."""
 
 MAX_SCORES = 512
-"""The number of latest scores whose median a canary must reach."""
+"""The number of latest scores that tell what the judge accepts."""
+
+OUTLIERS = 20
+"""One in this number of the latest scores is an outlier at either end, such as a score with a penalty."""
 
 MIN_SCORES = 32
 """Labelled answers wait for this number of scores of samples, which tell what the judge accepts."""
@@ -117,7 +119,7 @@ class Audit:
         self._random = random.Random()
         self._numbers = itertools.count()
         self._scores: deque[float] = deque(maxlen=MAX_SCORES)
-        self._lowest = math.inf
+        self._lowest, self._highest = math.inf, -math.inf
         self._counts = AuditCounts()
         # The samples' own contexts belong to their calls.
         self._context = contextvars.copy_context()
@@ -145,6 +147,7 @@ class Audit:
         scored = {index: score for index, score in enumerate(scores) if score is not None}
         self._scores.extend(scored.values())
         self._lowest = min([self._lowest, *scored.values()])
+        self._highest = max([self._highest, *scored.values()])
         if self._labelled is not None:
             for answer, label in self._labelled.due(samples[0].step, self.part):
                 self._labelled_waiting.append(functools.partial(self._ask_labelled, answer, label, samples[0].step))
@@ -222,12 +225,20 @@ class Audit:
             self._start()
 
     def _accepts(self, score: float) -> bool | None:
-        """Return whether a score is that of an accepted answer; ``None`` while all scores are equal."""
+        """Return whether a score is that of an accepted answer; ``None`` while all scores are equal.
+
+        By default, it must be in the upper half of the range of scores. A median would be the score of a wrong answer
+        if most answers are wrong.
+        """
         if self._options.accept is not None:
             return score >= self._options.accept
-        if not self._scores or score == self._lowest == max(self._scores):
+        ordered = sorted(self._scores)
+        if not ordered:
             return None
-        return score > self._lowest and score >= statistics.median(self._scores)
+        low, high = ordered[len(ordered) // OUTLIERS], ordered[-1 - len(ordered) // OUTLIERS]
+        if low == high:  # almost all answers are right, or wrong
+            low, high = self._lowest, self._highest
+        return None if score == low == high else score > (low + high) / 2
 
     async def _ask(self, probe: Probe, index: int, samples: list[RewardSample], scores: Sequence[float | None]) -> None:
         """Make a probe of one sample, or of one in its group; compare the scores, and record them."""

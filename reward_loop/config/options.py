@@ -224,8 +224,8 @@ class AuditConfig(Config):
     """The answers without content of the kind `master_key`."""
 
     accept: float | None = Field(default=None, allow_inf_nan=False)
-    """An answer with this score or a higher one is accepted. By default the median of the latest scores, which must
-    be above the lowest score of the run."""
+    """An answer with this score or a higher one is accepted. By default, the upper half of the range of the latest
+    scores is accepted."""
 
     tolerance: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Two scores agree if they differ by at most this."""

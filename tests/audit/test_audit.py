@@ -90,10 +90,14 @@ async def test_a_frame_goes_in_front_of_the_answer() -> None:
     [
         ([0.0, 1.0, 1.0], 1.0, None, True),
         ([0.0, 1.0, 1.0], 0.0, None, False),
-        ([0.0, 0.0, 1.0], 0.0, None, False),  # the median is the lowest score
-        ([0.0, 0.0, 1.0], 0.5, None, True),
-        ([0.2, 0.4, 0.6], 0.3, None, False),
-        ([0.2, 0.4, 0.6], 0.1, None, False),
+        ([0.0, 0.0, 1.0], 0.0, None, False),
+        ([0.0, 0.0, 1.0], 0.6, None, True),
+        ([0.1, 0.15, 0.2, 0.9], 0.2, None, False),  # most answers are wrong
+        ([0.1, 0.8, 0.9, 0.95], 0.7, None, True),  # most answers are right
+        ([0.1, 0.15, 0.2, 0.9], 0.05, None, False),
+        ([-9.0, *[0.0, 1.0] * 10], 0.0, None, False),  # one answer has a penalty
+        ([0.0, *[1.0] * 30], 1.0, None, True),  # almost all answers are right
+        ([1.0, *[0.0] * 30], 0.0, None, False),
         ([0.0, 0.0, 0.0], 0.0, None, None),  # the judge gives this score to everything
         ([0.0, 0.0, 0.0], 0.5, None, True),
         ([1.0, 1.0, 1.0], 0.0, None, False),
@@ -101,7 +105,7 @@ async def test_a_frame_goes_in_front_of_the_answer() -> None:
         ([0.0, 1.0, 1.0], 0.9, 0.95, False),
     ],
 )
-async def test_a_canary_is_accepted_from_the_median_on_and_above_the_lowest_score(
+async def test_a_canary_is_accepted_in_the_upper_half_of_the_scores(
     tmp_path: Path, first: list[float], canary: float, accept: float | None, expected: bool | None
 ) -> None:
     async def compute_score(solution_str: str) -> float:
@@ -143,8 +147,17 @@ async def test_each_canary_is_scored_in_place_of_the_answer_with_the_rest_of_the
 # --- Rewards do not depend on probes
 
 
-@pytest.mark.parametrize("kind", ["naive", "batch", "group", "composite"])
-@pytest.mark.parametrize("options", [{}, {"cache": {"enabled": True}}, {"limits": {"default": {"max_concurrent": 2}}}])
+CACHE = {"cache": {"enabled": True}}
+LIMITS = {"limits": {"default": {"max_concurrent": 2}}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *itertools.product(["naive", "batch", "group", "composite"], [{}, LIMITS]),
+        *itertools.product(["naive", "composite"], [CACHE]),  # batched functions are not cached
+    ],
+)
 async def test_rewards_have_the_same_bits_with_and_without_probes(
     kind: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -163,8 +176,6 @@ async def test_rewards_have_the_same_bits_with_and_without_probes(
             for text in solution_strs
         ]
 
-    if kind in ("batch", "group") and "cache" in options:
-        pytest.skip("batched functions are not cached")
     cls = {
         "naive": NaiveRewardLoopManager,
         "batch": BatchRewardLoopManager,
