@@ -162,7 +162,7 @@ def test_a_bounded_number_of_responses_is_read(run: Run) -> None:
 
 
 def test_a_phrase_of_a_warning_is_decoded(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    monitors = run.health(window=4, patience=1, sampled_responses=16)
+    monitors = run.health(window=4, patience=1)
     for step in range(1, 5):
         for key, row in run.rows.items():
             group, session = int(key[1]), int(key.split("_")[1])
