@@ -150,7 +150,7 @@ class Run:
         self.trainer.parameter_sync_step, self.trainer.global_steps = len(parts), 1
         self.trainer._rewards, self.trainer._left_out = StepRewards(), {}
         self.trainer._post_processes = post_process is not None
-        self.trainer._health = SimpleNamespace(metrics=lambda step, rewards: {})
+        self.trainer._health = SimpleNamespace(metrics=lambda step, rewards, audit: {})
         self.trainer.timing_raw = {}
         self.trainer.prepare_step = dict
         self.trainer.replay_buffer = SimpleNamespace(classified_groups=lambda partition_id: ())
