@@ -5,6 +5,8 @@
         -O components.correct.reward_kwargs.criterion="The result is correct." \\
         -O components.clear.path=examples/judges/rubric.py:Criterion -O components.clear.weight=0.3 \\
         -O components.clear.reward_kwargs.criterion="Each step follows from the one before."
+
+The criterion comes last in the prompt: a server that keeps a prefix cache then reads question and answer only once.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ from typing import Any
 
 from reward_loop.client import Judge, Number
 
-PROMPT = """How well does the answer meet this criterion? {{criterion}}
+PROMPT = """How well does the answer to the question meet the criterion below it?
 
 Question: {{question}}
 
 Answer:
 {{answer}}
+
+Criterion: {{criterion}}
 
 Consider only this criterion. Explain your rating in one sentence, then end with a line `Score: N`, from 1 (not at \
 all) to 10 (fully)."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from yarl import URL
 
 from reward_loop._util.sockets import listen, url_of
-from reward_loop.client.http import BACKEND_HEADER
+from reward_loop.client.http import BACKEND_HEADER, GROUP_HEADER
 from reward_loop.router.app import Router
 from reward_loop.router.backend import Backend, BackendState
 from reward_loop.router.config import BackendConfig, RouterConfig
@@ -277,7 +277,7 @@ async def test_requests_of_a_frozen_server_move_within_the_retry_budget() -> Non
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(serving(app)) for app in (frozen, answering())]
 
-        router = Router(urls, RouterConfig(policy="content"), well)
+        router = Router(urls, RouterConfig(), well)
         pool = router.pool
         url = await stack.enter_async_context(served_by_router(router))
         await until(lambda: all(backend.state is BackendState.UP for backend in pool.backends))
@@ -441,6 +441,15 @@ async def test_the_router_has_a_control_plane_of_its_own() -> None:
     error = orjson.loads(body)["error"]
     assert (error["type"], error["code"]) == ("RouterError", 503)
     assert f"{backend} is lost (gone); {other} is lost (gone)" in error["message"]
+
+
+@pytest.mark.parametrize(("path", "servers"), [("/v1/chat/completions", 1), ("/v1/completions", 1), ("/classify", 2)])
+async def test_with_affinity_generative_requests_of_a_group_go_to_one_server(path: str, servers: int) -> None:
+    async with AsyncExitStack() as stack:
+        backends = [await stack.enter_async_context(serving(answering(body=b"%d" % n))) for n in range(2)]
+        url = await stack.enter_async_context(proxied(*backends, policy="affinity"))
+        bodies = [(await post(url, path, b"{}", headers={GROUP_HEADER: "7"}))[1] for _ in range(6)]
+    assert len(set(bodies)) == servers
 
 
 async def test_an_answer_names_the_server_that_gave_it() -> None:
