@@ -13,7 +13,7 @@ from reward_loop.config import PolicyName
 from reward_loop.router.backend import Backend
 from reward_loop.router.headers import GROUP, RawHeader, find
 
-__all__ = ["Affinity", "LeastInFlight", "Policy", "RoundRobin", "policy_for"]
+__all__ = ["Affinity", "LeastInFlight", "Policy", "RoundRobin", "is_overloaded", "policy_for"]
 
 _MAX_LOAD_FACTOR = 1.25
 _MAX_LOAD_GAP = 2
@@ -77,7 +77,7 @@ class Affinity(LeastInFlight):
 
     def choose(self, backends: Sequence[Backend], key: int | None) -> Backend:
         server = None if key is None else self._servers.get(key)
-        if server is None or server not in backends or _is_overloaded(server, backends):
+        if server is None or server not in backends or is_overloaded(server, backends):
             server = super().choose(backends, key)
         if key is not None:
             self._servers[key] = server
@@ -87,7 +87,8 @@ class Affinity(LeastInFlight):
         return server
 
 
-def _is_overloaded(server: Backend, backends: Sequence[Backend]) -> bool:
+def is_overloaded(server: Backend, backends: Sequence[Backend]) -> bool:
+    """Return whether a server has far more requests in flight than the mean of some servers."""
     mean = sum(backend.in_flight for backend in backends) / len(backends)
     return server.in_flight > max(_MAX_LOAD_FACTOR * mean, mean + _MAX_LOAD_GAP)
 
