@@ -34,13 +34,6 @@ class Health:
         await self.well[url].wait()
 
 
-async def test_backends_take_turns() -> None:
-    async with BackendPool(BACKENDS, Health(*URLS)) as pool:
-        turns = [(await pool.acquire()).url for _ in range(6)]
-    assert sorted(turns[:3]) == URLS
-    assert turns[:3] == turns[3:]
-
-
 async def test_a_request_waits_for_the_first_backend_that_is_well() -> None:
     health = Health()
     async with BackendPool(BACKENDS, health) as pool:
