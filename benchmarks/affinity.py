@@ -17,7 +17,7 @@ import re
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +90,7 @@ def simulated(quick: bool) -> dict[str, Any]:
                     for policy, one in outcomes.items()
                 ]
     results["moved_when_killed"], results["moved_when_added"] = moved_keys(8)
-    say(
-        "\nSimulated servers. judged/s and p99: relative to round robin; largest: the largest load, relative to the mean"
-    )
+    say("\nSimulated servers. Relative to round robin: judged/s, p99. Largest: the largest load by the mean")
     say(f"in flight servers {'':15} {'policy':16} computed judged/s   p99 largest")
     say("\n".join(table))
     killed, added = results["moved_when_killed"], results["moved_when_added"]
@@ -120,8 +118,6 @@ def key(workload: str) -> str:
 
 
 async def real(args: argparse.Namespace) -> dict[str, Any]:
-    groups = 6 if args.quick else 24
-    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         model = build_tiny_model(folder / "model", "generative", max_position_embeddings=4096)
@@ -138,44 +134,50 @@ async def real(args: argparse.Namespace) -> dict[str, Any]:
         began = time.perf_counter()
         async with RewardModelManager(config) as models:
             say(f"two vLLM servers were ready after {time.perf_counter() - began:.0f} s")
-            peers = Servers(folder, stack)
-            urls = sorted(peers.requests(f"http://{models.reward_router_address}"))
-            address = {"affinity": models.reward_router_address}
-            own = await asyncio.to_thread(peers.start_own, urls)
-            address["round_robin"] = own[0].removeprefix("http://")
+            servers = Servers(folder, stack)
+            urls = sorted(servers.requests(f"http://{models.reward_router_address}"))
+            routers = {"round_robin": (await asyncio.to_thread(servers.start_own, urls))[0].removeprefix("http://")}
             if args.sglang_python:
-                peer = await asyncio.to_thread(peers.start_sglang, args.sglang_python, urls, "cache_aware")
-                address["sglang cache_aware"] = peer[0].removeprefix("http://")
+                peer = await asyncio.to_thread(servers.start_sglang, args.sglang_python, urls, "cache_aware")
+                routers["sglang-router"] = peer[0].removeprefix("http://")
             else:
                 say("sglang-router is skipped: --sglang-python needs the path of a Python with sglang-router==0.3.2")
-            order = ("round_robin", *sorted({*address} - {"round_robin"}))
-            workloads = REAL[:1] if args.quick else REAL
-            runs = [("rubric, criterion first", "round_robin")]
-            runs += [(workload, policy) for workload in workloads for policy in order]
-            say(f"\nTwo vLLM servers, {groups} groups of 8 responses")
-            say(f"{'':24} {'policy':20} {'cached':>7} {'of ideal':>8} {'largest':>8} {'seconds':>8}")
-            computed = {}
-            for number, (workload, policy) in enumerate(runs):
-                work = units(workload, groups, REAL_SIZES, f"{number}")
-                before = counters(urls)
-                seconds = await judge(address[policy], work, in_flight(workload, RESPONSES_IN_FLIGHT * len(urls)))
-                pairs = zip(counters(urls), before, strict=True)
-                queried, hit = zip(*((now[0] - was[0], now[1] - was[1]) for now, was in pairs), strict=True)
-                share, largest = sum(hit) / sum(queried), max(queried) * len(urls) / sum(queried)
-                of_ideal = share / ideal_share(work)
-                computed[workload, policy] = 1 - share
-                say(f"{workload:24} {policy:20} {share:>7.1%} {of_ideal:>8.1%} {largest:>8.2f} {seconds:>8.1f}")
-                if policy == "affinity":
-                    results[f"vllm_of_ideal_{key(workload)}"] = round(of_ideal, 3)
-                    results[f"vllm_largest_{key(workload)}"] = round(largest, 2)
-            affinity = computed["rubric", "affinity"]
-            results["vllm_prefill_vs_round_robin"] = round(affinity / computed["rubric", "round_robin"], 3)
-            results["vllm_prefill_vs_criterion_first"] = round(
-                affinity / computed["rubric, criterion first", "round_robin"], 3
-            )
-            if ("rubric", "sglang cache_aware") in computed:
-                results["vllm_prefill_vs_sglang_router"] = round(affinity / computed["rubric", "sglang cache_aware"], 3)
-    return results
+            routers["affinity"] = models.reward_router_address
+            return await behind_each(routers, urls, 6 if args.quick else 24, REAL[:1] if args.quick else REAL)
+
+
+async def behind_each(
+    routers: Mapping[str, str], urls: list[str], groups: int, workloads: Sequence[str]
+) -> dict[str, Any]:
+    """Judge as many responses behind each router, never the same ones twice."""
+    say(f"\nTwo vLLM servers, {groups} groups of 8 responses")
+    say(f"{'':24} {'router':14} {'cached':>7} {'of ideal':>8} {'largest':>7} {'seconds':>7}")
+    results: dict[str, Any] = {}
+    computed: dict[tuple[str, str], float] = {}
+    runs = [("rubric, criterion first", "round_robin")]
+    runs += [(workload, router) for workload in workloads for router in routers]
+    for number, (workload, router) in enumerate(runs):
+        work = units(workload, groups, REAL_SIZES, f"{number}")
+        before = counters(urls)
+        seconds = await judge(routers[router], work, in_flight(workload, RESPONSES_IN_FLIGHT * len(urls)))
+        changes = [(now[0] - was[0], now[1] - was[1]) for now, was in zip(counters(urls), before, strict=True)]
+        queried = [change[0] for change in changes]
+        share = sum(change[1] for change in changes) / sum(queried)
+        of_ideal, largest = share / ideal_share(work), max(queried) * len(urls) / sum(queried)
+        computed[workload, router] = 1 - share
+        say(f"{workload:24} {router:14} {share:>7.1%} {of_ideal:>8.1%} {largest:>7.2f} {seconds:>7.1f}")
+        if router == "affinity":
+            results[f"vllm_of_ideal_{key(workload)}"] = round(of_ideal, 3)
+            results[f"vllm_largest_{key(workload)}"] = round(largest, 2)
+    ours = computed["rubric", "affinity"]
+    peers = {
+        "round_robin": ("rubric", "round_robin"),
+        "criterion_first": runs[0],
+        "sglang_router": ("rubric", "sglang-router"),
+    }
+    return results | {
+        f"vllm_prefill_vs_{name}": round(ours / computed[run], 3) for name, run in peers.items() if run in computed
+    }
 
 
 async def judge(address: str, work: list[Unit], in_flight: int) -> float:
