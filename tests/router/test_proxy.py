@@ -351,6 +351,11 @@ async def test_requests_are_not_counted_after_their_end() -> None:
                 assert one.pool.backends[0].in_flight == 0
 
 
+async def test_websockets_are_refused() -> None:
+    async with serving(mirror) as backend, proxied(backend) as url:
+        assert (await post(url, headers={"Connection": "upgrade", "Upgrade": "websocket"}))[0] == 501
+
+
 async def test_paths_that_only_resemble_those_of_the_control_plane_are_forwarded() -> None:
     async with serving(mirror) as backend, proxied(backend) as url, aiohttp.ClientSession(url) as session:
         for path in ("/classify", "/docs", "/openapi.json", "/health/", "/"):
