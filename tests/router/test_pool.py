@@ -191,22 +191,6 @@ async def test_backends_that_cool_down_are_left_alone_and_come_back_by_themselve
         await until(lambda: pool.pick() is backend)
 
 
-async def test_a_removed_backend_gets_nothing_and_its_requests_in_flight_end() -> None:
-    async with BackendPool(BACKENDS[:2], Health(*URLS)) as pool:
-        first, second = await pool.acquire(), await pool.acquire()
-        first.begin()
-        first.begin()
-        removing = asyncio.create_task(pool.remove(first))
-        await asyncio.sleep(0)
-        assert pool.backends == [second]
-        assert {await pool.acquire() for _ in range(4)} == {second}
-        first.end(200, 1.0)
-        await asyncio.sleep(0)
-        assert not removing.done()
-        first.end(200, 1.0)
-        await removing
-
-
 async def test_backends_are_added_while_it_runs() -> None:
     async with BackendPool([], Health(*URLS)) as pool:
         with pytest.raises(Refusal, match="no server is configured"):
