@@ -17,7 +17,7 @@ from reward_loop.verl.cluster import RouterAddress
 from reward_loop.verl.managers import score_by_model
 from reward_loop.verl.reward_worker import RewardWorker
 from tests.verl.configs import resolved
-from tests.verl.test_workers import rollout
+from tests.verl.rollouts import rollout
 
 pytestmark = pytest.mark.integration
 

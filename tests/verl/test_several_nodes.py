@@ -13,7 +13,7 @@ from reward_loop.verl.cluster import RouterAddress, router_address
 from reward_loop.verl.workers import RewardWorkers
 from tests.clusters import ray_cluster
 from tests.verl.configs import resolved as settled
-from tests.verl.test_workers import rollout
+from tests.verl.rollouts import rollout
 
 ray = pytest.importorskip("ray")
 

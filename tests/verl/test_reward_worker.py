@@ -1,0 +1,356 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.tiny_models import tiny_tokenizer
+from reward_loop.errors import ConfigError, RewardLoopError, TooManyFailuresError
+from reward_loop.managers import registry
+from reward_loop.managers.recording import open_records
+from reward_loop.records.reader import RecordsReader
+from reward_loop.types import is_returned
+from reward_loop.verl.reward_worker import RewardWorker
+from tests.verl.rollouts import rollout
+
+pytestmark = pytest.mark.integration  # imports verl
+
+Settings = Callable[..., Any]
+
+ONE = "async def compute_score(solution_str): return 1.0"
+
+
+def verl_manager(name: str) -> tuple[str, ...]:
+    path = Path(__file__).with_name("managers.py")
+    return (f"reward_model.reward_loop_module_path={path}", f"reward_model.reward_loop_class_name={name}")
+
+
+async def info_of(worker: RewardWorker, text: str, **columns: Any) -> dict[str, Any]:
+    return (await worker.compute_score(rollout(text, **columns)))["reward_extra_info"]
+
+
+async def scores_of(worker: RewardWorker, *texts: str, **columns: Any) -> list[float]:
+    rewards = await asyncio.gather(*(worker.compute_score(rollout(text, **columns)) for text in texts))
+    return [reward["reward_score"] for reward in rewards]
+
+
+async def test_a_manager_written_for_verl_runs_unchanged(with_function: Settings) -> None:
+    worker = RewardWorker(with_function(None, *verl_manager("Length")), None)
+    reward = await worker.compute_score(rollout("four"))
+    assert reward["reward_score"] == 4.0
+    assert reward["reward_extra_info"]["text"] == "four"
+    assert reward["reward_extra_info"]["reward_outcome"] == "scored"
+
+
+@pytest.mark.parametrize(("on_node", "share"), [(None, 1), (4, 2), (1, 8), (16, 1)])
+def test_by_default_the_workers_of_a_node_share_its_cores(
+    with_function: Settings, monkeypatch: pytest.MonkeyPatch, on_node: int | None, share: int
+) -> None:
+    monkeypatch.setattr("reward_loop.verl.managers.usable_cores", lambda: 8)
+    settings = with_function(ONE.removeprefix("async "), "reward.num_workers=8", "reward_loop.isolation=process")
+    assert f"max_processes={share}," in repr(RewardWorker(settings, None, on_node)._manager.function)
+
+
+async def test_second_calls_are_refused_with_a_manager_that_was_written_for_verl(with_function: Settings) -> None:
+    with pytest.raises(ConfigError, match=r"audit\.reask"):
+        RewardWorker(with_function(None, *verl_manager("Length"), "reward_loop.audit.reask=0.1"), None)
+
+
+async def test_second_calls_are_counted(with_function: Settings) -> None:
+    worker = RewardWorker(with_function(ONE, "reward_loop.audit.reask=1.0"), None)
+    assert await scores_of(worker, "4") == [1.0]
+    assert worker._audit is not None
+    await asyncio.gather(*worker._audit._running)
+    assert await worker.audit_counts() == {"asked": 1, "agreed": 1, "without_score": 0, "differences": [0.0]}
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "cause"),
+    [
+        ("Raises", [], "Raises.*ConnectionError: the sandbox is gone"),
+        ("Hangs", ["reward_loop.timeout=0.01"], "Hangs.*TimeoutError"),
+        ("NotANumber", [], "NotANumber.*nan"),
+        ("InfiniteParts", [], "token_level_scores must be a list of finite numbers"),
+    ],
+)
+async def test_an_error_in_a_manager_of_verl_is_a_failed_sample(
+    with_function: Settings, name: str, overrides: list[str], cause: str
+) -> None:
+    worker = RewardWorker(with_function(None, *verl_manager(name), *overrides), None)
+    info = await info_of(worker, "four")
+    assert info["reward_outcome"] == "failed"
+    assert info["reward_masked"]
+    assert re.search(cause, info["reward_error"])
+    assert await worker.fatal_error() is None
+
+
+@pytest.mark.parametrize(
+    ("option", "error", "calls"),
+    [("min_samples_for_failed_share=2", TooManyFailuresError, 2), ("on_failed=raise", RewardLoopError, 1)],
+)
+async def test_failures_stop_the_run_at_the_bound_and_under_the_policy_raise(
+    with_function: Settings, option: str, error: type[Exception], calls: int
+) -> None:
+    worker = RewardWorker(with_function(None, *verl_manager("Raises"), f"reward_loop.{option}"), None)
+    for _ in range(calls - 1):
+        await worker.compute_score(rollout("four"))
+    with pytest.raises(error, match="the sandbox is gone"):
+        await worker.compute_score(rollout("four"))
+    assert "the sandbox is gone" in str(await worker.fatal_error())
+
+
+REGISTERS = """
+from reward_loop import NaiveRewardLoopManager, register
+
+def compute_score(solution_str):
+    return 1.0
+
+@register("doubling")
+class Doubling(NaiveRewardLoopManager):
+    async def run_single(self, data):
+        reward = await super().run_single(data)
+        return reward | {"reward_score": 2 * reward["reward_score"]}
+"""
+
+
+async def test_a_manager_that_the_functions_file_registers_is_found(
+    with_function: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_managers", dict(registry._managers))
+    worker = RewardWorker(with_function(REGISTERS, "reward_model.reward_manager=doubling"), None)
+    assert await scores_of(worker, "4") == [2.0]
+
+
+async def test_verls_options_of_a_manager_take_effect(with_function: Settings) -> None:
+    settings = with_function(
+        None,
+        "reward_model.reward_manager=dapo",
+        "+reward_model.reward_kwargs.max_resp_len=20",
+        "+reward_model.reward_kwargs.overlong_buffer_cfg={enable: true, len: 10, penalty_factor: 1.0, log: true}",
+    )
+    text = "1+1, so Answer: 2"
+    reward = await RewardWorker(settings, None).compute_score(rollout(text, data_source="math_dapo"))
+    length = len(tiny_tokenizer().encode(text))
+    assert 10 < length < 20
+    assert reward["reward_score"] == pytest.approx(1.0 - (length - 10) / 10)
+    assert reward["reward_extra_info"]["overlong"] is True
+
+
+COMPONENTS = """
+def accuracy(solution_str, ground_truth): return float(ground_truth in solution_str)
+def brevity(solution_str): return -len(solution_str)
+"""
+
+
+async def test_components_are_configured_as_options(with_function: Settings, tmp_path: Path) -> None:
+    file = tmp_path / "components.py"
+    file.write_text(COMPONENTS)
+    settings = with_function(
+        None,
+        "reward_model.reward_manager=composite",
+        f"+reward_loop.components.accuracy={{path: {file}, name: accuracy, gate: 1}}",
+        f"+reward_loop.components.brevity={{path: {file}, name: brevity, weight: 0.01}}",
+    )
+    worker = RewardWorker(settings, None)
+    assert await scores_of(worker, "1+1=2", "1+1=3") == [pytest.approx(1.0 - 0.05), 0.0]
+    assert (await info_of(worker, "1+1=2"))["brevity"] == -5
+
+
+async def test_a_batch_function(with_function: Settings) -> None:
+    source = "def compute_score(solution_strs, unit): return [unit * len(text) for text in solution_strs]\n"
+    worker = RewardWorker(with_function(source, "reward_model.reward_manager=batch", unit=10), None)
+    assert await scores_of(worker, "x", "xx", "xxx") == [10, 20, 30]
+    assert await worker.needs_group() is False
+    with pytest.raises(ConfigError, match=r"needs a function of lists: set custom_reward_function\.path"):
+        RewardWorker(with_function(None, "reward_model.reward_manager=batch"), None)
+
+
+async def test_without_a_function_verls_rules_apply_by_data_source(with_function: Settings) -> None:
+    worker = RewardWorker(with_function(None), None)
+    assert await scores_of(worker, "#### 2", "#### 3", data_source="openai/gsm8k") == [1.0, 0.0]
+    unknown = await info_of(worker, "2", data_source="nonesuch")
+    assert unknown["reward_outcome"] == "failed"
+    assert "nonesuch" in unknown["reward_error"]
+
+
+@pytest.mark.parametrize("manager", ["naive", "remote", "prime"])
+async def test_functions_run_in_processes_if_asked_to(with_function: Settings, manager: str) -> None:
+    source = "import os\n\ndef compute_score(solution_str):\n    return float(os.getpid())\n"
+    options = "reward_loop.isolation=process", f"reward_model.reward_manager={manager}"
+    (pid,) = await scores_of(RewardWorker(with_function(source, *options), None), "4")
+    assert pid not in (0.0, os.getpid())
+
+
+async def test_an_empty_response_and_a_missing_ground_truth(with_function: Settings) -> None:
+    source = "def compute_score(solution_str, ground_truth): return float(solution_str == '')\n"
+    worker = RewardWorker(with_function(source), None)
+    assert await scores_of(worker, "") == [1.0]
+    info = await info_of(worker, "2", reward_model={})
+    assert info["reward_outcome"] == "failed"
+    assert "ground_truth" in info["reward_error"]
+
+
+POST_PROCESSES = """
+class compute_score:
+    def compute_score(self, solution_str):
+        if solution_str == "?":
+            return None
+        return {"score": float(solution_str), "turn_level_scores": [float(solution_str)]}
+
+    def post_process_scores(self, scores):
+        if 9 in scores:
+            raise ValueError("nine is too much")
+        return [score - max(scores) for score in scores]
+"""
+
+
+async def test_the_scores_of_a_group_are_post_processed(with_function: Settings) -> None:
+    worker = RewardWorker(with_function(POST_PROCESSES), None)
+    assert await worker.has_post_process()
+    rewards = [await worker.compute_score(rollout(text)) for text in ("1", "?", "3")]
+    processed = await worker.post_process(rewards, ["x_0_0", "x_1_0", "x_2_0"])
+    assert [reward["reward_score"] for reward in processed] == [-2, 0, 0]
+    assert [reward["reward_extra_info"]["reward_outcome"] for reward in processed] == ["scored", "unscored", "scored"]
+    rewards = [await worker.compute_score(rollout(text)) for text in ("9", "?")]
+    failed, unscored = await worker.post_process(rewards, ["y_0_0", "y_1_0"])
+    assert failed["reward_extra_info"]["reward_masked"]
+    assert "sample y_0_0" in failed["reward_extra_info"]["reward_error"]
+    assert "nine is too much" in failed["reward_extra_info"]["reward_error"]
+    assert unscored == rewards[1]
+    assert await worker.fatal_error() is None
+
+
+async def test_a_group_that_fails_in_post_processing_obeys_the_policy(with_function: Settings) -> None:
+    worker = RewardWorker(with_function(POST_PROCESSES, "reward_loop.on_failed=default"), None)
+    reward = await worker.compute_score(rollout("9"))
+    assert reward["reward_extra_info"]["turn_level_scores"] == [9.0]
+    (failed,) = await worker.post_process([reward], ["x_0_0"])
+    assert failed["reward_score"] == 0.0
+    assert "turn_level_scores" not in failed["reward_extra_info"]
+    worker = RewardWorker(with_function(POST_PROCESSES, "reward_loop.on_failed=raise"), None)
+    with pytest.raises(RewardLoopError, match="nine is too much"):
+        await worker.post_process([await worker.compute_score(rollout("9"))], ["y_0_0"])
+    assert "nine is too much" in str(await worker.fatal_error())
+
+
+def test_post_processing_beside_a_manager_written_for_verl_is_refused(with_function: Settings) -> None:
+    with pytest.raises(ConfigError, match=r"post_process_scores.*Length"):
+        RewardWorker(with_function(POST_PROCESSES, *verl_manager("Length")), None)
+
+
+REJECTED: list[Any] = [
+    {
+        "reward_score": 9.0,
+        "reward_extra_info": {
+            "score": 9.0,
+            "turn_level_scores": [9.0],
+            "reward_outcome": "scored",
+            "reward_masked": False,
+            "reward_seconds": 2.0,
+            "reward_attempts": 3,
+        },
+    }
+]
+PROBLEM = "the function returned 1 turn_level_scores, and the response has 2 turns"
+
+
+@pytest.mark.parametrize(("on_failed", "masked", "score"), [("mask", True, 0.0), ("default", False, -1.0)])
+async def test_a_reward_whose_parts_do_not_fit_obeys_the_policy(
+    with_function: Settings, on_failed: str, masked: bool, score: float
+) -> None:
+    options = (f"reward_loop.on_failed={on_failed}", "reward_loop.default_score=-1.0")
+    worker = RewardWorker(with_function(ONE, *options), None)
+    (reward,) = await worker.reject(REJECTED, ["x_3"], [PROBLEM], accepted=3)
+    assert reward["reward_score"] == score
+    info = reward["reward_extra_info"]
+    assert (info["reward_outcome"], info["reward_masked"]) == ("failed", masked)
+    assert info["reward_error"] == f"sample x_3: {PROBLEM}"
+    assert (info["reward_seconds"], info["reward_attempts"]) == (2.0, 3)
+    assert not {"score", "turn_level_scores"} & info.keys()
+    assert await worker.fatal_error() is None
+
+
+async def test_rewards_whose_parts_do_not_fit_can_stop_the_run(with_function: Settings) -> None:
+    worker = RewardWorker(with_function(ONE, "reward_loop.on_failed=raise"), None)
+    with pytest.raises(RewardLoopError, match="sample x_3: the function returned 1 turn_level_scores"):
+        await worker.reject(REJECTED, ["x_3"], [PROBLEM], accepted=0)
+    assert PROBLEM in str(await worker.fatal_error())
+    options = ("reward_loop.min_samples_for_failed_share=4", "reward_loop.max_failed_share=0.5")
+    worker = RewardWorker(with_function(ONE, *options), None)
+    await worker.reject(REJECTED * 2, ["x_2", "x_3"], [PROBLEM] * 2, accepted=2)
+    with pytest.raises(TooManyFailuresError, match=r"turn_level_scores.*3 of the last 5"):
+        await worker.reject(REJECTED, ["x_3"], [PROBLEM], accepted=0)
+    assert "3 of the last 5" in str(await worker.fatal_error())
+
+
+def test_the_sandbox_bound_is_shared_among_the_workers(with_function: Settings) -> None:
+    from reward_loop.verl.managers import _sandbox_kwargs
+
+    overrides = ("sandbox_fusion.url=http://x", "sandbox_fusion.max_concurrent=10", "reward.num_workers=3")
+    kwargs = _sandbox_kwargs(with_function(None, *overrides))
+    assert kwargs["concurrent_semaphore"]._value == 3
+    assert kwargs["sandbox_fusion_url"] == "http://x"
+
+
+REWARDS = """
+def compute_score(solution_str):
+    return {"score": 1.0, "reward": 2.0, "right": True}
+"""
+
+
+@pytest.mark.parametrize("manager", ["naive", "verl"])
+async def test_the_key_reward_does_not_get_into_verls_column_of_a_validation(
+    with_function: Settings, tmp_path: Path, manager: str
+) -> None:
+    records_option = f"reward_loop.log_dir={tmp_path}/records"
+    if manager == "verl":
+        settings = with_function(None, records_option, *verl_manager("Rewards"))
+    else:
+        settings = with_function(REWARDS, records_option)
+    worker = RewardWorker(settings, None)
+    validated = await worker.compute_score(rollout("4", __validate__=True, uid="v"))
+    trained = await worker.compute_score(rollout("4", uid="t"))
+    assert validated["reward_score"] == trained["reward_score"] == 1.0
+    returned = {name: value for name, value in validated["reward_extra_info"].items() if is_returned(name)}
+    assert returned == {"score": 1.0, "returned_reward": 2.0, "right": True}
+    assert trained["reward_extra_info"]["reward"] == 2.0
+    records = open_records(worker._options)
+    assert records is not None
+    assert await asyncio.to_thread(records.flush)
+    rows = {row["uid"]: row["validate"] for row in RecordsReader(tmp_path / "records").rows()}
+    assert rows == {"v": True, "t": False}
+
+
+async def test_abandoned_rollouts_of_a_group_do_not_join_the_new_ones(with_function: Settings) -> None:
+    source = "def compute_score(solution_strs):\n    return [float(len(solution_strs))] * len(solution_strs)\n"
+    options = "reward_model.reward_manager=group", "reward_loop.group.timeout=300", "actor_rollout_ref.rollout.n=2"
+    worker = RewardWorker(with_function(source, *options), None)
+    lost = asyncio.create_task(worker.compute_score(rollout("lost", uid="u")))
+    other = asyncio.create_task(worker.compute_score(rollout("other", uid="w")))
+    manager: Any = worker._manager
+    for _ in range(1000):
+        await asyncio.sleep(0)
+    assert len(manager._batcher._open) == 2  # both wait for the rest of their groups
+    await worker.abandon(["u", "z"])
+    with pytest.raises(asyncio.CancelledError):
+        await lost
+    async with asyncio.timeout(60):
+        assert await scores_of(worker, "one", "two", uid="u") == [2.0, 2.0]
+        await asyncio.gather(other, worker.compute_score(rollout("one more", uid="w")))
+    assert not worker._running
+
+
+def test_a_reward_worker_raises_its_limit_on_open_files(with_function: Settings) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
+    try:
+        RewardWorker(with_function(None), None)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(65_536, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
