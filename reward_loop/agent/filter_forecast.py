@@ -42,19 +42,21 @@ class FilterForecast:
     def missing(self, wanted: int, *, kept: int, pending: int, later: int = 0) -> int:
         """Return how many prompts to begin now.
 
-        With ``later``, as many as are expected to suffice: if more are filtered, the step takes some of the next
-        step's. Without, it is 0 as long as the pending groups are expected to suffice; otherwise enough are begun for a
-        margin of two standard deviations.
+        Without ``later``, it is 0 as long as the pending groups are expected to suffice; otherwise enough are begun for
+        a margin of two standard deviations. With it, the step takes some of the next step's groups if it needs more,
+        and the next step gets two standard deviations fewer than it needs: it can begin more, but what it does not
+        need would become too old.
 
         Args:
             wanted: the number of groups that a step trains on.
             kept: the number of judged groups that have passed the filter.
             pending: the number of groups that are being generated or judged.
-            later: the number of prompts to begin for the next step. What the filter removes of them is replaced there.
+            later: the number of groups that the next step trains on, if its prompts are begun now.
         """
         short = max(0, wanted - kept)
         if later:
-            needed = later - max(0, kept - wanted) + self._prompts(short, deviations=0) - pending
+            for_later = self._prompts(max(0, later - max(0, kept - wanted)), deviations=-2)
+            needed = self._prompts(short, deviations=0) + for_later - pending
         elif (1 - self.share) * pending >= short:
             needed = 0
         else:

@@ -11,8 +11,8 @@ Invariants:
 - A step trains on the ``train_batch_size`` oldest prompts of ``_submitted``; with ``algorithm.filter_groups``, on the
   oldest that have passed the filter. Prompts that are begun because the filter will probably remove others, and are not
   needed, stay in ``_submitted``: the next step submits fewer.
-- A rollout is at most one step old. Groups that would be older are evicted: there are some only if the filter suddenly
-  keeps more than it kept in the last steps.
+- A rollout is at most one step old. Groups that would be older are evicted: there are some only if the filter keeps
+  more than two standard deviations more than in the last steps.
 - Old and reference log-probabilities and values are computed for the whole batch, before the first update of the step.
 - A group (all rollouts of one prompt) is never split: its advantages are computed in one call, when all its rewards
   have arrived.
@@ -200,11 +200,12 @@ class RewardPipelineTrainer(PPOTrainerSync):
         self._submit_batch_to_rollout(batch)
 
     def _missing(self, unfinished: set[str], metrics: dict, *, later: int = 0) -> int:
-        """Evict groups, and return how many more prompts the step needs, and the next one, if it needs ``later``.
+        """Evict groups, and return how many more prompts to begin.
 
         Args:
             unfinished: the prompts that lacked a rollout or a reward just before this call. So the filter has examined
                 all others that are left.
+            later: the number of groups that the next step needs, if its prompts are begun now.
         """
         filtered = self._evict(metrics)
         kept = set(self._submitted) - unfinished
