@@ -29,24 +29,20 @@ from reward_loop.scoring import load_function
 
 __all__ = ["check"]
 
-_MAX_PRINTED_BYTES = 8192
-"""Maximum number of bytes of the function's own output that are shown."""
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red", "skipped": "dim"}
 
 
 def check(
     context: typer.Context,
     arguments: Annotated[
-        list[str] | None,
+        list[str],
         typer.Argument(
             metavar="[FUNCTION] FILE",
             help="The reward function, [cyan]file.py:name[/] or [cyan]package.module:name[/] (left out if all "
             "components of a composite have paths), and the rollouts, in any format of [cyan]reward-loop score[/].",
             show_default=False,
         ),
-    ] = None,
-    data: Annotated[str | None, typer.Option(metavar="FILE", help="The rollouts.", show_default=False)] = None,
-    fn: cli_options.Function = None,
+    ],
     rows: Annotated[int, typer.Option(min=1, help="Number of rows to use, from the first.")] = 8,
     field: cli_options.FieldPaths = None,
     data_source: cli_options.DataSource = None,
@@ -76,15 +72,12 @@ def check(
       -O components.form.weight=0.1 -O components.accuracy.path=rewards.py:accuracy
 
     With 8 rows, the function is called about 35 times; requests to a paid judge
-    cost money. The first 8 KB of its output go to stderr.
+    cost money. Its output goes to stderr.
 
     Exit status: 0 no problems, 1 a problem was found, or the function cannot be
     called with the arguments that a run passes, 2 wrong usage, 130 Ctrl-C.
     """
-    if data is not None and fn is None and arguments is not None and len(arguments) == 1:
-        fn, arguments = arguments[0], None  # the only argument is the function, in any form
-    fn, files = cli_options.function_and_files(arguments or (), fn, "--fn")
-    files += [] if data is None else [data]
+    fn, files = cli_options.function_and_files(arguments)
     if not files:
         raise ConfigError("name the rollouts, too: reward-loop check FUNCTION FILE")
     reward_kwargs = cli_options.values(reward_kwarg, "--reward-kwarg")
@@ -92,7 +85,7 @@ def check(
     options = parse(RewardLoopConfig, given, cli_options.option_names(context))
     paths = cli_options.pairs(field, "--field")
     err = console(stderr=True)
-    with reserve_stdout(_MAX_PRINTED_BYTES) as stdout:
+    with reserve_stdout() as stdout:
         if fn is not None:
             load_function(fn)  # an error here is wrong usage (status 2), one below a problem of the function (status 1)
         try:
