@@ -141,7 +141,9 @@ def test_events_and_advantages_agree_with_verls_timings_and_rollouts(run: Run) -
 
 
 @pytest.mark.skipif(not VLLM, reason="vLLM is not installed")
-def test_a_generative_vllm_judge_answers_for_each_rollout_during_generation_and_training(run: Run) -> None:
+def test_a_generative_vllm_judge_answers_for_each_rollout_during_generation_and_training(
+    run: Run, tiny_generative_model: Path
+) -> None:
     folder = run.directory / "records"
     trained = {row["uid"].rsplit("_", 1)[0] for row in run.rollouts(LATER[-1])}
     rows = [record for record in records(run) if record["uid"] in trained]
@@ -152,7 +154,7 @@ def test_a_generative_vllm_judge_answers_for_each_rollout_during_generation_and_
     lanes = [lane for step in LATER for lane in timeline(folder, step)["lanes"]]
     assert {"rollout", "judge", "trainer"} == {lane["kind"] for lane in lanes}
     assert f"judge {server}" in {lane["name"] for lane in lanes if lane["kind"] == "judge"}
-    assert rewards.processes_left("vllm", "serve") == []
+    assert rewards.processes_left("vllm", str(tiny_generative_model)) == []
 
 
 def queue_figures(run: Run, step: int) -> dict[str, float]:
