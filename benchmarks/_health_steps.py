@@ -59,7 +59,7 @@ def measure(samples: int, group: int, tokens: int, steps: int) -> dict[str, floa
         rewards.trajectories[key] = TrajectoryReward(info, score, raw_score=score, tokens=len(response))
     options = RewardLoopConfig()
     no_workers: Any = None  # without records, they are not asked
-    health, watch = StepHealth(options, no_workers), TimedWatch(options.health)
+    health, watch = StepHealth(options, no_workers, str), TimedWatch(options.health)
     health._watch = watch
     tq_rows.tq = queue
     seconds = []

@@ -114,6 +114,14 @@ class RewardSample:
     """The prompt, as text or as chat messages, for the sample's record. Functions do not receive it."""
     step: int | None = None
     """The training step that the sample was generated for; ``None`` if unknown."""
+    is_probe: bool = False
+    """Whether an audit asks about this answer, see docs/judge-agreement.md. Its calls wait for limits behind all
+    others, and are neither cached nor counted as samples."""
+
+    @property
+    def traffic_class(self) -> str:
+        """The traffic class of the sample's calls in limits: ``train``, ``validate`` or ``probe``."""
+        return "probe" if self.is_probe else "validate" if self.validate else "train"
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from reward_loop.offline.fields import Fields, check_fields
 from reward_loop.offline.folder import COLUMNS, ScoredFolder, check_export, export
 from reward_loop.offline.inputs import Inputs, Row
 from reward_loop.offline.run import score_rows
+from reward_loop.records import records
 from reward_loop.records.reader import RecordsReader
 from reward_loop.records.report import Report
 from tests.gsm8k import DATA, ROOT, needs_gsm8k
@@ -116,6 +117,15 @@ def test_every_row_has_a_record_and_is_exported_in_order_with_its_columns(tmp_pa
     assert (done.report.samples, done.mean, done.resumed) == (12, pytest.approx(1 / 3), 0)
     assert {row["uid"] for row in RecordsReader(output).rows()} == {f"line {i + 1}" for i in range(12)}
     assert {path.suffix for path in output.rglob("*") if path.is_file()} == {".jsonl"}
+
+
+def test_the_probes_of_an_audit_are_recorded_beside_the_rows(tmp_path):
+    source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out"
+    done = score(source, output, config={"audit": {"share": 1.0, "probes": ["again", "empty"]}})
+    assert len(done.rows) == 12
+    records(output / "audit").flush()
+    rows = [json.loads(line) for path in (output / "audit").glob("*.jsonl") for line in path.read_text().splitlines()]
+    assert Counter(row["probe"] for row in rows) == {"again": 6, "canary": 6}
 
 
 def test_bad_rows_are_failed_rows(tmp_path):

@@ -106,7 +106,7 @@ def training_command(models: Models, output: Path, settings: Settings) -> list[s
         "trainer.save_freq=-1",
         # The score does not depend on acc: a monitor warns if the score rises and acc does not.
         "reward_loop.health.reference=acc",
-        f"reward_loop.health.reference_window={settings.health_window}",
+        f"reward_loop.health.window={settings.health_window}",
         "trainer.logger=[console,file]",
         f"trainer.default_local_dir={output / 'checkpoints'}",
         f"trainer.rollout_data_dir={output / 'rollouts'}",

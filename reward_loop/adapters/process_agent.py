@@ -91,6 +91,18 @@ class AgentInThread:
         rewards = await asyncio.wrap_future(scoring)
         return [Scored.of(str(sample.uid), reward) for sample, reward in zip(named, rewards, strict=True)]
 
+    async def audit_metrics(self, group: str) -> dict[str, float]:
+        """Return the metrics of the probes since the last call, each below ``group``; empty without an audit."""
+        audit = getattr(self.manager, "audit", None)
+        if audit is None:
+            return {}
+
+        async def take() -> dict[str, float]:
+            metrics: dict[str, float] = audit.take().metrics(group)
+            return metrics
+
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(take(), self._loop))
+
     async def _score(self, samples: Sequence[RewardSample], groups: Sequence[int] | None) -> list[Reward]:
         pending = self._agent.submit(samples, groups=groups)
         try:

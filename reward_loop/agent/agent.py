@@ -23,6 +23,7 @@ from typing import Any, Self
 
 from reward_loop.agent.pending import PendingRewards, group_sizes
 from reward_loop.errors import ConfigError, RewardLoopError, RewardsCancelledError
+from reward_loop.managers import RewardLoopManagerBase
 from reward_loop.managers.post_process import PostProcess
 from reward_loop.types import Reward, RewardSample
 
@@ -276,7 +277,12 @@ def failure_of(task: asyncio.Task[Any], manager: Any) -> RewardLoopError | None:
 
 
 async def close_manager(manager: Any) -> None:
-    """Close a manager that has a ``close``, in a thread, because closing may wait for processes."""
+    """Close a manager that has a ``close``, in a thread, because closing may wait for processes.
+
+    The last probes of its audit have `CLOSING_SECONDS` to end.
+    """
+    if isinstance(manager, RewardLoopManagerBase) and manager.audit is not None:
+        await manager.audit.drain(CLOSING_SECONDS)
     if not callable(close := getattr(manager, "close", None)):
         return
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator
 
@@ -19,12 +19,25 @@ __all__ = [
     "GroupConfig",
     "HealthConfig",
     "LimitConfig",
+    "PolicyName",
     "RecordConfig",
     "RetryConfig",
     "RewardLoopConfig",
     "RewardModelConfig",
     "ServedModelConfig",
 ]
+
+ProbeKind = Literal["master_key", "empty", "other_answer", "cut_off", "question", "again", "frame", "order"]
+"""What is asked about an answer again, see docs/judge-agreement.md. The first five are canaries."""
+
+MASTER_KEYS = (
+    *(" ", ".", ",", ":"),
+    *("Thought process:", "Let's solve this problem step by step.", "Solution", "解", "かいせつ", "Respuesta"),
+)
+"""Answers without content that judges have accepted: https://arxiv.org/abs/2507.08794."""
+
+PolicyName = Literal["round_robin", "least_in_flight", "affinity"]
+"""The router's load-balancing policies."""
 
 MAX_COUNT = 2**53
 """The largest number in a limit: larger integers are neither exact as floats nor, above 64 bits, valid in messages."""
@@ -128,7 +141,7 @@ class HealthConfig(Config):
 
     patience: int = Field(default=3, ge=1)
     """A warning begins after this number of steps in a row beyond the limit, and ends after the same number within it.
-    `score_jump` warns at once."""
+    `score_jump` and the monitors of probes warn at once."""
 
     baseline_steps: int = Field(default=5, ge=1)
     """The baseline of a monitor is the median of this number of first values. `score_jump` compares with this number of
@@ -138,14 +151,17 @@ class HealthConfig(Config):
     """The name of a number that the function returns and the reward does not depend on, such as `acc`. If the reward
     rises and this number does not, `reference_gap` warns."""
 
-    reference_window: int = Field(default=16, ge=4)
-    """The number of latest steps over which `reference_gap` compares the rises of reward and reference."""
+    window: int = Field(default=16, ge=4)
+    """The number of latest steps over which `reference_gap` and `phrases` look for a rise, and whose probes are counted
+    together."""
 
     sampled_responses: int = Field(default=256, ge=1)
-    """The largest number of responses of a step, in whole groups, that `repetition` and `identical_responses` read."""
+    """The largest number of responses of a step, in whole groups, that `repetition`, `identical_responses` and
+    `phrases` read."""
 
     sampled_tokens: int = Field(default=2048, ge=16)
-    """The largest number of tokens, from the start of a response, that `repetition` and `identical_responses` read."""
+    """The largest number of tokens of a response that these monitors read: of a longer one, half from its start and
+    half from its end."""
 
     zero_variance_groups: float | None = Field(default=0.9, ge=0, le=1)
     """The largest share of groups whose rewards are all equal."""
@@ -161,7 +177,7 @@ class HealthConfig(Config):
     """The largest share of samples at the top of a component's range. Only a component with a smaller share in the
     baseline is reported."""
 
-    length_correlation: float | None = Field(default=0.6, ge=0, le=1)
+    length_correlation: float | None = Field(default=0.45, ge=0, le=1)
     """The largest absolute correlation of the reward with the response length within groups."""
 
     repetition: float | None = Field(default=0.1, ge=0, le=1)
@@ -176,22 +192,64 @@ class HealthConfig(Config):
     judge_latency: float | None = Field(default=2.0, gt=1)
     """The largest factor between the 95th percentile of judge latencies and the baseline."""
 
-    reference_gap: float | None = Field(default=0.1, ge=0)
+    reference_gap: float | None = Field(default=0.3, ge=0)
     """The largest rise of the reward above that of the reference, in standard deviations of the samples of a step."""
+
+    canaries: float | None = Field(default=0.1, ge=0, le=1)
+    """The largest share of answers, wrong by construction, that the judge accepts: by kind, and of all kinds. The lower
+    bound of its confidence interval is compared."""
+
+    agreement: float | None = Field(default=0.05, ge=0, le=1)
+    """The largest fall of the share of scores that agree when the judge is asked again, in the other order or with
+    another frame."""
+
+    labelled: float | None = Field(default=0.05, ge=0, le=1)
+    """The largest fall of the judge's accuracy on labelled answers since the first time."""
+
+    phrases: float | None = Field(default=0.15, ge=0, le=1)
+    """The largest rise over the window of the share of responses with a phrase that goes together with a higher
+    reward."""
 
     score_jump: float | None = Field(default=0.3, ge=0, le=1)
     """The largest Kolmogorov-Smirnov distance between the rewards of a step and those of the steps before."""
 
 
 class AuditConfig(Config):
-    """Asking judges a second time, to measure how often they agree with themselves."""
+    """Probes of the judge during a run. Rewards do not wait for them and do not depend on them."""
 
-    reask: float = Field(default=0.0, ge=0, le=1)
-    """In a verl run: the share of scored training samples for which the function is called a second time. Rewards do
-    not wait for these calls and do not depend on them. They cost as much as other calls: limits, tokens, budget."""
+    share: float = Field(default=0.0, ge=0, le=1)
+    """The share of scored training samples, or of groups with the manager `group`, with a probe. This is also the
+    budget of the probes: each costs as much as scoring the sample, or the group."""
+
+    probes: tuple[ProbeKind, ...] = get_args(ProbeKind)
+    """The kinds of probes, which take turns. `order` applies only to groups."""
+
+    keys: tuple[str, ...] = Field(default=MASTER_KEYS, min_length=1)
+    """The answers without content of the kind `master_key`."""
+
+    accept: float | None = Field(default=None, allow_inf_nan=False)
+    """An answer with this score or a higher one is accepted. By default, the upper half of the range of the latest
+    scores is accepted."""
 
     tolerance: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Two scores agree if they differ by at most this."""
+
+    labelled: str | None = None
+    """A file of answers whose labels are known (JSON Lines), which is scored regularly."""
+
+    labelled_every: int = Field(default=10, ge=1)
+    """The number of training steps from one scoring of the labelled answers to the next."""
+
+    reference: str | None = None
+    """A second judge, preferably a model of another family: a function, such as ``judges.py:other``."""
+
+    reference_share: float = Field(default=0.05, ge=0, le=1)
+    """The share of scored training samples that `reference` scores."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are any probes."""
+        return bool(self.share or self.labelled or self.reference)
 
 
 class BatchConfig(Config):
@@ -340,7 +398,7 @@ class RewardLoopConfig(Config):
     """In a verl run: the monitors of the rewards of each step, see docs/health.md."""
 
     audit: AuditConfig = Field(default_factory=AuditConfig)
-    """Asking judges a second time, see docs/judge-agreement.md."""
+    """Probes of the judge, see docs/judge-agreement.md."""
 
     batch: BatchConfig = Field(default_factory=BatchConfig)
     """For the manager ``batch``."""
@@ -443,6 +501,11 @@ class RewardModelConfig(ServedModelConfig):
 
     router_port: int | None = Field(default=None, ge=1, le=65535)
     """The router's port. By default any free port."""
+
+    policy: PolicyName = "affinity"
+    """Which of a model's servers gets a request. ``affinity``: the same one for all requests of a generative judge on
+    the responses to a prompt, so that the server computes their common beginning once; if it has far more requests in
+    flight than the others, another one. ``least_in_flight``, ``round_robin``: regardless of the content."""
 
     request_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds from the arrival of a request at the router to the end of its answer. Waiting for a server counts."""

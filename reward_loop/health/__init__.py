@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reward_loop.health.values import JudgeCalls, Observation
+from reward_loop.health.values import JudgeCalls, Observation, ProbeCounts
 from reward_loop.health.watch import Findings, HealthWarning, HealthWatch
 
-__all__ = ["Findings", "HealthWarning", "HealthWatch", "JudgeCalls", "Observation"]
+__all__ = ["Findings", "HealthWarning", "HealthWatch", "JudgeCalls", "Observation", "ProbeCounts"]

@@ -1,22 +1,23 @@
-"""The table of monitors: the values, the limit and the text of the warning of each; and the monitor of the reference.
-
-The reference is a number that measures the quality of a sample independently of the reward.
-"""
+"""The table of monitors: the values, the limit and the text of the warning of each."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from reward_loop.config import HealthConfig
+from reward_loop.health.phrases import PhraseHistory, unexplained_rewards
+from reward_loop.health.probes import CANARY, LABELLED, ProbeHistory, fall, wilson_lower
+from reward_loop.health.reference import JUDGE, MOST_SAMPLES, StepMeans, divergence, judged_too_high, step_means
 from reward_loop.health.values import (
     Observation,
     Pool,
+    ProbeCounts,
     component_saturation,
     component_share,
     identical_responses,
@@ -31,89 +32,6 @@ from reward_loop.health.values import (
 
 __all__ = ["MONITORS", "History", "Monitor", "Reading"]
 
-STANDARD_ERRORS = 3.0
-"""A rise is real if it is larger than this number of its standard errors. In simulated runs without a trend, with the
-default window, chance gives about one warning in 15,000 steps."""
-
-NO_RISE = 2.0
-"""The reference does not rise if its rise is smaller than this number of its standard errors."""
-
-MOST_SAMPLES = 5
-
-
-class _StepMeans(NamedTuple):
-    """The rewards and the references of a step."""
-
-    means: np.ndarray
-    """The mean reward and the mean reference."""
-    deviations: np.ndarray
-    """Their standard deviations."""
-
-
-class _Divergence(NamedTuple):
-    """How reward and reference developed over a window of steps."""
-
-    rises: tuple[float, float]
-    """The rises of the mean reward and of the mean reference, by their regression lines."""
-    gap: float
-    """The rise of the reward minus that of the reference, each in standard deviations of the samples of a step."""
-    error: float
-    """The gap must be larger than this to be real."""
-    is_contrary: bool
-    """Whether the reward really rises, and the reference by less than `NO_RISE` standard errors."""
-
-
-def _step_means(observation: Observation, name: str) -> _StepMeans | None:
-    """Return the means of a step over the unmasked samples with a reference; ``None`` without such samples."""
-    values = _rewards_and_references(observation, name)
-    values = values[np.isfinite(values).all(axis=1)]
-    return _StepMeans(values.mean(axis=0), values.std(axis=0)) if len(values) else None
-
-
-def _divergence(steps: Sequence[_StepMeans]) -> _Divergence | None:
-    """Compare the rises of reward and reference over at least three steps.
-
-    The noise of a rise comes from the distances of the steps to their regression line. The noise that both have in
-    common, such as harder prompts in a step, is not in that of the gap. ``None`` if a number never varies.
-    """
-    means = np.array([step.means for step in steps])
-    scale = np.sqrt(np.mean([step.deviations**2 for step in steps], axis=0))
-    if not np.all(scale > 1e-9):
-        return None
-    reward, reference = (means / scale).T
-    values = np.stack([reward, reference, reward - reference], axis=1)
-    times = np.arange(len(steps)) - (len(steps) - 1) / 2
-    slopes = times @ values / (times @ times)
-    noise = values - values.mean(axis=0) - np.outer(times, slopes)
-    last = len(steps) - 1
-    rises = slopes * last
-    errors = last * np.sqrt((noise**2).sum(axis=0) / (len(steps) - 2) / (times @ times))
-    return _Divergence(
-        rises=(float(rises[0] * scale[0]), float(rises[1] * scale[1])),
-        gap=float(rises[2]),
-        error=float(STANDARD_ERRORS * errors[2]),
-        is_contrary=bool(rises[0] > STANDARD_ERRORS * errors[0] and rises[1] <= NO_RISE * errors[1]),
-    )
-
-
-def _judged_too_high(observation: Observation, name: str) -> list[str]:
-    """Return the uids of samples with a reference below the step's mean and the highest rewards, one of a group."""
-    rewards, references = _rewards_and_references(observation, name).T
-    low = np.flatnonzero(np.isfinite(rewards) & (references < np.nanmean(references)))
-    found: dict[int, str] = {}
-    for index in low[np.argsort(-rewards[low], kind="stable")]:
-        found.setdefault(int(observation.groups[index]), observation.uids[index])
-    return list(found.values())[:MOST_SAMPLES]
-
-
-def _rewards_and_references(observation: Observation, name: str) -> np.ndarray:
-    """Return the reward and the reference of each sample; NaN where there is none."""
-    missing = np.full(len(observation.rewards), np.nan)
-    return np.stack([observation.rewards, observation.components.get(name, missing)], axis=1)
-
-
-# --- The table
-
 NEW = 0.8
 """A component that was already above this share in the baseline steps is not reported as dominating or saturated."""
 
@@ -122,8 +40,8 @@ class Reading(NamedTuple):
     """The value of a monitor in one step."""
 
     value: float
-    floor: float = 0.0
-    """The smallest limit for this value, whatever the threshold."""
+    certain: float | None = None
+    """What is compared with the limit, if it is not the value: the part of the value that is not chance."""
     detail: str = ""
     """What else the warning says about the value."""
     samples: Sequence[str] = ()
@@ -131,12 +49,22 @@ class Reading(NamedTuple):
 
 
 class History:
-    """The values of earlier steps that the monitors need, and the options that they depend on."""
+    """The values of earlier steps that the monitors need, and the options that they depend on.
 
-    def __init__(self, options: HealthConfig) -> None:
+    Args:
+        options: the thresholds and windows.
+        decode: returns the text of token IDs, for warnings.
+    """
+
+    def __init__(self, options: HealthConfig, decode: Decode) -> None:
+        self.options = options
+        self.decode = decode
         self.pools: deque[Pool] = deque(maxlen=options.baseline_steps)
-        self.reference = options.reference
-        self.means: deque[_StepMeans] = deque(maxlen=options.reference_window)
+        self.means: dict[str, deque[StepMeans]] = defaultdict(lambda: deque(maxlen=options.window))
+        """The means of each reference."""
+        self.probes: dict[str, ProbeHistory] = {}
+        """The counts of each kind of probe."""
+        self.phrases = PhraseHistory(options.window, options.phrases or 0.0)
         self.ranges: dict[str, tuple[float, float]] = {}
         """The smallest and the largest value of each component in the run."""
 
@@ -147,6 +75,14 @@ class History:
             groups = len(np.unique(observation.groups[trained]))
             self.pools.append(Pool(observation.rewards[trained], groups))
 
+    def recent(self, step: int, kind: str, counts: ProbeCounts) -> ProbeCounts:
+        """Add the probes of a step, and return those of the window."""
+        if kind not in self.probes:
+            baseline = 1 if kind == LABELLED else self.options.baseline_steps
+            self.probes[kind] = ProbeHistory(baseline, self.options.window)
+        self.probes[kind].add(step, counts)
+        return self.probes[kind].recent
+
     def widen(self, components: Mapping[str, np.ndarray]) -> None:
         """Extend the ranges by the values of a step, before it is read."""
         for name, values in components.items():
@@ -155,6 +91,9 @@ class History:
                 low, high = self.ranges.get(name, (math.inf, -math.inf))
                 self.ranges[name] = (min(low, float(values.min())), max(high, float(values.max())))
 
+
+Decode = Callable[[list[int]], str]
+"""Returns the text of token IDs."""
 
 Limit = Callable[[float, float | None], float]
 """Returns the largest healthy value, from the threshold and the baseline (``None`` before it is known)."""
@@ -202,23 +141,77 @@ def _each(values: Mapping[str, float]) -> dict[str, Reading]:
 
 
 def _gap(step: Observation, history: History) -> dict[str, Reading]:
-    name = history.reference
-    means = None if name is None else _step_means(step, name)
-    if name is None or means is None:
+    found = {}
+    for name in filter(None, (history.options.reference, JUDGE)):
+        means = step_means(step, name)
+        if means is None:
+            continue
+        steps = history.means[name]
+        steps.append(means)
+        if len(steps) < history.options.window or (compared := divergence(steps)) is None:
+            continue
+        reward, reference = compared.rises
+        detail = f"{reward:+.3g} for the reward, {reference:+.3g} for the reference, over {len(steps)} steps"
+        samples = judged_too_high(step, name) if compared.is_real else ()
+        found[name] = Reading(compared.gap, compared.gap if compared.is_real else 0.0, detail, samples)
+    return found
+
+
+def _canaries(step: Observation, history: History) -> dict[str, Reading]:
+    """Return the shares of accepted canaries of each kind, and of all kinds together.
+
+    The window finds a small share, the step alone a sudden change.
+    """
+    kinds = {kind: counts for kind, counts in step.probes.items() if kind.startswith(CANARY) and counts.asked}
+    if len(kinds) > 1:
+        asked, accepted = (sum(values) for values in zip(*((c.asked, c.accepted) for c in kinds.values()), strict=True))
+        kinds["all"] = ProbeCounts(asked, accepted, [uid for counts in kinds.values() for uid in counts.samples])
+    found = {}
+    for kind, counts in kinds.items():
+        recent = history.recent(step.step, kind, counts)
+        detail = f"{counts.accepted} of {counts.asked} answers, and {recent.accepted} of {recent.asked} in the window,"
+        certain = max(wilson_lower(recent), wilson_lower(counts))
+        samples = counts.samples[:MOST_SAMPLES]
+        found[kind.removeprefix(CANARY)] = Reading(recent.accepted / recent.asked, certain, detail, samples)
+    return found
+
+
+def _falls(step: Observation, history: History, kinds: Collection[str]) -> dict[str, Reading]:
+    """Return how far the share of probes that agree, or are correct, fell below its baseline."""
+    found = {}
+    for kind in kinds:
+        counts = step.probes.get(kind)
+        if counts is None or not counts.asked:
+            continue
+        recent = history.recent(step.step, kind, counts)
+        first = history.probes[kind].first
+        if (fallen := fall(first, recent)) is not None:
+            detail = (
+                f"{recent.accepted / recent.asked:.0%}, after {first.accepted / first.asked:.0%} in the first steps"
+            )
+            found[kind] = Reading(*fallen, detail, counts.samples[:MOST_SAMPLES])
+    return found
+
+
+def _phrase(step: Observation, history: History) -> dict[str, Reading]:
+    if not len(step.response_samples):
         return {}
-    history.means.append(means)
-    if len(history.means) < (history.means.maxlen or 0) or (found := _divergence(history.means)) is None:
-        return {}
-    if not found.is_contrary:
-        return {name: Reading(found.gap, floor=math.inf)}
-    reward, reference = found.rises
-    detail = f"{reward:+.3g} for the reward, {reference:+.3g} for the reference, over {len(history.means)} steps"
-    return {name: Reading(found.gap, found.error, detail, _judged_too_high(step, name))}
+    phrase = history.phrases.add(step, unexplained_rewards(step, history.options.reference))
+    if phrase is None:
+        return {"": Reading(0.0)}
+    detail = (
+        f"{history.decode(phrase.tokens)!r} is in {phrase.share:.0%} of the responses; within groups, rewards with it "
+        f"are higher by {phrase.effect:.2f} standard deviations"
+    )
+    return {"": Reading(phrase.rise, None, detail, phrase.uids)}
 
 
 def _jump(step: Observation, history: History) -> dict[str, Reading]:
     found = score_jump(step.rewards, step.groups, history.pools)
-    return {} if found is None else {"": Reading(*found)}
+    if found is None:
+        return {}
+    distance, critical = found
+    return {"": Reading(distance, distance if distance > critical else 0.0)}
 
 
 MONITORS = (
@@ -294,9 +287,41 @@ MONITORS = (
         "reference_gap",
         _gap,
         _fixed,
-        "the reward rises, but the reference {subject!r} does not: {detail}; the gap grew by {value:.2f} standard "
+        "the reward rises, but {subject!r} falls behind: {detail}; the gap grew by {value:.2f} standard "
         "deviations (limit {limit:.2f})",
         "Read samples with a high reward and a low {subject!r}: the policy may exploit the reward",
+    ),
+    Monitor(
+        "canaries",
+        _canaries,
+        _fixed,
+        "the judge accepted {detail} that are wrong on purpose ({subject}; limit {limit:.0%})",
+        "Read these answers and the judge's replies in the records of the probes: the policy may find such answers",
+        is_event=True,
+    ),
+    Monitor(
+        "agreement",
+        lambda step, history: _falls(step, history, ("again", "order", "frame")),
+        _fixed,
+        "the judge's scores of the same answers ({subject}) agree less often: {detail} (limit of the fall {limit:.0%})",
+        "Compare the judge's replies to the first and the second request: its scores may be noise",
+        is_event=True,
+    ),
+    Monitor(
+        "labelled",
+        lambda step, history: _falls(step, history, (LABELLED,)),
+        _fixed,
+        "the judge's accuracy on labelled answers fell: {detail} (limit of the fall {limit:.0%})",
+        "Check whether the judge's model, prompt or server changed",
+        is_event=True,
+    ),
+    Monitor(
+        "phrases",
+        _phrase,
+        _fixed,
+        "a phrase becomes more frequent together with the reward: {detail}; its share rose by {value:.0%} (limit "
+        "{limit:.0%})",
+        "Compare responses with and without the phrase: the judge may reward its words, or better answers may need it",
     ),
     Monitor(
         "score_jump",

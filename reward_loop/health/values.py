@@ -13,6 +13,7 @@ __all__ = [
     "JudgeCalls",
     "Observation",
     "Pool",
+    "ProbeCounts",
     "component_saturation",
     "component_share",
     "identical_responses",
@@ -40,6 +41,19 @@ class JudgeCalls:
 
 
 @dataclass(frozen=True)
+class ProbeCounts:
+    """The probes of one kind that ended since the previous step."""
+
+    asked: int
+    """The number of probes with a score."""
+    accepted: int
+    """For canaries and labelled answers: the number of accepted and correct ones. For the other kinds: the number of
+    probes whose score agrees with the first score of the answer."""
+    samples: Sequence[str] = ()
+    """The uids of samples with an accepted canary, or with a score that does not agree."""
+
+
+@dataclass(frozen=True)
 class Observation:
     """The rewards and responses of one training step. All arrays have one entry per sample, in the same order."""
 
@@ -60,8 +74,15 @@ class Observation:
     """The uid of each sample in the records."""
     responses: Sequence[np.ndarray] = ()
     """The token IDs of a part of the responses, cut to a maximum length."""
+    response_samples: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=int))
+    """The index of the sample of each of these responses."""
     judges: JudgeCalls | None = None
     """``None`` if the requests are unknown."""
+    probes: Mapping[str, ProbeCounts] = field(default_factory=dict)
+    """The probes of the judge by kind: ``canary/KIND``, ``again``, ``order``, ``frame`` or ``labelled``."""
+    reference_pairs: np.ndarray = field(default_factory=lambda: np.empty((0, 2)))
+    """The score, and the score of the reference judge, of each sample that the reference judge scored since the
+    previous step; of shape (n, 2)."""
 
     @property
     def trained(self) -> np.ndarray:

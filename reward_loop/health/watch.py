@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from reward_loop.config import HealthConfig
-from reward_loop.health.monitors import MONITORS, History, Monitor, Reading
+from reward_loop.health.monitors import MONITORS, Decode, History, Monitor, Reading
 from reward_loop.health.values import Observation
 
 __all__ = ["Findings", "HealthWarning", "HealthWatch"]
@@ -21,7 +21,7 @@ class HealthWarning:
     """The step in which the warning was raised."""
     monitor: str
     subject: str
-    """The component that the warning is about; empty if it is about the step as a whole."""
+    """The component, reference or kind of probe; empty if the warning is about the step as a whole."""
     message: str
     """The observation, its first step, and where to look."""
     value: float
@@ -65,8 +65,9 @@ class HealthWatch:
     """Runs the monitors on each training step. Keeps the history that they need.
 
     A warning begins when the value of a monitor exceeds its limit in ``patience`` steps in a row, and ends after the
-    same number of steps in a row within the limit; only then can the monitor warn again. For ``score_jump``, which
-    compares a step with the steps before it, one step is enough for both. Steps without a value change nothing.
+    same number of steps in a row within the limit; only then can the monitor warn again. For ``score_jump`` and
+    the monitors of probes, which compare with earlier steps themselves, one step is enough for both. Steps without a
+    value change nothing.
 
     Example::
 
@@ -76,12 +77,13 @@ class HealthWatch:
 
     Args:
         options: the thresholds.
+        decode: returns the text of token IDs; called only for the phrases of warnings. By default a list of numbers.
     """
 
-    def __init__(self, options: HealthConfig) -> None:
+    def __init__(self, options: HealthConfig, decode: Decode = str) -> None:
         self._options = options
         self._thresholds = {monitor.name: getattr(options, monitor.name) for monitor in MONITORS}
-        self._history = History(options)
+        self._history = History(options, decode)
         self._series: dict[tuple[str, str], _Series] = {}
 
     def check(self, observation: Observation) -> Findings:
@@ -105,10 +107,10 @@ class HealthWatch:
         for subject, reading in readings.items():
             series = self._series.setdefault((monitor.name, subject), _Series())
             baseline = series.baseline(self._options.baseline_steps)
-            limit = max(monitor.limit(self._thresholds[monitor.name], baseline), reading.floor)
+            limit = monitor.limit(self._thresholds[monitor.name], baseline)
             if baseline is None:
                 series.first.append(reading.value)
-            if abs(reading.value) <= limit:
+            if abs(reading.value if reading.certain is None else reading.certain) <= limit:
                 series.beyond.clear()
                 series.within += 1
                 series.is_active = series.is_active and series.within < patience

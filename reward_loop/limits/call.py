@@ -27,7 +27,7 @@ class Call:
     Args:
         limits: the limits of the job.
         timeout: seconds from the start of the function to its deadline; ``None`` for no deadline.
-        traffic_class: ``train`` or ``validate``.
+        traffic_class: ``train``, ``validate`` or ``probe``.
         attempt: 1 for the first call of the function for the sample, 2 for the first retry, and so on.
     """
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Collection, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from reward_loop._util.text import shorten
+from reward_loop.audit import Audit
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError
 from reward_loop.limits.client import open_limits
 from reward_loop.limits.failures import failure_bound
 from reward_loop.limits.permit import DEFAULT, Limits
-from reward_loop.managers.audit import Audit
 from reward_loop.managers.decoding import ResponseDecoder
 from reward_loop.managers.policy import apply_policy
 from reward_loop.managers.recording import open_records, record_sample
@@ -47,9 +48,6 @@ class RewardLoopManagerBase:
 
     needs_group: ClassVar[bool] = False
     """Whether one manager must see all samples of a prompt."""
-
-    audit: Audit | None = None
-    """Calls the function a second time for a share of the samples. Its owner sets it, and closes it."""
 
     def __init__(
         self,
@@ -92,6 +90,10 @@ class RewardLoopManagerBase:
             self.function = scoring_function(type(self), compute_score, self.options, limits=self.limits)
         self.records = open_records(self.options)
         self.failures = failure_bound(self.options, self.limits)
+        self.audit: Audit | None = None
+        """Asks the judge about a share of the samples again, see docs/judge-agreement.md. The manager closes it."""
+        if self.options.audit.is_on:
+            self.audit = Audit(self)
         filters = verl_options(self.config, "algorithm.filter_groups") or {}
         self._filter_metric = filters.get("metric") if filters.get("enable") else None
         """The key of the extra info by which verl filters groups; ``None`` also if it filters by the reward itself."""
@@ -194,9 +196,22 @@ class RewardLoopManagerBase:
             result = check_result(sample, await self.score_one(sample))
             if self.records is not None:
                 record_sample(self.records, active, result, self.options)
-        if self.audit is not None:
-            self.audit.ask_again(sample, result)
+        if self.audit is not None and not self.needs_group:
+            self.audit.offer([sample], [result])
         return result
+
+    async def with_answer(self, sample: RewardSample, answer: str) -> RewardSample:
+        """Return a sample with another answer, for the probes of an audit.
+
+        Override it if the function reads the answer from elsewhere than ``solution_str``. The answer's number of tokens
+        is not known; it is at most the number of its characters.
+        """
+        length = None if sample.response_length is None else min(sample.response_length, len(answer))
+        return replace(sample, solution_str=answer, response_length=length)
+
+    def has_room(self, probes: int) -> bool:
+        """Return whether half of the threads or processes stay free during one more probe, beside ``probes`` others."""
+        return all(function.has_room(probes) for function in self._functions())
 
     def score_one(self, sample: RewardSample) -> Awaitable[RewardResult]:
         """Call the function for one sample. Errors in the function become *failed* results, not exceptions."""
@@ -232,10 +247,12 @@ class RewardLoopManagerBase:
         return reward
 
     def close(self) -> None:
-        """Stop the worker processes of the user's functions, and close the limits that the manager created itself.
+        """End the audit and the worker processes of the functions, and close the limits that the manager has created.
 
         Blocks until the processes have ended and all records are written: do not call it on the event loop.
         """
+        if self.audit is not None:
+            self.audit.close()
         for function in self._functions():
             function.close()
         if self._owns_limits:

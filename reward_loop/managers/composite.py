@@ -84,7 +84,8 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
                 continue
             if PART_KEYS & result.extra_info.keys():
                 result = _without_dense_rewards(sample, name, result)
-            component.failures.count(result)
+            if not sample.is_probe:
+                component.failures.count(result)
             score, policy = component.resolve(result)
             logged = {f"{name}/{key}": value for key, value in result.extra_info.items() if key not in ("score", "acc")}
             info |= {

@@ -37,6 +37,9 @@ __all__ = ["ScoringProgress", "Usage", "score_rows", "usage_of"]
 _RECORDING = ("run_single", "score", "to_reward")
 """The methods of `RewardLoopManagerBase` that record a sample, or decide about its reward afterwards."""
 
+PROBES_S = 300.0
+"""Seconds within which the last probes of an audit must end, when all rows have been scored."""
+
 LINE_S = 30.0
 """Seconds between two lines without a terminal."""
 
@@ -106,8 +109,13 @@ def score_rows(
                 for sample in samples:
                     tasks.create_task(score(sample))
 
+    async def score_all() -> None:
+        await _for_each(units, at_once, score_together)
+        if isinstance(manager, RewardLoopManagerBase) and manager.audit is not None:
+            await manager.audit.drain(PROBES_S)
+
     with contextlib.chdir("."):  # a function in a thread may change the working directory
-        run(_for_each(units, at_once, score_together))
+        run(score_all())
     folder.flush()
     return resumed
 

@@ -120,6 +120,8 @@ class UserFunction:
         self._executor: DaemonThreads | WorkerProcesses = self._threads
         if is_isolated(self._target) or (options.isolation == "process" and not self._target.is_async):
             self._executor = in_processes(self._target, Isolation(options.max_processes, options.max_memory_mb))
+        self._sync_calls = 0
+        """The number of sync calls, without probes, that run or wait for a free thread or process."""
         self._deadlines: Deadlines | None = None
         self._retry = Retry(options.retry)
         self._cache = Cache(options.cache, self._target) if options.cache.enabled else None
@@ -146,6 +148,12 @@ class UserFunction:
     def in_processes(self) -> bool:
         """Whether the function runs in worker processes."""
         return isinstance(self._executor, WorkerProcesses)
+
+    def has_room(self, probes: int) -> bool:
+        """Return whether half of the threads or processes stay free during one more probe, beside ``probes`` others."""
+        executor = self._executor
+        size = executor.max_processes if isinstance(executor, WorkerProcesses) else executor.max_threads
+        return self.is_async or self._sync_calls + probes < max(1, size // 2)
 
     @property
     def requires(self) -> frozenset[str]:
@@ -181,10 +189,9 @@ class UserFunction:
         if isinstance(self._executor, WorkerProcesses):
             self._executor.close()
 
-    async def _call(self, arguments: dict[str, Any], *, validate: bool) -> CallOutcome:
+    async def _call(self, arguments: dict[str, Any], traffic_class: str) -> CallOutcome:
         """Call the function, and again after transient errors."""
         started = time.monotonic()
-        traffic_class = "validate" if validate else "train"
         outcome = await self._attempt(arguments, traffic_class)
         if self._retry.applies_to(outcome):
             again = functools.partial(self._attempt, arguments, traffic_class)
@@ -217,7 +224,12 @@ class UserFunction:
         abandoned = True
         try:
             if not self._target.is_async:
-                outcome = await self._call_sync(call, arguments, deadlines)
+                counted = traffic_class != "probe"
+                self._sync_calls += counted
+                try:
+                    outcome = await self._call_sync(call, arguments, deadlines)
+                finally:
+                    self._sync_calls -= counted
             else:
                 # In this coroutine: another one would be one more object for each call in flight.
                 task = call.loop.create_task(_run_on_loop(call, self._target.call, arguments))

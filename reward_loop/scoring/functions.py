@@ -75,9 +75,11 @@ class ScoringFunction(UserFunction):
             arguments = self._target.arguments(sample, reward_router_address, reward_model_tokenizer)
         except RecursionError:
             return not_called(replace(sample, error="its extra_info is nested too deeply, or contains itself"))
-        if self._cache is not None and (key := self._cache.key(arguments)) is not None:
-            return await self._cached(self._cache, key, sample, arguments)
-        return to_result(await self._call(arguments, validate=sample.validate), sample, self.name)
+        # A cached score would not show what the judge says now, and a probe must not fill the cache.
+        cache = None if sample.is_probe else self._cache
+        if cache is not None and (key := cache.key(arguments)) is not None:
+            return await self._cached(cache, key, sample, arguments)
+        return to_result(await self._call(arguments, sample.traffic_class), sample, self.name)
 
     async def _cached(self, cache: Cache, key: bytes, sample: RewardSample, arguments: dict[str, Any]) -> RewardResult:
         """Use a stored score, or the outcome of an equal call in flight; otherwise call, and store the score."""
@@ -86,7 +88,7 @@ class ScoringFunction(UserFunction):
             return RewardResult(Outcome.SCORED, *known, attempts=0)
 
         async def call() -> CallOutcome:
-            outcome = await self._call(arguments, validate=sample.validate)
+            outcome = await self._call(arguments, sample.traffic_class)
             result = to_result(outcome, sample, self.name)
             if result.score is not None:
                 await cache.put(key, result.score, result.extra_info)
@@ -187,7 +189,7 @@ class ListScoringFunction(UserFunction):
             problem = "was not called: the extra_info of a sample is nested too deeply, or contains itself"
             outcome = CallOutcome.without_call(ScoringError(problem))
         else:
-            outcome = await self._call(arguments, validate=samples[0].validate)
+            outcome = await self._call(arguments, samples[0].traffic_class)
         if outcome.exception is not None or outcome.error is not None:
             return [to_result(outcome, _together(samples), self.name)] * len(samples)
         try:

@@ -35,7 +35,7 @@ class DaemonThreads:
     """
 
     def __init__(self, max_threads: int) -> None:
-        self._max_threads = max_threads
+        self.max_threads = max_threads
         self._begin()
         _all.add(self)
 
@@ -102,7 +102,7 @@ class DaemonThreads:
         if not self._queue or self._coming:
             return  # read without the lock: after each change of these, this method is called again
         with self._lock:
-            if not self._queue or self._coming or not (self._idle or self._threads < self._max_threads):
+            if not self._queue or self._coming or not (self._idle or self._threads < self.max_threads):
                 return
             self._coming = True
             if self._idle:

@@ -204,7 +204,10 @@ class RewardModelManager:
         )
 
     def _router_command(self) -> list[str]:
-        shared = {"request_timeout_s", "max_in_flight", "health_interval_s", "health_timeout_s", "max_failed_checks"}
+        shared = {
+            *("policy", "request_timeout_s", "max_in_flight"),
+            *("health_interval_s", "health_timeout_s", "max_failed_checks"),
+        }
         options = ["--options", self._config.model_dump_json(include=shared)]
         for server in self._servers:
             if server.url:

@@ -24,7 +24,6 @@ __all__ = [
     "StepRewards",
     "TrajectoryReward",
     "added_seconds",
-    "audit_metrics",
     "judging_s",
     "overlap_metrics",
     "spread",
@@ -130,25 +129,6 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
     if not values:
         return {}
     return {f"{name}/mean": float(np.mean(values)), f"{name}/max": max(values), f"{name}/min": min(values)}
-
-
-def audit_metrics(counts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the metrics of the second calls that have ended since the last step.
-
-    Args:
-        counts: the counts of each reward worker, see `reward_loop.managers.audit.Audit.take`.
-    """
-    asked = sum(count["asked"] for count in counts)
-    differences = [difference for count in counts for difference in count["differences"]]
-    metrics = {
-        "reward_loop/audit/asked": float(asked),
-        "reward_loop/audit/without_score": float(sum(count["without_score"] for count in counts)),
-    }
-    if differences:
-        agreed = sum(count["agreed"] for count in counts)
-        metrics["reward_loop/audit/agreement"] = agreed / len(differences)
-        metrics["reward_loop/audit/difference/mean"] = float(np.mean(differences))
-    return metrics
 
 
 def only_numbers(columns: Mapping[str, list[Any]]) -> dict[str, list[Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from reward_loop.config import RewardModelConfig, ServedModelConfig, parse
+from reward_loop.config import AuditConfig, RewardModelConfig, ServedModelConfig, parse
 from reward_loop.errors import ConfigError
 from reward_loop.serving.engine import normalised
 from reward_loop.serving.engines import ENGINES
@@ -67,7 +67,7 @@ _UNUSED_BY_VERL = {
 """Options that verl's examples set, although neither this library nor verl uses them -> what applies instead."""
 
 _WITH_VERLS_SERVERS = (
-    *("placement", "host", "router_port", "log_dir", "request_timeout_s", "max_in_flight"),
+    *("placement", "host", "router_port", "log_dir", "policy", "request_timeout_s", "max_in_flight"),
     *("health_interval_s", "health_timeout_s", "max_failed_checks"),
 )
 """The options of ``reward_model.server`` that apply to a reward model on the trainer's GPUs: those of the router."""
@@ -196,9 +196,9 @@ def _colocated(config: DictConfig, served: RewardModelConfig, mode: ModeOptions)
             on_gpus and not config.reward.reward_model.rollout.free_cache_engine,
             "the reward model would keep its GPU memory when it sleeps. Set it to True",
         ),
-        "reward_loop.audit.reask": (
-            bool(OmegaConf.select(config, "reward_loop.audit.reask")),
-            f"second calls may come while the model sleeps. Leave it out, or {own_gpus}",
+        "reward_loop.audit": (
+            parse(AuditConfig, OmegaConf.select(config, "reward_loop.audit"), "reward_loop.audit").is_on,
+            f"probes may come while the model sleeps. Leave it out, or {own_gpus}",
         ),
     }
     for what, (given, why) in rejected.items():

@@ -11,11 +11,11 @@ from typing import Any
 import ray
 
 from reward_loop._util.process import freeze_and_raise_gc_threshold, raise_descriptor_limit
+from reward_loop.audit import AuditCounts
 from reward_loop.config import RewardLoopConfig
-from reward_loop.errors import ConfigError, InvalidScoreError, RewardLoopError
+from reward_loop.errors import InvalidScoreError, RewardLoopError
 from reward_loop.limits.client import open_limits
 from reward_loop.limits.failures import FailureBound
-from reward_loop.managers.audit import Audit
 from reward_loop.managers.base import VALIDATE
 from reward_loop.managers.post_process import PostProcess, fail_reward
 from reward_loop.managers.recording import open_records
@@ -23,7 +23,7 @@ from reward_loop.records import watch
 from reward_loop.records.writer import ExchangeCounts
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Reward, RewardSample
 from reward_loop.verl.cluster import RouterAddress, address_on_this_node
-from reward_loop.verl.managers import VerlManager, build_manager
+from reward_loop.verl.managers import build_manager
 from reward_loop.verl.reward_client import prompt_of
 from reward_loop.verl.settings import RewardSettings
 
@@ -38,10 +38,15 @@ class RewardWorker:
         router: how the workers reach the router in front of the reward models; ``None`` without a reward model.
         workers_on_node: the number of reward workers on this worker's node, which share its cores; by default all
             workers of the run.
+        position: the number of this worker, from 0 to ``num_workers`` - 1.
     """
 
     def __init__(
-        self, settings: RewardSettings, router: RouterAddress | None, workers_on_node: int | None = None
+        self,
+        settings: RewardSettings,
+        router: RouterAddress | None,
+        workers_on_node: int | None = None,
+        position: int = 0,
     ) -> None:
         raise_descriptor_limit()  # a request in flight is an open connection, and so an open file
         self._options = settings.options
@@ -49,7 +54,8 @@ class RewardWorker:
         self._open = contextlib.ExitStack()
         address = self._open.enter_context(address_on_this_node(router))
         self._manager = build_manager(settings, address, self._limits, workers_on_node or settings.num_workers)
-        self._audit = self._start_audit()
+        if self._manager.audit is not None:
+            self._manager.audit.part = (position, settings.num_workers)
         self._post_process = PostProcess.of(self._manager)
         self._rejections = FailureBound.of_options(self._options, of=", ".join(sorted(PART_KEYS)))
         self._fatal: str | None = None
@@ -57,20 +63,6 @@ class RewardWorker:
         """Prompt uid -> the calls of `compute_score` for its rollouts."""
         freeze_and_raise_gc_threshold()
         watch()  # so that `reward-loop stuck` also lists an idle worker
-
-    def _start_audit(self) -> Audit | None:
-        """Return the audit of the manager, which calls the function again for a share of the samples.
-
-        Raises:
-            ConfigError: the manager was written for verl, or the score of one sample cannot be repeated.
-        """
-        manager = self._manager
-        if not self._options.audit.reask:
-            return None
-        if isinstance(manager, VerlManager):
-            raise ConfigError("reward_loop.audit.reask needs a manager of reward_loop, see docs/reward-functions.md")
-        manager.audit = Audit(manager.score_one, manager.name, self._options, manager.needs_group)
-        return manager.audit
 
     @ray.method(max_task_retries=0)  # the callers repeat it: Ray would give up before it has detected a lost node
     async def compute_score(self, data: Any) -> Reward:
@@ -134,9 +126,9 @@ class RewardWorker:
         writer = open_records(self._options)
         return ExchangeCounts().take() if writer is None else writer.exchange_counts.take()
 
-    async def audit_counts(self) -> dict[str, Any] | None:
-        """Return the counts of second calls since the last call, see `Audit.take`; ``None`` without an audit."""
-        return None if self._audit is None else self._audit.take()
+    async def audit_counts(self) -> AuditCounts:
+        """Return the counts of probes since the last call, see `Audit.take`."""
+        return AuditCounts() if self._manager.audit is None else self._manager.audit.take()
 
     async def has_post_process(self) -> bool:
         """Return whether the user's class has ``post_process_scores``."""

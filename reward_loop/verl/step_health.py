@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from reward_loop._util.text import listing
+from reward_loop.audit import AuditCounts
 from reward_loop.config import RewardLoopConfig
-from reward_loop.health import HealthWatch, JudgeCalls, Observation
+from reward_loop.health import HealthWatch, JudgeCalls, Observation, ProbeCounts
 from reward_loop.records.events import open_health, values_row, warning_row
 from reward_loop.types import Outcome, returned_numbers
 from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward
@@ -27,16 +28,21 @@ class StepHealth:
     """Runs the monitors on each training step. Without records, the monitors of judges have no values.
 
     The reward workers count the requests to judges.
+
+    Args:
+        options: the options of the run.
+        workers: its reward workers.
+        decode: returns the text of token IDs, for the phrases of warnings.
     """
 
-    def __init__(self, options: RewardLoopConfig, workers: RewardWorkers) -> None:
+    def __init__(self, options: RewardLoopConfig, workers: RewardWorkers, decode: Callable[[list[int]], str]) -> None:
         self._options = options
         self._workers = workers
-        self._watch = HealthWatch(options.health)
+        self._watch = HealthWatch(options.health, decode)
         self._is_reference_checked = False
         self._records = open_health(options.log_dir) if options.log_dir else None
 
-    def metrics(self, step: int, rewards: StepRewards) -> dict[str, float]:
+    def metrics(self, step: int, rewards: StepRewards, audit: AuditCounts | None = None) -> dict[str, float]:
         """Return the values of the monitors for a step, and log and record the warnings that begin with it.
 
         An error of a monitor is logged, and does not stop the run.
@@ -44,7 +50,7 @@ class StepHealth:
         if not self._options.health.enabled or not rewards.trajectories:
             return {}
         try:
-            observation = self._observe(step, rewards)
+            observation = self._observe(step, rewards, audit or AuditCounts())
             self._check_reference(observation)
             found = self._watch.check(observation)
         except Exception:  # observability must not stop a run
@@ -65,11 +71,12 @@ class StepHealth:
         if self._records is not None:
             self._records.flush()
 
-    def _observe(self, step: int, rewards: StepRewards) -> Observation:
+    def _observe(self, step: int, rewards: StepRewards, audit: AuditCounts) -> Observation:
         by_key = rewards.samples()
         keys, samples = list(by_key), list(by_key.values())
         _, groups = np.unique([uid_of(key) for key in keys], return_inverse=True)
         options = self._options.health
+        places = {key: place for place, key in enumerate(keys)}
         sampled = sampled_keys(keys, groups, options.sampled_responses)
         return Observation(
             step=step,
@@ -81,9 +88,15 @@ class StepHealth:
             uids=[session_of(key)[0] for key in keys],
             unscored=sum(sample.outcome == Outcome.UNSCORED for sample in samples),
             responses=[
-                response[: options.sampled_tokens].numpy() for (response,) in read_rows(sampled, "train", "responses")
+                ends(response.numpy(), options.sampled_tokens)
+                for (response,) in read_rows(sampled, "train", "responses")
             ],
+            response_samples=np.array([places[key] for key in sampled]),
             judges=self._judges(),
+            probes={
+                kind: ProbeCounts(count.asked, count.accepted, count.samples) for kind, count in audit.probes.items()
+            },
+            reference_pairs=np.array(audit.pairs, dtype=float).reshape(-1, 2),
         )
 
     def _check_reference(self, observation: Observation) -> None:
@@ -124,6 +137,11 @@ def sampled_keys(keys: Sequence[str], groups: np.ndarray, size: int) -> list[str
     taken = max(1, size * count // len(keys))
     is_chosen = np.isin(groups, np.linspace(0, count - 1, taken).astype(int))
     return [key for key, chosen in zip(keys, is_chosen, strict=True) if chosen][:size]
+
+
+def ends(tokens: np.ndarray, size: int) -> np.ndarray:
+    """Return at most `size` tokens: of a longer response, half of them from its start and half from its end."""
+    return tokens if len(tokens) <= size else np.concatenate([tokens[: size - size // 2], tokens[-(size // 2) :]])
 
 
 def _components(samples: Sequence[TrajectoryReward]) -> Mapping[str, np.ndarray]:

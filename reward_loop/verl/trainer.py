@@ -16,6 +16,7 @@ from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
+from reward_loop.audit import AuditCounts
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl.agent_loop_manager import RewardAgentLoopManager
 from reward_loop.verl.compat import overrides, uses
@@ -30,7 +31,6 @@ from reward_loop.verl.reward_metrics import (
     Rewards,
     StepRewards,
     added_seconds,
-    audit_metrics,
     spread,
     unmasked,
     validation_metrics,
@@ -67,6 +67,7 @@ uses(
     "global_steps",
     "local_trigger_step",
     "parameter_sync_step",
+    "tokenizer",
     "use_critic",
     "actor_rollout_wg",
     "critic_wg",
@@ -134,7 +135,7 @@ class RewardLoopTrainer(RecordingTrainer):
             self.critic_wg.train_mini_batch = self._counting_learners(self.critic_wg.train_mini_batch)
         self.reward_workers.wait_until_ready()
         self._post_processes = self.reward_workers.have_post_process()
-        self._health = StepHealth(self._settings.options, self.reward_workers)
+        self._health = StepHealth(self._settings.options, self.reward_workers, self.tokenizer.decode)
         if self.reward_workers.client.by_group:
             check_group_manager(self._settings.mode)
 
@@ -234,9 +235,11 @@ class RewardLoopTrainer(RecordingTrainer):
         super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
         # In verl's own values of these metrics, masked samples count as 0.
         metrics.update(self._trained_rewards())
-        metrics.update(self._health.metrics(self.global_steps, self._rewards))
-        if self._settings.options.audit.reask:
-            metrics.update(audit_metrics(self.reward_workers.audit_counts()))
+        audit = AuditCounts()
+        if self._settings.options.audit.is_on:
+            audit = self.reward_workers.audit_counts()
+            metrics.update(audit.metrics())
+        metrics.update(self._health.metrics(self.global_steps, self._rewards, audit))
         # After this, verl writes the step's rollouts to a file, and deletes them from TransferQueue.
         batch.keys.extend(self._left_out)
         batch.tags.extend(self._left_out.values())

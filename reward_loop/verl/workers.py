@@ -13,6 +13,7 @@ import numpy as np
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
+from reward_loop.audit import AuditCounts
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardLoopError
 from reward_loop.limits.permit import REWARD_MODEL
@@ -134,7 +135,7 @@ class RewardWorkers:
                     node_id=node, soft=True
                 ),
                 **(worker_name(position) if named else {}),
-            ).remote(self._settings, router, nodes.count(node))
+            ).remote(self._settings, router, nodes.count(node), position)
             for position, node in enumerate(nodes)
         ]
         self.client = RewardClient(self.handles, settings.options)
@@ -195,10 +196,10 @@ class RewardWorkers:
         self._exchange_counts.send()
         return self._exchange_counts.answers(COUNTS_S)
 
-    def audit_counts(self) -> list[dict[str, Any]]:
-        """Return the counts of second calls since the last call, in the same way as `exchange_counts`."""
+    def audit_counts(self) -> AuditCounts:
+        """Return the counts of probes since the last call, in the same way as `exchange_counts`."""
         self._audit_counts.send()
-        return [counts for counts in self._audit_counts.answers(COUNTS_S) if counts is not None]
+        return AuditCounts.merged(self._audit_counts.answers(COUNTS_S))
 
     def abandon(self, uids: Collection[str]) -> None:
         """Cancel the scoring of the rollouts of these prompts, because the process that requested it has died.

@@ -364,3 +364,10 @@ async def test_a_judge_that_hangs_costs_its_own_samples_only():
         assert [i for i, outcome in enumerate(outcomes) if outcome != "scored"] == [0, 3]
         assert outcomes[0] == outcomes[3] == "failed"
         assert agent.running == 0
+
+
+async def test_closing_waits_for_the_probes_of_the_last_samples():
+    manager = naive(number, audit={"share": 1.0, "probes": ["again"]})
+    async with RewardAgent(manager) as agent:
+        assert scores(await within(agent.submit(numbered(3)))) == [0, 1, 2]
+    assert manager.audit.take().probes["again"].accepted == 3

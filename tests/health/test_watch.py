@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from reward_loop.config import HealthConfig
-from reward_loop.health import HealthWarning, HealthWatch, JudgeCalls, Observation
+from reward_loop.health import HealthWarning, HealthWatch, JudgeCalls, Observation, ProbeCounts
 from reward_loop.health.monitors import MONITORS
 from tests.health.steps import GROUPS, SIZE, demo_steps, step
 
@@ -77,6 +77,11 @@ def exploited(number: int) -> dict[str, Any]:
     return {"rewards": np.where(np.arange(COUNT) % 2 == 0, 1.0, step(number).rewards)}
 
 
+def fooled(number: int) -> dict[str, Any]:
+    """A judge that accepts ":" in 60 % of cases."""
+    return {"probes": {"canary/master key": ProbeCounts(32, 19, ["u1"])}}
+
+
 PLANTED: dict[str, Callable[[int], dict[str, Any]]] = {
     "zero_variance_groups": equal_rewards,
     "masked_share": masked,
@@ -87,6 +92,7 @@ PLANTED: dict[str, Callable[[int], dict[str, Any]]] = {
     "identical_responses": collapsed,
     "unparsable_verdicts": unparsable,
     "judge_latency": slow,
+    "canaries": fooled,
     "score_jump": exploited,
 }
 
@@ -125,13 +131,14 @@ def only(name: str) -> dict[str, None]:
 
 
 def test_every_monitor_has_a_planted_problem() -> None:
-    assert set(PLANTED) == {monitor.name for monitor in MONITORS} - {"reference_gap"}  # see test_monitors.py
+    elsewhere = {"reference_gap", "agreement", "labelled", "phrases"}  # see the tests of these modules
+    assert set(PLANTED) == {monitor.name for monitor in MONITORS} - elsewhere
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_problem_gives_one_warning(name: str) -> None:
     (warning,) = run(planted(name), **only(name))
-    is_event = name == "score_jump"
+    is_event = name in ("canaries", "score_jump")
     assert (warning.monitor, warning.since, warning.step) == (name, ONSET, ONSET if is_event else ONSET + 2)
     assert abs(warning.value) > warning.threshold
     assert f"step {ONSET}" in warning.message
@@ -152,9 +159,9 @@ def test_an_honest_run_of_the_demo_gives_no_warning() -> None:
     watch = HealthWatch(HealthConfig(reference="acc"))
     found = [watch.check(observation) for observation in steps]
     assert [warning for findings in found for warning in findings.warnings] == []
-    # Responses of at most five tokens are too short for the monitors of texts.
-    texts = {"repetition", "identical_responses"}
-    assert set(found[-1].values) == {monitor.name for monitor in MONITORS} - texts
+    # The run has no texts and no probes.
+    others = {"repetition", "identical_responses", "phrases", "canaries", "agreement", "labelled"}
+    assert set(found[-1].values) == {monitor.name for monitor in MONITORS} - others
 
 
 @pytest.mark.parametrize("name", HACKS)

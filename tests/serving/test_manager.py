@@ -189,9 +189,9 @@ async def test_a_wrong_option_is_named_before_anything_starts(
 
 
 def test_the_options_of_the_router_reach_it(config: Any) -> None:
-    models = RewardModelManager(config(health_interval_s=0.5, max_in_flight=7))
+    models = RewardModelManager(config(health_interval_s=0.5, policy="least_in_flight"))
     options = json.loads(dict(pairwise(models._router_command()))["--options"])
-    assert (options["health_interval_s"], options["max_in_flight"]) == (0.5, 7)
+    assert (options["health_interval_s"], options["policy"]) == (0.5, "least_in_flight")
 
 
 async def test_a_port_in_use_is_named_with_its_option(config: Any) -> None:

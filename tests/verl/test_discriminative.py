@@ -71,6 +71,19 @@ async def test_the_model_reads_what_it_would_read_in_verl(
     assert body["use_activation"] is False
 
 
+async def test_a_probe_has_the_input_of_its_own_answer(overrides: list[str]) -> None:
+    async with FakeJudge() as judge:
+        settings = resolved(*overrides, "reward_loop.audit={share: 1.0, probes: [empty]}")
+        worker = RewardWorker(settings, RouterAddress(judge.address))
+        await worker.compute_score(rollout("2" + IM_END, raw_prompt=PROMPT))
+        assert worker._manager.audit is not None
+        await worker._manager.audit.drain(30)
+        assert [request.body["input"] for request in judge.requests] == [
+            TEXT,
+            TEXT.replace("2<|im_end|>", "<|im_end|>"),
+        ]
+
+
 async def test_a_leading_bos_is_left_to_the_server(overrides: list[str]) -> None:
     async with FakeJudge() as judge:
         worker = RewardWorker(resolved(*overrides), RouterAddress(judge.address))

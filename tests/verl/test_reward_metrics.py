@@ -18,7 +18,7 @@ from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 
 from reward_loop.verl import tq_rows, trainer
-from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward, audit_metrics, only_numbers
+from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward, only_numbers
 from reward_loop.verl.trainer import NothingToLearnError, with_reward_loop
 from tests.verl.configs import resolved
 
@@ -150,7 +150,7 @@ class Run:
         self.trainer.parameter_sync_step, self.trainer.global_steps = len(parts), 1
         self.trainer._rewards, self.trainer._left_out = StepRewards(), {}
         self.trainer._post_processes = post_process is not None
-        self.trainer._health = SimpleNamespace(metrics=lambda step, rewards: {})
+        self.trainer._health = SimpleNamespace(metrics=lambda step, rewards, audit: {})
         self.trainer.timing_raw = {}
         self.trainer.prepare_step = dict
         self.trainer.replay_buffer = SimpleNamespace(classified_groups=lambda partition_id: ())
@@ -469,17 +469,3 @@ def test_agent_loop_workers_end_after_training_and_before_the_limits_do(
         with pytest.raises(ValueError, match=ends):
             run.fit(manager)
         assert not killed
-
-
-def test_second_calls_of_all_workers_give_one_agreement() -> None:
-    counts = [
-        {"asked": 3, "agreed": 1, "without_score": 1, "differences": [0.0, 0.5]},
-        {"asked": 2, "agreed": 2, "without_score": 0, "differences": [0.0, 0.1]},
-    ]
-    assert audit_metrics(counts) == {
-        "reward_loop/audit/asked": 5,
-        "reward_loop/audit/without_score": 1,
-        "reward_loop/audit/agreement": 0.75,
-        "reward_loop/audit/difference/mean": pytest.approx(0.15),
-    }
-    assert audit_metrics([]) == {"reward_loop/audit/asked": 0, "reward_loop/audit/without_score": 0}

@@ -172,8 +172,10 @@ def test_on_a_cpu_vllm_needs_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_pool_the_model_shares_the_trainers_gpus() -> None:
     overrides = ["trainer.n_gpus_per_node=8", "trainer.nnodes=2", "reward_model.use_reward_loop=True"]
-    options = resolved(*VLLM, *overrides, "+reward_model.server.log_dir=/logs").model
+    of_the_router = ["+reward_model.server.log_dir=/logs", "+reward_model.server.policy=round_robin"]
+    options = resolved(*VLLM, *overrides, *of_the_router).model
     assert options is not None
+    assert options.policy == "round_robin"
     assert (options.placement, options.tensor_parallel_size, options.replicas) == ("colocated", 2, 8)
     options = resolved(*VLLM, *overrides, "+reward_model.server.placement=local").model
     assert options is not None
@@ -269,7 +271,7 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
             [*VLLM, "reward_model.rollout.tensor_model_parallel_size=3"],
             ["8 of them into servers of 3", "choose a divisor"],
         ),
-        ([*VLLM, "reward_loop.audit.reask=0.1"], ["reward_loop.audit.reask does not work", *OWN_GPUS]),
+        ([*VLLM, "reward_loop.audit.share=0.1"], ["reward_loop.audit does not work", *OWN_GPUS]),
         ([*VLLM, "+reward_model.server.replicas=5"], ["reward_model.server.replicas has no effect", *OWN_GPUS]),
         (
             [*VLLM, "+reward_model.server.models.j.model_path=/j"],

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from examples.tiny_models import tiny_tokenizer
+from reward_loop.audit import AuditCounts
 from reward_loop.errors import ConfigError, RewardLoopError, TooManyFailuresError
 from reward_loop.managers import registry
 from reward_loop.managers.recording import open_records
@@ -57,17 +58,38 @@ def test_by_default_the_workers_of_a_node_share_its_cores(
     assert f"max_processes={share}," in repr(RewardWorker(settings, None, on_node)._manager.function)
 
 
-async def test_second_calls_are_refused_with_a_manager_that_was_written_for_verl(with_function: Settings) -> None:
-    with pytest.raises(ConfigError, match=r"audit\.reask"):
-        RewardWorker(with_function(None, *verl_manager("Length"), "reward_loop.audit.reask=0.1"), None)
+async def test_probes_are_refused_with_a_manager_that_was_written_for_verl(with_function: Settings) -> None:
+    with pytest.raises(ConfigError, match=r"reward_loop\.audit needs a manager of reward_loop"):
+        RewardWorker(with_function(None, *verl_manager("Length"), "reward_loop.audit.share=0.1"), None)
 
 
-async def test_second_calls_are_counted(with_function: Settings) -> None:
-    worker = RewardWorker(with_function(ONE, "reward_loop.audit.reask=1.0"), None)
+async def test_probes_are_counted_and_labelled_answers_are_shared_by_the_workers(
+    with_function: Settings, tmp_path: Path
+) -> None:
+    (tmp_path / "labelled.jsonl").write_text(
+        '{"solution_str": "4", "label": true}\n{"solution_str": "5", "label": false}'
+    )
+    settings = with_function(
+        "async def compute_score(solution_str): return float(solution_str == '4')",
+        "reward_loop.audit={share: 1.0, probes: [again], accept: 0.5}",
+        f"reward_loop.audit.labelled={tmp_path}/labelled.jsonl",
+        "reward.num_workers=2",
+    )
+    worker = RewardWorker(settings, None, position=1)
     assert await scores_of(worker, "4") == [1.0]
-    assert worker._audit is not None
-    await asyncio.gather(*worker._audit._running)
-    assert await worker.audit_counts() == {"asked": 1, "agreed": 1, "without_score": 0, "differences": [0.0]}
+    assert worker._manager.audit is not None
+    await worker._manager.audit.drain(60)
+    counts = await worker.audit_counts()
+    assert {kind: (count.asked, count.accepted) for kind, count in counts.probes.items()} == {
+        "again": (1, 1),
+        "labelled": (1, 1),
+    }
+    assert counts.labels == {(False, False): 1}
+    assert not (await worker.audit_counts()).probes
+
+
+async def test_without_an_audit_the_counts_are_empty(with_function: Settings) -> None:
+    assert await RewardWorker(with_function(ONE), None).audit_counts() == AuditCounts()
 
 
 @pytest.mark.parametrize(

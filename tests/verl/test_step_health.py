@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from reward_loop.audit import AuditCounts
 from reward_loop.config import HealthConfig, RewardLoopConfig
 from reward_loop.records.events import health, open_health
 from reward_loop.verl import tq_rows
 from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward
-from reward_loop.verl.step_health import StepHealth, sampled_keys
+from reward_loop.verl.step_health import StepHealth, ends, sampled_keys
 
 pytestmark = pytest.mark.integration  # imports verl
 
@@ -58,7 +59,8 @@ class Run:
 
     def health(self, folder: Path | None = None, **options: Any) -> StepHealth:
         config = RewardLoopConfig(log_dir=folder and str(folder), health=HealthConfig(**options))
-        return StepHealth(config, SimpleNamespace(exchange_counts=lambda: self.counts))  # type: ignore[arg-type]
+        workers: Any = SimpleNamespace(exchange_counts=lambda: self.counts)
+        return StepHealth(config, workers, decode=lambda tokens: f"the text of {tokens}")
 
 
 @pytest.fixture
@@ -74,6 +76,7 @@ def test_the_values_of_a_step_become_metrics(run: Run) -> None:
         "reward_loop/health/component_saturation": pytest.approx(1 / 3),
         "reward_loop/health/repetition": 0,
         "reward_loop/health/identical_responses": 0,
+        "reward_loop/health/phrases": 0,
         "reward_loop/health/unparsable_verdicts": 0.25,
         "reward_loop/health/warnings": 0,
     }
@@ -82,14 +85,14 @@ def test_the_values_of_a_step_become_metrics(run: Run) -> None:
 def test_the_reference_and_the_samples_that_contradict_it(
     run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monitors = run.health(tmp_path, reference="acc", reference_window=4, patience=1)
+    monitors = run.health(tmp_path, reference="acc", window=4, patience=1)
     found = []
     for step in range(1, 5):
         for key in run.infos:
             session = int(key.split("_")[1])
             wrong_but_paid = session == 3
             run.infos[key] |= {"acc": 0.0 if wrong_but_paid else 1.0}
-            run.scores[key] = session / 4 + step / 8
+            run.scores[key] = session / 4 + step / 4
         found.append(monitors.metrics(step, run.rewards()))
     assert [metrics.get("reward_loop/health/reference_gap", 0.0) > 0.5 for metrics in found] == [False] * 3 + [True]
     (logged,) = [message for message in caplog.messages if "reference_gap" in message]
@@ -157,6 +160,35 @@ def test_an_error_of_a_monitor_does_not_stop_the_run(run: Run, caplog: pytest.Lo
 def test_a_bounded_number_of_responses_is_read(run: Run) -> None:
     run.health(sampled_responses=8).metrics(1, run.rewards())
     assert run.fetched == [("responses", 8)]
+
+
+def test_the_counts_of_an_audit_reach_the_monitors(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    audit = AuditCounts()
+    for number in range(32):
+        audit.add("canary/master_key", f"u{number}", accepted=number < 20)
+    with caplog.at_level(logging.WARNING):
+        found = run.health().metrics(1, run.rewards(), audit)
+    assert found["reward_loop/health/canaries"] == 0.625
+    assert "reward_loop.health.canaries: " in caplog.text
+    assert "Samples: u0, u1" in caplog.text
+
+
+def test_a_phrase_of_a_warning_is_decoded(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    monitors = run.health(window=4, patience=1)
+    for step in range(1, 5):
+        for key, row in run.rows.items():
+            group, session = int(key[1]), int(key.split("_")[1])
+            has_phrase = session == 3 and group < 2 * step
+            row["responses"][5:9] = torch.tensor([7001, 7002, 7003, 7004]) if has_phrase else 9000 + step
+        monitors.metrics(step, run.rewards())
+    (logged,) = [message for message in caplog.messages if "health.phrases" in message]
+    assert "the text of [7001, 7002, 7003, 7004]" in logged
+    assert "Samples: p0_3" in logged
+
+
+def test_long_responses_are_cut_in_the_middle() -> None:
+    assert ends(np.arange(10), 5).tolist() == [0, 1, 2, 8, 9]
+    assert ends(np.arange(5), 5).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_whole_groups_are_sampled() -> None:

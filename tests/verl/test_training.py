@@ -285,7 +285,7 @@ def harried_run(
         "reward_model.enable=True",
         f"reward_model.model.path={tiny_discriminative_model}",
         f"+custom_reward_function.reward_kwargs.model={tiny_discriminative_model}",
-        "reward_loop.audit={reask: 0.25, tolerance: 0.001}",
+        "reward_loop.audit={share: 0.25, probes: [again, master_key], tolerance: 0.001}",
         function="judged",
         own_ray=True,
         returncode=130,
@@ -359,10 +359,11 @@ def test_a_killed_agent_loop_worker_is_replaced(harried_run: Run) -> None:
     assert len(set(uids)) == 3 * 8 * 4
 
 
-def test_the_agreement_of_second_calls_is_a_metric(harried_run: Run) -> None:
+def test_the_agreement_of_probes_is_a_metric(harried_run: Run) -> None:
     steps = [harried_run.steps[step] for step in (1, 2, 3)]
     assert sum(step["reward_loop/audit/asked"] for step in steps) > 0
-    agreements = [step["reward_loop/audit/agreement"] for step in steps if "reward_loop/audit/agreement" in step]
+    name = "reward_loop/audit/again/agreement"
+    agreements = [step[name] for step in steps if name in step]
     assert set(agreements) == {1.0}
 
 

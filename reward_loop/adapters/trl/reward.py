@@ -169,6 +169,9 @@ class TRLReward:
         samples = self._columns.samples(prompts, completions, completion_ids, columns, step)
         results = await agent.score(samples, groups)
         self._log.log(results, log_extra, log_metric)
+        if log_metric is not None:
+            for metric, value in (await agent.audit_metrics(f"reward_loop/{self.__name__}/audit")).items():
+                log_metric(metric, value)
         return [scored.score for scored in results]
 
     def _groups(self, prompts: Sequence[Any], needs_group: bool) -> list[int]:

@@ -11,6 +11,7 @@ import pytest
 from reward_loop.config import HealthConfig
 from reward_loop.health import HealthWarning, HealthWatch, Observation
 from reward_loop.health.monitors import MONITORS
+from reward_loop.health.reference import JUDGE
 from tests.health.steps import demo_steps
 
 GROUPS, SIZE = 64, 4
@@ -56,8 +57,8 @@ def test_a_reward_that_rises_while_the_reference_falls_or_stays_gives_one_warnin
     (warning,) = run(series(reward, acc, seed))
     assert (warning.monitor, warning.subject) == ("reference_gap", "acc")
     assert 22 <= warning.step <= 40
-    assert warning.value > warning.threshold >= 0.1
-    assert "'acc' does not" in warning.message
+    assert warning.value > warning.threshold >= 0.3
+    assert "'acc' falls behind" in warning.message
     assert "over 16 steps" in warning.message
 
 
@@ -126,3 +127,33 @@ def test_a_reference_that_never_varies_gives_no_value() -> None:
         for step in series(line(0.3, 0.9, 20), np.zeros(20))
     ]
     assert run(steps) == []
+
+
+def with_judge(steps: list[Observation], share: float = 0.1, seed: int = 0) -> list[Observation]:
+    """The same steps, whose reference is a judge that scores a share of the samples."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for step in steps:
+        chosen = rng.random(len(step.rewards)) < share
+        pairs = np.stack([step.rewards, step.components["acc"]], axis=1)[chosen]
+        found.append(replace(step, components={}, reference_pairs=pairs))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_reference_judge_is_a_reference(seed: int) -> None:
+    steps = series(np.concatenate([np.full(16, 0.4), line(0.4, 1.0, 16)]), np.full(32, 0.5), seed)
+    (warning,) = run(with_judge(steps), reference=None)
+    assert (warning.subject, warning.samples) == (JUDGE, [])
+    assert 20 <= warning.step <= 32
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_policy_that_improves_gives_no_warning(seed: int) -> None:
+    line_up = line(0.3, 0.9, 100)
+    assert run(with_judge(series(line_up, line_up, seed), seed=seed), reference=None) == []
+
+
+def test_a_gap_is_found_although_the_reference_rises_a_little() -> None:
+    (warning,) = run(series(line(0.3, 0.9, 40), line(0.3, 0.45, 40)))
+    assert warning.subject == "acc"

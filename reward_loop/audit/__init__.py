@@ -1,0 +1,8 @@
+"""Audits of a judge during a run: probes of answers whose score should be known, labelled answers, a second judge."""
+
+from __future__ import annotations
+
+from reward_loop.audit.audit import Audit, Audited
+from reward_loop.audit.counts import AuditCounts, ProbeCount
+
+__all__ = ["Audit", "AuditCounts", "Audited", "ProbeCount"]

@@ -1,0 +1,362 @@
+"""`Audit`: probes of a judge, in tasks of their own, beside the samples of a manager.
+
+Invariants:
+
+- A probe changes no reward: its samples are copies with ``is_probe``, which managers neither count nor cache.
+- A probe delays no sample: it starts when at most half of the threads or processes are in use, and the limits grant it
+  a permit only if no sample waits. What waits is bounded; further probes are skipped, and counted.
+- The audit owns its tasks: `drain` waits for them, `close` cancels them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import itertools
+import logging
+import math
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from reward_loop._util.text import cut
+from reward_loop.audit.counts import AuditCounts
+from reward_loop.audit.labelled import LabelledAnswers
+from reward_loop.audit.probes import CANARY, Probe, Probes
+from reward_loop.config import CacheConfig, RewardLoopConfig
+from reward_loop.errors import ConfigError, FunctionLoadError, ScoringError
+from reward_loop.limits.permit import Limits
+from reward_loop.records import ActiveSample, Records, exchanges_of, records
+from reward_loop.records.files import AUDIT
+from reward_loop.records.rows import new_row
+from reward_loop.scoring import ScoringFunction, load_function
+from reward_loop.scoring.results import check_result, failed
+from reward_loop.types import RewardResult, RewardSample
+
+__all__ = ["Audit", "Audited"]
+
+logger = logging.getLogger(__name__)
+
+MAX_RUNNING = 32
+"""The largest number of probes in flight."""
+
+MAX_WAITING = 64
+"""The largest number of probes that wait for room, not counting labelled answers."""
+
+MAX_SCORES = 512
+"""The number of latest scores that tell what the judge accepts."""
+
+OUTLIERS = 20
+"""One in this number of the latest scores is an outlier at either end, such as a score with a penalty."""
+
+MIN_SCORES = 32
+"""Labelled answers wait for this number of scores of samples, which tell what the judge accepts."""
+
+MAX_ANSWER = 2000
+"""The largest number of characters of a probed answer in a record."""
+
+LABELLED, REFERENCE = Probe("labelled"), Probe("reference")
+
+
+class Audited(Protocol):
+    """What an audit uses of a reward manager."""
+
+    options: RewardLoopConfig
+    limits: Limits
+    reward_router_address: str | None
+    reward_model_tokenizer: Any
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether the samples of a prompt are scored together."""
+
+    def has_room(self, probes: int) -> bool:
+        """Return whether one more probe would leave threads or processes free for samples."""
+
+    def score_one(self, sample: RewardSample) -> Awaitable[RewardResult]:
+        """Score a sample."""
+
+    async def with_answer(self, sample: RewardSample, answer: str) -> RewardSample:
+        """Return a sample with another answer."""
+
+
+class Audit:
+    """Makes the probes of `AuditConfig`, for a share of the samples that a manager scores.
+
+    With ``log_dir``, each probe is a row in its sub-folder ``audit``; see docs/judge-agreement.md.
+
+    Args:
+        manager: the manager, which calls `offer` and closes the audit.
+
+    Raises:
+        ConfigError: the reference judge or the labelled answers cannot be loaded, or do not fit the manager.
+    """
+
+    part = (0, 1)
+    """The position of this process among those that share the labelled answers, and their number."""
+
+    def __init__(self, manager: Audited) -> None:
+        self._manager = manager
+        self._options = options = manager.options.audit
+        self._probes = Probes(options, in_groups=manager.needs_group)
+        self._reference = _reference(manager) if options.reference else None
+        self._labelled: LabelledAnswers | None = None
+        if options.labelled:
+            if manager.needs_group:
+                raise ConfigError("reward_loop.audit.labelled: the manager scores whole groups, not single answers")
+            self._labelled = LabelledAnswers(options.labelled, options.labelled_every)
+        self._records: Records | None = None
+        if manager.options.log_dir:
+            self._records = records(Path(manager.options.log_dir) / AUDIT, manager.options.record.max_bytes)
+        self._random = random.Random()
+        self._numbers = itertools.count()
+        self._scores: deque[float] = deque(maxlen=MAX_SCORES)
+        self._lowest, self._highest = math.inf, -math.inf
+        self._counts = AuditCounts()
+        # The samples' own contexts belong to their calls.
+        self._context = contextvars.copy_context()
+        self._waiting: deque[Callable[[], Coroutine[Any, Any, None]]] = deque()
+        self._labelled_waiting: deque[Callable[[], Coroutine[Any, Any, None]]] = deque()
+        self._running: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_draining = self._is_closed = False
+
+    def offer(self, samples: Sequence[RewardSample], results: Sequence[RewardResult]) -> None:
+        """Start probes of samples that were scored together, if they are chosen. Returns at once.
+
+        Args:
+            samples: one sample, or the samples of a group. Validation samples and probes are not chosen.
+            results: their results. Samples without a score are not chosen.
+        """
+        if self._is_closed or samples[0].is_probe:
+            return
+        self._loop = asyncio.get_running_loop()
+        if not samples[0].validate:
+            self._choose(samples, [result.score for result in results])
+        self._start()
+
+    def _choose(self, samples: Sequence[RewardSample], scores: Sequence[float | None]) -> None:
+        scored = {index: score for index, score in enumerate(scores) if score is not None}
+        self._scores.extend(scored.values())
+        self._lowest = min([self._lowest, *scored.values()])
+        self._highest = max([self._highest, *scored.values()])
+        if self._labelled is not None:
+            for answer, label in self._labelled.due(samples[0].step, self.part):
+                self._labelled_waiting.append(functools.partial(self._ask_labelled, answer, label, samples[0].step))
+        for index, score in scored.items():
+            if self._reference is not None and self._random.random() < self._options.reference_share:
+                self._enqueue(functools.partial(self._ask_reference, samples[index], score))
+        if not scored:
+            return
+        index = self._random.choice(list(scored))
+        if self._random.random() < self._options.share and (probe := self._probes.choose(samples[index])) is not None:
+            self._enqueue(functools.partial(self._ask, probe, index, list(samples), scores))
+        self._probes.remember(samples[index])
+
+    def take(self) -> AuditCounts:
+        """Return the counts since the last call, and start again from zero."""
+        taken, self._counts = self._counts, AuditCounts()
+        return taken
+
+    async def drain(self, timeout: float | None) -> None:
+        """Wait until the probes have ended, at most ``timeout`` seconds; the others are cancelled."""
+        try:
+            async with asyncio.timeout(timeout):
+                self._is_draining = True
+                self._start()
+                while self._running:
+                    await asyncio.wait(self._running)
+        except TimeoutError:
+            logger.warning("%d probes were cancelled: they took longer than %g s", len(self._running), timeout)
+        self._is_draining = False
+        self._cancel()
+
+    def close(self) -> None:
+        """Cancel the probes, and write the records; callable from any thread. Later samples have no probes.
+
+        Blocks until the records are written.
+        """
+        self._is_closed = True
+        if self._loop is not None and self._loop.is_running():
+            self._loop.call_soon_threadsafe(self._cancel)
+        if self._reference is not None:
+            self._reference.close()
+        if self._records is not None:
+            self._records.flush()
+
+    def _cancel(self) -> None:
+        self._waiting.clear()
+        self._labelled_waiting.clear()
+        for task in self._running:
+            task.cancel()
+
+    def _enqueue(self, probe: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        if len(self._waiting) < MAX_WAITING:
+            self._waiting.append(probe)
+        else:
+            self._counts.skipped += 1
+
+    def _start(self) -> None:
+        """Start the probes for which there is room; called when a sample or a probe has ended."""
+        while (queue := self._next_queue()) and not self._is_closed:
+            if len(self._running) >= MAX_RUNNING or not self._manager.has_room(len(self._running)):
+                return
+            task = asyncio.get_running_loop().create_task(queue.popleft()(), context=self._context.copy())
+            self._running.add(task)
+            task.add_done_callback(self._ended, context=self._context)
+
+    def _next_queue(self) -> deque[Callable[[], Coroutine[Any, Any, None]]]:
+        is_known = self._options.accept is not None or len(self._scores) >= MIN_SCORES or self._is_draining
+        return self._waiting or (self._labelled_waiting if is_known else deque())
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            if (error := task.exception()) is not None:  # an audit must not stop a run
+                logger.error("a probe of reward_loop.audit failed", exc_info=error)
+            self._start()
+
+    def _accepts(self, score: float) -> bool | None:
+        """Return whether a score is that of an accepted answer; ``None`` while all scores are equal.
+
+        By default, it must be in the upper half of the range of scores. A median would be the score of a wrong answer
+        if most answers are wrong.
+        """
+        if self._options.accept is not None:
+            return score >= self._options.accept
+        ordered = sorted(self._scores)
+        if not ordered:
+            return None
+        low, high = ordered[len(ordered) // OUTLIERS], ordered[-1 - len(ordered) // OUTLIERS]
+        if low == high:  # almost all answers are right, or wrong
+            low, high = self._lowest, self._highest
+        return None if score == low == high else score > (low + high) / 2
+
+    async def _ask(self, probe: Probe, index: int, samples: list[RewardSample], scores: Sequence[float | None]) -> None:
+        """Make a probe of one sample, or of one in its group; compare the scores, and record them."""
+        if probe.answer is not None:
+            samples[index] = await self._manager.with_answer(samples[index], probe.answer)
+        if self._manager.needs_group:
+            name = f"{samples[0].group} (probe {next(self._numbers)})"
+            samples = [replace(sample, group=name, group_size=len(samples)) for sample in samples]
+        order = list(range(len(samples)))
+        if probe.kind == "order":
+            order.reverse()
+        calls = (self._score(replace(samples[i], is_probe=True)) for i in order)
+        found = dict(zip(order, await asyncio.gather(*calls), strict=True))
+        # With a changed answer, the others of its group are compared with another answer than before.
+        compared = order if probe.answer is None else [index]
+        for position in sorted(compared):
+            score = scores[position]
+            if score is None:
+                continue
+            result, active = found[position]
+            is_right: bool | None = None
+            if result.score is None:
+                self._counts.without_score += 1
+            else:
+                difference = abs(result.score - score)
+                is_right = difference <= self._options.tolerance
+                if probe.kind == CANARY and (is_right := self._accepts(result.score)) is not None:
+                    self._probes.ended(probe, is_right)
+                if is_right is not None:
+                    self._counts.add(probe.name, samples[position].uid, is_right, difference)
+            # The members of a group have the same exchanges.
+            exchanges = exchanges_of(active) if position == min(compared) else []
+            self._record(probe, samples[position], score, result, active, is_right, exchanges)
+
+    async def _ask_labelled(self, answer: RewardSample, label: bool, step: int | None) -> None:
+        sample = await self._manager.with_answer(replace(answer, step=step), answer.solution_str)
+        result, active = await self._score(sample)
+        accepted = None if result.score is None else self._accepts(result.score)
+        if result.score is None:
+            self._counts.without_score += 1
+        else:
+            assert self._labelled is not None
+            if (drift := self._labelled.drift(str(sample.uid), result.score)) is not None:
+                self._counts.drifts.append(drift)
+            if accepted is not None:
+                self._counts.labels[label, accepted] += 1
+                self._counts.add(LABELLED.name, sample.uid, accepted == label)
+        self._record(LABELLED, sample, float(label), result, active, accepted, exchanges_of(active))
+
+    async def _ask_reference(self, sample: RewardSample, score: float) -> None:
+        assert self._reference is not None
+        result, active = await self._score(replace(sample, is_probe=True), self._reference)
+        if result.score is None:
+            self._counts.without_score += 1
+        else:
+            self._counts.pairs.append((score, result.score))
+        self._record(REFERENCE, sample, score, result, active, None, exchanges_of(active))
+
+    async def _score(
+        self, sample: RewardSample, reference: ScoringFunction | None = None
+    ) -> tuple[RewardResult, ActiveSample]:
+        """Score a sample by the manager, or by the reference judge."""
+        manager = self._manager
+        name = manager.name if reference is None else reference.name
+        # The watchdog does not log it: a probe waits for a limit as long as any sample does.
+        with ActiveSample(sample, name, is_recorded=self._records is not None) as active:
+            try:
+                if reference is None:
+                    result = await manager.score_one(sample)
+                else:
+                    result = await reference(
+                        sample,
+                        reward_router_address=manager.reward_router_address,
+                        reward_model_tokenizer=manager.reward_model_tokenizer,
+                    )
+                # The number of tokens of a changed answer is unknown, so dense rewards cannot be checked.
+                return check_result(replace(sample, response_length=None), result), active
+            except Exception as error:  # an audit must not stop a run
+                return failed(ScoringError(f"raised {type(error).__name__}: {error}", sample=sample)), active
+
+    def _record(
+        self,
+        probe: Probe,
+        sample: RewardSample,
+        score: float,
+        result: RewardResult,
+        active: ActiveSample,
+        accepted: bool | None,
+        exchanges: Sequence[dict[str, Any]],
+    ) -> None:
+        if self._records is None:
+            return
+        row = new_row(
+            AUDIT,
+            uid=sample.uid,
+            group=sample.group,
+            step=sample.step,
+            function=active.function,
+            probe=probe.kind,
+            variant=probe.variant,
+            score=score,
+            probe_score=result.score,
+            accepted=accepted,
+            answer=cut(sample.solution_str, MAX_ANSWER),
+            outcome=result.outcome,
+            error=result.error,
+            seconds=active.seconds,
+            exchanges=exchanges,
+        )
+        self._records.write_rows([row])
+
+
+def _reference(manager: Audited) -> ScoringFunction:
+    path = manager.options.audit.reference
+    assert path is not None
+    try:
+        # A cache of scores would be that of the judge itself; probes are not cached.
+        options = manager.options.model_copy(update={"cache": CacheConfig()})
+        return ScoringFunction(load_function(path), options=options, limits=manager.limits)
+    except (ConfigError, FunctionLoadError) as error:
+        raise ConfigError(f"reward_loop.audit.reference={path}: {error}") from error

@@ -1,0 +1,117 @@
+"""The numbers of probes that have ended, as they go from the workers to the trainer, and their metrics."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Self
+
+from reward_loop.audit.probes import CANARY
+
+__all__ = ["AuditCounts", "ProbeCount", "kappa"]
+
+MAX_SAMPLES = 8
+"""The number of samples that are named for each kind of probe."""
+
+Z95 = 1.96
+"""The 97.5 % quantile of the normal distribution, for confidence intervals of 95 %."""
+
+
+@dataclass
+class ProbeCount:
+    """The probes of one kind that ended with a score."""
+
+    asked: int = 0
+    accepted: int = 0
+    """Canaries: those that the judge accepted. Labelled answers: those judged as labelled. Other kinds: those whose
+    score agrees with the first one."""
+    difference: float = 0.0
+    """The sum of the absolute differences to the first scores."""
+    samples: list[str] = field(default_factory=list)
+    """The uids of some samples with an accepted canary, or with a score that does not agree."""
+
+
+@dataclass
+class AuditCounts:
+    """What the probes of one or more processes have found since the last time."""
+
+    probes: dict[str, ProbeCount] = field(default_factory=dict)
+    """By kind: ``canary/KIND``, ``again``, ``frame``, ``order``, ``labelled``."""
+    labels: Counter[tuple[bool, bool]] = field(default_factory=Counter)
+    """The number of labelled answers by label and by whether the judge accepted them."""
+    drifts: list[float] = field(default_factory=list)
+    """For labelled answers: the absolute differences to their first scores."""
+    pairs: list[tuple[float, float]] = field(default_factory=list)
+    """The scores of samples by the judge and by the reference judge."""
+    without_score: int = 0
+    """Probes that failed, or that the judge could not score."""
+    skipped: int = 0
+    """Probes that were not made, because too many others waited: the limits had no room for them."""
+
+    def add(self, kind: str, uid: str | None, accepted: bool, difference: float = 0.0) -> None:
+        """Count a probe that ended with a score."""
+        count = self.probes.setdefault(kind, ProbeCount())
+        count.asked += 1
+        count.accepted += accepted
+        count.difference += difference
+        if accepted == kind.startswith(CANARY) and uid is not None and len(count.samples) < MAX_SAMPLES:
+            count.samples.append(uid)
+
+    @classmethod
+    def merged(cls, parts: Iterable[Self]) -> Self:
+        """Return the sum of the counts of several processes."""
+        total = cls()
+        for part in parts:
+            for kind, count in part.probes.items():
+                ours = total.probes.setdefault(kind, ProbeCount())
+                ours.asked += count.asked
+                ours.accepted += count.accepted
+                ours.difference += count.difference
+                ours.samples = [*ours.samples, *count.samples][:MAX_SAMPLES]
+            total.labels.update(part.labels)
+            total.drifts += part.drifts
+            total.pairs += part.pairs
+            total.without_score += part.without_score
+            total.skipped += part.skipped
+        return total
+
+    def metrics(self, group: str = "reward_loop/audit") -> dict[str, float]:
+        """Return the metrics by name, each below ``group``; docs/judge-agreement.md has their meanings."""
+        found = {"without_score": float(self.without_score), "skipped": float(self.skipped)}
+        found["asked"] = float(sum(count.asked for count in self.probes.values()) + len(self.pairs))
+        for kind, count in self.probes.items():
+            if kind.startswith(CANARY):
+                found[f"{kind}/accepted"] = count.accepted / count.asked
+            elif kind != "labelled":
+                found[f"{kind}/agreement"] = count.accepted / count.asked
+                found[f"{kind}/difference"] = count.difference / count.asked
+        if self.labels:
+            right = sum(number for (label, accepted), number in self.labels.items() if label == accepted)
+            found["labelled/accuracy"] = right / self.labels.total()
+            found["labelled/kappa"] = kappa(self.labels)
+        if self.drifts:
+            found["labelled/drift"] = statistics.fmean(self.drifts)
+        if self.pairs:
+            gaps = [score - reference for score, reference in self.pairs]
+            found["reference/gap"] = statistics.fmean(gaps)
+            if len(gaps) > 1:
+                found["reference/gap_error"] = Z95 * statistics.stdev(gaps) / len(gaps) ** 0.5
+        return {f"{group}/{name}": value for name, value in found.items()}
+
+
+def kappa(labels: Counter[tuple[bool, bool]]) -> float:
+    """Return Cohen's kappa of label and verdict: 0 for agreement by chance, 1 for full agreement.
+
+    It is 0 if all labels and verdicts are equal, because chance then explains the agreement.
+
+    Args:
+        labels: the number of answers by label and verdict.
+    """
+    total = labels.total()
+    observed = (labels[True, True] + labels[False, False]) / total
+    labelled = (labels[True, True] + labels[True, False]) / total
+    accepted = (labels[True, True] + labels[False, True]) / total
+    expected = labelled * accepted + (1 - labelled) * (1 - accepted)
+    return 0.0 if expected == 1 else (observed - expected) / (1 - expected)

@@ -1,0 +1,136 @@
+"""The probes of an answer: what is asked about it again, and why its score should be known."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from reward_loop.config import AuditConfig
+from reward_loop.types import RewardSample
+
+__all__ = ["CANARIES", "CANARY", "Probe", "Probes"]
+
+CANARY = "canary"
+CANARIES = ("master_key", "empty", "other_answer", "cut_off", "question")
+"""The kinds of canaries: answers that are wrong by construction."""
+
+FRAME = "Here is my answer to the question.\n\n"
+"""Goes in front of an answer without changing its content."""
+
+KEPT = 0.5
+"""The part of an answer that stays if its end is cut off."""
+
+MAX_OTHERS = 64
+"""The number of latest answers from which the answer to another question is taken."""
+
+MAX_ACCEPTED = 8
+"""The number of latest accepted master keys that are asked more often."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What is asked about an answer again."""
+
+    kind: str
+    """``canary``, ``again``, ``frame`` or ``order``; also ``labelled`` and ``reference``."""
+    variant: str = ""
+    """Of a canary: one of `CANARIES`."""
+    answer: str | None = None
+    """The answer that is scored in place of the sample's own; ``None`` for the same answer."""
+
+    @property
+    def name(self) -> str:
+        """Kind and variant, as in metrics."""
+        return f"{self.kind}/{self.variant}" if self.variant else self.kind
+
+
+class Probes:
+    """Chooses probes. The kinds take turns; a kind that does not apply to a sample is passed over.
+
+    Args:
+        options: the kinds and the master keys.
+        in_groups: whether samples are scored in groups; only then the order of answers can be reversed.
+    """
+
+    def __init__(self, options: AuditConfig, in_groups: bool) -> None:
+        # Each process begins elsewhere, so that few probes of many processes are of all kinds.
+        self._kinds = deque(kind for kind in options.probes if kind != "order" or in_groups)
+        self._kinds.rotate(random.randrange(len(self._kinds) or 1))
+        self._keys = deque(options.keys)
+        self._keys.rotate(random.randrange(len(self._keys)))
+        self._accepted: deque[str] = deque(maxlen=MAX_ACCEPTED)
+        self._repeats_key = False
+        self._others: deque[RewardSample] = deque(maxlen=MAX_OTHERS)
+
+    def remember(self, sample: RewardSample) -> None:
+        """Keep a sample, whose answer is a wrong one for other questions."""
+        self._others.append(sample)
+
+    def choose(self, sample: RewardSample) -> Probe | None:
+        """Return the next probe that applies to a sample; ``None`` if there is none."""
+        for _ in range(len(self._kinds)):
+            kind = self._kinds[0]
+            self._kinds.rotate(-1)
+            if kind not in CANARIES:
+                return Probe(kind, answer=FRAME + sample.solution_str if kind == "frame" else None)
+            answer = self._canary(kind, sample)
+            if answer is not None and answer != sample.solution_str:
+                return Probe(CANARY, kind, answer)
+        return None
+
+    def ended(self, probe: Probe, accepted: bool) -> None:
+        """Record whether the judge accepted a canary. Every second master key is one that it has accepted lately."""
+        if probe.variant != "master_key" or probe.answer is None:
+            return
+        if accepted:
+            self._accepted.append(probe.answer)
+        elif probe.answer in self._accepted:
+            self._accepted.remove(probe.answer)
+
+    def _canary(self, variant: str, sample: RewardSample) -> str | None:
+        match variant:
+            case "master_key":
+                return self._key()
+            case "empty":
+                return ""
+            case "other_answer":
+                others = (other for other in reversed(self._others) if _is_another_question(other, sample))
+                return next((other.solution_str for other in others), None)
+            case "cut_off":
+                return sample.solution_str[: int(len(sample.solution_str) * KEPT)] or None
+            case _:
+                return question_of(sample.prompt)
+
+    def _key(self) -> str:
+        self._repeats_key = not self._repeats_key and bool(self._accepted)
+        if self._repeats_key:
+            self._accepted.rotate(1)
+            return self._accepted[0]
+        self._keys.rotate(-1)
+        return self._keys[0]
+
+
+def question_of(prompt: Any) -> str | None:
+    """Return the text of a prompt: the prompt itself, or the user's last message; ``None`` if there is no text."""
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, Iterable):
+        return None
+    messages = [message for message in prompt if isinstance(message, Mapping) and message.get("role") == "user"]
+    text = messages[-1].get("content") if messages else None
+    return text if isinstance(text, str) else None
+
+
+def _is_another_question(other: RewardSample, sample: RewardSample) -> bool:
+    """Return whether two samples are known to have different questions, with different reference answers if any."""
+    pairs = [(_text(other.ground_truth), _text(sample.ground_truth)), (other.group, sample.group)]
+    pairs.append((question_of(other.prompt), question_of(sample.prompt)))
+    known = [first != second for first, second in pairs if first is not None and second is not None]
+    return bool(known) and all(known)
+
+
+def _text(truth: Any) -> str | None:
+    return None if truth is None else str(truth)

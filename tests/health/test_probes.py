@@ -1,0 +1,101 @@
+"""The monitors of probes warn of a judge that accepts wrong answers or changes, and not of chance."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from reward_loop.config import HealthConfig
+from reward_loop.health import HealthWarning, HealthWatch, ProbeCounts
+from reward_loop.health.monitors import MONITORS
+from reward_loop.health.probes import ProbeHistory, fall, wilson_lower
+from tests.health.steps import step
+
+BASE = step(1)
+PROBES = ("canaries", "agreement", "labelled")
+OFF = {monitor.name: None for monitor in MONITORS if monitor.name not in PROBES}
+KINDS = ("master key", "empty", "other answer", "cut off", "question")
+
+
+def run(steps: list[dict[str, ProbeCounts]]) -> list[HealthWarning]:
+    watch = HealthWatch(HealthConfig.model_validate(OFF))
+    found = []
+    for number, probes in enumerate(steps, 1):
+        found += watch.check(replace(BASE, step=number, responses=[], probes=probes)).warnings
+    return found
+
+
+def drawn(rng: np.random.Generator, asked: int, share: float) -> ProbeCounts:
+    return ProbeCounts(asked, int(rng.binomial(asked, share)))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_judge_that_accepts_a_master_key_is_found_in_the_first_step(seed: int) -> None:
+    counts = drawn(np.random.default_rng(seed), 32, 0.6)
+    found = run([{"canary/master key": counts}])
+    assert [(warning.monitor, warning.subject, warning.step) for warning in found] == [("canaries", "master key", 1)]
+    assert f"{counts.accepted} of 32" in found[0].message
+
+
+@pytest.mark.parametrize("asked", [1, 6, 32])
+def test_a_good_judge_gives_no_warning_in_1000_steps(asked: int) -> None:
+    rng = np.random.default_rng(asked)
+    assert run([{f"canary/{kind}": drawn(rng, asked, 0.02) for kind in KINDS} for _ in range(1000)]) == []
+
+
+def test_a_few_canaries_of_each_kind_are_counted_over_steps() -> None:
+    rng = np.random.default_rng(0)
+    steps = [{f"canary/{kind}": drawn(rng, 2, 0.4 if kind == "empty" else 0.02) for kind in KINDS} for _ in range(16)]
+    assert {warning.subject for warning in run(steps)} == {"empty"}
+
+
+def test_kinds_that_are_accepted_a_little_are_found_together() -> None:
+    steps = [{f"canary/{kind}": ProbeCounts(4, 1, [f"{kind} {number}"]) for kind in KINDS} for number in range(8)]
+    first = run(steps)[0]
+    assert first.subject == "all"
+    assert len(first.samples) == 5
+
+
+@pytest.mark.parametrize("kind", ["again", "order", "frame", "labelled"])
+def test_a_fall_of_the_agreement_or_accuracy_is_found_once(kind: str) -> None:
+    rng = np.random.default_rng(3)
+    steps = [{kind: drawn(rng, 32, 0.95 if number < 40 else 0.6)} for number in range(60)]
+    (warning,) = run(steps)
+    assert (warning.monitor, warning.subject) == ("labelled" if kind == "labelled" else "agreement", kind)
+    assert 40 < warning.step < 52
+    assert "in the first steps" in warning.message
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_constant_agreement_gives_no_warning_in_1000_steps(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    steps = [
+        {"again": drawn(rng, 26, 0.9)} | ({"labelled": drawn(rng, 50, 0.8)} if i % 20 == 0 else {}) for i in range(1000)
+    ]
+    assert run(steps) == []
+
+
+def test_a_step_without_probes_changes_nothing() -> None:
+    assert run([{}, {"canary/empty": ProbeCounts(0, 0), "again": ProbeCounts(0, 0)}]) == []
+
+
+def test_the_baseline_of_labelled_answers_is_their_first_time() -> None:
+    history = ProbeHistory(baseline_steps=1, window=16)
+    for number, accepted in ((1, 38), (21, 30)):
+        history.add(number, ProbeCounts(40, accepted))
+    assert (history.first.accepted, history.recent.accepted) == (38, 30)
+
+
+def test_the_lower_bound_of_a_share() -> None:
+    # Of a judge whose true share is the bound, 19 of 32 are four standard errors above it.
+    bound = wilson_lower(ProbeCounts(32, 19))
+    assert (19 / 32 - bound) / np.sqrt(bound * (1 - bound) / 32) == pytest.approx(4)
+    assert wilson_lower(ProbeCounts(4, 4)) == 0
+
+
+def test_a_fall_needs_enough_probes_and_more_than_chance() -> None:
+    assert fall(ProbeCounts(31, 31), ProbeCounts(400, 200)) is None
+    assert fall(ProbeCounts(40, 36), ProbeCounts(40, 32)) == (pytest.approx(0.1), 0.0)
+    assert fall(ProbeCounts(400, 360), ProbeCounts(400, 200)) == (pytest.approx(0.4), pytest.approx(0.4))
