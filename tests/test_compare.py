@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from reward_loop import cli
 from reward_loop.offline.compare import agreement, cohens_kappa, pearson, read_scoring, spearman
+from tests.records.rows import sample, write
 
 # Of five pairs, four are equal: p_o = 0.8. A has 3 ones of 5, B has 2: p_e = (3*2 + 2*3) / 25 = 0.48.
 BINARY = [(1.0, 1.0), (1.0, 0.0), (0.0, 0.0), (0.0, 0.0), (1.0, 1.0)]
@@ -22,28 +23,18 @@ def compare(*args: str, code: int = 0) -> str:
     return " ".join(result.output.split())
 
 
-def record(uid: str, score: Any, **fields: Any) -> dict[str, Any]:
-    outcome = "failed" if score is None else "scored"
-    row = {"version": 1, "kind": "sample", "time": 1.0, "id": uid, "uid": uid, "outcome": outcome, "score": score}
-    return {**row, "reward": score, **fields}
-
-
-def records(folder: Path, *rows: dict[str, Any], texts: list[dict[str, Any]] = ()) -> str:  # type: ignore[assignment]
-    folder.mkdir()
-    (folder / "host-1-a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "texts").mkdir()
-    (folder / "texts" / "a.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
-    return str(folder)
-
-
-def scored(path: Path, scores: list[Any], **columns: list[Any]) -> str:
-    return records(
-        path,
-        *(
-            record(f"line {i}", score, **{name: values[i] for name, values in columns.items()})
-            for i, score in enumerate(scores)
-        ),
+def scored(folder: Path, scores: list[Any], **columns: list[Any]) -> str:
+    """Write a folder of samples with these scores; those without a score failed."""
+    rows = (
+        sample(
+            f"line {i}",
+            score=score,
+            outcome="failed" if score is None else "scored",
+            **{name: values[i] for name, values in columns.items()},
+        )
+        for i, score in enumerate(scores)
     )
+    return str(write(folder, *rows))
 
 
 def test_kappa_is_the_agreement_beyond_chance() -> None:
@@ -112,20 +103,19 @@ def test_the_comparison_is_printed(tmp_path: Path) -> None:
 
 def test_of_several_records_of_a_sample_the_latest_counts(tmp_path: Path) -> None:
     for file, time, score in (("z", 1.0, 0.0), ("a", 2.0, 1.0), ("b", 1.5, 0.5)):  # files are read by name
-        folder = tmp_path / "run"
-        folder.mkdir(exist_ok=True)
-        row = {"version": 1, "kind": "sample", "id": file, "uid": "s", "time": time, "outcome": "scored"}
-        (folder / f"{file}.jsonl").write_text(json.dumps({**row, "score": score}) + "\n")
-    assert read_scoring(tmp_path / "run").scores == {"s": 1.0}
-    assert read_scoring(tmp_path / "run").duplicates == 2
+        write(tmp_path, sample("s", id=file, time=time, score=score), name=f"{file}.jsonl")
+    assert read_scoring(tmp_path).scores == {"s": 1.0}
+    assert read_scoring(tmp_path).duplicates == 2
 
 
 def test_two_folders_of_records_are_compared_by_uid(tmp_path: Path) -> None:
-    text = {"id": "q1", "ground_truth": "3", "extra_info": {"label": 1}}
+    text = {"id": "id-q1", "ground_truth": "3", "extra_info": {"label": 1}}
     place = {"text_file": "texts/a.jsonl", "text_offset": 0, "text_bytes": len(json.dumps(text)) + 1}
-    a = records(tmp_path / "a", record("q1", 0.0, **place), record("q2", 1.0), record("q1", 1.0, **place), texts=[text])
-    b = records(tmp_path / "b", record("q2", 1.0), record("q1", 0.0), record("q3", 0.0))
-    shown = compare(a, b, "--label", "extra_info.label")
+    a, b = tmp_path / "a", tmp_path / "b"
+    write(a, sample("q1", score=0.0, **place), sample("q2", score=1.0), sample("q1", score=1.0, **place))
+    write(a / "texts", text, name="a.jsonl")
+    write(b, sample("q2", score=1.0), sample("q1", score=0.0), sample("q3", score=0.0))
+    shown = compare(str(a), str(b), "--label", "extra_info.label")
     assert "samples 2 in both, 0 only in A, 1 only in B" in shown
     assert "changed 1 of 2" in shown
     assert "A and extra_info.label 1 100.0%" in shown
@@ -155,6 +145,6 @@ def test_scorings_that_cannot_be_compared_are_errors(
     Path("plain.jsonl").write_text('{"solution_str": "4"}\n')
     scored(Path("text"), ["high"])
     scored(Path("null"), [1.0], word=[None])
-    records(Path("records"), record("q1", 1.0))
+    write(Path("records"), sample("q1", score=1.0))
     Path("empty").mkdir()
     assert message in compare(*arguments, code=2)

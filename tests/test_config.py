@@ -49,8 +49,6 @@ def test_mappings_of_other_libraries():
     [
         (RewardLoopConfig, {"timout": 3}, r"reward_loop.timout: unknown option; did you mean 'timeout'\? Known here: "),
         (RewardLoopConfig, {"memory_limit_mb": 3}, r"reward_loop.memory_limit_mb: .*did you mean 'max_memory_mb'"),
-        (RewardLoopConfig, {"max_process": 3}, r"reward_loop.max_process: unknown .*did you mean 'max_processes'"),
-        (RewardLoopConfig, {"max_thread": 3}, r"reward_loop.max_thread: unknown .*did you mean 'max_threads'"),
         (
             RewardLoopConfig,
             {"components": {"judge": {"wieght": 64}}},

@@ -3,6 +3,7 @@
 import io
 import json
 
+import pytest
 from rich.console import Console
 
 import reward_loop
@@ -50,25 +51,22 @@ def score(folder, manager, console, clock):
     return progress
 
 
-def test_without_a_terminal_a_line_now_and_then_shows_failures_mean_tokens_and_cost(tmp_path):
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_failures_mean_tokens_and_cost_are_shown_in_a_bar_or_now_and_then_in_a_line(tmp_path, is_terminal):
     out = io.StringIO()
     manager = NaiveRewardLoopManager({**LIMITS, "log_dir": str(tmp_path / "out")}, compute_score=judged)
-    score(tmp_path, manager, Console(file=out, width=200), Clock())
+    score(tmp_path, manager, Console(file=out, width=200, force_terminal=is_terminal), Clock())
+    if is_terminal:
+        last = out.getvalue().split("scoring")[-1]
+        assert "5/5" in last
+        assert "1 failed, mean 0.5, 5,000 tokens, cost 1.25" in last
+        return
     # The clock advances by half of the interval with each row, and at the start.
     assert out.getvalue().splitlines() == [
         "scoring: 1 of 5 rows, 0 failed, mean 0.5, 1,000 tokens, cost 0.25",
         "scoring: 3 of 5 rows, 1 failed, mean 0.5, 3,000 tokens, cost 0.75",
         "scoring: 5 of 5 rows, 1 failed, mean 0.5, 5,000 tokens, cost 1.25",
     ]
-
-
-def test_a_terminal_shows_a_bar_with_the_same_details(tmp_path):
-    out = io.StringIO()
-    manager = NaiveRewardLoopManager({**LIMITS, "log_dir": str(tmp_path / "out")}, compute_score=judged)
-    score(tmp_path, manager, Console(file=out, width=200, force_terminal=True), Clock())
-    last = out.getvalue().split("scoring")[-1]
-    assert "5/5" in last
-    assert "1 failed, mean 0.5, 5,000 tokens, cost 1.25" in last
 
 
 def test_tokens_and_cost_are_left_out_if_no_call_has_reported_them(tmp_path):

@@ -65,7 +65,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_records_are_scored_as_they_are(folder: Path) -> None:
-    shown = run("score", "run", "--fn", "strict.py", "-o", "again", "--export", "scores.jsonl")
+    shown = run("score", "run", "strict.py", "-o", "again", "--export", "scores.jsonl")
     assert "rows 6" in shown
     assert "in the browser: reward-loop view again" in shown
     rows = read(folder / "scores.jsonl")
@@ -94,7 +94,7 @@ def test_records_are_scored_as_they_are(folder: Path) -> None:
 def test_records_without_texts_are_failed_rows(folder: Path) -> None:
     for path in (folder / "run" / "texts").iterdir():
         path.unlink()
-    shown = run("score", "run", "--fn", "strict.py", code=2)
+    shown = run("score", "run", "strict.py", code=2)
     assert "none of the 6 rows can be scored. q0_0: its texts were not recorded, or have been deleted" in shown
 
 
@@ -107,7 +107,7 @@ def test_rollout_dumps_of_verl_are_scored_as_they_are(folder: Path) -> None:
         ]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / "dumps" / f"{step}.jsonl").write_text(text + ('{"input": "torn' if step == 10 else ""))
-    shown = run("score", "dumps", "--fn", "strict.py:plain", "-o", "rewards", "--export", "out.jsonl")
+    shown = run("score", "dumps", "strict.py:plain", "-o", "rewards", "--export", "out.jsonl")
     assert "1 failed, 4 scored" in shown
     rows = read(folder / "out.jsonl")
     assert [(row["step"], row["uid"], row["score"]) for row in rows[:4]] == [
@@ -132,5 +132,5 @@ def test_rollout_dumps_of_verl_are_scored_as_they_are(folder: Path) -> None:
     ],
 )
 def test_an_output_in_the_folder_that_is_read_is_an_error(folder: Path, arguments: list[str], message: str) -> None:
-    assert message in run("score", *arguments, "--fn", "strict.py", code=2)
+    assert message in run("score", *arguments, "strict.py", code=2)
     assert len(list((folder / "run").glob("*.jsonl"))) == 1

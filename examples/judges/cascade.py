@@ -1,6 +1,6 @@
 """A cascade: a rule decides what it can, a small model most of the rest, and a large model what the small one cannot.
 
-    reward-loop score rollouts.jsonl --fn examples/judges/cascade.py:Cascade --router-address HOST:PORT \\
+    reward-loop score examples/judges/cascade.py:Cascade rollouts.jsonl --router-address HOST:PORT \\
         --reward-kwarg large_model=gpt-5 -O limits.large.requests_per_minute=500 -O limits.large.adaptive=true
 """
 

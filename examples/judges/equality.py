@@ -1,6 +1,6 @@
 """A judge that compares the final answer with the reference: for answers that have many correct spellings.
 
-reward-loop score rollouts.jsonl --fn examples/judges/equality.py:compute_score --router-address HOST:PORT
+reward-loop score examples/judges/equality.py:compute_score rollouts.jsonl --router-address HOST:PORT
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A panel: several models judge each answer; the score is the mean of their verdicts.
 
-    reward-loop score rollouts.jsonl --fn examples/judges/panel.py:Panel --router-address HOST:PORT \\
+    reward-loop score examples/judges/panel.py:Panel rollouts.jsonl --router-address HOST:PORT \\
         --reward-kwarg 'models=["qwen", "llama", "mistral"]'
 
 A model that fails, or gives no verdict, is left out if more than half of the panel has a verdict.

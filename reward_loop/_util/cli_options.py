@@ -12,7 +12,6 @@ import typer
 __all__ = [
     "DataSource",
     "FieldPaths",
-    "Function",
     "Isolation",
     "Manager",
     "MoreOptions",
@@ -38,7 +37,6 @@ def _complete_manager(incomplete: str) -> list[str]:
     return [name for name in manager_names() if name.startswith(incomplete)]
 
 
-Function = Annotated[str | None, typer.Option(metavar="FUNCTION", help="The reward function.", show_default=False)]
 FieldPaths = Annotated[
     list[str] | None,
     typer.Option(
@@ -98,22 +96,18 @@ Price = Annotated[
 ]
 
 
-def function_and_files(arguments: Sequence[str], fn: str | None, option: str) -> tuple[str | None, list[str]]:
+def function_and_files(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     """Separate the reward function from the files in the arguments of a command; their order does not matter.
 
-    The function ends in ``.py``, or has a colon and is neither an existing file nor a URL. It may also be ``fn``, the
-    value of ``option``.
+    The function ends in ``.py``, or has a colon and is neither an existing file nor a URL.
 
     Raises:
         typer.BadParameter: several functions are given.
     """
     functions = [one for one in arguments if _is_function(one)]
-    files = [one for one in arguments if not _is_function(one)]
-    if fn is not None:
-        functions.append(fn)
     if len(functions) > 1:
-        raise typer.BadParameter(f"several functions are given: {', '.join(functions)}", param_hint=option)
-    return (functions[0] if functions else None), files
+        raise typer.BadParameter(f"several functions are given: {', '.join(functions)}", param_hint="FUNCTION")
+    return (functions[0] if functions else None), [one for one in arguments if one not in functions]
 
 
 def _is_function(argument: str) -> bool:

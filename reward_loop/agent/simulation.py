@@ -1,4 +1,4 @@
-"""The command ``reward-loop simulate``: a training run with a virtual clock, and the step time in each mode."""
+"""A discrete simulation of training steps on a virtual clock, and the command ``reward-loop simulate``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import math
 import random
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -19,9 +19,9 @@ from reward_loop._util.standard_streams import console, print_line
 from reward_loop.agent.schedule import MODES, Generate, Prepare, Schedule, Wait
 from reward_loop.errors import ConfigError
 
-__all__ = ["Judging", "Latency", "Run", "Workload", "enough_concurrency", "parse_latency", "run_mode", "simulate"]
+__all__ = ["Latency", "Run", "Workload", "parse_latency", "run_mode", "simulate"]
 
-_FORMS = "uniform:LOW:HIGH, constant:SECONDS, lognormal:MEDIAN:SIGMA, exponential:MEAN, file:PATH"
+_FORMS = "uniform:LOW:HIGH, constant:SECONDS, lognormal:MEDIAN:SIGMA, file:PATH"
 
 LONGEST_S = 1e9
 """The longest judging time allowed, in seconds; keeps sums finite."""
@@ -38,7 +38,7 @@ def simulate(
         typer.Option(
             metavar="DISTRIBUTION",
             help="Seconds of judging per response: uniform:LOW:HIGH, constant:X, lognormal:MEDIAN:SIGMA, "
-            "exponential:MEAN, or file:PATH (JSONL with measured latencies, such as the records of "
+            "or file:PATH (measured seconds: a number in each line, or the records of "
             "[cyan]reward-loop score[/]).",
         ),
     ] = "uniform:1:40",
@@ -51,67 +51,36 @@ def simulate(
     ] = 0,
     mini_batches: Annotated[int, typer.Option(min=1, help="Updates per step.")] = 4,
     steps: Annotated[int, typer.Option(min=1, help="Steps of the simulated run.")] = 100,
-    mode: Annotated[
-        Literal["baseline", "mini-batch", "off-policy", "both", "all"], typer.Option(help="The simulated mode.")
-    ] = "all",
-    seed: Annotated[int, typer.Option(help="Seed of the judging times.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """Simulate how much overlapping judging with training would shorten a step.
 
-    Prints for each mode the length of a step, its floor, the time that the
-    trainer waits for rewards, and the share of judging that is hidden behind
-    generation and training.
+    Prints for each mode the length of a step, its floor, and the time that the
+    trainer waits for rewards.
     """
     load = Workload(
-        batch=batch,
-        responses=responses,
-        judge=parse_latency(judge),
-        concurrency=concurrency,
-        generation=generation,
-        training=training,
-        prepare=prepare,
-        mini_batches=mini_batches,
-        steps=steps,
-        seed=seed,
+        batch, responses, parse_latency(judge), concurrency, generation, training, prepare, mini_batches, steps
     )
-    runs = [run_mode(load, name) for name in (MODES if mode == "all" else [mode])]
+    runs = [run_mode(load, mode) for mode in MODES]
     if as_json:
-        figures = [
-            {
-                "mode": run.mode,
-                "step_s": run.step_seconds,
-                "floor_s": run.floor,
-                "over_floor": run.over_floor,
-                "waiting_s": run.waiting,
-                "hidden_share": run.hidden,
-            }
-            for run in runs
-        ]
-        print_line(json.dumps(figures))
+        print_line(json.dumps([asdict(run) for run in runs]))
         return
     out = console()
     table = Table("mode", box=None, pad_edge=False)
-    for column in ("s a step", "floor", "over floor", "waits for rewards", "judging hidden"):
+    for column in ("s a step", "floor", "over floor", "waits for rewards"):
         table.add_column(column, justify="right")
     for run in runs:
-        table.add_row(
-            run.mode,
-            f"{run.step_seconds:.1f}",
-            f"{run.floor:.1f}",
-            f"{run.over_floor:.1%}",
-            f"{run.waiting:.1f} s",
-            f"{run.hidden:.0%}",
-        )
+        figures = f"{run.step_s:.1f}", f"{run.floor_s:.1f}", f"{run.over_floor:.1%}", f"{run.waiting_s:.1f} s"
+        table.add_row(run.mode, *figures)
     out.print(table)
     out.print(
-        f"\nG + T = {load.gpu_seconds:.1f} s; R = {runs[0].judge_seconds:.1f} s, {load.samples} responses of "
+        f"\nG + T = {load.gpu_seconds:.1f} s; R = {load.judge_seconds:.1f} s, {load.samples} responses of "
         f"{load.judge.mean:.3g} s with {concurrency} at a time."
     )
-    enough = enough_concurrency(load)
-    if enough > concurrency:
+    if load.enough_concurrency > concurrency:
         out.print(
-            f"Judging bounds the step. From about {enough} at a time, it takes no longer than generation and training."
+            f"Judging bounds the step. From about {load.enough_concurrency} at a time, it takes no longer than "
+            "generation and training."
         )
     else:
         out.print("Generation and training bound the step: more concurrency brings little.")
@@ -128,10 +97,9 @@ class Latency:
 
 
 def parse_latency(text: str) -> Latency:
-    """Read ``uniform:1:40``, ``constant:2``, ``lognormal:3:0.8``, ``exponential:5`` or ``file:latencies.jsonl``.
+    """Read ``uniform:1:40``, ``constant:2``, ``lognormal:3:0.8`` or ``file:latencies.jsonl``.
 
-    A file has a number in each line, or an object with ``seconds``, ``latency``, ``reward_seconds`` or ``work_s``, as
-    records have; the simulation draws from these numbers.
+    The simulation draws from the numbers of a file: one in each line, or the ``work_s`` of each record.
 
     Raises:
         ConfigError: the text matches none of these forms, or the file cannot be read.
@@ -153,8 +121,6 @@ def parse_latency(text: str) -> Latency:
             case "lognormal", [median, sigma] if median > 0 and sigma <= WIDEST:
                 mean = median * math.exp(sigma * sigma / 2)
                 return Latency(text, mean, lambda rng: rng.lognormvariate(math.log(median), sigma))
-            case "exponential", [mean] if mean > 0:
-                return Latency(text, mean, lambda rng: rng.expovariate(1 / mean))
     raise ConfigError(
         f"invalid judge latency {text!r}: write one of {_FORMS}; times must be from 0 to {LONGEST_S:g} seconds"
     )
@@ -170,23 +136,17 @@ def _read(path: Path) -> list[float]:
         if not line.strip():
             continue
         try:
-            seconds = float(_seconds(json.loads(line)))
-        except (ValueError, TypeError, OverflowError):
+            value = json.loads(line)
+            value = value["work_s"] if isinstance(value, dict) else value
+            seconds = math.nan if isinstance(value, bool) else float(value)
+        except (ValueError, TypeError, KeyError, OverflowError):
             seconds = math.nan
         if not 0 <= seconds <= LONGEST_S:
-            raise ConfigError(
-                f"{path}, line {number}: expected seconds, or an object with seconds, latency, reward_seconds or work_s"
-            )
+            raise ConfigError(f"{path}, line {number}: expected seconds, or a record with work_s")
         values.append(seconds)
     if not values:
         raise ConfigError(f"{path} contains no latencies")
     return values
-
-
-def _seconds(value: Any) -> Any:
-    if isinstance(value, dict):
-        return next((value[key] for key in ("seconds", "latency", "reward_seconds", "work_s") if key in value), None)
-    return None if isinstance(value, bool) else value
 
 
 @dataclass(frozen=True)
@@ -211,15 +171,10 @@ class Workload:
     """Log-probabilities and values, which need no reward; not part of `training`."""
     mini_batches: int = 4
     steps: int = 100
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("batch", "responses", "concurrency", "mini_batches", "steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: at least 1, got {getattr(self, name)}")
-        for name in ("generation", "training", "prepare"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ConfigError(f"{name}: a number of seconds, got {getattr(self, name)}")
+        if not math.isfinite(self.gpu_seconds):
+            raise ConfigError("generation, training, prepare: each a number of seconds")
         if self.mini_batches > self.batch:
             raise ConfigError(f"{self.mini_batches} mini-batches of {self.batch} prompts: some would be empty")
 
@@ -233,139 +188,99 @@ class Workload:
         """The step time if judging took no time."""
         return self.generation + self.prepare + self.training
 
+    @property
+    def judge_seconds(self) -> float:
+        """The expected judging time of a step, with judges that are always busy."""
+        return self.samples * self.judge.mean / self.concurrency
+
+    @property
+    def enough_concurrency(self) -> int:
+        """The concurrency at which judging takes no longer than generation and training."""
+        return math.ceil(self.samples * self.judge.mean / self.gpu_seconds) if self.gpu_seconds else self.samples
+
     def draws(self, step: int) -> list[float]:
-        """Return the judging times of a step; they are the same in every mode."""
-        rng = random.Random(f"{self.seed}:{step}")
+        """Return the judging times of a step; they are the same in every mode and every run."""
+        rng = random.Random(f"0:{step}")
         draw = self.judge.draw
         return [draw(rng) for _ in range(self.samples)]
 
 
-@dataclass(frozen=True, slots=True)
-class Judging:
-    """The judging of one step. All are seconds, or times on the virtual clock."""
-
-    start: float
-    """The start of its first judge call."""
-    end: float
-    """The end of its last one."""
-    seconds: float
-    """The sum of its judging times."""
-    longest: float
-    """Its longest judging time."""
-    ready: list[float]
-    """The time at which each mini-batch has all its rewards."""
-
-
 @dataclass(frozen=True)
 class Run:
-    """A simulated run in one mode."""
+    """The figures of a simulated run in one mode."""
 
     mode: str
-    workload: Workload
-    seconds: float
-    """The length of the whole run."""
-    waits: list[tuple[float, float]]
-    """Start and end of each time in which the trainer waited for rewards."""
-    judging: list[Judging]
-    """For each step."""
-
-    @property
-    def step_seconds(self) -> float:
-        """The length of the whole run, including its start, divided by the number of steps."""
-        return self.seconds / self.workload.steps
-
-    @property
-    def over_floor(self) -> float:
-        """How much longer a step is than its `floor`, as a share of the floor."""
-        return self.step_seconds / self.floor - 1 if self.floor else 0.0
-
-    @property
-    def waiting(self) -> float:
-        """Seconds per step in which the trainer waited for rewards."""
-        return sum(end - start for start, end in self.waits) / self.workload.steps
-
-    @property
-    def hidden(self) -> float:
-        """The hidden share of judging: of the time in which samples of a step were judged, the share in which the
-        trainer did not wait."""
-        total = sum(step.end - step.start for step in self.judging)
-        waited = sum(
-            max(0.0, min(step.end, end) - max(step.start, start)) for step in self.judging for start, end in self.waits
-        )
-        return 1.0 - waited / total if total else 1.0
-
-    @property
-    def judge_seconds(self) -> float:
-        """The judging time of a step at full concurrency, if judges are always busy; the mean over all steps."""
-        return sum(step.seconds for step in self.judging) / self.workload.concurrency / self.workload.steps
-
-    @property
-    def floor(self) -> float:
-        """The lower bound for the step time in this mode with these judging times, in seconds.
-
-        With generation G, training T and all judging at full concurrency R, it is max(G + T, R) with both overlaps, or
-        off-policy alone. Otherwise the judging of a step must end before its training, or before the last part of it.
-        """
-        load = self.workload
-        schedule = Schedule.of_mode(self.mode, load.mini_batches)
-        if schedule.one_step_off_policy:
-            return max(load.gpu_seconds, self.judge_seconds)
-        floors = []
-        for step in self.judging:
-            seconds = max(step.seconds / load.concurrency, step.longest)
-            if schedule.mini_batch_pipeline:
-                floors.append(max(load.gpu_seconds, seconds + load.training / load.mini_batches))
-            else:
-                floors.append(max(load.generation, seconds) + load.prepare + load.training)
-        return sum(floors) / len(floors)
+    step_s: float
+    """The length of the whole run, including its start, divided by the number of steps."""
+    floor_s: float
+    """The lower bound for a step with these judging times; see `_floor`."""
+    over_floor: float
+    """How much longer a step is than its floor, as a share of the floor."""
+    waiting_s: float
+    """Seconds per step in which the trainer waited for rewards."""
 
 
-def run_mode(workload: Workload, mode: str) -> Run:
+def run_mode(load: Workload, mode: str) -> Run:
     """Simulate a workload in one of the `MODES`."""
-    schedule = Schedule.of_mode(mode, workload.mini_batches)
+    schedule = Schedule.of_mode(mode, load.mini_batches)
     # The judges take samples in order of arrival. A later sample never delays an earlier one, so the judging of a step
     # is fixed when its samples are submitted. At most two steps are in flight: more judges than that have no effect.
-    free = [0.0] * min(workload.concurrency, 2 * workload.samples)
-    judging: list[Judging] = []
-    waits: list[tuple[float, float]] = []
-    now = 0.0
+    free = [0.0] * min(load.concurrency, 2 * load.samples)
+    draws = [load.draws(step) for step in range(load.steps)]
+    judged: list[list[float]] = []  # for each step, when each mini-batch has all its rewards
+    now = waited = 0.0
 
     def ready(step: int) -> int:
-        return bisect_right(judging[step].ready, now)
+        return bisect_right(judged[step], now)
 
-    for action in schedule.actions(workload.steps, ready):
-        started = now
+    for action in schedule.actions(load.steps, ready):
         if isinstance(action, Generate):
-            now += workload.generation
-            judging.append(_judge(workload, action.step, free, started))
+            judged.append(_judge(load, draws[action.step], free, now))
+            now += load.generation
         elif isinstance(action, Prepare):
-            now += workload.prepare
+            now += load.prepare
         elif isinstance(action, Wait):
-            now = max(now, judging[action.step].ready[action.mini_batches - 1])
-            waits.append((started, now))
+            until = max(now, judged[action.step][action.mini_batches - 1])
+            waited += until - now
+            now = until
         else:
-            now += workload.training * action.count / workload.mini_batches
-    return Run(mode, workload, now, waits, judging)
+            now += load.training * action.count / load.mini_batches
+    step_s, floor_s = now / load.steps, _floor(load, schedule, draws)
+    return Run(mode, step_s, floor_s, step_s / floor_s - 1 if floor_s else 0.0, waited / load.steps)
 
 
-def _judge(load: Workload, step: int, free: list[float], started: float) -> Judging:
-    """Judge the samples of a step that was generated from ``started`` on; ``free``: a heap of when judges are free."""
-    draws = load.draws(step)
+def _judge(load: Workload, draws: list[float], free: list[float], started: float) -> list[float]:
+    """Judge the samples of a step; return when each mini-batch has all its rewards.
+
+    Args:
+        load: the workload.
+        draws: the judging times of the samples.
+        free: a heap of the times at which judges are free; it is changed.
+        started: when the generation of the samples begins.
+    """
     pace = load.generation / len(draws)
-    begins, ends = [], []
+    ends = []
     for i, seconds in enumerate(draws):
-        begin = max(started + pace * (i + 1), free[0])
-        heapq.heapreplace(free, begin + seconds)
-        begins.append(begin)
-        ends.append(begin + seconds)
+        ends.append(max(started + pace * (i + 1), free[0]) + seconds)
+        heapq.heapreplace(free, ends[-1])
     size = load.responses
     groups = sorted(max(ends[i : i + size]) for i in range(0, len(ends), size))
-    ready = [groups[math.ceil(load.batch * (i + 1) / load.mini_batches) - 1] for i in range(load.mini_batches)]
-    return Judging(min(begins), max(ends), sum(draws), max(draws), ready)
+    return [groups[math.ceil(load.batch * (i + 1) / load.mini_batches) - 1] for i in range(load.mini_batches)]
 
 
-def enough_concurrency(workload: Workload) -> int:
-    """Return the concurrency at which judging takes no longer than generation and training."""
-    if workload.gpu_seconds == 0:
-        return workload.samples
-    return max(1, min(workload.samples, math.ceil(workload.samples * workload.judge.mean / workload.gpu_seconds)))
+def _floor(load: Workload, schedule: Schedule, draws: list[list[float]]) -> float:
+    """Return the lower bound for the step time in seconds, with these judging times of each step.
+
+    With generation G, training T and all judging at full concurrency R, it is max(G + T, R) with both overlaps, or
+    off-policy alone. Otherwise the judging of a step must end before its training, or before the last part of it.
+    """
+    if schedule.one_step_off_policy:
+        return max(load.gpu_seconds, sum(map(sum, draws)) / load.concurrency / load.steps)
+    floors = []
+    for step in draws:
+        judged = max(sum(step) / load.concurrency, max(step))
+        if schedule.mini_batch_pipeline:
+            floors.append(max(load.gpu_seconds, judged + load.training / load.mini_batches))
+        else:
+            floors.append(max(load.generation, judged) + load.prepare + load.training)
+    return sum(floors) / load.steps

@@ -38,16 +38,14 @@ _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red", "skipped": "d
 def check(
     context: typer.Context,
     arguments: Annotated[
-        list[str] | None,
+        list[str],
         typer.Argument(
             metavar="[FUNCTION] FILE",
             help="The reward function, [cyan]file.py:name[/] or [cyan]package.module:name[/] (left out if all "
             "components of a composite have paths), and the rollouts, in any format of [cyan]reward-loop score[/].",
             show_default=False,
         ),
-    ] = None,
-    data: Annotated[str | None, typer.Option(metavar="FILE", help="The rollouts.", show_default=False)] = None,
-    fn: cli_options.Function = None,
+    ],
     rows: Annotated[
         int | None,
         typer.Option(min=1, help="Number of rows to use, from the first; by default 8, with --judge 20."),
@@ -92,10 +90,7 @@ def check(
     Exit status: 0 no problems, 1 a problem was found, or the function cannot be
     called with the arguments that a run passes, 2 wrong usage, 130 Ctrl-C.
     """
-    if data is not None and fn is None and arguments is not None and len(arguments) == 1:
-        fn, arguments = arguments[0], None  # the only argument is the function, in any form
-    fn, files = cli_options.function_and_files(arguments or (), fn, "--fn")
-    files += [] if data is None else [data]
+    fn, files = cli_options.function_and_files(arguments)
     if not files:
         raise ConfigError("name the rollouts, too: reward-loop check FUNCTION FILE")
     reward_kwargs = cli_options.values(reward_kwarg, "--reward-kwarg")

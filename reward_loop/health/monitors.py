@@ -287,7 +287,7 @@ MONITORS = (
         "reference_gap",
         _gap,
         _fixed,
-        "the reward rises, but the reference {subject!r} does not: {detail}; the gap grew by {value:.2f} standard "
+        "the reward rises, but {subject!r} falls behind: {detail}; the gap grew by {value:.2f} standard "
         "deviations (limit {limit:.2f})",
         "Read samples with a high reward and a low {subject!r}: the policy may exploit the reward",
     ),

@@ -67,7 +67,7 @@ class FailureBound:
                 f"{of}{failures} of the last {seen} samples failed, more than the share of {self.max_share:g} "
                 f"that max_failed_share allows. The latest failure of each cause:\n{latest}\n"
                 "Try the function on a few rows with `reward-loop check`. If this many failures are expected, raise "
-                "max_failed_share (in a verl run reward_loop.max_failed_share, with a command --max-failed-share)."
+                "max_failed_share (in a verl run reward_loop.max_failed_share, with a command -O max_failed_share)."
             )
 
 

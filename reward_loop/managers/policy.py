@@ -6,9 +6,18 @@ from typing import Literal
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import BudgetSpentError, ScoringError, UnscoredError
-from reward_loop.types import PART_KEYS, ExtraInfo, Outcome, Policy, Reward, RewardResult
+from reward_loop.types import (
+    PART_KEYS,
+    RESERVED_KEYS,
+    ExtraInfo,
+    Outcome,
+    Policy,
+    Reward,
+    RewardResult,
+    finite_number,
+)
 
-__all__ = ["apply_policy", "policy_of", "reward_after_policy"]
+__all__ = ["apply_policy", "policy_of", "result_of", "reward_after_policy"]
 
 
 def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
@@ -40,6 +49,22 @@ def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
             reward_error=result.error or "",
         ),
     }
+
+
+def result_of(reward: Reward) -> RewardResult:
+    """Convert a reward back to its result. Without an outcome, the sample is *scored*."""
+    info = reward.get("reward_extra_info") or {}
+    outcome = Outcome(info.get("reward_outcome") or Outcome.SCORED)
+    return RewardResult(
+        outcome,
+        finite_number(reward["reward_score"]) if outcome is Outcome.SCORED else None,
+        {name: value for name, value in info.items() if name not in RESERVED_KEYS},
+        error=info.get("reward_error") or None,
+        seconds=info.get("reward_seconds", 0.0),
+        attempts=info.get("reward_attempts", 1),
+        wait_seconds=info.get("reward_wait_seconds", 0.0),
+        queue_seconds=info.get("reward_queue_seconds", 0.0),
+    )
 
 
 def policy_of(result: RewardResult, options: RewardLoopConfig) -> Policy | Literal["stop"]:

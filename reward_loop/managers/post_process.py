@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ScoringError
 from reward_loop.limits.failures import FailureBound
-from reward_loop.managers.policy import apply_policy, reward_after_policy
+from reward_loop.managers.policy import apply_policy, result_of, reward_after_policy
 from reward_loop.managers.recording import record_reward_change
 from reward_loop.scoring import ScoringFunction
-from reward_loop.types import RESERVED_KEYS, Outcome, Reward, RewardResult, RewardSample
+from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
 
 __all__ = ["PostProcess", "fail_reward"]
 
@@ -88,18 +89,7 @@ def fail_reward(reward: Reward, failure: ScoringError, failures: FailureBound, o
         ScoringError: the policy is ``raise``.
         TooManyFailuresError: the share of failed samples among the recent samples is too large.
     """
-    info = reward.get("reward_extra_info") or {}
-    result = RewardResult(
-        Outcome.FAILED,
-        None,
-        extra_info={key: value for key, value in info.items() if key not in RESERVED_KEYS},
-        error=str(failure),
-        seconds=info.get("reward_seconds", 0.0),
-        attempts=info.get("reward_attempts", 1),
-        wait_seconds=info.get("reward_wait_seconds", 0.0),
-        queue_seconds=info.get("reward_queue_seconds", 0.0),
-        exception=failure,
-    )
+    result = replace(result_of(reward), outcome=Outcome.FAILED, score=None, error=str(failure), exception=failure)
     sample = RewardSample("", uid=failure.sample_uid, data_source=failure.data_source)
     after, masked = reward_after_policy(result, options)
     changes = {"outcome": Outcome.FAILED, "error": result.error, "reward": after, "masked": masked}

@@ -27,7 +27,7 @@ from reward_loop.offline.run import ScoringProgress, Usage, score_rows, usage_of
 from reward_loop.records.command import outcomes_of, show_report
 from reward_loop.records.report import Price, Report
 from reward_loop.scoring.load import load_function, source_hash
-from reward_loop.types import Outcome, Policy
+from reward_loop.types import Outcome
 
 __all__ = ["score"]
 
@@ -50,7 +50,6 @@ def score(
             show_default=False,
         ),
     ],
-    fn: cli_options.Function = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -76,22 +75,6 @@ def score(
     concurrency: Annotated[int, typer.Option(min=1, help="Rows that are scored at a time.")] = 64,
     timeout: cli_options.Timeout = 300,
     isolation: cli_options.Isolation = "thread",
-    max_processes: Annotated[
-        int | None, typer.Option(min=1, help="With processes: how many at a time. Default: one for each core.")
-    ] = None,
-    max_memory_mb: Annotated[
-        int | None, typer.Option(min=16, help="With processes: the megabytes that one may use. Default: any.")
-    ] = None,
-    on_failed: Annotated[
-        Policy, typer.Option(help="For rows that fail: mask (no score), default (a score), raise (stop).")
-    ] = "mask",
-    on_unscored: Annotated[
-        Policy, typer.Option(help="The same for rows for which the function returns None.")
-    ] = "mask",
-    default_score: Annotated[float, typer.Option(help="The score under the policy default.")] = 0.0,
-    max_failed_share: Annotated[
-        float, typer.Option(min=0, max=1, help="Stop when more than this share of the latest rows failed; 1: never.")
-    ] = 0.5,
     option: cli_options.MoreOptions = None,
     restart: Annotated[bool, typer.Option("--restart", help="Discard the records of an earlier run.")] = False,
     retry_failed: Annotated[
@@ -117,10 +100,13 @@ def score(
     prints goes to stderr. To try a function that costs money, score a few rows:
     head -n 20 rollouts.jsonl > few.jsonl.
 
+    -O sets the other options of the reward loop, such as -O on_failed=raise,
+    -O max_failed_share=0.1, or, with --isolation process, -O max_processes=4.
+
     Exit status: 0 rows were scored, 1 the run was stopped by an error, or no
     row was scored, 2 wrong usage, 130 Ctrl-C.
     """
-    fn, files = cli_options.function_and_files(arguments, fn, "--fn")
+    fn, files = cli_options.function_and_files(arguments)
     if not files:
         raise ConfigError(f"name the rollouts, too: reward-loop score {fn} FILE")
     paths = cli_options.pairs(field, "--field")
@@ -129,12 +115,6 @@ def score(
         "timeout": timeout or None,
         "max_threads": concurrency,
         "isolation": isolation,
-        "max_processes": max_processes,
-        "max_memory_mb": max_memory_mb,
-        "on_failed": on_failed,
-        "on_unscored": on_unscored,
-        "default_score": default_score,
-        "max_failed_share": max_failed_share,
         **cli_options.more_options(context, option),
     }
     config = parse(RewardLoopConfig, options, cli_options.option_names(context))
@@ -153,7 +133,10 @@ def score(
         scorer = load_scorer(fn, manager, config, reward_kwargs=reward_kwargs, router_address=router_address)
         fields = Fields(paths, data_source=data_source, requires=scorer.requires)
         check_fields(source.rows(), source.name, fields)
-        _note_unused(context, scorer)
+        if isolation == "process" and not any(
+            getattr(function, "in_processes", False) for function in functions_of(scorer.manager)
+        ):
+            _err.print("note: --isolation process has no effect: only sync functions run in processes")
         if scorer.has_post_process:
             _err.print("note: post_process_scores is not applied to a file of rollouts")
         identity = {
@@ -228,16 +211,6 @@ def _default_output(source: Inputs) -> Path:
         return source.paths[0].parent / f"{path.name}.scored"
     plain = path.with_suffix("") if is_compressed(path) else path
     return source.paths[0].parent / f"{plain.stem}.scored"
-
-
-def _note_unused(context: typer.Context, scorer: Scorer) -> None:
-    """Print a note if options of processes are given, and no function runs in a process."""
-    names, why = ["max_memory_mb", "max_processes"], "add --isolation process"
-    if context.params["isolation"] == "process":
-        names, why = ["isolation", *names], "only sync functions do"
-    given = [f"--{name.replace('_', '-')}" for name in names if cli_options.is_given(context, name)]
-    if given and not any(getattr(function, "in_processes", False) for function in functions_of(scorer.manager)):
-        _err.print(f"note: no effect: {', '.join(given)}. No function runs in a process: {why}")
 
 
 def _identity(

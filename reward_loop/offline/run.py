@@ -20,16 +20,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from reward_loop._util.signals import run
-from reward_loop._util.text import rounded, shorten
+from reward_loop._util.text import rounded
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.limits.local import LocalLimits
 from reward_loop.managers.base import RewardLoopManagerBase
-from reward_loop.managers.scorer import functions_of, reward_of
+from reward_loop.managers.policy import result_of
+from reward_loop.managers.scorer import Scored, functions_of, reward_of
 from reward_loop.offline.fields import Fields
 from reward_loop.offline.folder import ScoredFolder
 from reward_loop.offline.inputs import Inputs
 from reward_loop.records import ActiveSample, exchanges_of, large_components, sample_row, text_row
-from reward_loop.types import RESERVED_KEYS, Outcome, Reward, RewardResult, RewardSample, finite_number
+from reward_loop.types import Outcome, Reward, RewardSample, finite_number
 
 __all__ = ["ScoringProgress", "Usage", "score_rows", "usage_of"]
 
@@ -175,36 +176,14 @@ async def _recorded(manager: Any, sample: RewardSample, folder: ScoredFolder) ->
     """Return the reward of a manager that records no samples, or changes rewards after that, and record it."""
     with ActiveSample(sample, type(manager).__name__) as active:
         reward = await reward_of(manager, sample, str(sample.uid))
-        result, score, masked = _result_of(reward, f"sample {sample.uid}: {type(manager).__name__}.run_single")
+        scored = Scored.of(str(sample.uid), reward)
+        score = scored.score if scored.outcome is Outcome.SCORED else None
+        result = replace(result_of(reward), outcome=scored.outcome, score=score, error=scored.error)
+        masked = bool(scored.extra_info.get("reward_masked"))
         large = large_components(result.extra_info)
-        row = sample_row(active, result, large, score, masked)
+        row = sample_row(active, result, large, scored.score, masked)
         folder.writer.write(row, text_row(sample, large), exchanges_of(active))
     return reward
-
-
-def _result_of(reward: Reward, method: str) -> tuple[RewardResult, float | None, bool]:
-    """Return the result, the score after the policy, and whether the sample is masked.
-
-    Without an outcome, it is *scored*.
-    """
-    info = dict(reward.get("reward_extra_info") or {})
-    masked = bool(info.get("reward_masked", False))
-    score = None if masked else finite_number(reward["reward_score"])
-    outcome, error = Outcome(info.get("reward_outcome") or Outcome.SCORED), info.get("reward_error") or None
-    if score is None and not masked:
-        outcome = Outcome.FAILED
-        error = f"{method} returned the score {shorten(reward['reward_score'])}, which is not a finite number"
-    result = RewardResult(
-        outcome,
-        score if outcome is Outcome.SCORED else None,
-        {name: value for name, value in info.items() if name not in RESERVED_KEYS},
-        error=error,
-        seconds=info.get("reward_seconds", 0.0),
-        attempts=info.get("reward_attempts", 1),
-        wait_seconds=info.get("reward_wait_seconds", 0.0),
-        queue_seconds=info.get("reward_queue_seconds", 0.0),
-    )
-    return result, score, masked
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ TEXTS, EXCHANGES = "texts", "exchanges"
 """The sub-folders of texts: those of samples, and those of their exchanges with model servers."""
 
 EVENTS, AUDIT, HEALTH, CONFIG = "events", "audit", "health", "config"
-"""The sub-folders of rows that are not samples: the trainer's events, second calls of judges, values and warnings of
+"""The sub-folders of rows that are not samples: the trainer's events, probes of judges, values and warnings of
 the health monitors, and configurations."""
 
 SUB_FOLDERS = (TEXTS, EXCHANGES, EVENTS, AUDIT, HEALTH, CONFIG)

@@ -13,12 +13,16 @@ A session has these parts, all within verl's task for the session (`_run_agent_l
 
 A session ends only when its reward is written, so verl's own prompt statuses keep their meaning. When no session of a
 prompt is being generated any more, one of its trajectories gets the tag `GENERATED`.
+
+An agent loop may request the reward itself, see `reward_loop.agent.environment`: `score` returns it to the loop, and
+part 2 does not judge a trajectory that has a score; `score_later` replaces the sample that part 2 judges.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,11 +32,13 @@ from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
+from reward_loop.agent.environment import CurrentScorer, scoring_with
+from reward_loop.errors import ConfigError
 from reward_loop.managers.base import VALIDATE
 from reward_loop.records import Records, records
 from reward_loop.records.events import rollout_event
 from reward_loop.records.writer import MAX_BYTES
-from reward_loop.types import Outcome
+from reward_loop.types import Outcome, Reward, RewardSample
 from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.trajectory_keys import FAILURE, GENERATED, JUDGED
 
@@ -73,6 +79,20 @@ class _Session:
     times: dict[str, float] = field(default_factory=dict)
     """The times of the fields ``end``, ``scoring`` and ``scored`` of the session's event."""
     judging: asyncio.Task[None] | None = None
+    requested: RewardSample | None = None
+    """The sample for which the agent loop called `score_later`."""
+
+    def request(self, sample: RewardSample) -> None:
+        """Have this sample judged after the agent loop has returned.
+
+        Raises:
+            ConfigError: a sample was requested before.
+        """
+        if self.requested is not None:
+            raise ConfigError(
+                f"the agent loop called score_later twice for rollout {self.name}: a rollout has one reward"
+            )
+        self.requested = sample
 
 
 _prompt: ContextVar[_Prompt] = ContextVar("prompt")
@@ -111,7 +131,8 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         session = _Session(f"{uid}_{number}", number, _prompt.get())
         token, start, error = _session.set(session), time.time(), None
         try:
-            return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
+            with self._scoring(session, trajectory["validate"], kwargs):
+                return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
         except BaseException as raised:
             error = f"{type(raised).__name__}: {raised}"
             if number in session.prompt.generating and isinstance(raised, Exception):
@@ -126,6 +147,24 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
                 validate = bool(trajectory["validate"])
                 event = rollout_event(*row, validate=validate, start=start, times=session.times, error=error)
                 self._records.write_event(event)
+
+    def _scoring(self, session: _Session, validate: bool, columns: dict) -> AbstractContextManager[None]:
+        """Make the reward workers the current scorer of the session, unless rewards are computed after the rollout."""
+        if not self.reward_loop_worker_handles:
+            return nullcontext()
+        rollout = {
+            "uid": session.name,
+            "group": columns["uid"],
+            "group_size": session.prompt.size,
+            "step": columns.get("global_steps"),
+            "validate": validate,
+            "prompt": columns.get("raw_prompt"),
+        }
+        return scoring_with(CurrentScorer(self._score, rollout, session.request))
+
+    async def _score(self, sample: RewardSample) -> Reward:
+        (client,) = self.reward_loop_worker_handles
+        return await client.compute_score.remote(sample)
 
     @overrides(AgentLoopWorkerTQ.__ray_actor_class__)
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
@@ -164,6 +203,8 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         session = _session.get()
         if session is None:
             return await super()._compute_score(outputs, kwargs, **options)
+        if outputs[-1].reward_score is not None and session.requested is not None:
+            raise ConfigError(f"the agent loop set a reward_score and called score_later for rollout {session.name}")
         if outputs[-1].reward_score is None and self.reward_loop_worker_handles is not None:
             # `_agent_loop_postprocess` waits for the task after verl has written the trajectory.
             columns = {**kwargs, "group_size": session.prompt.size}
@@ -176,7 +217,13 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         The other arguments are those of `_compute_score`.
         """
         times["scoring"] = time.time()
-        await super()._compute_score(outputs, kwargs, **options)
+        session = _session.get()
+        if session is None or session.requested is None:
+            await super()._compute_score(outputs, kwargs, **options)
+        else:
+            reward = await self._score(session.requested)
+            outputs[-1].reward_score = reward["reward_score"]
+            outputs[-1].extra_fields["reward_extra_info"] = reward["reward_extra_info"]
         times["scored"] = time.time()
 
 

@@ -113,7 +113,16 @@ class VerlManager(RewardLoopManagerBase):
         return f"reward manager {type(self._manager).__name__}"
 
     async def to_sample(self, data: Any) -> RewardSample:
-        """Return the sample without its text: only the manager decodes it."""
+        """Return the sample without its text: only the manager decodes it.
+
+        Raises:
+            ConfigError: ``data`` is a `RewardSample`, of which the manager could not read anything.
+        """
+        if isinstance(data, RewardSample):
+            raise ConfigError(
+                f"an agent loop called reward_loop.score, which {self.name} cannot answer, since it was written for "
+                "verl's batches: use a manager of reward_loop"
+            )
         row = last_row(data, data.batch["responses"])
         return _Rollout(
             "",

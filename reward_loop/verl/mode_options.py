@@ -205,11 +205,9 @@ def check_group_manager(mode: ModeOptions) -> None:
 
 def _check_pipeline(config: DictConfig) -> None:
     sampler = config.trainer.v1.sampler.get("custom_sampler") or {}
-    manager = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
     rejected = {
         "skip.rollout_tq.enable=True": (OmegaConf.select(config, "skip.rollout_tq.enable"), "set it to False"),
         f"trainer.v1.sampler.custom_sampler.path={sampler.get('path')}": (sampler.get("path"), "leave it out"),
-        f"actor_rollout_ref.rollout.agent.agent_loop_manager_class={manager}": (manager, "leave it out"),
     }
     for what, (given, fix) in rejected.items():
         if given:

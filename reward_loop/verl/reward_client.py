@@ -16,9 +16,9 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardFunctionError, RewardLoopError
 from reward_loop.managers.policy import apply_policy
-from reward_loop.types import Outcome, Reward, RewardResult
+from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
 
-__all__ = ["MAX_TASK_RETRIES", "RewardClient", "SentSample", "raise_if_lost"]
+__all__ = ["MAX_TASK_RETRIES", "RewardClient", "SentSample", "prompt_of", "raise_if_lost"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,13 @@ def raise_if_lost(error: RayActorError) -> None:
     """
     if error.actor_init_failed:
         raise RewardLoopError(f"a reward worker died, and did not start again: {error}") from error
+
+
+def prompt_of(data: Any) -> str:
+    """Return the uid of the prompt of one rollout, a ``DataProto`` or a `RewardSample`."""
+    if isinstance(data, RewardSample):
+        return str(data.group or data.uid)
+    return str(data.non_tensor_batch["uid"][-1])
 
 
 @dataclass(slots=True)
@@ -64,7 +71,7 @@ class RewardClient:
         return self
 
     async def remote(self, data: Any) -> Reward:
-        """Score ``data``, one rollout as a ``DataProto``."""
+        """Score ``data``, one rollout as a ``DataProto``, or a `RewardSample`."""
         sent = self.send(data)
         try:
             return await self.reward_of(sent)
@@ -79,7 +86,7 @@ class RewardClient:
         The worker of a prompt is the same in every process.
         """
         if self.by_group:
-            turn = zlib.crc32(str(data.non_tensor_batch["uid"][-1]).encode())
+            turn = zlib.crc32(prompt_of(data).encode())
         else:
             turn = self._turn
             self._turn += 1

@@ -12,6 +12,7 @@ import ray
 
 from reward_loop._util.process import freeze_and_raise_gc_threshold, raise_descriptor_limit
 from reward_loop.audit import AuditCounts
+from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import InvalidScoreError, RewardLoopError
 from reward_loop.limits.client import open_limits
 from reward_loop.limits.failures import FailureBound
@@ -23,6 +24,7 @@ from reward_loop.records.writer import ExchangeCounts
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Reward, RewardSample
 from reward_loop.verl.cluster import RouterAddress, address_on_this_node
 from reward_loop.verl.managers import build_manager
+from reward_loop.verl.reward_client import prompt_of
 from reward_loop.verl.settings import RewardSettings
 
 __all__ = ["RewardWorker"]
@@ -67,14 +69,13 @@ class RewardWorker:
         """Score one rollout.
 
         Args:
-            data: a ``DataProto`` with one row per output of the rollout.
+            data: a ``DataProto`` with one row per output of the rollout, or a `RewardSample`.
 
         Raises:
             RewardLoopError: the run must stop: by the user's policy, or because too many samples failed.
         """
         # Without a context manager, which would cost a twentieth of the time per sample.
-        row = data.non_tensor_batch
-        uid = str(row["uid"][-1])
+        uid = prompt_of(data)
         task = asyncio.current_task()
         assert task is not None
         calls = self._running[uid]
@@ -88,7 +89,7 @@ class RewardWorker:
             calls.discard(task)
             if not calls:
                 del self._running[uid]
-        return _without_clash(reward) if VALIDATE in row and row[VALIDATE][-1] else reward
+        return _without_clash(reward) if _is_validation(data) else reward
 
     async def abandon(self, uids: Collection[str]) -> None:
         """Cancel the calls of `compute_score` for the rollouts of these prompts, because their caller has died.
@@ -171,9 +172,20 @@ class RewardWorker:
                 failed.append(fail_reward(kept, error, self._rejections, self._options))
         return failed
 
+    async def run_options(self) -> RewardLoopConfig:
+        """Return the options of the run, for clients that have found this worker by its name."""
+        return self._options
+
     async def needs_group(self) -> bool:
         """Return whether one worker must receive all samples of a prompt. Also used as a health check."""
         return self._manager.needs_group
+
+
+def _is_validation(data: Any) -> bool:
+    if isinstance(data, RewardSample):
+        return data.validate
+    row = data.non_tensor_batch
+    return VALIDATE in row and bool(row[VALIDATE][-1])
 
 
 def _without_clash(reward: Reward) -> Reward:

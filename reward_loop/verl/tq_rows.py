@@ -187,6 +187,9 @@ def unfinished_prompts() -> dict[str, set[str]]:
 
 uses(__name__, "verl.protocol:DataProto", "batch", "non_tensor_batch")
 
+INFO = "reward_extra_info"
+"""Key of a trajectory's ``extra_fields``: the extra info of its reward."""
+
 RAW_SCORE = "raw_score"
 """Key of a trajectory's ``extra_fields``: its score before ``post_process_scores``. Only groups that have been
 post-processed have it."""
@@ -257,19 +260,36 @@ def _objects(values: Sequence[Any]) -> np.ndarray:
 def read_rewards(batch: Any) -> dict[str, TrajectoryReward]:
     """Return the rewards of a batch by key of the trajectory, without padding rows."""
     keys = unpadded(batch)
+    if not keys:
+        return {}
+    columns = read_columns(keys, batch.partition_id, ("extra_fields", "rm_scores"))
+    if "extra_fields" not in columns:
+        _complete(batch)
+        columns = read_columns(keys, batch.partition_id, ("extra_fields", "rm_scores"))
     rewards = {}
-    for key, (extra, scores) in zip(
-        keys, read_rows(keys, batch.partition_id, "extra_fields", "rm_scores"), strict=True
-    ):
+    for key, extra, scores in zip(keys, columns["extra_fields"], columns["rm_scores"], strict=True):
         reward = float(scores.sum())
         rewards[key] = TrajectoryReward(
-            info=extra.get("reward_extra_info") or {},
+            info=extra.get(INFO) or {},
             reward=reward,
             raw_score=extra.get(RAW_SCORE, reward),
             post_processed=RAW_SCORE in extra,
             tokens=len(scores),
         )
     return rewards
+
+
+def _complete(batch: Any) -> None:
+    """Write ``extra_fields`` to the rows that have none.
+
+    An agent loop manager that writes its rows itself, such as that of verl's uni-agent, writes the extra info of the
+    reward as a field of its own.
+    """
+    for key, tag in zip(batch.keys, batch.tags, strict=True):
+        names = field_names(key, tag, batch.partition_id)
+        if "extra_fields" not in names:
+            info = read_rows([key], batch.partition_id, INFO)[0][0] if INFO in names else {}
+            write_rows([key], batch.partition_id, extra_fields=[{INFO: info}])
 
 
 def write_rewards(

@@ -127,7 +127,7 @@ class RewardLoopTrainer(RecordingTrainer):
     def _setup(self) -> None:
         if self._colocated is None:
             # Start them first: they load while the policy loads.
-            self.reward_workers = RewardWorkers(self._settings, self._router)
+            self.reward_workers = RewardWorkers(self._settings, self._router, named=True)
         with _in_place_of_verls_rewards(self._start_rewards):
             super()._setup()
         self.actor_rollout_wg.update_actor = self._counting_learners(self.actor_rollout_wg.update_actor)
@@ -168,7 +168,7 @@ class RewardLoopTrainer(RecordingTrainer):
                 super().fit(agent_loop_manager)
         finally:
             self._health.flush()
-        for worker in agent_loop_manager.agent_loop_workers:
+        for worker in getattr(agent_loop_manager, "agent_loop_workers", ()):  # a manager of the user may have others
             ray.kill(worker)
 
     @overrides(PPOTrainer)

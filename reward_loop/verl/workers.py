@@ -21,6 +21,7 @@ from reward_loop.types import Reward
 from reward_loop.verl.cluster import RouterAddress, worker_nodes
 from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient, SentSample, raise_if_lost
 from reward_loop.verl.reward_worker import RewardWorker
+from reward_loop.verl.run_scorer import worker_name
 from reward_loop.verl.settings import RewardSettings
 
 __all__ = ["RewardWorkers", "longest_quiet_s"]
@@ -117,9 +118,10 @@ class RewardWorkers:
     Args:
         settings: the settings of rewards.
         router: how the workers reach the router in front of the reward models; ``None`` without a reward model.
+        named: whether processes of the run find the workers by their names, see `scorer_of_run`.
     """
 
-    def __init__(self, settings: RewardSettings, router: RouterAddress | None) -> None:
+    def __init__(self, settings: RewardSettings, router: RouterAddress | None, *, named: bool = False) -> None:
         actor = ray.remote(RewardWorker)
         nodes = worker_nodes(settings.num_workers)
         # Keep this reference: without it, Ray frees an argument over 100 KB, and cannot restart a worker.
@@ -132,6 +134,7 @@ class RewardWorkers:
                 scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
                     node_id=node, soft=True
                 ),
+                **(worker_name(position) if named else {}),
             ).remote(self._settings, router, nodes.count(node), position)
             for position, node in enumerate(nodes)
         ]

@@ -61,24 +61,18 @@ def test_a_busy_loop_keeps_nobody_waiting_for_what_is_complete():
     assert released == [True]
 
 
-def test_a_timeout_leaves_the_batch_alone():
+def test_a_timeout_leaves_the_batch_alone_and_cancel_ends_it():
     judge = Held()
     with BlockingRewardAgent(naive(judge)) as agent:
-        pending = agent.submit(numbered(1))
-        with pytest.raises(TimeoutError):
-            pending.result(timeout=0)
+        pending, cancelled = agent.submit(numbered(1)), agent.submit(numbered(1))
+        for batch in (pending, cancelled):
+            with pytest.raises(TimeoutError):
+                batch.result(timeout=0)
+        cancelled.cancel()
+        with pytest.raises(RewardsCancelledError):
+            cancelled.result()
         judge.release.set()
         assert scores(pending.result()) == [0]
-
-
-def test_cancel():
-    judge = Held()
-    with BlockingRewardAgent(naive(judge)) as agent:
-        pending = agent.submit(numbered(1))
-        pending.cancel()
-        with pytest.raises(RewardsCancelledError):
-            pending.result()
-        judge.release.set()
 
 
 def test_errors_reach_the_caller():

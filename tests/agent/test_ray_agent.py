@@ -8,15 +8,9 @@ import pytest
 pytest.importorskip("ray")
 
 from reward_loop import ConfigError, RewardFunctionError, RewardLoopError, RewardSample
-from reward_loop._util.process import GC_THRESHOLD
-from reward_loop.agent.pending import PendingRewards
 from reward_loop.agent.ray_agent import AsyncRewardAgent
-from tests.agent.judges import Gate, numbered
+from tests.agent.judges import Gate, numbered, within
 from tests.local_ray import local_ray
-
-
-async def within(awaitable, seconds=30):
-    return await asyncio.wait_for(awaitable, seconds)
 
 
 async def test_chunks_of_groups_in_order_of_completion():
@@ -30,27 +24,6 @@ async def test_chunks_of_groups_in_order_of_completion():
     assert (await within(agent.get(4)))[0] == [0, 1, 2, 3]
     with pytest.raises(RewardLoopError, match="nothing to get"):
         await agent.get(2)
-
-
-async def test_get_builds_only_the_groups_that_it_hands_out(monkeypatch):
-    built = []
-    group = PendingRewards._group
-    monkeypatch.setattr(PendingRewards, "_group", lambda self, index: built.append(index) or group(self, index))
-    agent = AsyncRewardAgent(lambda solution_str: 1.0)
-    await agent.compute_reward_pipeline(numbered(20), group_size=2)
-    for _ in range(10):
-        await within(agent.get(2))
-    assert sorted(built) == list(range(10))
-
-
-async def test_a_batch_can_be_submitted_while_another_is_in_flight():
-    gate = Gate()
-    agent = AsyncRewardAgent(gate)
-    await agent.compute_reward_pipeline(numbered(2), group_size=2)
-    await agent.compute_reward_pipeline(numbered(2, start=2), group_size=2)
-    await within(gate.called(4))
-    gate.let(*range(4))
-    assert [(await within(agent.get(2)))[1] for _ in range(2)] == [[0, 1], [2, 3]]
 
 
 async def test_a_get_that_is_given_up_takes_nothing():
@@ -203,20 +176,6 @@ async def compute_score(solution_str, count):
     assert second[1] == [float(half + i) for i in range(half)]
     failed = [i for i, outcome in enumerate(first[2]["reward_outcome"]) if outcome == "failed"]
     assert failed == [7]
-
-
-@pytest.mark.integration
-def test_the_process_of_the_actor_collects_garbage_less_often(cluster):
-    from reward_loop.agent.ray_agent import RayAsyncRewardAgent
-
-    def compute_score(solution_str):
-        import gc
-
-        return gc.get_threshold()[0]
-
-    agent = RayAsyncRewardAgent.remote(compute_score)
-    assert cluster.get(agent.compute_reward_pipeline.remote(numbered(1)), timeout=300) == 1
-    assert cluster.get(agent.get.remote(1), timeout=300)[1] == [GC_THRESHOLD]
 
 
 @pytest.mark.integration

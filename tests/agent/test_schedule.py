@@ -21,42 +21,31 @@ def actions(schedule, steps, ready=lambda step: 0, **options):
     return done
 
 
-def test_the_baseline_waits_for_everything_first():
-    assert actions(Schedule(2), 1) == [Generate(0), Wait(0, 2), Prepare(0), Train(0, 0, 2)]
+AHEAD = [Generate(0), Generate(1), Prepare(0), Wait(0, 1), Train(0, 0, 1), Prepare(1), Wait(1, 1), Train(1, 0, 1)]
 
 
-def test_mini_batches_are_trained_as_they_come():
-    assert actions(Schedule(2, mini_batch_pipeline=True), 1) == [
-        Generate(0),
-        Prepare(0),
-        Wait(0, 1),
-        Train(0, 0, 1),
-        Wait(0, 2),
-        Train(0, 1, 1),
-    ]
-
-
-def test_every_complete_mini_batch_is_taken():
-    assert actions(Schedule(4, mini_batch_pipeline=True), 1, ready=lambda step: 3) == [
-        Generate(0),
-        Prepare(0),
-        Train(0, 0, 3),
-        Wait(0, 4),
-        Train(0, 3, 1),
-    ]
-
-
-def test_off_policy_generates_one_step_ahead():
-    assert actions(Schedule(1, one_step_off_policy=True), 2) == [
-        Generate(0),
-        Generate(1),
-        Prepare(0),
-        Wait(0, 1),
-        Train(0, 0, 1),
-        Prepare(1),
-        Wait(1, 1),
-        Train(1, 0, 1),
-    ]
+@pytest.mark.parametrize(
+    ("schedule", "steps", "ready", "expected"),
+    [
+        (Schedule(2), 1, 0, [Generate(0), Wait(0, 2), Prepare(0), Train(0, 0, 2)]),
+        (
+            Schedule(2, mini_batch_pipeline=True),
+            1,
+            0,
+            [Generate(0), Prepare(0), Wait(0, 1), Train(0, 0, 1), Wait(0, 2), Train(0, 1, 1)],
+        ),
+        (
+            Schedule(4, mini_batch_pipeline=True),
+            1,
+            3,
+            [Generate(0), Prepare(0), Train(0, 0, 3), Wait(0, 4), Train(0, 3, 1)],
+        ),
+        (Schedule(1, one_step_off_policy=True), 2, 0, AHEAD),
+    ],
+    ids=["baseline", "mini-batches", "every complete mini-batch", "one step ahead"],
+)
+def test_the_order_of_a_step(schedule, steps, ready, expected):
+    assert actions(schedule, steps, ready=lambda step: ready) == expected
 
 
 def test_a_resumed_run_does_not_generate_again():

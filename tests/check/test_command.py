@@ -35,7 +35,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-FIELDS = ["--data", "rows.jsonl", "-f", "solution_str=output"]
+FIELDS = ["rows.jsonl", "-f", "solution_str=output"]
 
 
 @pytest.mark.usefixtures("files")
@@ -90,16 +90,16 @@ def test_a_batch_function_is_called_with_all_rows(manager: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["reward.py:fine", "--data", "nowhere.jsonl"], 2, "no such file: nowhere.jsonl"),
+        (["reward.py:fine", "nowhere.jsonl"], 2, "no such file: nowhere.jsonl"),
         (["reward.py:fine", *FIELDS], 2, "no field 'ground_truth'"),
         (["reward.py:fin", *FIELDS], 2, "fine"),
         (["reward.py:empty", *FIELDS, "--manager", "naiv"], 2, "naive"),
         (["reward.py:empty", *FIELDS, "--manager", "batch"], 1, "requires solution_str"),
         (["reward.py:empty", *FIELDS, "-O", "retry.max_atempts=1"], 2, "did you mean 'max_attempts'"),
-        (["reward.py:fine", "--data", "rows.jsonl", "-f", "solution_str"], 2, "NAME=VALUE"),
+        (["reward.py:fine", "rows.jsonl", "-f", "solution_str"], 2, "NAME=VALUE"),
         (["reward.py:fine"], 2, "name the rollouts, too: reward-loop check FUNCTION FILE"),
-        (["--data", "rows.jsonl"], 2, "name the function"),
-        (["reward.py:fine", "--data", "."], 2, ". is not a file of rollouts: it is a folder"),
+        (["rows.jsonl"], 2, "name the function"),
+        (["reward.py:fine", "."], 2, ". is not a file of rollouts: it is a folder"),
         (["reward.py:fine", *FIELDS, "--manager", "composite"], 2, "-O components.form.path=rewards.py:form"),
     ],
 )

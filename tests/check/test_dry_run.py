@@ -85,16 +85,6 @@ async def test_calls_that_share_changing_state_are_found() -> None:
     assert findings["samples"][0] == findings["deterministic"][0] == "ok"
 
 
-async def test_a_function_that_blocks_the_loop_is_found() -> None:
-    async def blocking(solution_str: str) -> float:
-        time.sleep(0.15)  # noqa: ASYNC251 (this is what is to be found)
-        return float(len(solution_str) % 7)
-
-    _, findings = await found(blocking, max_blocked_s=0.1)
-    assert findings["event loop"][0] == "problem"
-    assert "to_thread" in findings["event loop"][1]
-
-
 async def test_an_async_function_that_blocks_the_loop_for_50_ms_in_each_call_is_a_problem() -> None:
     async def blocking(solution_str: str) -> float:
         time.sleep(0.05)  # noqa: ASYNC251 (this is what is to be found)
@@ -137,19 +127,6 @@ async def test_a_delay_of_one_call_that_does_not_occur_again_is_not_a_problem(mo
 
     _, findings = await found(imports_at_first, max_blocked_s=0.02)
     assert findings["event loop"][0] == "ok"
-
-
-async def test_the_delay_is_that_of_a_single_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(calls, "time", types.SimpleNamespace(perf_counter=lambda: now))
-
-    async def blocking(solution_str: str) -> float:
-        nonlocal now
-        now += 3.0
-        return float(len(solution_str) % 7)
-
-    _, findings = await found(blocking, max_blocked_s=1.0)
-    assert "blocks the event loop for 3 s" in findings["event loop"][1]
 
 
 @pytest.mark.parametrize("blank", ["", "x" * 1_000_000])
@@ -231,25 +208,6 @@ async def test_a_batch_function_is_called_with_all_samples(manager: str) -> None
     assert "15 samples in 3 concurrent calls have the same results as single calls" in findings["concurrent calls"][1]
     report, findings = await found(at_end, manager=manager)
     assert report.problems == []
-
-
-async def test_calls_with_lists_that_share_changing_state_are_found() -> None:
-    class Shared:
-        def __init__(self) -> None:
-            self.texts: list[str] = []
-            self.calls = threading.Barrier(3)
-            self.count = itertools.count()
-
-        def compute_score(self, solution_strs: list[str]) -> list[float]:
-            self.texts = solution_strs
-            if next(self.count) in (2, 3, 4):  # those that are made at the same time
-                self.texts = [text + "!" for text in self.texts]
-                self.calls.wait(60)
-            return [float(text.endswith("4")) for text in self.texts]
-
-    _, findings = await found(Shared(), manager="batch")
-    assert findings["threads"][0] == "problem"
-    assert "results than single calls" in findings["threads"][1]
 
 
 async def test_one_odd_response_that_fails_its_whole_call_is_found() -> None:

@@ -58,7 +58,7 @@ def test_a_reward_that_rises_while_the_reference_falls_or_stays_gives_one_warnin
     assert (warning.monitor, warning.subject) == ("reference_gap", "acc")
     assert 22 <= warning.step <= 40
     assert warning.value > warning.threshold >= 0.3
-    assert "'acc' does not" in warning.message
+    assert "'acc' falls behind" in warning.message
     assert "over 16 steps" in warning.message
 
 

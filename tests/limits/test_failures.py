@@ -36,7 +36,7 @@ def test_the_message_shows_samples_causes_and_what_to_do():
         "- sample u4: judge (r.py) raised KeyError: 'x'\n"
         "- sample u2: judge (r.py) raised TimeoutError: at line 7\n    raise\n"
         "Try the function on a few rows with `reward-loop check`. If this many failures are expected, raise "
-        "max_failed_share (in a verl run reward_loop.max_failed_share, with a command --max-failed-share)."
+        "max_failed_share (in a verl run reward_loop.max_failed_share, with a command -O max_failed_share)."
     )
 
 

@@ -20,7 +20,6 @@ from reward_loop import (
 )
 from reward_loop.managers import scoring_function
 from reward_loop.managers.composite import CompositeRewardLoopManager
-from reward_loop.managers.policy import apply_policy
 from reward_loop.records.reader import RecordsReader
 from reward_loop.types import RESERVED_KEYS
 
@@ -247,11 +246,6 @@ def test_a_wrong_option_is_named():
         manager(config={"trainer": {}, "reward_loop": {"timout": 5}})
 
 
-def test_a_scoring_function_is_kept():
-    function = ScoringFunction(exact, timeout=7)
-    assert manager(function).function is function
-
-
 async def test_a_subclass_states_what_differs():
     class Constant(RewardLoopManagerBase):
         async def score_one(self, sample):
@@ -315,13 +309,6 @@ async def test_raise_stops_the_run_at_a_managers_own_result_without_an_exception
         await manager.run_single(RewardSample("x", uid="q3"))
     assert isinstance(raised.value, UnscoredError) == (outcome is Outcome.UNSCORED)
     assert raised.value.sample_uid == "q3"
-
-
-@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.UNSCORED])
-def test_raise_stops_the_run_at_any_result_without_an_exception(outcome):
-    options = RewardLoopConfig(on_failed="raise", on_unscored="raise")
-    with pytest.raises(ScoringError, match="gave no cause"):
-        apply_policy(RewardResult(outcome, None), options)
 
 
 @pytest.mark.parametrize(("outcome", "score"), [(Outcome.SCORED, None), (Outcome.FAILED, 0.5), (Outcome.UNSCORED, 1.0)])

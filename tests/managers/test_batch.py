@@ -2,9 +2,9 @@ import asyncio
 
 import pytest
 
-from reward_loop import FunctionLoadError, RewardAgent, RewardLoopConfig, RewardSample, ScoringError
+from reward_loop import FunctionLoadError, RewardSample, ScoringError
 from reward_loop.limits.call import current_call
-from reward_loop.managers import BatchRewardLoopManager, scoring_function
+from reward_loop.managers import BatchRewardLoopManager
 
 
 def manager(function, **options):
@@ -77,18 +77,6 @@ async def test_policies_and_messages():
         assert "ZeroDivisionError" in str(result)
 
 
-async def test_through_the_agent():
-    made = manager(lambda solution_strs: [len(text) for text in solution_strs], batch={"max_batch_size": 3})
-    async with RewardAgent(made) as agent:
-        pending = agent.submit([RewardSample("x" * i) for i in range(7)])
-        assert [reward["reward_score"] for reward in await pending] == list(range(7))
-
-
 def test_a_function_of_one_sample_is_refused():
     with pytest.raises(FunctionLoadError, match="solution_strs"):
         manager(lambda solution_str: 1)
-
-
-def test_a_function_that_is_made_already_is_kept():
-    function = scoring_function(BatchRewardLoopManager, lambda solution_strs: [], RewardLoopConfig())
-    assert BatchRewardLoopManager(compute_score=function).function is function

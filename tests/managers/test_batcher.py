@@ -34,14 +34,6 @@ def start(batcher, number, key=None, size=2, wait=1000.0):
     return asyncio.create_task(batcher.score(RewardSample(str(number)), key, size, wait))
 
 
-async def test_a_call_starts_when_enough_are_there():
-    scorer = Scorer()
-    batcher = Batcher(scorer)
-    tasks = [start(batcher, i) for i in range(4)]
-    assert [result.score for result in await asyncio.gather(*tasks)] == [0, 1, 2, 3]
-    assert scorer.calls == [["0", "1"], ["2", "3"]]
-
-
 async def test_keys_are_kept_apart():
     scorer = Scorer()
     batcher = Batcher(scorer)

@@ -18,6 +18,7 @@ from reward_loop import (
 )
 from reward_loop.limits.server import LimitServer
 from reward_loop.managers import CompositeRewardLoopManager
+from tests.counting import Counting
 
 SOURCE = """
 import asyncio
@@ -74,6 +75,14 @@ def make(path):
     return make
 
 
+@pytest.fixture
+def module(monkeypatch):
+    """A module that can be imported as ``judges``; a test adds its functions."""
+    made = types.ModuleType("judges")
+    monkeypatch.setitem(sys.modules, "judges", made)
+    return made
+
+
 def run(manager, text, truth="4"):
     return manager.run_single(RewardSample(text, "math", truth, uid="u1"))
 
@@ -87,22 +96,6 @@ async def test_the_weighted_sum_and_each_by_name(make):
     assert (info["form"], info["accuracy"], info["Judge"]) == (1.0, 1.0, 6.0)
     assert (info["accuracy/length"], info["Judge/prompt"], info["Judge/explanation"]) == (3, "prompt", "because")
     assert info["Judge/outcome"] == info["reward_outcome"] == "scored"
-
-
-async def test_components_run_at_the_same_time():
-    both = asyncio.Barrier(2)
-
-    class Meet:
-        async def compute_score(self):
-            await both.wait()
-            return 1.0
-
-    module = types.ModuleType("meeting")
-    module.first, module.second = Meet(), Meet()
-    sys.modules["meeting"] = module
-    config = {"reward_loop": {"components": {name: {"path": f"meeting:{name}"} for name in ("first", "second")}}}
-    reward = await CompositeRewardLoopManager(config).run_single(RewardSample("x"))
-    assert reward["reward_score"] == 2.0
 
 
 async def test_a_gate_that_does_not_pass_spares_what_comes_after_it(make, calls):
@@ -191,23 +184,6 @@ async def test_a_judge_that_is_down_stops_the_run_though_it_has_a_default(make):
         await run(manager, "down")
 
 
-async def test_failures_of_a_component_count_over_the_whole_job(make, path):
-    options = {"min_samples_for_failed_share": 4}
-    service = LimitServer(RewardLoopConfig(**options))
-    address = await service.start()
-    parts = {"form": {}, "Judge": {"on_failed": "default"}}
-    workers = [make(parts, job=address, retry={"max_attempts": 1}, **options) for _ in range(2)]
-    for manager in workers:
-        for _ in range(2):  # four in all: fewer in each worker than the bound needs
-            await run(manager, "down")
-    for manager in workers:  # each has a connection of its own
-        await manager.limits.why_stopped()
-    assert "components.Judge: 4 of the last 4 samples failed" in await workers[0].limits.why_stopped()
-    for manager in workers:
-        manager.close()
-    await service.stop()
-
-
 async def test_components_are_retried_and_their_attempts_logged(make, calls):
     parts = {"form": {}, "Judge": {"on_failed": "default"}}
     manager = make(parts, retry={"max_attempts": 2, "initial_wait": 0.001}, max_failed_share=1)
@@ -231,17 +207,15 @@ async def test_components_share_the_cache_of_the_run_and_differ_by_their_argumen
 
 
 @pytest.mark.parametrize(("at_cap", "score"), [("stop", None), ("default", 1 - 2.0), ("mask", 0.0)])
-async def test_at_cap_applies_to_components_that_are_not_called(at_cap, score):
+async def test_at_cap_applies_to_components_that_are_not_called(module, at_cap, score):
     async def judge():
         async with limit("judge") as lease:
             lease.used(tokens=100)
         return 1.0
 
-    module = types.ModuleType("judges_with_a_budget")
     module.judge = judge
-    sys.modules[module.__name__] = module
     # Whatever the policies for other samples without a score are.
-    component = {"path": f"{module.__name__}:judge", "on_unscored": "default", "on_failed": "default"}
+    component = {"path": "judges:judge", "on_unscored": "default", "on_failed": "default"}
     given = {"components": {"a": {**component, "default_score": 1.0}, "b": {**component, "default_score": -2.0}}}
     budget = {"max_tokens": 150, "at_cap": at_cap}
     manager = CompositeRewardLoopManager({"reward_loop": {**given, "budget": budget}})
@@ -254,40 +228,34 @@ async def test_at_cap_applies_to_components_that_are_not_called(at_cap, score):
     assert (reward["reward_score"], reward["reward_extra_info"]["reward_masked"]) == (score, at_cap == "mask")
 
 
+async def test_components_run_at_the_same_time(module):
+    both = asyncio.Barrier(2)
+
+    async def meet():
+        await both.wait()
+        return 1.0
+
+    module.meet = meet
+    components = {name: {"path": "judges:meet"} for name in ("first", "second")}
+    manager = CompositeRewardLoopManager({"reward_loop": {"components": components}})
+    assert (await manager.run_single(RewardSample("x")))["reward_score"] == 2.0
+
+
+async def test_each_component_has_its_own_limit(module):
+    module.free, module.tight = Counting(), Counting()
+    components = {"free": {"path": "judges:free"}, "tight": {"path": "judges:tight", "limit": "service"}}
+    limits = {"service": {"max_concurrent": 2}, "default": {"max_concurrent": 5}}
+    manager = CompositeRewardLoopManager({"reward_loop": {"components": components, "limits": limits}})
+    rewards = await asyncio.gather(*(manager.run_single(RewardSample("x")) for _ in range(20)))
+    assert {reward["reward_score"] for reward in rewards} == {2.0}
+    assert (module.free.peak, module.tight.peak) == (5, 2)
+
+
 async def test_a_component_without_path_is_the_function_of_the_run(path):
     config = {"reward_loop": {"components": {"form": {"path": f"{path}:form"}, "rest": {"weight": 2}}}}
     manager = CompositeRewardLoopManager(config, compute_score=lambda solution_str, ground_truth: 3.0)
     assert (await run(manager, "<"))["reward_score"] == 7.0
     assert manager.requires == {"solution_str", "ground_truth"}
-
-
-async def test_each_component_has_its_own_limit():
-    peaks = {"free": 0, "tight": 0}
-    running = dict.fromkeys(peaks, 0)
-
-    def judge(name):
-        async def compute_score():
-            running[name] += 1
-            peaks[name] = max(peaks[name], running[name])
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            running[name] -= 1
-            return 1.0
-
-        return compute_score
-
-    module = types.ModuleType("judges_with_limits")
-    module.free, module.tight = judge("free"), judge("tight")
-    sys.modules[module.__name__] = module
-    components = {name: {"path": f"{module.__name__}:{name}", "limit": limit} for name, limit in LIMIT_OF.items()}
-    limits = {"service": {"max_concurrent": 2}, "default": {"max_concurrent": 5}}
-    manager = CompositeRewardLoopManager({"reward_loop": {"components": components, "limits": limits}})
-    rewards = await asyncio.gather(*(manager.run_single(RewardSample("x")) for _ in range(20)))
-    assert {reward["reward_score"] for reward in rewards} == {2.0}
-    assert peaks == {"free": 5, "tight": 2}
-
-
-LIMIT_OF = {"free": "default", "tight": "service"}
 
 
 def test_wrong_options_are_named(path):
@@ -327,12 +295,6 @@ async def test_components_after_one_without_a_score_are_counted_and_logged(make)
     assert counted == [1, 0, 1]
 
 
-async def test_the_times_of_all_components_count_where_one_has_no_score(make):
-    manager = make({"Judge": {}, "accuracy": {}}, retry={"max_attempts": 1})
-    info = (await run(manager, "down 4"))["reward_extra_info"]
-    assert info["reward_seconds"] == info["Judge/seconds"] + info["accuracy/seconds"]
-
-
 @pytest.mark.parametrize("option", ["on_failed", "on_unscored"])
 async def test_a_component_that_stops_the_run_does_so_after_one_that_masks(make, option):
     text = "down" if option == "on_failed" else "?"
@@ -341,15 +303,11 @@ async def test_a_component_that_stops_the_run_does_so_after_one_that_masks(make,
         await run(manager, text)
 
 
-async def test_options_of_a_component_that_is_a_scoring_function_are_refused():
-    module = types.ModuleType("scoring_functions")
+async def test_options_of_a_component_that_is_a_scoring_function_are_refused(module):
     module.made = ScoringFunction(lambda: 1.0, timeout=5)
-    sys.modules[module.__name__] = module
 
     def make(**options):
-        return CompositeRewardLoopManager(
-            {"reward_loop": {"components": {"a": {"path": "scoring_functions:made"} | options}}}
-        )
+        return CompositeRewardLoopManager({"reward_loop": {"components": {"a": {"path": "judges:made"} | options}}})
 
     assert (await run(make(weight=2), "x"))["reward_score"] == 2.0
     for name, value in {"timeout": 7, "reward_kwargs": {"a": 1}}.items():

@@ -65,14 +65,6 @@ async def test_managers_that_share_limits_keep_one_limit():
     assert judge.peak == 2
 
 
-async def test_tokens_are_counted_by_the_estimate():
-    made = manager(max_concurrent=100, max_tpm=5000, estimated_tokens_per_request=2000)
-    tasks = [asyncio.create_task(made.run_single(RewardSample("x"))) for _ in range(2)]
-    assert (await tasks[0])["reward_score"] == 1
-    assert not (await asyncio.wait(tasks[1:], timeout=0.2))[0]  # waits for the debt of the first one, 24 s
-    tasks[1].cancel()
-
-
 async def test_a_failure_has_a_score_only_under_the_policy_default():
     def broken():
         raise ConnectionError("no route")

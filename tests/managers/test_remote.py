@@ -2,12 +2,12 @@
 
 import os
 
-import numpy as np
 import pytest
 
 from reward_loop import FunctionLoadError, RewardSample
 from reward_loop.managers import PrimeRewardLoopManager, RemoteRewardLoopManager, get
 from tests.local_ray import local_ray
+from tests.managers.rows import CharTokenizer, data_proto
 
 MANAGERS = [RemoteRewardLoopManager, PrimeRewardLoopManager]
 
@@ -64,33 +64,10 @@ def test_as_many_processes_as_in_verl(cls, options, count):
     assert f"max_processes={count}," in repr(manager.function)
 
 
-class Tokenizer:
-    def decode(self, ids, skip_special_tokens):
-        return "".join(chr(int(i)) for i in ids if int(i) > 2)
-
-
 def row(text, level):
-    """One rollout as verl's agent loop hands it over, answered without an end token."""
-    import torch
-    import verl
-
-    def column(value):
-        array = np.empty(1, dtype=object)
-        array[0] = value
-        return array
-
-    return verl.DataProto.from_dict(
-        tensors={
-            "prompts": torch.tensor([[0, 104, 105]]),
-            "responses": torch.tensor([[*map(ord, text)]]),
-            "attention_mask": torch.ones(1, 3 + len(text), dtype=torch.int64),
-        },
-        non_tensors={
-            "data_source": column("math"),
-            "reward_model": column({"ground_truth": "yes", "style": "rule"}),
-            "extra_info": column({"level": level}),
-        },
-    )
+    """A rollout as verl's agent loop passes it on."""
+    reward_model = {"ground_truth": "yes", "style": "rule"}
+    return data_proto([text], data_source=["math"], reward_model=[reward_model], extra_info=[{"level": level}])
 
 
 @pytest.mark.integration
@@ -100,9 +77,9 @@ async def test_remote_gives_what_verls_remote_gives():
     from verl.experimental.reward_loop.reward_manager.remote import RemoteRewardManager
 
     config = OmegaConf.create({"reward": {"num_workers": 1}})
-    ours = RemoteRewardLoopManager(config, Tokenizer(), compute_score)
+    ours = RemoteRewardLoopManager(config, CharTokenizer(), compute_score)
     with local_ray():
-        theirs = RemoteRewardManager(config, Tokenizer(), compute_score)
+        theirs = RemoteRewardManager(config, CharTokenizer(), compute_score)
         for text in ("yes", "no"):
             expected = await theirs.run_single(row(text, 2))
             reward = await ours.run_single(row(text, 2))
@@ -121,7 +98,7 @@ async def test_prime_gives_what_verls_prime_gives():
     expected = await parallel_compute_score_async(
         number, texts, ["yes"] * 4, ["math"] * 4, [{"level": level} for level in range(4)], num_processes=2
     )
-    manager = PrimeRewardLoopManager({"max_processes": 2}, Tokenizer(), number)
+    manager = PrimeRewardLoopManager({"max_processes": 2}, CharTokenizer(), number)
     rewards = [await manager.run_single(row(text, level)) for level, text in enumerate(texts)]
     assert [reward["reward_score"] for reward in rewards] == expected == [0.0, 0.0, 0.0, 3.0]
     assert [reward["reward_extra_info"]["reward_outcome"] for reward in rewards][2] == "failed"

@@ -90,16 +90,6 @@ def test_a_call_whose_loop_is_closed_is_not_listed_as_running(new: Callable[[], 
     assert new() == []
 
 
-def test_calls_may_be_nested(new: Callable[[], list[ActiveSample]]) -> None:
-    with (
-        ActiveSample(RewardSample("a", uid="outer"), "f") as outer,
-        ActiveSample(RewardSample("b", uid="inner"), "g") as inner,
-    ):
-        assert current() is inner
-        assert new() == [outer, inner]
-    assert current() is None
-
-
 def test_threads_of_a_function_can_wait_at_the_same_time() -> None:
     sample = ActiveSample(RewardSample("x"), "compute_score")
     errors: list[Exception] = []

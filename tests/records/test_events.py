@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
-import signal
-import subprocess
-import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +13,7 @@ from typer.testing import CliRunner
 from reward_loop import cli
 from reward_loop.errors import ConfigError
 from reward_loop.records import Records
+from reward_loop.records.configuration import config_row, configurations
 from reward_loop.records.events import (
     health,
     open_health,
@@ -26,24 +23,10 @@ from reward_loop.records.events import (
     values_row,
     warning_row,
 )
-from reward_loop.records.files import EVENTS, TEXTS, RecordFiles
+from reward_loop.records.files import CONFIG, EVENTS, HEALTH
 from reward_loop.records.reader import RecordsReader
 from reward_loop.records.rows import advantage_row
-from reward_loop.view.phases import PhaseReader
-from tests.gsm8k import ROOT
-
-
-def sample(uid: str, **fields: Any) -> dict[str, Any]:
-    return {
-        "version": 1,
-        "kind": "sample",
-        "time": 1.0,
-        "uid": uid,
-        "step": 1,
-        "reward": 0.5,
-        "masked": False,
-        **fields,
-    }
+from tests.records.rows import sample, write
 
 
 def test_events_are_written_beside_the_rows(tmp_path: Path) -> None:
@@ -98,75 +81,10 @@ def test_only_the_events_of_some_steps_are_read(tmp_path: Path) -> None:
     assert {event["process"] for event in read_events(tmp_path)} == {writer.path.stem}
 
 
-def test_incomplete_lines_are_left_out_and_a_newer_version_is_an_error(tmp_path: Path) -> None:
-    writer = Records(tmp_path)
-    writer.write_event(phase_event("gen", 1, 0.0, 1.0))
-    writer.write_event(phase_event("adv", 1, 1.0, 2.0))
-    assert writer.flush()
-    (path,) = (tmp_path / EVENTS).iterdir()
-    with path.open("ab") as file:
-        file.write(path.read_bytes()[:20])
-    assert [event["name"] for event in read_events(tmp_path)] == ["gen", "adv"]
-    newer = Records(tmp_path)
-    newer.write_event(phase_event("gen", 1, 0.0, 1.0) | {"version": 2})
-    assert newer.flush()
-    with pytest.raises(ConfigError, match="version 2"):
-        list(read_events(tmp_path))
-
-
-def test_the_events_of_a_process_that_was_killed_can_be_read(tmp_path: Path) -> None:
-    code = f"""
-import time
-from reward_loop.records import records
-from reward_loop.records.events import phase_event
-writer = records({str(tmp_path)!r})
-for step in range(1, 101):
-    writer.write_event(phase_event("gen", step, float(step), step + 0.5))
-    writer.write_event(phase_event("step", step, float(step), step + 1.0))
-assert writer.flush()
-print("written", flush=True)
-while True:
-    writer.write_event(phase_event("gen", 101, 101.0, 101.5))
-    time.sleep(0.001)
-"""
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"written\n"
-    os.kill(process.pid, signal.SIGKILL)
-    assert process.wait(60) == -signal.SIGKILL
-    process.stdout.close()
-    found = PhaseReader(tmp_path).steps()
-    assert sorted(found) == list(range(1, 101))
-    assert found[100]["phases"] == {"gen": 0.5, "other": 0.5}
-
-
-def test_events_that_cannot_be_written_cost_no_row_and_are_reported_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / EVENTS).write_text("a file where the folder should be")
-    writer = Records(tmp_path)
-    with caplog.at_level(logging.WARNING):
-        for number in range(3):
-            writer.write_event(phase_event("gen", number, 0.0, 1.0))
-            writer.write(sample(f"q_{number}"))
-            assert writer.flush()
-    assert len([record for record in caplog.records if "records of samples are lost" in record.message]) == 1
-    assert len(list(RecordsReader(tmp_path).rows())) == 3
-
-
-def test_events_count_in_the_size_of_the_folder_and_are_kept(tmp_path: Path) -> None:
-    files = RecordFiles(tmp_path, max_bytes=512_000)  # a segment ends above 1000 bytes
-    files.add_events([b"x" * 510_000 + b"\n"])
-    for _ in range(3):
-        files.add_texts(TEXTS, [b"x" * 1500 + b"\n"])
-    assert len(list((tmp_path / EVENTS).iterdir())) == 1
-    assert len(list((tmp_path / TEXTS).iterdir())) == 1
-
-
 def test_the_advantage_is_that_of_the_last_row_of_the_sample(tmp_path: Path) -> None:
     one, other = Records(tmp_path), Records(tmp_path)
     one.write(sample("q_0", id="early", time=1.0))
-    one.write(sample("q_0", time=2.0))
+    one.write(sample("q_0", time=2.0, reward=0.5))
     one.write(sample("masked_0"))
     other.write_rows([advantage_row("q_0", 1, 0.25), advantage_row("gone_0", 1, 9.0)])
     other.write_rows([advantage_row("q_0", 2, -1.5)])
@@ -241,18 +159,6 @@ def write_health(folder: Path, *warnings: dict[str, Any]) -> Path:
     return writer.path
 
 
-def with_sample(folder: Path) -> Path:
-    row = {"version": 1, "kind": "sample", "time": 1.0, "id": "a", "uid": "a", "outcome": "scored", "score": 1.0}
-    folder.mkdir(exist_ok=True)
-    (folder / "host-1-a.jsonl").write_text(json.dumps(row) + "\n")
-    return folder
-
-
-def test_warnings_are_read_in_their_order(tmp_path: Path) -> None:
-    write_health(tmp_path, FIRST, SECOND)
-    assert health(tmp_path) == [FIRST, SECOND]
-
-
 def test_rows_of_health_have_no_fields_of_samples(tmp_path: Path) -> None:
     path = write_health(tmp_path, FIRST)
     assert path.parent == tmp_path / "health"
@@ -262,46 +168,45 @@ def test_rows_of_health_have_no_fields_of_samples(tmp_path: Path) -> None:
     assert warning.keys() == {"version", "kind", "time", "subject", *FIRST}
 
 
-def test_samples_are_read_without_the_rows_of_health(tmp_path: Path) -> None:
-    write_health(with_sample(tmp_path), FIRST)
-    assert [row["uid"] for row in RecordsReader(tmp_path).rows()] == ["a"]
-
-
 def test_a_folder_without_health_has_no_warnings(tmp_path: Path) -> None:
     assert health(tmp_path) == []
     assert health(tmp_path / "missing") == []
 
 
-def test_an_incomplete_line_is_left_out(tmp_path: Path) -> None:
-    path = write_health(tmp_path, FIRST)
-    with path.open("a") as file:
-        file.write('{"version":1,"kind":"warn')
-    assert health(tmp_path) == [FIRST]
-
-
-def test_a_newer_version_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "health").mkdir()
-    (tmp_path / "health" / "host-1-a.jsonl").write_text('{"version":2,"kind":"warning"}\n')
-    with pytest.raises(ConfigError, match="version 2"):
-        health(tmp_path)
-
-
-def test_the_report_shows_warnings(tmp_path: Path) -> None:
-    write_health(with_sample(tmp_path), FIRST)
-    shown = " ".join(CliRunner().invoke(cli.app, ["report", str(tmp_path)]).output.split())
-    assert "1 warning of the health monitors: - step 12, masked_share: 30% of the samples" in shown
+def test_the_report_shows_warnings_and_their_samples(tmp_path: Path) -> None:
+    folder = write(tmp_path, sample("a", score=1.0))
+    assert health_of(folder) == ([], False)
+    second = {**SECOND, "samples": ["a_0", "b_1"]}
+    write_health(folder, FIRST, second)
+    assert health_of(folder) == ([FIRST, second], True)
+    shown = " ".join(CliRunner().invoke(cli.app, ["report", str(folder)]).output.split())
+    assert "2 warnings of the health monitors: - step 12, masked_share: 30% of the samples" in shown
     assert "Look at [their] errors." in shown
-    found = json.loads(CliRunner().invoke(cli.app, ["report", str(tmp_path), "--json"]).output)
-    assert found["warnings"] == [FIRST]
-
-
-def test_the_report_names_the_samples_of_a_warning(tmp_path: Path) -> None:
-    write_health(with_sample(tmp_path), {**FIRST, "samples": ["a_0", "b_1"]})
-    shown = " ".join(CliRunner().invoke(cli.app, ["report", str(tmp_path)]).output.split())
     assert "Samples: a_0, b_1." in shown
 
 
-def test_a_report_without_warnings_is_silent_about_them(tmp_path: Path) -> None:
-    folder = str(with_sample(tmp_path))
-    assert "health" not in CliRunner().invoke(cli.app, ["report", folder]).output
-    assert json.loads(CliRunner().invoke(cli.app, ["report", folder, "--json"]).output)["warnings"] == []
+def health_of(folder: Path) -> tuple[list[Any], bool]:
+    """The warnings in the JSON of the report, and whether the text of the report names the monitors."""
+    found = json.loads(CliRunner().invoke(cli.app, ["report", str(folder), "--json"]).output)
+    return found["warnings"], "health" in CliRunner().invoke(cli.app, ["report", str(folder)]).output
+
+
+@pytest.mark.parametrize(
+    ("sub_folder", "row", "read"),
+    [
+        (EVENTS, phase_event("gen", 1, 0.0, 1.0), read_events),
+        (HEALTH, warning_row(subject="", **FIRST), health),
+        (CONFIG, config_row({"trainer": {"nnodes": 1}}, 1), configurations),
+    ],
+)
+def test_incomplete_lines_are_left_out_and_a_newer_version_is_an_error(
+    tmp_path: Path, sub_folder: str, row: dict[str, Any], read: Callable[[Path], Iterable[Any]]
+) -> None:
+    (tmp_path / sub_folder).mkdir()
+    file = tmp_path / sub_folder / "host-1-a.jsonl"
+    line = json.dumps(row) + "\n"
+    file.write_text(line + line + line[:20])
+    assert len(list(read(tmp_path))) == 2
+    file.write_text(json.dumps(row | {"version": 2}) + "\n")
+    with pytest.raises(ConfigError, match="version 2"):
+        list(read(tmp_path))

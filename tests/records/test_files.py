@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -15,13 +14,10 @@ from typing import Any
 import pytest
 
 from reward_loop import NaiveRewardLoopManager, RewardAgent, RewardLoopConfig, RewardSample
-from reward_loop.records import Records, records, writer
+from reward_loop.records import Records, writer
 from reward_loop.records.files import AUDIT, CONFIG, EVENTS, EXCHANGES, HEALTH, TEXTS, RecordFiles
 from tests.gsm8k import ROOT
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+from tests.records.rows import read, recorded
 
 
 def folder_size(folder: Path) -> int:
@@ -37,8 +33,7 @@ async def score(folder: Path, *samples: RewardSample, function: Any = len, **opt
     manager = NaiveRewardLoopManager(config, compute_score=lambda solution_str: function(solution_str))
     for sample in samples:
         await manager.run_single(sample)
-    assert await asyncio.to_thread(records(folder).flush)
-    return read(records(folder).path)
+    return await recorded(folder)
 
 
 async def test_a_sample_is_recorded_with_its_texts(tmp_path: Path) -> None:
@@ -82,8 +77,7 @@ async def test_large_components_are_among_the_texts(tmp_path: Path) -> None:
     config = RewardLoopConfig(log_dir=str(tmp_path))
     manager = NaiveRewardLoopManager(config, compute_score=lambda: {"score": 1.0, **large, **small})
     await manager.run_single(RewardSample("x"))
-    assert await asyncio.to_thread(records(tmp_path).flush)
-    (row,) = read(records(tmp_path).path)
+    (row,) = await recorded(tmp_path)
     assert {name: row["components"][name] for name in small} == small
     assert row["components"]["explanation"].startswith("why why")
     assert len(row["components"]["explanation"]) == 256
@@ -109,23 +103,27 @@ async def test_a_share_of_groups_is_recorded_in_full_and_always_samples_without_
     assert none["text_file"] is None
 
 
-async def test_the_policy_and_the_processing_of_groups_are_recorded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+async def test_the_policy_and_the_processing_of_groups_are_recorded(tmp_path: Path, fails: bool) -> None:
     class Centred:
         def compute_score(self, solution_str: str) -> float | None:
             return float(solution_str) if solution_str else None
 
         def post_process_scores(self, scores: list[float]) -> list[float]:
+            if fails:
+                raise ValueError("no")
             return [value - sum(scores) / len(scores) for value in scores]
 
     options = RewardLoopConfig(log_dir=str(tmp_path), on_unscored="default", default_score=-9.0)
     async with RewardAgent(NaiveRewardLoopManager(options, compute_score=Centred)) as agent:
         await agent.submit([RewardSample(text, uid=f"q{text}") for text in ("1", "3", "")], group_size=3)
-    assert await asyncio.to_thread(records(tmp_path).flush)
-    rows = read(records(tmp_path).path)
+    rows = await recorded(tmp_path)
     before = {row["uid"]: (row["score"], row["reward"]) for row in rows if row["kind"] == "sample"}
     after = {row["uid"]: (row["outcome"], row["reward"]) for row in rows if row["kind"] == "revision"}
     assert before == {"q1": (1.0, 1.0), "q3": (3.0, 3.0), "q": (None, -9.0)}
-    assert after == {"q1": (None, -1.0), "q3": (None, 1.0)}
+    assert after == ({"q1": ("failed", None), "q3": ("failed", None)} if fails else {"q1": (None, -1), "q3": (None, 1)})
+    errors = [row["error"] for row in rows if row["kind"] == "revision" and row["uid"] == "q1"]
+    assert not fails or "sample q1: post_process_scores" in errors[0]
     assert len({row["group"] for row in rows if row["kind"] == "sample"} - {None}) == 1
 
 
@@ -176,16 +174,28 @@ def test_processes_share_the_size_of_a_folder(tmp_path: Path) -> None:
     assert {path.read_bytes()[:1] for path in (tmp_path / TEXTS).iterdir()} == {b"1", b"2"}
 
 
-def test_texts_that_cannot_be_written_cost_no_row_and_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("sub_folder", [TEXTS, EVENTS, None])
+def test_what_cannot_be_written_costs_nothing_else_and_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, sub_folder: str | None
 ) -> None:
-    (tmp_path / TEXTS).write_text("a file where the folder should be")
     found = Records(tmp_path)
+    path = found.path
+    if sub_folder is None:
+        found._files.path = Path("/dev/full")
+    else:
+        (tmp_path / sub_folder).write_text("a file where the folder should be")
     for uid in "abc":
         found.write({"uid": uid}, {"response": "x"})
+        found.write_event({"kind": "phase"})
         assert found.flush()
-    assert [(row["uid"], row["text_file"]) for row in read(found.path)] == [(uid, None) for uid in "abc"]
-    assert sum("records of samples are lost" in record.message for record in caplog.records) == 1
+    lost = [record.message for record in caplog.records if "records of samples are lost" in record.message]
+    assert len(lost) == 1
+    if sub_folder is None:
+        assert "cannot write /dev/full: [Errno 28] No space left on device" in lost[0]
+        found._files.path = path
+        found.write({"uid": "kept"})
+        assert found.flush()
+    assert [row["uid"] for row in read(path)] == (["kept"] if sub_folder is None else list("abc"))
 
 
 def test_records_that_cannot_be_written_in_time_are_dropped(

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample
@@ -32,7 +33,7 @@ async def compute_score(solution_str: str, reward_router_address: str) -> Any:
             raise RuntimeError("<script>alert(1)</script> \x1b[31m")
         case "none":
             return None
-    return {"score": 0.5, "other": "text"}
+    return {"score": 0.5, "other": "text", "array": np.ones(1)}
 
 
 @pytest.fixture
@@ -84,7 +85,15 @@ def test_duckdb_reads_rows_and_exchanges_of_a_process_that_was_killed(folder: Pa
 def test_the_reader_finds_the_texts_of_each_row(folder: Path) -> None:
     reader = RecordsReader(folder)
     rows = {row["uid"]: row for row in reader.rows()}
-    assert len(rows) == 5
+    assert [(row["outcome"], row["score"]) for row in rows.values()] == [
+        ("scored", 1.0),
+        ("scored", 1.0),
+        ("failed", None),
+        ("unscored", None),
+        ("scored", 0.5),
+    ]
+    assert len({frozenset(row) for row in rows.values()}) == 1  # all have the same fields
+    assert (rows["x"]["components"], rows["none"]["error"]) == ({"score": 0.5, "other": "text", "array": [1.0]}, None)
     for uid, row in rows.items():
         text = reader.text(row)
         assert text is not None

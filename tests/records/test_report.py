@@ -13,11 +13,7 @@ from reward_loop import cli
 from reward_loop.errors import ConfigError
 from reward_loop.records.reader import RecordsReader
 from reward_loop.records.report import Price, Report, Spread
-
-
-def sample(uid: str, **fields: Any) -> dict[str, Any]:
-    row = {"version": 1, "kind": "sample", "time": 1.0, "id": f"id-{uid}", "uid": uid, "outcome": "scored"}
-    return {**row, "reward": fields.get("score"), **fields}
+from tests.records.rows import sample, write
 
 
 def exchange(seconds: float, **fields: Any) -> dict[str, Any]:
@@ -43,12 +39,6 @@ ROWS = [
     sample("c2", group="c", step=2, score=None, outcome="unscored", masked=True),
     sample("d1", group="d", step=2, score=4.0, validate=True, judges=[exchange(4.0, status=None, error="late")]),
 ]
-
-
-def write(folder: Path, *rows: dict[str, Any], name: str = "host-1-a.jsonl", end: str = "") -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
-    return folder
 
 
 def report(*args: str, code: int = 0) -> str:
@@ -252,11 +242,6 @@ def test_the_spread_of_numbers_near_the_range_of_float() -> None:
     assert found["mean"] == pytest.approx(0.0, abs=1e300)
     assert found["std"] == pytest.approx(1.5e308 * (2 / 3) ** 0.5)
     assert found["p95"] == pytest.approx(1.35e308)
-
-
-def test_the_reader_is_robust_against_unreadable_places(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such folder"):
-        RecordsReader(tmp_path / "none")
 
 
 def test_the_report_has_the_cost_of_judges_at_given_prices(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,8 +29,7 @@ async def awaits(solution_str: str) -> float:
     return 1.0
 
 
-def in_a_process(solution_str: str) -> float:
-    import threading
+def holds(solution_str: str) -> float:
 
     from reward_loop import limit
 
@@ -48,7 +49,8 @@ async def unlimited(solution_str: str) -> float:
     [
         (awaits, "judge", {}),
         (unlimited, "default", {}),
-        (in_a_process, "judge", {"isolation": "process", "max_processes": 2}),
+        (holds, "judge", {}),
+        (holds, "judge", {"isolation": "process", "max_processes": 2}),
     ],
 )
 async def test_waiting_for_a_limit_is_shown(function: Callable[..., Any], name: str, options: dict[str, Any]) -> None:
@@ -71,25 +73,6 @@ async def test_waiting_for_a_limit_is_shown(function: Callable[..., Any], name: 
     assert waits() == {}
 
 
-async def test_waiting_for_a_limit_in_a_thread_is_shown() -> None:
-    go = threading.Event()
-
-    def in_a_thread(solution_str: str) -> float:
-        with limit("judge"):
-            go.wait()
-        return 1.0
-
-    manager = NaiveRewardLoopManager({"limits": {"judge": {"max_concurrent": 1}}}, compute_score=in_a_thread)
-    samples = [RewardSample("x", uid=f"q{i}", data_source="waiting") for i in range(2)]
-    tasks = [asyncio.create_task(manager.run_single(sample)) for sample in samples]
-    try:
-        await until(lambda: sorted(waits().values()) == [[], ["limit 'judge'"]])
-    finally:
-        go.set()
-        await asyncio.wait(tasks)
-    assert waits() == {}
-
-
 async def test_waiting_for_the_next_attempt_is_shown() -> None:
     async def busy(solution_str: str) -> float:
         raise TransientError("busy", retry_after=600)
@@ -101,40 +84,30 @@ async def test_waiting_for_the_next_attempt_is_shown() -> None:
     await asyncio.wait([task])
 
 
-def blocks(solution_str: str) -> float:
-    gates[solution_str].wait(60)
-    return 1.0
-
-
-gates = {f"q{i}": threading.Event() for i in range(2)}
-
-
-async def test_waiting_for_a_free_thread_is_shown() -> None:
-    manager = NaiveRewardLoopManager({"max_threads": 1}, compute_score=blocks)
-    samples = [RewardSample(uid, uid=uid, data_source="waiting") for uid in gates]
-    tasks = [asyncio.create_task(manager.run_single(sample)) for sample in samples]
+@pytest.mark.parametrize(
+    ("options", "waits_for"),
+    [({"max_threads": 1}, "a free thread"), ({"isolation": "process", "max_processes": 1}, "a free process")],
+)
+async def test_waiting_for_a_free_worker_is_shown(tmp_path: Path, options: dict[str, Any], waits_for: str) -> None:
+    go = tmp_path / "go"
+    manager = NaiveRewardLoopManager(options, compute_score=until_there)
+    tasks = [
+        asyncio.create_task(manager.run_single(RewardSample(str(go), uid=uid, data_source="waiting")))
+        for uid in ("q0", "q1")
+    ]
     try:
-        await until(lambda: described() == {"q0": [], "q1": ["a free thread"]})
-        gates["q0"].set()
-        await until(lambda: described() == {"q1": []})
+        await until(lambda: described() == {"q0": [], "q1": [waits_for]})
     finally:
-        for gate in gates.values():
-            gate.set()
-        await asyncio.wait(tasks)
-
-
-async def test_waiting_for_a_free_process_is_shown() -> None:
-    config = {"limits": {"judge": {"max_concurrent": 1}}, "isolation": "process", "max_processes": 1}
-    manager = NaiveRewardLoopManager(config, compute_score=in_a_process)
-    samples = [RewardSample("x", uid=f"q{i}", data_source="waiting") for i in range(2)]
-    tasks = [asyncio.create_task(manager.run_single(sample)) for sample in samples]
-    try:
-        await until(lambda: sorted(described().values()) == [[], ["a free process"]])
-    finally:
-        for task in tasks:
-            task.cancel()
+        go.touch()
         await asyncio.wait(tasks)
         await asyncio.to_thread(manager.close)
+    assert described() == {}
+
+
+def until_there(solution_str: str) -> float:
+    while not os.path.exists(solution_str):
+        time.sleep(0.01)
+    return 1.0
 
 
 @pytest.mark.parametrize(

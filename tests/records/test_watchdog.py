@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from reward_loop import ConfigError, NaiveRewardLoopManager, RewardLoopConfig, RewardSample
+from reward_loop import ConfigError, RewardSample
 from reward_loop._util.framing import frame
-from reward_loop.records import ActiveSample, active_samples, watch, watchdog
+from reward_loop.records import ActiveSample, watch, watchdog
 from reward_loop.records.watchdog import ask, processes
 from tests.gsm8k import ROOT
 
@@ -156,23 +156,3 @@ assert threads() == ["reward-records", "reward-watchdog"] and os.getpid() in pro
 def test_threads_and_socket_start_with_the_first_sample_and_not_with_a_manager(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", START, str(tmp_path)], check=True, env=environment, timeout=120)
-
-
-async def test_a_manager_does_not_change_the_watchdog_s_of_another() -> None:
-    go, started = asyncio.Event(), asyncio.Semaphore(0)
-
-    async def compute_score() -> float:
-        started.release()
-        await go.wait()
-        return 1.0
-
-    managers = [
-        NaiveRewardLoopManager(RewardLoopConfig(watchdog_s=bound), compute_score=compute_score)
-        for bound in (10.0, 20.0, None)
-    ]
-    tasks = [asyncio.create_task(manager.run_single(RewardSample("x", uid="bounded"))) for manager in managers]
-    for _ in tasks:
-        await started.acquire()
-    assert [sample.watchdog_s for sample in active_samples() if sample.sample.uid == "bounded"] == [10.0, 20.0, None]
-    go.set()
-    await asyncio.gather(*tasks)

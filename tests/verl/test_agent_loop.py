@@ -12,8 +12,10 @@ import pytest
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
+import reward_loop
 from reward_loop.records import Records
 from reward_loop.records.events import read_events
+from reward_loop.types import Reward, RewardSample
 from reward_loop.verl import agent_loop
 from reward_loop.verl.agent_loop import RewardAgentLoopWorker, _open_records
 from reward_loop.verl.separate_async import QueueAgentLoopWorker
@@ -86,6 +88,8 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queue: Queue) -> Any
     async def run(self: Any, sampling_params: dict, trajectory: dict, **kwargs: Any) -> None:
         if self.fails.get(kwargs["session_id"]) == "generation":
             raise KeyError("tool")
+        if self.loop is not None:
+            await self.loop()
         outputs = [Output(reward_score=self.own_score, extra_fields={}) for _ in range(self.outputs)]
         await self._agent_loop_postprocess(outputs, trajectory["validate"], **kwargs)
 
@@ -123,7 +127,7 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queue: Queue) -> Any
     made.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
     made._records = Records(tmp_path)
     made.reward_loop_worker_handles, made.fails, made.own_score, made.outputs = ["the client"], {}, None, 1
-    made.sent, made.judged, made.options, made.n = [], [], {}, 2
+    made.sent, made.judged, made.options, made.n, made.loop = [], [], {}, 2, None
     return made
 
 
@@ -274,3 +278,82 @@ async def test_a_response_that_is_postprocessed_outside_of_a_session_keeps_its_r
     output = Output(reward_score=None, extra_fields={})
     await worker._agent_loop_postprocess([output], False, uid=UID, session_id=0)
     assert output.reward_score == 1.0
+
+
+class Client:
+    """The client of the reward workers: gives each sample its number as its reward, and fails the second one."""
+
+    def __init__(self) -> None:
+        self.samples: list[RewardSample] = []
+        self.compute_score = SimpleNamespace(remote=self.score)
+
+    async def score(self, sample: RewardSample) -> Reward:
+        self.samples.append(sample)
+        number = len(self.samples)
+        info = {"reward_outcome": "failed", "reward_masked": True} if number == 2 else {"reward_outcome": "scored"}
+        return {"reward_score": float(number), "reward_extra_info": info}
+
+
+async def test_an_agent_loop_gets_its_reward_from_the_reward_workers(worker: Any, queue: Queue) -> None:
+    client = Client()
+    worker.reward_loop_worker_handles = [client]
+
+    async def loop() -> None:
+        worker.own_score = (await reward_loop.score("answer", ground_truth="4"))["reward_score"]
+
+    worker.loop = loop
+    await run(worker)
+    assert worker.sent == [], "a session with a score is not judged again"
+    fields = {"ground_truth": "4", "group": UID, "group_size": 2, "step": 3}
+    assert client.samples == [RewardSample("answer", uid=f"q_{number}", **fields) for number in range(2)]
+
+
+async def test_a_reward_that_an_agent_loop_requests_for_later_arrives_after_the_trajectory(
+    worker: Any, queue: Queue
+) -> None:
+    client = Client()
+    worker.reward_loop_worker_handles = [client]
+
+    async def loop() -> None:
+        reward_loop.score_later("answer")
+        assert client.samples == []
+
+    worker.loop = loop
+    await run(worker)
+    assert worker.sent == []
+    rows = [queue.fields[f"q_{session}_0"] for session in range(2)]
+    assert [row["rm_scores"] for row in rows] == [1.0, 2.0]
+    infos = [row["extra_fields"]["reward_extra_info"] for row in rows]
+    assert [info.get("reward_masked", False) for info in infos] == [False, True]
+    assert all(tag.get("judged") for key, tag in queue.tags.items() if key != UID)
+    for event in await events(worker):
+        assert event["end"] <= event["scoring"] <= event["scored"]
+
+
+async def test_a_rollout_has_one_reward(worker: Any, queue: Queue) -> None:
+    worker.reward_loop_worker_handles = [Client()]
+
+    async def twice() -> None:
+        reward_loop.score_later("a")
+        reward_loop.score_later("b")
+
+    async def both() -> None:
+        reward_loop.score_later("a")
+        worker.own_score = 1.0
+
+    for loop, message in ((twice, "called score_later twice for rollout q_"), (both, "set a reward_score and called")):
+        worker.loop = loop
+        await run(worker)
+        assert [message in str(error) for error in worker.ended] == [True, True]
+    assert queue.fields == {}
+
+
+async def test_there_is_no_scorer_where_rewards_are_computed_after_the_rollout(worker: Any) -> None:
+    worker.reward_loop_worker_handles = None
+
+    async def loop() -> None:
+        await reward_loop.score("answer")
+
+    worker.loop = loop
+    await run(worker)
+    assert all("there is no current scorer" in str(error) for error in worker.ended)

@@ -150,7 +150,7 @@ class Run:
         self.trainer.parameter_sync_step, self.trainer.global_steps = len(parts), 1
         self.trainer._rewards, self.trainer._left_out = StepRewards(), {}
         self.trainer._post_processes = post_process is not None
-        self.trainer._health = SimpleNamespace(metrics=lambda step, rewards: {})
+        self.trainer._health = SimpleNamespace(metrics=lambda step, rewards, audit: {})
         self.trainer.timing_raw = {}
         self.trainer.prepare_step = dict
         self.trainer.replay_buffer = SimpleNamespace(classified_groups=lambda partition_id: ())
@@ -289,6 +289,29 @@ def test_sessions_are_read_if_the_trainer_has_computed_log_probabilities_of_some
     queue.rows |= {"a_0_0": {**columns, "entropy": ids * 0.5}, "b_0_0": {**columns, "uid": "b"}}
     _, rows = tq_rows.read_sessions(KVBatchMeta(partition_id="train", keys=["a_0_0", "b_0_0"], tags=[{}, {}]))
     assert [row.non_tensor_batch["uid"][0] for row in rows] == ["a", "b"]
+
+
+def test_rows_that_an_agent_loop_manager_has_written_itself_have_rewards(queue: Queue) -> None:
+    """As those of verl's uni-agent, beside rows with a raw score that were read before."""
+    queue.put("a_0_0", 0.5, SCORED)
+    for key, info in (("b_0_0", {**SCORED, "acc": 1.0}), ("c_0_0", FAILED), ("d_0_0", None)):
+        queue.put(key, 1.0, {})
+        del queue.rows[key]["extra_fields"]
+        if info is not None:
+            queue.rows[key]["reward_extra_info"] = info
+    batch = KVBatchMeta(partition_id="train", keys=list(queue.rows), tags=[{} for _ in queue.rows])
+    for _ in range(2):
+        rewards = tq_rows.read_rewards(batch)
+        assert {key: (reward.outcome, reward.is_masked) for key, reward in rewards.items()} == {
+            "a_0_0": ("scored", False),
+            "b_0_0": ("scored", False),
+            "c_0_0": ("failed", True),
+            "d_0_0": ("scored", False),
+        }
+        assert rewards["b_0_0"].info["acc"] == 1.0
+        changed = {"reward_score": 2.0, "reward_extra_info": dict(rewards["b_0_0"].info)}
+        tq_rows.write_rewards(batch, ["b_0_0"], [changed], {"b_0_0": 1.0})
+    assert (tq_rows.read_rewards(batch)["b_0_0"].reward, tq_rows.read_rewards(batch)["b_0_0"].raw_score) == (2.0, 1.0)
 
 
 @pytest.mark.parametrize(("partition", "validates"), [("val", [True, True]), ("train", None)])

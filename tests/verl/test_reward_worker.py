@@ -16,7 +16,7 @@ from reward_loop.errors import ConfigError, RewardLoopError, TooManyFailuresErro
 from reward_loop.managers import registry
 from reward_loop.managers.recording import open_records
 from reward_loop.records.reader import RecordsReader
-from reward_loop.types import is_returned
+from reward_loop.types import RewardSample, is_returned
 from reward_loop.verl.reward_worker import RewardWorker
 from tests.verl.rollouts import rollout
 
@@ -125,6 +125,16 @@ async def test_failures_stop_the_run_at_the_bound_and_under_the_policy_raise(
     with pytest.raises(error, match="the sandbox is gone"):
         await worker.compute_score(rollout("four"))
     assert "the sandbox is gone" in str(await worker.fatal_error())
+
+
+async def test_a_sample_of_an_agent_loop_is_scored_as_a_rollout(with_function: Settings) -> None:
+    worker = RewardWorker(with_function("def compute_score(solution_str): return {'score': 1.0, 'reward': 2.0}"), None)
+    trained, validated = [await worker.compute_score(RewardSample("x", uid="u_0", validate=v)) for v in (False, True)]
+    assert trained["reward_score"] == validated["reward_score"] == 1.0
+    assert (trained["reward_extra_info"]["reward"], validated["reward_extra_info"]["returned_reward"]) == (2.0, 2.0)
+    worker = RewardWorker(with_function(None, *verl_manager("Length")), None)
+    with pytest.raises(ConfigError, match=r"reward_loop\.score, which reward manager Length cannot answer"):
+        await worker.compute_score(RewardSample("x"))
 
 
 REGISTERS = """

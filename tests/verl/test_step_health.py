@@ -92,7 +92,7 @@ def test_the_reference_and_the_samples_that_contradict_it(
             session = int(key.split("_")[1])
             wrong_but_paid = session == 3
             run.infos[key] |= {"acc": 0.0 if wrong_but_paid else 1.0}
-            run.scores[key] = session / 4 + step / 8
+            run.scores[key] = session / 4 + step / 4
         found.append(monitors.metrics(step, run.rewards()))
     assert [metrics.get("reward_loop/health/reference_gap", 0.0) > 0.5 for metrics in found] == [False] * 3 + [True]
     (logged,) = [message for message in caplog.messages if "reference_gap" in message]
@@ -174,7 +174,7 @@ def test_the_counts_of_an_audit_reach_the_monitors(run: Run, caplog: pytest.LogC
 
 
 def test_a_phrase_of_a_warning_is_decoded(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    monitors = run.health(window=4, patience=1, sampled_responses=16)
+    monitors = run.health(window=4, patience=1)
     for step in range(1, 5):
         for key, row in run.rows.items():
             group, session = int(key[1]), int(key.split("_")[1])

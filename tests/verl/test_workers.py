@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 from ray.exceptions import GetTimeoutError
 
+import reward_loop
 from reward_loop.config import RewardLoopConfig
-from reward_loop.errors import RewardFunctionError, RewardLoopError
+from reward_loop.errors import ConfigError, RewardFunctionError, RewardLoopError
 from reward_loop.limits.server import serve_limits
 from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient
+from reward_loop.verl.run_scorer import scorer_of_run
 from reward_loop.verl.workers import RewardWorkers
 from tests.local_ray import REPOSITORY, local_ray
 from tests.verl.rollouts import rollout
@@ -338,6 +340,30 @@ def test_a_batch_is_not_scored_later_because_a_rollout_of_a_group_failed(
     rewards = workers.finish_batch(workers.start_batch(rows))
     assert [reward["reward_extra_info"]["reward_error"] for reward in rewards] == ["", ""]
     assert [reward["reward_score"] for reward in rewards] == [0, 1]
+
+
+async def test_a_task_of_the_run_finds_the_reward_workers(cluster: None, with_function: Settings) -> None:
+    import ray
+
+    @ray.remote
+    def environment(answers: list[str]) -> list[float]:
+        async def score(answer: str) -> float:
+            return (await reward_loop.score(answer))["reward_score"]
+
+        async def play() -> list[float]:
+            with scorer_of_run(group="q", group_size=3):
+                return await asyncio.gather(*map(score, answers))
+
+        return asyncio.run(play())
+
+    with pytest.raises(ConfigError, match="this Ray job has no reward workers"), scorer_of_run():
+        pass
+    workers = RewardWorkers(with_function(RANKS, "reward.num_workers=2", *GROUPS), None, named=True)
+    workers.wait_until_ready()
+    # The manager scores whole groups, so all samples must have come to one of the two workers.
+    assert await environment.remote(["x", "xxx", "xx"]) == [0, 2, 1]
+    for worker in workers.handles:
+        ray.kill(worker)
 
 
 async def test_samples_are_distributed_in_turn(with_function: Settings) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,15 @@ def client(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[T
             index.update()
             with TestClient(Guard(create_app(index), {"localhost"}, None), base_url="http://localhost") as client:
                 yield client
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[TestClient]:
+    """A client of the viewer of a folder."""
+    with Index(folder) as index:
+        index.update()
+        with TestClient(create_app(index)) as client:
+            yield client
 
 
 def get(client: TestClient, path: str, **query: Any) -> Any:
@@ -130,13 +140,9 @@ def test_samples_are_filtered_and_sorted(client: TestClient) -> None:
     assert uids(get(client, "samples", **{"step": 2, "where.components.acc": "1"}))[0] == "2-1"
     assert uids(get(client, "samples", **{"step": 2, "where.components.text": "t5"})) == ["2-5"]
     assert uids(get(client, "samples", **{"where.uid": "2-5"})) == ["2-5"]
-    assert uids(get(client, "samples", **{"where.response_length": "5", "step": "1"})) == ["1-5"]
-
-
-def test_a_sample_in_the_table_has_its_components_and_judges(client: TestClient) -> None:
-    (row,) = get(client, "samples", **{"where.uid": "2-3"})["rows"]
-    assert row["components"] == {"acc": 1.0, "text": "t3", "a/b": 3}
-    assert (row["judges"], row["judge_s"], row["attempts"], row["group"]) == (1, 0.5, 1, "g0")
+    (row,) = get(client, "samples", **{"where.response_length": "5", "step": "1"})["rows"]
+    assert (row["uid"], row["components"]) == ("1-5", {"acc": 1.0, "text": "t5", "a/b": 5})
+    assert (row["judges"], row["judge_s"], row["attempts"], row["group"]) == (1, 0.5, 1, "g1")
 
 
 @pytest.mark.parametrize("sort", ["reward", "group", "masked", "components.acc", "components.text", "time"])
@@ -218,19 +224,17 @@ def test_the_slowest_requests_to_judges_name_their_samples(tmp_path: Path) -> No
     record(writer, "failed", None, step=1, exchanges=[exchange(7, seconds=40.0, score=None, error="timeout")])
     record(writer, "no judge", step=1)
     flushed(writer)
-    with Index(tmp_path) as index:
-        index.update()
-        with TestClient(create_app(index)) as client:
-            found = get(client, "judges", step=1)
-            slowest = found["slowest"]
-            assert found["rows"][0]["slowest"] == slowest[0]["id"]
-            assert [(one["uid"], one["seconds"]) for one in slowest[:2]] == [("failed", 40.0), ("s29", 29.0)]
-            assert len(slowest) == 10
-            first, second = slowest[:2]
-            assert (first["error"], second["error"], second["score"]) == (True, False, 29.0)
-            assert (first["model"], first["backend"], first["step"]) == ("judge-7b", "http://10.0.0.1:2", 1)
-            assert get(client, f"sample/{first['id']}")["row"]["uid"] == "failed"
-            assert get(client, "judges", step=5)["slowest"] == []
+    with serving(tmp_path) as client:
+        found = get(client, "judges", step=1)
+        slowest = found["slowest"]
+        assert found["rows"][0]["slowest"] == slowest[0]["id"]
+        assert [(one["uid"], one["seconds"]) for one in slowest[:2]] == [("failed", 40.0), ("s29", 29.0)]
+        assert len(slowest) == 10
+        first, second = slowest[:2]
+        assert (first["error"], second["error"], second["score"]) == (True, False, 29.0)
+        assert (first["model"], first["backend"], first["step"]) == ("judge-7b", "http://10.0.0.1:2", 1)
+        assert get(client, f"sample/{first['id']}")["row"]["uid"] == "failed"
+        assert get(client, "judges", step=5)["slowest"] == []
 
 
 def test_failed_requests_count_for_the_only_model_of_their_server(tmp_path: Path) -> None:
@@ -240,10 +244,8 @@ def test_failed_requests_count_for_the_only_model_of_their_server(tmp_path: Path
     record(writer, "failed", None, exchanges=[exchange(2) | {"url": "http://a/v1", **nameless}])
     record(writer, "unknown", None, exchanges=[exchange(3) | {"url": "http://b/v1", **nameless}])
     flushed(writer)
-    with Index(tmp_path) as index:
-        index.update()
-        with TestClient(create_app(index)) as client:
-            found = get(client, "judges")["rows"]
+    with serving(tmp_path) as client:
+        found = get(client, "judges")["rows"]
     assert {(row["model"], row["calls"], row["errors"]) for row in found} == {
         ("judge-7b", 1, 0),
         ("judge-7b", 1, 1),
@@ -270,10 +272,8 @@ def two_scorings(tmp_path: Path) -> Iterator[tuple[TestClient, Path]]:
         flushed(writer)
     revise(writer, "s1", -1.0)
     flushed(writer)
-    with Index(tmp_path / "a") as index:
-        index.update()
-        with TestClient(create_app(index)) as client:
-            yield client, tmp_path / "b"
+    with serving(tmp_path / "a") as client:
+        yield client, tmp_path / "b"
 
 
 def test_compare_with_a_label_a_threshold_and_another_key(two_scorings: tuple[TestClient, Path]) -> None:
@@ -304,25 +304,21 @@ def test_warnings_of_the_health_monitors(client: TestClient, tmp_path: Path) -> 
     health = open_health(tmp_path / "rewards")
     health.write_rows([warning_row(message="90 % of the samples are masked", subject="", **fields)])
     flushed(health)
-    with Index(tmp_path / "rewards") as index:
-        index.update()
-        with TestClient(create_app(index)) as client:
-            assert get(client, "health")["warnings"] == [{"message": "90 % of the samples are masked", **fields}]
-            assert get(client, "steps")["rows"][0]["warnings"] == ["90 % of the samples are masked"]
+    with serving(tmp_path / "rewards") as client:
+        assert get(client, "health")["warnings"] == [{"message": "90 % of the samples are masked", **fields}]
+        assert get(client, "steps")["rows"][0]["warnings"] == ["90 % of the samples are masked"]
 
 
 def test_the_advantage_is_that_of_the_last_row_of_a_repeated_uid(tmp_path: Path) -> None:
-    writer = Records(tmp_path / "rewards")
+    writer = Records(tmp_path)
     for reward in (1.0, 2.0):
         record(writer, "same", reward)
         flushed(writer)
     writer.write_rows([advantage_row("same", 1, 0.25)])
     flushed(writer)
-    with Index(tmp_path / "rewards") as index:
-        index.update()
-        with TestClient(create_app(index)) as client:
-            shown = [get(client, f"sample/{row['id']}")["row"] for row in get(client, "samples")["rows"]]
-            assert [(row["reward"], row.get("advantage")) for row in shown] == [(1.0, None), (2.0, 0.25)]
+    with serving(tmp_path) as client:
+        shown = [get(client, f"sample/{row['id']}")["row"] for row in get(client, "samples")["rows"]]
+        assert [(row["reward"], row.get("advantage")) for row in shown] == [(1.0, None), (2.0, 0.25)]
 
 
 def test_the_overview_of_samples_without_a_step(tmp_path: Path) -> None:
@@ -331,10 +327,8 @@ def test_the_overview_of_samples_without_a_step(tmp_path: Path) -> None:
         error = f"sample f{i}: f raised KeyError: 'x'\n  File ..."
         rows.append(made_up.row(f"f{i}", 0.0, 0.5, step=None, outcome="failed", score=None, reward=None, error=error))
     made_up.write(tmp_path / "scored", [], rows)
-    with Index(tmp_path / "scored") as index:
-        index.update()
-        with TestClient(create_app(index)) as client:
-            found = get(client, "overview")
+    with serving(tmp_path / "scored") as client:
+        found = get(client, "overview")
     assert found["outcomes"] == [{"outcome": "scored", "count": 9}, {"outcome": "failed", "count": 3}]
     assert found["causes"] == [{"cause": "f raised KeyError: 'x'", "count": 3, "id": "id-f0"}]
     assert [row["uid"] for row in found["slowest"][:2]] == ["u8", "u7"]
@@ -378,18 +372,16 @@ def writer_rows(writer: Records) -> Iterator[bytes]:
 def test_the_timeline_of_a_step(tmp_path: Path) -> None:
     events = [*made_up.phases(1, ("gen", 0.0, 4.0, "rollouts"), ("update_actor", 4.0, 9.0), ("step", 0.0, 10.0))]
     made_up.write(tmp_path / "rewards", events, [made_up.row("u_0", 1.0, 3.0)])
-    with Index(tmp_path / "rewards") as index:
-        index.update()
-        with TestClient(create_app(index)) as client:
-            assert get(client, "run")["events"] is True
-            (row,) = get(client, "steps")["rows"]
-            assert row["phases"]["update_actor"] == 5.0
-            assert row["waiting_s"] is None or row["waiting_s"] >= 0
-            found = get(client, "timeline", step=1)
-            assert found["step"] == 1
-            assert {lane["kind"] for lane in found["lanes"]} >= {"trainer"}
-            answer = client.get("/api/timeline?step=77")
-            assert (answer.status_code, "step 77" in answer.json()["error"]) == (404, True)
+    with serving(tmp_path / "rewards") as client:
+        assert get(client, "run")["events"] is True
+        (row,) = get(client, "steps")["rows"]
+        assert row["phases"]["update_actor"] == 5.0
+        assert row["waiting_s"] is None or row["waiting_s"] >= 0
+        found = get(client, "timeline", step=1)
+        assert found["step"] == 1
+        assert {lane["kind"] for lane in found["lanes"]} >= {"trainer"}
+        answer = client.get("/api/timeline?step=77")
+        assert (answer.status_code, "step 77" in answer.json()["error"]) == (404, True)
 
 
 @pytest.mark.parametrize(
@@ -397,23 +389,17 @@ def test_the_timeline_of_a_step(tmp_path: Path) -> None:
     [
         "samples?sort=nothing",
         "samples?order=up",
-        "samples?limit=0",
         "samples?limit=many",
-        "samples?offset=-1",
         "samples?offset=9223372036854775808",
         "samples?step=one",
         "samples?min_reward=low",
-        "samples?min.response_length=low",
         "samples?max.outcome=1",
-        "samples?min.nothing=1",
         "samples?validate=maybe",
         "samples?where.nothing=1",
         "samples?where.components.=1",
         "samples?sort=reward%22%3B%20DROP%20TABLE%20samples%3B",
         "groups?sort=prompt",
-        "judges?step=x",
         "timeline",
-        "timeline?step=x",
         "compare",
     ],
 )
@@ -452,22 +438,21 @@ def test_a_step_without_samples_has_its_phases_and_warnings(tmp_path: Path) -> N
     assert writer.flush()
     events = made_up.phases(2, ("update_actor", 4.0, 9.0), ("step", 0.0, 10.0))
     rows = [made_up.row("a_0", 1.0, 2.0), made_up.row("b_0", 1.0, 2.0, step=None)]
-    with Index(made_up.write(tmp_path / "run", events, rows)) as index:
-        index.update()
-        with TestClient(create_app(index)) as client:
-            found = get(client, "steps")["rows"]
-            assert [(row["step"], row["count"]) for row in found] == [(1, 1), (2, 0), (3, 0), (None, 1)]
-            assert found[1]["phases"]["update_actor"] == 5.0
-            assert found[2]["warnings"] == ["a jump"]
-            assert found[1].keys() == found[0].keys()
-            assert found[1]["reward"].keys() == found[0]["reward"].keys()
-            assert [row["step"] for row in get(client, "steps", validate="true")["rows"]] == []
+    with serving(made_up.write(tmp_path / "run", events, rows)) as client:
+        found = get(client, "steps")["rows"]
+        assert [(row["step"], row["count"]) for row in found] == [(1, 1), (2, 0), (3, 0), (None, 1)]
+        assert found[1]["phases"]["update_actor"] == 5.0
+        assert found[2]["warnings"] == ["a jump"]
+        assert found[1].keys() == found[0].keys()
+        assert found[1]["reward"].keys() == found[0]["reward"].keys()
+        assert [row["step"] for row in get(client, "steps", validate="true")["rows"]] == []
 
 
 @pytest.mark.parametrize(
     ("route", "known"),
     [
         ("run", "none"),
+        ("samples", "data_source, group, limit, max.FIELD, max_reward, min.FIELD, min_reward, "),
         ("steps", "validate"),
         ("groups", "limit, offset, order, sort, step, validate"),
         ("sample/any", "data_source, group, limit, "),
@@ -486,15 +471,6 @@ def test_an_unknown_parameter_of_any_route_is_an_error_that_lists_the_valid_ones
     assert answer.status_code == 400
     assert "There is no parameter 'outcom'" in answer.json()["error"]
     assert f" Parameters: {known}" in answer.json()["error"]
-
-
-def test_an_unknown_parameter_of_samples_is_an_error_that_lists_the_valid_ones(client: TestClient) -> None:
-    answer = client.get("/api/samples?min_rewrad=1")
-    assert answer.status_code == 400
-    message = answer.json()["error"]
-    assert "no parameter 'min_rewrad'; did you mean 'min_reward'? Parameters: data_source, group, limit, " in message
-    assert ", max.FIELD, max_reward, min.FIELD, min_reward, " in message
-    assert message.endswith("where.FIELD")
 
 
 @pytest.mark.parametrize("value", ["'", '"', "\\", "%", "x'--", "\x00", "a/b~c", "1e999", "nan", "\ud800"])
@@ -529,22 +505,13 @@ def test_path_traversal_reads_no_file_outside_the_folder(tmp_path: Path) -> None
         files = {"text_file": path, "exchange_file": path}
         rows.append(made_up.row(f"a_{number}", 1.0, 2.0, **places, **files) | {"id": "id-a_0"})
     made_up.write(tmp_path / "rewards", [], rows)
-    with Index(tmp_path / "rewards") as index:
-        index.update()
-        with TestClient(create_app(index)) as client:
-            assert "secret" not in json.dumps(get(client, "sample/id-a_0")["texts"])
-            assert get(client, "sample/id-a_0")["exchanges"] == []
-            assert get(client, "samples", text="secret")["total"] == 0
-            assert get(client, "groups")["rows"][0]["prompt"] is None
-            for path in ("/../secret.jsonl", "/%2e%2e/secret.jsonl", "/..%2fsecret.jsonl", f"/{secret}"):
-                assert "secret" not in client.get(path).text
-
-
-def test_a_host_name_that_is_not_the_servers_is_rejected(client: TestClient) -> None:
-    for host in ("evil.example", "localhost.evil.example", "", "127.0.0.1.evil.example", "10.0.0.1"):
-        answer = client.get("/api/run", headers={"host": host})
-        assert answer.status_code == 400, host
-    assert client.get("/api/run", headers={"host": "LOCALHOST:1234"}).status_code == 200
+    with serving(tmp_path / "rewards") as client:
+        assert "secret" not in json.dumps(get(client, "sample/id-a_0")["texts"])
+        assert get(client, "sample/id-a_0")["exchanges"] == []
+        assert get(client, "samples", text="secret")["total"] == 0
+        assert get(client, "groups")["rows"][0]["prompt"] is None
+        for path in ("/../secret.jsonl", "/%2e%2e/secret.jsonl", "/..%2fsecret.jsonl", f"/{secret}"):
+            assert "secret" not in client.get(path).text
 
 
 def test_every_answer_has_a_content_security_policy(client: TestClient) -> None:
@@ -552,6 +519,13 @@ def test_every_answer_has_a_content_security_policy(client: TestClient) -> None:
         headers = client.get(path).headers
         assert headers["content-security-policy"].startswith("default-src 'self';")
         assert headers["x-content-type-options"] == "nosniff"
+
+
+def test_a_host_name_that_is_not_the_servers_is_rejected(client: TestClient) -> None:
+    for host in ("evil.example", "localhost.evil.example", "", "127.0.0.1.evil.example", "10.0.0.1"):
+        answer = client.get("/api/run", headers={"host": host})
+        assert answer.status_code == 400, host
+    assert client.get("/api/run", headers={"host": "LOCALHOST:1234"}).status_code == 200
 
 
 def test_the_key_is_needed_and_may_be_a_cookie(folder: Path) -> None:
@@ -569,42 +543,26 @@ def test_the_key_is_needed_and_may_be_a_cookie(folder: Path) -> None:
             assert client.get("/api/run").status_code == 200  # with the cookie
 
 
-def test_two_runs_in_one_folder(tmp_path: Path) -> None:
-    for number in range(2):
-        writer = Records(tmp_path / "rewards")
-        record(writer, f"run{number}", 1.0, step=1, group="g")
-        flushed(writer)
-    with Index(tmp_path / "rewards") as index:
-        index.update()
-        with TestClient(create_app(index)) as client:
-            assert sorted(uids(get(client, "samples", step=1))) == ["run0", "run1"]
-            assert get(client, "groups")["rows"][0]["count"] == 2
-
-
 def test_a_row_whose_file_was_cut_is_that_of_the_index(tmp_path: Path) -> None:
     writer = Records(tmp_path / "rewards")
     record(writer, "a", 1.0)
     flushed(writer)
-    with Index(tmp_path / "rewards") as index:
-        index.update()
-        with TestClient(create_app(index)) as client:
-            os.truncate(writer.path, writer.path.stat().st_size - 1)
-            (row,) = get(client, "samples")["rows"]
-            assert get(client, f"sample/{row['id']}")["row"]["reward"] == 1.0
+    with serving(tmp_path / "rewards") as client:
+        os.truncate(writer.path, writer.path.stat().st_size - 1)
+        (row,) = get(client, "samples")["rows"]
+        assert get(client, f"sample/{row['id']}")["row"]["reward"] == 1.0
 
 
 def test_deleted_texts_and_rows_are_missing_not_errors(tmp_path: Path) -> None:
     writer = Records(tmp_path / "rewards")
     record(writer, "a", 1.0, group="g", exchanges=[exchange(1)])
     flushed(writer)
-    with Index(tmp_path / "rewards") as index:
-        index.update()
-        with TestClient(create_app(index)) as client:
-            for path in (tmp_path / "rewards").rglob("*.jsonl"):
-                os.unlink(path)
-            (row,) = get(client, "samples")["rows"]
-            found = get(client, f"sample/{row['id']}")
-            assert (found["texts"], found["exchanges"]) == (None, [])
-            assert (found["row"]["uid"], found["row"]["reward"], found["row"]["components"]) == ("a", 1.0, {})
-            assert get(client, "samples", text="answer")["total"] == 0
-            assert get(client, "run")["samples"] == 1
+    with serving(tmp_path / "rewards") as client:
+        for path in (tmp_path / "rewards").rglob("*.jsonl"):
+            os.unlink(path)
+        (row,) = get(client, "samples")["rows"]
+        found = get(client, f"sample/{row['id']}")
+        assert (found["texts"], found["exchanges"]) == (None, [])
+        assert (found["row"]["uid"], found["row"]["reward"], found["row"]["components"]) == ("a", 1.0, {})
+        assert get(client, "samples", text="answer")["total"] == 0
+        assert get(client, "run")["samples"] == 1

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 from typer.testing import CliRunner
 
+from reward_loop._util.sockets import listen
 from reward_loop.cli import app
 from reward_loop.errors import ConfigError
 from reward_loop.records import Records
@@ -114,28 +115,12 @@ def test_errors_name_the_cause(folder: Path, options: list[str], message: str, m
     assert message in done.output
 
 
-def test_records_of_a_newer_version_are_an_error(folder: Path) -> None:
-    (path,) = folder.glob("*.jsonl")
-    path.write_bytes(path.read_bytes().replace(b'"version":1', b'"version":7', 1))
-    done = CliRunner().invoke(app, ["view", str(folder), "--port", "0"])
-    assert done.exit_code == 2
-    assert "records of version 7" in done.output
-
-
 def test_a_port_that_is_in_use_is_an_error(folder: Path) -> None:
-    with port_in_use() as port:
+    with listen("127.0.0.1") as listener:
+        port = listener.getsockname()[1]
         done = CliRunner().invoke(app, ["view", str(folder), "--port", str(port)])
     assert done.exit_code == 2
     assert f"--port {port}" in done.output
-
-
-@contextmanager
-def port_in_use() -> Iterator[int]:
-    """A port that is in use."""
-    from reward_loop._util.sockets import listen
-
-    with listen("127.0.0.1") as listener:
-        yield listener.getsockname()[1]
 
 
 def test_without_duckdb_the_error_names_a_command_that_installs_it(

@@ -157,43 +157,6 @@ def test_the_run_shows_charts_and_leads_to_a_step(page: Page) -> None:
     assert page.title() == "Step 2 · reward_loop"
 
 
-DRAWN = """async ([format, values]) => {
-    const { Chart } = await import("/chart.js");
-    const formats = await import("/format.js");
-    const drawn = [];
-    const { fillText } = CanvasRenderingContext2D.prototype;
-    CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
-        const width = this.textAlign === "right" ? this.measureText(text).width : 0;
-        drawn.push({ text, left: x - width });
-        fillText.call(this, text, x, y);
-    };
-    const chart = new Chart({ title: "chart", format: formats[format] });
-    document.querySelector("main").append(chart.node);
-    chart.show(values.map((_, step) => step + 1), [{ label: "values", values }]);
-    await new Promise(requestAnimationFrame);
-    await new Promise(requestAnimationFrame);
-    CanvasRenderingContext2D.prototype.fillText = fillText;
-    chart.close();
-    chart.node.remove();
-    return drawn;
-}"""
-"""Draws a chart, and returns the texts on its canvas with their left ends."""
-
-
-@pytest.mark.parametrize(
-    ("format_name", "values", "label"),
-    [("percent", [0, 0, 0], "100 %"), ("percent", [None], None), ("seconds", [70, 110], "1 min 40 s")],
-)
-def test_the_labels_of_an_axis_are_complete(
-    page: Page, format_name: str, values: list[float | None], label: str | None
-) -> None:
-    open_view(page, "compare")
-    drawn = page.evaluate(DRAWN, [format_name, values])
-    assert label is None or label in [one["text"] for one in drawn]
-    assert [one for one in drawn if one["left"] < 0] == []
-    assert [one["text"] for one in drawn if re.fullmatch(r"\d+\.\d+", one["text"])] == []  # steps are whole
-
-
 def test_the_text_of_an_empty_table_fits_into_it(page: Page) -> None:
     open_view(page, f"step/{UNGROUPED_STEP}")
     text = page.locator(".groups .none", has_text="No groups: the step has no samples, or")

@@ -1,0 +1,159 @@
+"""Rewards that an agent loop or an environment requests itself: `score` and `score_later`.
+
+The code of an environment names no trainer. `score` uses the current scorer: within an agent loop of a verl run, the
+run's reward workers; elsewhere, the one that `scorer` opened. In both cases the sample has the run's deadline, retries,
+limits, budget, policies and records, as any other sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields
+from typing import Any
+
+from reward_loop._util.text import listing
+from reward_loop.agent.agent import close_manager
+from reward_loop.config import RewardLoopConfig, parse
+from reward_loop.errors import ConfigError
+from reward_loop.managers.scorer import load_scorer, reward_of
+from reward_loop.types import Reward, RewardSample
+
+__all__ = ["CurrentScorer", "score", "score_later", "scorer", "scoring_with"]
+
+_FIELDS = frozenset(field.name for field in fields(RewardSample))
+
+
+@dataclass(frozen=True, slots=True)
+class CurrentScorer:
+    """What `score` and `score_later` use in a task, and in the tasks that it starts."""
+
+    score: Callable[[RewardSample], Awaitable[Reward]]
+    """Scores one sample."""
+    rollout: Mapping[str, Any]
+    """The fields of samples that the trainer knows, such as ``uid``, ``group`` and ``step``."""
+    later: Callable[[RewardSample], None] | None = None
+    """Starts to score a sample, whose reward becomes that of the rollout; ``None`` outside of a rollout."""
+
+
+_current: ContextVar[CurrentScorer | None] = ContextVar("scorer", default=None)
+
+
+async def score(solution_str: str, **more: Any) -> Reward:
+    """Score one sample with the current scorer.
+
+    An agent loop of verl that awaits its reward passes it on with its output; a masked reward leaves the loss::
+
+        reward = await reward_loop.score(answer, ground_truth=truth, extra_info={"question": question})
+        return AgentLoopOutput(..., reward_score=reward["reward_score"],
+                               extra_fields={"reward_extra_info": reward["reward_extra_info"]})
+
+    Args:
+        solution_str: what the reward function receives under this name.
+        more: further fields of `RewardSample`. In a verl run, ``uid``, ``group`` and ``step`` are those of the rollout.
+
+    Returns:
+        ``{"reward_score": float, "reward_extra_info": dict}``, see `RewardLoopManagerBase.run_single`.
+
+    Raises:
+        ConfigError: there is no current scorer, or ``more`` has other fields.
+        RewardLoopError: the run must stop: by the user's policy, or because too many samples failed.
+    """
+    current = _get()
+    return await current.score(_sample(current, solution_str, more))
+
+
+def score_later(solution_str: str, **more: Any) -> None:
+    """Have a rollout of verl scored after its agent loop has returned. Returns at once.
+
+    The trajectory is published before its reward arrives, so judging overlaps with training, as for a rollout whose
+    agent loop computes no reward. The agent loop must not set a ``reward_score``.
+
+    Args:
+        solution_str: as for `score`.
+        more: as for `score`.
+
+    Raises:
+        ConfigError: the caller is not an agent loop of a verl run, it has called this function before, or ``more`` has
+            other fields.
+    """
+    current = _get()
+    if current.later is None:
+        raise ConfigError("score_later works only in an agent loop of a verl run: await reward_loop.score instead")
+    current.later(_sample(current, solution_str, more))
+
+
+@asynccontextmanager
+async def scorer(
+    function: Any,
+    config: RewardLoopConfig | Mapping[str, Any] | None = None,
+    *,
+    manager: str = "naive",
+    reward_kwargs: Mapping[str, Any] | None = None,
+    router_address: str | None = None,
+) -> AsyncIterator[None]:
+    """Make a reward function the current scorer within the block, without a trainer.
+
+    Example::
+
+        async with reward_loop.scorer("reward.py:compute_score", {"timeout": 60}):
+            reward = await reward_loop.score("#### 4", ground_truth="4")
+
+    Args:
+        function: the function, or its name: ``file.py:name`` or ``package.module:name``. Loaded in a thread.
+        config: the options.
+        manager: the name or the import path of the reward manager.
+        reward_kwargs: configured arguments of the function.
+        router_address: ``host:port`` of model servers, which the function receives as ``reward_router_address``.
+
+    Raises:
+        ConfigError: an option is invalid.
+        FunctionLoadError: the function cannot be found, or cannot be called with the arguments of the reward loop.
+    """
+    options = parse(RewardLoopConfig, config, "config")
+    loaded = await asyncio.to_thread(
+        load_scorer, function, manager, options, reward_kwargs=reward_kwargs, router_address=router_address
+    )
+    name = function if isinstance(function, str) else loaded.manager.name
+
+    async def score_one(sample: RewardSample) -> Reward:
+        return await reward_of(loaded.manager, sample, name)
+
+    try:
+        with scoring_with(CurrentScorer(score_one, {})):
+            yield
+    finally:
+        await close_manager(loaded.manager)
+
+
+@contextmanager
+def scoring_with(current: CurrentScorer) -> Iterator[None]:
+    """Set the current scorer within the block."""
+    outer = _current.get()
+    _current.set(current)
+    try:
+        yield
+    finally:
+        _current.set(outer)
+
+
+def _get() -> CurrentScorer:
+    current = _current.get()
+    if current is None:
+        raise ConfigError(
+            "there is no current scorer: open one with `async with reward_loop.scorer(function)`. In a verl run, call "
+            "this from an agent loop; in a Ray task or actor of the run, within "
+            "`with reward_loop.verl.run_scorer.scorer_of_run()`"
+        )
+    return current
+
+
+def _sample(current: CurrentScorer, solution_str: str, more: Mapping[str, Any]) -> RewardSample:
+    if unknown := more.keys() - _FIELDS:
+        raise ConfigError(
+            f"a sample has no field {listing(unknown)}; it has {listing(sorted(_FIELDS))}. Put other values into "
+            "extra_info"
+        )
+    return RewardSample(solution_str, **{**current.rollout, **more})

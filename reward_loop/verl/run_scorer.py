@@ -1,0 +1,63 @@
+"""The reward workers of a run as the current scorer of its other processes.
+
+An agent loop of verl runs in an agent loop worker, which knows the reward workers. The code of an environment may run
+elsewhere: in a Ray task, or in an actor of the user's agent loop manager. There, the reward workers are found by their
+names in Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from reward_loop.agent.environment import CurrentScorer, scoring_with
+from reward_loop.errors import ConfigError
+from reward_loop.verl.reward_client import RewardClient
+
+__all__ = ["scorer_of_run", "worker_name"]
+
+
+def worker_name(position: int) -> dict[str, str]:
+    """Return the options of Ray with the name of a reward worker. Each Ray job, and so each run, has its own names."""
+    return {"name": f"reward_worker_{position}", "namespace": _namespace()}
+
+
+@contextmanager
+def scorer_of_run(**rollout: Any) -> Iterator[None]:
+    """Make the run's reward workers the current scorer within the block, in a Ray task or actor of the run.
+
+    Example::
+
+        with scorer_of_run(uid=f"{uid}_{session}", group=uid):
+            reward = await reward_loop.score(answer, ground_truth=truth)
+
+    Blocks until Ray has found the workers: enter it once for many samples.
+
+    Args:
+        rollout: the fields of the samples that the environment's code does not give itself, such as ``group``.
+
+    Raises:
+        ConfigError: this Ray job has no reward workers.
+    """
+    namespace = _namespace()
+    names = [
+        actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == namespace
+    ]
+    if not names:
+        raise ConfigError(
+            "this Ray job has no reward workers: call scorer_of_run in a task or actor of a run with "
+            "reward_model.use_reward_loop=True, after its trainer has started them"
+        )
+    workers = [ray.get_actor(name, namespace) for name in sorted(names, key=lambda name: int(name.rsplit("_", 1)[1]))]
+    options, needs_group = ray.get([workers[0].run_options.remote(), workers[0].needs_group.remote()])
+    client = RewardClient(workers, options)
+    client.by_group = needs_group
+    with scoring_with(CurrentScorer(client.compute_score.remote, rollout)):
+        yield
+
+
+def _namespace() -> str:
+    return f"reward_loop_{ray.get_runtime_context().get_job_id()}"
