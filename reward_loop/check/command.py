@@ -84,8 +84,9 @@ def check(
       reward-loop check --manager composite rollouts.jsonl -O components.form.path=rewards.py:form
       -O components.form.weight=0.1 -O components.accuracy.path=rewards.py:accuracy
 
-    With 8 rows, the function is called about 35 times, and with --judge and its
-    20 rows up to 280 times; requests to a paid judge cost money. The first 8 KB of its output go to stderr.
+    With 8 rows, the function is called about 35 times, with 20 rows and --judge
+    up to 280 times; requests to a paid judge cost money. The first 8 KB of its
+    output go to stderr.
 
     Exit status: 0 no problems, 1 a problem was found, or the function cannot be
     called with the arguments that a run passes, 2 wrong usage, 130 Ctrl-C.

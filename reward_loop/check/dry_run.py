@@ -118,9 +118,8 @@ async def check(
         else:
             if judge:
                 on_step("the judge")
-                probed = await probe_judge(calls, samples, checks.first, options, concurrency)
-                report.probes = probed.kinds
-                report.findings += probed.findings
+                report.probes, findings = await probe_judge(calls, samples, checks.first, options, concurrency)
+                report.findings += findings
     finally:
         await asyncio.to_thread(calls.close)
     report.rows = checks.first

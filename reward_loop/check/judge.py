@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,12 +12,9 @@ from reward_loop.check.calls import Calls, Finding, Row
 from reward_loop.config import RewardLoopConfig
 from reward_loop.types import RewardSample
 
-__all__ = ["JudgeProbes", "ProbedKind", "most_calls", "probe_judge"]
+__all__ = ["ProbedKind", "most_calls", "probe_judge"]
 
 MASTER_KEY = "master_key"
-KEY_ROUNDS = 2
-"""The number of master keys for each row: 20 rows ask about each of ten keys four times."""
-
 REPEATED_KEYS = 3
 """The largest number of master keys that are asked about for all rows, because the judge accepted them once."""
 
@@ -58,14 +54,6 @@ class ProbedKind:
     """The row whose canary was accepted, or whose scores differ."""
 
 
-@dataclass(slots=True)
-class JudgeProbes:
-    """What the probes have found."""
-
-    kinds: list[ProbedKind]
-    findings: list[Finding]
-
-
 @dataclass(frozen=True, slots=True)
 class _Asked:
     probe: Probe
@@ -81,14 +69,14 @@ class _Asked:
 
 
 def most_calls(rows: int, options: RewardLoopConfig) -> int:
-    """Return the largest number of calls of `probe_judge`."""
+    """Return the largest number of calls of `probe_judge`: each row has two master keys, and repeated ones."""
     kinds = _kinds(options)
-    return rows * (len(kinds) + (KEY_ROUNDS - 1 + REPEATED_KEYS) * (MASTER_KEY in kinds))
+    return rows * (len(kinds) + (1 + REPEATED_KEYS) * (MASTER_KEY in kinds))
 
 
 async def probe_judge(
     calls: Calls, samples: Sequence[RewardSample], first: Sequence[Row], options: RewardLoopConfig, concurrency: int
-) -> JudgeProbes:
+) -> tuple[list[ProbedKind], list[Finding]]:
     """Make each kind of probe of ``options.audit.probes`` once for each row, and master keys more often.
 
     Args:
@@ -113,11 +101,10 @@ async def probe_judge(
     accept, how = _threshold([*first, *(one.row for one in asked if one.probe.kind == CANARY)], options)
     if how is None:
         text = (
-            "all answers have the same score, also those that are wrong on purpose: the judge does not distinguish them"
+            "all answers have the same score, also those that are wrong on purpose: the judge does not distinguish "
+            "them. If it should accept none of these, set -O audit.accept=X"
         )
-        return JudgeProbes(
-            [], [Finding("judge", "problem", f"{text}. If it should accept none, set -O audit.accept=X")]
-        )
+        return [], [Finding("judge", "problem", text)]
     keys = [str(one.probe.answer) for one in asked if one.probe.variant == MASTER_KEY and one.is_positive(accept, 0)]
     repeated = sorted(set(keys), key=keys.count, reverse=True)[:REPEATED_KEYS]
     known = {(one.probe.answer, one.first.uid) for one in asked if one.probe.variant == MASTER_KEY}
@@ -138,7 +125,7 @@ async def probe_judge(
     limit = LIMIT if options.health.canaries is None else options.health.canaries
     kinds = [_counted(name, group, accept, options.audit.tolerance) for name, group in groups.items()]
     findings = [_finding(kind, limit) for kind in kinds]
-    return JudgeProbes(kinds, [Finding("judge", "ok", f"{len(asked)} probes; {how}"), *findings])
+    return kinds, [Finding("judge", "ok", f"{len(asked)} probes; {how}"), *findings]
 
 
 def _kinds(options: RewardLoopConfig) -> list[str]:
@@ -148,10 +135,12 @@ def _kinds(options: RewardLoopConfig) -> list[str]:
 def _choose(kind: str, samples: Sequence[RewardSample], options: RewardLoopConfig) -> list[tuple[int, Probe]]:
     """Return the index of each sample to which a kind of probe applies, with its probe."""
     probes = Probes(options.audit.model_copy(update={"probes": (kind,)}), in_groups=False)
+    order = list(enumerate(samples))
     for sample in samples:
         probes.remember(sample)
     found = []
-    for _, (i, sample) in itertools.product(range(KEY_ROUNDS if kind == MASTER_KEY else 1), enumerate(samples)):
+    # In the other direction, most rows get another key than before.
+    for i, sample in [*order, *reversed(order)] if kind == MASTER_KEY else order:
         if (probe := probes.choose(sample)) is not None:
             found.append((i, probe))
         probes.remember(sample)  # the answer to another question is that of the row before

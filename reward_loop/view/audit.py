@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from reward_loop._util.intervals import Z95, wilson
-from reward_loop.records.probes import CANARY, LABELLED, REFERENCE, metric_of
+from reward_loop.records.probes import CANARY, LABELLED, REFERENCE, measured
 from reward_loop.records.reader import RecordsReader
 from reward_loop.view.filters import BadRequestError
 from reward_loop.view.index import Index
@@ -57,34 +56,24 @@ def audit(index: Index, reader: RecordsReader, query: Mapping[str, str]) -> dict
     Raises:
         BadRequestError: there are no probes of the kind.
     """
-    kinds = [_counted(row) for row in index.rows(_KINDS)]
+    kinds = [_measured(row) for row in index.rows(_KINDS)]
     steps: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in index.rows(_BY_STEP):
-        steps[row["kind"]].append({"step": row["step"], **_counted(row)})
+        steps[row["kind"]].append({"step": row["step"], **_measured(row)})
     names = [row["kind"] for row in kinds]
     kind = query.get("kind") or max(kinds, key=_errors, default={"kind": None})["kind"]
     if kind is not None and kind not in names:
         raise BadRequestError(f"There are no probes of the kind {kind!r}. Kinds: {', '.join(names)}")
     return {
-        "rows": [{**row, "metric": metric_of(row["kind"]), "by_step": steps[row["kind"]]} for row in kinds],
+        "rows": [{**row, "by_step": steps[row["kind"]]} for row in kinds],
         "kind": kind,
         "worst": [] if kind is None else _worst(index, reader, kind),
     }
 
 
-def _counted(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the value of some probes with its confidence interval of 95 %, as `probe_counts` does."""
-    value, interval = None, None
-    counted, positive = row["counted"], row["positive"]
-    if row["kind"] == REFERENCE:
-        counted, value = row["scored"], row["gap"]
-        if row["spread"] is not None:
-            error = Z95 * row["spread"] / counted**0.5
-            interval = (value - error, value + error)
-    elif counted:
-        value, interval = positive / counted, wilson(positive, counted)
-    found = {"counted": counted, "without_score": row["without_score"], "value": value, "interval": interval}
-    return {"kind": row["kind"], **found}
+def _measured(row: Mapping[str, Any]) -> dict[str, Any]:
+    gaps = (row["scored"], row["gap"], row["spread"])
+    return measured(row["kind"], row["counted"], row["positive"], row["without_score"], gaps)
 
 
 def _errors(row: Mapping[str, Any]) -> float:
@@ -103,7 +92,8 @@ def _worst(index: Index, reader: RecordsReader, kind: str) -> list[dict[str, Any
     for row in found:
         line = index.line(row.pop("chunk"), time=row["time"], uid=row["uid"]) or {}
         row |= {"answer": line.get("answer"), "exchanges": line.get("exchanges") or []}
-        sample = min(samples[row["uid"]], key=lambda sample: abs(sample["time"] - row["time"]), default=None)
-        row["id"] = None if sample is None else sample["id"]
-        row["prompt"] = None if sample is None else (reader.text(sample) or {}).get("prompt")
+        row["id"] = row["prompt"] = None
+        if known := samples[row["uid"]]:
+            sample = min(known, key=lambda sample: abs(sample["time"] - row["time"]))
+            row |= {"id": sample["id"], "prompt": (reader.text(sample) or {}).get("prompt")}
     return found

@@ -236,9 +236,8 @@ class Index:
                 self._load_together([chunk])
 
     def _load_together(self, chunks: Sequence[Chunk]) -> None:
-        samples, probes = [], []
-        for chunk in chunks:
-            (samples if chunk.parts[0].path.parent == self.folder else probes).append(chunk.path)
+        samples = [chunk.path for chunk in chunks if chunk.parts[0].path.parent == self.folder]
+        probes = [chunk.path for chunk in chunks if chunk.path not in samples]
         places = [
             (chunk.number, self._name(part.path), part.start, part.bytes) for chunk in chunks for part in chunk.parts
         ]
