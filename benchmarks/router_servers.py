@@ -49,11 +49,13 @@ class Servers:
         with urllib.request.urlopen(url + "/workers", timeout=60):
             return url, process, ready
 
-    def start_sglang(self, python: str, backends: list[str]) -> tuple[str, subprocess.Popen[bytes], float]:
+    def start_sglang(
+        self, python: str, backends: list[str], policy: str = "round_robin"
+    ) -> tuple[str, subprocess.Popen[bytes], float]:
         port = free_port()
         command = [python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port()), "--log-level", "error"]
-        command += ["--policy", "round_robin", "--worker-urls", *backends]
+        command += ["--policy", policy, "--worker-urls", *backends]
         return self.start(command, f"http://127.0.0.1:{port}", PATH, "sglang_router")
 
     def start_naive(self, backends: list[str]) -> tuple[str, subprocess.Popen[bytes]] | None:

@@ -25,6 +25,7 @@ from reward_loop.router.app import Router
 from reward_loop.router.client_request import ClientRequest
 from reward_loop.router.config import RouterConfig
 from reward_loop.router.http_server import HttpServer
+from tests.clock import until as until
 
 STUB_COMMAND = [sys.executable, str(Path(__file__).with_name("stub_server.py"))]
 
@@ -85,13 +86,6 @@ async def resetting() -> AsyncIterator[str]:
     server = await asyncio.start_server(serve, sock=(listener := listen("127.0.0.1")))
     async with server:
         yield url_of(listener)
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    """Run the event loop until the condition is true, for at most 60 s."""
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 (the condition has no event)
-            await asyncio.sleep(0)
 
 
 @functools.cache

@@ -46,15 +46,17 @@ class Handler(BaseHTTPRequestHandler):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--parent-pipe", type=int, required=True)
+    parser.add_argument("--port", type=int, help="listen on this port, without --fd and --parent-pipe")
+    parser.add_argument("--fd", type=int)
+    parser.add_argument("--parent-pipe", type=int)
     args = parser.parse_args()
 
     def exit_with_parent() -> None:
         os.read(args.parent_pipe, 1)
         os._exit(1)
 
-    threading.Thread(target=exit_with_parent, daemon=True).start()
+    if args.port is None:
+        threading.Thread(target=exit_with_parent, daemon=True).start()
     if status := os.environ.get("STUB_EXIT"):
         print("the stub is told to fail", file=sys.stderr)
         sys.exit(int(status))
@@ -62,9 +64,10 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print("the stub is deaf", flush=True)
         threading.Event().wait()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
-    server.socket.close()
-    server.socket = socket.socket(fileno=args.fd)
+    server = ThreadingHTTPServer(("127.0.0.1", args.port or 0), Handler, bind_and_activate=args.port is not None)
+    if args.port is None:
+        server.socket.close()
+        server.socket = socket.socket(fileno=args.fd)
     server.daemon_threads = True
     server.serve_forever()
 

@@ -504,7 +504,7 @@ def test_shell_completion_offers_commands_managers_policies_and_engines():
     assert completed("score", "--manager", "d") == ["dapo"]
     assert completed("check", "--manager", "g") == ["gdpo", "group"]
     assert completed("score", "--isolation", "") == ["thread", "process"]
-    assert completed("route", "--policy", "c") == ["content"]
+    assert completed("route", "--policy", "a") == ["affinity"]
     assert "http://a:1,engine=sglang" in completed("route", "-w", "http://a:1,engine=")
 
 

@@ -1,4 +1,4 @@
-"""Encode arbitrary Python values as strict JSON, and finds values by their path."""
+"""Encode arbitrary Python values as strict JSON, and find values by their path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-__all__ = ["MISSING", "encode", "look_up", "to_json"]
+__all__ = ["MISSING", "encode", "encode_fast", "look_up", "to_json"]
 
 _MAX_BITS = 14_000
 """Integers up to this many bits (about 4,200 digits) are written in decimal. Python's own limit is 4,300 digits."""
@@ -21,9 +21,18 @@ _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 def encode(value: Any) -> bytes:
     """Encode a value as `to_json` does, with orjson if orjson supports the value."""
     try:
-        return orjson.dumps(value, default=_known, option=_OPTIONS)
-    except TypeError:  # a lone surrogate, an integer beyond 64 bits, a key of an unsupported type
+        return encode_fast(value)
+    except TypeError:
         return to_json(value)
+
+
+def encode_fast(value: Any) -> bytes:
+    """Encode a value with orjson.
+
+    Raises:
+        TypeError: it contains a lone surrogate, an integer beyond 64 bits, or a key of an unsupported type.
+    """
+    return orjson.dumps(value, default=_known, option=_OPTIONS)
 
 
 def to_json(value: Any) -> bytes:

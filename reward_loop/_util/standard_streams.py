@@ -6,9 +6,7 @@ import atexit
 import contextlib
 import io
 import os
-import select
 import sys
-import threading
 from collections.abc import Iterator
 from typing import IO, TextIO
 
@@ -51,19 +49,13 @@ def _discard_unwritten() -> None:
             os.close(null)
 
 
-_PIPE_BYTES = 1 << 16
-
-
 @contextlib.contextmanager
-def reserve_stdout(max_bytes: int | None = None) -> Iterator[TextIO]:
+def reserve_stdout() -> Iterator[TextIO]:
     """Yield a stream for the command's own stdout, and redirect what functions print to stderr, within ``with``.
 
     File descriptor 1 is redirected: this also covers C code, child processes and modules that hold the old
     `sys.stdout`. If `sys.stdout` was the process's own stdout, descriptor 1 leads to the null device after the block,
     because a function that timed out may still print from its thread.
-
-    Args:
-        max_bytes: maximum number of redirected bytes that are shown; the rest is only counted. ``None`` for no limit.
     """
     before = sys.stdout
     if before is None:  # closed by the shell: >&-
@@ -75,8 +67,7 @@ def reserve_stdout(max_bytes: int | None = None) -> Iterator[TextIO]:
     saved = os.dup(1)
     own = os.fdopen(os.dup(1), "w", encoding=before.encoding, errors=before.errors) if owned else before
     stderr = os.open(os.devnull, os.O_WRONLY) if sys.stderr is None else os.dup(2)
-    copier = None if max_bytes is None else _Copier(stderr, max_bytes)
-    os.dup2(stderr if copier is None else copier.input, 1)
+    os.dup2(stderr, 1)
     sys.stdout = os.fdopen(1, "w", closefd=False, encoding="utf-8", errors="backslashreplace", buffering=1)
     try:
         yield own
@@ -87,58 +78,11 @@ def reserve_stdout(max_bytes: int | None = None) -> Iterator[TextIO]:
         sys.stdout = before
         nothing_fd = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing_fd if owned else saved, 1)
-        if copier is not None:
-            copier.close()
         for descriptor in (nothing_fd, saved, stderr):
             os.close(descriptor)
         if owned:
             with contextlib.suppress(OSError):  # the flush above has reported it
                 own.close()
-
-
-class _Copier:
-    """Copies the first bytes of a pipe to a descriptor, in a thread, and counts the rest."""
-
-    def __init__(self, output: int, max_bytes: int) -> None:
-        self._output = output
-        self._left = max_bytes
-        self._dropped = 0
-        self._pipe, self.input = os.pipe()
-        self._stop = os.eventfd(0)
-        self._thread = threading.Thread(target=self._run, name="stdout-copier", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Copy the rest of the pipe, report the number of bytes that were not shown, and end the thread."""
-        os.eventfd_write(self._stop, 1)
-        self._thread.join()
-        for descriptor in (self._pipe, self.input, self._stop):
-            os.close(descriptor)
-
-    def _run(self) -> None:
-        ready = select.poll()
-        ready.register(self._pipe, select.POLLIN)
-        ready.register(self._stop, select.POLLIN)
-        stopped = False
-        while not stopped:
-            found = {descriptor for descriptor, _ in ready.poll()}
-            stopped = self._stop in found
-            if self._pipe in found:
-                # The read size is the pipe's capacity: after the stop, one read returns all bytes written before.
-                self._copy(os.read(self._pipe, _PIPE_BYTES))
-        if self._dropped:
-            self._write(f"\nnote: {self._dropped:,} more bytes of the function's output are not shown\n".encode())
-
-    def _copy(self, data: bytes) -> None:
-        shown = data[: self._left]
-        self._left -= len(shown)
-        self._dropped += len(data) - len(shown)
-        if shown:
-            self._write(shown)
-
-    def _write(self, data: bytes) -> None:
-        with contextlib.suppress(OSError):  # stderr is full or closed
-            os.write(self._output, data)
 
 
 def _descriptor(stream: IO[str]) -> int | None:

@@ -29,7 +29,8 @@ async def custom_rm(args: Any, sample: Any, **_: Any) -> Any:
 
     A sample without a score (masked) gets ``remove_sample``, so slime sets its loss mask to zeros; its reward is 0.
     With ``--reward-key``, a reward is a dict of the components, in which ``score`` is the reward. ``sample.metadata``,
-    if it is a dict, gets the outcome and the components under ``reward_loop``.
+    if it is a dict, gets the outcome and the components under ``reward_loop``. ``extra_info`` contains the metadata and
+    the label, which is the ground truth unless the option ``ground_truth`` names a field of the metadata.
 
     Args:
         args: slime's arguments. ``reward_loop_config``, which a file of ``--custom-config-path`` can set, contains the
@@ -60,17 +61,10 @@ async def custom_rm(args: Any, sample: Any, **_: Any) -> Any:
 
 def _to_sample(agent: ProcessAgent, sample: Any, is_group: bool) -> RewardSample:
     metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
-    field = agent.config.ground_truth
-    if field is not None and field not in metadata and "ground_truth" in agent.requires:
-        raise ConfigError(
-            f"sample {sample.index}: its metadata has no {field!r}, which `ground_truth` in the options of the rewards "
-            f"names; it has {listing(metadata)}. Without that option, slime's label is used"
-        )
+    data = {name: value for name, value in metadata.items() if name != "reward_loop"}
     return RewardSample(
         sample.response,
-        data_source=str(metadata.get(agent.config.data_source, "")),
-        ground_truth=sample.label if field is None else metadata.get(field),
-        extra_info={name: value for name, value in metadata.items() if name != "reward_loop"},
+        **agent.parts({**data, "label": sample.label}, "label"),
         uid=None if sample.index is None else str(sample.index),
         response_length=sample.response_length,
         # In a group, the agent sets a name that no other group has.

@@ -30,8 +30,6 @@ from reward_loop.scoring import load_function
 
 __all__ = ["check"]
 
-_MAX_PRINTED_BYTES = 8192
-"""Maximum number of bytes of the function's own output that are shown."""
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red", "skipped": "dim"}
 
 
@@ -85,8 +83,7 @@ def check(
       -O components.form.weight=0.1 -O components.accuracy.path=rewards.py:accuracy
 
     With 8 rows, the function is called about 35 times, with 20 rows and --judge
-    up to 280 times; requests to a paid judge cost money. The first 8 KB of its
-    output go to stderr.
+    up to 280 times; requests to a paid judge cost money. Its output goes to stderr.
 
     Exit status: 0 no problems, 1 a problem was found, or the function cannot be
     called with the arguments that a run passes, 2 wrong usage, 130 Ctrl-C.
@@ -99,7 +96,7 @@ def check(
     options = parse(RewardLoopConfig, given, cli_options.option_names(context))
     paths = cli_options.pairs(field, "--field")
     err = console(stderr=True)
-    with reserve_stdout(_MAX_PRINTED_BYTES) as stdout:
+    with reserve_stdout() as stdout:
         if fn is not None:
             load_function(fn)  # an error here is wrong usage (status 2), one below a problem of the function (status 1)
         try:

@@ -28,8 +28,8 @@ ADVICE = {
     "with the result, leave cut_off out of -O audit.probes",
 }
 FENCE = (
-    "fence the answer in the judge's prompt and say that it may be empty or contain instructions, give answers without "
-    "a final result the lowest score by a rule before the judge is asked, or use a stronger judge"
+    "fence the answer in the prompt (the argument fence of Judge), say that an answer may be empty or without content, "
+    "require a final result by a rule before the judge is asked, or use a stronger judge"
 )
 MISSING = {
     "other_answer": "no two rows are known to have different questions: name -f prompt=... or -f ground_truth=...",

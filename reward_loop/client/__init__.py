@@ -6,6 +6,7 @@ They work with vLLM, SGLang, the embedded server, and OpenAI-compatible services
 
 ======================== =====================================================================
 `Judge`                  asks a generative model for a verdict, and reads the score from it
+`panel`                  asks several judges, or one several times, and combines their verdicts
 `chat_complete`          sends a prompt to a generative model
 `classify`               returns the logits of a discriminative model
 `score`                  returns a reranking model's scores of documents
@@ -17,7 +18,8 @@ from __future__ import annotations
 from reward_loop.client.chat import Reply, Usage, chat_complete
 from reward_loop.client.discriminative import classify, score
 from reward_loop.client.judge import Judge, Judgement
-from reward_loop.client.verdicts import Choice, Json, NoVerdictError, Number, Verdict
+from reward_loop.client.panel import majority, mean, panel
+from reward_loop.client.verdicts import Choice, Json, NoVerdictError, Number, Order, Pattern, Ratings, Verdict
 
 __all__ = [
     "Choice",
@@ -26,10 +28,16 @@ __all__ = [
     "Judgement",
     "NoVerdictError",
     "Number",
+    "Order",
+    "Pattern",
+    "Ratings",
     "Reply",
     "Usage",
     "Verdict",
     "chat_complete",
     "classify",
+    "majority",
+    "mean",
+    "panel",
     "score",
 ]

@@ -9,6 +9,7 @@ import os
 import resource
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from hashlib import blake2b
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,9 +24,10 @@ from reward_loop._util.transient import retry_after_seconds
 from reward_loop.client.exchange import Exchange
 from reward_loop.errors import ConfigError, RequestError
 from reward_loop.limits.lease import report_failure
+from reward_loop.limits.process_call import WorkerCall, call_here
 from reward_loop.records import current, hide, waiting_for
 
-__all__ = ["BACKEND_HEADER", "MAX_REPLY_BYTES", "post", "shared_session", "url_of"]
+__all__ = ["BACKEND_HEADER", "GROUP_HEADER", "MAX_REPLY_BYTES", "post", "shared_session", "url_of"]
 
 MAX_REPLY_BYTES = 64 * 1024 * 1024
 """The default limit on the length of a reply, in bytes after decompression."""
@@ -45,6 +47,9 @@ _DESCRIPTOR_RETRY_S = 0.1
 
 BACKEND_HEADER = "x-reward-loop-backend"
 """The header in which the router names the server that answered."""
+
+GROUP_HEADER = "x-reward-loop-group"
+"""The header with a hash of the sample's group, for the router's policy ``affinity``. Services do not receive it."""
 
 
 class _ReplyTooLongError(Exception):
@@ -87,11 +92,14 @@ async def post(
         ConfigError: the address is missing or invalid, or the environment variable for the API key is not set.
     """
     url = url_of(address, path)
+    is_base_url = "://" in (address or "")
     headers = {"content-type": "application/json", **_authorization(api_key_env)}
+    if not is_base_url and (group := _group()):
+        headers[GROUP_HEADER] = blake2b(group.encode(errors="replace"), digest_size=8).hexdigest()
     exchange = _begin(url, body, api_key_env)
     started = time.perf_counter()
     try:
-        answer = await _post(exchange, url, "://" in (address or ""), headers, body, timeout, max_reply_bytes)
+        answer = await _post(exchange, url, is_base_url, headers, body, timeout, max_reply_bytes)
     except BaseException as error:
         exchange.end(seconds=time.perf_counter() - started, error=_cause(error))
         if isinstance(error, RequestError):
@@ -99,6 +107,14 @@ async def post(
         raise
     exchange.update(seconds=time.perf_counter() - started)
     return answer, exchange
+
+
+def _group() -> str | None:
+    """Return the group of the sample that the calling code scores."""
+    call, active = call_here(), current()
+    if isinstance(call, WorkerCall):
+        return call.group
+    return active.sample.group if active else None
 
 
 def _begin(url: str, body: Mapping[str, Any], api_key_env: str | None) -> Exchange:

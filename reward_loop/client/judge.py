@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 import string
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from reward_loop._util.json import encode
 from reward_loop._util.text import listing
 from reward_loop.client.chat import Reply, complete
+from reward_loop.client.exchange import Exchange
+from reward_loop.client.expected import LOGPROBS, expected_score
+from reward_loop.client.fence import fenced, without_fenced
 from reward_loop.client.http import MAX_REPLY_BYTES
-from reward_loop.client.verdicts import NoVerdictError, Verdict
-from reward_loop.errors import ConfigError
+from reward_loop.client.verdicts import Choice, NoVerdictError, Number, Ratings, Verdict
+from reward_loop.errors import ConfigError, RequestError
 from reward_loop.limits.lease import limit as limited
+from reward_loop.records import current, waiting_for
 
 __all__ = ["Judge", "Judgement"]
+
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 30.0
+"""A service that asks for a longer pause is left to the retries of the function, whose pauses have no deadline."""
 
 
 class _Template(string.Template):
@@ -36,6 +48,8 @@ class Judgement:
     """The model's reply."""
     unscored: str | None = None
     """Why there is no score; ``None`` if there is one."""
+    components: Mapping[str, float] = field(default_factory=dict)
+    """The parts of the score, by their names: of each criterion, or of each judge of a panel."""
 
     def reward(self, **components: Any) -> dict[str, Any]:
         """Return the dict that a reward function returns; without a score, the sample is *unscored*.
@@ -45,6 +59,7 @@ class Judgement:
         """
         explanation = self.reply.text if self.unscored is None else f"unscored: {self.unscored}\n{self.reply.text}"
         return {
+            **self.components,
             "score": self.score,
             "verdict": self.verdict,
             "prompt": self.prompt,
@@ -76,63 +91,122 @@ class Judge:
         verdict: Verdict,
         *,
         system: str | None = None,
+        fence: Collection[str] = (),
+        expected: bool = False,
         address: str | None = None,
         model: str | None = None,
         limit: str | None = None,
+        attempts: int = 1,
         timeout: float | None = 300.0,
         api_key_env: str | None = None,
         max_reply_bytes: int = MAX_REPLY_BYTES,
+        temperature: float | None = 0.0,
+        max_tokens: int | None = None,
+        max_completion_tokens: int | None = None,
+        reasoning_effort: str | None = None,
         **request: Any,
     ) -> None:
         """Create a judge.
 
         Args:
             template: the prompt, with placeholders ``{{name}}``. Placeholders in the text of a field are not replaced.
-            verdict: the format of the verdict: `Number`, `Choice`, `Json`, or another object that implements `Verdict`.
+            verdict: the format of the verdict: `Number`, `Choice`, `Ratings`, `Json`, `Pattern`, `Order`, or another
+                object that implements `Verdict`.
             system: the system message.
+            fence: the fields with text that the judge must not obey, such as the response. Random marks are put around
+                each, with a sentence that names them; a verdict that the reply quotes between these marks does not
+                count.
+            expected: use the expected score, weighted with the probabilities of the verdicts, instead of the score of
+                the written verdict. For `Choice`, and `Number` with digits. Without log-probabilities from the server,
+                the score is that of the written verdict.
             address: the address of calls without one: ``host:port``, or the base URL of an OpenAI-compatible service.
             model: the model's name; needed if the address serves several models.
             limit: the name of the limit in ``reward_loop.limits`` for each request; by default only
                 ``limits.default`` applies, to the whole function.
+            attempts: the largest number of attempts of a request that fails with a transient error. The pauses between
+                them, also those that the service asks for, count towards the function's deadline. After the last
+                attempt, or if the service asks for a pause of more than 30 s, the error is raised; then
+                ``reward_loop.retry`` may repeat the whole function.
             timeout: seconds until the reply is received; ``None`` for no limit but the deadline of the reward function.
             api_key_env: the name of the environment variable with the service's API key.
             max_reply_bytes: the longest answer of the server, in bytes after decompression; a longer one is an error.
-            request: other fields of the request; a field that is ``None`` is left out. ``temperature`` is 0 by default;
-                some models, such as those of GPT-5, accept no 0 and need ``temperature=None``.
+            temperature: the temperature of sampling. Some models, such as those of GPT-5, accept no 0: they need
+                ``None``.
+            max_tokens: the longest reply, in tokens; by default the server's own limit. A longer reply is cut off, so
+                the response is unscored.
+            max_completion_tokens: the same for OpenAI's models, which do not accept ``max_tokens`` any more; reasoning
+                counts.
+            reasoning_effort: how much the model reasons: ``minimal``, ``low``, ``medium`` or ``high``, if it supports
+                that.
+            request: other fields of the request, such as ``seed`` or ``top_p``. A field that is ``None`` is left out.
+
+        Raises:
+            ConfigError: a field of `fence` is not in the template, the verdict has no expected score, or there are no
+                attempts.
         """
         self._template = _Template(template)
-        self._fields = set(self._template.get_identifiers())
+        self.fields = frozenset(self._template.get_identifiers())
+        """The names of the placeholders."""
+        if unknown := set(fence) - self.fields:
+            raise ConfigError(f"fence: the template has no field {listing(unknown)}, only {listing(self.fields)}")
+        if attempts < 1:
+            raise ConfigError(f"attempts={attempts}: a judge needs at least 1 attempt")
+        self._weighted: Number | Choice | None = None
+        if expected:
+            if not isinstance(verdict, Number | Choice):
+                raise ConfigError(f"expected: {type(verdict).__name__} has no expected score, only Number and Choice")
+            self._weighted = verdict
+            verdict.words  # noqa: B018 - raises if they are not single tokens
+        self._fence = frozenset(fence)
         self._verdict = verdict
         self._system = system
         self._address = address
         self._model = model
         self._limit = limit
+        self._attempts = attempts
         self._options = {"timeout": timeout, "api_key_env": api_key_env, "max_reply_bytes": max_reply_bytes}
-        given = {"temperature": 0.0, **verdict.request, **request}
+        given = {
+            "temperature": temperature,
+            "max_tokens": max_tokens,
+            "max_completion_tokens": max_completion_tokens,
+            "reasoning_effort": reasoning_effort,
+            **(LOGPROBS if expected else {}),
+            **verdict.request,
+            **request,
+        }
         self._request = {name: value for name, value in given.items() if value is not None}
 
     def render(self, **fields: Any) -> str:
         """Return the prompt: the template with its placeholders replaced.
 
         Args:
-            fields: the text for each placeholder.
+            fields: the value for each placeholder: a text; a conversation, as a list of messages with ``role`` and
+                ``content``, each shown below its role; or a list of texts, which are numbered from 1.
 
         Raises:
             ConfigError: a field is missing, or the template has no placeholder for a field.
         """
-        if missing := self._fields - fields.keys():
+        return self._render(fields)[0]
+
+    def _render(self, fields: Mapping[str, Any]) -> tuple[str, list[str]]:
+        """Return the prompt, and the marks of its fences."""
+        if missing := self.fields - fields.keys():
             raise ConfigError(
-                f"the call of the judge lacks {listing(missing)}: its template has the fields {listing(self._fields)}, "
+                f"the call of the judge lacks {listing(missing)}: its template has the fields {listing(self.fields)}, "
                 f"and the arguments are {listing(fields)}"
             )
-        if unused := fields.keys() - self._fields:
+        if unused := fields.keys() - self.fields:
             single = [name for name in unused if f"{{{name}}}" in self._template.template]
             hint = f"; write {{{{{single[0]}}}}} instead of {{{single[0]}}} in the template" if single else ""
             raise ConfigError(
                 f"the judge's template has no field {listing(unused)}, which the call gives: its fields are "
-                f"{listing(self._fields)}{hint}"
+                f"{listing(self.fields)}{hint}"
             )
-        return self._template.substitute(fields)
+        texts = {name: _text(value) for name, value in fields.items()}
+        fences = {name: fenced(texts[name]) for name in self._fence}
+        shown = {name: text if isinstance(text, str) else _numbered(text) for name, text in texts.items()}
+        prompt = self._template.substitute({**shown, **{name: text for name, (text, _) in fences.items()}})
+        return prompt, [mark for _, mark in fences.values()]
 
     async def __call__(self, address: str | None = None, **fields: Any) -> Judgement:
         """Ask the model for a verdict on one response.
@@ -140,7 +214,7 @@ class Judge:
         Args:
             address: ``host:port`` as in ``reward_router_address``, or the base URL of an OpenAI-compatible service; by
                 default the judge's own ``address``.
-            fields: the text for each placeholder of the template.
+            fields: the value for each placeholder of the template: see `render`.
 
         Returns:
             the judgement; its `score` is ``None`` if the reply is cut off or has no valid verdict.
@@ -151,24 +225,64 @@ class Judge:
                 set.
             LimitError: the limit is unknown, or did not allow the request within its ``max_wait``.
         """
-        prompt = self.render(**fields)
+        prompt, marks = self._render(fields)
         messages = [{"role": "user", "content": prompt}]
         if self._system is not None:
             messages.insert(0, {"role": "system", "content": self._system})
-        async with nullcontext() if self._limit is None else limited(self._limit):
-            reply, exchange = await complete(
-                address or self._address, messages, self._model, self._options, self._request
-            )
-        judgement = self._judge(prompt, reply)
+        reply, exchange = await self._ask(address or self._address, messages)
+        judgement = self._judge(prompt, reply, marks)
         exchange.end(verdict=judgement.verdict, score=judgement.score, unscored=judgement.unscored)
         return judgement
 
-    def _judge(self, prompt: str, reply: Reply) -> Judgement:
+    async def _ask(self, address: str | None, messages: list[dict[str, str]]) -> tuple[Reply, Exchange]:
+        """Send the request, again after each transient error while there are attempts left."""
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                async with nullcontext() if self._limit is None else limited(self._limit):
+                    return await complete(address, messages, self._model, self._options, self._request)
+            except RequestError as error:
+                pause = (error.retry_after or 0.0) + random.uniform(0, _FIRST_PAUSE_S * 2 ** (attempt - 1))
+                if attempt == self._attempts or not error.transient or pause > _LONGEST_PAUSE_S:
+                    raise
+            # The permit is released during the pause.
+            with waiting_for(current(), "the pause before the next attempt of a request"):
+                await asyncio.sleep(pause)
+
+    def _judge(self, prompt: str, reply: Reply, marks: Sequence[str]) -> Judgement:
         if reply.cut_off:
             reason = f"the reply was cut off (finish_reason {reply.finish_reason!r}); max_tokens may be too low"
             return Judgement(None, None, prompt, reply, reason)
+        text = without_fenced(reply.text, marks)
         try:
-            verdict, score = self._verdict.read(reply.text)
+            verdict, score = self._verdict.read(text)
+            if self._weighted is not None and (expected := expected_score(self._weighted, text, reply)) is not None:
+                score = expected
         except NoVerdictError as error:
             return Judgement(None, None, prompt, reply, str(error))
-        return Judgement(score, verdict, prompt, reply)
+        components = verdict if isinstance(self._verdict, Ratings) else {}
+        return Judgement(score, verdict, prompt, reply, components=components)
+
+
+def _text(value: Any) -> str | list[str]:
+    """Return the text of a field; a conversation as one text, and other lists as a list of texts."""
+    items = value.tolist() if hasattr(value, "tolist") else value  # numpy, from a parquet file
+    if not isinstance(items, list | tuple):
+        return str(items)
+    if items and all(isinstance(item, Mapping) and "role" in item for item in items):
+        return "\n\n".join(f"[{message['role']}]\n{_content(message)}" for message in items)
+    return [str(item) for item in items]
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """Return the text of a message, with its calls of tools; parts that are not text, such as images, by their type."""
+    content = message.get("content")
+    parts = content if isinstance(content, list | tuple) else [{"type": "text", "text": content or ""}]
+    texts = [part["text"] if "text" in part else f"({part.get('type')})" for part in parts]
+    texts += [encode(call).decode() for call in message.get("tool_calls") or ()]
+    return "\n".join(map(str, texts))
+
+
+def _numbered(texts: list[str]) -> str:
+    return "\n\n".join(f"[{number}]\n{text}" for number, text in enumerate(texts, 1))

@@ -19,6 +19,7 @@ __all__ = [
     "GroupConfig",
     "HealthConfig",
     "LimitConfig",
+    "PolicyName",
     "RecordConfig",
     "RetryConfig",
     "RewardLoopConfig",
@@ -34,6 +35,9 @@ MASTER_KEYS = (
     *("Thought process:", "Let's solve this problem step by step.", "Solution", "解", "かいせつ", "Respuesta"),
 )
 """Answers without content that judges have accepted: https://arxiv.org/abs/2507.08794."""
+
+PolicyName = Literal["round_robin", "least_in_flight", "affinity"]
+"""The router's load-balancing policies."""
 
 MAX_COUNT = 2**53
 """The largest number in a limit: larger integers are neither exact as floats nor, above 64 bits, valid in messages."""
@@ -497,6 +501,11 @@ class RewardModelConfig(ServedModelConfig):
 
     router_port: int | None = Field(default=None, ge=1, le=65535)
     """The router's port. By default any free port."""
+
+    policy: PolicyName = "affinity"
+    """Which of a model's servers gets a request. ``affinity``: the same one for all requests of a generative judge on
+    the responses to a prompt, so that the server computes their common beginning once; if it has far more requests in
+    flight than the others, another one. ``least_in_flight``, ``round_robin``: regardless of the content."""
 
     request_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds from the arrival of a request at the router to the end of its answer. Waiting for a server counts."""

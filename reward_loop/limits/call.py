@@ -96,10 +96,12 @@ class Call:
         """
         for name in names:
             if name in self.limits.max_waits:
-                what = (
-                    f"a free place at the reward model (limit {name!r})" if name == REWARD_MODEL else f"limit {name!r}"
-                )
-                self._whole = (*self._whole, await self._acquire(name, 0, what))
+                what = f"limit {name!r}"
+                if name == REWARD_MODEL:
+                    what = f"a free place at the reward model ({what})"
+                request = self._request(name, 0)
+                permit = request.result() if request.done() else await self._granted(name, request, what)
+                self._whole = (*self._whole, permit)
 
     async def acquire(self, name: str, tokens: float) -> Permit:
         """Acquire a permit within the function, on any event loop; raises as `Limits.acquire` does."""
@@ -137,16 +139,18 @@ class Call:
             )
         if not self.limits.max_waits.keys() - WHOLE_CALL:
             return Permit(None, name)
-        return await self._acquire(name, tokens, f"limit {name!r}")
+        request = self._request(name, tokens)
+        return request.result() if request.done() else await self._granted(name, request, f"limit {name!r}")
 
-    async def _acquire(self, name: str, tokens: float, what: str) -> Permit:
+    def _request(self, name: str, tokens: float) -> asyncio.Future[Permit]:
         request = self.limits.request(name, tokens, self.traffic_class)
         if len(self._requests) >= self._prune_at:
             self._requests = [other for other in self._requests if not _is_over(other)]
             self._prune_at = max(16, 2 * len(self._requests))
         self._requests.append(request)
-        if request.done():
-            return request.result()
+        return request
+
+    async def _granted(self, name: str, request: asyncio.Future[Permit], what: str) -> Permit:
         with self._waiting(what):
             return await self.limits.granted(name, request)
 

@@ -145,8 +145,8 @@ class Limits(Holder, ABC):
         Raises:
             LimitError: another event loop that still runs uses the limits.
         """
-        loop = self.bind()
-        if loop is not asyncio.get_running_loop():
+        loop = asyncio.get_running_loop()
+        if self.loop is not loop and self.bind() is not loop:
             raise LimitError(
                 "these limits are in use by another event loop: create limits for each event loop, or share a "
                 "service by its address (reward_loop.serve_limits, reward_loop.job)"

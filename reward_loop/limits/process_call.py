@@ -41,12 +41,14 @@ class WorkerCall:
     Args:
         channel: the channel to the process that made the call.
         is_recorded: whether the sample has a record.
+        group: the group of the sample.
     """
 
-    def __init__(self, channel: worker.Channel, is_recorded: bool) -> None:
+    def __init__(self, channel: worker.Channel, is_recorded: bool, group: str | None) -> None:
         self._channel = channel
         self._number = channel.call
         self.is_recorded = is_recorded
+        self.group = group
 
     async def acquire(self, name: str, tokens: float) -> Permit:
         """Acquire a permit, on the function's own event loop; raises as `Limits.acquire` does."""
@@ -129,7 +131,7 @@ def _granted(permit: Permit, error: Any) -> Permit:
 def call_here() -> Call | WorkerCall | None:
     """Return the call of a reward function that the current code belongs to, also in a worker process."""
     if worker.channel is not None:
-        return WorkerCall(worker.channel, worker.context)
+        return WorkerCall(worker.channel, *worker.context)
     return current_call.get()
 
 
@@ -142,7 +144,8 @@ class ServedCall:
     """
 
     def __init__(self, call: Call, deadlines: Deadlines) -> None:
-        self.context = call.sample is not None and call.sample.is_recorded
+        sample = call.sample
+        self.context = (False, None) if sample is None else (sample.is_recorded, sample.sample.group)
         self._call = call
         self._deadlines = deadlines
         self._waiting: dict[int, asyncio.Task[Permit]] = {}

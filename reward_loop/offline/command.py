@@ -43,10 +43,10 @@ def score(
         list[str],
         typer.Argument(
             metavar="[FUNCTION] FILE",
-            help="The reward function, [cyan]file.py:name[/] or [cyan]package.module:name[/] (left out where each "
-            "component of a composite has a path), and the rollouts: JSONL, also compressed (.gz, .zst, .bz2), parquet "
-            "by its suffix, a folder (records, or verl's rollout dumps), or a pattern such as "
-            "[cyan]'dumps/*.jsonl'[/].",
+            help="The reward function, [cyan]file.py:name[/], [cyan]package.module:name[/] or a ready judge such as "
+            "[cyan]judge:rubric[/] (left out where each component of a composite has a path), and the rollouts: JSONL, "
+            "also compressed (.gz, .zst, .bz2), parquet by its suffix, a folder (records, or verl's rollout dumps), or "
+            "a pattern such as [cyan]'dumps/*.jsonl'[/].",
             show_default=False,
         ),
     ],

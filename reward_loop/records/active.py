@@ -170,7 +170,9 @@ class ActiveBatch(ActiveSample):
     def __init__(self, members: Sequence[ActiveSample]) -> None:
         names = ", ".join(str(member.sample.uid) for member in members)
         is_recorded = any(member.is_recorded for member in members)
-        super().__init__(RewardSample("", uid=names), members[0].function, is_recorded=is_recorded)
+        groups = {member.sample.group for member in members}
+        group = groups.pop() if len(groups) == 1 else None
+        super().__init__(RewardSample("", uid=names, group=group), members[0].function, is_recorded=is_recorded)
         self.members = members
         self.id = secrets.token_hex(6)
 

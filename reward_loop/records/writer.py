@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from reward_loop._util.json import encode
+from reward_loop._util.json import encode_fast, to_json
 from reward_loop.records.files import EXCHANGES, TEXTS, Place, RecordFiles
 from reward_loop.records.rows import TEXT_FIELDS, VERSION
 
@@ -293,15 +293,20 @@ def encode_record(record: Mapping[str, Any]) -> bytes:
     its scalar fields are, and the field ``record_error`` says why.
     """
     try:
-        line = encode(record)
+        line = _without_lone_surrogates(record)
     except Exception as error:  # a value whose str() raises, or a value that contains itself
         kept = {key: value for key, value in record.items() if isinstance(value, str | int | float | None)}
-        line = encode({**kept, "record_error": f"{type(error).__name__}: {error}"})
-    if b"\\ud" in line:
-        line = _LONE_SURROGATE.sub(rb"\1\\\\\2", line)
+        line = _without_lone_surrogates({**kept, "record_error": f"{type(error).__name__}: {error}"})
     for pattern in tuple(_secrets.values()):  # other threads may add keys
         line = pattern.sub(_HIDDEN, line)
     return line
+
+
+def _without_lone_surrogates(record: Mapping[str, Any]) -> bytes:
+    try:
+        return encode_fast(record)  # it rejects them; to search for them would take longer than to encode the record
+    except TypeError:
+        return _LONE_SURROGATE.sub(rb"\1\\\\\2", to_json(record))
 
 
 def cleaned(record: Mapping[str, Any]) -> dict[str, Any]:

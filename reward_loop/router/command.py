@@ -6,9 +6,9 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from reward_loop.config import parse
+from reward_loop.config import PolicyName, parse
 from reward_loop.errors import ConfigError
-from reward_loop.router.config import BackendConfig, Engine, Kind, PolicyName, RouterConfig
+from reward_loop.router.config import BackendConfig, Engine, Kind, RouterConfig
 
 __all__ = ["parse_worker", "route"]
 
@@ -40,14 +40,8 @@ def route(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8080,
     policy: Annotated[
         PolicyName,
-        typer.Option(help="How to choose a server; content: always the same one for the same content."),
+        typer.Option(help="How to choose a server; affinity: the same one for prompts that begin alike."),
     ] = "round_robin",
-    content_header: Annotated[
-        str | None, typer.Option(metavar="NAME", help="With content: the header to hash, instead of the body.")
-    ] = None,
-    content_prefix: Annotated[
-        int, typer.Option(min=0, metavar="BYTES", help="With content: hash only the beginning of the body; 0: all.")
-    ] = 0,
     request_timeout: Annotated[float, typer.Option(help="Time limit of a request in seconds, retries included.")] = 600,
     health_interval: Annotated[float, typer.Option(help="Seconds between two health checks of a server in use.")] = 2,
     health_timeout: Annotated[
@@ -120,8 +114,6 @@ def route(
 
     options = {
         "policy": policy,
-        "content_header": content_header,
-        "content_prefix": content_prefix,
         "request_timeout_s": request_timeout,
         "health_interval_s": health_interval,
         "health_timeout_s": health_timeout,

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from reward_loop.config import Config
+from reward_loop.config import Config, PolicyName
 
 __all__ = [
     "API_KEY_VARIABLE",
@@ -16,7 +16,6 @@ __all__ = [
     "BackendConfig",
     "Engine",
     "Kind",
-    "PolicyName",
     "RequestKind",
     "RouterConfig",
 ]
@@ -32,8 +31,6 @@ RequestKind = Literal["generative", "discriminative", "reranking"]
 the next token."""
 
 Engine = Literal["vllm", "sglang", "transformers", "external"]
-
-PolicyName = Literal["round_robin", "least_in_flight", "content"]
 
 
 class BackendConfig(Config):
@@ -75,14 +72,9 @@ class RouterConfig(Config):
 
     policy: PolicyName = "round_robin"
     """Which server gets a request: ``round_robin``, the next in turn; ``least_in_flight``, the one with the fewest
-    requests in flight; ``content``, always the same one for the same content."""
-
-    content_header: str | None = None
-    """For the policy ``content``: the request header to hash, such as ``x-session-id``. By default, the body."""
-
-    content_prefix: int = Field(default=0, ge=0)
-    """For the policy ``content``: the number of bytes of the body to hash, so that prompts with a common beginning
-    share a prefix cache; 0 for all."""
+    requests in flight; ``affinity``, the same one for all generative requests of a group, which share a prefix cache,
+    unless that server has far more requests in flight than the others. The group is in the header
+    ``x-reward-loop-group``, as the library's client sends it, or else the beginning of the prompt."""
 
     request_timeout_s: float = Field(default=600.0, gt=0)
     """The time limit of a request in seconds, from its arrival to the end of its answer, retries included."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from functools import lru_cache
 
-__all__ = ["BACKEND", "HOP_BY_HOP", "RawHeader", "end_to_end", "find", "named_by_connection", "to_wire"]
+__all__ = ["BACKEND", "GROUP", "HOP_BY_HOP", "RawHeader", "end_to_end", "find", "named_by_connection", "to_wire"]
 
 RawHeader = tuple[bytes, bytes]
 """The name of a header, in lower case, and its value."""
 
 BACKEND = b"x-reward-loop-backend"
 """The header of an answer that names the server which answered."""
+
+GROUP = b"x-reward-loop-group"
+"""The header of a request whose value is the same for all requests with the same beginning of their prompts."""
 
 HOP_BY_HOP = frozenset(
     {

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Sequence
-from functools import lru_cache
-from hashlib import blake2b
+from typing import Any
 
+import orjson
+
+from reward_loop.config import PolicyName
 from reward_loop.router.backend import Backend
-from reward_loop.router.config import RouterConfig
-from reward_loop.router.headers import RawHeader, find
+from reward_loop.router.headers import GROUP, RawHeader, find
 
-__all__ = ["Content", "LeastInFlight", "Policy", "RoundRobin", "policy_for"]
+__all__ = ["Affinity", "LeastInFlight", "Policy", "RoundRobin", "is_overloaded", "policy_for"]
+
+_MAX_LOAD_FACTOR = 1.25
+_MAX_LOAD_GAP = 2
+"""With `Affinity`, a server is overloaded if it has more requests in flight than 1.25 times the mean of all servers,
+and more than the mean plus 2. `benchmarks.affinity` measures the effect."""
+
+_MAX_GROUPS = 16384
+"""The number of groups whose servers `Affinity` remembers, the most recent ones."""
+
+_PROMPT_START = 1024
+"""The number of characters at the beginning of a prompt that are the key of a request without a group."""
 
 
 class Policy(ABC):
     """A load-balancing policy: chooses a server for a request."""
 
-    def key(self, headers: Sequence[RawHeader], body: bytes) -> int:
-        """Return the routing key of a request; 0 if the policy ignores the content."""
-        return 0
+    def key(self, headers: Sequence[RawHeader], body: bytes) -> int | None:
+        """Return the routing key of a generative request; ``None`` if it has none, or the policy needs none."""
+        return None
 
     @abstractmethod
-    def choose(self, backends: Sequence[Backend], key: int) -> Backend:
+    def choose(self, backends: Sequence[Backend], key: int | None) -> Backend:
         """Return one of `backends`, which is not empty."""
 
 
@@ -32,7 +45,7 @@ class RoundRobin(Policy):
     def __init__(self) -> None:
         self._turn = 0
 
-    def choose(self, backends: Sequence[Backend], key: int) -> Backend:
+    def choose(self, backends: Sequence[Backend], key: int | None) -> Backend:
         self._turn += 1
         return backends[self._turn % len(backends)]
 
@@ -40,56 +53,74 @@ class RoundRobin(Policy):
 class LeastInFlight(Policy):
     """Chooses the server with the fewest requests in flight; of equal ones, the one with the fewest requests so far."""
 
-    def choose(self, backends: Sequence[Backend], key: int) -> Backend:
+    def choose(self, backends: Sequence[Backend], key: int | None) -> Backend:
         return min(backends, key=lambda backend: (backend.in_flight, backend.requests))
 
 
-class Content(Policy):
-    """Chooses the same server for the same content, by rendezvous hashing.
+class Affinity(LeastInFlight):
+    """Chooses the same server for all requests of a group, whose prompts begin alike, until that server is overloaded.
 
-    When a server is out of use, only its own requests move to other servers, and return when it is back. The choice
-    depends only on the servers' URLs and on the content, so it is the same in every run and in every process.
+    A new group, and one whose server is overloaded or out of use, gets the server with the fewest requests in flight,
+    and stays there. So do requests without a key, one by one. A server that leaves moves its own groups only, and a new
+    server moves none.
 
-    Args:
-        header: the name of the request header to hash, in lower case; without this header, the body is hashed.
-        prefix: the number of bytes of the body to hash; 0 for the whole body.
+    Rendezvous hashing with the same bound needs no memory. But it places groups regardless of the load, so it moves
+    many more of their requests: `benchmarks.affinity` compares both.
     """
 
-    def __init__(self, header: bytes | None = None, prefix: int = 0) -> None:
-        self._header = header
-        self._prefix = prefix or None
+    def __init__(self) -> None:
+        self._servers: OrderedDict[int, Backend] = OrderedDict()
 
-    def key(self, headers: Sequence[RawHeader], body: bytes) -> int:
-        content = find(headers, self._header) if self._header else None
-        return _hash(body[: self._prefix] if content is None else content)
+    def key(self, headers: Sequence[RawHeader], body: bytes) -> int | None:
+        content = find(headers, GROUP) or _prompt_start(body)
+        return hash(content) if content else None
 
-    def choose(self, backends: Sequence[Backend], key: int) -> Backend:
-        return max(backends, key=lambda backend: _mix(key ^ _seed(backend.url)))
-
-
-@lru_cache
-def _seed(url: str) -> int:
-    return _hash(url.encode())
-
-
-def _hash(content: bytes) -> int:
-    return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
+    def choose(self, backends: Sequence[Backend], key: int | None) -> Backend:
+        server = None if key is None else self._servers.get(key)
+        if server is None or server not in backends or is_overloaded(server, backends):
+            server = super().choose(backends, key)
+        if key is not None:
+            self._servers[key] = server
+            self._servers.move_to_end(key)
+            if len(self._servers) > _MAX_GROUPS:
+                self._servers.popitem(last=False)
+        return server
 
 
-def _mix(value: int) -> int:
-    """The finaliser of splitmix64: every bit of the value matters to every bit of the result."""
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-    value = (value ^ value >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
-    return value ^ value >> 31
+def is_overloaded(server: Backend, backends: Sequence[Backend]) -> bool:
+    """Return whether a server has far more requests in flight than the mean of some servers."""
+    mean = sum(backend.in_flight for backend in backends) / len(backends)
+    return server.in_flight > max(_MAX_LOAD_FACTOR * mean, mean + _MAX_LOAD_GAP)
 
 
-def policy_for(config: RouterConfig) -> Policy:
-    """Return a new policy, as configured by `RouterConfig.policy`."""
-    match config.policy:
+def _prompt_start(body: bytes) -> bytes | None:
+    """Return the beginning of a prompt: of the first user message of a chat, or of the text or the token ids.
+
+    The system message is left out, because it is often the same for all samples.
+    """
+    try:
+        fields = orjson.loads(body)
+        for name in ("messages", "prompt", "text", "input", "input_ids"):
+            if prompt := fields.get(name):
+                return orjson.dumps(_first_user_message(prompt)[:_PROMPT_START])
+    except (ValueError, TypeError, AttributeError, KeyError):  # It is not JSON, or its prompt has another form.
+        pass
+    return None
+
+
+def _first_user_message(prompt: Any) -> Any:
+    """Return the content of the first user message if `prompt` is a chat, and `prompt` itself if not."""
+    if isinstance(prompt[0], dict):
+        return next((message for message in prompt if message["role"] == "user"), prompt[0])["content"]
+    return prompt
+
+
+def policy_for(name: PolicyName) -> Policy:
+    """Return a new policy."""
+    match name:
         case "round_robin":
             return RoundRobin()
         case "least_in_flight":
             return LeastInFlight()
-        case "content":
-            header = config.content_header
-            return Content(header.lower().encode() if header else None, config.content_prefix)
+        case "affinity":
+            return Affinity()

@@ -93,7 +93,7 @@ class BackendPool:
         self._groups: dict[Route, Group] = {}
         # One policy for each group: with a shared round robin, requests that alternate between two models would each
         # reach only every second server.
-        self._policies: defaultdict[Route, Policy] = defaultdict(lambda: policy_for(self.config))
+        self._policies: defaultdict[Route, Policy] = defaultdict(lambda: policy_for(self.config.policy))
         self.on_frozen: Callable[[Backend], None] = lambda backend: None
         """Called with a frozen server, one whose health checks time out: when it is taken out of use, and after each
         further failed check."""
@@ -129,7 +129,7 @@ class BackendPool:
             group = self._groups[route] = Group(members, self._policies[route])
         return group
 
-    def pick(self, route: Route = ANY, key: int = 0, avoid: Container[Backend] = ()) -> Backend | None:
+    def pick(self, route: Route = ANY, key: int | None = None, avoid: Container[Backend] = ()) -> Backend | None:
         """Return a server that is available now and not in `avoid`, or ``None``; for arguments, see `acquire`."""
         group = self.group(route)
         ready = [backend for backend in group.ready if backend not in avoid] if avoid else group.ready
@@ -139,7 +139,7 @@ class BackendPool:
         """Return whether `pick` would return a server that is not in `avoid`, without a turn of the policy."""
         return any(backend not in avoid for backend in self.group(route).ready)
 
-    async def acquire(self, route: Route = ANY, key: int = 0, avoid: Container[Backend] = ()) -> Backend:
+    async def acquire(self, route: Route = ANY, key: int | None = None, avoid: Container[Backend] = ()) -> Backend:
         """Return a server for a request; wait while all servers are down.
 
         Args:

@@ -76,7 +76,7 @@ class Proxy:
         self._pool = pool
         self._max_attempts = config.max_attempts
         pool.on_frozen = self._move_requests
-        self._key = policy_for(config).key
+        self._policy = policy_for(config.policy)
         self._max_body_bytes = config.max_body_bytes
         # The proxy reads the whole body: it writes its own Content-Length, and drops "Expect: 100-continue".
         self._not_passed_on = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
@@ -101,7 +101,10 @@ class Proxy:
                 headers += b"content-length: %d\r\n" % len(body)
             self.budget.earn()
             message = client.method.encode(), client.target, headers, body
-            await self._forward(client, message, route(pool, path, body), self._key(client.headers, body))
+            destination = route(pool, path, body)
+            is_generative = destination.kind == "generative"
+            key = self._policy.key(client.headers, body) if is_generative else None
+            await self._forward(client, message, destination, key)
         finally:
             self.gate.leave()
 
@@ -122,7 +125,7 @@ class Proxy:
         return to_wire(headers, without)
 
     async def _forward(
-        self, client: ClientRequest, message: tuple[bytes, bytes, bytes, bytes], route: Route, key: int
+        self, client: ClientRequest, message: tuple[bytes, bytes, bytes, bytes], route: Route, key: int | None
     ) -> None:
         """Send a request to servers, and the answer to the client.
 

@@ -21,13 +21,17 @@ _import_lock = threading.RLock()
 
 _FILE_MODULE = "reward_loop_file_"
 
+_READY = {f"judge:{name.lower()}": name for name in ("Cascade", "Equality", "Pairwise", "Panel", "Rubric")}
+"""The short names of the ready judges -> their classes in `reward_loop.judges`."""
+
 
 def load_function(path: str, name: str | None = None) -> Any:
     """Load a reward function.
 
     Args:
         path: a file (``reward.py``), ``pkg://module``, or one import path: ``reward.py:compute_score``,
-            ``package.module:compute_score``.
+            ``package.module:compute_score``; or a ready judge: ``judge:cascade``, ``judge:equality``,
+            ``judge:pairwise``, ``judge:panel`` or ``judge:rubric``.
         name: the function's name, if ``path`` does not contain it; by default ``compute_score``. A dotted name
             selects an attribute: ``judge.score``.
 
@@ -98,7 +102,18 @@ def file_modules() -> dict[str, str]:
 
 
 def _split(path: str) -> tuple[str, str | None]:
-    """Split ``source:name`` into source and name (``None`` without a colon); drop the prefix ``pkg://``."""
+    """Split ``source:name`` into source and name (``None`` without a colon); drop the prefix ``pkg://``.
+
+    Raises:
+        FunctionLoadError: the path is ``judge:`` with the name of no ready judge.
+    """
+    if path.startswith("judge:"):
+        if path not in _READY:
+            raise FunctionLoadError(
+                f"no ready judge {path!r}{did_you_mean(path, _READY) or '.'} Ready judges: {listing(_READY)}. A "
+                "function in a module `judge` is written `judge.py:name` or `pkg://judge:name`"
+            )
+        return "reward_loop.judges", _READY[path]
     source, colon, name = path.removeprefix("pkg://").partition(":")
     return (source, name) if colon else (source, None)
 

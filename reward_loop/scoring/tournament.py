@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import TypeVar
 
 from reward_loop._util.text import shorten
 
-__all__ = ["ranking", "tournament"]
+__all__ = ["Comparison", "compare_all", "order_flips", "ranking", "tournament", "win_rates"]
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The result of one comparison of two entries."""
+
+    first: int
+    """The index of the entry that was shown first."""
+    second: int
+    """The index of the entry that was shown second."""
+    result: float | None
+    """1 if the first entry wins, 0 if it loses, or a number between; ``None`` if the verdict cannot be parsed."""
 
 
 async def tournament(
@@ -24,12 +37,7 @@ async def tournament(
     """Compare entries pairwise, and return each entry's win rate from 0 to 1.
 
     Args:
-        entries: the entries to compare, for instance the responses of a group.
-        compare: returns the result of the first entry against the second: 1 for a win, 0 for a loss, 0.5 for a draw,
-            or any number between; ``None`` if the judge's verdict cannot be parsed.
-        swap: compare each pair in both orders. This cancels the position bias of judges: an entry that wins in one
-            order only has a mean of 0.5 for the pair.
-        opponents: the number of opponents of each entry, rounded up to an even number; by default all others.
+        entries, compare, swap, opponents: see `compare_all`.
 
     Returns:
         For each entry the mean of its results, or ``None`` if none of its verdicts could be parsed.
@@ -45,6 +53,36 @@ async def tournament(
 
         scores = await tournament(responses, better, opponents=4)
     """
+    return win_rates(len(entries), await compare_all(entries, compare, swap=swap, opponents=opponents))
+
+
+async def compare_all(
+    entries: Sequence[T],
+    compare: Callable[[T, T], Awaitable[float | None]],
+    *,
+    swap: bool = True,
+    opponents: int | None = None,
+) -> list[Comparison]:
+    """Compare entries pairwise, all pairs at the same time.
+
+    The entries form a circle, in which each meets its nearest neighbours. With ``opponents=2, swap=False``, n entries
+    need n comparisons.
+
+    Args:
+        entries: the entries to compare, for instance the responses of a group.
+        compare: returns the result of the first entry against the second: 1 for a win, 0 for a loss, 0.5 for a draw,
+            or any number between; ``None`` if the judge's verdict cannot be parsed.
+        swap: compare each pair in both orders. This cancels the position bias of judges: an entry that wins in one
+            order only has a mean of 0.5 for the pair. Without it, each entry is shown first about as often as second.
+        opponents: the number of opponents of each entry, rounded up to an even number; by default all others.
+
+    Returns:
+        All comparisons; with ``swap``, the second orders after the first ones.
+
+    Raises:
+        ValueError: ``compare`` returned neither ``None`` nor a number from 0 to 1.
+        Exception: ``compare`` raised it; the other comparisons are cancelled.
+    """
     pairs = _pairs(len(entries), opponents)
     orders = pairs + [(second, first) for first, second in pairs] if swap else pairs
     try:
@@ -52,12 +90,42 @@ async def tournament(
             asked = [group.create_task(_ask(compare, entries[first], entries[second])) for first, second in orders]
     except* Exception as errors:
         raise errors.exceptions[0] from None
-    results: list[list[float]] = [[] for _ in entries]
-    for (first, second), task in zip(orders, asked, strict=True):
-        if (result := task.result()) is not None:
-            results[first].append(result)
-            results[second].append(1.0 - result)
+    return [Comparison(first, second, task.result()) for (first, second), task in zip(orders, asked, strict=True)]
+
+
+def win_rates(count: int, comparisons: Iterable[Comparison]) -> list[float | None]:
+    """Return the mean result of each entry, from 0 to 1; ``None`` for an entry without a result.
+
+    Args:
+        count: the number of entries.
+        comparisons: the comparisons of these entries.
+    """
+    results: list[list[float]] = [[] for _ in range(count)]
+    for comparison in comparisons:
+        if comparison.result is not None:
+            results[comparison.first].append(comparison.result)
+            results[comparison.second].append(1.0 - comparison.result)
     return [fmean(own) if own else None for own in results]
+
+
+def order_flips(count: int, comparisons: Iterable[Comparison]) -> list[float | None]:
+    """Return for each entry the share of its pairs that another entry wins if the order is swapped.
+
+    ``None`` for an entry without a pair that was compared in both orders.
+
+    Args:
+        count: the number of entries.
+        comparisons: the comparisons of these entries.
+    """
+    known = {(one.first, one.second): one.result for one in comparisons}
+    flips: list[list[bool]] = [[] for _ in range(count)]
+    for (first, second), result in known.items():
+        swapped = known.get((second, first))
+        if first < second and result is not None and swapped is not None:
+            flipped = (result - 0.5) * (0.5 - swapped) < 0  # a draw in one order is not a flip
+            flips[first].append(flipped)
+            flips[second].append(flipped)
+    return [fmean(own) if own else None for own in flips]
 
 
 def ranking(order: Sequence[int]) -> list[float]:
@@ -83,8 +151,12 @@ def ranking(order: Sequence[int]) -> list[float]:
 def _pairs(count: int, opponents: int | None) -> list[tuple[int, int]]:
     """Return the pairs to compare. In a circle of all entries, each meets its neighbours up to a fixed distance."""
     distances = count // 2 if opponents is None else min(count // 2, (opponents + 1) // 2)
-    pairs = {frozenset((i, (i + step) % count)): None for step in range(1, distances + 1) for i in range(count)}
-    return [(min(pair), max(pair)) for pair in pairs]
+    pairs: dict[frozenset[int], tuple[int, int]] = {}
+    for step in range(1, distances + 1):
+        for i in range(count):
+            pair = (i, (i + step) % count)
+            pairs.setdefault(frozenset(pair), pair)  # opposite entries meet once
+    return list(pairs.values())
 
 
 async def _ask(compare: Callable[[T, T], Awaitable[float | None]], first: T, second: T) -> float | None:

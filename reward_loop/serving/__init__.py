@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from reward_loop.serving.manager import RewardModelManager, ServedRewardModel, serve_reward_model
+    from reward_loop.serving.manager import RewardModelManager, serve_reward_model
 
-__all__ = ["RewardModelManager", "ServedRewardModel", "serve_reward_model"]
+__all__ = ["RewardModelManager", "serve_reward_model"]
 
 
 def __getattr__(name: str) -> Any:

@@ -53,13 +53,11 @@ _ANSWERS_WITHIN_S = 120.0
 
 
 class Engine(ABC):
-    """An inference engine: its command line, options and HTTP paths.
+    """An inference engine: its command line and options.
 
+    A server that is ready answers ``GET /health`` with a status below 400.
     The methods receive resolved configurations: `kind` is not ``auto``, and `served_model_name` is set.
     """
-
-    health_path: ClassVar[str] = "/health"
-    """A server that is ready answers a GET of this path with a status below 400."""
 
     inherits_socket: ClassVar[bool] = False
     """Whether the server accepts ``--fd`` and ``--parent-pipe``, as this library's own servers do."""

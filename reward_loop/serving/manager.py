@@ -8,8 +8,8 @@ import logging
 import shutil
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
@@ -28,7 +28,7 @@ from reward_loop.serving.supervisor import Server, Supervisor
 if TYPE_CHECKING:
     from reward_loop.serving.reservation import GpuReservation
 
-__all__ = ["RewardModelManager", "ServedRewardModel", "serve_reward_model"]
+__all__ = ["RewardModelManager", "serve_reward_model"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +44,10 @@ class RewardModelManager:
         async with RewardModelManager(RewardModelConfig(model_path="...")) as models:
             address = models.reward_router_address
 
-    Entry waits until all processes are ready. A process that dies is restarted after a pause that grows with each
-    restart; its address stays the same unless it runs in Ray. In the meantime, requests go to the other servers, or
-    wait. A process that dies more than `max_restarts` times within `restart_window_s` seconds stays down, and an error
-    is logged. After exit, all processes are gone. If this process is killed, they are killed, too.
+    Entry waits until all processes are ready. A process that dies is restarted at once, and after a pause that grows
+    with each further restart; its address stays the same unless it runs in Ray. In the meantime, requests go to the
+    other servers, or wait. A process that dies more than `max_restarts` times within `restart_window_s` seconds stays
+    down, and an error is logged. After exit, all processes are gone. If this process is killed, they are killed, too.
 
     Synchronous programs use :func:`serve_reward_model`.
 
@@ -137,12 +137,10 @@ class RewardModelManager:
         logger.info("starting %d reward model server(s); logs are in %s", sum(map(len, specs)), log_dir)
         listener = self._listen()
         self._router_url = url_of(listener)
-        # Requests to all servers wait for the router, so it restarts at once.
         supervisor = self._supervise(
             "router",
             lambda: self._router_process(listener, log_dir),
             bound=listener,
-            at_once=True,
             on_up=self._send_states,
         )
         router = RouterClient(self._router_url, supervisor.started)
@@ -206,7 +204,10 @@ class RewardModelManager:
         )
 
     def _router_command(self) -> list[str]:
-        shared = {"request_timeout_s", "max_in_flight", "health_interval_s", "health_timeout_s", "max_failed_checks"}
+        shared = {
+            *("policy", "request_timeout_s", "max_in_flight"),
+            *("health_interval_s", "health_timeout_s", "max_failed_checks"),
+        }
         options = ["--options", self._config.model_dump_json(include=shared)]
         for server in self._servers:
             if server.url:
@@ -214,24 +215,12 @@ class RewardModelManager:
         return [sys.executable, "-m", "reward_loop.router", *options]
 
 
-class ServedRewardModel:
-    """A :class:`RewardModelManager` that runs in another thread; see :func:`serve_reward_model`."""
-
-    def __init__(self, manager: RewardModelManager) -> None:
-        self._manager = manager
-
-    @property
-    def reward_router_address(self) -> str:
-        """``host:port`` of the router."""
-        return self._manager.reward_router_address
-
-
 @contextmanager
-def serve_reward_model(config: RewardModelConfig, gpus: GpuReservation | None = None) -> Iterator[ServedRewardModel]:
+def serve_reward_model(config: RewardModelConfig, gpus: GpuReservation | None = None) -> Iterator[RewardModelManager]:
     """Run a :class:`RewardModelManager` on an event loop in a background thread, for synchronous programs.
 
-        with serve_reward_model(RewardModelConfig(model_path="...")) as model:
-            train(reward_router_address=model.reward_router_address)
+        with serve_reward_model(RewardModelConfig(model_path="...")) as models:
+            train(reward_router_address=models.reward_router_address)
 
     The processes are stopped when the block ends, or when the interpreter exits inside the block.
 
@@ -240,16 +229,11 @@ def serve_reward_model(config: RewardModelConfig, gpus: GpuReservation | None = 
         gpus: as for :class:`RewardModelManager`.
 
     Yields:
-        the router's address, once all processes are ready.
+        the manager, once all processes are ready. Its address and `pids` may be read from any thread.
 
     Raises:
         ConfigError, ServerStartError: as on entry of :class:`RewardModelManager`.
     """
 
-    @asynccontextmanager
-    async def serving() -> AsyncIterator[ServedRewardModel]:
-        async with RewardModelManager(config, gpus) as manager:
-            yield ServedRewardModel(manager)
-
-    with in_background(serving, name="reward-model-manager") as model:
-        yield model
+    with in_background(lambda: RewardModelManager(config, gpus), name="reward-model-manager") as manager:
+        yield manager

@@ -12,8 +12,6 @@ import aiohttp
 
 from reward_loop.config import ServedModelConfig
 from reward_loop.router.config import API_KEY_VARIABLE, BackendConfig
-from reward_loop.serving.engine import Engine
-from reward_loop.serving.engines import ENGINES
 
 __all__ = ["ModelServer", "RouterClient"]
 
@@ -36,7 +34,6 @@ class ModelServer:
     def __init__(self, model: ServedModelConfig, url: str | None, router: RouterClient) -> None:
         self.model = model
         self.url = url
-        self._engine: Engine | type[Engine] = ENGINES.get(model.engine, Engine)  # an external server has the defaults
         self._router = router
         self._lost: str | None = None
         """The reason why the server is no longer restarted; ``None`` while it may be restarted."""
@@ -48,7 +45,6 @@ class ModelServer:
             models=(self.model.served_model_name,) if self.model.served_model_name else (),
             kind=None if self.model.kind == "auto" else self.model.kind,
             engine=self.model.engine,
-            health_path=self._engine.health_path,
         )
 
     async def on_up(self, url: str) -> None:
@@ -106,9 +102,11 @@ class RouterClient:
 
     async def _request(self, method: str, path: str, body: Any = None) -> None:
         timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+        key = os.environ.get(API_KEY_VARIABLE)
+        headers = {"Authorization": f"Bearer {key}"} if key else None
         try:
             async with (
-                aiohttp.ClientSession(self.url, timeout=timeout, headers=_credentials()) as session,
+                aiohttp.ClientSession(self.url, timeout=timeout, headers=headers) as session,
                 session.request(method, path, json=body or {}) as response,
             ):
                 problem = None if response.status < 400 else f"status {response.status}: {await response.text()}"
@@ -116,8 +114,3 @@ class RouterClient:
             problem = repr(error)
         if problem is not None:
             logger.warning("the router did not confirm %s %s: %s", method, path, problem)
-
-
-def _credentials() -> dict[str, str] | None:
-    key = os.environ.get(API_KEY_VARIABLE)
-    return {"Authorization": f"Bearer {key}"} if key else None

@@ -135,7 +135,7 @@ class RayServer:
             self._spec, accelerator, node, self._tunnel_key
         )
         if exit_address:
-            entry = tunnel_entry(exit_address, self._tunnel_key, health_path=self._spec.engine.health_path)
+            entry = tunnel_entry(exit_address, self._tunnel_key, health_path="/health")
             self.url = f"http://{await self._tunnel.enter_async_context(entry)}"
 
     async def _stop(self) -> None:

@@ -63,7 +63,6 @@ class ServerSpec:
             bound=bound,
             env={**self.engine.environment(self.model), **devices},
             log_path=self.log_dir and self.log_dir / f"server-{self.number}.log",
-            health_path=self.engine.health_path,
             start_timeout_s=self.model.start_timeout_s,
         )
 

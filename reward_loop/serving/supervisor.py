@@ -17,7 +17,7 @@ __all__ = ["Server", "Supervisor"]
 
 logger = logging.getLogger(__name__)
 
-_FIRST_PAUSE_S = 0.2
+_SECOND_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 30.0
 
 
@@ -62,7 +62,8 @@ class Supervisor:
     as before, restart limit reached      awaits ``on_lost(reason)``  ends
     ====================================  ==========================  ==================================================
 
-    The pause is 0.2 s, doubles with each restart within the window, and is at most 30 s.
+    The first restart within the window has no pause. The second one has a pause of 0.2 s, which doubles with each
+    further restart up to 30 s.
 
     Args:
         new_process: creates the next run of the server.
@@ -70,7 +71,6 @@ class Supervisor:
         window_s: the length of the window in seconds. Older restarts do not count.
         starts: shared by the servers that must not all start at the same time.
         bound: holds the server's address. Closed when the restart limit is reached, and at :meth:`stop`.
-        at_once: whether the first restart within the window has no pause.
         on_up: awaited with the URL each time the server becomes ready.
         on_down: awaited with the reason each time the server has died and will be restarted.
         on_lost: awaited with the reason when the restart limit is reached.
@@ -84,7 +84,6 @@ class Supervisor:
         window_s: float,
         starts: asyncio.Semaphore | None = None,
         bound: socket.socket | None = None,
-        at_once: bool = False,
         on_up: Callable[[str], Awaitable[None]] = _nothing,
         on_down: Callable[[str], Awaitable[None]] = _nothing,
         on_lost: Callable[[str], Awaitable[None]] = _nothing,
@@ -98,7 +97,6 @@ class Supervisor:
         self._window_s = window_s
         self._starts = starts or asyncio.Semaphore(1)
         self._bound = bound
-        self._at_once = at_once
         self._on_up = on_up
         self._on_down = on_down
         self._on_lost = on_lost
@@ -138,13 +136,11 @@ class Supervisor:
         while True:
             try:
                 error = await self._live()
-            # Raised by the start.
-            except ServerError as failed:
-                self.failed = True
-                if not self.started.done():
-                    raise
+            except ServerError as failed:  # by the start
                 error = failed
             self.failed = True
+            if not self.started.done():
+                raise error
             now = time.monotonic()
             while restarts and now - restarts[0] > self._window_s:
                 restarts.popleft()
@@ -153,9 +149,7 @@ class Supervisor:
                 self._release()
                 await self._on_lost(_first_line(error))
                 return
-            pause = min(_FIRST_PAUSE_S * 2 ** len(restarts), _LONGEST_PAUSE_S)
-            if self._at_once and not restarts:
-                pause = 0.0
+            pause = _pause_s(len(restarts))
             restarts.append(now)
             logger.warning("restarting in %.1f s: %s", pause, error)
             await self._on_down(_first_line(error))
@@ -181,6 +175,11 @@ class Supervisor:
         """Close the socket: connections in its backlog are reset, so that the router retries their requests."""
         if self._bound:
             self._bound.close()
+
+
+def _pause_s(restarts: int) -> float:
+    """Return the seconds before the next restart, after this number of restarts within the window."""
+    return min(_SECOND_PAUSE_S * 2 ** (restarts - 1), _LONGEST_PAUSE_S) if restarts else 0.0
 
 
 def _first_line(error: ServerError) -> str:

@@ -138,7 +138,9 @@ def read(config: DictConfig) -> RewardSettings:
     kwargs = custom.get("reward_kwargs")
     function = None
     if custom.path:
-        function = FunctionName(custom.path, custom.name, None if kwargs is None else OmegaConf.to_container(kwargs))
+        # `judge:rubric` contains the name; verl's default name has no effect then.
+        name = None if custom.name == "compute_score" and ":" in custom.path.removeprefix("pkg://") else custom.name
+        function = FunctionName(custom.path, name, None if kwargs is None else OmegaConf.to_container(kwargs))
     cls = get_manager(manager.name) if manager.name in manager_names() else RewardLoopManagerBase
     options = cls.read_options(config)
     _check_manager_options(config, manager, function, options)

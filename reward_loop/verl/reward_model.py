@@ -67,7 +67,7 @@ _UNUSED_BY_VERL = {
 """Options that verl's examples set, although neither this library nor verl uses them -> what applies instead."""
 
 _WITH_VERLS_SERVERS = (
-    *("placement", "host", "router_port", "log_dir", "request_timeout_s", "max_in_flight"),
+    *("placement", "host", "router_port", "log_dir", "policy", "request_timeout_s", "max_in_flight"),
     *("health_interval_s", "health_timeout_s", "max_failed_checks"),
 )
 """The options of ``reward_model.server`` that apply to a reward model on the trainer's GPUs: those of the router."""

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from reward_loop import ConfigError, FunctionLoadError, RewardSample, ScoringFunction, limit, load_function
+from reward_loop import ConfigError, RewardSample, ScoringFunction, limit
 from reward_loop.client import Judge, Number, chat_complete, classify, score
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.testing import FakeJudge, Status
@@ -95,20 +94,3 @@ async def test_an_error_of_the_users_own_code_shows_its_last_lines() -> None:
 
     error = await error_of(one)
     assert [name for name in ("one", "two", "three", "four") if f"in {name}\n" in error] == ["two", "three", "four"]
-
-
-async def test_in_a_process_the_users_line_is_shown_too(tmp_path: Path) -> None:
-    file = tmp_path / "reward.py"
-    file.write_text("import json\n\n\ndef reads(solution_str):\n    return json.loads(solution_str)\n")
-    scoring = ScoringFunction(load_function(f"{file}:reads"), isolation="process")
-    try:
-        result = await scoring(RewardSample("x"))
-    finally:
-        scoring.close()
-    assert "return json.loads(solution_str)" in str(result.error)
-
-
-def test_a_file_that_cannot_be_imported_names_its_own_line(tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text("import json\n\nrubric = json.loads('{')\n")
-    with pytest.raises(FunctionLoadError, match=r"JSONDecodeError.*reward\.py:3\)"):
-        load_function(str(tmp_path / "reward.py"))

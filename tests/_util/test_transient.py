@@ -52,6 +52,12 @@ def raised_from(cause, error=None):
     return error
 
 
+def with_context(context):
+    error = ValueError("bad JSON")
+    error.__context__ = context
+    return error
+
+
 class FailingAttributes(Exception):
     """An exception whose properties raise, as some clients' do before a response exists."""
 
@@ -61,73 +67,68 @@ class FailingAttributes(Exception):
     transient = status = status_code = code = response = headers = retry_after = reason = property(_raise)
 
 
+def group(*errors):
+    return ExceptionGroup("unhandled errors in a TaskGroup", errors)
+
+
 class FailingHeaders(Exception):
     headers = types.SimpleNamespace(get=lambda name: 1 / 0)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        ConnectionResetError(),
-        TimeoutError(),
-        socket.timeout(),  # noqa: UP041
-        asyncio.IncompleteReadError(b"", 1),
-        aiohttp.ServerDisconnectedError(),
-        aiohttp.ClientPayloadError(),
-        aiohttp.ServerTimeoutError(),
-        httpx.ConnectError("no"),
-        httpx.ReadTimeout("no"),
-        httpx.RemoteProtocolError("no"),
-        APITimeoutError(),
-        urllib.error.URLError(ConnectionRefusedError()),
-        TransientError("the judge is warming up"),
-        RequestError("no answer", status=503),
-        *(aiohttp_status(status) for status in (408, 409, 425, 429, 500, 503)),
-        httpx_status(429),
-        APIStatusError(529),
-        raised_from(httpx_status(502)),
-        raised_from(httpx_status(503), ValueError("bad reply")),
-        raised_from(httpx_status(503), httpx.UnsupportedProtocol("no")),
-        raised_from(httpx_status(401), TransientError("the key is about to be renewed")),
-    ],
-    ids=repr,
-)
+TRANSIENT = [
+    ConnectionResetError(),
+    TimeoutError(),
+    socket.timeout(),  # noqa: UP041
+    asyncio.IncompleteReadError(b"", 1),
+    aiohttp.ServerDisconnectedError(),
+    aiohttp.ClientPayloadError(),
+    aiohttp.ServerTimeoutError(),
+    httpx.ConnectError("no"),
+    httpx.ReadTimeout("no"),
+    httpx.RemoteProtocolError("no"),
+    APITimeoutError(),
+    urllib.error.URLError(ConnectionRefusedError()),
+    TransientError("the judge is warming up"),
+    RequestError("no answer", status=503),
+    *(aiohttp_status(status) for status in (408, 409, 425, 429, 500, 503)),
+    httpx_status(429),
+    APIStatusError(529),
+    raised_from(httpx_status(502)),
+    raised_from(httpx_status(503), ValueError("bad reply")),
+    raised_from(httpx_status(503), httpx.UnsupportedProtocol("no")),
+    raised_from(httpx_status(401), TransientError("the key is about to be renewed")),
+]
+PERMANENT = [
+    RequestError("not found", status=404),
+    ValueError("no"),
+    KeyError("score"),
+    aiohttp_status(400),
+    aiohttp_status(404),
+    httpx_status(401),
+    APIStatusError(422),
+    raised_from(httpx_status(403)),
+    aiohttp.InvalidURL("http//judge"),
+    httpx.UnsupportedProtocol("no"),
+    httpx.InvalidURL("no"),
+    AssertionError(),
+    SystemExit(1),
+    raised_from(httpx_status(401), ConnectionError("judge")),
+    raised_from(RequestError("not found", status=404), TimeoutError("judge")),
+    raised_from(raised_from(ssl.SSLCertVerificationError()), httpx.ConnectError("no")),
+    raised_from(httpx.UnsupportedProtocol("no"), ConnectionError("judge")),
+    FailingAttributes(),
+    FailingHeaders(),
+    with_context(ConnectionResetError()),
+]
+
+
+@pytest.mark.parametrize("error", TRANSIENT, ids=repr)
 def test_transient_errors(error):
     assert is_transient(error)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        RequestError("not found", status=404),
-        ValueError("no"),
-        KeyError("score"),
-        aiohttp_status(400),
-        aiohttp_status(404),
-        httpx_status(401),
-        APIStatusError(422),
-        raised_from(httpx_status(403)),
-        aiohttp.InvalidURL("http//judge"),
-        httpx.UnsupportedProtocol("no"),
-        httpx.InvalidURL("no"),
-        AssertionError(),
-        SystemExit(1),
-        raised_from(httpx_status(401), ConnectionError("judge")),
-        raised_from(RequestError("not found", status=404), TimeoutError("judge")),
-        raised_from(raised_from(ssl.SSLCertVerificationError()), httpx.ConnectError("no")),
-        raised_from(httpx.UnsupportedProtocol("no"), ConnectionError("judge")),
-        FailingAttributes(),
-        FailingHeaders(),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("error", PERMANENT, ids=repr)
 def test_errors_that_are_not_transient(error):
-    assert not is_transient(error)
-
-
-def test_the_context_of_an_error_does_not_make_it_transient():
-    error = ValueError("bad JSON")
-    error.__context__ = ConnectionResetError()
     assert not is_transient(error)
 
 
@@ -140,36 +141,18 @@ def test_the_context_of_an_error_does_not_make_it_transient():
         (raised_from(APIStatusError(429, **{"retry-after": "2"})), 2),
         (TransientError("later", retry_after=3), 3),
         (TransientError("never", retry_after=float("inf")), None),
+        (TransientError("never", retry_after=10**400), None),
         (aiohttp_status(429, **{"Retry-After": "soon"}), None),
         (aiohttp_status(429), None),
         (ValueError(), None),
         (FailingAttributes(), None),
         (FailingHeaders(), None),
+        (group(httpx_status(429, **{"Retry-After": "3"}), ValueError(), httpx_status(503, **{"Retry-After": "7"})), 7),
     ],
     ids=repr,
 )
 def test_retry_after(error, seconds):
     assert retry_after(error) == seconds
-
-
-def test_retry_after_a_date():
-    date = email.utils.formatdate(time.time() + 1000, usegmt=True)
-    assert 900 < retry_after(aiohttp_status(429, **{"Retry-After": date})) <= 1000
-
-
-def test_refusals():
-    assert is_refusal(raised_from(aiohttp_status(429)))
-    assert not is_refusal(aiohttp_status(503))
-
-
-def test_a_pause_beyond_the_range_of_float_is_not_valid():
-    error = RuntimeError("slow down")
-    error.retry_after = 10**400
-    assert retry_after(error) is None
-
-
-def group(*errors):
-    return ExceptionGroup("unhandled errors in a TaskGroup", errors)
 
 
 @pytest.mark.parametrize(
@@ -181,15 +164,12 @@ def group(*errors):
         (group(httpx_status(400), httpx_status(429)), False, True),
         (raised_from(group(TimeoutError())), True, False),
         (TransientError("as the function says"), True, False),
+        (raised_from(httpx_status(429)), True, True),
+        (httpx_status(503), True, False),
     ],
 )
 def test_a_group_is_transient_if_all_its_errors_are(error, transient, refusal):
     assert (is_transient(error), is_refusal(error)) == (transient, refusal)
-
-
-def test_the_longest_pause_of_a_group_counts():
-    errors = group(httpx_status(429, **{"Retry-After": "3"}), ValueError(), httpx_status(503, **{"Retry-After": "7"}))
-    assert retry_after(errors) == 7
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from reward_loop._util.sockets import is_loopback, listen
+from reward_loop._util.sockets import is_loopback
 from reward_loop._util.web_server import api_key, open_listener, stop_on_disconnect
 from reward_loop.errors import ConfigError
 from tests.gsm8k import ROOT
@@ -41,59 +41,38 @@ def test_the_key_is_that_of_the_environment_variable(monkeypatch: pytest.MonkeyP
             api_key(name)
 
 
-def test_an_address_beyond_loopback_needs_a_key() -> None:
+def test_an_address_needs_a_key_beyond_loopback_and_a_free_port() -> None:
     with pytest.raises(ConfigError, match="--api-key-env"):
         open_listener("0.0.0.0", 0, None)
     with open_listener("0.0.0.0", 0, "secret") as listener:
         assert not is_loopback(listener)
     with open_listener("127.0.0.1", 0, None) as listener:
         assert is_loopback(listener)
-
-
-def test_a_port_in_use_is_an_error_with_advice() -> None:
-    with listen("127.0.0.1") as taken:
-        port = taken.getsockname()[1]
+        port = listener.getsockname()[1]
         with pytest.raises(ConfigError, match=f"--port {port}: .* --port 0"):
             open_listener("127.0.0.1", port, None)
 
 
-class Channel:
-    def __init__(self) -> None:
-        self.messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-
-    async def receive(self) -> dict[str, Any]:
-        return await self.messages.get()
-
-
-async def test_work_that_is_done_first() -> None:
-    done = []
-
-    async def work() -> None:
-        done.append(True)
-
-    assert await stop_on_disconnect(Channel().receive, work)
-    assert done
-
-
-async def test_a_client_that_leaves_cancels_it() -> None:
-    channel = Channel()
+async def test_work_is_cancelled_if_the_client_disconnects_first() -> None:
+    messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     cancelled = asyncio.Event()
 
-    async def work() -> None:
-        await channel.messages.put({"type": "http.request"})
-        await channel.messages.put({"type": "http.disconnect"})
+    async def ends() -> None:
+        pass
+
+    async def fails() -> None:
+        raise KeyError("x")
+
+    async def waits() -> None:
+        await messages.put({"type": "http.request"})
+        await messages.put({"type": "http.disconnect"})
         try:
             await asyncio.Event().wait()
         finally:
             cancelled.set()
 
-    assert not await stop_on_disconnect(channel.receive, work)
-    assert cancelled.is_set()
-
-
-async def test_an_exception_of_the_work_is_raised_unchanged() -> None:
-    async def work() -> None:
-        raise KeyError("x")
-
+    assert await stop_on_disconnect(messages.get, ends)
     with pytest.raises(KeyError):
-        await stop_on_disconnect(Channel().receive, work)
+        await stop_on_disconnect(messages.get, fails)
+    assert not await stop_on_disconnect(messages.get, waits)
+    assert cancelled.is_set()

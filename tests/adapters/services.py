@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from reward_loop.adapters.service.app import Gate, check_dialects, create_app
+from reward_loop.adapters.service.app import create_app
 from reward_loop.adapters.service.dialects import DialectOptions
 from reward_loop.adapters.service.service import RewardService
 from reward_loop.config import RewardLoopConfig
@@ -36,11 +36,6 @@ def scorer(function: Any = equals, manager: str = "naive", **options: Any) -> Sc
     return load_scorer(function, manager, RewardLoopConfig(**{"max_failed_share": 1.0, **options}))
 
 
-def app_of(service: RewardService, dialects: DialectOptions | None = None, **options: Any) -> Gate:
-    """Return the app of a service, with all the dialects that it can serve."""
-    return create_app(service, check_dialects(service, ()), dialects, **options)
-
-
 @asynccontextmanager
 async def client_of(
     made: Scorer | None = None, dialects: DialectOptions | None = None, **options: Any
@@ -48,7 +43,7 @@ async def client_of(
     """Yield a client of a service in this process. Options are those of `RewardService` and `create_app`."""
     of_app = {name: options.pop(name) for name in ("key", "max_body_bytes") if name in options}
     service = RewardService(made or scorer(), **options)
-    app = app_of(service, dialects, **of_app)
+    app = create_app(service, options=dialects, **of_app)
     async with service, httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://service") as client:
         yield client
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import aiohttp
+import httpx
 import pytest
 
+from reward_loop.adapters.service.app import create_app
 from reward_loop.adapters.service.replies import ServiceError
 from reward_loop.adapters.service.service import RewardService
 from reward_loop.types import RewardSample
-from tests.adapters.services import app_of, client_of, post, scorer
-from tests.servers import serving
+from tests.adapters.services import client_of, post, scorer
+from tests.servers import serving, until
 
 
 class Held:
@@ -53,7 +57,7 @@ async def test_requests_beyond_the_samples_in_flight_are_refused_until_there_is_
 async def test_a_client_that_disconnects_cancels_its_samples_only() -> None:
     held = Held()
     service = RewardService(scorer(held.compute_score), concurrency=2)
-    async with service, serving(app_of(service)) as url, aiohttp.ClientSession(url) as session:
+    async with service, serving(create_app(service)) as url, aiohttp.ClientSession(url) as session:
 
         async def ask(response: str) -> Any:
             body = {"prompt": "", "response": response, "label": None}
@@ -70,55 +74,49 @@ async def test_a_client_that_disconnects_cancels_its_samples_only() -> None:
     assert service.in_flight == 0
 
 
-async def test_samples_in_flight_end_after_a_signal_and_new_ones_are_refused() -> None:
+@pytest.fixture
+async def accepted() -> AsyncIterator[Any]:
+    """Start a service that has accepted the sample ``a``; return it, its function and the result."""
     held = Held()
-    service = RewardService(scorer(held.compute_score), grace_s=600)
-    async with service:
-        score = asyncio.create_task(service.score([RewardSample("a")], path="/score"))
-        await held.started.get()
-        ended = []
-        service.stop_from_signal(lambda: ended.append(service.in_flight))
-        await until_stopping(service)
-        with pytest.raises(ServiceError, match="stopping") as refused:
-            await service.score([RewardSample("b")], path="/score")
-        assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
-        assert ended == []
-        held.release.set()
-        assert [result.score for result in await score] == [1.0]
-        assert ended == [0]
+    async with AsyncExitStack() as stack:
+
+        async def start(**options: Any) -> tuple[RewardService, Held, asyncio.Task[Any]]:
+            service = await stack.enter_async_context(RewardService(scorer(held.compute_score), **options))
+            score = asyncio.create_task(service.score([RewardSample("a")], path="/score"))
+            await held.started.get()
+            return service, held, score
+
+        yield start
+
+
+async def test_samples_in_flight_end_after_a_signal_and_new_ones_are_refused(accepted: Any) -> None:
+    service, held, score = await accepted(grace_s=600)
+    ended: list[int] = []
+    service.stop_from_signal(lambda: ended.append(service.in_flight))
+    await until(lambda: service.stopping)
+    with pytest.raises(ServiceError, match="stopping") as refused:
+        await service.score([RewardSample("b")], path="/score")
+    assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
+    app = httpx.ASGITransport(create_app(service))
+    async with httpx.AsyncClient(transport=app, base_url="http://service") as client:
+        assert [(await client.get(path)).status_code for path in ("/ready", "/health")] == [503, 200]
+    assert ended == []
+    held.release.set()
+    assert [result.score for result in await score] == [1.0]
+    assert ended == [0]
 
 
 @pytest.mark.parametrize("grace_s", [0, 600])
-async def test_after_the_grace_period_or_a_second_signal_samples_are_cancelled(grace_s: int) -> None:
-    held = Held()
-    service = RewardService(scorer(held.compute_score), grace_s=grace_s)
-    async with service:
-        score = asyncio.create_task(service.score([RewardSample("a")], path="/score"))
-        await held.started.get()
+async def test_after_the_grace_period_or_a_second_signal_samples_are_cancelled(accepted: Any, grace_s: int) -> None:
+    service, held, score = await accepted(grace_s=grace_s)
+    service.stop_from_signal(lambda: None)
+    if grace_s:
         service.stop_from_signal(lambda: None)
-        if grace_s:
-            service.stop_from_signal(lambda: None)
-        with pytest.raises(ServiceError, match="stopped before all samples were scored") as stopped:
-            await score
-        assert stopped.value.status == 503
-        assert await held.cancelled.get() == "a"
+    with pytest.raises(ServiceError, match="stopped before all samples were scored") as stopped:
+        await score
+    assert stopped.value.status == 503
+    assert await held.cancelled.get() == "a"
     assert service.in_flight == 0
-
-
-async def test_a_stopping_service_is_not_ready() -> None:
-    service = RewardService(scorer())
-    async with service, serving(app_of(service)) as url, aiohttp.ClientSession(url) as session:
-        service.stop_from_signal(lambda: None)
-        await until_stopping(service)
-        for path, status in (("/ready", 503), ("/health", 200)):
-            async with session.get(path) as answer:
-                assert answer.status == status
-
-
-async def until_stopping(service: RewardService) -> None:
-    async with asyncio.timeout(30):
-        while not service.stopping:  # noqa: ASYNC110
-            await asyncio.sleep(0)
 
 
 async def test_a_failure_is_logged_once_for_each_cause(caplog: pytest.LogCaptureFixture) -> None:

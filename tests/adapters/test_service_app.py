@@ -7,13 +7,13 @@ import base64
 from collections.abc import AsyncIterator
 from typing import Any
 
-import aiohttp
 import pytest
 import requests
 
 from reward_loop.adapters.service import app
+from reward_loop.adapters.service.app import create_app
 from reward_loop.adapters.service.service import RewardService
-from tests.adapters.services import app_of, client_of, post, scorer
+from tests.adapters.services import client_of, post, scorer
 from tests.servers import serving
 
 BODY = {"prompt": "2+2", "response": "4", "label": "4"}
@@ -22,15 +22,12 @@ BODY = {"prompt": "2+2", "response": "4", "label": "4"}
 @pytest.mark.parametrize(
     ("header", "status"),
     [
-        ("Bearer kéy", 200),
         ("bearer kéy", 200),
         ("Basic " + base64.b64encode("user:kéy".encode()).decode(), 200),
         ("Basic " + base64.b64encode("kéy:other".encode()).decode(), 401),
         ("Basic !", 401),
         ("Bearer other", 401),
-        ("Bearer", 401),
         ("kéy", 401),
-        ("", 401),
         (None, 401),
     ],
 )
@@ -42,24 +39,16 @@ async def test_requests_need_the_key(header: str | None, status: int) -> None:
         assert status == 200 or "bearer token" in answer.json()["error"]
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/docs", "/openapi.json", "/nowhere"])
-async def test_all_other_pages_need_the_key(path: str) -> None:
+async def test_all_other_pages_but_health_checks_need_the_key() -> None:
+    paths = {"/metrics": 401, "/docs": 401, "/openapi.json": 401, "/nowhere": 401, "/health": 200, "/ready": 200}
     async with client_of(key="key") as client:
-        assert (await client.get(path)).status_code == 401
-
-
-async def test_health_checks_need_no_key() -> None:
-    async with client_of(key="key") as client:
-        for path in ("/health", "/ready"):
-            assert (await client.get(path)).json() == {"status": "ok"}
+        assert {path: (await client.get(path)).status_code for path in paths} == paths
 
 
 async def test_clients_without_headers_of_their_own_send_the_key_in_the_url() -> None:
     service = RewardService(scorer())
-    async with service, serving(app_of(service, key="key")) as url:
+    async with service, serving(create_app(service, key="key")) as url:
         with_key = url.replace("http://", "http://reward:key@") + "/slime"
-        async with aiohttp.ClientSession() as session, session.post(with_key, json=BODY) as response:
-            assert (response.status, await response.json()) == (200, 1.0)
         answer = await asyncio.to_thread(requests.post, with_key, json=BODY, timeout=60)
         assert (answer.status_code, answer.json()) == (200, 1.0)
 

@@ -58,14 +58,16 @@ async def test_a_trace_without_a_score_is_an_error_and_not_a_number(reply: str, 
         await reward(TaskData(), Trace(last_reply=reply))
 
 
-async def test_the_policy_default_gives_a_score(options: Any) -> None:
-    options(reward_loop={"on_failed": "default", "default_score": -1})
-    assert await reward(TaskData(), Trace(last_reply="fail")) == -1.0
-
-
-async def test_the_ground_truth_is_the_field_that_the_options_name(options: Any) -> None:
-    options(ground_truth="level")
-    assert await reward(TaskData(), Trace(last_reply="easy")) == 1.0
+@pytest.mark.parametrize(
+    ("values", "reply", "score"),
+    [
+        ({"reward_loop": {"on_failed": "default", "default_score": -1}}, "fail", -1.0),
+        ({"ground_truth": "level"}, "easy", 1.0),
+    ],
+)
+async def test_the_options_of_the_file_apply(options: Any, values: dict[str, Any], reply: str, score: float) -> None:
+    options(**values)
+    assert await reward(TaskData(), Trace(last_reply=reply)) == score
 
 
 async def test_a_missing_ground_truth_is_an_error_that_names_the_fields(options: Any) -> None:

@@ -6,18 +6,21 @@ import errno
 import gc
 import gzip
 import os
+import re
 import resource
 import subprocess
 import sys
 import threading
+from collections import Counter
 from typing import Any
 
 import pytest
 
-from reward_loop import RewardSample
+from reward_loop import NaiveRewardLoopManager, RewardSample
 from reward_loop.client import Judge, Number, chat_complete, classify, http
-from reward_loop.client.http import post, shared_session, url_of
+from reward_loop.client.http import GROUP_HEADER, post, shared_session, url_of
 from reward_loop.errors import ConfigError, RequestError
+from reward_loop.managers import BatchRewardLoopManager
 from reward_loop.records import ActiveSample, active_samples
 from reward_loop.testing import BadJson, Body, Drop, FakeJudge, Stall, Status
 from tests.gsm8k import ROOT
@@ -105,6 +108,58 @@ async def test_the_deadline_covers_a_request_that_is_sent_again() -> None:
         with pytest.raises(RequestError, match=r"no answer within 5 s"):
             await chat_complete(judge.address, "?", timeout=5)
     assert len(judge.requests) == 2
+
+
+async def rated(solution_str: str, reward_router_address: str) -> float:
+    return float((await chat_complete(reward_router_address, solution_str)).text)
+
+
+async def all_rated(solution_strs: list[str], reward_router_address: str) -> list[float]:
+    return [await rated(text, reward_router_address) for text in solution_strs]
+
+
+def rated_in_a_thread(solution_str: str, reward_router_address: str) -> float:
+    return asyncio.run(rated(solution_str, reward_router_address))
+
+
+async def groups_sent(judge: FakeJudge, manager: Any, *groups: str | None) -> list[str | None]:
+    """Score a sample of each group, and return the headers with the groups, in the order of the requests."""
+    await asyncio.gather(*(manager.run_single(RewardSample("?", group=group)) for group in groups))
+    await asyncio.to_thread(manager.close)
+    assert len(judge.requests) == len(groups)
+    return [request.headers.get(GROUP_HEADER) for request in judge.requests]
+
+
+@pytest.mark.parametrize(
+    ("function", "isolation"), [(rated, "thread"), (rated_in_a_thread, "thread"), (rated_in_a_thread, "process")]
+)
+async def test_the_router_receives_the_group_of_a_sample_as_a_hash(function: Any, isolation: str) -> None:
+    async with FakeJudge("8") as judge:
+        manager = NaiveRewardLoopManager(
+            {"isolation": isolation}, compute_score=function, reward_router_address=judge.address
+        )
+        sent = Counter(await groups_sent(judge, manager, "one", "one", "other", None))
+    assert sent.pop(None) == 1
+    assert sorted(sent.values()) == [1, 2]
+    assert all(re.fullmatch("[0-9a-f]{16}", group or "") for group in sent)
+
+
+@pytest.mark.parametrize(("groups", "sends"), [("aa", True), ("ab", False)])
+async def test_a_function_of_lists_sends_the_group_that_all_its_samples_share(groups: str, sends: bool) -> None:
+    async with FakeJudge("8") as judge:
+        manager = BatchRewardLoopManager(
+            {"batch": {"max_batch_size": 2, "max_wait_ms": 60_000}},
+            compute_score=all_rated,
+            reward_router_address=judge.address,
+        )
+        sent = await groups_sent(judge, manager, *groups)
+    assert [group is not None for group in sent] == [sends] * 2
+
+
+async def test_a_service_does_not_receive_the_group() -> None:
+    async with FakeJudge("8") as judge:
+        manager = NaiveRewardLoopManager(compute_score=rated, reward_router_address=judge.base_url)
+        assert await groups_sent(judge, manager, "one") == [None]
 
 
 async def test_a_refused_connection_is_transient() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
-from reward_loop.client import Choice, Json, NoVerdictError, Number, Verdict
+from reward_loop.client import Choice, Json, NoVerdictError, Number, Order, Pattern, Ratings, Verdict
 from reward_loop.errors import ConfigError
 
 
@@ -178,3 +178,82 @@ def test_any_reply_has_a_verdict_in_range_or_none(reply: str) -> None:
         except NoVerdictError:
             continue
         assert 0 <= score <= 10
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reply", "read"),
+    [
+        (Pattern(r"<g>(.*?)</g>", {"good": 1, "bad": 0}), "<g>bad</g> no: <g> Good </g>", (" Good ", 1.0)),
+        (Pattern(r"\d+(?=%)"), "5% or 70%", ("70", 70.0)),
+        (Pattern(r"grade (-?[\d.]+)"), "grade -0.5", ("-0.5", -0.5)),
+    ],
+)
+def test_a_pattern_reads_its_last_match(pattern: Pattern, reply: str, read: tuple[str, float]) -> None:
+    assert pattern.read(reply) == read
+
+
+@pytest.mark.parametrize("reply", ["", "<g></g>", "<g>good</g> <g>fine</g>", "<g>__import__('os')</g>"])
+def test_a_pattern_without_a_known_verdict(reply: str) -> None:
+    for pattern in (Pattern(r"<g>(.*?)</g>", {"good": 1, "bad": 0}), Pattern(r"<g>(.*?)</g>")):
+        with pytest.raises(NoVerdictError):
+            pattern.read(reply)
+
+
+def test_a_number_that_is_not_finite_is_no_verdict() -> None:
+    with pytest.raises(NoVerdictError, match="finite"):
+        Pattern(r"\w+$").read("nan")
+
+
+def test_an_invalid_pattern_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not a valid regular expression"):
+        Pattern("(")
+
+
+def test_ratings_are_scaled_and_weighted() -> None:
+    ratings = Ratings({"correct": 2, "clear": 1, "rude": -1}, 0, 4)
+    reply = 'It is rude: {"correct": 0} is too low. {"reason": "x", "correct": 4, "clear": 2, "rude": 1}'
+    assert ratings.read(reply) == ({"correct": 1.0, "clear": 0.5, "rude": 0.25}, (2 + 0.5 - 0.25) / 3)
+
+
+@pytest.mark.parametrize(
+    "reply", ["", '{"correct": 4}', '{"correct": 4, "clear": 11}', '{"correct": 4, "clear": NaN}', '[{"correct": 1}]']
+)
+def test_ratings_of_all_criteria_are_required(reply: str) -> None:
+    with pytest.raises(NoVerdictError):
+        Ratings({"correct": 1, "clear": 1}).read(reply)
+
+
+def test_ratings_may_restrict_the_reply_of_the_server() -> None:
+    schema = Ratings({"it is right": 1}, enforce=True).request["response_format"]["json_schema"]["schema"]
+    assert schema["required"] == ["it is right"]
+    assert schema["properties"]["it is right"]["maximum"] == 10
+
+
+@pytest.mark.parametrize("weights", [{}, {"a": 0}, {"a": -1}, {"a": 1, "b": float("nan")}, {"a": float("inf")}])
+def test_weights_are_finite_and_one_is_positive(weights: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="weights"):
+        Ratings(weights)
+    with pytest.raises(ConfigError, match="below"):
+        Ratings({"a": 1}, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("reply", "order"),
+    [
+        ("Ranking: 3 > 1 > 2", [2, 0, 1]),
+        ("Ranking: 1 > 2 > 3\nNo.\n**Ranking:** 2, 1, 3\nThese are my 3.", [1, 0, 2]),
+        ("Ranking:\n[3] = [2] > [1]", [2, 1, 0]),
+    ],
+)
+def test_an_order(reply: str, order: list[int]) -> None:
+    assert Order(3).read(reply) == (order, None)
+
+
+@pytest.mark.parametrize(
+    "reply", ["", "3 > 1 > 2", "Ranking: 3 > 1", "Ranking: 1 2 2 3", "Ranking: 0 1 2", "Ranking: "]
+)
+def test_an_order_has_each_number_once(reply: str) -> None:
+    with pytest.raises(NoVerdictError):
+        Order(3).read(reply + " " + "9" * 5000)
+    with pytest.raises(NoVerdictError):
+        Order(3).read(reply)

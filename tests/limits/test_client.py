@@ -3,7 +3,7 @@ import socket
 
 import pytest
 
-from reward_loop import BudgetSpentError, ConfigError, JobServiceError, LimitError, Outcome, TooManyFailuresError
+from reward_loop import ConfigError, JobServiceError, LimitError, Outcome, TooManyFailuresError
 from reward_loop._util.framing import frame, read_frame
 from reward_loop.config import RewardLoopConfig
 from reward_loop.limits import local
@@ -13,6 +13,7 @@ from reward_loop.limits.local import LocalLimits
 from reward_loop.limits.protocol import encode
 from reward_loop.limits.server import LimitServer, serve_limits
 from reward_loop.types import RewardResult
+from tests.clock import until
 
 FAILED = RewardResult(Outcome.FAILED, None, error="sample u7: judge raised")
 
@@ -21,170 +22,115 @@ def options(**judge):
     return RewardLoopConfig(limits={"judge": judge})
 
 
-async def turns(condition):
-    """Give the other tasks turns until a condition holds."""
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-
-
-class Judge:
-    """Counts its calls in flight; none ends before so many have been at a time."""
-
-    def __init__(self, together):
-        self.together = together
-        self.in_flight = self.peak = self.calls = 0
-
-    async def call(self, job, traffic_class="train"):
-        place = await job.acquire("judge", 0, traffic_class)
-        self.in_flight += 1
-        self.calls += 1
-        self.peak = max(self.peak, self.in_flight)
-        await turns(lambda: self.peak >= self.together)
-        self.in_flight -= 1
-        place.leave()
-
-
 @pytest.fixture(params=["local", "remote"])
-async def kept(request):
-    """Makes a job of some options, in this process or behind a service; also its state."""
-    services, jobs = [], []
+def kept(request, serve):
+    """Return a function that makes limits, in this process or of a service, and the object that keeps them."""
 
     async def make(config):
         if request.param == "local":
-            state = LocalLimits(config)
-            return state, state
-        service = LimitServer(config)
-        services.append(service)
-        jobs.append(RemoteLimits(await service.start(), config))
-        return jobs[-1], service.limits
+            limits = LocalLimits(config)
+            return limits, limits
+        service, address = await serve(config)
+        return RemoteLimits(address, config), service.limits
 
-    yield make
-    for job in jobs:
-        job.close()
-    for service in services:
-        await service.stop()
+    return make
 
 
 async def test_no_more_calls_in_flight_than_the_limit(kept):
     job, state = await kept(options(max_concurrent=3))
-    judge = Judge(together=3)
-    await asyncio.gather(*(judge.call(job) for _ in range(100)))
-    assert (judge.peak, judge.calls) == (3, 100)
-    await turns(lambda: state.snapshot()["limits"]["judge"]["in_flight"] == 0)
+    in_flight = peak = 0
+    three = asyncio.Barrier(3)
+
+    async def call():
+        nonlocal in_flight, peak
+        permit = await job.acquire("judge")
+        in_flight += 1
+        peak = max(peak, in_flight)
+        await three.wait()
+        in_flight -= 1
+        permit.leave()
+
+    await asyncio.gather(*(call() for _ in range(99)))
+    assert peak == 3
+    await until(lambda: state.snapshot()["limits"]["judge"]["in_flight"] == 0)
 
 
-async def test_a_message_with_a_lone_surrogate_does_not_block_others():
-    service = LimitServer(options(max_concurrent=1))
-    job = RemoteLimits(await service.start())
-    place = await job.acquire("judge", 0, "train")
+async def test_messages_that_json_cannot_encode_do_not_block_others(serve):
+    service, address = await serve(options(max_concurrent=1))
+    job = RemoteLimits(address)
+    place = await job.acquire("judge")
     job.count(True, "sample u1: judge raised ValueError: \ud83d is no verdict")
-    place.leave()
-    (await asyncio.wait_for(job.acquire("judge", 0, "train"), 30)).leave()
-    assert list(service._failures[""]._failed) == [True]
-    job.close()
-    await service.stop()
-
-
-async def test_a_message_that_json_cannot_hold_is_its_senders_error():
-    service = LimitServer(options(max_concurrent=1))
-    job = RemoteLimits(await service.start(), options(max_concurrent=1))
-    place = await job.acquire("judge", 0, "train")
     with pytest.raises(TypeError):
         place.used(object())
     place.leave()
-    (await asyncio.wait_for(job.acquire("judge", 0, "train"), 30)).leave()
-    job.close()
-    await service.stop()
+    (await asyncio.wait_for(job.acquire("judge"), 30)).leave()
+    assert list(service._failures[""]._failed) == [True]
 
 
 async def test_a_call_that_is_cancelled_gives_back_its_place(kept):
     job, state = await kept(options(max_concurrent=1))
-    place = await job.acquire("judge", 0, "train")
-    waiting = asyncio.create_task(job.acquire("judge", 0, "train"))
-    await turns(lambda: state.snapshot()["limits"]["judge"]["waiting"] == 1)
+    place = await job.acquire("judge")
+    waiting = asyncio.create_task(job.acquire("judge"))
+    await until(lambda: state.snapshot()["limits"]["judge"]["waiting"] == 1)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
     place.leave()
-    (await job.acquire("judge", 0, "train")).leave()
+    (await job.acquire("judge")).leave()
 
 
 async def test_waiting_has_an_end(kept):
     job, _ = await kept(options(max_concurrent=1))
-    place = await job.acquire("judge", 0, "train")
+    place = await job.acquire("judge")
     # Only the second call has this limit: on a busy machine, the others may take longer.
     await job.configure("judge", {"max_wait": 0.1})
-    await turns(lambda: job.max_waits["judge"] == 0.1)
+    await until(lambda: job.max_waits["judge"] == 0.1)
     with pytest.raises(LimitError, match=r"limit 'judge': no permit within max_wait=0.1 s"):
-        await job.acquire("judge", 0, "train")
+        await job.acquire("judge")
     await job.configure("judge", {"max_wait": None})
-    await turns(lambda: job.max_waits["judge"] is None)
+    await until(lambda: job.max_waits["judge"] is None)
     place.leave()
-    (await job.acquire("judge", 0, "train")).leave()
+    (await job.acquire("judge")).leave()
 
 
 async def test_impossible_requests_are_errors(kept):
     job, _ = await kept(options(tokens_per_minute=10))
     with pytest.raises(LimitError, match="11 tokens"):
-        await job.acquire("judge", 11, "train")
+        await job.acquire("judge", 11)
     with pytest.raises(LimitError, match="no limit 'jugde'; did you mean 'judge'"):
-        await job.acquire("jugde", 0, "train")
+        await job.acquire("jugde")
 
 
 async def test_the_budget_is_counted(kept):
     job, state = await kept(RewardLoopConfig(budget={"max_cost": 1.0}))
     job.spend(0.5, 100)
-    await turns(lambda: state.cost == 0.5)
+    await until(lambda: state.cost == 0.5)
     assert job.spent is None
     job.spend(0.6, 0)
-    await turns(lambda: job.spent is not None)
+    await until(lambda: job.spent is not None)
     assert "1.1 of reward_loop.budget.max_cost=1" in job.spent
 
 
-def failing(**more):
-    return RewardLoopConfig(max_failed_share=0.5, min_samples_for_failed_share=4, **more)
-
-
-async def test_failures_of_all_workers_count_together():
-    service = LimitServer(failing())
-    address = await service.start()
-    workers = [RemoteLimits(address) for _ in range(4)]
+async def test_failures_of_all_workers_count_together(serve):
+    config = RewardLoopConfig(max_failed_share=0.5, min_samples_for_failed_share=4)
+    _, address = await serve(config)
+    workers = [open_limits(config.model_copy(update={"job": address})) for _ in range(4)]
     for worker in workers:
-        worker.count(True, "sample u7: judge raised")
-    await turns(lambda: all(worker.stopped for worker in workers))
+        SharedFailureBound(worker).count(FAILED)
+    await until(lambda: all(worker.stopped for worker in workers))
     with pytest.raises(TooManyFailuresError, match=r"(?s)4 of the last 4 samples failed.*u7"):
         workers[0].count(False, None)
     late = RemoteLimits(address)
     await late.status()
     assert late.stopped
-    for worker in (*workers, late):
-        worker.close()
-    await service.stop()
 
 
-async def test_a_manager_counts_over_the_whole_job():
-    service = LimitServer(failing())
-    config = failing(job=await service.start())
-    limits = open_limits(config)
-    bound = SharedFailureBound(limits)
-    for _ in range(4):
-        bound.count(FAILED)
-    await turns(lambda: limits.stopped)
-    with pytest.raises(TooManyFailuresError, match="sample u7"):
-        bound.count(FAILED)
-    limits.close()
-
-    await service.stop()
-
-
-async def test_limits_are_changed_while_the_job_runs():
-    service = LimitServer(options(max_concurrent=1))
-    address = await service.start()
+async def test_limits_are_changed_while_the_job_runs(serve):
+    service, address = await serve(options(max_concurrent=1))
     job, other = RemoteLimits(address), RemoteLimits(address)
-    first = await job.acquire("judge", 0, "train")
-    second = asyncio.create_task(other.acquire("judge", 0, "train"))
-    await turns(lambda: service.limits.snapshot()["limits"]["judge"]["waiting"] == 1)
+    first = await job.acquire("judge")
+    second = asyncio.create_task(other.acquire("judge"))
+    await until(lambda: service.limits.snapshot()["limits"]["judge"]["waiting"] == 1)
     await job.configure("judge", {"max_concurrent": 2})
     first.leave()
     (await second).leave()
@@ -192,34 +138,30 @@ async def test_limits_are_changed_while_the_job_runs():
         await job.configure("judge", {"max_concurent": 2})
     with pytest.raises(ConfigError, match="there is no limit 'juge'; did you mean 'judge'"):
         await job.configure("juge", {"max_concurrent": 5})
-    for one in (job, other):
-        one.close()
-    await service.stop()
 
 
 async def test_a_limit_that_is_lowered_below_a_call_that_waits_refuses_it(kept):
     # It would wait for ever, and all the others behind it.
     job, state = await kept(options(tokens_per_minute=100, burst_seconds=60))
-    first = await job.acquire("judge", 60, "train")
-    large, small = (asyncio.create_task(job.acquire("judge", tokens, "train")) for tokens in (80, 10))
-    await turns(lambda: state.snapshot()["limits"]["judge"]["waiting"] == 2)
+    first = await job.acquire("judge", 60)
+    large, small = (asyncio.create_task(job.acquire("judge", tokens)) for tokens in (80, 10))
+    await until(lambda: state.snapshot()["limits"]["judge"]["waiting"] == 2)
     await state.configure("judge", {"tokens_per_minute": 70})
     with pytest.raises(LimitError, match="a call with 80 tokens exceeds tokens_per_minute=70"):
         await large
     (await small).leave()
     first.leave()
-    await turns(lambda: state.snapshot()["limits"]["judge"]["in_flight"] == 0)
+    await until(lambda: state.snapshot()["limits"]["judge"]["in_flight"] == 0)
 
 
-async def test_a_client_that_dies_frees_what_it_held():
-    service = LimitServer(options(max_concurrent=2))
-    address = await service.start()
+async def test_a_client_that_dies_releases_its_permits(serve):
+    service, address = await serve(options(max_concurrent=2))
     dying, other = RemoteLimits(address), RemoteLimits(address)
     for _ in range(2):
-        await dying.acquire("judge", 0, "train")
-    queued = asyncio.create_task(dying.acquire("judge", 0, "train"))
-    waiting = asyncio.create_task(other.acquire("judge", 0, "train"))
-    await turns(lambda: service.limits.snapshot()["limits"]["judge"]["waiting"] == 2)
+        await dying.acquire("judge")
+    queued = asyncio.create_task(dying.acquire("judge"))
+    waiting = asyncio.create_task(other.acquire("judge"))
+    await until(lambda: service.limits.snapshot()["limits"]["judge"]["waiting"] == 2)
     dying.close()
     await waiting
     with pytest.raises(JobServiceError):
@@ -227,21 +169,20 @@ async def test_a_client_that_dies_frees_what_it_held():
     status = service.limits.snapshot()["limits"]["judge"]
     assert (status["in_flight"], status["waiting"]) == (1, 0)
     other.close()
-    await turns(lambda: service.limits.snapshot()["limits"]["judge"]["in_flight"] == 0)
-    await service.stop()
+    await until(lambda: service.limits.snapshot()["limits"]["judge"]["in_flight"] == 0)
 
 
 async def test_a_service_that_goes_is_an_error_and_not_a_hang():
     service = LimitServer(options(max_concurrent=1))
     job = RemoteLimits(await service.start())
-    await job.acquire("judge", 0, "train")
-    waiting = asyncio.create_task(job.acquire("judge", 0, "train"))
-    await turns(lambda: service.limits.snapshot()["limits"]["judge"]["waiting"] == 1)
+    await job.acquire("judge")
+    waiting = asyncio.create_task(job.acquire("judge"))
+    await until(lambda: service.limits.snapshot()["limits"]["judge"]["waiting"] == 1)
     await service.stop()
     with pytest.raises(JobServiceError, match=r"unreachable.*keeps the limits of all workers.*no calls are made"):
         await waiting
     with pytest.raises(JobServiceError):
-        await job.acquire("judge", 0, "train")
+        await job.acquire("judge")
     with pytest.raises(JobServiceError):
         job.count(False, None)
     job.close()
@@ -275,35 +216,31 @@ async def test_a_service_that_goes_as_it_greets_is_an_error_too(monkeypatch):
     job = RemoteLimits("127.0.0.1:1:token")
     async with asyncio.timeout(60):
         with pytest.raises(JobServiceError, match="the connection has ended"):
-            await job.acquire("judge", 0, "train")
+            await job.acquire("judge")
 
 
-async def test_a_node_that_is_gone_is_noticed_from_both_sides():
-    service = LimitServer(options(max_concurrent=1))
-    job = RemoteLimits(await service.start())
-    (await job.acquire("judge", 0, "train")).leave()
+async def test_a_node_that_is_gone_is_noticed_from_both_sides(serve):
+    service, address = await serve(options(max_concurrent=1))
+    job = RemoteLimits(address)
+    (await job.acquire("judge")).leave()
     ((client, _),) = service._connections.items()
     for messages in (job._messages, client):
         connection = messages.writer.get_extra_info("socket")
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
-    job.close()
-    await service.stop()
 
 
-async def test_nobody_gets_in_without_the_token():
-    service = LimitServer(options(max_concurrent=1))
-    address = await service.start()
+async def test_nobody_gets_in_without_the_token(serve):
+    _, address = await serve(options(max_concurrent=1))
     with pytest.raises(JobServiceError, match="does not accept the token"):
-        await RemoteLimits(address[:-1] + "?").acquire("judge", 0, "train")
+        await RemoteLimits(address[:-1] + "?").acquire("judge")
     host, port, _ = address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     await read_frame(reader)
     writer.write(frame(bytes(32)))
     assert await reader.read() == frame()
     writer.close()
-    await service.stop()
 
 
 def test_a_job_address_that_is_none():
@@ -337,7 +274,7 @@ async def test_a_loop_that_ends_while_the_command_asks_is_left_out():
 def test_the_service_in_a_thread():
     async def use(address):
         job = RemoteLimits(address)
-        (await job.acquire("judge", 0, "train")).leave()
+        (await job.acquire("judge")).leave()
         status = await job.status()
         job.close()
         return status
@@ -346,9 +283,3 @@ def test_the_service_in_a_thread():
         assert asyncio.run(use(address))["limits"]["judge"]["max_concurrent"] == 1
     with pytest.raises(JobServiceError):
         asyncio.run(use(address))
-
-
-def test_budget_error_is_a_scoring_error():
-    from reward_loop.errors import ScoringError
-
-    assert issubclass(BudgetSpentError, ScoringError)

@@ -10,16 +10,6 @@ UNSCORED = RewardResult(Outcome.UNSCORED, None)
 FAILED = RewardResult(Outcome.FAILED, None, error="sample u7: compute_score (reward.py) raised KeyError: 'x'")
 
 
-def test_the_error_names_the_sample_the_function_and_the_cause():
-    bound = FailureBound(0.5, 4)
-    for result in (FAILED, FAILED, UNSCORED):
-        bound.count(result)
-    with pytest.raises(
-        TooManyFailuresError, match=r"(?s)3 of the last 4 samples failed.*0\.5.*sample u7.*KeyError: 'x'"
-    ):
-        bound.count(FAILED)
-
-
 def test_the_message_shows_samples_causes_and_what_to_do():
     bound = FailureBound(0.5, 6, of="reward_loop.components.judge")
     where = "at line 7\n    raise"
@@ -40,36 +30,20 @@ def test_the_message_shows_samples_causes_and_what_to_do():
     )
 
 
-def test_unscored_samples_do_not_count_as_failed():
-    bound = FailureBound(0.0, 1)
-    for result in (SCORED, UNSCORED) * 10:
-        bound.count(result)
-
-
 def test_a_share_of_one_never_stops():
     bound = FailureBound(1.0, 1)
     for _ in range(100):
         bound.count(FAILED)
 
 
-def test_a_judge_that_dies_late_stops_the_run_too():
-    bound = FailureBound(0.5, 4, window=10)
-    for _ in range(1000):
-        bound.count(SCORED)
-    for _ in range(5):
-        bound.count(FAILED)
-    with pytest.raises(TooManyFailuresError, match="6 of the last 10"):
-        bound.count(FAILED)
-
-
-@given(st.lists(st.booleans(), max_size=60), st.integers(1, 20), st.integers(1, 20))
-def test_the_window_is_what_it_says(outcomes, min_samples, window):
+@given(st.lists(st.sampled_from([SCORED, UNSCORED, FAILED]), max_size=60), st.integers(1, 20), st.integers(1, 20))
+def test_the_share_of_failed_samples_in_the_window_stops_the_run(results, min_samples, window):
     bound = FailureBound(0.5, min_samples, window)
-    for seen, failed in enumerate(outcomes, start=1):
-        latest = outcomes[max(0, seen - max(window, min_samples)) : seen]
-        stops = failed and len(latest) >= min_samples and sum(latest) > 0.5 * len(latest)
+    for seen, result in enumerate(results, start=1):
+        latest = results[max(0, seen - max(window, min_samples)) : seen]
+        stops = result is FAILED and len(latest) >= min_samples and latest.count(FAILED) > 0.5 * len(latest)
         try:
-            bound.count(FAILED if failed else SCORED)
+            bound.count(result)
         except TooManyFailuresError:
             assert stops
         else:

@@ -2,12 +2,10 @@ import heapq
 import itertools
 from bisect import bisect_left
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from reward_loop.config import LimitConfig
-from reward_loop.errors import LimitError
 from reward_loop.limits.limiter import PERIOD_S, Limiter
 from tests.limits.asking import asking
 
@@ -165,12 +163,6 @@ def test_real_usage_takes_the_place_of_the_estimate():
     limiter.used(0.0, permits[0].permit, 20)
     limiter.advance(0.0)
     assert order == [0, 1]
-
-
-def test_a_call_that_is_larger_than_a_minute():
-    limiter = Limiter("judge", LimitConfig(tokens_per_minute=100))
-    with pytest.raises(LimitError, match=r"limit 'judge'.*101 tokens.*tokens_per_minute=100"):
-        limiter.enter(0.0, asking(101, "train", lambda: None))
 
 
 def test_the_retry_after_of_an_overloaded_service_holds_back_all_calls_of_an_adaptive_limit():

@@ -14,12 +14,9 @@ import pytest
 import reward_loop
 from reward_loop import Outcome, RewardLoopConfig, RewardSample, RewardTimeoutError, ScoringFunction
 from reward_loop.limits.call import Call, Deadlines
-from reward_loop.limits.limiter import WINDOW
 from reward_loop.limits.local import LocalLimits
 from reward_loop.limits.process_call import ServedCall
-from reward_loop.limits.server import LimitServer
-from tests.clock import advance
-from tests.descriptors import left_open
+from tests.clock import advance, until
 
 pytestmark = pytest.mark.integration  # starts processes
 
@@ -39,47 +36,6 @@ async def score(function, *texts):
 
 def judge(limits):
     return limits.snapshot()["limits"]["judge"]
-
-
-async def until(condition):
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-
-
-def held():
-    """Holds a place for a while, and says when."""
-    with reward_loop.limit("judge", tokens=10) as lease:
-        began = time.monotonic()
-        time.sleep(0.02)
-        ended = time.monotonic()
-        lease.used(tokens=5, cost=0.5)
-    return {"score": 1, "began": began, "ended": ended}
-
-
-async def held_async():
-    async with reward_loop.limit("judge", tokens=10) as lease:
-        began = time.monotonic()
-        await asyncio.sleep(0.02)
-        ended = time.monotonic()
-        lease.add(tokens=5)
-        lease.used(cost=0.5)
-    return {"score": 1, "began": began, "ended": ended}
-
-
-def held_in_a_loop():
-    return asyncio.run(held_async())
-
-
-@pytest.mark.parametrize("function", [held, held_in_a_loop])
-async def test_processes_keep_a_limit(function):
-    function, limits = scoring(function, limits={"judge": {"max_concurrent": 2}}, max_processes=4)
-    results = await score(function, *"abcdefghijkl")
-    assert [result.error for result in results] == [None] * 12
-    spans = [(result.extra_info["began"], result.extra_info["ended"]) for result in results]
-    assert max(sum(began <= at < ended for began, ended in spans) for at, _ in spans) <= 2
-    assert (limits.tokens, limits.cost) == (60, 6)
-    await until(lambda: judge(limits)["in_flight"] == 0)
 
 
 def dies(solution_str):
@@ -122,29 +78,13 @@ def waits():
 
 async def test_a_process_that_is_killed_while_it_waits_leaves_the_queue():
     function, limits = scoring(waits, limits={"judge": {"max_concurrent": 1}})
-    place = await limits.acquire("judge", 0, "train")
+    place = await limits.acquire("judge")
     calls = [asyncio.create_task(function(RewardSample(text))) for text in "ab"]
     await until(lambda: judge(limits)["waiting"] == 2)
     calls[0].cancel()
     await until(lambda: judge(limits)["waiting"] == 1)
     place.leave()
     assert (await calls[1]).score == 1
-    await asyncio.to_thread(function.close)
-
-
-async def test_waiting_does_not_eat_the_deadline():
-    # Each waits until the place is given back, after more than its deadline.
-    timeout = 600.0
-    function, limits = scoring(waits, limits={"judge": {"max_concurrent": 1}}, timeout=timeout)
-    place = await limits.acquire("judge", 0, "train")
-    calls = [asyncio.create_task(function(RewardSample(text))) for text in "ab"]
-    await until(lambda: judge(limits)["waiting"] == 2)
-    await advance(1.1 * timeout)
-    place.leave()
-    for result in await asyncio.gather(*calls):
-        assert (result.error, result.score) == (None, 1)
-        assert result.wait_seconds > timeout
-        assert result.seconds < timeout
     await asyncio.to_thread(function.close)
 
 
@@ -155,7 +95,7 @@ def waits_with_a_default_timeout():
 
 async def test_the_default_timeout_of_sockets_does_not_end_the_wait():
     function, limits = scoring(waits_with_a_default_timeout, limits={"judge": {"max_concurrent": 1}})
-    place = await limits.acquire("judge", 0, "train")
+    place = await limits.acquire("judge")
     call = asyncio.create_task(function(RewardSample("a")))
     await until(lambda: judge(limits)["waiting"] == 1)
     await asyncio.wait([call], timeout=0.2)
@@ -165,61 +105,19 @@ async def test_the_default_timeout_of_sockets_does_not_end_the_wait():
     await asyncio.to_thread(function.close)
 
 
-async def test_the_limit_is_that_of_the_whole_job():
-    service = LimitServer(RewardLoopConfig(limits={"judge": {"max_concurrent": 2}}))
-    address = await service.start()
-
-    def state():
-        return service.limits.snapshot()["limits"]["judge"]
-
+async def test_the_limit_is_that_of_the_whole_job(serve):
+    service, address = await serve(RewardLoopConfig(limits={"judge": {"max_concurrent": 2}}))
     function, limits = scoring(dies, job=address, timeout=60)
-    place = await limits.acquire("judge", 0, "train")
+    place = await limits.acquire("judge")
     hangs = asyncio.create_task(function(RewardSample("hang")))
-    await until(lambda: state()["in_flight"] == 2)
+    await until(lambda: judge(service.limits)["in_flight"] == 2)
     waiting = asyncio.create_task(function(RewardSample("fine")))
-    await until(lambda: state()["waiting"] == 1)
+    await until(lambda: judge(service.limits)["waiting"] == 1)
     hangs.cancel()
     assert (await waiting).score == 1
     place.leave()
-    await until(lambda: state()["in_flight"] == 0)
+    await until(lambda: judge(service.limits)["in_flight"] == 0)
     await asyncio.to_thread(function.close)
-    limits.close()
-    await service.stop()
-
-
-class Refused(Exception):
-    status = 429
-
-
-def refuses(solution_str):
-    if solution_str == "raise":
-        with reward_loop.limit("judge"):
-            raise Refused
-    with reward_loop.limit("judge") as lease:
-        lease.refused()
-    return 1
-
-
-@pytest.mark.parametrize("how", ["raise", "say"])
-async def test_refusals_shrink_an_adaptive_limit(how):
-    function, limits = scoring(refuses, limits={"judge": {"adaptive": True}}, retry={"max_attempts": 1})
-    assert judge(limits)["max_in_flight"] == 20
-    await score(function, *[how] * (WINDOW // 10))
-    await until(lambda: judge(limits)["max_in_flight"] == 16)
-
-
-def misspelt():
-    with reward_loop.limit("jugde"):
-        return 1
-
-
-async def test_errors_are_as_in_threads():
-    function, _ = scoring(misspelt, limits={"judge": {"max_concurrent": 1}})
-    (result,) = await score(function, "x")
-    assert "no limit 'jugde'; did you mean 'judge'" in result.error
-    # Where there are no limits at all, nothing is limited, and nothing is wrong.
-    function, _ = scoring(misspelt)
-    assert (await score(function, "x"))[0].score == 1
 
 
 def alarmed(solution_str):
@@ -237,19 +135,12 @@ def alarmed(solution_str):
 
 async def test_an_alarm_while_it_waits_spoils_nothing():
     function, limits = scoring(alarmed, limits={"judge": {"max_concurrent": 1}}, max_processes=1)
-    place = await limits.acquire("judge", 0, "train")
+    place = await limits.acquire("judge")
     assert (await function(RewardSample("rings"))).score == 0
     await until(lambda: judge(limits)["waiting"] == 0)
     place.leave()
     (result,) = await score(function, "b")
     assert result.score == 1
-
-
-def in_two_loops(settled):
-    function, _ = scoring(waits, limits={"judge": {"max_concurrent": 1}})
-    settled()
-    for _ in range(2):
-        assert asyncio.run(score(function, "a"))[0].score == 1
 
 
 def test_a_function_that_is_deleted_leaves_the_file_descriptors_of_a_uvloop_alone():
@@ -266,10 +157,6 @@ def test_a_function_that_is_deleted_leaves_the_file_descriptors_of_a_uvloop_alon
         return results
 
     assert [result.error for result in uvloop.run(run())] == [None] * 6
-
-
-def test_the_client_works_in_a_second_event_loop():
-    assert left_open(in_two_loops) == []
 
 
 def in_threads():

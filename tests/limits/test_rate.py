@@ -69,24 +69,6 @@ def test_charges_older_than_the_window_are_deleted(limit):
     assert len(window._charges) <= PERIOD * (1 + MARGIN) + 1
 
 
-def test_a_rate_limit_is_used_to_99_percent():
-    window, now, made = rate(600), 0.0, 0
-    while now < 100 * PERIOD:
-        now = window.free_at(now, 1)
-        window.add(now, 1)
-        made += 1
-    assert made / (600 * 100) > 0.985
-
-
-def test_a_bucket_would_let_twice_as_much_through():
-    # 600 at once, and then as soon as there is room: a bucket that refills has room at once.
-    window = rate(600)
-    for _ in range(600):
-        assert window.free_at(0.0, 1) == 0.0
-        window.add(0.0, 1)
-    assert window.free_at(0.1, 1) > PERIOD
-
-
 def test_an_estimate_is_corrected():
     window = rate(100)
     charge = window.add(0.0, 80)
@@ -97,22 +79,19 @@ def test_an_estimate_is_corrected():
     assert window.free_at(2.0, 1) == PERIOD * (1 + MARGIN)
     window.change(2 * PERIOD, charge, 1000)
     assert window.free_at(2 * PERIOD, 100) == 2 * PERIOD
-
-
-def test_a_request_above_the_limit_never_fits():
-    assert rate(10).free_at(0.0, 11) == float("inf")
+    assert window.free_at(2 * PERIOD, 101) == float("inf")
 
 
 @pytest.mark.parametrize("limit", [1, 2, 60, 6000])
 @pytest.mark.parametrize("burst_seconds", [0.01, 1.0, 60.0])
-def test_a_paced_rate_uses_95_percent_of_the_limit(limit, burst_seconds):
+def test_a_paced_rate_uses_95_percent_of_the_limit_and_a_burst_of_a_minute_98_percent(limit, burst_seconds):
     paced, now, made = rate(limit, burst_seconds, unit=1.0), 0.0, 0
     while now < 20 * PERIOD:
         now = paced.free_at(now, 1)
         if paced.free_at(now, 1) <= now:
             paced.add(now, 1)
             made += 1
-    assert made >= 0.95 * limit * 20
+    assert made >= (0.98 if burst_seconds == PERIOD else 0.95) * limit * 20
 
 
 @given(calls, st.floats(0.01, 10))

@@ -7,8 +7,8 @@ import pytest
 import reward_loop
 from reward_loop import ConfigError, LimitError, NaiveRewardLoopManager, RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop.limits.permit import REWARD_MODEL
-from reward_loop.limits.server import LimitServer
 from reward_loop.records import active_samples
+from tests.clock import until
 
 SAMPLE = RewardSample("4", uid="u7")
 
@@ -40,7 +40,7 @@ def options(places, **more):
 
 @pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize("where", ["loop", "thread"])
-async def test_the_deadline_starts_with_the_place(remote, where):
+async def test_the_deadline_starts_with_the_place(remote, where, serve):
     judge = Judge(0.04)
     loop = asyncio.get_running_loop()
 
@@ -52,13 +52,11 @@ async def test_the_deadline_starts_with_the_place(remote, where):
         asyncio.run_coroutine_threadsafe(judge.ask(), loop).result()
         return 1.0
 
-    server = LimitServer(options(2))
-    address = await server.start()
+    _, address = await serve(options(2))
     given = options(2, job=address if remote else None, timeout=1, retry={"max_attempts": 1})
     function = ScoringFunction(ask if where == "loop" else ask_in_thread, options=given)
     results = await within(asyncio.gather(*(function(SAMPLE) for _ in range(60))))
     await asyncio.to_thread(function.close)
-    await server.stop()
     assert [result.outcome for result in results] == ["scored"] * 60
     assert judge.most == 2
     # 60 calls of 0.04 s, one after the other, are more than two deadlines; each call took two turns of the judge.
@@ -66,19 +64,21 @@ async def test_the_deadline_starts_with_the_place(remote, where):
     assert max(result.seconds for result in results) < 1
 
 
-async def test_functions_that_do_not_get_the_address_are_not_held_back():
+async def test_the_wait_has_a_name_and_holds_no_other_function_back():
     held = asyncio.Event()
 
     async def ask(reward_router_address):
         await held.wait()
         return 1.0
 
-    shared = ScoringFunction(ask, options=options(1))
-    rule = ScoringFunction(lambda solution_str: 2.0, limits=shared.limits)
-    asking = [asyncio.create_task(shared(SAMPLE)) for _ in range(2)]
+    manager = NaiveRewardLoopManager(options(1), compute_score=ask)
+    rule = ScoringFunction(lambda solution_str: 2.0, limits=manager.limits)
+    tasks = [asyncio.create_task(manager.run_single(RewardSample("4", uid=str(i)))) for i in range(2)]
     assert (await within(rule(SAMPLE))).score == 2.0
+    waits = {active.sample.uid: active.waits() for active in active_samples()}
+    assert waits == {"0": [], "1": ["a free place at the reward model (limit 'reward_model')"]}
     held.set()
-    assert [result.score for result in await within(asyncio.gather(*asking))] == [1.0, 1.0]
+    assert [reward["reward_score"] for reward in await within(asyncio.gather(*tasks))] == [1.0, 1.0]
 
 
 async def test_other_limits_hold_as_well_and_a_waiting_call_that_is_cancelled_holds_nothing():
@@ -92,37 +92,16 @@ async def test_other_limits_hold_as_well_and_a_waiting_call_that_is_cancelled_ho
     function = ScoringFunction(ask, options=RewardLoopConfig(limits=limits))
     tasks = [asyncio.create_task(function(SAMPLE)) for _ in range(3)]
 
-    async def in_flight():
-        return {name: limit["in_flight"] for name, limit in (await function.limits.status())["limits"].items()}
+    def in_flight():
+        return {name: limit["in_flight"] for name, limit in function.limits.snapshot()["limits"].items()}
 
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert await in_flight() == {"default": 2, REWARD_MODEL: 1}
+    await until(lambda: in_flight() == {"default": 2, REWARD_MODEL: 1})
     tasks[1].cancel()  # it has the limit `default`, and waits for a place
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert await in_flight() == {"default": 2, REWARD_MODEL: 1}
+    await asyncio.wait([tasks[1]])
+    await until(lambda: in_flight() == {"default": 2, REWARD_MODEL: 1})
     held.set()
-    await within(asyncio.wait(tasks))
-    assert (tasks[0].result().score, tasks[1].cancelled(), tasks[2].result().score) == (1.0, True, 1.0)
-    assert await in_flight() == {"default": 0, REWARD_MODEL: 0}
-
-
-async def test_the_wait_has_a_name():
-    held = asyncio.Event()
-
-    async def ask(reward_router_address):
-        await held.wait()
-        return 1.0
-
-    manager = NaiveRewardLoopManager(options(1), compute_score=ask)
-    tasks = [asyncio.create_task(manager.run_single(RewardSample("4", uid=str(i)))) for i in range(2)]
-    for _ in range(20):
-        await asyncio.sleep(0)
-    waits = {active.sample.uid: active.waits() for active in active_samples()}
-    assert waits == {"0": [], "1": ["a free place at the reward model (limit 'reward_model')"]}
-    held.set()
-    await within(asyncio.gather(*tasks))
+    assert [result.score for result in await within(asyncio.gather(tasks[0], tasks[2]))] == [1.0, 1.0]
+    assert in_flight() == {"default": 0, REWARD_MODEL: 0}
 
 
 async def test_the_limit_cannot_be_used_for_anything_else():

@@ -1,22 +1,21 @@
 """Which calls share limits, budget and token counts, and what grows or paces a limit: through the public interface."""
 
 import asyncio
-import contextlib
 import time
 
 import pytest
 
 import reward_loop
-from reward_loop import LimitError, NaiveRewardLoopManager, RewardLoopConfig, RewardSample, ScoringFunction
+from reward_loop import LimitError, RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop.client import Judge, Number, chat_complete, classify, score
 from reward_loop.client.exchange import Exchange
 from reward_loop.limits.client import RemoteLimits
 from reward_loop.limits.limiter import WINDOW
 from reward_loop.limits.local import LocalLimits
-from reward_loop.limits.server import LimitServer
 from reward_loop.managers import RateLimitedRewardLoopManager
 from reward_loop.managers.scorer import load_scorer
 from reward_loop.testing import FakeJudge, Status
+from tests.clock import until
 
 SAMPLE = RewardSample("4", uid="u7")
 JUDGE = reward_loop.limit("judge")
@@ -41,10 +40,6 @@ async def ask_within_judge(reward_router_address):
         return await ask(reward_router_address)
 
 
-def ask_within_judge_in_process(reward_router_address):
-    return asyncio.run(ask_within_judge(reward_router_address))
-
-
 async def ask_judge(reward_router_address):
     await Judge("{{it}}", Number(0, 1))(reward_router_address, it="?")
     return 1.0
@@ -57,42 +52,28 @@ async def ask_within_two_limits(reward_router_address):
 
 def ask_within_two_limits_in_process(reward_router_address):
     with reward_loop.limit("service"), JUDGE:
-        return ask_within_judge_in_process(reward_router_address)
+        return asyncio.run(ask_within_judge(reward_router_address))
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
 @pytest.mark.parametrize("remote", [False, True])
-async def test_tokens_of_the_client_count_in_all_limits_around_the_request(remote, isolation):
-    limits = {name: {"tokens_per_minute": 10_000, "burst_seconds": 60} for name in ("service", "judge")}
-    server = LimitServer(RewardLoopConfig(limits=limits))
-    address = await server.start()
-    options = RewardLoopConfig(limits=limits, job=address if remote else None, isolation=isolation)
-    function = ask_within_two_limits_in_process if isolation == "process" else ask_within_two_limits
-    scoring = ScoringFunction(function, options=options)
-    async with FakeJudge("0.5") as judge:
-        assert (await scoring(SAMPLE, reward_router_address=judge.address)).error is None
-    counted = await scoring.limits.status()
-    used = {name: limit["tokens_last_minute"] for name, limit in counted["limits"].items()}
-    assert used == {"service": counted["tokens"], "judge": counted["tokens"]}
-    assert counted["tokens"] > 0
-    await asyncio.to_thread(scoring.close)
-    await server.stop()
-
-
 @pytest.mark.parametrize(
-    ("function", "isolation"),
+    ("function", "held", "isolation"),
     [
-        (ask, "thread"),
-        (ask_in_thread, "thread"),
-        (ask_in_thread, "process"),
-        (ask_judge, "thread"),
-        (ask_within_judge, "thread"),
-        (ask_within_judge_in_process, "process"),
+        (ask, [], "thread"),
+        (ask_in_thread, [], "thread"),
+        (ask_in_thread, [], "process"),
+        (ask_judge, [], "thread"),
+        (ask_within_judge, ["judge"], "thread"),
+        (ask_within_two_limits, ["service", "judge"], "thread"),
+        (ask_within_two_limits_in_process, ["service", "judge"], "process"),
     ],
 )
-async def test_tokens_of_the_client_count_once_in_each_limit_and_in_the_budget(function, isolation):
-    limits = {name: {"tokens_per_minute": 10_000, "burst_seconds": 60} for name in ("default", "judge")}
-    options = RewardLoopConfig(limits=limits, budget={"max_tokens": 1000}, isolation=isolation)
+async def test_tokens_of_the_client_count_once_in_each_limit_around_the_request(
+    function, held, isolation, remote, serve
+):
+    limits = {name: {"tokens_per_minute": 10_000, "burst_seconds": 60} for name in ("default", "service", "judge")}
+    _, address = await serve(RewardLoopConfig(limits=limits))
+    options = RewardLoopConfig(limits=limits, job=address if remote else None, isolation=isolation)
     scoring = ScoringFunction(function, options=options)
     async with FakeJudge("0.5") as judge:
         for _ in range(3):
@@ -101,9 +82,8 @@ async def test_tokens_of_the_client_count_once_in_each_limit_and_in_the_budget(f
     used = counted["tokens"]
     assert used > 0
     assert used % 3 == 0
-    assert counted["limits"]["default"]["tokens_last_minute"] == used
-    within = function in (ask_within_judge, ask_within_judge_in_process)
-    assert counted["limits"]["judge"]["tokens_last_minute"] == (used if within else 0)
+    expected = {name: used if name in ("default", *held) else 0 for name in limits}
+    assert {name: limit["tokens_last_minute"] for name, limit in counted["limits"].items()} == expected
     await asyncio.to_thread(scoring.close)
 
 
@@ -112,22 +92,6 @@ async def test_tokens_of_the_client_count_within_a_limit_block_around_the_whole_
     async with FakeJudge("0.5") as judge, JUDGE:
         assert (await scoring(SAMPLE, reward_router_address=judge.address)).error is None
     assert scoring.limits.tokens > 0
-
-
-@pytest.mark.parametrize("remote", [False, True])
-async def test_the_budget_counts_tokens_of_the_client(remote):
-    given = {"budget": {"max_tokens": 1, "at_cap": "mask"}}
-    server = LimitServer(RewardLoopConfig(**given))
-    address = await server.start()
-    manager = NaiveRewardLoopManager(RewardLoopConfig(**given, job=address if remote else None), compute_score=ask)
-    async with FakeJudge("0.5") as judge:
-        manager.reward_router_address = judge.address
-        for _ in range(3):
-            await manager.run_single(SAMPLE)
-            await manager.limits.why_stopped()  # the service has counted
-        assert len(judge.requests) == 1
-    manager.close()
-    await server.stop()
 
 
 async def test_tokens_of_the_client_replace_the_estimate_of_rate_limited():
@@ -165,78 +129,26 @@ async def test_tokens_count_where_the_answer_cannot_be_read(answer, monkeypatch)
     assert scoring.limits.tokens == 21
 
 
-async def test_one_limit_object_is_shared_by_concurrent_calls():
-    running = peak = 0
+async def judge_within():
+    async with JUDGE, JUDGE as lease:
+        await asyncio.sleep(0.001)
+        lease.used(tokens=1)
+    return 1.0
 
-    async def judge():
-        nonlocal running, peak
-        async with JUDGE as lease:
-            running += 1
-            peak = max(peak, running)
-            await asyncio.sleep(0.001)
-            lease.used(tokens=1)
-            running -= 1
-        return 1.0
 
-    scoring = ScoringFunction(judge, options=RewardLoopConfig(limits={"judge": {"max_concurrent": 2}}))
-    results = await asyncio.gather(*(scoring(SAMPLE) for _ in range(10)))
-    assert [result.error for result in results] == [None] * 10
-    assert peak == 2
-    assert scoring.limits.tokens == 10
+def judge_within_in_thread():
+    with JUDGE, JUDGE as lease:
+        lease.used(tokens=1)
+    return 1.0
+
+
+@pytest.mark.parametrize("function", [judge_within, judge_within_in_thread])
+async def test_one_limit_object_is_shared_by_concurrent_calls(function):
+    scoring = ScoringFunction(function, options=RewardLoopConfig(limits={"judge": {"max_concurrent": 40}}))
+    results = await asyncio.gather(*(scoring(SAMPLE) for _ in range(20)))
+    assert [result.error for result in results] == [None] * 20
+    assert scoring.limits.tokens == 20
     assert (await status(scoring.limits))["judge"]["in_flight"] == 0
-
-
-def test_one_limit_object_is_shared_by_threads():
-    def judge():
-        with JUDGE, JUDGE:
-            return 1.0
-
-    scoring = ScoringFunction(judge, options=RewardLoopConfig(limits={"judge": {"max_concurrent": 40}}))
-
-    async def main():
-        results = await asyncio.gather(*(scoring(SAMPLE) for _ in range(20)))
-        assert [result.error for result in results] == [None] * 20
-        assert (await status(scoring.limits))["judge"]["in_flight"] == 0
-
-    asyncio.run(main())
-
-
-async def test_a_second_manager_has_a_budget_of_its_own_unless_limits_are_shared():
-    async def judge():
-        async with reward_loop.limit("judge") as lease:
-            lease.used(tokens=100)
-        return 1.0
-
-    options = RewardLoopConfig(budget={"max_tokens": 100, "at_cap": "mask"})
-    first = NaiveRewardLoopManager(options, compute_score=judge)
-    assert (await first.run_single(SAMPLE))["reward_score"] == 1.0
-    assert (await first.run_single(SAMPLE))["reward_extra_info"]["reward_masked"]
-    second = NaiveRewardLoopManager(options, compute_score=judge)
-    assert (await second.run_single(SAMPLE))["reward_score"] == 1.0
-    shares = NaiveRewardLoopManager(options, compute_score=judge, limits=first.limits)
-    assert (await shares.run_single(SAMPLE))["reward_extra_info"]["reward_masked"]
-
-
-@pytest.mark.parametrize("name", ["default", "judge"])
-async def test_a_function_that_has_only_the_address_of_the_service_keeps_its_limits(name):
-    running = peak = 0
-
-    async def judge():
-        nonlocal running, peak
-        async with reward_loop.limit("judge") if name == "judge" else contextlib.nullcontext():
-            running += 1
-            peak = max(peak, running)
-            await asyncio.sleep(0.001)
-            running -= 1
-        return 1.0
-
-    server = LimitServer(RewardLoopConfig(limits={name: {"max_concurrent": 2}}))
-    scoring = ScoringFunction(judge, options=RewardLoopConfig(job=await server.start()))
-    results = await asyncio.gather(*(scoring(SAMPLE) for _ in range(10)))
-    assert [result.error for result in results] == [None] * 10
-    assert peak == 2
-    scoring.close()
-    await server.stop()
 
 
 async def test_limits_refuse_a_second_event_loop_while_the_first_one_runs():
@@ -247,33 +159,24 @@ async def test_limits_refuse_a_second_event_loop_while_the_first_one_runs():
 
 
 def test_a_budget_outlasts_an_event_loop():
-    async def judge():
-        async with reward_loop.limit("judge") as lease:
-            lease.used(tokens=100)
-        return 1.0
-
-    options = RewardLoopConfig(limits={"judge": {"max_concurrent": 1}}, budget={"max_tokens": 100})
-    scoring = ScoringFunction(judge, options=options)
+    options = RewardLoopConfig(limits={"judge": {"max_concurrent": 2}}, budget={"max_tokens": 1})
+    scoring = ScoringFunction(judge_within, options=options)
     assert asyncio.run(scoring(SAMPLE)).score == 1.0
     assert "budget is used up" in asyncio.run(scoring(SAMPLE)).error
 
 
-async def test_a_client_that_has_reconnected_counts_again():
-    server = LimitServer(RewardLoopConfig(limits={"judge": {"max_concurrent": 1}}))
-    limits = RemoteLimits(await server.start())
+async def test_a_client_that_has_reconnected_counts_again(serve):
+    service, address = await serve(RewardLoopConfig(limits={"judge": {"max_concurrent": 1}}))
+    limits = RemoteLimits(address)
     held = await limits.acquire("judge")
-    await server.disconnect()
-    async with asyncio.timeout(60):
-        while limits._lost is None:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    await service.disconnect()
+    await until(lambda: limits._lost is not None)
     with pytest.raises(reward_loop.JobServiceError):
         limits.count(False, None)
     (await limits.acquire("judge")).leave()
     held.leave()  # of the old connection: ended already
     limits.count(False, None)
     assert (await status(limits))["judge"]["in_flight"] == 0
-    limits.close()
-    await server.stop()
 
 
 class Unavailable(Exception):
@@ -310,10 +213,9 @@ def breaks_within_judge_in_process():
 @pytest.mark.parametrize(
     "function", [hangs, breaks, unavailable, own_mistake, breaks_within_judge, breaks_within_judge_in_process]
 )
-async def test_an_outage_does_not_grow_an_adaptive_limit(function, remote):
+async def test_an_outage_does_not_grow_an_adaptive_limit(function, remote, serve):
     limits = {"default": {"adaptive": True}, "judge": {"adaptive": True}}
-    server = LimitServer(RewardLoopConfig(limits=limits))
-    address = await server.start()
+    _, address = await serve(RewardLoopConfig(limits=limits))
     options = RewardLoopConfig(
         limits=limits,
         timeout=0.01 if function is hangs else 60,
@@ -326,7 +228,6 @@ async def test_an_outage_does_not_grow_an_adaptive_limit(function, remote):
     found = await status(scoring.limits)
     assert {name: found[name]["max_in_flight"] for name in limits} == {"default": 20, "judge": 20}
     await asyncio.to_thread(scoring.close)
-    await server.stop()
 
 
 async def test_a_failed_request_that_the_function_handles_does_not_grow_an_adaptive_limit():

@@ -15,7 +15,7 @@ from reward_loop import NaiveRewardLoopManager, RewardLoopManagerBase, RewardSam
 from reward_loop.cli import app
 from reward_loop.managers import BatchRewardLoopManager, GroupRewardLoopManager
 from reward_loop.records import active_samples
-from tests.servers import until
+from tests.clock import until
 
 
 def waits() -> dict[str | None, list[str]]:

@@ -131,17 +131,7 @@ async def test_bodies_of_the_control_plane_are_bounded(limit: int) -> None:
     "url",
     [
         "http://[::",
-        "http://[:.:]:1",
-        "http://[::1%25lo]:1",
-        "http://\u2100:1",
         "http://\ud800:1",
-        "http://a\x00b:1",
-        "http://a b",
-        "http://:1",
-        "http://a:99999",
-        "http://a:b",
-        "//",
-        "",
         "http://" + "a" * 100_000 + ":x",
     ],
 )

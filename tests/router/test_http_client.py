@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -101,11 +100,6 @@ async def test_answers_lose_only_what_is_about_the_connection() -> None:
     async with raw(saying(said)) as upstream:
         answer = await upstream.request(b"GET", b"/")
     assert answer.headers == [(b"x-own", b"1"), (b"content-length", b"0")]
-
-
-async def test_the_answer_to_head_has_no_body() -> None:
-    async with raw(saying(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n")) as upstream:
-        assert await get(upstream, b"HEAD") == (200, b"")
 
 
 @pytest.mark.parametrize(("body", "connections"), [(b"", 1), (b"x" * 99, 2)])
@@ -318,13 +312,6 @@ def self_signed(directory: Path) -> Path:
     return path
 
 
-async def test_a_connection_that_died_while_idle_is_at_most_stale() -> None:
-    async with raw(saying(OK)) as upstream:
-        for _ in range(3):
-            with contextlib.suppress(StaleError):
-                assert await get(upstream) == (200, b"ok")
-
-
 async def test_a_connection_that_dies_when_it_is_used_again_is_stale() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -433,12 +420,6 @@ async def test_breaking_off_fails_requests_whose_connection_is_still_being_made(
             await request
         assert not upstream._opening
         assert await get(upstream) == (200, b"ok")
-
-
-async def test_a_long_answer_of_known_length_is_complete() -> None:
-    body = b"x" * 1_000_000
-    async with raw(saying(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))) as upstream:
-        assert await get(upstream) == (200, body)
 
 
 async def test_a_slow_reader_holds_a_fast_server_back() -> None:

@@ -150,16 +150,6 @@ async def test_bytes_after_a_last_request_are_ignored() -> None:
     assert len(handler.requests) == 1
 
 
-async def test_a_request_whose_body_is_invalid_is_cancelled_and_refused(received: list[int]) -> None:
-    handler = Handler()
-    async with connected(handler) as (reader, writer):
-        writer.write(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
-        await until(lambda: handler.requests)
-        writer.write(b"zz\r\n")
-        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
-    assert handler.cancelled == handler.requests
-
-
 async def test_an_answer_that_is_not_complete_closes_the_connection() -> None:
     async def half(request: ClientRequest) -> None:
         request.start(200, [])

@@ -1,62 +1,133 @@
 from __future__ import annotations
 
-from collections import Counter
+import json
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from reward_loop.router.config import RouterConfig
-from reward_loop.router.policies import Content, LeastInFlight, RoundRobin, policy_for
+from reward_loop.router import policies
+from reward_loop.router.policies import Affinity, LeastInFlight, RoundRobin, policy_for
 
 
-@dataclass
+@dataclass(eq=False)
 class Fake:
     url: str
     in_flight: int = 0
     requests: int = 0
 
+    def begin(self) -> None:
+        self.in_flight += 1
+        self.requests += 1
 
-@pytest.fixture
-def backends() -> Any:
-    return [Fake(f"http://127.0.0.1:{port}") for port in range(8000, 8004)]
+
+def fakes(count: int = 4) -> Any:
+    return [Fake(f"http://127.0.0.1:{8000 + number}") for number in range(count)]
 
 
-def test_round_robin(backends: Any) -> None:
-    policy = RoundRobin()
-    turns = [policy.choose(backends, 0).url for _ in range(8)]
+def chat(*contents: Any, system: str | None = None) -> bytes:
+    messages = [{"role": "system", "content": system}] if system else []
+    return json.dumps({"messages": messages + [{"role": "user", "content": content} for content in contents]}).encode()
+
+
+def test_round_robin() -> None:
+    policy, backends = RoundRobin(), fakes()
+    turns = [policy.choose(backends, None).url for _ in range(8)]
     assert turns[:4] == turns[4:]
     assert len(set(turns)) == 4
 
 
-def test_least_in_flight(backends: Any) -> None:
+def test_least_in_flight() -> None:
+    backends = fakes()
     for backend, load in zip(backends, (3, 1, 2, 1), strict=True):
         backend.in_flight = load
     backends[1].requests = 5
-    assert LeastInFlight().choose(backends, 0) is backends[3]
+    assert LeastInFlight().choose(backends, None) is backends[3]
 
 
-def test_the_same_content_meets_the_same_server_and_only_the_orphans_move(backends: Any) -> None:
-    policy = Content()
-    keys = [policy.key([], b"prompt %d" % i) for i in range(2000)]
-    homes = [policy.choose(backends, key) for key in keys]
-    assert [Content().choose(backends[::-1], key) for key in keys] == homes
-    assert all(400 < count < 600 for count in Counter(home.url for home in homes).values())
-    for key, home in zip(keys, homes, strict=True):
-        if home is not backends[0]:
-            assert policy.choose(backends[1:], key) is home
+def test_a_group_stays_with_its_server_and_new_groups_go_to_the_least_loaded_one() -> None:
+    policy, backends = Affinity(), fakes()
+    homes = []
+    for key in range(8):
+        homes.append(policy.choose(backends, key))
+        homes[-1].begin()
+    assert [backend.in_flight for backend in backends] == [2] * 4
+    assert [policy.choose(backends, key) for key in range(8)] == homes
 
 
-def test_the_key_of_the_content_policy() -> None:
-    session = [(b"x-session-id", b"7")]
-    by_header, by_prefix = Content(b"x-session-id"), Content(prefix=4)
-    assert by_header.key(session, b"one") == by_header.key(session, b"two")
-    assert by_header.key([], b"one") != by_header.key([], b"two")
-    assert by_prefix.key([], b"same beginning") == by_prefix.key([], b"same?")
+def test_a_group_leaves_an_overloaded_server_and_stays_with_the_next_one() -> None:
+    policy, (first, second) = Affinity(), fakes(2)
+    first.in_flight = second.in_flight = 100
+    assert policy.choose([first, second], 7) is first
+    first.in_flight = 166  # at most 1.25 times the mean
+    assert policy.choose([first, second], 7) is first
+    first.in_flight = 167
+    assert policy.choose([first, second], 7) is second
+    first.in_flight = 90
+    assert policy.choose([first, second], 7) is second
 
 
-@pytest.mark.parametrize("name", ["round_robin", "least_in_flight", "content"])
-def test_names(name: Any, backends: Any) -> None:
-    policy = policy_for(RouterConfig(policy=name))
-    assert policy.choose(backends, policy.key([], b"x")) in backends
-    assert isinstance(policy, Content) is (name == "content")
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=200))
+def test_an_overloaded_server_gets_no_request(events: list[tuple[int, bool]]) -> None:
+    policy, backends = Affinity(), fakes()
+    for key, ends in events:
+        busy = [backend for backend in backends if backend.in_flight]
+        if ends and busy:
+            busy[key % len(busy)].in_flight -= 1
+            continue
+        server = policy.choose(backends, key)
+        mean = sum(backend.in_flight for backend in backends) / len(backends)
+        assert server.in_flight <= max(1.25 * mean, mean + 2)
+        server.begin()  # type: ignore[attr-defined]
+
+
+def test_only_the_groups_of_a_server_that_leaves_move_and_a_new_server_moves_none() -> None:
+    policy, backends = Affinity(), fakes()
+    homes = {key: policy.choose(backends, key) for key in range(400)}
+    policy.choose([*backends, *fakes(5)[4:]], 400)
+    for key, home in homes.items():
+        moved = policy.choose(backends[1:], key)
+        assert (moved is home) == (home is not backends[0])
+
+
+def test_the_least_recently_used_groups_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policies, "_MAX_GROUPS", 2)
+    policy, (first, second) = Affinity(), fakes(2)
+    assert policy.choose([first, second], 1) is first
+    first.in_flight = 1
+    for key in (2, 3, 1):
+        assert policy.choose([first, second], key) is second
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (chat("question, answer"), chat("question, answer", "next turn")),
+        (chat("a" * 1024 + "criterion 1"), chat("a" * 1024 + "criterion 2")),
+        (chat("question", system="one"), chat("question", system="other")),
+        (chat([{"type": "text", "text": "question"}]), chat([{"type": "text", "text": "question"}])),
+        (b'{"prompt": "question", "n": 1}', b'{"prompt": "question", "n": 2}'),
+        (b'{"input_ids": [1, 2]}', b'{"input_ids": [1, 2], "x": 1}'),
+    ],
+)
+def test_without_a_group_prompts_with_the_same_beginning_have_the_same_key(one: bytes, other: bytes) -> None:
+    key = Affinity().key([], one)
+    assert key is not None
+    assert Affinity().key([], other) == key
+    assert Affinity().key([], chat("another question")) != key
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b'{"messages": [{}]}', b'{"prompt": 1}'])
+def test_a_request_without_a_prompt_has_no_key_but_its_group(body: bytes) -> None:
+    group = [(b"x-reward-loop-group", b"7")]
+    assert Affinity().key(group, body) == Affinity().key(group, chat("x")) != Affinity().key([], chat("x"))
+    assert Affinity().key([], body) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("round_robin", RoundRobin), ("least_in_flight", LeastInFlight), ("affinity", Affinity)]
+)
+def test_names(name: Any, kind: type) -> None:
+    assert type(policy_for(name)) is kind

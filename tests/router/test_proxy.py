@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from yarl import URL
 
 from reward_loop._util.sockets import listen, url_of
-from reward_loop.client.http import BACKEND_HEADER
+from reward_loop.client.http import BACKEND_HEADER, GROUP_HEADER
 from reward_loop.router.app import Router
-from reward_loop.router.backend import Backend, BackendState
+from reward_loop.router.backend import Backend
 from reward_loop.router.config import BackendConfig, RouterConfig
 from tests.servers import post, refusing, resetting, served_by_router, serving, until
 
@@ -267,42 +267,6 @@ async def test_a_backend_that_is_too_slow_gives_a_504_that_names_it() -> None:
     assert backend.encode() in body
 
 
-async def test_requests_of_a_frozen_server_move_within_the_retry_budget() -> None:
-    arrived = asyncio.Semaphore(0)
-
-    async def frozen(scope: Any, receive: Any, send: Any) -> None:
-        arrived.release()
-        await silent(scope, receive, send)
-
-    async with AsyncExitStack() as stack:
-        urls = [await stack.enter_async_context(serving(app)) for app in (frozen, answering())]
-
-        router = Router(urls, RouterConfig(policy="content"), well)
-        pool = router.pool
-        url = await stack.enter_async_context(served_by_router(router))
-        await until(lambda: all(backend.state is BackendState.UP for backend in pool.backends))
-        stuck, other = pool.backends
-        pool.cool_down(other, 3600)  # so that both requests go to the server that will be frozen
-        requests = [asyncio.create_task(post(url)) for _ in range(2)]
-        for _ in requests:
-            await arrived.acquire()
-        pool.mark_unhealthy(stuck, "frozen")
-        pool.on_frozen(stuck)
-        await asyncio.sleep(0)
-        assert stuck.in_flight == 2  # there is no other server
-        other.cools_down_until = 0.0
-        pool._refresh()
-        assert pool.has_stand_in(stuck)
-        router.proxy.budget.left = 1
-        pool.on_frozen(stuck)
-        done, _ = await asyncio.wait(requests, return_when=asyncio.FIRST_COMPLETED, timeout=60)
-        assert [request.result() for request in done] == [(200, b"ok")]
-        assert stuck.in_flight == 1  # the budget is spent
-        for request in requests:
-            request.cancel()
-        await asyncio.wait(requests)
-
-
 async def test_an_answer_that_breaks_off_is_not_passed_off_as_complete() -> None:
     async def half(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -355,34 +319,6 @@ async def test_a_client_that_leaves_a_stream_cancels_it() -> None:
             await left.wait()
 
 
-async def test_one_after_the_other_goes_to_each_in_turn() -> None:
-    async with AsyncExitStack() as stack:
-        backends = [await stack.enter_async_context(serving(answering(body=b"%d" % n))) for n in range(4)]
-        url = await stack.enter_async_context(proxied(*backends))
-        bodies = [(await post(url))[1] for _ in range(12)]
-    assert bodies[:4] == bodies[4:8] == bodies[8:]
-    assert len(set(bodies)) == 4
-
-
-async def test_a_request_on_a_connection_that_had_died_is_sent_again_and_its_server_stays() -> None:
-    requests = []
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while len(await reader.readuntil(b"\r\n\r\n")):
-            requests.append(writer)
-            if requests.count(writer) > 1:
-                break  # It closes without a byte, as if it had not heard.
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
-        writer.close()
-
-    listener = listen("127.0.0.1")
-    router = Router([url_of(listener)], check=well)
-    async with await asyncio.start_server(serve, sock=listener), served_by_router(router) as url:
-        assert [await post(url) for _ in range(3)] == [(200, b"ok")] * 3
-        (backend,) = router.pool.backends
-        assert (backend.stats.broken, backend.state) == (0, BackendState.UP)
-
-
 async def test_requests_are_not_counted_after_their_end() -> None:
     arrived = asyncio.Event()
 
@@ -415,32 +351,25 @@ async def test_requests_are_not_counted_after_their_end() -> None:
                 assert one.pool.backends[0].in_flight == 0
 
 
-async def test_the_router_has_a_control_plane_of_its_own() -> None:
-    async with AsyncExitStack() as stack:
-        backend = await stack.enter_async_context(serving(mirror))
-        other = refusing()
-        url = await stack.enter_async_context(served_by_router(Router([backend, other])))
-        session = await stack.enter_async_context(aiohttp.ClientSession(url))
-        assert (await post(url, "/v1/models"))[0] == 200
-        async with session.get("/health") as response:
-            assert response.status == 200
-        async with session.get("/workers") as response:
-            listed = {entry["url"]: entry["state"] for entry in await response.json()}
-        assert listed == {backend: "up", other: "down"}
+async def test_websockets_are_refused() -> None:
+    async with serving(mirror) as backend, proxied(backend) as url:
+        assert (await post(url, headers={"Connection": "upgrade", "Upgrade": "websocket"}))[0] == 501
+
+
+async def test_paths_that_only_resemble_those_of_the_control_plane_are_forwarded() -> None:
+    async with serving(mirror) as backend, proxied(backend) as url, aiohttp.ClientSession(url) as session:
         for path in ("/classify", "/docs", "/openapi.json", "/health/", "/"):
             async with session.get(path) as response:
                 assert (await response.json(content_type=None))["path"] == path
-        for lost in (backend, other):
-            params = {"url": lost, "reason": "gone", "lost": "true"}
-            async with session.post("/workers/mark_dead", params=params) as response:
-                assert response.status == 200
-        async with session.get("/health") as response:
-            assert response.status == 503
-        status, body = await post(url, "/classify")
-    assert status == 503
-    error = orjson.loads(body)["error"]
-    assert (error["type"], error["code"]) == ("RouterError", 503)
-    assert f"{backend} is lost (gone); {other} is lost (gone)" in error["message"]
+
+
+@pytest.mark.parametrize(("path", "servers"), [("/v1/chat/completions", 1), ("/v1/completions", 1), ("/classify", 2)])
+async def test_with_affinity_generative_requests_of_a_group_go_to_one_server(path: str, servers: int) -> None:
+    async with AsyncExitStack() as stack:
+        backends = [await stack.enter_async_context(serving(answering(body=b"%d" % n))) for n in range(2)]
+        url = await stack.enter_async_context(proxied(*backends, policy="affinity"))
+        bodies = [(await post(url, path, b"{}", headers={GROUP_HEADER: "7"}))[1] for _ in range(6)]
+    assert len(set(bodies)) == servers
 
 
 async def test_an_answer_names_the_server_that_gave_it() -> None:

@@ -30,6 +30,9 @@ def answer(status: int, **headers: str) -> Answer:
 OF_THE_FIRST = b"x-reward-loop-backend: http://0:1\r\n"
 
 
+PATH, GROUP = b"/v1/chat/completions", (b"x-reward-loop-group", b"7")
+
+
 class Scripted:
     """Stands for a server: gives what it was told to, in turn, and the last thing for ever."""
 
@@ -60,7 +63,7 @@ class Caller:
 
     async def answer(self, version: str = "1.1") -> bytes:
         transport = Transport()
-        client = ClientRequest(Flow(transport), "POST", b"/", version, [], keep_alive=version != "1.0")
+        client = ClientRequest(Flow(transport), "POST", PATH, version, [GROUP], keep_alive=version != "1.0")
         client.end_body()
         await self.proxy(client)
         return transport.written
@@ -92,8 +95,8 @@ async def test_another_server_is_asked(failure: Answer | Exception) -> None:
 
 async def test_after_a_stale_connection_another_server_is_asked_and_both_stay_in_use() -> None:
     servers = [Scripted(StaleError("x"), answer(200)) for _ in range(2)]
-    # By the policy alone, the same request would go to the same server again, which may be dead.
-    async with calling(*servers, policy="content", max_attempts=1, retry_share=0) as caller:
+    # By the policy alone, the next attempt would go to the same server again, which may be dead.
+    async with calling(*servers, policy="affinity", max_attempts=1, retry_share=0) as caller:
         assert await caller.ask() == 200
         assert sorted(server.asked for server in servers) == [1, 2]
         assert [backend.state for backend in caller.pool.backends] == [BackendState.UP] * 2

@@ -65,13 +65,9 @@ async def test_a_cancelled_call_does_not_cancel_merged_ones():
 
 
 async def test_a_failure_names_each_sample():
-    async def judge(solution_str):
-        await asyncio.sleep(0)
-        raise ValueError("no")
-
-    function = cached(judge)
+    function = cached(Judge("no score"))
     results = await asyncio.gather(*(function(RewardSample("4", uid=f"u{i}")) for i in range(2)))
-    assert ["sample u0" in results[0].error, "sample u1" in results[1].error] == [True, True]
+    assert [result.error.partition(":")[0] for result in results] == ["sample u0", "sample u1"]
 
 
 async def test_scores_are_kept_in_a_file(tmp_path):
@@ -127,22 +123,15 @@ async def test_failures_missing_scores_and_inexact_results_are_not_cached(tmp_pa
         assert judge.calls == 1
 
 
-async def test_arguments_that_json_cannot_represent_are_not_cached():
-    judge = Judge()
-    function = cached(judge)
-    sample = RewardSample("4", extra_info={"object": object()})
-    results = await asyncio.gather(function(sample), function(sample))
-    assert [result.outcome for result in results] == [Outcome.SCORED] * 2
-    assert judge.calls == 2
-
-
 @pytest.mark.parametrize(
-    "number", [float("nan"), float("inf"), np.float32("-inf"), [np.array([1.0, np.nan])]], ids=repr
+    "value",
+    [float("nan"), float("inf"), np.float32("-inf"), [np.array([1.0, np.nan])], object()],
+    ids=["nan", "inf", "numpy", "array", "object"],
 )
-async def test_numbers_that_json_does_not_have_are_not_cached_as_null(number):
+async def test_arguments_that_json_cannot_represent_are_not_cached(value):
     judge = Judge()
     function = cached(judge)
-    none, other = RewardSample("4", ground_truth=[None]), RewardSample("4", ground_truth=[number])
+    none, other = RewardSample("4", ground_truth=[None]), RewardSample("4", ground_truth=[value])
     await asyncio.gather(*(function(sample) for sample in (none, none, other, other)))
     assert judge.calls == 3
 
@@ -222,22 +211,24 @@ def test_processes_share_the_file(tmp_path):
         assert process.returncode == 0, errors
 
 
-async def test_bound_arguments_are_part_of_the_key(tmp_path):
-    for factor in (1, 2, 1):
-        function = cached(functools.partial(times, factor=factor), tmp_path / "scores.db")
-        assert (await function(RewardSample("four"))).score == 4 * factor
+class Length:
+    def __init__(self, factor=1):
+        self.factor = factor
+
+    def compute_score(self, solution_str):
+        return times(solution_str, self.factor)
 
 
 def times(solution_str, factor=3):
     return factor * len(solution_str)
 
 
-class Length:
-    def __init__(self, factor=1):
-        self.factor = factor
-
-    def compute_score(self, solution_str):
-        return self.factor * len(solution_str)
+async def test_bound_and_constructor_arguments_are_part_of_the_key(tmp_path):
+    config = RewardLoopConfig(cache={"enabled": True, "path": str(tmp_path / "scores.db"), "version": "1"})
+    for factor in (1, 2, 1):
+        bound = ScoringFunction(functools.partial(times, factor=factor), options=config)
+        made = ScoringFunction(Length, reward_kwargs={"factor": factor}, options=config)
+        assert [(await function(RewardSample("four"))).score for function in (bound, made)] == [4 * factor] * 2
 
 
 def test_a_file_needs_a_version(tmp_path):
@@ -258,11 +249,3 @@ async def test_a_function_with_a_bound_argument_that_json_cannot_represent_is_no
     in_memory = cached(locked)
     await asyncio.gather(in_memory(SAMPLE), in_memory(SAMPLE))
     assert calls == ["4"]
-
-
-@pytest.mark.parametrize("factor", [1, 2])
-async def test_the_constructor_arguments_of_a_class_are_part_of_the_key(tmp_path_factory, factor):
-    path = tmp_path_factory.getbasetemp() / "factors.db"
-    config = RewardLoopConfig(cache={"enabled": True, "path": str(path), "version": "1"})
-    function = ScoringFunction(Length, reward_kwargs={"factor": factor}, options=config)
-    assert (await function(SAMPLE)).score == factor

@@ -1,6 +1,7 @@
 import asyncio
 import functools
 import itertools
+import pickle
 import signal
 import subprocess
 import sys
@@ -102,35 +103,22 @@ async def test_every_form_is_called(function, is_async):
     assert result.seconds >= 0
 
 
-async def test_by_keyword_only_what_the_signature_names():
-    seen = {}
-
+async def test_a_function_receives_by_keyword_only_what_it_declares():
     def named(solution_str, extra_info, reward_router_address):
         seen.update(solution_str=solution_str, extra_info=extra_info, reward_router_address=reward_router_address)
         return 1
-
-    await ScoringFunction(named)(SAMPLE, reward_router_address="host:1", reward_model_tokenizer="tokenizer")
-    assert seen == {"solution_str": "4", "extra_info": {"level": 1}, "reward_router_address": "host:1"}
-
-
-async def test_everything_for_a_function_with_kwargs():
-    seen = {}
 
     def anything(**kwargs):
         seen.update(kwargs)
         return 1
 
-    scoring = ScoringFunction(anything, reward_kwargs={"alpha": 2})
-    await scoring(SAMPLE, reward_router_address="host:1", reward_model_tokenizer="tokenizer")
-    assert seen == {
-        "data_source": "math",
-        "solution_str": "4",
-        "ground_truth": "4",
-        "extra_info": {"level": 1},
-        "reward_router_address": "host:1",
-        "reward_model_tokenizer": "tokenizer",
-        "alpha": 2,
-    }
+    context = {"reward_router_address": "host:1", "reward_model_tokenizer": "tokenizer"}
+    some = {"solution_str": "4", "extra_info": {"level": 1}, "reward_router_address": "host:1"}
+    everything = {**some, **context, "data_source": "math", "ground_truth": "4", "alpha": 2}
+    for function, reward_kwargs, expected in ((named, {}, some), (anything, {"alpha": 2}, everything)):
+        seen = {}
+        await ScoringFunction(function, reward_kwargs=reward_kwargs)(SAMPLE, **context)
+        assert seen == expected
 
 
 async def test_bound_and_configured_arguments_are_not_overridden():
@@ -252,6 +240,9 @@ async def test_an_exception_is_a_failed_result_that_names_all(function):
     assert "scoring/" not in result.error.replace("tests/scoring/", "")
     assert isinstance(result.exception, RewardFunctionError)
     assert isinstance(result.exception.__cause__, ValueError)
+    copy = pickle.loads(pickle.dumps(result))
+    assert copy == result
+    assert isinstance(copy.exception, RewardFunctionError)
 
 
 class Unprintable(Exception):
@@ -293,33 +284,42 @@ async def test_no_exception_of_the_user_ends_more_than_its_sample(exception, is_
     assert isinstance(result.exception, RewardFunctionError)
 
 
-async def test_a_result_that_is_not_a_score_fails_the_sample():
-    result = await ScoringFunction(lambda: "high")(SAMPLE)
+async def test_a_function_that_cancels_its_own_task_fails():
+    async def cancels():
+        asyncio.current_task().cancel()
+        await asyncio.sleep(0)
+
+    result = await ScoringFunction(cancels)(SAMPLE)
     assert result.outcome is Outcome.FAILED
-    assert isinstance(result.exception, InvalidScoreError)
-    assert "sample u7" in result.error
+    assert "raised CancelledError" in result.error
+
+
+async def test_the_outcome_of_what_a_function_returns():
+    result = await ScoringFunction(lambda: None)(SAMPLE)
+    assert (result.outcome, result.score, result.error) == (Outcome.UNSCORED, None, None)
+    result = await ScoringFunction(lambda: "high")(SAMPLE)
+    assert (result.outcome, type(result.exception)) == (Outcome.FAILED, InvalidScoreError)
+    assert result.error.startswith("sample u7 ")
     assert "returned 'high'" in result.error
 
 
-async def test_none_is_unscored():
-    result = await ScoringFunction(lambda: None)(SAMPLE)
-    assert (result.outcome, result.score, result.error) == (Outcome.UNSCORED, None, None)
+CYCLE = {}
+CYCLE["itself"] = CYCLE
 
 
-async def test_a_broken_sample_fails_without_a_call():
-    called = []
-    result = await ScoringFunction(lambda: called.append(1))(RewardSample("", uid="u1", error="no field 'x'"))
-    assert result.error == "sample u1: no field 'x'"
-    assert result.outcome is Outcome.FAILED
-    assert not called
+@pytest.mark.parametrize(
+    ("broken", "error"),
+    [
+        ({"error": "no field 'x'"}, "sample u1: no field 'x'"),
+        ({"extra_info": CYCLE}, "sample u1: its extra_info is nested too deeply, or contains itself"),
+    ],
+)
+async def test_a_broken_sample_fails_without_a_call(broken, error):
+    def function(extra_info):
+        raise AssertionError("called")
 
-
-async def test_extra_info_that_is_nested_too_deeply_fails_without_a_call():
-    extra_info = {}
-    extra_info["itself"] = extra_info
-    result = await ScoringFunction(lambda extra_info: 1.0)(RewardSample("", uid="q1", extra_info=extra_info))
-    assert result.error == "sample q1: its extra_info is nested too deeply, or contains itself"
-    assert result.attempts == 0
+    result = await ScoringFunction(function)(RewardSample("", uid="u1", **broken))
+    assert (result.outcome, result.error, result.attempts) == (Outcome.FAILED, error, 0)
 
 
 async def test_a_sync_function_that_blocks_does_not_block_the_loop():
@@ -336,22 +336,28 @@ async def test_a_sync_function_that_blocks_does_not_block_the_loop():
     assert (await task).score == 1
 
 
-@pytest.mark.parametrize("is_async", [True, False])
-async def test_a_deadline_is_a_failed_result(is_async):
-    release = threading.Event()
+async def test_a_deadline_is_a_failed_result_and_not_retried():
+    release, calls = threading.Event(), []
 
     async def hangs():
+        calls.append("async")
         await asyncio.Event().wait()
 
     def blocks():
+        calls.append("sync")
         release.wait()
 
-    result = await ScoringFunction(hangs if is_async else blocks, timeout=0.01)(SAMPLE)
+    def returns_awaitable():
+        calls.append("awaitable")
+        return asyncio.Event().wait()
+
+    for function in (hangs, blocks, returns_awaitable):
+        result = await ScoringFunction(function, timeout=0.01)(SAMPLE)
+        assert (result.outcome, type(result.exception)) == (Outcome.FAILED, RewardTimeoutError)
+        assert result.error.startswith("sample u7 ")
+        assert "ran past its deadline of 0.01 s" in result.error
     release.set()
-    assert result.outcome is Outcome.FAILED
-    assert isinstance(result.exception, RewardTimeoutError)
-    assert "ran past its deadline of 0.01 s" in result.error
-    assert "sample u7" in result.error
+    assert calls == ["async", "sync", "awaitable"]
 
 
 async def test_a_function_that_swallows_its_cancellation_still_ends_at_its_deadline():
@@ -369,22 +375,6 @@ async def test_a_function_that_swallows_its_cancellation_still_ends_at_its_deadl
     assert isinstance(result.exception, RewardTimeoutError)
     await asyncio.sleep(0)
     assert swallowed == 1
-    release.set()
-
-
-async def test_a_hung_function_does_not_keep_its_slot():
-    release = threading.Event()
-
-    def hang_or_not(solution_str):
-        if solution_str == "hang":
-            release.wait()
-        return 1
-
-    scoring = ScoringFunction(hang_or_not, timeout=0.3, max_threads=1)
-    hung = await scoring(RewardSample("hang"))
-    assert hung.outcome is Outcome.FAILED
-    scoring.timeout = 60
-    assert (await scoring(RewardSample("4"))).score == 1
     release.set()
 
 
@@ -406,14 +396,6 @@ async def test_the_deadline_does_not_count_the_queue():
     release.set()
     assert [(await task).outcome for task in (first, second)] == [Outcome.SCORED] * 2
     assert (await second).queue_seconds > 600
-
-
-async def test_an_awaitable_of_a_sync_function_has_the_same_deadline():
-    def returns_awaitable():
-        return asyncio.Event().wait()
-
-    result = await ScoringFunction(returns_awaitable, timeout=0.01)(SAMPLE)
-    assert isinstance(result.exception, RewardTimeoutError)
 
 
 @pytest.mark.parametrize("is_async", [True, False])
@@ -457,6 +439,9 @@ async def test_post_process_scores():
     scoring = ScoringFunction(Judge)
     assert scoring.has_post_process
     assert await scoring.post_process_scores([1.0, 3.0]) == [0.0, 2.0]
+    generates = SyncJudge()
+    generates.post_process_scores = lambda scores: (1 / score for score in scores)
+    assert await ScoringFunction(generates).post_process_scores([1.0, 2.0]) == [1.0, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -465,25 +450,15 @@ async def test_post_process_scores():
         (lambda scores: scores[:-1], InvalidScoreError, "received 2 scores and returned 1"),
         (lambda scores: None, InvalidScoreError, "must return a list of numbers"),
         (lambda scores: [float("nan")] * 2, InvalidScoreError, "not finite"),
-        (lambda scores: 1 / 0, RewardFunctionError, "ZeroDivisionError"),
+        (lambda scores: 1 / 0, RewardFunctionError, "raised ZeroDivisionError"),
+        (lambda scores: (1 / 0 for _ in scores), RewardFunctionError, "raised ZeroDivisionError"),
+        (lambda scores: itertools.count(), InvalidScoreError, "received 2 scores and returned 3 numbers"),
     ],
 )
 async def test_post_process_scores_that_goes_wrong(process, error, message):
     judge = SyncJudge()
     judge.post_process_scores = process
     with pytest.raises(error, match=message):
-        await ScoringFunction(judge).post_process_scores([1.0, 2.0])
-
-
-async def test_post_process_scores_that_is_a_generator():
-    judge = SyncJudge()
-    judge.post_process_scores = lambda scores: (1 / score for score in scores)
-    function = ScoringFunction(judge)
-    assert await function.post_process_scores([1.0, 2.0]) == [1.0, 0.5]
-    with pytest.raises(RewardFunctionError, match="raised ZeroDivisionError"):
-        await function.post_process_scores([1.0, 0.0])
-    judge.post_process_scores = lambda scores: itertools.count()
-    with pytest.raises(InvalidScoreError, match="received 2 scores and returned 3 numbers"):
         await ScoringFunction(judge).post_process_scores([1.0, 2.0])
 
 
@@ -497,26 +472,6 @@ async def test_post_process_scores_without_a_free_thread_fails_its_group_only(mo
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(RewardCrashedError, match="could not be started: RuntimeError: can't start new thread"):
         await function.post_process_scores([1.0, 2.0])
-
-
-def test_results_can_be_pickled():
-    import pickle
-
-    result = asyncio.run(ScoringFunction(raises)(SAMPLE))
-    copy = pickle.loads(pickle.dumps(result))
-    assert copy == result
-    assert isinstance(copy.exception, RewardFunctionError)
-
-
-async def test_a_function_that_cancels_its_own_task_fails():
-    async def compute_score(solution_str):
-        asyncio.current_task().cancel()
-        await asyncio.sleep(0)
-
-    result = await ScoringFunction(compute_score)(RewardSample("", uid="u1"))
-    assert result.outcome is Outcome.FAILED
-    assert "sample u1: " in result.error
-    assert "raised CancelledError" in result.error
 
 
 async def test_timeouts_and_task_groups_of_the_function():

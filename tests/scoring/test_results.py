@@ -38,22 +38,29 @@ def test_anything_is_a_score_or_none_or_an_invalid_score(returned):
 
 
 @pytest.mark.parametrize(
-    "number", [np.float32(0.5), np.float64(0.5), np.array(0.5), Fraction(1, 2), Decimal("0.5")], ids=repr
+    ("returned", "score", "extra_info"),
+    [
+        (np.float64(0.5), 0.5, {"acc": 0.5}),
+        (np.array(0.5), 0.5, {"acc": 0.5}),
+        (np.bool_(True), 1.0, {"acc": True}),
+        (Fraction(1, 2), 0.5, {"acc": 0.5}),
+        (Decimal("0.5"), 0.5, {"acc": 0.5}),
+        ({"score": np.int64(2)}, 2.0, {"score": 2}),
+        ((1, "judge this", "it is right"), 1.0, {"prompt": "judge this", "explanation": "it is right"}),
+        (None, None, {}),
+        ({"score": None, "reason": "unparsed"}, None, {"score": None, "reason": "unparsed"}),
+        ((None, "p", "e"), None, {"prompt": "p", "explanation": "e"}),
+    ],
+    ids=repr,
 )
-def test_other_libraries_numbers(number):
-    assert normalise(number)[0] == 0.5
-
-
-def test_numpy_scalars_become_plain_numbers():
-    assert type(normalise(np.float64(1))[1]["acc"]) is float
-    assert normalise(np.bool_(True)) == (1.0, {"acc": True})
-    assert normalise({"score": np.int64(2)}) == (2.0, {"score": 2})
+def test_the_score_and_the_extra_info_of_a_returned_value(returned, score, extra_info):
+    assert normalise(returned) == (score, extra_info)
+    assert not isinstance(normalise(returned)[1].get("acc"), np.generic)
 
 
 def test_torch_scalars():
     torch = pytest.importorskip("torch")
     assert normalise(torch.tensor(0.5)) == (0.5, {"acc": 0.5})
-    assert normalise({"score": torch.tensor(1)}) == (1.0, {"score": 1})
 
 
 class Lost:
@@ -69,19 +76,6 @@ class Lost:
 def test_a_number_that_cannot_be_read(returned):
     with pytest.raises(InvalidScoreError, match=r"that cannot be read: RuntimeError\('CUDA error"):
         normalise(returned)
-
-
-def test_none_is_unscored():
-    assert normalise(None) == (None, {})
-    assert normalise({"score": None, "reason": "unparsed"}) == (None, {"score": None, "reason": "unparsed"})
-    assert normalise((None, "p", "e")) == (None, {"prompt": "p", "explanation": "e"})
-
-
-def test_a_tuple_has_prompt_and_explanation():
-    assert normalise((1, "judge this", "it is right")) == (
-        1.0,
-        {"prompt": "judge this", "explanation": "it is right"},
-    )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,3 @@
-import asyncio
-import threading
 import time
 
 import pytest
@@ -37,38 +35,29 @@ async def again(config, outcomes, elapsed=0.0):
     return last.value, pauses.seconds
 
 
-async def test_a_call_is_retried_until_it_succeeds():
-    result, pauses = await again(RetryConfig(), [TimeoutError(), TimeoutError(), 1.0])
-    assert result == 1.0
-    assert len(pauses) == 2
-    assert 0 <= pauses[0] <= 0.5
-    assert 0 <= pauses[1] <= 1.0
+PERMANENT, LATE, LAST = ValueError(), TimeoutError(), TimeoutError("the third")
 
 
-async def test_after_the_last_attempt_there_is_a_defined_outcome():
-    # A retry loop of verl's has no last branch: its result is unbound when all attempts fail.
-    last = TimeoutError("the third")
-    result, pauses = await again(RetryConfig(max_attempts=3), [TimeoutError(), TimeoutError(), last, 1.0])
-    assert result is last
-    assert len(pauses) == 2
+@pytest.mark.parametrize(
+    ("max_attempts", "outcomes", "result", "longest"),
+    [
+        (3, [LATE, LATE, 1.0], 1.0, [0.5, 1.0]),
+        (3, [LATE, LATE, LAST, 1.0], LAST, [0.5, 1.0]),
+        (9, [LATE, PERMANENT, 1.0], PERMANENT, [0.5]),
+        (1, [LAST, 1.0], LAST, []),
+    ],
+)
+async def test_a_call_is_retried_until_it_succeeds_or_fails_for_good(max_attempts, outcomes, result, longest):
+    last, pauses = await again(RetryConfig(max_attempts=max_attempts, initial_wait=0.5), outcomes)
+    assert last is result
+    assert len(pauses) == len(longest)
+    assert all(0 <= pause <= most for pause, most in zip(pauses, longest, strict=True))
 
 
-async def test_an_error_that_will_not_pass_ends_it():
-    error = ValueError()
-    result, pauses = await again(RetryConfig(max_attempts=9), [TimeoutError(), error, 1.0])
-    assert result is error
-    assert len(pauses) == 1
-
-
-async def test_retry_after_is_waited_for_in_full():
+async def test_retry_after_is_waited_for_in_full_and_clients_return_at_different_times():
     config = RetryConfig(max_wait=1, initial_wait=0.5)
-    result, pauses = await again(config, [asks(30), 1.0])
-    assert result == 1.0
-    assert 30 <= pauses[0] <= 30.5
-
-
-async def test_clients_that_were_asked_to_wait_return_at_different_times():
-    pauses = [(await again(RetryConfig(initial_wait=0.5), [asks(30), 1.0]))[1][0] for _ in range(20)]
+    pauses = [(await again(config, [asks(30), 1.0]))[1][0] for _ in range(20)]
+    assert all(30 <= pause <= 30.5 for pause in pauses)
     assert len(set(pauses)) > 1
 
 
@@ -104,30 +93,6 @@ async def test_the_times_of_all_attempts_are_in_the_result(last):
     assert result.seconds >= 0.04
     assert result.wait_seconds >= 0.05
     assert result.queue_seconds > 0
-
-
-async def test_the_waits_for_a_thread_of_all_attempts_are_in_the_result():
-    failed, release = False, threading.Event()
-
-    def function(solution_str):
-        nonlocal failed
-        if solution_str == "slow":
-            release.wait(60)
-        elif not failed:
-            failed = True
-            raise asks(0)
-        return 1.0
-
-    options = RewardLoopConfig(retry={"initial_wait": 0.001}, max_threads=1)
-    scoring = ScoringFunction(function, options=options)
-    slow, other = (asyncio.create_task(scoring(RewardSample(text))) for text in ("slow", ""))
-    await asyncio.sleep(0)  # both are called
-    await asyncio.sleep(0.05)
-    release.set()
-    await slow
-    result = await other
-    assert result.attempts == 2
-    assert result.queue_seconds >= 0.04  # before the first attempt
 
 
 class BusyError(Exception):
@@ -171,15 +136,6 @@ async def test_a_service_that_stays_busy_is_asked_at_growing_intervals_until_max
     assert isinstance(last.exception, BusyError)
     assert 539 <= now < 600  # the last pause would end later
     assert 10 < attempts < 80
-
-
-async def test_max_attempts_of_one_retries_nothing():
-    scoring = ScoringFunction(busy, options=RewardLoopConfig(retry={"max_attempts": 1}))
-    assert (await scoring(RewardSample(""))).attempts == 1
-
-
-def busy(solution_str):
-    raise BusyError(0.01)
 
 
 async def test_waiting_for_limits_does_not_count_towards_max_seconds():

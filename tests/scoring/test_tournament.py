@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_loop.scoring import ranking, tournament
+from reward_loop.scoring import Comparison, compare_all, order_flips, ranking, tournament, win_rates
 
 
 class Judge:
@@ -41,6 +41,32 @@ def test_each_response_has_the_configured_number_of_opponents(count, opponents):
     assert len(judge.asked) == len({frozenset(pair) for pair in judge.asked})
     met = [sum(i in pair for pair in judge.asked) for i in range(count)]
     assert set(met) == {min(opponents + opponents % 2, count - 1)}
+
+
+@pytest.mark.parametrize("count", range(3, 12))
+async def test_in_a_circle_each_response_is_shown_first_once_and_second_once(count):
+    compared = await compare_all(list(range(count)), Judge(), swap=False, opponents=2)
+    assert sorted(one.first for one in compared) == sorted(one.second for one in compared) == list(range(count))
+
+
+@given(st.integers(2, 20), st.integers(2, 20))
+def test_in_one_order_each_response_is_shown_first_about_as_often_as_second(count, opponents):
+    compared = asyncio.run(compare_all(list(range(count)), Judge(), swap=False, opponents=opponents))
+    for index in range(count):
+        first = sum(one.first == index for one in compared)
+        assert abs(first - sum(one.second == index for one in compared)) <= 1
+
+
+async def test_order_flips_are_the_share_of_pairs_that_the_order_decides():
+    compared = await compare_all([1, 2, 9], Judge(favour=2))  # only 1 and 2 are near enough
+    assert order_flips(3, compared) == [0.5, 0.5, 0.0]
+    assert win_rates(3, compared) == [0.25, 0.25, 1.0]
+    assert order_flips(2, await compare_all([1, 2], Judge(), swap=False)) == [None, None]
+
+
+def test_a_draw_or_a_missing_verdict_in_one_order_is_no_flip():
+    assert order_flips(2, [Comparison(0, 1, 1.0), Comparison(1, 0, 0.5)]) == [0.0, 0.0]
+    assert order_flips(2, [Comparison(0, 1, 1.0), Comparison(1, 0, None)]) == [None, None]
 
 
 async def test_verdicts_that_cannot_be_read_do_not_count():

@@ -47,61 +47,50 @@ def served(model_path: str, **options: Any) -> ServedModelConfig:
     return model
 
 
-@pytest.mark.parametrize(
-    ("engine", "module"), [("sglang", "sglang.launch_server"), ("vllm", "vllm.entrypoints.cli.main")]
-)
-def test_the_engine_runs_in_the_interpreter_of_the_option(
-    engine: str, module: str, model_dir: str, python: str
+def test_the_engine_runs_in_the_interpreter_of_the_option(model_dir: str, python: str) -> None:
+    sglang, vllm = (served(model_dir, engine=engine, python=python) for engine in ("sglang", "vllm"))
+    assert ENGINES["sglang"].command(sglang, "127.0.0.1", 1)[:3] == [python, "-m", "sglang.launch_server"]
+    command = ENGINES["vllm"].command(vllm, "127.0.0.1", 1)
+    assert command[:3] == [python, "-m", "vllm.entrypoints.cli.main"]
+    # That vLLM is for the CPU.
+    assert ENGINES["vllm"].gpus(vllm) == 0
+    assert "--enforce-eager" in command
+
+
+def test_a_relative_path_becomes_absolute_and_a_name_is_looked_up_in_path(
+    model_dir: str, python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = ENGINES[engine].command(served(model_dir, engine=engine, python=python), "127.0.0.1", 1)
-    assert command[:3] == [python, "-m", module]
-
-
-def test_the_vllm_of_that_interpreter_decides_whether_it_runs_on_a_cpu(model_dir: str, python: str) -> None:
-    model = served(model_dir, engine="vllm", python=python)
-    assert ENGINES["vllm"].gpus(model) == 0
-    assert "--enforce-eager" in ENGINES["vllm"].command(model, "127.0.0.1", 1)
-
-
-def test_a_relative_path_becomes_absolute(model_dir: str, python: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(python).parent)
+    folder = str(Path(python).parent)
+    monkeypatch.chdir(folder)
     assert served(model_dir, engine="sglang", python="./python").python == python
-
-
-def test_a_name_is_looked_up_in_path(model_dir: str, python: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(Path(python).parent), prepend=":")
+    monkeypatch.setenv("PATH", folder, prepend=":")
     assert served(model_dir, engine="sglang", python="python").python == "python"
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 def test_an_engine_that_is_not_installed_there(engine: str, model_dir: str, tmp_path: Path) -> None:
-    bare = script(tmp_path, f'exec {shlex.quote(sys.executable)} -S -I "$@"')
+    # Output of a start-up file does not disturb.
+    bare = script(tmp_path, f'echo loading; exec {shlex.quote(sys.executable)} -S -I "$@"')
     options = RewardModelConfig(models={"judge": ServedModelConfig(model_path=model_dir, engine=engine, python=bare)})
     with pytest.raises(ConfigError, match=rf"^models\.judge\.engine=.*not installed for python='{bare}'.*set python"):
         served_models(options)
 
 
-def test_an_interpreter_that_does_not_exist(model_dir: str) -> None:
-    with pytest.raises(ConfigError, match=r"^python='/no/such/python': .* cannot be started: No such file"):
-        served(model_dir, engine="sglang", python="/no/such/python")
-
-
-def test_a_folder_is_not_an_interpreter(model_dir: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^python=.*cannot be started: Permission denied"):
-        served(model_dir, engine="vllm", python=str(tmp_path))
-
-
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("python", "body", "message"),
     [
-        ("echo 'bad interpreter' >&2; exit 3", "not a working Python interpreter: exit status 3, 'bad interpreter'"),
-        ("echo hello", "not a working Python interpreter: exit status 0, 'hello'"),
-        ("exit 0", "not a working Python interpreter: exit status 0, 'no output'"),
+        ("/no/such/python", None, r"^python='/no/such/python': .* cannot be started: No such file"),
+        ("/", None, r"^python='/': .*cannot be started: Permission denied"),
+        (None, "echo 'bad interpreter' >&2; exit 3", "not a working Python interpreter: exit status 3, 'bad interp"),
+        (None, "echo hello", "not a working Python interpreter: exit status 0, 'hello'"),
+        (None, "exit 0", "not a working Python interpreter: exit status 0, 'no output'"),
     ],
 )
-def test_a_program_that_is_not_python(body: str, message: str, model_dir: str, tmp_path: Path) -> None:
+def test_a_program_that_is_not_python(
+    python: str | None, body: str | None, message: str, model_dir: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        served(model_dir, engine="sglang", python=script(tmp_path, body))
+        served(model_dir, engine="sglang", python=python or script(tmp_path, str(body)))
 
 
 def test_an_error_is_not_remembered(model_dir: str, tmp_path: Path) -> None:
@@ -119,13 +108,3 @@ def test_the_models_environment_variables_hold_for_the_check(tmp_path: Path, pyt
     model = ServedModelConfig(engine="sglang", python=sys.executable, env=packages)
     assert has_module("sglang", model)
     assert version("vllm", model) == "0.31.0+cpu"
-
-
-def test_output_of_a_start_up_file_does_not_disturb(tmp_path: Path) -> None:
-    noisy = script(tmp_path, f'echo loading; exec {shlex.quote(sys.executable)} -S -I "$@"')
-    assert not has_module("sglang", ServedModelConfig(engine="sglang", python=noisy))
-
-
-def test_the_embedded_engine_has_no_interpreter_of_its_own(model_dir: str) -> None:
-    with pytest.raises(ConfigError, match=r"^python has no effect with engine='transformers'"):
-        served(model_dir, python=sys.executable)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -36,91 +37,101 @@ def command(model: ServedModelConfig) -> str:
     return " ".join(ENGINES[model.engine].command(model, "127.0.0.1", 8001)).removeprefix(sys.executable)
 
 
-def test_vllm_on_gpus(installed: Any) -> None:
+VLLM = " -m vllm.entrypoints.cli.main serve /m --host 127.0.0.1 --port 8001 --served-model-name judge"
+SGLANG = " -m sglang.launch_server --model-path /m --host 127.0.0.1 --port 8001 --served-model-name judge"
+ARGUMENTS = {
+    "max-num-seqs": 64,
+    "enforce_eager": True,
+    "quantization": None,
+    "async_scheduling": False,
+    "hf_overrides": {"a": [1]},
+    "lora_modules": ["x=/x", "y=/y"],
+}
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "line"),
+    [
+        (
+            "vllm",
+            {"tensor_parallel_size": 4, "gpu_memory_utilization": 0.8, "engine_args": ARGUMENTS},
+            f"{VLLM} --disable-uvicorn-access-log --dtype auto --gpu-memory-utilization 0.8 --tensor-parallel-size 4 "
+            "--data-parallel-size 1 --max-num-seqs 64 --enforce-eager "
+            '--hf-overrides {"a": [1]} --lora-modules x=/x y=/y',
+        ),
+        (
+            "vllm-cpu",
+            {"kind": "discriminative", "dtype": "float32", "trust_remote_code": True},
+            f"{VLLM} --disable-uvicorn-access-log --dtype float32 --trust-remote-code --tensor-parallel-size 1 "
+            "--data-parallel-size 1 --runner pooling --convert classify --enforce-eager --kv-cache-memory-bytes 1G",
+        ),
+        (  # `engine_args` override the library's flags
+            "vllm-cpu",
+            {"engine_args": {"kv_cache_memory_bytes": "32M", "dtype": "bfloat16", "enforce_eager": False}},
+            f"{VLLM} --disable-uvicorn-access-log --dtype bfloat16 --tensor-parallel-size 1 --data-parallel-size 1 "
+            "--kv-cache-memory-bytes 32M",
+        ),
+        (
+            "sglang",
+            {"kind": "discriminative", "max_model_len": 4096, "gpu_memory_utilization": 0.7},
+            f"{SGLANG} --dtype auto --context-length 4096 --mem-fraction-static 0.7 --is-embedding --tp-size 1 "
+            "--dp-size 1",
+        ),
+        (
+            "sglang",
+            {"trust_remote_code": True, "engine_args": {"device": "cpu"}},
+            f"{SGLANG} --dtype auto --trust-remote-code --tp-size 1 --dp-size 1 --device cpu "
+            "--disable-overlap-schedule --disable-cuda-graph --sleep-on-idle",
+        ),
+    ],
+)
+def test_the_command_line(engine: str, options: dict[str, Any], line: str, installed: Any) -> None:
+    installed("0.31.0+cpu" if engine == "vllm-cpu" else "0.31.0")
+    assert command(settled(engine.removesuffix("-cpu"), **options)) == line
+
+
+DP_ATTENTION = {"--enable-dp-attention": True}
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "gpus"),
+    [
+        ("vllm", {"tensor_parallel_size": 4, "data_parallel_size": 2}, 8),
+        ("sglang", {"engine_args": {"device": "cpu"}}, 0),
+        ("sglang", {"engine_args": {"--device": "cpu"}, "tensor_parallel_size": 2}, 0),
+        ("sglang", {"env": {"SGLANG_USE_CPU_ENGINE": "1"}}, 0),
+        ("sglang", {"engine_args": {"device": "cuda"}}, 1),
+        ("sglang", {"tensor_parallel_size": 8, "data_parallel_size": 8}, 64),
+        # Data-parallel attention shares the GPUs of tensor parallelism.
+        (
+            "sglang",
+            {"tensor_parallel_size": 8, "data_parallel_size": 8, "engine_args": {"enable-dp-attention": True}},
+            8,
+        ),
+    ],
+)
+def test_the_number_of_gpus(engine: str, options: dict[str, Any], gpus: int, installed: Any) -> None:
     installed("0.31.0")
-    model = settled(
-        "vllm",
-        tensor_parallel_size=4,
-        data_parallel_size=2,
-        gpu_memory_utilization=0.8,
-        engine_args={
-            "max-num-seqs": 64,
-            "enforce_eager": True,
-            "quantization": None,
-            "async_scheduling": False,
-            "hf_overrides": {"a": [1]},
-            "lora_modules": ["x=/x", "y=/y"],
-        },
-    )
-    assert command(model) == (
-        " -m vllm.entrypoints.cli.main serve /m --host 127.0.0.1 --port 8001 --served-model-name judge "
-        "--disable-uvicorn-access-log --dtype auto --gpu-memory-utilization 0.8 --tensor-parallel-size 4 "
-        "--data-parallel-size 2 "
-        '--max-num-seqs 64 --enforce-eager --hf-overrides {"a": [1]} --lora-modules x=/x y=/y'
-    )
-    environment = ENGINES["vllm"].environment(model)
-    assert "TORCHDYNAMO_DISABLE" not in environment
-    assert ENGINES["vllm"].gpus(model) == 8
+    assert ENGINES[engine].gpus(settled(engine, **options)) == gpus
 
 
-def test_vllm_on_a_cpu(installed: Any) -> None:
+def test_the_environment_of_engines_on_a_cpu(installed: Any) -> None:
     installed("0.31.0+cpu")
-    model = settled("vllm", kind="discriminative", dtype="float32", env={"OMP_NUM_THREADS": "7"})
-    assert command(model).endswith(
-        "--dtype float32 --tensor-parallel-size 1 --data-parallel-size 1 --runner pooling --convert classify "
-        "--enforce-eager --kv-cache-memory-bytes 1G"
-    )
-    environment = ENGINES["vllm"].environment(model)
-    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-    assert environment["OMP_NUM_THREADS"] == "7"
-    assert ENGINES["vllm"].gpus(model) == 0
-
-
-def test_engine_args_override_the_librarys_flags(installed: Any) -> None:
-    installed("0.31.0+cpu")
-    model = settled("vllm", engine_args={"kv_cache_memory_bytes": "32M", "dtype": "bfloat16", "enforce_eager": False})
-    assert command(model).endswith(
-        "--disable-uvicorn-access-log --dtype bfloat16 --tensor-parallel-size 1 --data-parallel-size 1 "
-        "--kv-cache-memory-bytes 32M"
-    )
-
-
-def test_sglang() -> None:
-    model = settled(
-        "sglang", kind="discriminative", tensor_parallel_size=2, max_model_len=4096, gpu_memory_utilization=0.7
-    )
-    assert command(model) == (
-        " -m sglang.launch_server --model-path /m --host 127.0.0.1 --port 8001 --served-model-name judge --dtype auto "
-        "--context-length 4096 --mem-fraction-static 0.7 --is-embedding --tp-size 2 --dp-size 1"
-    )
-    assert ENGINES["sglang"].gpus(model) == 2
-
-
-def test_sglang_on_a_cpu_takes_no_gpus() -> None:
-    assert ENGINES["sglang"].gpus(settled("sglang", engine_args={"device": "cpu"})) == 0
-    assert ENGINES["sglang"].gpus(settled("sglang", engine_args={"--device": "cpu"}, tensor_parallel_size=2)) == 0
-    assert ENGINES["sglang"].gpus(settled("sglang", engine_args={"device": "cuda"})) == 1
-    assert ENGINES["sglang"].gpus(settled("sglang", env={"SGLANG_USE_CPU_ENGINE": "1"})) == 0
-
-
-def test_sglang_on_a_cpu_needs_no_other_option() -> None:
-    model = settled("sglang", engine_args={"device": "cpu"}, threads=3)
-    assert command(model).endswith(
-        " --served-model-name judge --dtype auto --tp-size 1 --dp-size 1 --device cpu --disable-overlap-schedule"
-        " --disable-cuda-graph --sleep-on-idle"
-    )
-    environment = ENGINES["sglang"].environment(model)
+    vllm = settled("vllm", env={"OMP_NUM_THREADS": "7"})
+    environment = ENGINES["vllm"].environment(vllm)
+    assert (environment["VLLM_CPU_OMP_THREADS_BIND"], environment["OMP_NUM_THREADS"]) == ("nobind", "7")
+    assert ENGINES["vllm"].gpus(vllm) == 0
+    environment = ENGINES["sglang"].environment(settled("sglang", engine_args={"device": "cpu"}, threads=3))
     assert (environment["SGLANG_USE_CPU_ENGINE"], environment["OMP_NUM_THREADS"]) == ("1", "3")
-    on_gpus = ENGINES["sglang"].environment(settled("sglang"))
-    assert "SGLANG_USE_CPU_ENGINE" not in on_gpus
-    assert "OMP_NUM_THREADS" not in on_gpus
 
 
-def test_trust_remote_code_is_passed_on_only_if_set(installed: Any) -> None:
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_environment_of_engines_on_gpus(engine: str, installed: Any) -> None:
     installed("0.31.0")
-    for engine in ("vllm", "sglang"):
-        assert "--trust-remote-code" in command(settled(engine, trust_remote_code=True))
-        assert "--trust-remote-code" not in command(settled(engine))
+    environment = ENGINES[engine].environment(settled(engine))
+    assert not {"SGLANG_USE_CPU_ENGINE", "OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE"} & environment.keys()
+    # A rank of torchrun sets it to True. torch compares it with the word "True".
+    assert environment["TORCHELASTIC_USE_AGENT_STORE"] == "False"
 
 
 @pytest.fixture
@@ -159,7 +170,6 @@ def test_several_models(model_dir: str) -> None:
         ({"engine": "external"}, "^urls: engine='external' needs"),
         ({"engine": "external", "urls": ("10.0.0.1:8000",)}, r"^urls\.url: .*expected http://host:port"),
         ({"model_path": "DIR", "urls": ("http://a:1",)}, "^urls: valid only for engine='external'"),
-        ({"model_path": "DIR", "tensor_parallel_size": 2}, "tensor_parallel_size has no effect with engine='transf"),
         ({"model_path": "DIR", "engine": "vllm"}, "engine='vllm': vLLM is not installed"),
         ({"models": {"a": {"model_path": "DIR", "engine": "sglang"}}}, r"^models\.a\.engine='sglang': SGLang is not"),
         (
@@ -175,56 +185,39 @@ def test_a_wrong_configuration_is_refused(
     installed(None)
     monkeypatch.setattr(engines, "has_module", lambda *_: False)
 
-    def put(value: Any) -> Any:
-        return (
-            {k: put(v) for k, v in value.items()} if isinstance(value, dict) else model_dir if value == "DIR" else value
-        )
-
+    given = json.loads(json.dumps(options).replace("DIR", model_dir))
     with pytest.raises(ConfigError, match=message):
-        served_models(parse(RewardModelConfig, put(options), "reward_model"))
-
-
-def test_an_option_that_is_ours_is_refused_as_an_engine_argument(model_dir: str, installed: Any) -> None:
-    installed("0.31.0")
-    with pytest.raises(ConfigError, match=r"^engine_args\.port: is set by reward_loop"):
-        served_models(RewardModelConfig(model_path=model_dir, engine="vllm", engine_args={"--port": 1}))
+        served_models(parse(RewardModelConfig, given, "reward_model"))
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-@pytest.mark.parametrize("option", ["--tensor-parallel-size", "dp_size", "tp", "pipeline_parallel_size"])
-def test_an_engine_argument_cannot_change_the_number_of_gpus(engine: str, option: str, installed: Any) -> None:
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--port", r"^engine_args\.port: is set by reward_loop"),
+        ("--tensor-parallel-size", r"^engine_args\.\w+: set tensor_parallel_size or data_parallel_size"),
+        ("dp", r"^engine_args\.dp: set tensor_parallel_size or data_parallel_size"),
+        ("pipeline_parallel_size", r"^engine_args\.\w+: set tensor_parallel_size or data_parallel_size"),
+    ],
+)
+def test_options_that_the_library_sets_are_refused_as_engine_arguments(
+    engine: str, option: str, message: str, installed: Any
+) -> None:
     installed("0.31.0")
-    with pytest.raises(ConfigError, match=r"^engine_args\.\w+: set tensor_parallel_size or data_parallel_size"):
+    with pytest.raises(ConfigError, match=message):
         command(settled(engine, engine_args={option: 2}))
 
 
-def test_data_parallel_attention_of_sglang_shares_the_gpus_of_tensor_parallelism() -> None:
-    sizes = {"tensor_parallel_size": 8, "data_parallel_size": 8}
-    model = settled("sglang", engine_args={"--enable-dp-attention": True}, **sizes)
-    assert ENGINES["sglang"].gpus(model) == 8
-    assert command(model).endswith("--tp-size 8 --dp-size 8 --enable-dp-attention")
-    assert ENGINES["sglang"].gpus(settled("sglang", **sizes)) == 64
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_an_engine_started_by_a_rank_of_torchrun_has_a_rendezvous_of_its_own(
-    engine: str, installed: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    installed("0.31.0")
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    environment = ENGINES[engine].environment(settled(engine))
-    assert environment["TORCHELASTIC_USE_AGENT_STORE"] == "False"  # torch compares it with the word "True"
-
-
-def visible(devices: str) -> dict[str, str]:
-    # On AMD GPUs, vLLM does not start if the two differ.
-    return {"CUDA_VISIBLE_DEVICES": devices, "HIP_VISIBLE_DEVICES": devices}
-
-
-@pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"])
+@pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"])
 def test_each_server_gets_gpus_of_its_own(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv(variable, "4,5,6,7")
+    # On AMD GPUs, vLLM does not start if the two differ.
+    others = [variable] if variable.startswith("ASCEND") else ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"]
+
+    def visible(devices: str) -> dict[str, str]:
+        return dict.fromkeys(others, devices)
+
     shares = GpuShares()
     assert shares.share(2, 1, {}, "a") == [visible("4,5")]
     assert shares.share(0, 2, {}, "b") == [{}, {}]
@@ -232,14 +225,6 @@ def test_each_server_gets_gpus_of_its_own(variable: str, monkeypatch: pytest.Mon
     assert shares.share(1, 1, {variable: "4"}, "d") == [visible("4")]
     with pytest.raises(ConfigError, match=r"model 'e': 1 server\(s\) with 1 GPU\(s\) each need 1, and 0 are free"):
         shares.share(1, 1, {}, "e")
-
-
-def test_each_server_gets_npus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1,2,3")
-    shares = GpuShares()
-    assert shares.share(2, 1, {}, "a") == [{"ASCEND_RT_VISIBLE_DEVICES": "0,1"}]
-    assert shares.share(1, 1, {}, "b") == [{"ASCEND_RT_VISIBLE_DEVICES": "2"}]
 
 
 def test_without_gpus_none_is_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,16 +238,21 @@ def test_without_gpus_none_is_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None
         GpuShares().share(1, 1, {}, "a")
 
 
-def test_what_servers_compute_at_a_time() -> None:
-    def at_a_time(**options: Any) -> int | None:
-        return requests_at_a_time(RewardModelConfig(model_path="/m", **options))
+OTHER = {"small": ServedModelConfig(model_path="/n", max_batch_size=4)}
 
-    assert at_a_time(engine="transformers", max_batch_size=5, replicas=3) == 15
-    assert at_a_time(engine="vllm", replicas=2, data_parallel_size=2) == 4 * 256
-    assert at_a_time(engine="vllm", engine_args={"--max-num-seqs": 32}) == 32
-    assert at_a_time(engine="vllm", engine_args={"max_num_seqs": 1024}) == 256
-    assert at_a_time(engine="sglang", engine_args={"max_running_requests": "48"}, tensor_parallel_size=2) == 48
-    more = {"small": ServedModelConfig(model_path="/n", max_batch_size=4)}
-    assert at_a_time(max_batch_size=2, models=more) == 6
-    assert requests_at_a_time(RewardModelConfig(models=more)) == 4
-    assert requests_at_a_time(RewardModelConfig(engine="external", urls=("http://h:1",))) is None
+
+@pytest.mark.parametrize(
+    ("options", "requests"),
+    [
+        ({"engine": "transformers", "max_batch_size": 5, "replicas": 3}, 15),
+        ({"engine": "vllm", "replicas": 2, "data_parallel_size": 2}, 4 * 256),
+        ({"engine": "vllm", "engine_args": {"--max-num-seqs": 32}}, 32),
+        ({"engine": "vllm", "engine_args": {"max_num_seqs": 1024}}, 256),
+        ({"engine": "sglang", "engine_args": {"max_running_requests": "48"}, "tensor_parallel_size": 2}, 48),
+        ({"max_batch_size": 2, "models": OTHER}, 6),
+        ({"model_path": None, "models": OTHER}, 4),
+        ({"model_path": None, "engine": "external", "urls": ("http://h:1",)}, None),
+    ],
+)
+def test_what_servers_compute_at_a_time(options: dict[str, Any], requests: int | None) -> None:
+    assert requests_at_a_time(RewardModelConfig(**{"model_path": "/m", **options})) == requests

@@ -5,21 +5,20 @@ import contextlib
 import json
 import logging
 import os
-import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import aiohttp
 import pytest
 
+from reward_loop.client import classify
 from reward_loop.client.http import post as client_post
 from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError, ServerStartError
@@ -53,6 +52,18 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Transformers, "command", lambda *_: STUB_COMMAND)
 
 
+def kill(models: RewardModelManager, role: str) -> int:
+    """Kill a process; return its id."""
+    pid = models.pids()[role]
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+async def returned(models: RewardModelManager, role: str, before: int) -> None:
+    """Wait until a killed process runs again."""
+    await until(lambda: models.pids().get(role) not in (before, None))
+
+
 @pytest.mark.usefixtures("stubs")
 @pytest.mark.parametrize("killed", [False, True])
 async def test_temporary_logs_stay_only_if_a_server_has_failed(
@@ -65,57 +76,45 @@ async def test_temporary_logs_stay_only_if_a_server_has_failed(
         (folder,) = (tmp_path / "tmp").iterdir()
         assert {file.name for file in folder.iterdir()} == {"router.log", "server-1.log"}
         if killed:
-            pid = models.pids()["server 1"]
-            os.kill(pid, signal.SIGKILL)
-            await until(lambda: models.pids().get("server 1") not in (pid, None))
+            await returned(models, "server 1", kill(models, "server 1"))
     assert list((tmp_path / "tmp").iterdir()) == ([folder] if killed else [])
     assert (f"its logs stay in {folder}" in caplog.text) is killed
 
 
 @pytest.mark.usefixtures("stubs")
-async def test_a_killed_server_costs_no_request_and_comes_back(config: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("replicas", [1, 2])
+async def test_a_killed_server_costs_no_request_and_comes_back(
+    config: Any, caplog: pytest.LogCaptureFixture, replicas: int
+) -> None:
     caplog.set_level(logging.INFO, "reward_loop")
-    async with RewardModelManager(config(replicas=2, env={"STUB_DELAY": "0.02"})) as models:
+    async with RewardModelManager(config(replicas=replicas, env={"STUB_DELAY": "0.02"})) as models:
         url = f"http://{models.reward_router_address}"
-        before = models.pids()
         answers = [asyncio.create_task(post(url, "/echo", str(i).encode())) for i in range(200)]
         await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
-        os.kill(before["server 1"], signal.SIGKILL)
+        killed = kill(models, "server 1")
         assert await asyncio.gather(*answers) == [(200, str(i).encode()) for i in range(200)]
+        await returned(models, "server 1", killed)
+        seen = set()
         async with asyncio.timeout(120), aiohttp.ClientSession(url) as session:
-            pid = before["server 1"]
-            while pid in before.values():
+            while models.pids()["server 1"] not in seen:  # the router uses it again
                 async with session.get("/pid") as response:
-                    pid = int(await response.read())
-        assert pid == models.pids()["server 1"]
+                    seen.add(int(await response.read()))
         watched = Watched(list(models.pids().values()))
     assert watched.left_after(0) == 0
     watched.close()
-    assert "reward model server 1/2 ready in" in caplog.text
+    assert f"reward model server 1/{replicas} ready in" in caplog.text
     assert "was killed by SIGKILL" in caplog.text
-
-
-@pytest.mark.usefixtures("stubs")
-async def test_with_one_server_requests_wait_until_it_is_back(config: Any) -> None:
-    async with RewardModelManager(config()) as models:
-        url = f"http://{models.reward_router_address}"
-        os.kill(models.pids()["server 1"], signal.SIGKILL)
-        assert await asyncio.gather(*(post(url, "/echo", b"x") for _ in range(20))) == [(200, b"x")] * 20
 
 
 @pytest.mark.usefixtures("stubs")
 async def test_a_killed_router_restarts_at_its_address_with_the_states_of_the_servers(config: Any) -> None:
     async with RewardModelManager(config(replicas=2, max_restarts=1)) as models:
         url = f"http://{models.reward_router_address}"
-        first = models.pids()["server 1"]
-        os.kill(first, signal.SIGKILL)
-        while models.pids().get("server 1", first) == first:
-            await _state(url, 0)
-        os.kill(models.pids()["server 1"], signal.SIGKILL)
+        await returned(models, "server 1", kill(models, "server 1"))
+        kill(models, "server 1")
         while await _state(url, 0) != "lost":
             pass
-        router = models.pids()["router"]
-        os.kill(router, signal.SIGKILL)
+        router = kill(models, "router")
         assert await _until(url, 200) == b"x"
         assert models.pids()["router"] != router
         while await _state(url, 0) != "lost":
@@ -134,9 +133,9 @@ async def test_when_every_server_is_given_up_requests_fail_at_once(
 ) -> None:
     async with RewardModelManager(config(max_restarts=0, replicas=2)) as models:
         url = f"http://{models.reward_router_address}"
-        os.kill(models.pids()["server 1"], signal.SIGKILL)
+        kill(models, "server 1")
         assert [status for status, _ in [await post(url, "/echo", b"x") for _ in range(4)]] == [200] * 4
-        os.kill(models.pids()["server 2"], signal.SIGKILL)
+        kill(models, "server 2")
         message = json.loads(await _until(url, 503))["error"]["message"]
     assert "no reward model server is available" in message
     assert "reward model server 2/2" in message
@@ -167,31 +166,32 @@ async def test_a_server_that_does_not_start_shows_its_log_and_leaves_nothing(con
 
 @pytest.mark.usefixtures("stubs")
 async def test_the_router_passes_requests_to_servers_that_someone_else_runs(config: Any) -> None:
-    theirs = {"engine": "external", "urls": [], "kind": "generative"}
-    async with (
-        RewardModelManager(config(served_model_name="judge")) as one,
-        RewardModelManager(config(served_model_name="judge")) as other,
-    ):
-        theirs["urls"] = [f"http://{models.reward_router_address}" for models in (one, other)]
-        external = RewardModelConfig(models={"judge": theirs}, log_dir=str(config().log_dir))
-        async with RewardModelManager(external) as models:
+    async with RewardModelManager(config(served_model_name="judge")) as theirs:
+        served = {"engine": "external", "urls": [f"http://{theirs.reward_router_address}"], "kind": "generative"}
+        async with RewardModelManager(RewardModelConfig(models={"judge": served})) as models:
             assert list(models.pids()) == ["router"]
-            url = f"http://{models.reward_router_address}"
-            assert await post(url, "/echo", b"x") == (200, b"x")
+            assert await post(f"http://{models.reward_router_address}", "/echo", b"x") == (200, b"x")
 
 
-def test_the_options_of_health_checks_reach_the_router(config: Any) -> None:
-    models = RewardModelManager(config(health_interval_s=0.5, health_timeout_s=1.5, max_failed_checks=7))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model_path": "/no/such/model", "log_dir": "/no/such/logs"}, "model_path: there is no directory '/no/such/"),
+        ({"kind": "discriminative"}, r"kind='discriminative'.* is generative"),
+        ({"placement": "colocated"}, r"placement='colocated': .* set placement='local' or 'ray'"),
+    ],
+)
+async def test_a_wrong_option_is_named_before_anything_starts(
+    config: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        await RewardModelManager(config(**options)).__aenter__()
+
+
+def test_the_options_of_the_router_reach_it(config: Any) -> None:
+    models = RewardModelManager(config(health_interval_s=0.5, policy="least_in_flight"))
     options = json.loads(dict(pairwise(models._router_command()))["--options"])
-    assert [options[name] for name in ("health_interval_s", "health_timeout_s", "max_failed_checks")] == [0.5, 1.5, 7]
-
-
-async def test_a_model_that_is_not_there_is_named_before_anything_starts(config: Any) -> None:
-    models = RewardModelManager(config(model_path="/no/such/model", log_dir="/no/such/logs"))
-    with pytest.raises(ConfigError, match="model_path: there is no directory '/no/such/model'"):
-        await models.__aenter__()
-    with pytest.raises(ConfigError, match=r"kind='discriminative'.* is generative"):
-        await RewardModelManager(config(kind="discriminative")).__aenter__()
+    assert (options["health_interval_s"], options["policy"]) == (0.5, "least_in_flight")
 
 
 async def test_a_port_in_use_is_named_with_its_option(config: Any) -> None:
@@ -214,7 +214,7 @@ def test_serve_reward_model_gives_an_address(config: Any) -> None:
 PARENT = """
 import asyncio, json, sys, time
 from reward_loop.config import RewardModelConfig
-from reward_loop.serving import RewardModelManager, manager, models, serve_reward_model
+from reward_loop.serving import RewardModelManager, models, serve_reward_model
 
 how, model_path, log_dir, *stub = sys.argv[1:]
 models.ENGINES["transformers"].command = lambda *_: stub
@@ -229,15 +229,8 @@ async def run():
 if how == "async":
     asyncio.run(run())
 else:
-    made = []
-    class Recorded(RewardModelManager):
-        def __init__(self, *args):
-            super().__init__(*args)
-            made.append(self)
-    manager.RewardModelManager = Recorded
     serving = serve_reward_model(config)
-    serving.__enter__()
-    print(json.dumps(list(made[0].pids().values())), flush=True)
+    print(json.dumps(list(serving.__enter__().pids().values())), flush=True)
     if how == "exit":
         sys.exit(0)
     while True:
@@ -291,29 +284,22 @@ def test_a_program_that_ends_inside_the_block_stops_its_processes(parent: Any) -
 async def test_the_real_engine(tiny_discriminative_model: Path, config: Any) -> None:
     model = str(tiny_discriminative_model)
     async with RewardModelManager(config(model_path=model, replicas=2, served_model_name="judge")) as models:
-        url = f"http://{models.reward_router_address}"
-        async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as session:
-
-            async def classify(text: str) -> float:
-                body = {"model": "judge", "input": text, "use_activation": False}
-                async with session.post("/classify", json=body) as response:
-                    assert response.status == 200, await response.text()
-                    return (await response.json())["data"][0]["probs"][0]
-
-            texts = [f"answer {i}" for i in range(200)]
-            requests = [asyncio.create_task(classify(text)) for text in texts]
-            await asyncio.wait(requests, return_when=asyncio.FIRST_COMPLETED)
-            os.kill(models.pids()["server 1"], signal.SIGKILL)
-            scores = await asyncio.gather(*requests)
-            assert await asyncio.gather(*map(classify, texts)) == pytest.approx(scores, abs=1e-4)
-            assert len(set(scores)) > 100
+        address = models.reward_router_address
+        texts = [f"answer {i}" for i in range(200)]
+        requests = [asyncio.create_task(classify(address, text, model="judge")) for text in texts]
+        await asyncio.wait(requests, return_when=asyncio.FIRST_COMPLETED)
+        kill(models, "server 1")
+        scores = await asyncio.gather(*requests)
+        assert await asyncio.gather(*(classify(address, text, model="judge") for text in texts)) == pytest.approx(
+            scores, abs=1e-4
+        )
+        assert len(set(scores)) > 100
 
 
 async def test_weights_that_cannot_be_loaded_are_reported_with_the_log(
     tiny_generative_model: Path, config: Any, tmp_path: Path
 ) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(tiny_generative_model, broken)
+    broken = shutil.copytree(tiny_generative_model, tmp_path / "broken")
     (broken / "model.safetensors").write_bytes(b"broken")
     with pytest.raises(ServerStartError, match=r"server 1/1 exited with status 1 before it was ready") as raised:
         await RewardModelManager(config(model_path=str(broken))).__aenter__()
@@ -337,10 +323,12 @@ async def echo(session: aiohttp.ClientSession, text: str) -> str:
         return await response.text()
 
 
-async def all_sent(session: aiohttp.ClientSession) -> list[asyncio.Task[str]]:
+async def all_sent(
+    session: aiohttp.ClientSession, send: Callable[[str], Coroutine[Any, Any, Any]] | None = None
+) -> list[asyncio.Task[Any]]:
     """A request of each caller, once the servers have got all of them."""
     before = await sent(session)
-    requests = [asyncio.create_task(echo(session, text)) for text in TEXTS]
+    requests = [asyncio.create_task(send(text) if send else echo(session, text)) for text in TEXTS]
     async with asyncio.timeout(60):
         while await sent(session) < before + CALLERS:  # noqa: ASYNC110 (another process counts)
             await asyncio.sleep(0.01)
@@ -355,14 +343,13 @@ async def sent(session: aiohttp.ClientSession) -> int:
 async def test_requests_of_a_killed_server_do_not_wait_for_its_restart(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 600.0)
-    monkeypatch.setattr(supervisor, "_LONGEST_PAUSE_S", 600.0)
+    monkeypatch.setattr(supervisor, "_pause_s", lambda _: 600.0)
     async with served(config, 0.5) as (models, session):
         for _ in range(2):  # The second time, the connections to the servers are used ones.
             requests = await all_sent(session)
             await asyncio.gather(*requests)
         requests = await all_sent(session)
-        os.kill(models.pids()["server 1"], signal.SIGKILL)
+        kill(models, "server 1")
         async with asyncio.timeout(120):
             assert await asyncio.gather(*requests) == TEXTS
             assert await asyncio.gather(*(echo(session, text) for text in TEXTS)) == TEXTS
@@ -370,50 +357,17 @@ async def test_requests_of_a_killed_server_do_not_wait_for_its_restart(
 
 @pytest.mark.usefixtures("stubs")
 async def test_calls_of_the_client_survive_a_killed_router(config: Any) -> None:
-    callers = 256
     async with served(config, 2.0) as (models, session):
-        before, router = await sent(session), models.pids()["router"]
-        bodies = [{"caller": number} for number in range(callers)]
-        calls = [asyncio.create_task(client_post(models.reward_router_address, "/echo", body)) for body in bodies]
-        async with asyncio.timeout(60):
-            while await sent(session) < before + callers:  # noqa: ASYNC110 (another process counts)
-                await asyncio.sleep(0.01)
-        os.kill(router, signal.SIGKILL)
+
+        async def call(text: str) -> Any:
+            answer, _ = await client_post(models.reward_router_address, "/echo", {"caller": text})
+            return answer
+
+        calls = await all_sent(session, call)
+        router = kill(models, "router")
         async with asyncio.timeout(120):
-            assert [answer for answer, _ in await asyncio.gather(*calls)] == bodies
+            assert await asyncio.gather(*calls) == [{"caller": text} for text in TEXTS]
         assert models.pids()["router"] != router
-
-
-@pytest.mark.usefixtures("stubs")
-async def test_requests_beyond_max_in_flight_wait_in_the_router(config: Any) -> None:
-    async with asyncio.timeout(120), served(config, 600, max_in_flight=2) as (_, session):
-        requests = [asyncio.create_task(echo(session, text)) for text in TEXTS]
-        while await gauge(session, "requests_queued") < CALLERS - 2:  # noqa: ASYNC110 (another process counts)
-            await asyncio.sleep(0.01)
-        assert await gauge(session, "worker_in_flight") == 2
-        for request in requests:
-            request.cancel()
-
-
-async def gauge(session: aiohttp.ClientSession, name: str) -> float:
-    """The sum of a gauge of the router over all servers."""
-    async with session.get("/metrics") as response:
-        found = re.findall(rf"^reward_loop_router_{name}\S* (\S+)$", await response.text(), re.MULTILINE)
-    return sum(map(float, found))
-
-
-@pytest.mark.usefixtures("stubs")
-async def test_requests_of_a_frozen_server_are_answered_by_another_one(config: Any) -> None:
-    checks: Any = {"health_interval_s": 0.2, "health_timeout_s": 2, "max_failed_checks": 2}
-    async with served(config, 0.5, **checks) as (models, session):
-        requests = await all_sent(session)
-        frozen = models.pids()["server 1"]
-        os.kill(frozen, signal.SIGSTOP)
-        try:
-            async with asyncio.timeout(120):
-                assert await asyncio.gather(*requests) == TEXTS
-        finally:
-            os.kill(frozen, signal.SIGCONT)
 
 
 @pytest.mark.usefixtures("stubs")
@@ -423,14 +377,9 @@ async def test_the_router_is_stopped_before_its_servers_and_does_not_wait_for_re
     stopped: list[str] = []
     stop = ServerProcess.__aexit__
 
-    async def recorded(
-        process: ServerProcess,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def recorded(process: ServerProcess, *error: object) -> None:
         stopped.append(process.name)
-        await stop(process, exc_type, exc, traceback)
+        await stop(process, *error)
         stopped.append(f"{process.name} has ended")
 
     monkeypatch.setattr(ServerProcess, "__aexit__", recorded)

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import logging
 import multiprocessing
 import os
+import select
 import signal
 import socket
 import sys
@@ -13,14 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from reward_loop._util.process import ParentDeathPipe
-from reward_loop._util.sockets import listen, url_of
+from reward_loop._util.sockets import listen, reserve, url_of
 from reward_loop.errors import ServerStartError
 from reward_loop.serving import process
 from reward_loop.serving.process import ServerProcess
-from tests.servers import STUB_COMMAND, Watched, post
+from tests.servers import STUB_COMMAND, Watched, post, until
 
 
 @pytest.fixture
@@ -38,20 +40,29 @@ def stub(listener: socket.socket, tmp_path: Path) -> Any:
     return make
 
 
-async def test_a_process_is_ready_inside_the_context_and_ended_after_it(stub: Any, listener: socket.socket) -> None:
-    async with stub() as process:
-        watched = Watched([process.pid])
-        assert await post(url_of(listener), "/echo", b"hello") == (200, b"hello")
-        assert os.getsid(process.pid) == process.pid
-        assert process.started_in_s is not None
-    assert watched.left_after(0) == 0
-    watched.close()
+@pytest.mark.parametrize("inherits_socket", [True, False])
+async def test_a_process_is_ready_inside_the_context_and_ended_after_it(inherits_socket: bool, tmp_path: Path) -> None:
+    """A server that does not inherit its socket runs below the reaper, as vLLM and SGLang do."""
+    with listen("127.0.0.1") if inherits_socket else reserve("127.0.0.1") as bound:
+        own = [] if inherits_socket else ["--port", str(bound.getsockname()[1])]
+        for _ in range(2):  # a later run has the same address
+            server = ServerProcess("the stub", [*STUB_COMMAND, *own], bound=bound, log_path=tmp_path / "stub.log")
+            async with server as process:
+                assert process.pid is not None
+                below = psutil.Process(process.pid).children()
+                assert len(below) == (0 if inherits_socket else 1)
+                watched = Watched([process.pid, *(child.pid for child in below)])
+                assert await post(url_of(bound), "/echo", b"hello") == (200, b"hello")
+                assert os.getsid(process.pid) == process.pid
+                assert process.started_in_s is not None
+            assert watched.left_after(0) == 0
+            watched.close()
 
 
 async def test_a_later_run_serves_the_same_address_and_what_came_in_between(stub: Any, listener: socket.socket) -> None:
     async with stub() as first:
-        os.kill(first.pid, signal.SIGKILL)
-        assert str(await first.wait()).startswith(f"the stub (pid {first.pid}) was killed by SIGKILL.\n")
+        os.kill(first.pid, signal.SIGRTMIN + 3)  # a signal without a name
+        assert str(await first.wait()).startswith(f"the stub (pid {first.pid}) was killed by signal 37.\n")
     # This connection is made while nobody is there to accept it.
     with socket.create_connection(listener.getsockname()) as early:
         early.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -73,12 +84,6 @@ async def test_a_death_is_noticed_by_whoever_reaps_it(stub: Any, monkeypatch: py
     async with stub() as server:
         os.kill(server.pid, signal.SIGKILL)
         assert "was killed by SIGKILL" in str(await server.wait())
-
-
-async def test_a_death_by_a_signal_without_a_name(stub: Any) -> None:
-    async with stub() as server:
-        os.kill(server.pid, signal.SIGRTMIN + 3)
-        assert "was killed by signal 37" in str(await server.wait())
 
 
 async def test_an_exit_before_it_is_ready_shows_the_log(stub: Any, tmp_path: Path) -> None:
@@ -128,55 +133,34 @@ async def test_a_forked_child_does_not_hold_the_parent_death_pipe() -> None:
         pipe.close()
         os.set_blocking(held, False)
         # Without the child's copy the pipe is at its end; with it, this raises BlockingIOError.
-        assert _read_at_end(held) == b""
+        select.select([held], [], [], 60)
+        assert os.read(held, 1) == b""
     finally:
         child.kill()
         child.join()
         os.close(held)
 
 
-def _read_at_end(fd: int) -> bytes:
-    import select
-
-    select.select([fd], [], [], 60)
-    return os.read(fd, 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"model_path": "/no/such/model"}, "error: model_path: there is no directory '/no/such/model'"),
-        ({"model_path": os.path.dirname(__file__)}, "there is no config.json"),
-    ],
-)
-async def test_the_embedded_server_refuses_a_wrong_path_at_once(
-    stub: Any, options: dict[str, str], message: str
-) -> None:
+async def test_the_embedded_server_refuses_a_wrong_path_before_it_imports_torch(stub: Any) -> None:
     program = [sys.executable, "-X", "importtime", "-m", "reward_loop.serving.embedded.app"]
-    process = stub([*program, "--options", json.dumps(options)])
+    process = stub([*program, "--options", '{"model_path": "/no/such/model"}'])
     with pytest.raises(ServerStartError, match="exited with status 2"):
         await process.__aenter__()
     log = process.log.path.read_text()
-    assert message in log
+    assert "error: model_path: there is no directory '/no/such/model'" in log
     assert "| torch" not in log
 
 
 async def test_a_long_start_is_logged_with_the_last_line_of_the_servers_log(
-    stub: Any, monkeypatch: pytest.MonkeyPatch
+    stub: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    logged = asyncio.Event()
-
-    def info(message: str, *values: Any) -> None:
-        line = message % values
-        assert line.startswith("the stub is still starting after")
-        if line.endswith("the stub is deaf"):
-            logged.set()
-
+    caplog.set_level(logging.INFO, "reward_loop")
     monkeypatch.setattr(process, "_PROGRESS_S", 0.05)
     monkeypatch.setattr(process, "_STOPS_WITHIN_S", 0.1)
-    monkeypatch.setattr(process.logger, "info", info)
     starting = asyncio.create_task(stub(env={"STUB_DEAF": "1"}).__aenter__())
-    await asyncio.wait_for(logged.wait(), 60)
+    await until(
+        lambda: "the stub is still starting after" in caplog.text and "log line: the stub is deaf" in caplog.text
+    )
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting

@@ -38,7 +38,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(ENGINES["transformers"], "command", lambda *_: STUB_COMMAND)
 
     def make(**options: Any) -> RewardModelConfig:
-        return RewardModelConfig(model_path=str(tmp_path), placement="ray", start_timeout_s=300, **options)
+        return RewardModelConfig(**{"model_path": str(tmp_path), "placement": "ray", "start_timeout_s": 300} | options)
 
     return make
 
@@ -71,27 +71,24 @@ async def test_a_server_comes_back_after_its_own_death_and_its_actors(config: An
 
 
 @pytest.mark.usefixtures("cluster")
-async def test_a_start_that_fails_shows_the_log_of_the_server(config: Any) -> None:
-    with pytest.raises(ServerStartError, match=r"on [\d.]+ exited with status 4 before it was ready") as raised:
-        await RewardModelManager(config(env={"STUB_EXIT": "4"})).__aenter__()
-    assert "the stub is told to fail" in str(raised.value)
-
-
-@pytest.mark.usefixtures("cluster")
-async def test_a_server_that_is_not_ready_in_time_shows_its_log(config: Any) -> None:
-    never_ready = config(env={"STUB_DEAF": "1"}).model_copy(update={"start_timeout_s": 10})
-    with pytest.raises(ServerStartError, match=r"on [\d.]+ was not ready after 10 s") as raised:
-        await RewardModelManager(never_ready).__aenter__()
-    assert "the stub is deaf" in str(raised.value)
+@pytest.mark.parametrize(
+    ("env", "timeout_s", "message", "log"),
+    [
+        ({"STUB_EXIT": "4"}, 300, "exited with status 4 before it was ready", "the stub is told to fail"),
+        ({"STUB_DEAF": "1"}, 10, "was not ready after 10 s", "the stub is deaf"),
+    ],
+)
+async def test_a_start_that_fails_shows_the_log_of_the_server(
+    config: Any, env: dict[str, str], timeout_s: float, message: str, log: str
+) -> None:
+    with pytest.raises(ServerStartError, match=rf"on [\d.]+ {message}") as raised:
+        await RewardModelManager(config(env=env, start_timeout_s=timeout_s)).__aenter__()
+    assert log in str(raised.value)
 
 
 @pytest.mark.usefixtures("cluster")
 async def test_resources_that_there_are_not(config: Any) -> None:
-    from reward_loop.serving.reservation import Demand, GpuReservation
-
-    gpus, cpus = (int(ray.cluster_resources()[name]) for name in ("GPU", "CPU"))
-    with pytest.raises(ConfigError, match=rf"too few GPUs .* {gpus + 1} of them on one node, and there are {gpus}"):
-        await GpuReservation().places([Demand(1, gpus + 1, 1)])
+    cpus = int(ray.cluster_resources()["CPU"])
     with pytest.raises(ConfigError, match=rf"too few CPUs .* {cpus + 1} of them on one node, and there are {cpus}"):
         await RewardModelManager(config(threads=cpus + 1)).__aenter__()
 

@@ -32,25 +32,31 @@ while True:  # Python notices a signal that comes just before a sleep begins onl
 """
 
 
+def reaper(*command: str) -> tuple[subprocess.Popen[str], int]:
+    """Start a reaper with a command; return its process and this end of its pipe."""
+    child_fd, parent_fd = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "reward_loop.serving.reaper", str(child_fd), *command],
+        pass_fds=(child_fd,),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    os.close(child_fd)
+    return process, parent_fd
+
+
 @pytest.fixture
 def reaped() -> Iterator[Any]:
+    """Starts a reaper with a server; returns its process, this end of its pipe, and all processes."""
     started: list[subprocess.Popen[str]] = []
-
     strays: list[int] = []
 
     def start(how: str = "run") -> tuple[subprocess.Popen[str], int, Watched]:
-        child_fd, parent_fd = os.pipe()
-        reaper = [sys.executable, "-m", "reward_loop.serving.reaper", str(child_fd)]
-        process = subprocess.Popen(
-            [*reaper, sys.executable, "-c", SERVER, how],
-            pass_fds=(child_fd,),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            start_new_session=True,
-        )
-        os.close(child_fd)
+        process, parent_fd = reaper(sys.executable, "-c", SERVER, how)
         started.append(process)
         assert process.stdout is not None
         pids = json.loads(process.stdout.readline())
@@ -99,9 +105,8 @@ def test_a_killed_reaper_takes_the_server_with_it(reaped: Any) -> None:
 
 
 def test_a_command_that_does_not_exist_is_an_error_that_names_it() -> None:
-    child_fd, parent_fd = os.pipe()
-    command = [sys.executable, "-m", "reward_loop.serving.reaper", str(child_fd), "/nonesuch"]
-    done = subprocess.run(command, pass_fds=(child_fd,), capture_output=True, text=True, cwd=ROOT, timeout=120)
+    process, parent_fd = reaper("/nonesuch")
+    _, errors = process.communicate(timeout=120)
     os.close(parent_fd)
-    assert done.returncode == 1
-    assert "/nonesuch cannot be started" in done.stderr
+    assert process.returncode == 1
+    assert "/nonesuch cannot be started" in errors

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from tests.servers import STUB_COMMAND, post
 
 ray = pytest.importorskip("ray")
 
+from reward_loop.serving.gpus import NPU  # noqa: E402
+from reward_loop.serving.reservation import Demand, GpuReservation, Others, Place  # noqa: E402
+
 pytestmark = pytest.mark.integration
 
 GPUS = 8
@@ -35,7 +39,7 @@ ONE = {"CPU": 1.0, "GPU": 1.0}
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     common = {"num_cpus": 2 * GPUS, "num_gpus": GPUS, "object_store_memory": 2**27}
-    nodes = [{**common, "resources": {name: 1}} for name in ("first", "second")]
+    nodes = [{**common, "resources": {name: 1, "NPU": GPUS}} for name in ("first", "second")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")
         with ray_cluster(*nodes):
@@ -60,17 +64,24 @@ def reserve(cluster: None) -> Iterator[Any]:
 
 def until_free(gpus: int) -> None:
     """Waits until that many GPUs of the cluster are free."""
-    import ray
-
     deadline = time.monotonic() + 60
     while ray.available_resources().get("GPU", 0) < gpus:
         assert time.monotonic() < deadline, "groups of earlier tests still hold GPUs"
         time.sleep(0.05)
 
 
-def _others(groups: int, bundles: int) -> Any:
-    from reward_loop.serving.reservation import Others
+@asynccontextmanager
+async def reserved(demand: Demand, **options: Any) -> AsyncIterator[list[Place]]:
+    """Reserve the places of the servers of one model."""
+    reservation = GpuReservation(timeout_s=60, **options)
+    try:
+        (places,) = await reservation.places([demand])
+        yield places
+    finally:
+        reservation.release()
 
+
+def _others(groups: int, bundles: int) -> Others:
     return Others("group(s) of the trainer", groups, bundles, ONE)
 
 
@@ -87,22 +98,14 @@ def _others(groups: int, bundles: int) -> Any:
 async def test_servers_leave_room_for_the_trainer(
     servers: int, size: int, groups: int, bundles: int, reserve: Any
 ) -> None:
-    from reward_loop.serving.reservation import Demand, GpuReservation
-
-    reservation = GpuReservation([_others(groups, bundles)], timeout_s=60)
-    try:
-        ((*places,),) = await reservation.places([Demand(servers, size, 1)])
+    async with reserved(Demand(servers, size, 1), others=[_others(groups, bundles)]) as places:
         assert len(places) == servers
         for _ in range(groups):
             assert await asyncio.to_thread(reserve, bundles)
-    finally:
-        reservation.release()
 
 
 @pytest.mark.usefixtures("cluster")
 async def test_more_than_the_cluster_has_is_refused_at_once_with_the_arithmetic() -> None:
-    from reward_loop.serving.reservation import Demand, GpuReservation
-
     with pytest.raises(ConfigError) as caught:
         await GpuReservation([_others(1, 8)]).places([Demand(5, 2, 1)])
     for part in (
@@ -117,11 +120,18 @@ async def test_more_than_the_cluster_has_is_refused_at_once_with_the_arithmetic(
         await GpuReservation().places([Demand(1, 9, 1)])
     with pytest.raises(ConfigError, match="too few CPUs"):
         await GpuReservation().places([Demand(1, 0, 17)])
+    with pytest.raises(ConfigError, match=r"too few NPUs .*: 18 are needed.*\. Lower trainer\.n_gpus_per_node$"):
+        await GpuReservation(accelerator=NPU, fix="Lower trainer.n_gpus_per_node").places([Demand(9, 2, 1)])
+
+
+@pytest.mark.usefixtures("cluster")
+async def test_accelerators_of_another_platform_are_reserved_by_their_name_in_ray() -> None:
+    async with reserved(Demand(2, 8, 1), accelerator=NPU) as (place, _):
+        assert place.accelerator == NPU
+        assert (place.resources["num_gpus"], place.resources["resources"]) == (0, {"NPU": 8})
 
 
 async def test_missing_room_is_an_error_in_time_with_the_resources_of_each_node(reserve: Any) -> None:
-    from reward_loop.serving.reservation import Demand, GpuReservation
-
     assert await asyncio.to_thread(reserve, 8)
     # Ray frees the bundles of earlier tests some time after their groups were removed.
     await asyncio.to_thread(until_free, 8)
@@ -138,15 +148,9 @@ async def test_missing_room_is_an_error_in_time_with_the_resources_of_each_node(
 async def test_servers_without_gpus_are_spread_over_the_nodes() -> None:
     from ray.util import placement_group_table
 
-    from reward_loop.serving.reservation import Demand, GpuReservation
-
-    reservation = GpuReservation(timeout_s=60)
-    try:
-        ((first, second),) = await reservation.places([Demand(2, 0, 1)])
+    async with reserved(Demand(2, 0, 1)) as (first, second):
         nodes = placement_group_table(first.group)["bundles_to_node_id"]
         assert nodes[first.bundle] != nodes[second.bundle]
-    finally:
-        reservation.release()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 
@@ -42,73 +43,48 @@ class FakeServer:
         return ServerDiedError("it was told to")
 
 
-async def test_a_server_that_cannot_be_made_ready_for_use_is_stopped_and_tried_again() -> None:
-    servers: list[FakeServer] = []
-    told: list[str] = []
-    up = asyncio.Event()
+class Servers(list[FakeServer]):
+    """All servers that were made."""
 
-    def new() -> FakeServer:
-        servers.append(FakeServer())
-        return servers[-1]
+    def new(self) -> FakeServer:
+        self.append(FakeServer())
+        return self[-1]
+
+
+async def test_a_server_that_cannot_be_made_ready_for_use_is_stopped_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses: list[int] = []
+    monkeypatch.setattr(supervision, "_pause_s", lambda restarts: pauses.append(restarts) or 0)
+    servers = Servers()
+    up: asyncio.Queue[str] = asyncio.Queue()
 
     async def on_up(url: str) -> None:
-        told.append(url)
-        if len(told) == 2:
+        if len(servers) == 2:
             raise ServerError("it will not sleep")
-        if len(told) == 3:
-            up.set()
+        up.put_nowait(url)
 
-    supervisor = Supervisor(new, max_restarts=3, window_s=60, on_up=on_up)
+    supervisor = Supervisor(servers.new, max_restarts=3, window_s=60, on_up=on_up)
     supervisor.start()
-    await supervisor.started
-    servers[0].dies.set()
     async with asyncio.timeout(30):
-        await up.wait()
+        await up.get()
+        servers[0].dies.set()
+        await up.get()
     assert [server.entered for server in servers] == [False, False, True]
+    assert pauses == [0, 1]
     await supervisor.stop()
     assert not servers[-1].entered
 
 
-async def test_the_first_restart_may_have_no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervision, "_FIRST_PAUSE_S", 600.0)
-    monkeypatch.setattr(supervision, "_LONGEST_PAUSE_S", 600.0)
-    servers: list[FakeServer] = []
-    up: asyncio.Queue[str] = asyncio.Queue()
-    down: asyncio.Queue[str] = asyncio.Queue()
-
-    def new() -> FakeServer:
-        servers.append(FakeServer())
-        return servers[-1]
-
-    supervisor = Supervisor(new, max_restarts=3, window_s=60, at_once=True, on_up=up.put, on_down=down.put)
-    supervisor.start()
-    async with asyncio.timeout(30):
-        for server in range(2):
-            await up.get()
-            servers[server].dies.set()
-            await down.get()
-    assert len(servers) == 2  # the second restart has a pause
-    await supervisor.stop()
-
-
-async def test_a_first_start_that_fails_is_reported_and_not_repeated() -> None:
-    async def on_up(_: str) -> None:
-        raise ServerError("it will not sleep")
-
-    supervisor = Supervisor(FakeServer, max_restarts=3, window_s=60, on_up=on_up)
-    supervisor.start()
-    with pytest.raises(ServerError, match="it will not sleep"):
-        await supervisor.started
-    await supervisor.stop()
+def test_the_first_restart_has_no_pause_and_the_others_growing_ones() -> None:
+    assert [supervision._pause_s(restarts) for restarts in (0, 1, 2, 3, 20)] == [0, 0.2, 0.4, 0.8, 30]
 
 
 async def test_a_server_that_waits_for_a_place_does_not_delay_the_start_of_others() -> None:
     starts = asyncio.Semaphore(1)
-    without_place, other = FakeServer(), FakeServer()
+    servers = without_place, _ = FakeServer(), FakeServer()
     without_place.has_place.clear()
-    supervisors = [
-        Supervisor(lambda s=s: s, max_restarts=3, window_s=60, starts=starts) for s in (without_place, other)
-    ]  # type: ignore[misc]
+    supervisors = [Supervisor(partial(next, iter([s])), max_restarts=3, window_s=60, starts=starts) for s in servers]
     for supervisor in supervisors:
         supervisor.start()
     async with asyncio.timeout(30):
@@ -139,26 +115,31 @@ async def test_a_lost_server_releases_its_address_and_so_does_one_that_is_stoppe
     assert unused.fileno() < 0
 
 
-async def test_an_unexpected_error_is_raised_by_the_first_start_and_logged_later(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    broken = [True]
+@pytest.mark.parametrize("error", [ServerError("it will not sleep"), TypeError("a defect")])
+async def test_an_error_of_the_first_start_is_reported_and_the_start_not_repeated(error: Exception) -> None:
+    servers = Servers()
 
     async def on_up(_: str) -> None:
-        if broken[0]:
-            raise TypeError("a defect")
+        raise error
 
-    supervisor = Supervisor(FakeServer, max_restarts=3, window_s=60, on_up=on_up)
+    supervisor = Supervisor(servers.new, max_restarts=3, window_s=60, on_up=on_up)
     supervisor.start()
-    with pytest.raises(TypeError, match="a defect"):
+    with pytest.raises(type(error), match=str(error)):
         await supervisor.started
     await supervisor.stop()
-    server, broken[0] = FakeServer(), False
-    supervisor = Supervisor(lambda: server, max_restarts=3, window_s=60, on_up=on_up)
+    assert [server.entered for server in servers] == [False]
+
+
+async def test_an_unexpected_error_of_a_restart_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    servers = Servers()
+
+    async def on_down(_: str) -> None:
+        raise TypeError("a defect")
+
+    supervisor = Supervisor(servers.new, max_restarts=3, window_s=60, on_down=on_down)
     supervisor.start()
     await supervisor.started
-    broken[0] = True
-    server.dies.set()
+    servers[0].dies.set()
     await until(lambda: "a server has stopped, and is not restarted" in caplog.text)
     await supervisor.stop()
 

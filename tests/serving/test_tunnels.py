@@ -6,7 +6,10 @@ import asyncio
 import contextlib
 import os
 import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import psutil
@@ -28,32 +31,29 @@ def _tunnel_processes() -> list[psutil.Process]:
     return found
 
 
+@asynccontextmanager
+async def tunnel(url: str, key: str = "key") -> AsyncIterator[tuple[str, str]]:
+    """Open a tunnel to a server; yields the URLs of its entry and of its exit."""
+    async with (
+        tunnel_exit("127.0.0.1", url.removeprefix("http://"), key) as exit_address,
+        tunnel_entry(exit_address, key, health_path="/health") as address,
+    ):
+        yield f"http://{address}", f"http://{exit_address}"
+
+
 async def test_requests_pass_through_a_tunnel_and_others_do_not() -> None:
     key = new_key()
-    async with serving(model_server("judge")) as url:
-        target = url.removeprefix("http://")
-        async with (
-            tunnel_exit("127.0.0.1", target, key) as exit_address,
-            tunnel_entry(exit_address, key, health_path="/health") as address,
-        ):
-            answers = await asyncio.gather(*(post(f"http://{address}", "/v1/chat", b"x" * 300_000) for _ in range(20)))
-            assert answers == [(200, b"judge")] * 20
-            # The exit is open to other machines.
-            assert (await post(f"http://{exit_address}", "/v1/chat", b"x"))[0] == 401
-            assert (await post(f"http://{exit_address}", "/wake_up", b"x"))[0] == 401
-            assert all(key not in " ".join(process.cmdline()) for process in _tunnel_processes())
-            assert len(_tunnel_processes()) == 2
-    assert _tunnel_processes() == []
-
-
-async def test_an_entry_with_another_key_is_refused() -> None:
-    async with (
-        serving(model_server("judge")) as url,
-        tunnel_exit("127.0.0.1", url.removeprefix("http://"), "one") as exit_address,
-    ):
+    async with serving(model_server("judge")) as server, tunnel(server, key) as (url, exit_url):
+        answers = await asyncio.gather(*(post(url, "/v1/chat", b"x" * 300_000) for _ in range(20)))
+        assert answers == [(200, b"judge")] * 20
+        # The exit is open to other machines.
+        assert (await post(exit_url, "/v1/chat", b"x"))[0] == 401
         with pytest.raises(ServerStartError, match="401"):
-            async with tunnel_entry(exit_address, "other", health_path="/health"):
+            async with tunnel_entry(urlsplit(exit_url).netloc, "other", health_path="/health"):
                 pass
+        assert all(key not in " ".join(process.cmdline()) for process in _tunnel_processes())
+        assert len(_tunnel_processes()) == 2
+    assert _tunnel_processes() == []
 
 
 async def test_a_client_that_leaves_closes_the_connection_to_the_server() -> None:
@@ -69,12 +69,8 @@ async def test_a_client_that_leaves_closes_the_connection_to_the_server() -> Non
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body", "body": b""})
 
-    async with (
-        serving(app) as url,
-        tunnel_exit("127.0.0.1", url.removeprefix("http://"), "key") as exit_address,
-        tunnel_entry(exit_address, "key", health_path="/health") as address,
-    ):
-        request = asyncio.create_task(post(f"http://{address}", "/slow", b"x"))
+    async with serving(app) as server, tunnel(server) as (url, _):
+        request = asyncio.create_task(post(url, "/slow", b"x"))
         await asyncio.wait_for(began.wait(), 60)
         request.cancel()
         await asyncio.wait_for(left.wait(), 60)
@@ -93,21 +89,13 @@ async def test_an_answer_that_breaks_off_does_not_look_complete() -> None:
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    async with (
-        server,
-        tunnel_exit("127.0.0.1", f"127.0.0.1:{port}", "key") as exit_address,
-        tunnel_entry(exit_address, "key", health_path="/health") as address,
-    ):
+    async with server, tunnel(f"http://127.0.0.1:{port}") as (url, _):
         with pytest.raises(aiohttp.ClientError):
-            await post(f"http://{address}", "/x", b"")
+            await post(url, "/x")
 
 
 async def test_an_end_that_dies_comes_back_at_its_address() -> None:
-    async with (
-        serving(model_server("judge")) as url,
-        tunnel_exit("127.0.0.1", url.removeprefix("http://"), "key") as exit_address,
-        tunnel_entry(exit_address, "key", health_path="/health") as address,
-    ):
+    async with serving(model_server("judge")) as server, tunnel(server) as (url, _):
         before = {process.pid for process in _tunnel_processes()}
         for pid in before:
             os.kill(pid, signal.SIGKILL)
@@ -115,7 +103,7 @@ async def test_an_end_that_dies_comes_back_at_its_address() -> None:
         async with asyncio.timeout(60):
             while True:
                 try:
-                    assert await post(f"http://{address}", "/v1/chat", b"x") == (200, b"judge")
+                    assert await post(url, "/v1/chat", b"x") == (200, b"judge")
                     break
                 except aiohttp.ClientError:
                     continue

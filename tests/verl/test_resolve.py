@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError
+from reward_loop.scoring import ScoringFunction
 from reward_loop.verl.resolve import read, without_reward
 from tests.verl.configs import resolved, settled
 
@@ -76,6 +77,22 @@ def test_records_are_off_without_log_dir() -> None:
 )
 def test_the_keys_that_users_write_take_effect(overrides: str, key: str, value: object) -> None:
     assert OmegaConf.select(settled(*overrides.split()), key) == value
+
+
+def test_a_ready_judge_is_named_by_its_short_name() -> None:
+    from reward_loop.judges import Rubric
+    from reward_loop.verl.main_ppo import check_function
+
+    settings = resolved(
+        "custom_reward_function.path=judge:rubric",
+        "+custom_reward_function.reward_kwargs.criteria=[The result is correct.,{text: It is clear., weight: 0.5}]",
+    )
+    check_function(settings)
+    assert settings.function is not None
+    assert settings.function.load() is Rubric
+    function = ScoringFunction(settings.function.load(), reward_kwargs=settings.function.kwargs)
+    assert function.requires == {"solution_str", "extra_info"}
+    assert read(settings.config) == settings
 
 
 def test_verls_limits_of_the_rate_limited_manager_become_the_default_limit() -> None:

@@ -172,8 +172,10 @@ def test_on_a_cpu_vllm_needs_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_pool_the_model_shares_the_trainers_gpus() -> None:
     overrides = ["trainer.n_gpus_per_node=8", "trainer.nnodes=2", "reward_model.use_reward_loop=True"]
-    options = resolved(*VLLM, *overrides, "+reward_model.server.log_dir=/logs").model
+    of_the_router = ["+reward_model.server.log_dir=/logs", "+reward_model.server.policy=round_robin"]
+    options = resolved(*VLLM, *overrides, *of_the_router).model
     assert options is not None
+    assert options.policy == "round_robin"
     assert (options.placement, options.tensor_parallel_size, options.replicas) == ("colocated", 2, 8)
     options = resolved(*VLLM, *overrides, "+reward_model.server.placement=local").model
     assert options is not None

@@ -20,15 +20,13 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reward_loop import __version__
-from reward_loop._util.text import listing
 from reward_loop.adapters.service import score_route
 from reward_loop.adapters.service.dialects import DialectOptions, llamafactory, openrlhf, slime
 from reward_loop.adapters.service.nemo_gym import nemo_gym
 from reward_loop.adapters.service.replies import ServiceError, error_reply, json_reply
 from reward_loop.adapters.service.service import RETRY_AFTER_S, Metrics, RewardService
-from reward_loop.errors import ConfigError
 
-__all__ = ["DIALECTS", "Gate", "check_dialects", "create_app"]
+__all__ = ["DIALECTS", "Gate", "create_app"]
 
 DIALECTS: dict[str, Callable[[RewardService, DialectOptions], APIRouter]] = {
     "openrlhf": openrlhf,
@@ -48,31 +46,10 @@ MAX_PROBLEMS = 5
 """The number of problems that the answer to an invalid body lists."""
 
 
-def check_dialects(service: RewardService, asked: Collection[str]) -> list[str]:
-    """Return the dialects to serve: those that the user asks for, by default all that the function can serve.
-
-    Raises:
-        ConfigError: the user asks for a dialect that does not exist, or whose requests have single samples while the
-            function needs whole groups.
-    """
-    for name in asked:
-        if name not in DIALECTS:
-            raise ConfigError(f"--dialect {name}: unknown; choose from {listing(DIALECTS)}")
-    if not service.needs_groups:
-        return list(asked or DIALECTS)
-    if asked:
-        raise ConfigError(
-            f"--dialect {next(iter(asked))}: {service.name} compares the samples of a group, and this trainer sends "
-            "single samples. Leave --dialect out: /score accepts whole groups"
-        )
-    return []
-
-
 def create_app(
     service: RewardService,
-    dialects: Collection[str],
-    options: DialectOptions | None = None,
     *,
+    options: DialectOptions | None = None,
     key: str | None = None,
     max_body_bytes: int = 16 * 2**20,
 ) -> Gate:
@@ -80,8 +57,8 @@ def create_app(
 
     Args:
         service: the service.
-        dialects: names of the dialects to serve, see `check_dialects`.
-        options: options of the dialects.
+        options: options of the dialects. A function that needs whole groups is served at ``/score`` only: the requests
+            of the trainers have single samples.
         key: the API key; ``None`` if none is needed.
         max_body_bytes: the longest body of a request.
     """
@@ -100,8 +77,9 @@ def create_app(
         redirect_slashes=False,
     )
     app.include_router(score_route.routes(service))
-    for name in dialects:
-        app.include_router(DIALECTS[name](service, options or DialectOptions()))
+    if not service.needs_groups:
+        for routes in DIALECTS.values():
+            app.include_router(routes(service, options or DialectOptions()))
     paths = sorted(app.openapi()["paths"])
     _add_errors(app, paths)
 

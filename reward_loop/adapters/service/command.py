@@ -47,15 +47,6 @@ def serve(
             metavar="NAME", help="Environment variable that contains the key for requests.", show_default=False
         ),
     ] = None,
-    dialect: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Serve only this trainer in addition to /score: openrlhf, slime, llamafactory or nemo-gym. "
-            "Repeatable. Default: all.",
-            show_default=False,
-        ),
-    ] = None,
     strip: Annotated[
         list[str] | None,
         typer.Option(
@@ -124,7 +115,7 @@ def serve(
     [cyan]/health[/], [cyan]/ready[/] and [cyan]/metrics[/] are for operation. Ctrl-C lets the
     samples in flight end.
     """
-    from reward_loop.adapters.service.app import check_dialects, create_app
+    from reward_loop.adapters.service.app import create_app
     from reward_loop.adapters.service.dialects import DialectOptions
     from reward_loop.adapters.service.service import RewardService
     from reward_loop.config import RewardLoopConfig, parse
@@ -151,17 +142,14 @@ def serve(
     service = RewardService(
         scorer, concurrency=concurrency, max_in_flight=max_in_flight, data_source=data_source, grace_s=grace
     )
-    dialects = check_dialects(service, dialect or ())
     paths = cli_options.pairs(field, "--field")
-    if paths and "nemo-gym" not in dialects:
-        raise ConfigError(f"--field {next(iter(paths))} has no effect without the dialect nemo-gym: leave it out")
-    app = create_app(
-        service,
-        dialects,
-        DialectOptions(tuple(strip or ()), paths),
-        key=key,
-        max_body_bytes=max_body_mb * 2**20,
-    )
+    if paths and service.needs_groups:
+        raise ConfigError(
+            f"--field {next(iter(paths))} has no effect: {service.name} compares the samples of a group, so /verify is "
+            "not served. Leave it out"
+        )
+    dialects = DialectOptions(tuple(strip or ()), paths)
+    app = create_app(service, options=dialects, key=key, max_body_bytes=max_body_mb * 2**20)
     raise_descriptor_limit()
     with open_listener(host, port, key) as listener:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -177,7 +165,8 @@ def _announce(service: RewardService, listener: socket.socket, key_variable: str
     if "data_source" in service.scorer.requires and service.data_source is None:
         body["data_source"] = "test"
     if service.needs_groups:
-        body = {"samples": [body, {**body, "solution_str": "5"}], "group_sizes": [2]}
+        body["group"] = "2+2"
+        body = {"samples": [body, {**body, "solution_str": "5"}]}
     key = "" if key_variable is None else f' -H "Authorization: Bearer ${key_variable}"'
     url = url_of(listener)
     print_line(f"{service.name} is served at {url}; its requests and replies: {url}/docs")

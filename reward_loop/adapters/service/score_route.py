@@ -49,8 +49,6 @@ class Samples(Body):
 
     samples: list[Sample] = Field(min_length=1)
     """The samples."""
-    group_sizes: list[Annotated[int, Field(ge=1)]] | None = None
-    """The size of each group, if the members of a group are neighbours; instead of `group` in each sample."""
 
 
 class Result(Body):
@@ -95,19 +93,15 @@ def routes(service: RewardService) -> APIRouter:
     async def score(body: ScoreBody, request: Request) -> Response:
         """Score one sample, or many as `{"samples": [...]}`.
 
-        A function that compares samples needs whole groups: give `group_sizes`, or the `group` of each sample.
+        A function that compares samples needs whole groups: give the `group` of each sample.
         """
         given = body.samples if isinstance(body, Samples) else [body]
         for index, sample in enumerate(given):
-            service.check_given(sample.model_fields_set, f"sample {index if sample.uid is None else sample.uid}")
-        order, sizes = _grouped(given, body.group_sizes if isinstance(body, Samples) else None)
-        if sizes is None and service.needs_groups:
-            raise ServiceError(
-                422,
-                f"{service.name} compares the samples of a group: send all samples of a prompt in one request, with "
-                "group_sizes or the group of each sample",
-            )
-        scored = await service.score_request(request, [_sample(given[index]) for index in order], sizes)
+            service.check_given(sample.model_fields_set, f"sample {sample.uid or index}")
+        groups = _members(given, service)
+        order = [index for members in groups for index in members]
+        samples = [RewardSample(**given[index].model_dump(exclude={"group"})) for index in order]
+        scored = await service.score_request(request, samples, [len(members) for members in groups])
         results = dict(zip(order, scored, strict=True))
         shown = [_result(results[index]) for index in range(len(given))]
         return json_reply({"results": shown} if isinstance(body, Samples) else shown[0])
@@ -115,40 +109,22 @@ def routes(service: RewardService) -> APIRouter:
     return router
 
 
-def _grouped(samples: Sequence[Sample], sizes: list[int] | None) -> tuple[list[int], list[int] | None]:
-    """Return the order of the samples in which groups are neighbours, and the size of each group.
+def _members(samples: Sequence[Sample], service: RewardService) -> list[list[int]]:
+    """Return the indices of the samples of each group; samples without a group are groups of their own.
 
     Raises:
-        ServiceError: the sizes do not fit, some samples have a group and others have none, or both are given (422).
+        ServiceError: a sample has no group, and the function compares the samples of a group (422).
     """
-    order = list(range(len(samples)))
-    named = [sample.group is not None for sample in samples]
-    if not any(named):
-        if sizes is not None and sum(sizes) != len(samples):
-            raise ServiceError(
-                422, f"group_sizes has {sum(sizes)} samples in all, but the request has {len(samples)} samples"
-            )
-        return order, sizes
-    if sizes is not None:
-        raise ServiceError(422, "group_sizes and the group of a sample exclude each other: give one of them")
-    if not all(named):
-        raise ServiceError(422, f"sample {named.index(False)} has no group, but other samples of the request have one")
-    groups: dict[str | None, list[int]] = {}
+    groups: dict[str | int, list[int]] = {}
     for index, sample in enumerate(samples):
-        groups.setdefault(sample.group, []).append(index)
-    return [index for members in groups.values() for index in members], [len(members) for members in groups.values()]
-
-
-def _sample(given: Sample) -> RewardSample:
-    return RewardSample(
-        given.solution_str,
-        data_source=given.data_source,
-        ground_truth=given.ground_truth,
-        extra_info=given.extra_info,
-        uid=given.uid,
-        prompt=given.prompt,
-        step=given.step,
-    )
+        if sample.group is None and service.needs_groups:
+            raise ServiceError(
+                422,
+                f"sample {index} has no group, and {service.name} compares the samples of a group: send all samples of "
+                "a prompt in one request, with the same group",
+            )
+        groups.setdefault(index if sample.group is None else sample.group, []).append(index)
+    return list(groups.values())
 
 
 def _result(scored: Scored) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any, Self
 
@@ -42,8 +42,7 @@ def reward_function(
 
     Args:
         function: a reward function in any form that `ScoringFunction` accepts; its name, ``file.py:name`` or
-            ``package.module:name``; a reward manager; or ``None``, if each component of the manager ``composite`` has
-            its own function.
+            ``package.module:name``; or ``None``, if each component of the manager ``composite`` has its own function.
         manager: the name or the import path of the manager that calls the function.
         options: the options of the manager: a `RewardLoopConfig`, or a mapping of its fields.
         reward_kwargs: configured arguments of the function.
@@ -69,12 +68,48 @@ def reward_function(
         with reward_function(compute_score, ground_truth="answer", log_dir="rewards") as reward:
             GRPOTrainer(model, reward_funcs=reward, args=args, train_dataset=dataset).train()
     """
+    if group_size is not None and group_size < 1:
+        raise ConfigError(f"group_size: at least 1, the num_generations of the trainer; got {group_size}")
     parsed = parse(RewardLoopConfig, options, "options")
     if log_dir is not None:
         parsed = parsed.model_copy(update={"log_dir": os.fspath(log_dir)})
-    recipe = _Recipe(function, manager, parsed, reward_kwargs, reward_router_address, reward_model_tokenizer)
+    _check_shared(parsed)
+    # Mistakes are found here, before the training: a worker that unpickles the result loads the function again.
+    managers.get(manager)
+    if isinstance(function, str):
+        load_function(function)
+    load = partial(
+        load_scorer,
+        function,
+        manager,
+        parsed,
+        reward_kwargs=reward_kwargs,
+        router_address=reward_router_address,
+        reward_model_tokenizer=reward_model_tokenizer,
+    )
     columns = Columns(ground_truth, data_source, extra_info)
-    return TRLReward(recipe, columns, group_size=group_size, concurrency=concurrency, name=name)
+    return TRLReward(name or _name_of(function, manager), load, columns, group_size, concurrency)
+
+
+def _check_shared(options: RewardLoopConfig) -> None:
+    """Check that several processes do not have limits of their own."""
+    processes = int(os.environ.get("WORLD_SIZE") or 1)
+    bounded = options.limits or options.budget.max_cost is not None or options.budget.max_tokens is not None
+    if processes > 1 and bounded and options.job is None:
+        raise ConfigError(
+            f"each of the {processes} training processes would have limits and a budget of its own, {processes} "
+            "times those of the options: start the job's limiter service with "
+            "reward_loop.serve_limits, and set the option job to its address"
+        )
+
+
+def _name_of(function: Any, manager: str) -> str:
+    """Return the name of a function, which may be given by its path, be a class, or be missing."""
+    if isinstance(function, str):
+        return function.rpartition(":")[2].removesuffix(".py")
+    if function is None:
+        return manager
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 class TRLReward:
@@ -82,33 +117,32 @@ class TRLReward:
 
     Each process that uses it has one manager, which the first call creates, and `close` or the end of a ``with`` block
     closes. Calls may come from several event loops. Pickling it leaves the manager behind.
+
+    Args:
+        name: the name in TRL's metrics.
+        load: loads the function and its manager.
+        columns: the columns that become parts of a sample.
+        group_size, concurrency: see `reward_function`.
     """
 
     def __init__(
-        self, recipe: _Recipe, columns: Columns, *, group_size: int | None, concurrency: int | None, name: str | None
+        self,
+        name: str,
+        load: Callable[[], Scorer],
+        columns: Columns,
+        group_size: int | None = None,
+        concurrency: int | None = None,
     ) -> None:
-        """Check the options; see `reward_function`."""
-        if group_size is not None and group_size < 1:
-            raise ConfigError(f"group_size: at least 1, the num_generations of the trainer; got {group_size}")
-        recipe.check()
-        self._recipe = recipe
+        self.__name__ = name
+        self._load = load
         self._columns = columns
         self._group_size = group_size
         self._concurrency = concurrency
-        self.__name__ = name or recipe.name
         self._owner: AgentOwner[AgentInThread] = AgentOwner()
-        self._log = RewardLog(self.__name__)
+        self._log = RewardLog(name)
 
     def __repr__(self) -> str:
         return f"reward_function({self.__name__})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self._recipe.is_manager:
-            raise ConfigError(
-                f"{self!r} cannot be pickled, because it was given a reward manager: pass the function and the "
-                "manager's name and options instead, so that each process creates a manager"
-            )
-        return vars(self)
 
     async def __call__(
         self,
@@ -128,7 +162,7 @@ class TRLReward:
             ScoringError: a sample has no score, and the policy is ``raise``.
             TooManyFailuresError: the share of failed samples among the recent samples is too large.
         """
-        agent = await self._owner.get(lambda: AgentInThread(self._recipe.build(), self._concurrency))
+        agent = await self._owner.get(lambda: AgentInThread(self._load(), self._concurrency))
         self._columns.check(columns, len(prompts), agent.requires)
         groups = self._groups(prompts, agent.needs_group)
         step = None if trainer_state is None else trainer_state.global_step + 1
@@ -158,78 +192,6 @@ class TRLReward:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Recipe:
-    """What a reward manager is made from: it can be pickled, unlike the manager."""
-
-    function: Any
-    """The function or its name; a reward manager; or ``None``, if each component of a composite has its function."""
-    manager: str
-    options: RewardLoopConfig
-    reward_kwargs: Mapping[str, Any] | None = None
-    reward_router_address: str | None = None
-    reward_model_tokenizer: Any = None
-
-    @property
-    def is_manager(self) -> bool:
-        """Whether the function is a reward manager, which the caller has created."""
-        return callable(getattr(self.function, "run_single", None)) and not isinstance(self.function, type)
-
-    @property
-    def name(self) -> str:
-        """The name in metrics: that of the function, or of the manager."""
-        if isinstance(self.function, str):
-            return self.function.rpartition(":")[2].removesuffix(".py")
-        if self.function is None:
-            return self.manager
-        if self.is_manager:
-            return str(getattr(self.function, "name", type(self.function).__name__)).partition(" (")[0]
-        return str(getattr(self.function, "__name__", type(self.function).__name__))
-
-    def check(self) -> None:
-        """Load the function and the class of the manager, to find mistakes early.
-
-        Raises:
-            ConfigError: the manager does not exist, its options would have no effect, or several processes would each
-                have limits of their own.
-            FunctionLoadError: the function cannot be loaded.
-        """
-        options = self.options
-        if self.is_manager:
-            if self.manager != "naive" or self.reward_kwargs or options != RewardLoopConfig():
-                raise ConfigError(
-                    f"manager, options, log_dir and reward_kwargs have no effect: {type(self.function).__name__} is a "
-                    "reward manager already; pass them to its constructor"
-                )
-            options = getattr(self.function, "options", options)
-        else:
-            managers.get(self.manager)
-            if isinstance(self.function, str):
-                load_function(self.function)
-        processes = int(os.environ.get("WORLD_SIZE") or 1)
-        bounded = options.limits or options.budget.max_cost is not None or options.budget.max_tokens is not None
-        if processes > 1 and bounded and options.job is None:
-            raise ConfigError(
-                f"each of the {processes} training processes would have limits and a budget of its own, {processes} "
-                "times those of the options: start the job's limiter service with "
-                "reward_loop.serve_limits, and set the option job to its address"
-            )
-
-    def build(self) -> Scorer:
-        """Return the reward manager with its function."""
-        if self.is_manager:
-            requires: frozenset[str] = getattr(self.function, "requires", frozenset())
-            return Scorer(None, None, self.function, requires)
-        return load_scorer(
-            self.function,
-            self.manager,
-            self.options,
-            reward_kwargs=self.reward_kwargs,
-            router_address=self.reward_router_address,
-            reward_model_tokenizer=self.reward_model_tokenizer,
-        )
 
 
 class RewardLog:

@@ -153,9 +153,6 @@ class BatchingEngine:
             raise ValueError("the input has no tokens")
         if min(ids) < 0 or max(ids) >= self._vocab_size:
             raise ValueError(f"token ids must be at least 0 and less than {self._vocab_size}")
-        biased = request.params.logit_bias if request.params else ()
-        if biased and (min(biased) < 0 or max(biased) >= self._vocab_size):
-            raise ValueError(f"logit_bias: token ids must be at least 0 and less than {self._vocab_size}")
         if self.max_length is not None and len(ids) + new > self.max_length:
             wanted = f"{len(ids)} input tokens" + (f" and {new} new tokens" if new else "")
             raise ValueError(f"this model's maximum context length is {self.max_length} tokens, not {wanted}")

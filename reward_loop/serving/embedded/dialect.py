@@ -5,19 +5,9 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    FiniteFloat,
-    StrictInt,
-    StrictStr,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError, model_validator
 
 __all__ = [
     "ApiError",
@@ -109,17 +99,8 @@ class SamplingOptions(BaseModel):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=-1, ge=-1)
     """-1 or 0 disables top-k sampling."""
-    min_p: float = Field(default=0.0, ge=0, le=1)
-    """Excludes tokens that are less probable than this fraction of the most probable one."""
     repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Applies to the tokens of prompt and response, before the temperature."""
-    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
-    """Subtracted from the logit of each token that the response contains."""
-    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
-    """Subtracted from the logit of each token, once for each time that the response contains it."""
-    # vLLM clamps a bias to the same range.
-    logit_bias: dict[int, Annotated[FiniteFloat, AfterValidator(lambda bias: min(100.0, max(-100.0, bias)))]] = {}
-    """The value added to the logit of each token id, before the penalties and the temperature."""
     stop_token_ids: tuple[int, ...] = ()
     """End tokens in addition to those of the engine."""
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
@@ -134,13 +115,12 @@ class ChatRequest(PromptRequest, SamplingOptions):
         **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
         **dict.fromkeys(("tools", "functions", "documents", "bad_words", "logprob_token_ids"), ([],)),
         **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
-        **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs", "vllm_xargs"), ({},)),
+        **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs", "vllm_xargs", "logit_bias"), ({},)),
         **dict.fromkeys(("chat_template", "allowed_token_ids", "prompt_logprobs", "thinking_token_budget"), ()),
         **dict.fromkeys(("ignore_eos", "use_beam_search", "echo", "continue_final_message"), (False,)),
         **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), (False,)),
         "length_penalty": (1,),
-        "min_tokens": (0,),
-        "priority": (0,),
+        **dict.fromkeys(("min_tokens", "priority", "min_p", "presence_penalty", "frequency_penalty"), (0,)),
     }
 
     messages: list[Message] = Field(min_length=1)

@@ -15,9 +15,7 @@ import torch
 from pydantic import Field
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation.logits_process import (
-    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -47,8 +45,8 @@ class Generation:
     token_ids: list[int]
     """The new tokens, up to and including the end token if there is one."""
     logprobs: list[float]
-    """The log-probability of each token under the distribution it was drawn from: after bias, penalties, temperature,
-    min-p, top-k and top-p. For greedy decoding, the model's own (after bias and penalties, if any)."""
+    """The log-probability of each token under the distribution it was drawn from: after repetition penalty,
+    temperature, top-k and top-p. For greedy decoding, the model's own (after the repetition penalty, if any)."""
     finish_reason: Literal["stop", "length"]
 
 
@@ -85,35 +83,13 @@ class RowSampler(LogitsProcessor):
         return self.logprobs - noise.log_()
 
 
-class _ResponsePenalties(LogitsProcessor):
-    """Applies the presence and frequency penalties to tokens of the response only, as in OpenAI's API."""
-
-    def __init__(self, presence: float, frequency: float) -> None:
-        self._presence = presence
-        self._frequency = frequency
-        self._prompt_width: int | None = None
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self._prompt_width is None:  # the first step: there is no response yet
-            self._prompt_width = input_ids.shape[1]
-        response = input_ids[:, self._prompt_width :]
-        counts = torch.zeros_like(scores).scatter_add_(1, response, torch.ones_like(response, dtype=scores.dtype))
-        return scores - self._frequency * counts - self._presence * (counts > 0)
-
-
 def _processors(params: SamplingParams) -> list[LogitsProcessor]:
     """Return the logits processors in vLLM's order."""
     processors: list[LogitsProcessor] = []
-    if params.logit_bias:
-        processors.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in params.logit_bias.items()]))
     if params.repetition_penalty != 1:
         processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
-    if params.presence_penalty or params.frequency_penalty:
-        processors.append(_ResponsePenalties(params.presence_penalty, params.frequency_penalty))
     if params.temperature not in (0, 1):
         processors.append(TemperatureLogitsWarper(float(params.temperature)))
-    if params.temperature and params.min_p:
-        processors.append(MinPLogitsWarper(params.min_p))
     if params.temperature and params.top_k > 0:
         processors.append(TopKLogitsWarper(params.top_k))
     if params.temperature and params.top_p < 1:

@@ -22,8 +22,12 @@ def test_named_columns_become_parts_and_the_others_extra_info() -> None:
 
 
 def test_default_columns_are_used_if_the_data_set_has_them() -> None:
-    (sample,) = samples(Columns(), ["x"], ground_truth=["1"], data_source=["math"], extra_info=[{"split": "train"}])
-    assert (sample.ground_truth, sample.data_source, sample.extra_info) == ("1", "math", {"split": "train"})
+    nested = {"split": "train"}
+    data: dict[str, Any] = {"ground_truth": ["1"], "data_source": ["math"], "extra_info": [nested], "level": [1]}
+    (sample,) = samples(Columns(), ["x"], **data)
+    assert (sample.ground_truth, sample.data_source) == ("1", "math")
+    assert sample.extra_info == {"split": "train", "level": 1}
+    assert nested == {"split": "train"}  # not changed
     (bare,) = samples(Columns(), ["x"])
     assert (bare.ground_truth, bare.data_source, bare.extra_info, bare.error) == (None, "", {}, None)
 
@@ -35,28 +39,18 @@ def test_a_dotted_path_reads_the_columns_of_a_data_set_for_verl() -> None:
     assert sample.extra_info == {"index": 1, "ability": "math", "reward_model": data["reward_model"][0]}
 
 
-def test_a_row_without_the_end_of_a_dotted_path_fails_alone() -> None:
-    columns = Columns(ground_truth="reward_model.ground_truth")
-    good, bad = samples(columns, ["7", "8"], reward_model=[{"ground_truth": "7"}, {}])
-    assert good.error is None
-    assert "no 'reward_model.ground_truth'" in bad.error
-
-
-def test_extra_info_that_is_not_a_mapping_fails_the_sample() -> None:
-    (sample,) = samples(Columns(extra_info="meta"), ["x"], meta=["text"])
-    assert "'meta' must be a mapping" in sample.error
-
-
-def test_the_callers_extra_info_is_not_changed() -> None:
-    nested = {"split": "train"}
-    (sample,) = samples(Columns(), ["x"], extra_info=[nested], level=[1])
-    assert sample.extra_info == {"split": "train", "level": 1}
-    assert nested == {"split": "train"}
-
-
-def test_completion_ids_give_the_length_of_the_response() -> None:
-    (sample,) = Columns().samples(["p"], ["x"], [[5, 6, 7]], {}, step=None)
-    assert sample.response_length == 3
+@pytest.mark.parametrize(
+    ("columns", "row", "error"),
+    [
+        (Columns(ground_truth="a.b"), {"a": {}}, "no 'a.b'"),
+        (Columns(extra_info="meta"), {"meta": "text"}, "'meta' must be a mapping"),
+    ],
+)
+def test_a_row_with_a_wrong_value_fails_alone(columns: Columns, row: dict[str, Any], error: str) -> None:
+    (name, value), good = *row.items(), {"b": "7"}
+    first, second = samples(columns, ["7", "8"], **{name: [good, value]})
+    assert first.error is None
+    assert error in second.error
 
 
 @pytest.mark.parametrize(
@@ -81,38 +75,43 @@ def test_the_text_of_plain_and_conversational_completions(completion: Any, text:
     assert text_of(completion) == text
 
 
-def test_all_messages_of_a_completion_with_tools_are_in_extra_info() -> None:
+def test_a_completion_with_tools_has_its_messages_in_extra_info_and_the_length_of_its_tokens() -> None:
     messages = [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}]
-    (sample,) = samples(Columns(), [messages])
+    (sample,) = Columns().samples(["p"], [messages], [[5, 6, 7]], {}, step=None)
     assert sample.extra_info == {"completion": messages}
+    assert sample.response_length == 3
 
 
-def test_a_wrong_column_name_lists_the_columns_and_suggests_one() -> None:
-    with pytest.raises(ConfigError, match=r"no column 'anwser' for ground_truth='anwser'.*'answer'.*answer, level"):
-        Columns(ground_truth="anwser").check({"answer": ["1"], "level": [2]}, 1, frozenset())
-
-
-def test_a_missing_column_that_the_function_requires_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"the reward function, which requires ground_truth.*ground_truth=\.\.\."):
-        Columns().check({"answer": ["1"]}, 1, frozenset({"ground_truth", "extra_info"}))
+@pytest.mark.parametrize(
+    ("columns", "data", "message"),
+    [
+        (
+            Columns(ground_truth="anwser"),
+            {"answer": ["1"], "level": [2]},
+            r"no column 'anwser' .*'answer'\? Its columns are answer, level:",
+        ),
+        (Columns(), {"answer": ["1"]}, r"the reward function, which requires ground_truth.*ground_truth=\.\.\."),
+        (Columns("answer"), {"answer": ["1", "2"]}, "column 'answer' must be a list with 1 values"),
+        (Columns("answer"), {"answer": "1"}, "column 'answer' must be a list with 1 values"),
+    ],
+)
+def test_columns_that_do_not_fit_are_errors(columns: Columns, data: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        columns.check(data, 1, frozenset({"ground_truth", "extra_info"}))
     Columns().check({"ground_truth": ["1"]}, 1, frozenset({"ground_truth", "extra_info"}))
 
 
-@pytest.mark.parametrize("values", [["1"], "12", 5])
-def test_a_column_needs_a_value_for_each_completion(values: Any) -> None:
-    with pytest.raises(ConfigError, match="column 'answer' must be a list with 2 values"):
-        Columns().check({"answer": values}, 2, frozenset())
-
-
-def test_neighbours_with_the_same_prompt_are_a_group() -> None:
-    assert group_sizes(["a", "a", "b", "a"], None, exact=True) == [2, 1, 1]
-    chat = [[{"role": "user", "content": text}] for text in "aab"]
-    assert group_sizes(chat, None, exact=True) == [2, 1]
-    assert group_sizes([], None, exact=True) == []
-
-
-def test_the_group_size_separates_neighbouring_groups_with_the_same_prompt() -> None:
-    assert group_sizes(["a"] * 4 + ["b"] * 2, 2, exact=True) == [2, 2, 2]
+@pytest.mark.parametrize(
+    ("prompts", "size", "sizes"),
+    [
+        ("aaba", None, [2, 1, 1]),
+        ([[{"role": "user", "content": text}] for text in "aab"], None, [2, 1]),
+        ("", None, []),
+        ("aaaabb", 2, [2, 2, 2]),
+    ],
+)
+def test_neighbours_with_the_same_prompt_are_groups(prompts: Any, size: int | None, sizes: list[int]) -> None:
+    assert group_sizes(prompts, size, exact=True) == sizes
 
 
 def test_an_incomplete_group_is_an_error_only_if_groups_must_be_complete() -> None:

@@ -12,12 +12,9 @@ import pytest
 from reward_loop.adapters.trl.generation import Judging, Lookahead
 
 
-def walk(
-    count: int, every: int, accumulation: int, steps: int, repeats: int | None = None
-) -> list[tuple[Any, Any, int]]:
+def walk(count: int, every: int, accumulation: int, steps: int) -> list[tuple[Any, Any, int]]:
     """Return each batch that starts a generation, the following one, and the step of the first."""
-    source = iter([[index // (repeats or every)] for index in range(count)])
-    lookahead = Lookahead(source)
+    lookahead = Lookahead(iter([[index // every] for index in range(count)]))
     seen, position = [], 0
     for step in range(steps):
         for batch in lookahead.take(accumulation, every, step=step, last_step=steps, accumulation=accumulation):
@@ -27,20 +24,19 @@ def walk(
     return seen
 
 
-def test_each_generation_is_followed_by_the_next_and_the_last_by_none() -> None:
-    assert walk(4, every=1, accumulation=1, steps=4) == [(0, 1, 0), (1, 2, 1), (2, 3, 2), (3, None, 3)]
-
-
-def test_no_generation_follows_the_last_step_if_there_is_more_data() -> None:
-    assert walk(100, every=1, accumulation=1, steps=2) == [(0, 1, 0), (1, None, 1)]
-
-
-def test_a_generation_for_several_steps() -> None:
-    assert walk(100, every=4, accumulation=1, steps=8) == [(0, 1, 0), (1, None, 4)]
-
-
-def test_several_generations_in_one_optimizer_step() -> None:
-    assert walk(100, every=1, accumulation=2, steps=2) == [(0, 1, 0), (1, 2, 0), (2, 3, 1), (3, None, 1)]
+@pytest.mark.parametrize(
+    ("shape", "seen"),
+    [
+        ({"count": 4, "every": 1, "accumulation": 1, "steps": 4}, [(0, 1, 0), (1, 2, 1), (2, 3, 2), (3, None, 3)]),
+        # More data than steps.
+        ({"count": 100, "every": 1, "accumulation": 1, "steps": 2}, [(0, 1, 0), (1, None, 1)]),
+        # A generation for several steps, and several generations in a step.
+        ({"count": 100, "every": 4, "accumulation": 1, "steps": 8}, [(0, 1, 0), (1, None, 4)]),
+        ({"count": 100, "every": 1, "accumulation": 2, "steps": 2}, [(0, 1, 0), (1, 2, 0), (2, 3, 1), (3, None, 1)]),
+    ],
+)
+def test_each_generation_is_followed_by_the_next_and_the_last_by_none(shape: dict[str, int], seen: Any) -> None:
+    assert walk(**shape) == seen
 
 
 def test_the_following_batch_has_the_step_in_which_it_is_trained_on() -> None:
@@ -87,7 +83,7 @@ def test_functions_start_at_once_and_their_logs_are_deferred(loop: asyncio.Abstr
         "overlap/judging_seconds",
         "overlap/hidden_share",
     ]
-    assert 0 <= judging.hidden_share <= 1
+    assert judging.hidden_share == max(0.0, 1 - judging.waiting_s / judging.judging_s)
 
 
 def test_an_error_of_one_function_cancels_the_others(loop: asyncio.AbstractEventLoop) -> None:
@@ -109,10 +105,3 @@ def test_an_error_of_one_function_cancels_the_others(loop: asyncio.AbstractEvent
     with pytest.raises(ValueError, match="no judge"):
         judging.rewards(0)
     assert cancelled.wait(30)
-
-
-def test_the_hidden_share_is_the_time_without_waiting(loop: asyncio.AbstractEventLoop) -> None:
-    judging = Judging({}, {}, loop)
-    assert judging.hidden_share == 1.0
-    judging._began, judging._ended, judging.waiting_s = 0.0, 4.0, 1.0
-    assert judging.hidden_share == 0.75

@@ -14,8 +14,8 @@ EVALUATED = "test "
 """The prefix of the prompts of an evaluation."""
 
 
-def config(output: Path, **options: Any) -> Any:
-    from trl import GRPOConfig
+def config(output: Path, settings: str = "GRPOConfig", **options: Any) -> Any:
+    import trl
 
     defaults: dict[str, Any] = {
         "output_dir": str(output),
@@ -33,7 +33,7 @@ def config(output: Path, **options: Any) -> Any:
         "bf16": False,
         "gradient_checkpointing": False,
     }
-    return GRPOConfig(**{**defaults, **options})
+    return getattr(trl, settings)(**{**defaults, **options})
 
 
 def dataset(prefix: str = "task ", rows: int = 64) -> Any:
@@ -43,7 +43,7 @@ def dataset(prefix: str = "task ", rows: int = 64) -> Any:
 
 
 def trainer(kind: type, model: Path, output: Path, rewards: Any, callbacks: Any = None, **options: Any) -> Any:
-    """Return a trainer of a tiny model."""
+    """Return a trainer of a tiny model, with the options of its configuration."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     more = {"eval_dataset": dataset(EVALUATED, 2)} if "eval_steps" in options else {}

@@ -1,0 +1,21 @@
+"""Ready judges: reward functions that ask a model, named without a file as ``judge:rubric``.
+
+============ ===========================================================================
+`Rubric`     rates a response by a list of criteria, of the row or of the options
+`Equality`   compares the final answer with the reference
+`Panel`      rates how helpful a response is, by several judges
+`Cascade`    asks a rule, then a small model, then a large one
+`Pairwise`   compares the responses of a group, for the manager `group`
+============ ===========================================================================
+
+All take the arguments of `Asker`. Their prompts are in ``reward_loop/judges/prompts/``; ``prompt`` replaces them.
+"""
+
+from __future__ import annotations
+
+from reward_loop.judges.asker import Asker
+from reward_loop.judges.pairwise import Pairwise
+from reward_loop.judges.pointwise import Cascade, Equality, Panel
+from reward_loop.judges.rubric import Criterion, Rubric
+
+__all__ = ["Asker", "Cascade", "Criterion", "Equality", "Pairwise", "Panel", "Rubric"]

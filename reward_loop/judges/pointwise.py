@@ -1,0 +1,135 @@
+"""Ready judges of single responses: `Equality`, `Panel` and `Cascade`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reward_loop.client import Choice, Number
+from reward_loop.judges.asker import Asker, prompt_of
+
+__all__ = ["Cascade", "Equality", "Panel"]
+
+_SAME = Choice({"same": 1.0, "different": 0.0})
+_UNSURE = Choice({"same": 1.0, "different": 0.0, "unsure": 0.5})
+
+
+class Equality:
+    """Compares the final answer with the reference, for answers with many correct spellings; the score is 0 or 1."""
+
+    def __init__(self, *, prompt: str | None = None, tail: int = 2000, **options: Any) -> None:
+        """Create the judge.
+
+        Args:
+            prompt: the template, with the fields ``question``, ``reference`` and ``answer``; it must ask for
+                ``Verdict: same`` or ``Verdict: different``.
+            tail: the characters at the end of the response that the judge reads: the final answer is there.
+            options: see `Asker`; ``combine`` is ``majority`` by default.
+
+        Raises:
+            ConfigError: an option is invalid.
+        """
+        self._tail = tail
+        self._asker = Asker(prompt or prompt_of("equality"), _SAME, **{"combine": "majority", **options})
+
+    async def compute_score(
+        self,
+        solution_str: str,
+        ground_truth: Any,
+        extra_info: dict[str, Any],
+        reward_router_address: str | None = None,
+    ) -> dict[str, Any]:
+        """Return 1 for an answer with the meaning of the reference, otherwise 0, also as ``acc``."""
+        judgement = await self._asker.ask(
+            reward_router_address,
+            question=self._asker.question_of(extra_info),
+            reference=ground_truth,
+            answer=solution_str[-self._tail :],
+        )
+        return judgement.reward(acc=judgement.score)
+
+
+class Panel:
+    """Rates how helpful a response is, by several judges; the score is the mean of their ratings, from 0 to 1."""
+
+    def __init__(
+        self, judges: Sequence[str | Mapping[str, Any]] = (), *, prompt: str | None = None, **options: Any
+    ) -> None:
+        """Create the judges.
+
+        Args:
+            judges: the models, or the options of each judge: see `Asker`.
+            prompt: the template, with the fields ``question`` and ``answer``; it must ask for ``Score: N``, from 1 to
+                10.
+            options: see `Asker`.
+
+        Raises:
+            ConfigError: an option is invalid.
+        """
+        self._asker = Asker(prompt or prompt_of("helpfulness"), Number(1, 10, scaled=True), judges=judges, **options)
+
+    async def compute_score(
+        self, solution_str: str, extra_info: dict[str, Any], reward_router_address: str | None = None
+    ) -> dict[str, Any]:
+        """Return the score, the rating of each judge by its name, and their standard deviation as ``disagreement``."""
+        judgement = await self._asker.ask(
+            reward_router_address,
+            question=self._asker.question_of(extra_info),
+            answer=solution_str,
+        )
+        return judgement.reward()
+
+
+class Cascade:
+    """Compares the final answer with the reference by a rule, a small judge, and a large judge, until one decides."""
+
+    def __init__(
+        self,
+        large: Mapping[str, Any],
+        *,
+        prompt: str | None = None,
+        small_prompt: str | None = None,
+        tail: int = 2000,
+        **options: Any,
+    ) -> None:
+        """Create the judges.
+
+        Args:
+            large: the options of the large judge, which replace `options`: usually ``address``, ``model``,
+                ``api_key_env`` and ``limit``.
+            prompt: the template of the large judge, as that of `Equality`.
+            small_prompt: the template of the small judge, which may also reply ``Verdict: unsure``.
+            tail: the characters at the end of the response that the judges read.
+            options: options of the small judge: see `Asker`.
+
+        Raises:
+            ConfigError: an option is invalid.
+        """
+        self._tail = tail
+        self._judges = {
+            "small": Asker(small_prompt or prompt_of("unsure"), _UNSURE, **options),
+            "large": Asker(prompt or prompt_of("equality"), _SAME, **{**options, **large}),
+        }
+
+    async def compute_score(
+        self,
+        solution_str: str,
+        ground_truth: Any,
+        extra_info: dict[str, Any],
+        reward_router_address: str | None = None,
+    ) -> dict[str, Any]:
+        """Return 1 for a correct answer and 0 for an incorrect one; ``judged_by`` names the part that decided."""
+        lines = solution_str.strip().splitlines() or [""]
+        if lines[-1].strip() == str(ground_truth).strip():
+            return {"score": 1.0, "judged_by": "rule"}
+        for name, asker in self._judges.items():
+            judgement = await asker.ask(
+                reward_router_address,
+                question=asker.question_of(extra_info),
+                reference=ground_truth,
+                answer=solution_str[-self._tail :],
+            )
+            reward = judgement.reward(judged_by=name)
+            if judgement.score in (0.0, 1.0):
+                break
+        return reward
