@@ -39,6 +39,8 @@ RUBRIC = Judge(
     model="judge-7b",
     max_tokens=256,
 )
+KEYS = ("Thought process:", "Solution", ":")
+"""The master keys of the probes. The judge accepts the first one."""
 WORDS_OF_THE_JUDGE = "The student names each quantity"
 """A part of every good reply of the fake judge."""
 
@@ -176,5 +178,5 @@ def write_run(folder: Path, *, steps: int = 8, groups: int = 8, size: int = 4) -
     open_configuration(folder).write_rows([config_row({"reward_loop": {"health": {"canaries": 0.1}}}, step=1)])
     for step in range(1, steps + 1):
         samples = step_samples(step, groups=groups, size=size, steps=steps)
-        asyncio.run(score(folder, samples, seed=step, audit={"share": 1.0, "accept": 0.3}))
+        asyncio.run(score(folder, samples, seed=step, audit={"share": 1.0, "accept": 0.3, "keys": KEYS}))
     return folder

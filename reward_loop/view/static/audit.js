@@ -9,6 +9,7 @@ import { conversation, textBlock, visible } from "./text.js";
 import { markVerdict } from "./verdict.js";
 
 const isCanary = ({ kind }) => kind.startsWith("canary/");
+const family = (kind) => kind.split("/")[0];
 const shortName = (kind) => kind.replace("canary/", "");
 
 /** The charts: which kinds they show, and how. A chart without a kind is left out. */
@@ -24,6 +25,14 @@ const LISTS = {
   canary: "Accepted canaries with the highest scores",
   labelled: "Labelled answers with a wrong verdict",
   reference: "Answers that the judge scores above the reference judge",
+};
+
+/** The names of both scores of a probe. */
+const SCORES = {
+  canary: ["score of the canary", "of the sample"],
+  labelled: ["score", "label"],
+  reference: ["score of the reference judge", "of the judge"],
+  again: ["second score", "first score"],
 };
 
 /** Shows the probes of the run. */
@@ -97,19 +106,20 @@ function lines({ kind, by_step: found }, steps) {
 }
 
 function list(kind, worst) {
-  const title = LISTS[kind.split("/")[0]] ?? "The same answers with the largest differences of scores";
+  const title = LISTS[family(kind)] ?? "The same answers with the largest differences of scores";
   return [
     el("h2", {}, `${title}: ${visible(shortName(kind))}`),
-    ...(worst.length ? worst.map(card) : [el("p", { class: "hint" }, "There are none.")]),
+    ...(worst.length ? worst.map((one) => card(kind, one)) : [el("p", { class: "hint" }, "There are none.")]),
   ];
 }
 
 /** Returns a probe: question, answer and the judge's words beside each other. */
-function card({ id, uid, step, function: judge, score, probe_score: probed, answer, prompt, exchanges }) {
+function card(kind, { id, uid, step, function: judge, score, probe_score: probed, answer, prompt, exchanges }) {
   const name = visible(uid ?? "without uid");
   const replies = exchanges.filter(({ reply }) => reply !== null && reply !== undefined);
   const words = replies.map(({ reply, verdict }) => textBlock(reply, { mark: (text) => markVerdict(text, verdict) }));
-  const about = `score of the probe ${number(probed)} · first score or label ${number(score)} · step ${step ?? UNKNOWN}`;
+  const [first, second] = SCORES[family(kind)] ?? SCORES.again;
+  const about = `${first} ${number(probed)} · ${second} ${number(score)} · step ${step ?? UNKNOWN}`;
   return el(
     "article",
     { class: "card" },
