@@ -7,6 +7,7 @@ a stand-in that schedules like the recipe's agent. Both have the same judge late
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from reward_loop import BlockingRewardAgent, NaiveRewardLoopManager, RewardSample
+from reward_loop.agent.filter_forecast import FilterForecast
 from reward_loop.agent.simulation import Latency, Workload, parse_latency
 
 RECIPE = Workload()
@@ -99,6 +101,109 @@ def train(agent: Agent, load: Workload, progress: Any) -> Steps:
     judging = [sum(load.draws(step)) / load.concurrency for step in counted]
     floor = sum(max(load.gpu_seconds, seconds) for seconds in judging) / len(counted)
     return Steps((ends[-2] - ends[0]) / len(counted), floor)
+
+
+PARTS = 16
+"""How many parts of a batch are generated one after the other, and judged as soon as they are generated."""
+POLL_S = 0.005
+SETTLING = 2
+"""Number of steps at the start of a run with a filter that are not counted: the share that it removes is not known."""
+
+
+def train_filtered(agent: Ours, load: Workload, share: float, progress: Any, *, ahead: float) -> Steps:
+    """Train as the mode ``reward_pipeline`` with both overlaps, with a filter that removes a share of the groups.
+
+    Args:
+        share: the probability that the filter removes a group.
+        ahead: ``max_ahead`` of the mode; with 0, the engine waits until the groups of a step are judged, and then
+            generates as many prompts as were filtered.
+
+    The floor is that of all prompts that were trained on or filtered.
+    """
+    rollout = _FilteredRollout(agent, load, share)
+    forecast = FilterForecast(round(ahead * load.batch))
+    consumed, ends = [], []
+
+    def missing(later: int = 0) -> int:
+        kept, filtered = rollout.look()
+        forecast.count(kept=kept, filtered=filtered)
+        left = rollout.submitted
+        judged = sum(prompt in rollout.judged for prompt in left)
+        if not ahead:
+            return max(0, load.batch + later - len(left))
+        return forecast.missing(load.batch, kept=judged, pending=len(left) - judged, later=later)
+
+    rollout.generate(load.batch)
+    for step in range(load.steps):
+        following = load.batch if step + 1 < load.steps else 0
+        needed = missing(following)
+        while needed or not rollout.judged.issuperset(rollout.submitted[: load.batch]):
+            rollout.generate(needed)
+            time.sleep(POLL_S)
+            if ahead:
+                needed = missing()
+            else:
+                rollout.wait(load.batch)
+                needed = missing(following)
+        rollout.submitted = rollout.submitted[load.batch :]
+        time.sleep(load.training)
+        forecast.end_step()
+        ends.append(time.perf_counter())
+        consumed.append(load.batch * (step + 1) + rollout.filtered)
+        progress()
+    counted = len(ends) - SETTLING - 1
+    prompts = (consumed[-2] - consumed[SETTLING - 1]) / counted / load.batch
+    judging = prompts * load.samples * load.judge.mean / load.concurrency
+    return Steps((ends[-2] - ends[SETTLING - 1]) / counted, max(prompts * load.generation + load.training, judging))
+
+
+class _FilteredRollout:
+    """Prompts that are generated and judged, and the filter."""
+
+    def __init__(self, agent: Ours, load: Workload, share: float) -> None:
+        self.submitted: list[int] = []
+        """The prompts that are not trained on or filtered, oldest first."""
+        self.judged: set[int] = set()
+        self.filtered = 0
+        """How many prompts were filtered."""
+        self._agent, self._load, self._share = agent, load, share
+        self._random = random.Random(0)
+        self._count = 0
+        self._batches: list[tuple[int, Any, int]] = []
+        """The first prompt of each submitted part, its rewards, and how many of them have been looked at."""
+
+    def generate(self, count: int) -> None:
+        end = time.perf_counter()
+        while count > 0:
+            part = min(count, self._load.batch // PARTS)
+            end += self._load.generation * part / self._load.batch
+            time.sleep(max(0.0, end - time.perf_counter()))  # the engine does not wait for the submission
+            latencies = [self._load.judge.draw(self._random) for _ in range(part * self._load.responses)]
+            self._batches.append((self._count, self._agent.submit(self._agent.rollouts(latencies)), 0))
+            self.submitted += range(self._count, self._count + part)
+            self._count += part
+            count -= part
+
+    def look(self) -> tuple[int, int]:
+        """Filter the groups that were judged since the last call. Returns how many are kept, and how many are not."""
+        new: set[int] = set()
+        for number, (first, rewards, seen) in enumerate(self._batches):
+            groups = rewards.complete_groups(seen)
+            new |= {first + group.index for group in groups}
+            self._batches[number] = (first, rewards, seen + len(groups))
+        self._batches = [batch for batch in self._batches if batch[2] < batch[1].group_count]
+        filtered = {prompt for prompt in new if random.Random(prompt).random() < self._share}
+        self.judged |= new
+        self.submitted = [prompt for prompt in self.submitted if prompt not in filtered]
+        self.filtered += len(filtered)
+        return len(new) - len(filtered), len(filtered)
+
+    def wait(self, count: int) -> None:
+        """Wait until the oldest ``count`` prompts are judged."""
+        oldest = self.submitted[:count]
+        for first, rewards, _ in self._batches:
+            if first <= oldest[-1]:
+                rewards.wait(rewards.group_count)
 
 
 class Ours(AbstractContextManager["Ours"]):

@@ -2,7 +2,7 @@
 
 Latencies come from one seeded sequence, so every run draws the same values in the same order. They are multiplied by
 the number in the file ``$JUDGE_SCALE``. ``$JUDGE_LATENCY`` is their distribution; ``$JUDGE_CONCURRENCY`` is the maximum
-number of calls in flight.
+number of calls in flight. Of a share ``$JUDGE_ALIKE`` of the prompts (by default none), all responses get the score 0.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from reward_loop.agent.simulation import parse_latency
 _places = asyncio.Semaphore(int(os.environ["JUDGE_CONCURRENCY"]))
 _latency = parse_latency(os.environ["JUDGE_LATENCY"])
 _scale = Path(os.environ["JUDGE_SCALE"])
+_alike = float(os.environ.get("JUDGE_ALIKE", "0"))
 _random = random.Random(0)
 
 
@@ -29,4 +30,6 @@ async def compute_score(data_source: str, solution_str: str, ground_truth: str, 
     """Return the share of digits in the response. A policy learns to increase it within a few steps."""
     async with _places:
         await asyncio.sleep(_seconds())
+    if random.Random(ground_truth).random() < _alike:
+        return 0.0
     return sum(character.isdigit() for character in solution_str) / max(1, len(solution_str))

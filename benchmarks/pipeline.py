@@ -3,11 +3,12 @@
     python -m benchmarks.pipeline [--quick] [--verl] [--full] [--faults]
 
 - Simulated engines: a step of the recipe of verl#2854, scaled down, with the reward agent and with a stand-in that
-  schedules like the recipe's agent, compared with the floor max(G + T, R).
+  schedules like the recipe's agent, compared with the floor max(G + T, R); and with half of the groups filtered.
 - Cost: CPU time and memory per sample, with 20,000 samples in flight in one process.
 - verl (``--verl``): verl's trainer on a CPU, with judging that takes about as long as generation and training, as
-  shipped and in the mode ``reward_pipeline``. Both trainings exist at the same time and alternate, so that other load
-  slows both down. The first step of a turn is not counted: its judging ran during the other's turn.
+  shipped and in the mode ``reward_pipeline``; also with half of the groups filtered (``--only verl-filter``). Both
+  trainings exist at the same time and alternate, so that other load slows both down. The first step of a turn is not
+  counted: its judging ran during the other's turn.
 - Faults (``--faults``): whether a run of verl that loses workers, judges, its trainer or a node trains on every sample
   exactly once. The node needs root and iproute2.
 
@@ -37,6 +38,8 @@ from benchmarks.verl_runs import VerlRuns
 IN_FLIGHT = 20_000
 BUSY = 0.5
 """Load average per processor above which a warning is printed: the figures are then not reliable."""
+FILTERED = 0.5
+"""The share of groups that the filter removes."""
 FEWER = 4
 """Divisor of the recipe's batch size. CPU time cannot be scaled like sleeps; a smaller batch makes it negligible."""
 
@@ -64,6 +67,26 @@ def sleeping_engines(report: Report, quick: bool) -> None:
         suffix = "" if more == 1 else "_much_concurrency"
         report.figures[f"over_floor{suffix}"] = round(ours.over_floor, 4)
         report.figures[f"peer_over_floor{suffix}"] = round(peer.over_floor, 4)
+
+
+def filtered_groups(report: Report, quick: bool) -> None:
+    """Measure both overlaps on simulated engines with a filter, with prompts begun ahead of it and without."""
+    steps, faster = (8, 200.0) if quick else (12, 100.0)
+    load = engines.scaled_down(steps, faster, FEWER, 4)
+    name = f"Simulated engines, {FILTERED:.0%} of the groups filtered"
+    over_floor = {}
+    for ahead in (2.0, 0.0):
+        task = report.task(f"{name}, max_ahead {ahead:g}", steps)
+        with engines.Ours(load) as agent:
+            made = engines.train_filtered(
+                agent, load, FILTERED, lambda task=task: report.progress.advance(task), ahead=ahead
+            )
+        report.progress.remove_task(task)
+        over_floor[ahead] = made.over_floor
+    begun, after = over_floor.values()
+    report.add(f"{name}: ours over the floor", f"{begun:.1%}", ("at most 5 %", begun <= 0.05))
+    report.add("  replaced only after they are filtered", f"{after:.1%}")
+    report.figures |= {"over_floor_filtered": round(begun, 4), "over_floor_filtered_without_ahead": round(after, 4)}
 
 
 def sample_cost(report: Report, quick: bool, verl: bool) -> None:
@@ -108,15 +131,17 @@ def sample_cost(report: Report, quick: bool, verl: bool) -> None:
     report.figures |= {f"cpu_us_{key}": round(results[key]["cpu_us"], 1) for key in alone}
 
 
-PARTS = ("engines", "cost", "verl", "overlaps", "learning", "faults")
+PARTS = ("engines", "filter", "cost", "verl", "verl-filter", "overlaps", "learning", "faults")
 
 
 def main() -> int:
     """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="smaller shapes and fewer repetitions: under 50 s")
+    parser.add_argument("--quick", action="store_true", help="smaller shapes and fewer repetitions: a minute")
     parser.add_argument("--verl", action="store_true", help="also measure verl's trainer: minutes")
-    parser.add_argument("--full", action="store_true", help="also each overlap alone, and learning curves: 20 minutes")
+    parser.add_argument(
+        "--full", action="store_true", help="also a filter, each overlap alone, and learning curves: 25 minutes"
+    )
     parser.add_argument("--faults", action="store_true", help="also inject faults into a run, and resume it: minutes")
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"only these: {', '.join(PARTS)}")
     parser.add_argument("--rounds", type=int, default=4, metavar="N", help="turns of each trainer (4)")
@@ -124,14 +149,14 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=2, metavar="N", help="seeds of the learning curves (2)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="folder for logs and metrics of verl's runs")
     options = parser.parse_args()
-    parts = set(options.only or ("engines", "cost"))
+    parts = set(options.only or ("engines", "filter", "cost"))
     if not options.only:
         parts |= {"verl"} if options.verl or options.full else set()
-        parts |= {"overlaps", "learning"} if options.full else set()
+        parts |= {"verl-filter", "overlaps", "learning"} if options.full else set()
         parts |= {"faults"} if options.faults else set()
     if "overlaps" in parts:
         parts.add("verl")  # sets the judge latency
-    with_verl = bool(parts & {"verl", "learning", "faults"})
+    with_verl = bool(parts & {"verl", "verl-filter", "learning", "faults"})
     if options.rounds < 1 or options.learning_steps < 5 or options.seeds < 2:
         parser.error("minimum: --rounds 1, --learning-steps 5, --seeds 2")
     if with_verl and importlib.util.find_spec("verl") is None:
@@ -149,6 +174,8 @@ def main() -> int:
             report = Report(console, progress)
             if "engines" in parts:
                 sleeping_engines(report, options.quick)
+            if "filter" in parts:
+                filtered_groups(report, options.quick)
             if "cost" in parts:
                 sample_cost(report, options.quick, with_verl)
             if with_verl:
@@ -171,6 +198,8 @@ def _run_verl(report: Report, parts: set[str], options: argparse.Namespace) -> N
         try:
             if "verl" in parts:
                 runs.compare(options.rounds)
+            if "verl-filter" in parts:
+                runs.filtered(options.rounds, FILTERED)
             if "overlaps" in parts:
                 runs.overlaps_alone(2 * options.rounds)
             if "learning" in parts:

@@ -241,16 +241,17 @@ class InTurn:
         mode: training mode.
         folder: the folder that `prepare` filled.
         output: folder for log and metrics; it must not exist.
+        overrides: additional options of verl.
         environment: additional environment variables; see `command`.
     """
 
-    def __init__(self, mode: Mode, folder: Path, output: Path, **environment: object) -> None:
+    def __init__(self, mode: Mode, folder: Path, output: Path, *overrides: str, **environment: object) -> None:
         output.mkdir()
         turns = output / "turns"
         os.mkfifo(turns)
         # Keeps the policy constant: a policy that learns to write digits would write longer responses.
         learns_nothing = "actor_rollout_ref.actor.optim.lr=1e-9"
-        self._command = command(mode, folder, output, NEVER, learns_nothing, TURNS=turns, **environment)
+        self._command = command(mode, folder, output, NEVER, learns_nothing, *overrides, TURNS=turns, **environment)
         self._log, self._metrics = output / "log", output / "metrics.jsonl"
         self._turns: int | None = os.open(turns, os.O_RDWR)
         self._steps = 0

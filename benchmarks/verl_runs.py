@@ -12,6 +12,10 @@ from benchmarks.report import Report
 __all__ = ["VerlRuns"]
 
 
+FILTERED_SCALE = 0.5
+"""The scale of the judge's latency where groups are filtered, so that judging takes less than the rest of a step."""
+
+
 class VerlRuns:
     """Runs verl's trainer, as shipped and in our modes, in one folder and with the same judge."""
 
@@ -117,6 +121,52 @@ class VerlRuns:
             "verl_judging_s": round(judging, 3),
         }
 
+    def filtered(self, rounds: int, share: float) -> None:
+        """Compare both overlaps with verl's mode ``sync`` where a filter removes a share of the groups.
+
+        Args:
+            rounds: number of turns of each training.
+            share: the share of the prompts whose responses all get the same score.
+        """
+        training, report = self._training, self._report
+        self._scale.write_text(str(FILTERED_SCALE))
+        options = ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=reward")
+        rows: dict[str, list[dict[str, float]]] = {"both": [], "verl": []}
+        task = report.task("verl's trainer with a filter, as shipped and ours, in turn", rounds)
+        with (
+            self._in_turn("both", *options, folder="filtered-both", JUDGE_ALIKE=share) as ours,
+            self._in_turn(
+                *("verl", *options),
+                folder="filtered-verl",
+                JUDGE_ALIKE=share,
+                POLL_INTERVALS=",".join(training.INTERVALS),
+            ) as theirs,
+        ):
+            for run in (ours, theirs):
+                run.begin(training.FIRST)
+                run.finish()
+            ours.begin(training.SETTLING)
+            ours.finish()
+            for _ in range(rounds):
+                rows["both"] += ours.turn(training.BLOCK)
+                rows["verl"] += theirs.turn(training.BLOCK)
+                report.progress.advance(task)
+            ours.end()  # both trainings end at the same time
+            theirs.end()
+        report.progress.remove_task(task)
+        both = training.Steps(rows["both"])
+        self._add(f"{training.MODES['both'].name}, {share:.0%} of the prompts filtered", both)
+        figures = {"both": round(both.seconds, 3)}
+        for (interval, name), odd in zip(training.INTERVALS.items(), (1, 0), strict=True):
+            steps = training.Steps([row for row in rows["verl"] if row["training/global_step"] % 2 == odd])
+            self._add(f"{name}, filtered", steps)
+            report.add("  both overlaps, off that", f"{1 - both.seconds / steps.seconds:.1%}")
+            figures[f"verl_{interval}"] = round(steps.seconds, 3)
+        report.add(
+            "  share of the rollouts that are one step old", f"{both.mean('reward_pipeline/off_policy_share'):.0%}"
+        )
+        report.figures["verl_filtered_step_s"] = figures
+
     def overlaps_alone(self, steps: int) -> None:
         """Measure each overlap separately, with the judge latency that `compare` set."""
         for key in ("mini_batch", "off_policy"):
@@ -201,9 +251,11 @@ class VerlRuns:
         finally:
             progress.remove_task(task)
 
-    def _in_turn(self, key: str, **environment: Any) -> Any:
+    def _in_turn(self, key: str, *overrides: str, folder: str = "", **environment: Any) -> Any:
         return self._training.InTurn(
-            self._training.MODES[key], self._folder, self._folder / key, JUDGE_SCALE=self._scale, **environment
+            *(self._training.MODES[key], self._folder, self._folder / (folder or key), *overrides),
+            JUDGE_SCALE=self._scale,
+            **environment,
         )
 
     def _add(self, name: str, steps: Any) -> None:

@@ -63,6 +63,11 @@ class PipelineOptions(Config):
     """Which groups `mini_batch_pipeline` trains on first. `arrival`: the groups whose rewards arrive first.
     `submission`: the order of the prompts in the batch; a mini-batch waits for its own groups."""
 
+    max_ahead: float = Field(default=2.0, ge=0, allow_inf_nan=False)
+    """With `algorithm.filter_groups`: at most this many times `data.train_batch_size` prompts are begun because the
+    filter will probably remove others, as it did in the last steps. What a step does not need belongs to the next one.
+    `0`: groups are replaced only after they are filtered."""
+
     max_refills: int | None = Field(default=16, ge=1)
     """With `trainer.v1.sampler.sync_refill_failed_groups`: the run stops when failed groups were replaced, and all
     replacements failed too, more than this many times in a row; `null` for no limit."""

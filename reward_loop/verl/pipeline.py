@@ -8,7 +8,11 @@ Invariants:
 
 - The rollout engine does not generate while the trainer computes. A step first waits until every submitted prompt,
   including the prompts of the next step, is generated; then the engine sleeps until the new weights are sent.
-- A step trains on the ``train_batch_size`` oldest prompts of ``_submitted``.
+- A step trains on the ``train_batch_size`` oldest prompts of ``_submitted``; with ``algorithm.filter_groups``, on the
+  oldest that have passed the filter. Prompts that are begun because the filter will probably remove others, and are not
+  needed, stay in ``_submitted``: the next step submits fewer.
+- A rollout is at most one step old. Groups that would be older are evicted: there are some only if the filter keeps
+  more than two standard deviations more than in the last steps.
 - Old and reference log-probabilities and values are computed for the whole batch, before the first update of the step.
 - A group (all rollouts of one prompt) is never split: its advantages are computed in one call, when all its rewards
   have arrived.
@@ -23,7 +27,7 @@ States of a prompt:
 ========== ============================================= ============================ =============================
 State      Begins with                                   In TransferQueue             Kept in
 ========== ============================================= ============================ =============================
-generating ``_submit_up_to``, or a resumed checkpoint    status ``pending`` or        ``_submitted``
+generating ``_submit``, or a resumed checkpoint          status ``pending`` or        ``_submitted``
                                                          ``running``
 generated  the last session has published its            a trajectory has the tag     ``_submitted``; from the end of
            trajectory, or has failed                     ``generated``                generation, ``StepBatch.groups``
@@ -32,8 +36,9 @@ complete   all sessions have ended, rewards included     status ``finished`` or 
 trained    ``_train``: the rows have an advantage, or    the same                     ``StepBatch.rows``, until a
            can pad a mini-batch                                                       mini-batch is full; ``spare``
 cleared    ``_finish_step``: the rows are deleted        nothing                      nowhere
-evicted    ``_evict`` of a complete group: it was        nothing                      nowhere; a new prompt replaces it
-           filtered, or failed without a trajectory
+evicted    ``_evict`` of a complete group: it was        nothing                      nowhere; new prompts replace it
+           filtered, failed without a trajectory, or                                  if the step needs them
+           would be two steps old
 ========== ============================================= ============================ =============================
 
 If the agent loop worker of a prompt dies, a prompt that is not generated begins again; `Recovery` completes others.
@@ -56,6 +61,7 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.debug import marked_timer
 
+from reward_loop.agent.filter_forecast import FilterForecast
 from reward_loop.agent.schedule import Action, Generate, Prepare, Train, Wait
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl.compat import overrides, uses
@@ -118,12 +124,15 @@ class RewardPipelineTrainer(PPOTrainerSync):
         self._judging_s = 0.0
         """The seconds that judging alone takes, for the rewards of the current step."""
         self._filters = self.replay_buffer.filter_groups_metric is not None
+        self._forecast = FilterForecast(round(options.max_ahead * config.data.train_batch_size))
+        self._kept: set[str] = set()
+        """The prompts of ``_submitted`` that have passed the filter, as far as the forecast has counted them."""
         self._replaces = self._filters or self.replay_buffer.sync_refill_failed_groups
 
     @overrides(PPOTrainerSync)
     def _init_dataloader(self) -> None:
         super()._init_dataloader()
-        if self.options.one_step_off_policy:
+        if self.options.one_step_off_policy or (self._filters and self.options.max_ahead > 0):
             # With any other name than "sync", verl saves the prompts in flight in its checkpoints.
             self.trainer_mode = PIPELINE_MODE
 
@@ -142,6 +151,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         """Run the actions of the schedule, up to the last update of one training step."""
         self._began, self._judging_s = time.time(), 0.0
         self._batch = None
+        self._limit = RefillLimit(self.config, self.options.max_refills, self.global_steps)
         if self._actions is None:
             # verl also stops after the last epoch.
             last_step = min(self.total_training_steps, self.config.trainer.total_epochs * self.steps_per_epoch)
@@ -155,7 +165,8 @@ class RewardPipelineTrainer(PPOTrainerSync):
             if isinstance(action, Generate):
                 with added_seconds("gen", timing_raw):
                     self.on_sample_begin()
-                    self._submit_up_to(len(self._submitted) + self.config.data.train_batch_size)
+                    later = (action.step - self.global_steps) * self.config.data.train_batch_size
+                    self._submit(self._missing(self.replay_buffer.unfinished(), metrics, later=later))
                 continue
             if self._batch is None:
                 self._batch = self._finish_generation(metrics, timing_raw)
@@ -180,31 +191,48 @@ class RewardPipelineTrainer(PPOTrainerSync):
         unfinished = self.replay_buffer.unfinished()
         return self._batch.ready_mini_batches(unfinished, self._schedule.mini_batches, self._mini_batch_groups)
 
-    def _submit_up_to(self, count: int) -> None:
-        """Submit new prompts to the rollout until ``_submitted`` has ``count`` prompts."""
-        missing = count - len(self._submitted)
-        if missing <= 0:
+    def _submit(self, count: int) -> None:
+        """Submit new prompts to the rollout."""
+        if not count:
             return
-        batch = self._next_train_batch(missing)
+        batch = self._next_train_batch(count)
         self._submitted += list(batch["uid"])
         self._submit_batch_to_rollout(batch)
 
-    def _finish_generation(self, metrics: dict, timing_raw: dict) -> StepBatch:
-        """Wait until all submitted prompts are generated, put the rollout engine to sleep, and return the batch."""
-        count = len(self._submitted)
+    def _missing(self, unfinished: set[str], metrics: dict, *, later: int = 0) -> int:
+        """Evict groups, and return how many more prompts to begin.
+
+        Args:
+            unfinished: the prompts that lacked a rollout or a reward just before this call. So the filter has examined
+                all others that are left.
+            later: the number of groups that the next step needs, if its prompts are begun now.
+        """
+        filtered = self._evict(metrics)
+        kept = set(self._submitted) - unfinished
+        self._forecast.count(kept=len(kept - self._kept), filtered=filtered)
+        self._kept = kept
+        pending = len(self._submitted) - len(kept)
         size = self.config.data.train_batch_size
-        limit = RefillLimit(self.config, self.options.max_refills, self.global_steps)
-        generated = False
-        while self._evict(limit, metrics) or not generated:
+        return self._forecast.missing(size, kept=len(kept), pending=pending, later=later)
+
+    def _finish_generation(self, metrics: dict, timing_raw: dict) -> StepBatch:
+        """Wait until all submitted prompts are generated, put the rollout engine to sleep, and return the batch.
+
+        With a filter, also wait until the groups of the step have passed it.
+        """
+        size = self.config.data.train_batch_size
+        missing = 0
+        while True:
             with added_seconds("gen", timing_raw):
-                self._submit_up_to(count)
+                self._submit(missing)
                 # A prompt that is not generated is generated again if its worker dies, so the engine must be awake.
                 self.replay_buffer.wait(lambda: not self.replay_buffer.generating())
-            if self._filters:
-                # The filter needs the rewards, and the engine must be awake to generate replacements.
-                with added_seconds("wait_reward", timing_raw):
-                    self.replay_buffer.wait(lambda: self.replay_buffer.unfinished().isdisjoint(self._submitted[:size]))
-            generated = True
+            if not self._replaces:
+                break
+            with added_seconds("wait_reward", timing_raw):
+                missing = self._wait_for_filter(size, metrics)
+            if not missing:
+                break
         uids, self._submitted = self._submitted[:size], self._submitted[size:]
         with added_seconds("gen", timing_raw):
             self.on_sample_end()
@@ -221,18 +249,34 @@ class RewardPipelineTrainer(PPOTrainerSync):
         in_order = self._schedule.mini_batch_pipeline and self.options.order == "submission"
         return StepBatch.of(uids, whole, in_order=in_order)
 
-    def _evict(self, limit: RefillLimit, metrics: dict) -> bool:
-        """Evict groups that are filtered, or failed without a trajectory. Returns whether there were any."""
+    def _wait_for_filter(self, size: int, metrics: dict) -> int:
+        """Wait until the ``size`` oldest groups have passed the filter, or it has removed more than was expected.
+
+        Returns how many more prompts must be generated. Without a filter, returns at once how many groups failed.
+        """
+        missing = 0
+
+        def decided() -> bool:
+            nonlocal missing
+            unfinished = self.replay_buffer.unfinished()
+            missing = self._missing(unfinished, metrics)
+            return missing > 0 or not self._filters or unfinished.isdisjoint(self._submitted[:size])
+
+        self.replay_buffer.wait(decided)
+        return missing
+
+    def _evict(self, metrics: dict) -> int:
+        """Evict groups that are filtered, failed without a trajectory or are too old. Returns how many are filtered."""
         if not self._replaces:
-            return False
+            return 0
         failure = last_failure()
-        evicted, failed = self.replay_buffer.evict(self.global_steps, metrics)
-        if evicted:
+        evicted = self.replay_buffer.evict(self.global_steps, metrics)
+        if evicted.uids:
             self._poll_fatal_errors()  # raises if the run must stop: the replacements would fail too
-        self._submitted = [uid for uid in self._submitted if uid not in evicted]
-        kept, filtered = len(self._submitted), len(evicted) - failed
-        limit.check(failed=failed, filtered=filtered, kept=kept, failure=failure)
-        return bool(evicted)
+            self._submitted = [uid for uid in self._submitted if uid not in evicted.uids]
+            kept = len(self._submitted)
+            self._limit.check(failed=evicted.failed, filtered=evicted.filtered, kept=kept, failure=failure)
+        return evicted.filtered
 
     def _prepare(self, batch: StepBatch, metrics: dict, timing_raw: dict) -> None:
         """Compute what needs no reward, for the whole batch: old and reference log-probabilities, values."""
@@ -299,6 +343,9 @@ class RewardPipelineTrainer(PPOTrainerSync):
         self._judging_s += self._count_rewards(metrics)
         tq.kv_clear(keys=batch.uids, partition_id="train")
         metrics["reward_pipeline/prompts_ahead"] = len(self._submitted)
+        if self._filters:
+            metrics["reward_pipeline/filtered_share"] = self._forecast.share
+        self._forecast.end_step()
         metrics["reward_pipeline/update_calls"] = batch.updates
         staleness = batch.staleness(self.global_steps)
         metrics["reward_pipeline/off_policy_steps"] = float(max(staleness))

@@ -38,7 +38,8 @@ class RefillLimit:
 
         Raises:
             RewardLoopError: groups failed and their replacements failed too, more than ``max_refills`` times in a row;
-                or replacing the filtered groups would exceed ``algorithm.filter_groups.max_num_gen_batches``.
+                or too few groups remain, and replacing the filtered ones would exceed
+                ``algorithm.filter_groups.max_num_gen_batches``.
         """
         again = failed > 0 and not filtered and kept <= self._kept
         self._in_a_row = self._in_a_row + 1 if again else 0
@@ -49,7 +50,7 @@ class RefillLimit:
                 f"{failed} groups failed, and their replacements failed too, {self._max_refills} times in a row "
                 f"(trainer.v1.{PIPELINE_MODE}.max_refills={self._max_refills}). {failure}"
             )
-        if self._filtered and (failed or filtered):
+        if self._filtered and kept < self._config.data.train_batch_size:
             self._check_filtered()
 
     def _check_filtered(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from time import monotonic, time
-from typing import Any
+from typing import Any, NamedTuple
 
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, _accumulate_eviction_metrics
@@ -18,7 +18,7 @@ from reward_loop.verl.mode_options import ModeOptions
 from reward_loop.verl.reward_metrics import Rewards
 from reward_loop.verl.trajectory_keys import GENERATED, JUDGED, uid_of
 
-__all__ = ["REWARD_METRIC", "RewardReplayBuffer", "extend"]
+__all__ = ["REWARD_METRIC", "Evicted", "RewardReplayBuffer", "extend"]
 
 uses(__name__, "verl.trainer.ppo.v1.replay_buffer", "_accumulate_eviction_metrics(acc, new, stale_count)")
 uses(
@@ -32,6 +32,7 @@ uses(
     "pending_keys",
     "running_keys",
     "finished_keys",
+    "prompt_global_steps",
     "filter_groups_metric",
     "sync_refill_failed_groups",
 )
@@ -41,6 +42,16 @@ REWARD_METRIC = "reward"
 
 NAMED_PROMPTS = 5
 """The largest number of prompts that an error message names."""
+
+
+class Evicted(NamedTuple):
+    """The groups that were evicted at one time."""
+
+    uids: set[str]
+    filtered: int
+    """How many of them were filtered."""
+    failed: int
+    """How many of them failed without a trajectory."""
 
 
 class RewardReplayBuffer(ReplayBuffer):
@@ -124,16 +135,19 @@ class RewardReplayBuffer(ReplayBuffer):
             self.check_failed_groups(eviction_reasons[2], self.finished_keys[partition_id])
         return super()._evict_terminal_groups(global_steps, partition_id, eviction_reasons)
 
-    def evict(self, step: int, metrics: dict) -> tuple[set[str], int]:
-        """Evict the finished training groups that are filtered, and those that failed without a trajectory.
+    def evict(self, step: int, metrics: dict) -> Evicted:
+        """Evict the finished training groups that are filtered, failed without a trajectory, or are too old.
 
-        Adds verl's metrics of evictions. Returns the uids of the evicted groups, and how many of them failed.
+        A group is too old if its prompt was submitted before the step that precedes ``step``. Adds verl's metrics of
+        evictions.
         """
         self._sync_metadata_from_transfer_queue()
-        reasons = self._terminal_eviction_reasons(step, "train")
-        evicted, stale, _, eviction_metrics = self._evict_terminal_groups(step, "train", reasons)
-        _accumulate_eviction_metrics(metrics, eviction_metrics, stale)
-        return evicted, len(reasons[2])
+        _, filtered, failed, counts = self._terminal_eviction_reasons(step, "train")
+        submitted = self.prompt_global_steps["train"]
+        too_old = {uid for uid in self.finished_keys["train"] - filtered if submitted[uid] < step - 1}
+        uids, _, _, eviction_metrics = self._evict_terminal_groups(step, "train", (too_old, filtered, failed, counts))
+        _accumulate_eviction_metrics(metrics, eviction_metrics, len(too_old))
+        return Evicted(uids, len(filtered), len(failed))
 
     @overrides(ReplayBuffer)
     def _dapo_filtered_keys(self, partition_id: str) -> Any:

@@ -169,8 +169,9 @@ def _colocated(config: DictConfig, served: RewardModelConfig, mode: ModeOptions)
     own_gpus = "give the model GPUs of its own: reward_model.enable_resource_pool=True"
     for name in config.reward_model.server:
         if name not in _WITH_VERLS_SERVERS:
+            given = "model.trust_remote_code" if name == "trust_remote_code" else f"server.{name}"  # as in verl
             raise ConfigError(
-                f"reward_model.server.{name} has no effect with a reward model on the trainer's GPUs: verl starts its "
+                f"reward_model.{given} has no effect with a reward model on the trainer's GPUs: verl starts its "
                 f"servers, with the options reward_model.rollout.*. Leave it out, or {own_gpus}"
             )
     off_policy = f"trainer.v1.{PIPELINE_MODE}.one_step_off_policy"

@@ -22,6 +22,14 @@ pytestmark = pytest.mark.integration
 
 EXAMPLES = Path(prepare.__file__).parents[1]
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.sh"))
+CASES: dict[str, tuple[str, ...]] = dict.fromkeys(SCRIPTS, ()) | {
+    # As in docs/verl-separate-async.md.
+    "genrm_async_1x8.sh on 2x8": (
+        *("trainer.n_gpus_per_node=8", "actor_rollout_ref.rollout.n_gpus_per_node=4"),
+        "reward_model.n_gpus_per_node=4",
+    )
+}
+"""The scripts, and more options for one."""
 
 
 def command(script: str, directory: Path, *more: str) -> list[str]:
@@ -36,15 +44,16 @@ def command(script: str, directory: Path, *more: str) -> list[str]:
     return json.loads(written.read_text())
 
 
-@pytest.fixture(scope="module", params=SCRIPTS)
+@pytest.fixture(scope="module", params=CASES)
 def settings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RewardSettings:
-    flag, module, *overrides = command(request.param, tmp_path_factory.mktemp("script"))
+    script = request.param.split()[0]
+    flag, module, *overrides = command(script, tmp_path_factory.mktemp("script"), *CASES[request.param])
     assert (flag, module) == ("-m", "reward_loop.verl.main_ppo")
     return resolved(*overrides)
 
 
 def test_there_are_scripts_to_check() -> None:
-    assert SCRIPTS == ["disrm_colocated.sh", "genrm_1x8.sh", "genrm_2x8.sh", "gsm8k_grpo.sh"]
+    assert SCRIPTS == ["disrm_colocated.sh", "genrm_1x8.sh", "genrm_2x8.sh", "genrm_async_1x8.sh", "gsm8k_grpo.sh"]
 
 
 def test_the_options_pass_our_checks_and_verls(settings: RewardSettings) -> None:
@@ -62,6 +71,10 @@ def test_policy_and_reward_model_fit_on_the_nodes(settings: RewardSettings) -> N
         own = config.reward.reward_model.nnodes * config.reward.reward_model.n_gpus_per_node
         assert model is not None
         assert model.replicas * model.tensor_parallel_size == own, "no GPU of the reward model's pool is idle"
+    if settings.mode.name == "separate_async":
+        rollout = config.actor_rollout_ref.rollout
+        own += rollout.nnodes * rollout.n_gpus_per_node
+        assert rollout.n_gpus_per_node + config.reward.reward_model.n_gpus_per_node <= 8, "they share a node"
     assert trainer + own in (8, 16)
     samples = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
     assert samples % trainer == 0

@@ -12,11 +12,14 @@ from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
+from reward_loop.agent.filter_forecast import FilterForecast
 from reward_loop.agent.schedule import Schedule
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl import pipeline, tq_rows
 from reward_loop.verl.mode_options import PipelineOptions
 from reward_loop.verl.pipeline import RewardPipelineTrainer
+from reward_loop.verl.refills import RefillLimit
+from reward_loop.verl.replay_buffer import Evicted
 from reward_loop.verl.step_batch import StepBatch
 from reward_loop.verl.tq_rows import select
 from reward_loop.verl.trainer import NothingToLearnError
@@ -62,8 +65,8 @@ class Judges:
         self.pending.discard(uid)
         self.running.discard(uid)
 
-    def evict(self, step: int, metrics: dict) -> tuple[set[str], int]:
-        return set(), 0
+    def evict(self, step: int, metrics: dict) -> Evicted:
+        return Evicted(set(), 0, 0)
 
 
 class Trainer(RewardPipelineTrainer):
@@ -87,13 +90,14 @@ class Trainer(RewardPipelineTrainer):
         self.masked: list[str] = []
         self._schedule, self._actions, self._submitted = schedule, None, []
         self._mini_batch_groups = 2
-        self._replaces = False
+        self._replaces = self._filters = False
+        self._forecast, self._kept = FilterForecast(0), set()
         self.replay_buffer: Any = Judges(arrival)
 
     def on_sample_begin(self) -> None:
         self.done.append("generate")
 
-    def _submit_up_to(self, count: int) -> None:
+    def _submit(self, count: int) -> None:
         self.replay_buffer.submit(self.sizes)
 
     def _finish_generation(self, metrics: dict, timing_raw: dict) -> StepBatch:
@@ -341,9 +345,9 @@ class FailingBuffer(Judges):
         super().__init__("")
         self.trainer = trainer
 
-    def evict(self, step: int, metrics: dict) -> tuple[set[str], int]:
+    def evict(self, step: int, metrics: dict) -> Evicted:
         failed = set(self.trainer._submitted) - self.pending
-        return failed, len(failed)
+        return Evicted(failed, 0, len(failed))
 
 
 class Failing(RewardPipelineTrainer):
@@ -352,16 +356,21 @@ class Failing(RewardPipelineTrainer):
     def __init__(self, max_refills: int) -> None:
         self.config = OmegaConf.create({"data": {"train_batch_size": 2}})
         self.options = PipelineOptions(max_refills=max_refills)
+        self._forecast, self._kept = FilterForecast(0), set()
         self.global_steps = 1
         self.submitted = 0
         self._submitted: list[str] = []
         self._replaces, self._filters = True, False
         self.replay_buffer: Any = FailingBuffer(self)
 
-    def _submit_up_to(self, count: int) -> None:
-        while len(self._submitted) < count:
+    def _submit(self, count: int) -> None:
+        for _ in range(count):
             self._submitted.append(f"p{self.submitted}")
             self.submitted += 1
+
+    def run(self) -> None:
+        self._limit = RefillLimit(self.config, self.options.max_refills, self.global_steps)
+        self._finish_generation({}, {})
 
     def _poll_fatal_errors(self) -> None:
         pass
@@ -378,9 +387,9 @@ def _failures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_groups_that_always_fail_are_not_replaced_for_ever() -> None:
     trainer = Failing(max_refills=3)
-    trainer._submit_up_to(2)
+    trainer._submit(2)
     with pytest.raises(RewardLoopError, match=r"2 groups failed.*3 times.*max_refills=3.*p7_0: KeyError: 'tool'"):
-        trainer._finish_generation({}, {})
+        trainer.run()
     assert trainer.submitted == 2 + 3 * 2
 
 
@@ -393,8 +402,8 @@ class Late(Failing):
         self.replay_buffer.submit("ab")
         self.replay_buffer.running, self.replay_buffer.order = {"b"}, ["b"]
 
-    def _submit_up_to(self, count: int) -> None:
-        while len(self._submitted) < count:
+    def _submit(self, count: int) -> None:
+        if count:
             self._submitted.append("c")
             self.replay_buffer.submit("c")
 
@@ -402,7 +411,7 @@ class Late(Failing):
 def test_a_group_that_failed_last_is_replaced() -> None:
     trainer = Late()
     with pytest.raises(InterruptedError):
-        trainer._finish_generation({}, {})
+        trainer.run()
     assert trainer.replay_buffer.unfinished() == {"a", "c"}
 
 
@@ -419,23 +428,24 @@ class Filtering(Failing):
 class FilteringBuffer(FailingBuffer):
     """The replay buffer, to which all rollouts of each group are alike. After twenty groups it has had enough."""
 
-    def evict(self, step: int, metrics: dict) -> tuple[set[str], int]:
-        return set() if self.trainer.submitted > 20 else set(self.trainer._submitted), 0
+    def evict(self, step: int, metrics: dict) -> Evicted:
+        filtered = set() if self.trainer.submitted > 20 else set(self.trainer._submitted)
+        return Evicted(filtered, len(filtered), 0)
 
 
 def test_no_more_batches_are_generated_for_a_step_than_allowed() -> None:
     trainer = Filtering(max_num_gen_batches=3)
-    trainer._submit_up_to(2)
+    trainer._submit(2)
     with pytest.raises(RewardLoopError, match=r"filtered out 6 groups in step 1.*same acc.*max_num_gen_batches=3"):
-        trainer._finish_generation({}, {})
+        trainer.run()
     assert trainer.submitted == 3 * 2
 
 
 def test_by_default_groups_are_filtered_for_ever() -> None:
     trainer = Filtering(max_num_gen_batches=0)
-    trainer._submit_up_to(2)
+    trainer._submit(2)
     with pytest.raises(InterruptedError):
-        trainer._finish_generation({}, {})
+        trainer.run()
     assert trainer.submitted == 22
 
 
@@ -450,6 +460,7 @@ class Generating(RewardPipelineTrainer):
         self.reward_loop_manager: Any = SimpleNamespace(reward_loop_worker_handles=[])
         self._submitted = ["a", "b"]
         self._replaces = self._filters = False
+        self._forecast, self._kept = FilterForecast(0), set()
         self.replay_buffer: Any = Judges(ends)
         self.replay_buffer.running = set("ab")
         self.asleep = False

@@ -9,8 +9,8 @@ from reward_loop.errors import RewardLoopError
 from reward_loop.verl.refills import FailureStreak, RefillLimit
 
 
-def refill_limit(max_refills: int | None) -> RefillLimit:
-    config = OmegaConf.create({"algorithm": {"filter_groups": {}}, "data": {"train_batch_size": 8}})
+def refill_limit(max_refills: int | None, **filter_groups: object) -> RefillLimit:
+    config = OmegaConf.create({"algorithm": {"filter_groups": filter_groups}, "data": {"train_batch_size": 8}})
     return RefillLimit(config, max_refills, step=1)
 
 
@@ -36,6 +36,12 @@ def test_one_replacement_that_does_not_fail_counts_as_a_success(success: dict[st
         assert not exhausted(limit, failed=3, filtered=0, kept=5)
         assert not exhausted(limit, **success)
         exhausted(limit, failed=0, filtered=0, kept=0)  # the next step
+
+
+def test_filtered_groups_are_too_many_only_if_the_step_needs_more_groups() -> None:
+    limit = refill_limit(None, metric="acc", max_num_gen_batches=2)
+    assert not exhausted(limit, failed=0, filtered=20, kept=8)
+    assert exhausted(limit, failed=0, filtered=1, kept=7)
 
 
 def test_without_a_bound_groups_are_replaced_for_ever() -> None:

@@ -242,18 +242,29 @@ def test_failed_groups_are_checked_before_they_are_evicted(monkeypatch: pytest.M
     assert sorted(cleared) == ["a", "b"]
 
 
-def test_evicted_groups_are_named_with_the_number_of_failed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt = {"is_prompt": True, "global_steps": 1}
-    items = {"a": {**prompt, "status": "failure"}, "b": {**prompt, "status": "finished"}, "b_0_0": {}, "b_1_0": {}}
+def test_evicted_groups_are_named_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = {"is_prompt": True, "global_steps": 2}
+    items = {
+        "a": {**prompt, "status": "failure"},
+        "b": {**prompt, "status": "finished"},
+        "b_0_0": {},
+        "b_1_0": {},
+        # Of step 1: their rollouts are two steps old in step 3. One is still being judged.
+        "c": {**prompt, "status": "finished", "global_steps": 1},
+        "c_0_0": {},
+        "d": {**prompt, "status": "running", "global_steps": 1},
+        "d_0_0": {},
+    }
     cleared: list[str] = []
     queue = SimpleNamespace(kv_list=lambda: {"train": items}, kv_clear=lambda partition_id, keys: cleared.extend(keys))
     monkeypatch.setattr(verls, "tq", queue)
     ours = buffer(metric="acc", final_rewards=lambda batch, metric: dict.fromkeys(batch.keys, ALIKE))
     ours.sync_refill_failed_groups = True
     metrics: dict[str, Any] = {}
-    assert ours.evict(1, metrics) == ({"a", "b"}, 1)
-    assert sorted(cleared) == ["a", "b", "b_0_0", "b_1_0"]
-    assert metrics["training/rollout_failure/evicted_samples"] == metrics["training/filter_groups/evicted_samples"] == 1
+    assert ours.evict(3, metrics) == ({"a", "b", "c"}, 1, 1)
+    assert sorted(cleared) == ["a", "b", "b_0_0", "b_1_0", "c", "c_0_0"]
+    for reason in ("rollout_failure", "filter_groups", "off_policy"):
+        assert metrics[f"training/{reason}/evicted_samples"] == 1
 
 
 def test_what_is_generated_and_judged_is_read_from_the_tags(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

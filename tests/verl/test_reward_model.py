@@ -274,6 +274,10 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
         ([*VLLM, "reward_loop.audit.share=0.1"], ["reward_loop.audit does not work", *OWN_GPUS]),
         ([*VLLM, "+reward_model.server.replicas=5"], ["reward_model.server.replicas has no effect", *OWN_GPUS]),
         (
+            [*VLLM, "reward_model.model.trust_remote_code=True"],
+            ["reward_model.model.trust_remote_code has no effect", *OWN_GPUS],
+        ),
+        (
             [*VLLM, "+reward_model.server.models.j.model_path=/j"],
             ["reward_model.server.models has no effect", "reward_model.rollout.*", *OWN_GPUS],
         ),

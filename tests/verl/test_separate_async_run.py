@@ -1,8 +1,9 @@
-"""verl's trainer mode ``separate_async`` on a CPU: rollouts and training in different places, both at once, and a
-bounded queue between rollouts and judges."""
+"""verl's trainer mode ``separate_async`` on a CPU: rollouts, training and a vLLM judge in different places and all at
+once, and a bounded queue between rollouts and judges."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections import Counter
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from reward_loop.view.critical import server_of
+from reward_loop.view.timeline import timeline
 from tests.verl import rewards
 from tests.verl.checks import check_events, check_reward_metrics, check_scores, expected_advantages
 from tests.verl.runs import Run, train
@@ -22,12 +25,21 @@ LATER = (4, 5, 6)
 QUEUE = "trainer.v1.separate_async.reward_queue"
 CAPACITY, IN_FLIGHT = 24, 16
 OFF_POLICY = 2
+VLLM = importlib.util.find_spec("vllm") is not None
+JUDGE = (
+    "reward_model.enable=True",
+    "reward_model.enable_resource_pool=True",
+    "reward_model.nnodes=1",
+    "reward_model.n_gpus_per_node=1",
+    "reward_model.rollout.name=vllm",
+    "+reward_model.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=32M",
+)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
     """The first rollouts are judged only after so many have been generated that the queue is full; and some only after
-    the first step. After three steps, the agent loop worker is killed."""
+    the first step. After three steps, the agent loop worker is killed; from then on, vLLM is asked for each rollout."""
     directory = tmp_path_factory.mktemp("separate")
     return train(
         directory,
@@ -43,6 +55,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -
         f"trainer.total_training_steps={LATER[-1]}",
         "trainer.val_before_train=False",
         f"reward_loop.log_dir={directory}/records",
+        *((*JUDGE, f"reward_model.model.path={tiny_generative_model}") if VLLM else ()),
         function="Held",
     )
 
@@ -125,6 +138,23 @@ def test_staleness_is_logged_and_bounded(run: Run) -> None:
 
 def test_events_and_advantages_agree_with_verls_timings_and_rollouts(run: Run) -> None:
     check_events(run, run.directory / "records", {"gen", "old_log_prob", "adv", "update_actor", "update_weights"}, 3)
+
+
+@pytest.mark.skipif(not VLLM, reason="vLLM is not installed")
+def test_a_generative_vllm_judge_answers_for_each_rollout_during_generation_and_training(
+    run: Run, tiny_generative_model: Path
+) -> None:
+    folder = run.directory / "records"
+    trained = {row["uid"].rsplit("_", 1)[0] for row in run.rollouts(LATER[-1])}
+    rows = [record for record in records(run) if record["uid"] in trained]
+    assert {len(row["judges"]) for row in rows} == {1}
+    assert {row["completion_tokens"] for row in rows} <= set(range(1, rewards.JUDGE_TOKENS + 1))
+    (server,) = {server_of(row["judges"][0]) for row in rows}
+    # The rollouts of the last step are generated and judged during earlier ones.
+    lanes = [lane for step in LATER for lane in timeline(folder, step)["lanes"]]
+    assert {"rollout", "judge", "trainer"} == {lane["kind"] for lane in lanes}
+    assert f"judge {server}" in {lane["name"] for lane in lanes if lane["kind"] == "judge"}
+    assert rewards.processes_left("vllm", str(tiny_generative_model)) == []
 
 
 def queue_figures(run: Run, step: int) -> dict[str, float]:
