@@ -156,7 +156,7 @@ def _threshold(rows: Sequence[Row], options: RewardLoopConfig) -> tuple[float | 
         return None, None
     middle = (scores[0] + scores[-1]) / 2
     text = f"an answer with a score above {middle:.4g}, the middle of the scores, is accepted (-O audit.accept=X)"
-    return next(score for score in scores if score > middle), text
+    return next((score for score in scores if score > middle), scores[-1]), text
 
 
 def _counted(name: str, asked: Sequence[_Asked], accept: float | None, tolerance: float) -> ProbedKind:
@@ -185,4 +185,4 @@ def _finding(found: ProbedKind, limit: float) -> Finding:
     text = f"the judge accepts {share}{example}"
     if found.interval[0] > limit:
         return Finding(found.name, "problem", f"{text}: {ADVICE.get(found.name, FENCE)}")
-    return Finding(found.name, "note", f"{text}; more --rows would tell whether it is above {limit:.0%}")
+    return Finding(found.name, "note", f"{text}; use more --rows to find out whether the share is above {limit:.0%}")
