@@ -374,7 +374,7 @@ def test_keys_of_verl_without_effect_are_named() -> None:
     from reward_loop.verl.resolve import _UNUSED
 
     for key in _UNUSED:
-        assert f"`{key}`" in PAGES["docs/verl-keys.md"]
+        assert f"`{key}`" in PAGES["docs/migration.md"]
 
 
 @pytest.mark.parametrize("row", between("migrated options").splitlines()[2:])

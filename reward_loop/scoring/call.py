@@ -77,7 +77,7 @@ class UserFunction:
             max_threads: the maximum number of concurrent calls of a sync function (default 64). The deadline of a
                 queued call does not start until the function starts.
             isolation: where sync functions run that are not marked with `isolated` (default ``"thread"``); see
-                docs/isolation.md.
+                docs/reward-functions.md.
             max_processes: the maximum number of concurrent calls in worker processes; by default the number of cores.
             max_memory_mb: the memory limit (in 2^20 bytes) of a worker process with its child processes; a process
                 that exceeds it is killed.
