@@ -64,6 +64,7 @@ def set_up(events: list[str], *, colocated: bool) -> Any:
     for name in ("tokenizer", "dataloader", "dump_executor", "resource_pool_mgr"):
         setattr(made, f"_init_{name}", lambda: None)
     made._load_checkpoint = lambda: None
+    made.tokenizer = SimpleNamespace(decode=str)
     verls = trainer_base.RewardLoopManager
     made._setup()
     assert trainer_base.RewardLoopManager is verls

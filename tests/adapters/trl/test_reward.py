@@ -71,17 +71,18 @@ async def test_outcomes_are_logged_and_recorded_with_step_and_group(tmp_path: Pa
 
 
 async def test_the_probes_of_an_audit_are_logged_with_the_next_batch() -> None:
-    metrics: dict[str, float] = {}
+    logged: list[tuple[str, float]] = []
     options = {"audit": {"share": 1.0, "probes": ["again"]}}
     async with opened(equals, name="judge", options=options) as reward:
         for _ in range(2):
-            await reward(["p", "q"], ["1", "2"], ground_truth=["1", "1"], log_metric=metrics.__setitem__)
+            await reward(["p", "q"], ["1", "2"], ground_truth=["1", "1"], log_metric=lambda *one: logged.append(one))
             agent = reward._owner._agent
             assert agent is not None
             drained = asyncio.run_coroutine_threadsafe(agent.manager.audit.drain(30), agent._loop)
             await asyncio.wrap_future(drained)
-    assert metrics["reward_loop/judge/audit/asked"] == 2
-    assert metrics["reward_loop/judge/audit/again/agreement"] == 1
+    # The probes of the first batch had ended before the second one was logged.
+    assert 2 <= sum(value for name, value in logged if name == "reward_loop/judge/audit/asked") <= 4
+    assert {value for name, value in logged if name == "reward_loop/judge/audit/again/agreement"} == {1}
 
 
 async def test_groups_are_compared_whole() -> None:
