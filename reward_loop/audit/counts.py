@@ -8,15 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Self
 
+from reward_loop._util.intervals import Z95
 from reward_loop.audit.probes import CANARY
 
 __all__ = ["AuditCounts", "ProbeCount", "kappa"]
 
 MAX_SAMPLES = 8
 """The number of samples that are named for each kind of probe."""
-
-Z95 = 1.96
-"""The 97.5 % quantile of the normal distribution, for confidence intervals of 95 %."""
 
 
 @dataclass

@@ -8,15 +8,16 @@ import time
 import types
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from reward_loop.config import CacheConfig, RewardLoopConfig
-from reward_loop.managers import CompositeRewardLoopManager
+from reward_loop.errors import ConfigError
+from reward_loop.managers import CompositeRewardLoopManager, RewardLoopManagerBase
 from reward_loop.managers.scorer import load_scorer, reward_of
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
 from reward_loop.types import RewardSample, is_returned
 
-__all__ = ["Callee", "Calls", "Row", "StepTimer"]
+__all__ = ["Callee", "Calls", "Finding", "Row", "StepTimer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,19 @@ class Row:
     def same(self, other: Row) -> bool:
         """Return whether both have the same outcome and score."""
         return (self.outcome, self.score) == (other.outcome, other.score)
+
+
+Status = Literal["ok", "note", "problem", "skipped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check."""
+
+    check: str
+    status: Status
+    text: str
+    """What was observed and, for a problem, what to change."""
 
 
 class Calls:
@@ -113,6 +127,33 @@ class Calls:
             group = f"group {next(self._groups)}" if self._of_groups else None
             samples = [replace(sample, group=group, group_size=len(samples)) for sample in samples]
         return list(await asyncio.gather(*map(self._run_one, samples)))
+
+    async def run_each(self, samples: Sequence[RewardSample], concurrency: int) -> list[Row]:
+        """Score each sample in a call of its own, ``concurrency`` at a time."""
+        slots = asyncio.Semaphore(concurrency)
+
+        async def run(sample: RewardSample) -> Row:
+            async with slots:
+                return (await self.run([sample]))[0]
+
+        return list(await asyncio.gather(*map(run, samples)))
+
+    def check_probes(self) -> None:
+        """Check that the answer of a single sample can be replaced, as the probes of a judge do.
+
+        Raises:
+            ConfigError: the manager scores whole groups, or was written for verl.
+        """
+        if self._of_groups or not isinstance(self._manager, RewardLoopManagerBase):
+            raise ConfigError(
+                f"--judge: {type(self._manager).__name__} does not score single samples of reward_loop. During a run, "
+                "reward_loop.audit makes probes of groups"
+            )
+
+    async def with_answer(self, sample: RewardSample, answer: str) -> RewardSample:
+        """Return a sample with another answer."""
+        changed: RewardSample = await self._manager.with_answer(sample, answer)
+        return changed
 
     async def _run_one(self, sample: RewardSample) -> Row:
         reward = await reward_of(self._manager, sample, str(sample.uid))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from reward_loop._util.text import cut, duration
-from reward_loop.check.calls import Callee, Calls, Row, StepTimer
+from reward_loop.check.calls import Callee, Calls, Finding, Row, StepTimer
+from reward_loop.check.judge import ProbedKind, probe_judge
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError
 from reward_loop.types import RewardSample
@@ -30,18 +31,6 @@ _ADVICE = {
     "cannot be called from a running event loop": _OWN_LOOP,
 }
 
-Status = Literal["ok", "note", "problem", "skipped"]
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of one check."""
-
-    check: str
-    status: Status
-    text: str
-    """What was observed and, for a problem, what to change."""
-
 
 @dataclass(slots=True)
 class Report:
@@ -53,6 +42,8 @@ class Report:
     """Whether it is a batch function, which is called with all samples at once."""
     rows: list[Row] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
+    probes: list[ProbedKind] = field(default_factory=list)
+    """The probes of the judge."""
 
     @property
     def problems(self) -> list[Finding]:
@@ -70,6 +61,7 @@ async def check(
     options: RewardLoopConfig | None = None,
     concurrency: int = 16,
     max_blocked_s: float = MAX_BLOCKED_S,
+    judge: bool = False,
     on_step: Callable[[str], None] = lambda step: None,
 ) -> Report:
     """Call a reward function in the ways that a run may call it, and report what goes wrong.
@@ -87,11 +79,12 @@ async def check(
         options: options of the run; the policies, the bounds on failures and the cache are ignored here.
         concurrency: maximum number of calls in flight when concurrent calls are tested.
         max_blocked_s: maximum time in seconds for which a call may block the event loop.
+        judge: whether to also make probes of the judge, which are `most_calls` further calls at most.
         on_step: called with a description of each step before it starts.
 
     Raises:
         FunctionLoadError: the function cannot be called with the arguments of the reward loop.
-        ConfigError: there are no samples, a sample is broken, or the manager does not exist.
+        ConfigError: there are no samples, a sample is broken, the manager does not exist, or it cannot make probes.
     """
     if not samples:
         raise ConfigError("there are no samples to try the function on")
@@ -107,6 +100,8 @@ async def check(
         router_address=router_address,
         concurrency=concurrency,
     )
+    if judge:
+        calls.check_probes()
     checks = _Checks(calls, samples, concurrency, max_blocked_s)
     report = Report(calls.callees(), calls.is_batched)
     try:
@@ -120,6 +115,11 @@ async def check(
             report.findings += await find()
             if all(row.outcome == "failed" for row in checks.first):
                 break  # all other checks would fail for the same reason
+        else:
+            if judge:
+                on_step("the judge")
+                report.probes, findings = await probe_judge(calls, samples, checks.first, options, concurrency)
+                report.findings += findings
     finally:
         await asyncio.to_thread(calls.close)
     report.rows = checks.first
@@ -194,13 +194,7 @@ class _Checks:
         else:
             what = f"calls, {self.concurrency} at a time,"
             copies = [index % count for index in range(max(self.concurrency, count))]
-            slots = asyncio.Semaphore(self.concurrency)
-
-            async def run(index: int) -> Row:
-                async with slots:
-                    return (await self.calls.run([self.samples[index]]))[0]
-
-            rows = list(await asyncio.gather(*(run(index) for index in copies)))
+            rows = await self.calls.run_each([self.samples[index] for index in copies], self.concurrency)
         if not self.deterministic:
             failed = sum(row.outcome == "failed" for row in rows)
             text = f"{failed} of {len(rows)} {what} failed; results are not compared, because they differ between calls"

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 
+from reward_loop._util.intervals import wilson
 from reward_loop.health.values import ProbeCounts
 
 __all__ = ["CANARY", "LABELLED", "ProbeHistory", "fall", "wilson_lower"]
@@ -80,9 +81,7 @@ def wilson_lower(counts: ProbeCounts) -> float:
     """
     if counts.asked < MIN_CANARIES:
         return 0.0
-    share, square = counts.accepted / counts.asked, CANARY_ERRORS**2 / counts.asked
-    spread = math.sqrt(square * (share * (1 - share) + square / 4))
-    return (share + square / 2 - spread) / (1 + square)
+    return wilson(counts.accepted, counts.asked, CANARY_ERRORS)[0]
 
 
 def fall(first: ProbeCounts, recent: ProbeCounts) -> tuple[float, float] | None:

@@ -17,7 +17,9 @@ from reward_loop._util.standard_streams import console
 from reward_loop._util.text import counted, cut, did_you_mean, duration, listing, rounded
 from reward_loop.errors import ConfigError
 from reward_loop.records.events import health
-from reward_loop.records.reader import RecordsReader
+from reward_loop.records.files import AUDIT
+from reward_loop.records.probes import probe_counts
+from reward_loop.records.reader import RecordsReader, read_rows
 from reward_loop.records.report import SHOWN, Price, Report
 from reward_loop.records.watchdog import ask, processes, why
 
@@ -54,8 +56,8 @@ def report(
 
     Shows the outcomes with the causes of failures, the scores, the components,
     the groups whose rewards are all equal or missing, the latency and the
-    failures of judges, the slowest and the costliest samples, and of a verl run
-    the warnings of the health monitors.
+    failures of judges, the slowest and the costliest samples, the probes of
+    the judge, and of a verl run the warnings of the health monitors.
     docs/reports.md describes the summary.
     """
     out = console()
@@ -70,11 +72,12 @@ def report(
             f"--group-by: no row has a field {group_by!r}{did_you_mean(group_by, fields) or '.'} Known: "
             f"{listing(fields)}"
         )
-    warnings = health(folder)
+    warnings, probes = health(folder), probe_counts(read_rows(folder / AUDIT))
     if as_json:
-        print(encode({**found.to_dict(prices), "warnings": warnings}).decode())
+        print(encode({**found.to_dict(prices), "audit": probes, "warnings": warnings}).decode())
     else:
         show_report(found, out, prices)
+        _show_probes(probes, out)
         _show_warnings(warnings, out)
     if reader.incomplete:
         console(stderr=True).print(
@@ -160,6 +163,16 @@ def _show_judges(judges: Mapping[str, Values], with_cost: bool, out: Console) ->
         rows.append((name, *counts, *times, f"{judge['prompt_tokens'] + judge['completion_tokens']:,}", *cost))
     if rows:
         _show_table([*columns, "cost"] if with_cost else columns, rows, out)
+
+
+def _show_probes(probes: Sequence[Values], out: Console) -> None:
+    """Print the share or mean of each kind of probes of the judge, with its confidence interval."""
+    rows = [
+        (one["metric"], one["counted"], one["without_score"], one["value"], *(one["interval"] or (None, None)))
+        for one in probes
+    ]
+    if rows:
+        _show_table(("probes of the judge", "counted", "no score", "value", "95 % from", "to"), rows, out)
 
 
 def _show_parts(found: Values, out: Console) -> None:

@@ -31,9 +31,10 @@ from reward_loop.errors import ConfigError
 from reward_loop.offline.compare import compare, read_scoring
 from reward_loop.records.configuration import configurations
 from reward_loop.records.events import health as read_health
-from reward_loop.records.files import EVENTS
+from reward_loop.records.files import AUDIT, EVENTS
 from reward_loop.records.reader import RecordsReader
 from reward_loop.records.report import Price
+from reward_loop.view.audit import AUDIT_PARAMETERS, audit
 from reward_loop.view.filters import (
     GROUPS_PARAMETERS,
     JUDGES_PARAMETERS,
@@ -86,6 +87,11 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
             finally:
                 await follower.stop()
 
+    def option(name: str) -> Any:
+        """Return an option of the run, at its last start; ``None`` if it is not recorded."""
+        starts = configurations(index.folder)
+        return starts[-1]["options"].get(name) if starts else None
+
     app = FastAPI(title="reward-loop view", lifespan=lifespan, openapi_url=None)
     app.state.follower = follower
 
@@ -116,6 +122,7 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
                 "following": index.is_following,
                 "revision": index.revision,
                 "events": any((index.folder / EVENTS).glob("*.jsonl")),
+                "audit": any((index.folder / AUDIT).glob("*.jsonl")),
                 "incomplete": index.incomplete,
                 "notes": notes,
             }
@@ -165,6 +172,11 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
     def all_judges(request: Request) -> Response:
         return _json(judges(index, price, request.query_params))
 
+    @app.get("/api/audit", dependencies=_only(*AUDIT_PARAMETERS))
+    def probes(request: Request) -> Response:
+        limit = option("reward_loop.health.canaries")
+        return _json({**audit(index, reader, request.query_params), "limit": limit})
+
     @app.get("/api/timeline", dependencies=_only("step"))
     def timeline_of(step: int) -> Response:
         try:
@@ -192,8 +204,7 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
 
     @app.get("/api/health", dependencies=_only())
     def health() -> Response:
-        starts = configurations(index.folder)
-        reference = starts[-1]["options"].get("reward_loop.health.reference") if starts else None
+        reference = option("reward_loop.health.reference")
         return _json({"warnings": read_health(index.folder), "reference": reference})
 
     @app.get("/api/changes", dependencies=_only())

@@ -24,6 +24,7 @@ import duckdb
 
 from reward_loop._util.json import encode
 from reward_loop.errors import RewardLoopError
+from reward_loop.records.files import AUDIT
 from reward_loop.records.reader import RecordsReader, check_version, parse_line
 from reward_loop.view import store, tables
 from reward_loop.view.growth import Chunk, Lines, append, fingerprint, new_lines
@@ -124,23 +125,23 @@ class Index:
                     ) from error
                 raise
 
-    def line(self, chunk: int, name: str) -> dict[str, Any] | None:
-        """Return the row of a sample as it is in its file.
+    def line(self, chunk: int, **fields: Any) -> dict[str, Any] | None:
+        """Return the row of a sample or probe as it is in its file.
 
         Args:
             chunk: the chunk that contains it.
-            name: the ID of the sample.
+            fields: fields of the row that identify it. The first one is searched for in the text of the chunk.
 
         Returns:
             ``None`` if the file has been deleted or changed.
         """
-        needle = encode(name)
+        needle = encode(next(iter(fields.values())))
         for part in self.rows("SELECT name, start, bytes FROM chunks WHERE chunk = ?", [chunk]):
             content = _read(self.folder / part["name"], part["start"], part["bytes"])
             at = -1
             while (at := content.find(needle, at + 1)) >= 0:
                 row = parse_line(content[content.rfind(b"\n", 0, at) + 1 : content.find(b"\n", at) + 1])
-                if row is not None and row.get("id") == name:
+                if row is not None and all(row.get(name) == value for name, value in fields.items()):
                     return row
         return None
 
@@ -183,7 +184,7 @@ class Index:
             with store.chunk_directory(self._path) as directory, ThreadPoolExecutor(1) as copier:
                 chunks = self._copy_chunks(directory, self._known)
                 while chunks:
-                    known = _after(self._known, chunks)
+                    known = self._after(self._known, chunks)
                     # The next chunks are copied while these are loaded: loading alone leaves a core idle at times.
                     later = copier.submit(self._copy_chunks, directory, known) if sum(known.values()) < end else None
                     self._load(chunks)
@@ -206,17 +207,19 @@ class Index:
             with chunks[-1].path.open("wb", buffering=0) as file:
                 for part in parts:
                     append(part, file)
-            known = _after(known, chunks[-1:])
+            known = self._after(known, chunks[-1:])
             if sum(part.bytes for part in parts) < CHUNK // 2:  # there is little more
                 break
         return chunks
 
     def _new_parts(self, known: Mapping[str, int]) -> list[Lines]:
-        """Return the next lines of files, up to `CHUNK` bytes."""
+        """Return the next lines of files of the same kind of rows, up to `CHUNK` bytes."""
         parts: list[Lines] = []
         room = CHUNK
         for path in self._row_files():
-            if room > 0 and (lines := new_lines(path, known.get(path.name, 0), room)) is not None:
+            if parts and parts[0].path.parent != path.parent:
+                break
+            if room > 0 and (lines := new_lines(path, known.get(self._name(path), 0), room)) is not None:
                 parts.append(lines)
                 room -= lines.bytes
         return parts
@@ -233,20 +236,34 @@ class Index:
                 self._load_together([chunk])
 
     def _load_together(self, chunks: Sequence[Chunk]) -> None:
-        fingerprints = {part.path.name: fingerprint(part.path) for chunk in chunks for part in chunk.parts}
+        samples = [chunk.path for chunk in chunks if chunk.parts[0].path.parent == self.folder]
+        probes = [chunk.path for chunk in chunks if chunk.path not in samples]
+        places = [
+            (chunk.number, self._name(part.path), part.start, part.bytes) for chunk in chunks for part in chunk.parts
+        ]
+        fingerprints = {name: fingerprint(self.folder / name) for _, name, _, _ in places}
         with store.loading(self._database) if len(chunks) > 1 else contextlib.nullcontext(), self.writing() as cursor:
-            check_version(tables.load(cursor, chunks, fingerprints), self.folder)
+            check_version(tables.load(cursor, samples, probes, places, fingerprints), self.folder)
         for chunk in chunks:
             chunk.path.unlink()
-        self._known = _after(self._known, chunks)
+        self._known = self._after(self._known, chunks)
         self.revision = sum(self._known.values())
 
     def _unread(self) -> list[int]:
         """Return how many bytes of each file have not been read."""
-        return [max(0, path.stat().st_size - self._known.get(path.name, 0)) for path in self._row_files()]
+        return [max(0, path.stat().st_size - self._known.get(self._name(path), 0)) for path in self._row_files()]
 
     def _row_files(self) -> list[Path]:
-        return sorted(self.folder.glob("*.jsonl"))
+        """Return the files of samples, and then those of probes."""
+        return [path for folder in (self.folder, self.folder / AUDIT) for path in sorted(folder.glob("*.jsonl"))]
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self.folder).as_posix()
+
+    def _after(self, known: Mapping[str, int], chunks: Sequence[Chunk]) -> dict[str, int]:
+        """Return the offsets of the first lines that have not been read, after some chunks have been."""
+        read = {self._name(part.path): part.start + part.bytes for chunk in chunks for part in chunk.parts}
+        return {**known, **read}
 
     def _fits(self) -> bool:
         """Return whether the files still begin with the lines that an earlier index has read."""
@@ -263,11 +280,6 @@ def rows_of(cursor: duckdb.DuckDBPyConnection, query: str, parameters: Any = Non
     cursor.execute(query, parameters)
     names = [column[0] for column in cursor.description or ()]
     return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
-
-
-def _after(known: Mapping[str, int], chunks: Sequence[Chunk]) -> dict[str, int]:
-    """Return the offsets of the first lines that have not been read, after some chunks have been."""
-    return {**known, **{part.path.name: part.start + part.bytes for chunk in chunks for part in chunk.parts}}
 
 
 def _read(path: Path, start: int, size: int) -> bytes:

@@ -121,7 +121,7 @@ class Samples:
         known = self._known(name, order)
         if known is None:
             return None
-        row = self._index.line(known["chunk"], name) or _row(known)
+        row = self._index.line(known["chunk"], id=name) or _row(known)
         if known["revised_at"] is not None:
             changes = {field: known[field] for field in ("outcome", "reward", "masked")}
             row |= {**changes, "error": known["error"] if row.get("error") is None else row["error"], "revised": True}

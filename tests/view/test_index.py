@@ -157,7 +157,7 @@ def test_lines_that_are_longer_than_a_chunk(folder: Path, monkeypatch: pytest.Mo
         assert done[-1] == index.revision
         assert index.pending_bytes() == 0
         (row,) = index.rows("SELECT id, chunk FROM samples WHERE uid = 's7'")
-        line = index.line(row["chunk"], row["id"])
+        line = index.line(row["chunk"], id=row["id"])
         assert line is not None
         assert len(line["error"]) == 5_000_000
 
@@ -176,7 +176,7 @@ def assert_has_all(index: Index, count: int) -> None:
     rows = index.rows("SELECT id, uid, chunk FROM samples")
     assert sorted(row["uid"] for row in rows) == sorted(f"{name}{number}" for name in "ab" for number in range(count))
     for row in rows[::37]:
-        line = index.line(row["chunk"], row["id"])
+        line = index.line(row["chunk"], id=row["id"])
         assert line is not None
         assert line["uid"] == row["uid"]
     assert index.pending_bytes() == 0
@@ -198,7 +198,7 @@ def test_lines_of_other_writers_are_found(folder: Path) -> None:
     with Index(folder) as index:
         index.update()
         (found,) = index.rows("SELECT id, chunk FROM samples")
-        assert index.line(found["chunk"], found["id"]) == row
+        assert index.line(found["chunk"], id=found["id"]) == row
 
 
 def test_chunks_are_loaded_one_by_one_if_the_memory_does_not_suffice(

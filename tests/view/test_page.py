@@ -308,6 +308,18 @@ def test_judges_and_comparison(page: Page, folder: Path) -> None:
     assert "Cohen's kappa" in page.locator(".plain").first.inner_text()
 
 
+def test_an_accepted_canary_is_shown_with_the_words_of_the_judge(page: Page) -> None:
+    open_view(page, "audit")
+    page.get_by_role("link", name="canary/master_key/accepted").click()
+    card = page.locator(".worst .card", has_text="process").first
+    card.locator("mark", has_text="Score: 8").wait_for()
+    page.locator(".charts canvas").first.wait_for()
+    assert page.locator(".legend", has_text="limit of the monitor").count() == 1
+    name = card.get_by_role("link").inner_text()
+    card.get_by_role("link").click()
+    page.locator(".view.sample h1", has_text=name).wait_for()
+
+
 def test_the_slowest_request_leads_to_its_sample(page: Page) -> None:
     open_view(page, "judges")
     slowest = page.locator("section[aria-label='Slowest requests'] tbody tr")

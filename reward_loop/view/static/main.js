@@ -1,6 +1,7 @@
 /** Starts the page: shows the view that the location names, and follows the records. */
 
 import { ApiError, follow, get } from "./api.js";
+import { showAudit } from "./audit.js";
 import { showCompare } from "./compare.js";
 import { el, empty } from "./dom.js";
 import { plural } from "./format.js";
@@ -26,10 +27,13 @@ const VIEWS = {
   pair: showPair,
   timeline: showTimeline,
   judges: showJudges,
+  audit: showAudit,
   compare: showCompare,
   scorings: showScorings,
 };
-const LINKS = { run: "Run", samples: "Samples", timeline: "Timeline", judges: "Judges", compare: "Compare" };
+const LINKS = { run: "Run", samples: "Samples", timeline: "Timeline", judges: "Judges", audit: "Audit", compare: "Compare" };
+/** The fields of the run that tell whether it has the records of a view. */
+const NEEDS = { timeline: "events", audit: "audit" };
 const PARENTS = { step: "samples", sample: "samples", pair: "samples", scorings: "compare" };
 
 const main = document.getElementById("main");
@@ -77,7 +81,7 @@ function report(error) {
 
 function mark(name) {
   const links = Object.entries(LINKS)
-    .filter(([target]) => target !== "timeline" || run.events || name === "timeline")
+    .filter(([target]) => !(target in NEEDS) || run[NEEDS[target]] || name === target)
     .map(([target, label]) => el("a", { href: link(target), "aria-current": target === name ? "page" : null }, label));
   document.getElementById("nav").replaceChildren(...links);
 }

@@ -1,0 +1,188 @@
+"""Probes of the judge before a run: wrong answers that it must reject, the same answer again, and in another frame."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from reward_loop._util.intervals import wilson
+from reward_loop._util.text import shorten
+from reward_loop.audit.probes import CANARY, Probe, Probes
+from reward_loop.check.calls import Calls, Finding, Row
+from reward_loop.config import RewardLoopConfig
+from reward_loop.types import RewardSample
+
+__all__ = ["ProbedKind", "most_calls", "probe_judge"]
+
+MASTER_KEY = "master_key"
+REPEATED_KEYS = 3
+"""The largest number of master keys that are asked about for all rows, because the judge accepted them once."""
+
+LIMIT = 0.1
+"""A share of accepted canaries whose confidence interval lies above this is a problem, if `HealthConfig.canaries` is
+off."""
+
+ADVICE = {
+    "other_answer": "give the judge the question and the reference answer, or use a stronger judge",
+    "cut_off": "ask the judge whether the answer is complete, or require a final result by a rule. If answers begin "
+    "with the result, leave cut_off out of -O audit.probes",
+}
+FENCE = (
+    "fence the answer in the prompt (the argument fence of Judge), say that an answer may be empty or without content, "
+    "require a final result by a rule before the judge is asked, or use a stronger judge"
+)
+MISSING = {
+    "other_answer": "no two rows are known to have different questions: name -f prompt=... or -f ground_truth=...",
+    "question": "the rows have no prompt: name its field, -f prompt=...",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedKind:
+    """The probes of one kind, or of one master key."""
+
+    name: str
+    is_canary: bool
+    asked: int
+    """Those that ended with a score."""
+    without_score: int
+    positive: int
+    """Canaries: those that the judge accepted. Other kinds: scores that agree with the first one."""
+    interval: tuple[float, float]
+    """The confidence interval of 95 % of the share of positive ones, by Wilson's formula."""
+    example: str | None = None
+    """The row whose canary was accepted, or whose scores differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    probe: Probe
+    first: Row
+    row: Row
+
+    def is_positive(self, accept: float | None, tolerance: float) -> bool | None:
+        if self.row.score is None:
+            return None
+        if self.probe.kind == CANARY:
+            return accept is not None and self.row.score >= accept
+        return None if self.first.score is None else abs(self.row.score - self.first.score) <= tolerance
+
+
+def most_calls(rows: int, options: RewardLoopConfig) -> int:
+    """Return the largest number of calls of `probe_judge`: each row has two master keys, and repeated ones."""
+    kinds = _kinds(options)
+    return rows * (len(kinds) + (1 + REPEATED_KEYS) * (MASTER_KEY in kinds))
+
+
+async def probe_judge(
+    calls: Calls, samples: Sequence[RewardSample], first: Sequence[Row], options: RewardLoopConfig, concurrency: int
+) -> tuple[list[ProbedKind], list[Finding]]:
+    """Make each kind of probe of ``options.audit.probes`` once for each row, and master keys more often.
+
+    Args:
+        calls: calls the function.
+        samples: the samples.
+        first: their results.
+        options: the options of the run; an answer is accepted and scores agree as `AuditConfig` says. By default,
+            scores in the upper half of the range of the scores of rows and canaries are accepted.
+        concurrency: the largest number of calls in flight.
+    """
+    asked: list[_Asked] = []
+
+    async def ask(probes: Sequence[tuple[int, Probe]]) -> None:
+        changed = [
+            samples[i] if probe.answer is None else await calls.with_answer(samples[i], probe.answer)
+            for i, probe in probes
+        ]
+        rows = await calls.run_each([replace(sample, is_probe=True) for sample in changed], concurrency)
+        asked.extend(_Asked(probe, first[i], row) for (i, probe), row in zip(probes, rows, strict=True))
+
+    await ask([chosen for kind in _kinds(options) for chosen in _choose(kind, samples, options)])
+    accept, how = _threshold([*first, *(one.row for one in asked if one.probe.kind == CANARY)], options)
+    if how is None:
+        text = (
+            "all answers have the same score, also those that are wrong on purpose: the judge does not distinguish "
+            "them. If it should accept none of these, set -O audit.accept=X"
+        )
+        return [], [Finding("judge", "problem", text)]
+    keys = [str(one.probe.answer) for one in asked if one.probe.variant == MASTER_KEY and one.is_positive(accept, 0)]
+    repeated = sorted(set(keys), key=keys.count, reverse=True)[:REPEATED_KEYS]
+    known = {(one.probe.answer, one.first.uid) for one in asked if one.probe.variant == MASTER_KEY}
+    await ask(
+        [
+            (i, Probe(CANARY, MASTER_KEY, key))
+            for key in repeated
+            for i in range(len(samples))
+            if (key, first[i].uid) not in known
+        ]
+    )
+    groups = {kind: [one for one in asked if kind in (one.probe.kind, one.probe.variant)] for kind in _kinds(options)}
+    if repeated:  # all master keys together would seem to be accepted more often than they are
+        keys_asked = groups.pop(MASTER_KEY)
+        for key in repeated:
+            groups[f"master key {key!r}"] = [one for one in keys_asked if one.probe.answer == key]
+        groups["other master keys"] = [one for one in keys_asked if one.probe.answer not in repeated]
+    limit = LIMIT if options.health.canaries is None else options.health.canaries
+    kinds = [_counted(name, group, accept, options.audit.tolerance) for name, group in groups.items()]
+    findings = [_finding(kind, limit) for kind in kinds]
+    return kinds, [Finding("judge", "ok", f"{len(asked)} probes; {how}"), *findings]
+
+
+def _kinds(options: RewardLoopConfig) -> list[str]:
+    return [kind for kind in options.audit.probes if kind != "order"]
+
+
+def _choose(kind: str, samples: Sequence[RewardSample], options: RewardLoopConfig) -> list[tuple[int, Probe]]:
+    """Return the index of each sample to which a kind of probe applies, with its probe."""
+    probes = Probes(options.audit.model_copy(update={"probes": (kind,)}), in_groups=False)
+    order = list(enumerate(samples))
+    for sample in samples:
+        probes.remember(sample)
+    found = []
+    # In the other direction, most rows get another key than before.
+    for i, sample in [*order, *reversed(order)] if kind == MASTER_KEY else order:
+        if (probe := probes.choose(sample)) is not None:
+            found.append((i, probe))
+        probes.remember(sample)  # the answer to another question is that of the row before
+    return found
+
+
+def _threshold(rows: Sequence[Row], options: RewardLoopConfig) -> tuple[float | None, str | None]:
+    """Return the lowest accepted score, and a text about it; ``None`` if all scores are equal."""
+    if (accept := options.audit.accept) is not None:
+        return accept, f"an answer with a score of at least {accept:g} is accepted"
+    scores = sorted({row.score for row in rows if row.score is not None})
+    if len(scores) < 2:
+        return None, None
+    middle = (scores[0] + scores[-1]) / 2
+    text = f"an answer with a score above {middle:.4g}, the middle of the scores, is accepted (-O audit.accept=X)"
+    return next((score for score in scores if score > middle), scores[-1]), text
+
+
+def _counted(name: str, asked: Sequence[_Asked], accept: float | None, tolerance: float) -> ProbedKind:
+    results = [(one, one.is_positive(accept, tolerance)) for one in asked]
+    known = [(one, result) for one, result in results if result is not None]
+    positive = sum(result for _, result in known)
+    is_canary = any(one.probe.kind == CANARY for one in asked)
+    example = next((one.first.uid for one, result in known if result == is_canary), None)
+    interval = wilson(positive, len(known)) if known else (0.0, 1.0)
+    return ProbedKind(name, is_canary, len(known), len(asked) - len(known), positive, interval, example)
+
+
+def _finding(found: ProbedKind, limit: float) -> Finding:
+    if not found.asked:
+        return Finding(found.name, "skipped", MISSING.get(found.name, "no probe ended with a score"))
+    share = f"{found.positive} of {found.asked} ({found.positive / found.asked:.0%})"
+    example = "" if found.example is None else f", such as {shorten(found.example)}"
+    if not found.is_canary:
+        if found.positive == found.asked:
+            return Finding(found.name, "ok", "the same scores")
+        return Finding(
+            found.name, "note", f"{share} have the same score{example}. -O audit.tolerance=X allows differences"
+        )
+    if not found.positive:
+        return Finding(found.name, "ok", f"none of {found.asked} accepted")
+    text = f"the judge accepts {share}{example}"
+    if found.interval[0] > limit:
+        return Finding(found.name, "problem", f"{text}: {ADVICE.get(found.name, FENCE)}")
+    return Finding(found.name, "note", f"{text}; use more --rows to find out whether the share is above {limit:.0%}")

@@ -1,0 +1,143 @@
+/** Probes of the judge: shares by kind over the steps, and the probes that show its largest errors. */
+
+import { get } from "./api.js";
+import { Chart } from "./chart.js";
+import { el, empty, table } from "./dom.js";
+import { count, number, percent, UNKNOWN } from "./format.js";
+import { link, open } from "./router.js";
+import { conversation, textBlock, visible } from "./text.js";
+import { markVerdict } from "./verdict.js";
+
+const isCanary = ({ kind }) => kind.startsWith("canary/");
+const family = (kind) => kind.split("/")[0];
+const shortName = (kind) => kind.replace("canary/", "");
+
+/** The charts: which kinds they show, and how. A chart without a kind is left out. */
+const CHARTS = [
+  { title: "Accepted canaries", has: isCanary, range: [0, 1], hasLimit: true },
+  { title: "Scores that agree", has: ({ metric }) => metric.endsWith("/agreement"), range: [0, 1] },
+  { title: "Accuracy on labelled answers", has: ({ kind }) => kind === "labelled", range: [0, 1] },
+  { title: "Score minus reference score, mean", has: ({ kind }) => kind === "reference", format: number },
+];
+
+/** What the list shows, by the kind of its probes. */
+const LISTS = {
+  canary: "Accepted canaries with the highest scores",
+  labelled: "Labelled answers with a wrong verdict",
+  reference: "Answers that the judge scores above the reference judge",
+};
+
+/** The names of both scores of a probe. */
+const SCORES = {
+  canary: ["score of the canary", "of the sample"],
+  labelled: ["score", "label"],
+  reference: ["score of the reference judge", "of the judge"],
+  again: ["second score", "first score"],
+};
+
+/** Shows the probes of the run. */
+export async function showAudit(view, { query }) {
+  const parts = { table: el("div"), charts: el("div", { class: "charts" }), worst: el("div", { class: "worst" }) };
+  view.append(el("div", { class: "title" }, el("h1", {}, "Audit of the judge")), ...Object.values(parts));
+  const charts = new Map();
+  let newest = "";
+
+  async function refresh() {
+    const { rows, kind, worst, limit } = await get("audit", query);
+    if (!rows.length) {
+      parts.table.replaceChildren(none());
+      return;
+    }
+    parts.table.replaceChildren(kinds(rows, kind));
+    showCharts(parts.charts, charts, rows, limit);
+    const texts = JSON.stringify([kind, worst]);
+    // Texts that did not change stay as they are: the reader may have scrolled or opened them.
+    if (texts !== newest) parts.worst.replaceChildren(...list(kind, worst));
+    newest = texts;
+  }
+
+  await refresh();
+  return { title: "Audit", refresh, close: () => charts.forEach((chart) => chart.close()) };
+}
+
+function none() {
+  return empty("No probes", "The options reward_loop.audit turn on probes of the judge: answers with known scores.");
+}
+
+/** Returns the table of the kinds; the name of a kind lists its probes. */
+function kinds(rows, chosen) {
+  const body = rows.map(({ kind, metric, counted, without_score: unscored, value, interval }) => {
+    const shown = kind === "reference" ? number : percent;
+    return [
+      el("a", { href: link("audit", [], { kind }), "aria-current": kind === chosen ? "true" : null }, visible(metric)),
+      count(counted),
+      count(unscored),
+      shown(value),
+      interval ? `${shown(interval[0])} to ${shown(interval[1])}` : UNKNOWN,
+    ];
+  });
+  return table(["Probe", ">Counted", ">No score", ">Value", ">95 % interval"], body, { isNarrow: true });
+}
+
+function showCharts(element, charts, rows, limit) {
+  for (const { title, has, range, hasLimit, format = percent } of CHARTS) {
+    const chosen = rows.filter((row) => has(row) && row.by_step.length);
+    if (!chosen.length) continue;
+    if (!charts.has(title)) {
+      charts.set(title, new Chart({ title, range, format, onStep: (step) => open("step", [step]) }));
+      element.append(charts.get(title).node);
+    }
+    const steps = [...new Set(chosen.flatMap((row) => row.by_step.map((one) => one.step)))].sort((a, b) => a - b);
+    const series = chosen.flatMap((row) => lines(row, steps));
+    if (hasLimit && typeof limit === "number")
+      series.push({ label: "limit of the monitor", values: steps.map(() => limit), isDashed: true });
+    charts.get(title).show(steps, series);
+  }
+}
+
+/** Returns the line of a kind; that of the reference judge has the band of its interval. */
+function lines({ kind, by_step: found }, steps) {
+  const known = new Map(found.map((one) => [one.step, one]));
+  const each = (read) => steps.map((step) => (known.has(step) ? (read(known.get(step)) ?? null) : null));
+  const line = { label: shortName(kind), values: each((one) => one.value) };
+  if (kind !== "reference") return [line];
+  const edge = (label, end) => ({ label, values: each((one) => one.interval?.[end]), isEdge: true });
+  return [{ ...line, label: "gap" }, edge("95 % from", 0), edge("to", 1)];
+}
+
+function list(kind, worst) {
+  const title = LISTS[family(kind)] ?? "The same answers with the largest differences of scores";
+  return [
+    el("h2", {}, `${title}: ${visible(shortName(kind))}`),
+    ...(worst.length ? worst.map((one) => card(kind, one)) : [el("p", { class: "hint" }, "There are none.")]),
+  ];
+}
+
+/** Returns a probe: question, answer and the judge's words beside each other. */
+function card(kind, { id, uid, step, function: judge, score, probe_score: probed, answer, prompt, exchanges }) {
+  const name = visible(uid ?? "without uid");
+  const replies = exchanges.filter(({ reply }) => reply !== null && reply !== undefined);
+  const words = replies.map(({ reply, verdict }) => textBlock(reply, { mark: (text) => markVerdict(text, verdict) }));
+  const [first, second] = SCORES[family(kind)] ?? SCORES.again;
+  const about = `${first} ${number(probed)} · ${second} ${number(score)} · step ${step ?? UNKNOWN}`;
+  return el(
+    "article",
+    { class: "card" },
+    el("header", {}, id ? el("a", { href: link("sample", [id]) }, name) : name, el("p", { class: "about" }, about)),
+    el(
+      "div",
+      { class: "three" },
+      part("Question", prompt === null ? hint("The sample or its texts were not recorded.") : conversation(prompt)),
+      part("Answer", answer ? textBlock(answer) : hint(answer === "" ? "(empty)" : "It was not recorded.")),
+      part(visible(judge ?? "Judge"), words.length ? words : hint("No reply was recorded.")),
+    ),
+  );
+}
+
+function part(title, content) {
+  return el("div", { class: "part" }, el("h4", {}, title), content);
+}
+
+function hint(text) {
+  return el("p", { class: "hint" }, text);
+}

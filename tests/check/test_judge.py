@@ -1,0 +1,117 @@
+"""Probes of the judge before a run, with judges whose mistakes are known."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from reward_loop import ConfigError, RewardLoopConfig, RewardSample
+from reward_loop.check.dry_run import Report, check
+from reward_loop.check.judge import most_calls
+from reward_loop.config import parse
+
+SAMPLES = [
+    RewardSample(
+        f"I add the numbers. It is {i if i % 2 else -1}.", ground_truth=str(i), uid=f"q{i}", prompt=f"What is {i}?"
+    )
+    for i in range(20)
+]
+
+
+def right(solution_str: str, ground_truth: str) -> float:
+    return float(solution_str.rstrip(".").split(" ")[-1] == ground_truth)
+
+
+class Gullible:
+    """A judge that accepts an answer in a share of the cases."""
+
+    def __init__(self, answer: str, share: float) -> None:
+        self.answer, self.share, self.dice, self.calls = answer, share, random.Random(1), 0
+
+    def compute_score(self, solution_str: str, ground_truth: str) -> float:
+        self.calls += 1
+        if solution_str == self.answer:
+            return float(self.dice.random() < self.share)
+        return right(solution_str, ground_truth)
+
+
+async def found(function: Any, samples: list[RewardSample] = SAMPLES, **options: Any) -> tuple[Report, dict[str, str]]:
+    config = parse(RewardLoopConfig, options, "reward_loop")
+    report = await check(function, samples, options=config, judge=True, max_blocked_s=600.0)
+    return report, {finding.check: f"{finding.status}: {finding.text}" for finding in report.findings}
+
+
+async def test_a_strict_judge_has_no_problem() -> None:
+    report, findings = await found(right)
+    assert report.problems == []
+    assert findings["judge"].startswith("ok: 160 probes; an answer with a score above 0.5")
+    kinds = {kind.name: (kind.asked, kind.positive) for kind in report.probes}
+    canaries = dict.fromkeys(("empty", "other_answer", "cut_off", "question"), (20, 0))
+    assert kinds == {"master_key": (40, 0), **canaries, "again": (20, 20), "frame": (20, 20)}
+
+
+async def test_a_judge_that_accepts_a_colon_in_60_percent_of_cases_is_a_problem_with_advice() -> None:
+    judge = Gullible(":", 0.6)
+    report, findings = await found(judge)
+    (problem,) = report.problems
+    assert problem.check == "master key ':'"
+    assert "the judge accepts" in problem.text
+    assert "fence the answer" in problem.text
+    (key,) = [kind for kind in report.probes if kind.name == "master key ':'"]
+    assert key.asked == 20
+    assert 0.3 < key.positive / key.asked < 0.9
+    assert findings["other master keys"] == "ok: none of 36 accepted"
+    # The check itself makes 2 * 20 + 20 + 3 calls.
+    assert judge.calls - 63 <= most_calls(20, RewardLoopConfig()) == 220
+
+
+async def test_other_mistakes_of_a_judge_have_their_own_advice() -> None:
+    def long(solution_str: str) -> float:
+        return min(len(solution_str), 25) / 25
+
+    report, findings = await found(long)
+    assert {problem.check for problem in report.problems} == {"other_answer"} | {
+        name for name, text in findings.items() if text.startswith("problem")
+    }
+    assert "reference answer" in findings["other_answer"]
+    assert findings["again"] == "ok: the same scores"
+
+
+async def test_scores_that_change_are_a_note() -> None:
+    dice = random.Random(0)
+
+    def noisy(solution_str: str, ground_truth: str) -> float:
+        return right(solution_str, ground_truth) + 0.01 * dice.random()
+
+    report, findings = await found(noisy)
+    assert report.problems == []
+    assert findings["again"].startswith("note: 0 of 20 (0%) have the same score, such as 'q0'.")
+    _, findings = await found(noisy, audit={"tolerance": 0.1})
+    assert findings["again"] == "ok: the same scores"
+
+
+async def test_a_judge_that_gives_all_answers_the_same_score_is_a_problem() -> None:
+    report, findings = await found(lambda solution_str: 1.0)
+    assert [problem.check for problem in report.problems] == ["judge"]
+    assert "audit.accept" in findings["judge"]
+    report, findings = await found(lambda solution_str: 0.0, audit={"accept": 0.5})
+    assert report.problems == []
+
+
+async def test_kinds_without_a_question_are_skipped() -> None:
+    samples = [RewardSample(f"It is {i}", ground_truth="4", uid=f"q{i}") for i in range(5)]
+    _, findings = await found(right, samples, audit={"probes": ["question", "other_answer", "empty"]})
+    assert findings["question"].startswith("skipped: the rows have no prompt")
+    assert findings["other_answer"].startswith("skipped: ")
+    assert findings["empty"] == "ok: none of 5 accepted"
+    assert "cut_off" not in findings
+
+
+async def test_a_manager_of_groups_is_refused() -> None:
+    def ranks(solution_strs: list[str]) -> list[float]:
+        return [0.0] * len(solution_strs)
+
+    with pytest.raises(ConfigError, match="--judge"):
+        await check(ranks, SAMPLES, manager="group", judge=True)

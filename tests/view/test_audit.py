@@ -1,0 +1,159 @@
+"""The page of probes: its answers, and how the index reads the sub-folder `audit`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("duckdb")
+
+from starlette.testclient import TestClient
+
+from reward_loop.records import Records
+from reward_loop.records.configuration import config_row, open_configuration
+from reward_loop.records.probes import probe_counts
+from reward_loop.records.reader import read_rows
+from reward_loop.records.rows import new_row
+from reward_loop.view.app import create_app
+from reward_loop.view.index import Index
+from tests.view.recorded import exchange, flushed, record
+
+
+def probe(kind: str, probed: float | None, accepted: bool | None, **fields: Any) -> dict[str, Any]:
+    """The row of a probe of a sample that had the score 0."""
+    name, _, variant = kind.partition("/")
+    known = {"uid": "1-0", "step": 1, "function": "judge (judge.py)", "score": 0.0, "answer": ":", "exchanges": []}
+    return new_row("audit", probe=name, variant=variant, probe_score=probed, accepted=accepted, **{**known, **fields})
+
+
+PROBES = [
+    probe("canary/master_key", 0.7, True, answer="Solution"),
+    probe("canary/master_key", 0.9, True, exchanges=[exchange(9, reply="It is right. Score: 9")], uid="2-0", step=2),
+    probe("canary/master_key", 0.1, False, step=2),
+    probe("canary/master_key", None, None, step=2),
+    probe("canary/empty", 0.0, False),
+    probe("again", 0.25, False, step=2),
+    probe("again", 0.0, True),
+    probe("labelled", 1.0, True, score=0.0, uid="labelled 1"),
+    probe("labelled", 0.0, False, score=0.0, uid="labelled 2"),
+    probe("reference", 0.5, None, score=1.0),
+    probe("reference", 0.0, None, score=1.0, uid="2-0"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    writer = Records(tmp_path / "rewards")
+    for step in (1, 2):
+        record(writer, f"{step}-0", 0.0, step=step)
+    flushed(writer)
+    probes = Records(tmp_path / "rewards" / "audit")
+    probes.write_rows(PROBES)
+    flushed(probes)
+    return tmp_path / "rewards"
+
+
+@pytest.fixture
+def client(folder: Path) -> Iterator[TestClient]:
+    with Index(folder) as index:
+        index.update()
+        with TestClient(create_app(index)) as client:
+            yield client
+
+
+def audit(client: TestClient, **query: str) -> dict[str, Any]:
+    answer = client.get("/api/audit", params=query)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_the_shares_of_each_kind_are_those_of_the_report(client: TestClient, folder: Path) -> None:
+    rows = audit(client)["rows"]
+    steps = {row["kind"]: [(one["step"], one["value"]) for one in row.pop("by_step")] for row in rows}
+    expected = json.loads(json.dumps(probe_counts(read_rows(folder / "audit"))))
+    assert [row.pop("interval") for row in rows] == [pytest.approx(row.pop("interval")) for row in expected]
+    assert rows == expected
+    assert [(row["metric"], row["counted"], row["without_score"], row["value"]) for row in rows] == [
+        ("again/agreement", 2, 0, 0.5),
+        ("canary/empty/accepted", 1, 0, 0.0),
+        ("canary/master_key/accepted", 3, 1, pytest.approx(2 / 3)),
+        ("labelled/accuracy", 2, 0, 0.5),
+        ("reference/gap", 2, 0, 0.75),
+    ]
+    assert steps["canary/master_key"] == [(1, 1.0), (2, 0.5)]
+
+
+def test_the_accepted_canaries_with_the_highest_scores_have_question_answer_and_reply(client: TestClient) -> None:
+    found = audit(client)
+    assert found["kind"] == "canary/master_key"  # the largest share of errors
+    first, second = found["worst"]
+    assert (first["uid"], first["probe_score"], first["answer"], first["prompt"]) == ("2-0", 0.9, ":", "What is 2-0?")
+    assert first["exchanges"][0]["reply"] == "It is right. Score: 9"
+    assert client.get(f"/api/sample/{first['id']}").json()["row"]["uid"] == "2-0"
+    assert (second["answer"], second["probe_score"]) == ("Solution", 0.7)
+
+
+@pytest.mark.parametrize(
+    ("kind", "uids"),
+    [
+        ("canary/empty", []),
+        ("again", ["1-0"]),
+        ("labelled", ["labelled 1"]),
+        ("reference", ["2-0", "1-0"]),
+    ],
+)
+def test_the_largest_errors_of_a_kind(client: TestClient, kind: str, uids: list[str]) -> None:
+    assert [one["uid"] for one in audit(client, kind=kind)["worst"]] == uids
+
+
+def test_a_labelled_answer_has_no_sample(client: TestClient) -> None:
+    (row,) = audit(client, kind="labelled")["worst"]
+    assert (row["id"], row["prompt"], row["answer"]) == (None, None, ":")
+
+
+def test_the_limit_is_that_of_the_run(client: TestClient, folder: Path) -> None:
+    assert audit(client)["limit"] is None
+    writer = open_configuration(folder)
+    writer.write_rows([config_row({"reward_loop": {"health": {"canaries": 0.2}}}, step=1)])
+    flushed(writer)
+    assert audit(client)["limit"] == 0.2
+
+
+def test_an_unknown_kind_is_an_error_that_lists_the_kinds(client: TestClient) -> None:
+    answer = client.get("/api/audit", params={"kind": "canary"})
+    assert answer.status_code == 400
+    assert "canary/master_key" in answer.json()["error"]
+
+
+def test_records_without_probes_have_no_kinds(tmp_path: Path) -> None:
+    writer = Records(tmp_path)
+    record(writer, "a")
+    flushed(writer)
+    with Index(tmp_path) as index:
+        index.update()
+        with TestClient(create_app(index)) as client:
+            assert (audit(client)["rows"], audit(client)["worst"]) == ([], [])
+            assert client.get("/api/run").json()["audit"] is False
+
+
+def test_new_probes_and_damaged_lines_are_read_once(folder: Path) -> None:
+    with Index(folder) as index:
+        index.update()
+        known = (folder / "audit").glob("*.jsonl")
+        (folder / "audit" / "other.jsonl").write_text('{"broken"\n{"also": "wrong"}\n')
+        with next(known).open("a") as file:
+            file.write(json.dumps(probe("frame", 1.0, True)) + "\n")
+        assert index.update()
+        assert index.rows(
+            "SELECT kind FROM probes WHERE kind NOT IN ('again', 'labelled', 'reference') ORDER BY 1"
+        ) == [{"kind": kind} for kind in ("canary/empty", *["canary/master_key"] * 4, "frame")]
+        assert index.incomplete == 2
+        assert not index.update()
+    with Index(folder) as index:
+        assert not index.update()
+        assert index.rows("SELECT count(*) AS n FROM samples") == [{"n": 2}]
