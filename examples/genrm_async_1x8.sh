@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Fully asynchronous GRPO on GSM8K with a generative judge, all on GPUs of their own: one node with 8 GPUs, 4 for training,
-# 2 for rollouts and 2 for the judge (one server). docs/verl-separate-async.md has the placement on two nodes.
+# 2 for rollouts and 2 for the judge (one server). docs/verl-overlap.md has the placement on two nodes.
 #
-#   pip install '.[verl]' 'verl[vllm]==0.9.1' # flash-attn and cupy, see docs/verl.md and docs/verl-separate-async.md
+#   pip install '.[verl]' 'verl[vllm]==0.9.1' # flash-attn and cupy, see docs/verl.md and docs/verl-overlap.md
 #   python examples/gsm8k/prepare.py
 #   bash examples/genrm_async_1x8.sh [more options of verl]
 #

@@ -389,7 +389,7 @@ class RewardLoopConfig(Config):
     """What the records contain."""
 
     log_samples: int = Field(default=0, ge=0)
-    """In a verl run: the number of samples of a step that W&B and MLflow get as a table, see docs/sample-table.md."""
+    """In a verl run: the number of samples of a step that W&B and MLflow get as a table, see docs/records.md."""
 
     log_samples_every: int = Field(default=1, ge=1)
     """For `log_samples`: the number of steps from one table to the next."""

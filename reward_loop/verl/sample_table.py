@@ -1,4 +1,4 @@
-"""Logs some samples of a step as a table in W&B and MLflow; docs/sample-table.md describes it."""
+"""Logs some samples of a step as a table in W&B and MLflow; docs/records.md describes it."""
 
 from __future__ import annotations
 
