@@ -12,12 +12,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError
 
 from reward_loop.agent.environment import CurrentScorer, scoring_with
-from reward_loop.errors import ConfigError
+from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.verl.reward_client import RewardClient
 
 __all__ = ["scorer_of_run", "worker_name"]
+
+ANSWER_S = 120.0
+"""Timeout in seconds for the options of the run. A worker whose event loop is blocked does not answer."""
 
 
 def worker_name(position: int) -> dict[str, str]:
@@ -41,6 +45,7 @@ def scorer_of_run(**rollout: Any) -> Iterator[None]:
 
     Raises:
         ConfigError: this Ray job has no reward workers.
+        RewardLoopError: the first worker did not answer within `ANSWER_S` seconds.
     """
     namespace = _namespace()
     names = [
@@ -52,7 +57,13 @@ def scorer_of_run(**rollout: Any) -> Iterator[None]:
             "reward_model.use_reward_loop=True, after its trainer has started them"
         )
     workers = [ray.get_actor(name, namespace) for name in sorted(names, key=lambda name: int(name.rsplit("_", 1)[1]))]
-    options, needs_group = ray.get([workers[0].run_options.remote(), workers[0].needs_group.remote()])
+    asked = [workers[0].run_options.remote(), workers[0].needs_group.remote()]
+    try:
+        options, needs_group = ray.get(asked, timeout=ANSWER_S)
+    except GetTimeoutError as error:
+        raise RewardLoopError(
+            f"a reward worker did not answer within {ANSWER_S:g} s: does the reward function block the event loop?"
+        ) from error
     client = RewardClient(workers, options)
     client.by_group = needs_group
     with scoring_with(CurrentScorer(client.compute_score.remote, rollout)):
