@@ -30,7 +30,7 @@ NOT_RUN = {
     "pip install ": "installs packages",
     "REWARD_LOOP_CONFIG=rewards.yaml swift ": "needs ms-swift",
     "make ": "installs packages, and takes minutes",
-    "PIP_EXTRA_INDEX_URL=": "the same",
+    "PIP_EXTRA_INDEX_URL=": "installs packages, and takes minutes",
     "python -m reward_loop.verl.main_ppo ": "trains; test_docs.py composes its configuration",
     "python -m verl.trainer.main_ppo ": "trains; test_docs.py loads its reward manager",
     "bash examples/": "trains on GPUs",
@@ -67,8 +67,8 @@ def verdict(body: Mapping[str, Any]) -> str:
         "[[A]]": "[[A]]",
         "in place of N:": '{"correct": 10, "clear": 5.5}',
         "Score: N": "Score: 7",
-        "Verdict: correct": "Verdict: correct",
         "unsure": "Verdict: unsure",
+        "Verdict: correct": "Verdict: correct",
     }
     return next((reply for form, reply in forms.items() if form in prompt), "Verdict: same")
 
@@ -196,10 +196,11 @@ def interrupt(server: subprocess.Popen[str]) -> None:
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
-    """Return a reader in a copy of the files that git knows."""
+    """Return a reader in a copy of the repository, with the changes that are not committed."""
     folder = tmp_path_factory.mktemp("reader") / "reward_loop"
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for name in tracked.stdout.splitlines():
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    files = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    for name in filter(lambda name: (ROOT / name).is_file(), files):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     with FakeJudge(verdict) as judge:
