@@ -98,7 +98,7 @@ class Audited(Protocol):
 class Audit:
     """Makes the probes of `AuditConfig`, for a share of the samples that a manager scores.
 
-    With ``log_dir``, each probe is a row in its sub-folder ``audit``; see docs/judge-agreement.md.
+    With ``log_dir``, each probe is a row in its sub-folder ``audit``; see docs/health.md.
 
     Args:
         manager: the manager, which calls `offer` and closes the audit.

@@ -90,7 +90,7 @@ class AuditCounts:
         return total
 
     def metrics(self, group: str = "reward_loop/audit") -> dict[str, float]:
-        """Return the metrics by name, each below ``group``; docs/judge-agreement.md has their meanings."""
+        """Return the metrics by name, each below ``group``; docs/health.md has their meanings."""
         found = {"without_score": float(self.without_score), "skipped": float(self.skipped)}
         found["asked"] = float(sum(count.asked for count in self.probes.values()) + len(self.pairs))
         for kind, count in self.probes.items():
