@@ -20,6 +20,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -208,7 +209,7 @@ class Audit:
         ending = asyncio.run_coroutine_threadsafe(self._end(), loop)
         try:
             ending.result(ENDING_S + CANCEL_AGAIN_S)
-        except TimeoutError:  # the loop is blocked, or has been stopped meanwhile
+        except (TimeoutError, CancelledError):  # the loop is blocked, or has been stopped meanwhile
             ending.cancel()
             logger.warning("the event loop did not end the probes of reward_loop.audit within %g s", ENDING_S)
 
@@ -218,8 +219,8 @@ class Audit:
         deadline = loop.time() + ENDING_S
         self._cancel(left := set(self._running))
         while left and (seconds := deadline - loop.time()) > 0:
-            self._cancel(left)
             _, left = await asyncio.wait(left, timeout=min(seconds, CANCEL_AGAIN_S))
+            self._cancel(left)
         if left:
             logger.warning("%d probes do not end: their function suppresses the cancellation", len(left))
 
