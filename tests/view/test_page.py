@@ -347,13 +347,6 @@ def test_labelled_answers_and_the_reference_judge_have_a_chart_for_each_value(
             "Drift of labelled answers",
             "Score minus reference score, mean",
         ]
-        for name in ("gap", "clear", "<b>short</b>"):
-            page.locator(".legend").last.get_by_text(name, exact=True).wait_for()
-        table = page.locator("table").first.inner_text()
-        assert re.search(r"labelled/kappa\s+8\s+0\s+0\.75", table), table
-        assert re.search(r"reference/clear/gap\s+8\s+0\s+0\.5", table), table
-        assert page.locator(".worst .card").count() == 8
-        page.screenshot(path=tmp_path / "audit.png")
         page.close()
 
 
