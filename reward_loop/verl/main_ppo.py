@@ -56,8 +56,8 @@ def run(config: DictConfig, task_runner: Any = None) -> None:
 
     Args:
         config: the composed Hydra configuration; changed in place.
-        task_runner: a Ray actor class that replaces `TaskRunner`, for recipes with a task runner of their own. Give a
-            ``runtime_env`` to ``ray.init``, not to its decorator.
+        task_runner: a Ray actor class that replaces `TaskRunner`, for recipes with a task runner of their own. A
+            ``runtime_env`` of its decorator has no effect: set ``ray_kwargs.ray_init.runtime_env``.
 
     Raises:
         RewardLoopError: an option is wrong, the reward function cannot be loaded, the reward model does not start, or
