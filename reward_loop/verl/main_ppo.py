@@ -56,7 +56,8 @@ def run(config: DictConfig, task_runner: Any = None) -> None:
 
     Args:
         config: the composed Hydra configuration; changed in place.
-        task_runner: a Ray actor class that replaces `TaskRunner`, for recipes with a task runner of their own.
+        task_runner: a Ray actor class that replaces `TaskRunner`, for recipes with a task runner of their own. A
+            ``runtime_env`` of its decorator has no effect: set ``ray_kwargs.ray_init.runtime_env``.
 
     Raises:
         RewardLoopError: an option is wrong, the reward function cannot be loaded, the reward model does not start, or
@@ -83,13 +84,14 @@ def _train(config: DictConfig, settings: RewardSettings, task_runner: Any) -> No
     from verl.utils.config import validate_config
     from verl.utils.device import auto_set_device
 
+    from reward_loop.verl.run_scorer import InNewRun
     from reward_loop.verl.task_runner import TaskRunner
 
     _check_manager(settings)
     auto_set_device(config)
     validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     try:
-        with_ray(lambda: run_ppo(config, task_runner_class=task_runner or TaskRunner))
+        with_ray(lambda: run_ppo(config, task_runner_class=InNewRun(task_runner or TaskRunner)))
     except RayTaskError as error:
         if isinstance(error.cause, RewardLoopError):
             raise error.cause from None

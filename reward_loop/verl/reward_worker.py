@@ -25,6 +25,7 @@ from reward_loop.types import PART_KEYS, RESERVED_KEYS, Reward, RewardSample
 from reward_loop.verl.cluster import RouterAddress, address_on_this_node
 from reward_loop.verl.managers import build_manager
 from reward_loop.verl.reward_client import prompt_of
+from reward_loop.verl.reward_spans import RewardSpans
 from reward_loop.verl.settings import RewardSettings
 
 __all__ = ["RewardWorker"]
@@ -61,6 +62,8 @@ class RewardWorker:
         self._fatal: str | None = None
         self._running: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)
         """Prompt uid -> the calls of `compute_score` for its rollouts."""
+        self._is_stopped = False
+        self._spans = RewardSpans.of(settings.config, position)
         freeze_and_raise_gc_threshold()
         watch()  # so that `reward-loop stuck` also lists an idle worker
 
@@ -81,7 +84,14 @@ class RewardWorker:
         calls = self._running[uid]
         calls.add(task)
         try:
-            reward = await self._manager.run_single(data)
+            if self._is_stopped:
+                await asyncio.Event().wait()  # until the worker ends
+            scoring = self._manager.run_single(data)
+            reward = await (scoring if self._spans is None else self._spans.around(data, scoring))
+        except asyncio.CancelledError:
+            if self._is_stopped:
+                await asyncio.Event().wait()
+            raise
         except RewardLoopError as error:
             self._store_fatal(error)
             raise
@@ -99,6 +109,18 @@ class RewardWorker:
         for uid in uids:
             for task in self._running.get(uid, ()):
                 task.cancel()
+
+    async def stop(self) -> None:
+        """Cancel all calls of `compute_score`, and close the manager and the limits, because training has ended.
+
+        Cancelled calls and later ones get no answer, so that rollouts in flight cause no errors. They fail when the
+        worker ends, with the run.
+        """
+        self._is_stopped = True
+        for task in set().union(*self._running.values()):
+            task.cancel()
+        await asyncio.to_thread(self._manager.close)
+        self._limits.close()
 
     @contextlib.contextmanager
     def _storing_fatal_errors(self) -> Iterator[None]:

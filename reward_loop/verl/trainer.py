@@ -153,7 +153,7 @@ class RewardLoopTrainer(RecordingTrainer):
 
     @overrides(PPOTrainer)
     def fit(self, agent_loop_manager: Any) -> None:
-        """Train, and then stop the agent loop workers. Workers that die during training are replaced.
+        """Train, and then stop the agent loop workers and the reward workers. Dead agent loop workers are replaced.
 
         Rollouts for later steps may still be judged at the end. They would fail when the limiter of the job stops with
         this process.
@@ -170,6 +170,7 @@ class RewardLoopTrainer(RecordingTrainer):
             self._health.flush()
         for worker in getattr(agent_loop_manager, "agent_loop_workers", ()):  # a manager of the user may have others
             ray.kill(worker)
+        self.reward_workers.stop()
 
     @overrides(PPOTrainer)
     def step(self, metrics: dict, timing_raw: dict) -> Any:

@@ -210,6 +210,13 @@ class RewardWorkers:
             [worker.abandon.remote(uids) for worker in self.handles], num_returns=len(self.handles), timeout=BUSY_S
         )
 
+    def stop(self) -> None:
+        """Stop scoring at the end of training, see `RewardWorker.stop`.
+
+        Waits at most `BUSY_S` seconds: a worker that blocks its event loop ends with the run.
+        """
+        ray.wait([worker.stop.remote() for worker in self.handles], num_returns=len(self.handles), timeout=BUSY_S)
+
     def start_batch(self, rows: Sequence[Any]) -> list[SentSample]:
         """Send ``rows``, one ``DataProto`` per rollout, to the workers; return the input of :meth:`finish_batch`.
 

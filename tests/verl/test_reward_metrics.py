@@ -447,25 +447,25 @@ def test_validation_metrics_of_samples_whose_keys_and_kinds_differ() -> None:
 
 
 @pytest.mark.parametrize("ends", ["well", "with an error"])
-def test_agent_loop_workers_end_after_training_and_before_the_limits_do(
-    monkeypatch: pytest.MonkeyPatch, ends: str
-) -> None:
+def test_workers_end_after_training_and_before_the_limits_do(monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
     def fit(self: Any, agent_loop_manager: Any) -> None:
         if ends != "well":
             raise ValueError(ends)
 
-    killed: list[str] = []
+    ended: list[str] = []
     monkeypatch.setattr(PPOTrainerSeparateAsync, "fit", fit)
-    monkeypatch.setattr(trainer.ray, "kill", killed.append)
+    monkeypatch.setattr(trainer.ray, "kill", ended.append)
     run: Any = object.__new__(RewardLoopTrainer)
     run._settings, run._records = resolved(), None
     run._health = SimpleNamespace(flush=lambda: None)
-    run.reward_workers = SimpleNamespace(check_fatal_errors=list, check_fatal_errors_briefly=list)
+    run.reward_workers = SimpleNamespace(
+        check_fatal_errors=list, check_fatal_errors_briefly=list, stop=lambda: ended.append("reward workers")
+    )
     manager = SimpleNamespace(agent_loop_workers=["first", "second"])
     if ends == "well":
         run.fit(manager)
-        assert killed == ["first", "second"]
+        assert ended == ["first", "second", "reward workers"]
     else:
         with pytest.raises(ValueError, match=ends):
             run.fit(manager)
-        assert not killed
+        assert not ended

@@ -12,7 +12,9 @@ import pytest
 
 from examples.tiny_models import tiny_tokenizer
 from reward_loop.audit import AuditCounts
+from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardLoopError, TooManyFailuresError
+from reward_loop.limits.server import serve_limits
 from reward_loop.managers import registry
 from reward_loop.managers.recording import open_records
 from reward_loop.records.reader import RecordsReader
@@ -125,6 +127,35 @@ async def test_failures_stop_the_run_at_the_bound_and_under_the_policy_raise(
     with pytest.raises(error, match="the sandbox is gone"):
         await worker.compute_score(rollout("four"))
     assert "the sandbox is gone" in str(await worker.fatal_error())
+
+
+HOLDS = """
+import asyncio, reward_loop
+async def compute_score(solution_str):
+    async with reward_loop.limit("judge"):
+        await asyncio.Event().wait()
+"""
+
+
+async def test_a_stopped_worker_has_left_the_limiter_service_before_it_ends(
+    with_function: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serve_limits(RewardLoopConfig(limits={"judge": {"max_concurrent": 1}})) as address:
+        worker = RewardWorker(with_function(HOLDS, f"reward_loop.job='{address}'"), None)
+        calls = [asyncio.create_task(worker.compute_score(rollout("4", uid=uid))) for uid in "ab"]
+        async with asyncio.timeout(60):
+            while True:
+                if (await worker._limits.status())["limits"]["judge"]["waiting"]:
+                    break
+                await asyncio.sleep(0.01)
+        await worker.stop()
+    calls.append(asyncio.create_task(worker.compute_score(rollout("4", uid="c"))))
+    ended, _ = await asyncio.wait(calls, timeout=0.5)
+    assert not ended
+    assert worker._fatal is None
+    assert caplog.records == []
+    for call in calls:
+        call.cancel()
 
 
 async def test_a_sample_of_an_agent_loop_is_scored_as_a_rollout(with_function: Settings) -> None:

@@ -7,9 +7,12 @@ import math
 import statistics
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
+import torch
 from starlette.testclient import TestClient
 
 from reward_loop.records.events import health
@@ -21,15 +24,18 @@ from reward_loop.view.phases import PhaseReader
 from reward_loop.view.timeline import timeline
 from tests.verl import rewards
 from tests.verl.checks import (
+    advantages_by_uid,
     check_events,
     check_health,
     check_reward_metrics,
     check_scores,
     expected_advantages,
+    groups,
     signature,
     texts,
 )
-from tests.verl.runs import Run, agent_loop, train
+from tests.verl.minibatches import recording, updates
+from tests.verl.runs import Run, agent_loop, json_lines, train
 
 pytestmark = pytest.mark.integration
 
@@ -241,9 +247,14 @@ def test_a_run_resumes(resumed_run: Run) -> None:
 
 @pytest.fixture(scope="module")
 def pipeline_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
-    """What :func:`mixed_run` does, in the mode `reward_pipeline` with both overlaps off."""
+    """What :func:`mixed_run` does, in the mode `reward_pipeline` with both overlaps off, and with all audits."""
+    directory = tmp_path_factory.mktemp("equal")
+    (directory / "updates").mkdir()
+    labelled = {"solution_str": "4", "ground_truth": "4", "extra_info": {"split": "labelled"}, "label": True}
+    (directory / "labelled.jsonl").write_text(json.dumps(labelled))
+    judge = f"{Path(__file__).with_name('rewards.py')}:plain"
     return train(
-        tmp_path_factory.mktemp("equal"),
+        directory,
         tiny_generative_model,
         "trainer.v1.trainer_mode=reward_pipeline",
         "trainer.v1.reward_pipeline.mini_batch_pipeline=False",
@@ -255,8 +266,12 @@ def pipeline_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model
         "actor_rollout_ref.actor.use_kl_loss=True",
         "actor_rollout_ref.actor.optim.lr=1e-3",
         "reward.num_workers=2",
+        "reward_loop.audit={share: 1.0, accept: 0.5, labelled_every: 1, reference_share: 1.0}",
+        f"reward_loop.audit.labelled={directory}/labelled.jsonl",
+        f"reward_loop.audit.reference={judge!r}",
         *agent_loop("seeded"),
         function="Mixed",
+        environment=recording(directory / "updates"),
     )
 
 
@@ -269,6 +284,62 @@ def test_without_overlaps_the_pipeline_trains_as_verls_synchronous_mode(mixed_ru
             assert ours == pytest.approx(verls, rel=1e-4, abs=1e-6), f"step {step}, {name}"
     # The weights after the last update.
     assert signature(pipeline_run.validation(3)) == signature(mixed_run.validation(3))
+
+
+def test_rewards_are_the_same_bits_with_and_without_audits(mixed_run: Run, pipeline_run: Run) -> None:
+    kinds = {row["probe"] for row in audit_rows(pipeline_run)}
+    assert kinds == {"canary", "again", "frame", "labelled", "reference"}
+    assert not audit_rows(mixed_run)
+    for step in (1, 2, 3):
+        audited, without = (
+            {(row["gts"], row["uid"].split("_")[1]): (row["output"], row["score"] or 0.0) for row in run.rollouts(step)}
+            for run in (pipeline_run, mixed_run)
+        )
+        assert audited == without
+
+
+def test_with_audits_updates_have_the_advantages_of_the_functions_own_scores(pipeline_run: Run) -> None:
+    expected = {}
+    for step in (1, 2, 3):
+        rollouts = pipeline_run.rollouts(step)
+        scores = own_scores(rollouts)
+        assert {row["uid"]: row["score"] or 0.0 for row in rollouts} == scores
+        expected |= grpo_advantages(rollouts, scores)
+    trained = {}
+    for update in updates(pipeline_run.directory / "updates"):
+        for (uid, session), advantages, mask in zip(
+            update.keys, update.rows["advantages"], update.rows["response_mask"], strict=True
+        ):
+            if mask.any():
+                (trained[f"{uid}_{session}_0"],) = set(advantages[mask.bool()].tolist())
+    assert trained == pytest.approx(expected, rel=1e-6, abs=1e-6)  # sums over a group, in any order
+
+
+def audit_rows(run: Run) -> list[dict[str, Any]]:
+    folder = run.directory / "checkpoints" / "rewards" / "audit"
+    return [row for path in folder.glob("*.jsonl") for row in json_lines(path)]
+
+
+def own_scores(rollouts: list[dict[str, Any]]) -> dict[str, float]:
+    """What :class:`tests.verl.rewards.Mixed` says of each response, as the float32 that verl trains with."""
+    scores = dict.fromkeys((row["uid"] for row in rollouts), 0.0)
+    for group in groups(rollouts).values():
+        scored = {row["uid"]: n % 100 / 100 for row in group if (n := rewards.number(row["output"])) % 7 > 1}
+        halved = rewards.halve_all_but_the_best(list(scored.values())) if scored else []
+        scores |= dict(zip(scored, map(float, np.float32(halved)), strict=True))
+    return scores
+
+
+def grpo_advantages(rollouts: list[dict[str, Any]], scores: dict[str, float]) -> dict[str, float]:
+    """The advantages by verl's own function."""
+    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+
+    trained = advantages_by_uid(rollouts).keys()
+    uids = [row["uid"] for row in rollouts if row["uid"] in trained]
+    rows = torch.tensor([[scores[uid]] for uid in uids])
+    index = np.array([uid.rsplit("_", 2)[0] for uid in uids], dtype=object)
+    advantages, _ = compute_grpo_outcome_advantage(rows, torch.ones_like(rows), index)
+    return dict(zip(uids, advantages[:, 0].tolist(), strict=True))
 
 
 @pytest.fixture(scope="module")

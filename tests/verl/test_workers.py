@@ -20,7 +20,7 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardFunctionError, RewardLoopError
 from reward_loop.limits.server import serve_limits
 from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient
-from reward_loop.verl.run_scorer import scorer_of_run
+from reward_loop.verl.run_scorer import InNewRun, scorer_of_run
 from reward_loop.verl.workers import RewardWorkers
 from tests.local_ray import REPOSITORY, local_ray
 from tests.verl.rollouts import rollout
@@ -40,8 +40,8 @@ def cluster() -> Iterator[None]:
         yield
 
 
-def started(settings: Any) -> RewardWorkers:
-    workers = RewardWorkers(settings, None)
+def started(settings: Any, *, named: bool = False) -> RewardWorkers:
+    workers = RewardWorkers(settings, None, named=named)
     workers.wait_until_ready()
     return workers
 
@@ -356,7 +356,7 @@ async def test_a_task_of_the_run_finds_the_reward_workers(cluster: None, with_fu
 
         return asyncio.run(play())
 
-    with pytest.raises(ConfigError, match="this Ray job has no reward workers"), scorer_of_run():
+    with pytest.raises(ConfigError, match="the run has no reward workers"), scorer_of_run():
         pass
     workers = RewardWorkers(with_function(RANKS, "reward.num_workers=2", *GROUPS), None, named=True)
     workers.wait_until_ready()
@@ -364,6 +364,34 @@ async def test_a_task_of_the_run_finds_the_reward_workers(cluster: None, with_fu
     assert await environment.remote(["x", "xxx", "xx"]) == [0, 2, 1]
     for worker in workers.handles:
         ray.kill(worker)
+
+
+def test_two_runs_of_a_ray_job_have_their_own_reward_workers(cluster: None, with_function: Settings) -> None:
+    import ray
+
+    @ray.remote
+    def environment() -> float:
+        with scorer_of_run():
+            return asyncio.run(reward_loop.score("4"))["reward_score"]
+
+    @ray.remote
+    class TaskRunner:
+        def __init__(self, settings: Any) -> None:
+            self.workers = started(settings, named=True)
+
+        def score(self) -> tuple[float, str | None]:
+            return ray.get(environment.remote()), os.environ.get("NSIGHT")
+
+    source = "def compute_score(solution_str, number): return number"
+    settings = [with_function(source, ONE_WORKER, number=number) for number in (1, 2)]
+    nsight = {"env_vars": {"NSIGHT": "1"}}
+    runs = [
+        InNewRun(TaskRunner).remote(settings[0]),
+        InNewRun(TaskRunner).options(runtime_env=nsight).remote(settings[1]),
+    ]
+    assert ray.get([run.score.remote() for run in runs], timeout=300) == [(1.0, None), (2.0, "1")]
+    for run in runs:
+        ray.kill(run)
 
 
 async def test_samples_are_distributed_in_turn(with_function: Settings) -> None:
