@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reward_loop.records.probes import CANARY, LABELLED, REFERENCE, measured
@@ -17,6 +17,9 @@ AUDIT_PARAMETERS = ("kind",)
 
 SHOWN = 20
 """The number of probes that are shown with their texts."""
+
+MIN_PROBES = 32
+"""The smallest number of probes of a baseline, as in `reward_loop.health`."""
 
 # For the reference judge, the value is the mean gap; for the other kinds, it is a share.
 _VALUES = """
@@ -45,13 +48,19 @@ SELECT uid, time, id, text_file, text_offset, text_bytes FROM samples WHERE uid 
 """
 
 
-def audit(index: Index, reader: RecordsReader, query: Mapping[str, str]) -> dict[str, Any]:
+def audit(
+    index: Index, reader: RecordsReader, query: Mapping[str, str], start: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the counts of the probes by kind and step, and the worst probes of a kind with their texts.
 
     Args:
         index: the index.
         reader: reads the texts of samples.
         query: the parameters of the request: ``kind``; by default that with the largest share of errors.
+        start: the configuration of the trainer's last start, if it is recorded.
+
+    Returns:
+        ``rows``: of each kind the result, also by step, and the ``limit`` of its health monitor.
 
     Raises:
         BadRequestError: there are no probes of the kind.
@@ -65,10 +74,34 @@ def audit(index: Index, reader: RecordsReader, query: Mapping[str, str]) -> dict
     if kind is not None and kind not in names:
         raise BadRequestError(f"There are no probes of the kind {kind!r}. Kinds: {', '.join(names)}")
     return {
-        "rows": [{**row, "by_step": steps[row["kind"]]} for row in kinds],
+        "rows": [
+            {**row, "by_step": steps[row["kind"]], "limit": start and _limit(row["kind"], steps[row["kind"]], start)}
+            for row in kinds
+        ],
         "kind": kind,
         "worst": [] if kind is None else _worst(index, reader, kind),
     }
+
+
+def _limit(kind: str, steps: Sequence[Mapping[str, Any]], start: Mapping[str, Any]) -> float | None:
+    """Return the value beyond which the health monitor of a kind warns.
+
+    For shares that may fall, it is that of the first steps with probes since the start, less the option.
+    """
+    family = kind.partition("/")[0]
+    monitor = {CANARY: "canaries", LABELLED: "labelled", REFERENCE: None}.get(family, "agreement")
+    options = start["options"]
+    allowed = options.get(f"reward_loop.health.{monitor}")
+    if family == CANARY or not isinstance(allowed, float | int):
+        return allowed if isinstance(allowed, float | int) else None
+    least = 1 if family == LABELLED else options.get("reward_loop.health.baseline_steps", 1)
+    counted = positive = 0.0
+    for number, row in enumerate(row for row in steps if row["step"] >= start["step"] and row["counted"]):
+        if number >= least and counted >= MIN_PROBES:
+            break
+        counted += row["counted"]
+        positive += row["counted"] * row["value"]
+    return positive / counted - allowed if counted >= MIN_PROBES else None
 
 
 def _measured(row: Mapping[str, Any]) -> dict[str, Any]:
