@@ -45,7 +45,7 @@ SELECT step, validate, "group", count(*) AS count, count(*) FILTER (outcome = 's
     min(reward) AS min, max(reward) AS max,
     count(reward) > 1 AND min(reward) = max(reward) AS zero_variance,
     count(*) > 1 AND count(reward) = 0 AS all_failed,
-    arg_min(rowid, reward) AS worst, arg_max(rowid, reward) AS best,
+    arg_min(id, reward) AS worst, arg_max(id, reward) AS best,
     CASE WHEN count(text_file) > 1 THEN max(reward) - min(reward) END AS gap,
     any_value({id: id, text_file: text_file, text_offset: text_offset, text_bytes: text_bytes})
         FILTER (text_file IS NOT NULL) AS place
@@ -114,12 +114,8 @@ class Samples:
             chosen.parameters,
         )
         total = rows[0]["total"] if rows else 0
-        numbers = [row[side] for row in rows for side in ("best", "worst") if row[side] is not None]
-        found = self._index.rows("SELECT rowid, id FROM samples WHERE rowid IN (SELECT unnest(?))", [numbers])
-        ids = {row["rowid"]: row["id"] for row in found}
         for row in rows:
             del row["total"]
-            row |= {side: ids.get(row[side]) for side in ("best", "worst")}
             row["prompt"] = self._prompt(row.pop("place"))
         return {"total": total, "offset": offset, "rows": rows}
 
