@@ -63,7 +63,6 @@ def export(folder: Path, file: str, *options: str, status: int = 0) -> str:
 
 
 def test_lines_have_the_keys_of_verls_dumps(folder: Path) -> None:
-    (folder.parent / "dumps").mkdir()
     assert "2 rollouts" in (said := export(folder, "dumps/1.jsonl"))
     assert "1 sample without texts left out" in said
     first, second = (json.loads(line) for line in (folder.parent / "dumps" / "1.jsonl").open())
@@ -109,6 +108,7 @@ def test_transcripts_have_the_documented_columns(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "options", "said"),
     [
+        ("rewards/run.jsonl", (), "must not be in the folder of records"),
         ("run.csv", (), "JSON Lines (.jsonl) or parquet (.parquet)"),
         ("run.jsonl", ("--step", "x"), "a step or a range of steps"),
         ("run.jsonl", ("--step", "3"), "no samples with recorded texts in step 3"),

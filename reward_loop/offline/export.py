@@ -30,7 +30,7 @@ from reward_loop.records.turns import Part, Turn, prompt_turns, response_turns
 
 __all__ = ["dump_line", "export", "transcript"]
 
-BATCH = 500
+BATCH = 100
 """The number of transcripts that are written together."""
 
 COLUMNS = {
@@ -57,6 +57,9 @@ COLUMNS = {
     "note": "string",
 }
 """The columns of transcripts, with their types in Arrow. `score`, `messages`, `ground_truth`, `components` are JSON."""
+
+Rollouts = Iterator[tuple[dict[str, Any], dict[str, Any]]]
+"""The row of each sample, with its ``note``, and the line of its texts."""
 
 _ROLES = {"developer": "system", "ipython": "tool", "function": "tool", "observation": "tool"}
 
@@ -86,11 +89,13 @@ def export(
     """
     if not is_parquet(output) and output.suffix.lower() != ".jsonl":
         raise ConfigError(f"--output {output}: the file is JSON Lines (.jsonl) or parquet (.parquet)")
+    if output.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(f"--output {output}: it must not be in the folder of records")
     reader, left_out = RecordsReader(folder), 0
     steps = None if step is None else cli_options.step_range(step)
     notes = Notes(folder).texts()
 
-    def rollouts() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    def rollouts() -> Rollouts:
         nonlocal left_out
         for row in reader.rows():
             if steps is None or row.get("step") in steps:
@@ -101,7 +106,11 @@ def export(
 
     temporary = output.with_name(f".partial-{output.name}")
     try:
-        count = (_write_transcripts if is_parquet(output) else _write_lines)(temporary, reader, rollouts())
+        output.parent.mkdir(parents=True, exist_ok=True)
+        if is_parquet(output):
+            count = _write_transcripts(temporary, reader, rollouts())
+        else:
+            count = _write_lines(temporary, rollouts())
         if not count:
             raise ConfigError(f"{folder} has no samples with recorded texts" + (f" in step {step}" if step else ""))
         os.replace(temporary, output)
@@ -114,10 +123,7 @@ def export(
     console().print(f"{counted(count, 'rollout')} in {escape(str(output))}{without}")
 
 
-Rollouts = Iterator[tuple[dict[str, Any], dict[str, Any]]]
-
-
-def _write_lines(path: Path, reader: RecordsReader, rollouts: Rollouts) -> int:
+def _write_lines(path: Path, rollouts: Rollouts) -> int:
     count = 0
     with path.open("wb") as file:
         for row, texts in rollouts:
