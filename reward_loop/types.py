@@ -118,7 +118,7 @@ class RewardSample:
     """For the sample's record, if the response has several turns: the number of characters of each part of
     ``solution_str``, by the policy and by the environment in turn, beginning with the policy."""
     is_probe: bool = False
-    """Whether an audit asks about this answer, see docs/judge-agreement.md. Its calls wait for limits behind all
+    """Whether an audit asks about this answer, see docs/health.md. Its calls wait for limits behind all
     others, and are neither cached nor counted as samples."""
 
     @property
