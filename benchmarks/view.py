@@ -374,7 +374,6 @@ def main() -> None:
             result["index_s"] = round(viewer.started_s, 2)
             result["index_cpu_s"] = viewer.cpu_s()
             result["rss_mb"] = viewer.rss_mb()
-            viewer.get("run")  # a signal before the server runs has no effect
         result["index_mb"] = round(sum(path.stat().st_size for path in cache.rglob("*.duckdb")) / 1e6)
         began = time.perf_counter()
         with Viewer(folder, cache) as viewer:
