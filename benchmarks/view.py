@@ -12,6 +12,7 @@ library's own writer; the others are copies with other values. Steps have 5,120 
   together.
 - `sample_ms_p95`: one sample. `filter_ms_p95`: the first 100 samples of a step, filtered by reward and sorted by a
   component, a field or the reward. `search_ms_p95`: the same with a text to search for.
+- `pairs_ms_p95`: the ten groups with the largest differences of rewards, of 16 steps.
 - `follow_lag_s`: another process writes 2,000 records a second through the library's writer, in real time. The age of
   the oldest record that is not shown yet, just before an update: the largest of all updates.
 - `console_errors`: the errors in the console of a headless Chromium that opens the pages; null without Chromium and
@@ -182,6 +183,7 @@ PAGES = {
     "step/{step}": ".groups .tabulator-row",
     "step/{step}?sort=reward&order=desc": ".tabulator-row",
     "sample/{sample}": ".exchange .reply",
+    "pairs/{step}": "h1",
     "judges": ".judge .histogram rect",
     "timeline": "h2",
     "compare": "h2",
@@ -277,11 +279,17 @@ def measure_requests(viewer: Viewer, count: int, times: int) -> dict[str, float]
         query = {"step": numbers.choice(steps), "min_reward": low, "sort": sort, "order": "desc", "limit": 100}
         assert viewer.get("samples", **query, **more)["total"] > 0 or more
 
+    def pairs() -> None:
+        last = numbers.choice(steps)
+        bounds = {"min.step": last - 15, "max.step": last}
+        assert viewer.get("groups", **bounds, sort="gap", order="desc", limit=10)["total"] > 0
+
     return {
         "page_ms_p95": p95_ms(page, times),
         "sample_ms_p95": p95_ms(lambda: viewer.get(f"sample/{numbers.choice(known)}"), times),
         "filter_ms_p95": p95_ms(filtered, times),
         "search_ms_p95": p95_ms(lambda: filtered(text=f"WORD{numbers.randrange(977)}"), times),
+        "pairs_ms_p95": p95_ms(pairs, times),
     }
 
 

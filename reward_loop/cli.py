@@ -24,6 +24,7 @@ from reward_loop.limits.command import limits
 from reward_loop.managers import registry
 from reward_loop.offline.command import score
 from reward_loop.offline.compare_command import compare
+from reward_loop.offline.export import export
 from reward_loop.records.command import report, stuck
 from reward_loop.router.command import route
 from reward_loop.view.command import view
@@ -155,5 +156,5 @@ def _root(
     """Rewards that never block RL training of language models."""
 
 
-for command in (check, score, route, serve, report, compare, view, trace, stuck, limits, simulate):
+for command in (check, score, route, serve, report, compare, view, export, trace, stuck, limits, simulate):
     app.command()(command)

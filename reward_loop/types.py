@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Protocol, TypedDict
@@ -114,6 +114,9 @@ class RewardSample:
     """The prompt, as text or as chat messages, for the sample's record. Functions do not receive it."""
     step: int | None = None
     """The training step that the sample was generated for; ``None`` if unknown."""
+    turns: Sequence[int] | None = None
+    """For the sample's record, if the response has several turns: the number of characters of each part of
+    ``solution_str``, by the policy and by the environment in turn, beginning with the policy."""
     is_probe: bool = False
     """Whether an audit asks about this answer, see docs/health.md. Its calls wait for limits behind all
     others, and are neither cached nor counted as samples."""

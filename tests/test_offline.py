@@ -30,6 +30,7 @@ from reward_loop.offline.folder import COLUMNS, ScoredFolder, check_export, expo
 from reward_loop.offline.inputs import Inputs, Row
 from reward_loop.offline.run import score_rows
 from reward_loop.records import records
+from reward_loop.records.notes import Notes
 from reward_loop.records.reader import RecordsReader
 from reward_loop.records.report import Report
 from tests.gsm8k import DATA, ROOT, needs_gsm8k
@@ -361,8 +362,10 @@ def test_another_run_is_not_continued(tmp_path, change):
     identity = {"function": "b" if change == "function" else "a"}
     with pytest.raises(ConfigError, match=f"out has the records of a run with another {change}: .*--restart"):
         score(source, output, identity=identity)
+    Notes(output).write("an-id", None, None, "a reader's note")
     done = score(source, output, identity=identity, restart=True)
     assert (done.resumed, done.report.samples) == (0, len(done.rows))
+    assert Notes(output).texts() == {"an-id": "a reader's note"}
     assert score(source, output, identity=identity).resumed == len(done.rows)
 
 

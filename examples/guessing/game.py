@@ -25,6 +25,8 @@ class Game:
         self.guesses: list[int | None] = []
         """The number in each text of the player; ``None`` for a text without one."""
         self.transcript = ""
+        self.messages: list[dict[str, str]] = []
+        """The turns of the game, which `reward-loop view` shows."""
 
     @property
     def is_over(self) -> bool:
@@ -42,11 +44,12 @@ class Game:
         else:
             told = "Higher." if guess < self.secret else "Lower."
         self.transcript += f"Player: {text}\nGame: {told}\n"
+        self.messages += [{"role": "assistant", "content": text}, {"role": "user", "content": told}]
         return told
 
     def evidence(self) -> dict[str, object]:
         """What the reward function receives as ``extra_info``."""
-        return {"guesses": self.guesses, "largest": LARGEST}
+        return {"guesses": self.guesses, "largest": LARGEST, "completion": self.messages}
 
 
 async def play(secret: int) -> reward_loop.Reward:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import typer
+
+from reward_loop.errors import ConfigError
 
 __all__ = [
     "DataSource",
@@ -18,6 +21,7 @@ __all__ = [
     "Price",
     "RewardKwargs",
     "RouterAddress",
+    "Steps",
     "Timeout",
     "function_and_files",
     "is_given",
@@ -26,6 +30,7 @@ __all__ = [
     "nested",
     "option_names",
     "pairs",
+    "step_range",
     "values",
 ]
 
@@ -48,6 +53,10 @@ FieldPaths = Annotated[
         "extra_info, extra_info.KEY, and for the records prompt, group, step. Default: the field with the name of the "
         "part. Repeatable.",
     ),
+]
+Steps = Annotated[
+    str | None,
+    typer.Option(metavar="N[-M]", help="Only these training steps, e.g. [cyan]3[/] or [cyan]3-5[/]."),
 ]
 DataSource = Annotated[str | None, typer.Option(help="The data source of all rows.")]
 RewardKwargs = Annotated[
@@ -206,3 +215,19 @@ def nested(options: dict[str, str], option: str) -> dict[str, Any]:
             group = group.setdefault(part, {})
         group[name] = json_or_text(value)
     return found
+
+
+def step_range(text: str) -> Collection[int]:
+    """Return the training steps that the option ``--step`` names.
+
+    Raises:
+        ConfigError: it is neither a step nor a range of steps.
+    """
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if found is None:
+        raise ConfigError(f"--step {text}: it must be a step or a range of steps, such as 3 or 3-5")
+    first = int(found[1])
+    last = first if found[2] is None else int(found[2])
+    if last < first:
+        raise ConfigError(f"--step {text}: the last step is before the first one")
+    return range(first, last + 1)

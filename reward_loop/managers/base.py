@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Collection, Mapping
+import itertools
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -21,10 +22,22 @@ from reward_loop.scoring import ListScoringFunction, ScoringFunction
 from reward_loop.scoring.results import check_result
 from reward_loop.types import Reward, RewardResult, RewardSample
 
-__all__ = ["VALIDATE", "RewardLoopManagerBase", "last_row", "scoring_function", "step_of", "uid_of", "verl_options"]
+__all__ = [
+    "TURNS",
+    "VALIDATE",
+    "RewardLoopManagerBase",
+    "last_row",
+    "scoring_function",
+    "step_of",
+    "uid_of",
+    "verl_options",
+]
 
 VALIDATE = "__validate__"
 """The column of verl's batch that marks the rows of a validation."""
+
+TURNS = "__turns__"
+"""The column with the tokens of each part of a response, by the policy and by the environment in turn."""
 
 _VERL_GROUPS = frozenset({"actor_rollout_ref", "trainer", "reward", "reward_model"})
 
@@ -162,6 +175,7 @@ class RewardLoopManagerBase:
         row = last_row(data, responses)
         ids = _response(responses, data.batch, row.get("response_len"))
         solution = await self._decoder.decode(ids)
+        turns = None if self.records is None else await self._turns(ids, row.get(TURNS), solution)
         broken: list[str] = []
         extra_info = {**_mapping(row, "extra_info", broken), **_mapping(row, "tool_extra_fields", broken)}
         extra_info["num_turns"] = row.get("__num_turns__")
@@ -187,7 +201,19 @@ class RewardLoopManagerBase:
             validate=bool(row.get(VALIDATE, False)),
             prompt=row.get("raw_prompt"),
             step=step_of(row),
+            turns=turns,
         )
+
+    async def _turns(self, ids: Any, lengths: Sequence[int] | None, solution: str) -> list[int] | None:
+        """Return the characters of each part of a response of several turns, whose lengths in tokens are given.
+
+        ``None`` if the texts of the parts do not make up the response: some tokenizers decode a part in another way.
+        """
+        if lengths is None or self._decoder is None:
+            return None
+        ends = list(itertools.accumulate(map(int, lengths)))
+        parts = [await self._decoder.decode(ids[start:end]) for start, end in itertools.pairwise([0, *ends])]
+        return [len(part) for part in parts] if "".join(parts) == solution else None
 
     async def score(self, sample: RewardSample) -> RewardResult:
         """Score one sample: track it as active, call `score_one`, validate the result, and report it."""

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["AUDIT", "CONFIG", "EVENTS", "EXCHANGES", "HEALTH", "SUB_FOLDERS", "TEXTS", "Place", "RecordFiles"]
+__all__ = ["AUDIT", "CONFIG", "EVENTS", "EXCHANGES", "HEALTH", "NOTES", "SUB_FOLDERS", "TEXTS", "Place", "RecordFiles"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,11 @@ EVENTS, AUDIT, HEALTH, CONFIG = "events", "audit", "health", "config"
 """The sub-folders of rows that are not samples: the trainer's events, probes of judges, values and warnings of
 the health monitors, and configurations."""
 
+NOTES = "notes"
+"""The sub-folder of readers' notes."""
+
 SUB_FOLDERS = (TEXTS, EXCHANGES, EVENTS, AUDIT, HEALTH, CONFIG)
+"""The sub-folders that a run writes."""
 
 SEGMENTS = 512
 """A segment ends when it is larger than this part of the folder's maximum size."""
@@ -129,7 +133,7 @@ class RecordFiles:
         Exchanges are deleted first, down to half of the size that all texts may take; then the texts of samples.
         """
         try:
-            folders = (self.folder, *(self.folder / name for name in (EVENTS, AUDIT, HEALTH, CONFIG)))
+            folders = (self.folder, *(self.folder / name for name in (EVENTS, AUDIT, HEALTH, CONFIG, NOTES)))
             rows = sum(size for folder in folders for _, size, _ in _files(folder))
             left = {kind: sorted(_files(self.folder / kind)) for kind in (TEXTS, EXCHANGES)}
         except OSError:

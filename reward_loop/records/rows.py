@@ -121,6 +121,7 @@ def text_row(sample: RewardSample, large: Mapping[str, Any]) -> dict[str, Any]:
         "uid": sample.uid,
         "prompt": sample.prompt,
         "response": sample.solution_str,
+        **({} if sample.turns is None else {"turns": sample.turns}),
         "ground_truth": sample.ground_truth,
         "extra_info": sample.extra_info,
         "components": large,

@@ -21,6 +21,7 @@ part 2 does not judge a trajectory that has a score; `score_later` replaces the 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
@@ -34,7 +35,7 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from reward_loop.agent.environment import CurrentScorer, scoring_with
 from reward_loop.errors import ConfigError
-from reward_loop.managers.base import VALIDATE
+from reward_loop.managers.base import TURNS, VALIDATE
 from reward_loop.records import Records, records
 from reward_loop.records.events import rollout_event
 from reward_loop.records.writer import MAX_BYTES
@@ -208,6 +209,8 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         if outputs[-1].reward_score is None and self.reward_loop_worker_handles is not None:
             # `_agent_loop_postprocess` waits for the task after verl has written the trajectory.
             columns = {**kwargs, "group_size": session.prompt.size}
+            if len(turns := _turns(outputs[-1].response_mask)) > 1:
+                columns[TURNS] = turns
             session.judging = asyncio.create_task(self._judge(session.times, outputs, columns, **options))
         return None
 
@@ -225,6 +228,14 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
             outputs[-1].reward_score = reward["reward_score"]
             outputs[-1].extra_fields["reward_extra_info"] = reward["reward_extra_info"]
         times["scored"] = time.time()
+
+
+def _turns(response_mask: list[int]) -> list[int]:
+    """Return the number of tokens of each part by the policy (1 in the mask) and by the environment (0) in turn.
+
+    Empty if the response begins with a part by the environment.
+    """
+    return [len(list(part)) for _, part in itertools.groupby(response_mask)] if any(response_mask[:1]) else []
 
 
 async def _end_generation(session: _Session) -> None:

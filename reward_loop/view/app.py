@@ -12,12 +12,12 @@ import ipaddress
 import socket
 import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
-from typing import Any
-from urllib.parse import parse_qs
+from typing import Annotated, Any
+from urllib.parse import parse_qs, urlsplit
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import Body, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
@@ -32,6 +32,7 @@ from reward_loop.offline.compare import compare, read_scoring
 from reward_loop.records.configuration import configurations
 from reward_loop.records.events import health as read_health
 from reward_loop.records.files import AUDIT, EVENTS
+from reward_loop.records.notes import Notes
 from reward_loop.records.reader import RecordsReader
 from reward_loop.records.report import Price
 from reward_loop.view.audit import AUDIT_PARAMETERS, audit
@@ -59,6 +60,12 @@ HEARTBEAT_S = 15.0
 KEY = "uid"
 """The field that names a sample in two scorings, if a request names no other one."""
 
+MAX_NOTE = 10_000
+"""The largest number of characters of a note."""
+
+MAX_BODY = 64 * 1024
+"""The largest size in bytes of the body of a request."""
+
 LARGEST = 50
 """The number of samples with the largest differences in a comparison."""
 
@@ -76,7 +83,7 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
     follower, phases = Follower(index), PhaseReader(index.folder)
     reading, comparing = threading.Lock(), threading.Lock()
     reader, summaries = RecordsReader(index.folder), Summaries(index)
-    samples = Samples(index, reader, price)
+    samples = Samples(index, reader, Notes(index.folder), price)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -87,10 +94,10 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
             finally:
                 await follower.stop()
 
-    def option(name: str) -> Any:
-        """Return an option of the run, at its last start; ``None`` if it is not recorded."""
+    def start() -> Mapping[str, Any] | None:
+        """Return the configuration of the run at its last start; ``None`` if it is not recorded."""
         starts = configurations(index.folder)
-        return starts[-1]["options"].get(name) if starts else None
+        return starts[-1] if starts else None
 
     app = FastAPI(title="reward-loop view", lifespan=lifespan, openapi_url=None)
     app.state.follower = follower
@@ -168,14 +175,22 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
             raise HTTPException(404, f"There is no sample {name}.")
         return _json(found)
 
+    @app.post("/api/note/{name:path}", dependencies=_only())
+    def note(name: str, text: Annotated[str, Body(embed=True, max_length=MAX_NOTE)]) -> Response:
+        try:
+            if not samples.write_note(name, text.strip()):
+                raise HTTPException(404, f"There is no sample {name}.")
+        except OSError as error:
+            raise HTTPException(507, f"The note cannot be saved in {error.filename}: {error.strerror}") from None
+        return _json({"note": text.strip() or None})
+
     @app.get("/api/judges", dependencies=_only(*JUDGES_PARAMETERS))
     def all_judges(request: Request) -> Response:
         return _json(judges(index, price, request.query_params))
 
     @app.get("/api/audit", dependencies=_only(*AUDIT_PARAMETERS))
     def probes(request: Request) -> Response:
-        limit = option("reward_loop.health.canaries")
-        return _json({**audit(index, reader, request.query_params), "limit": limit})
+        return _json(audit(index, reader, request.query_params, start()))
 
     @app.get("/api/timeline", dependencies=_only("step"))
     def timeline_of(step: int) -> Response:
@@ -204,7 +219,8 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
 
     @app.get("/api/health", dependencies=_only())
     def health() -> Response:
-        reference = option("reward_loop.health.reference")
+        found = start()
+        reference = found and found["options"].get("reward_loop.health.reference")
         return _json({"warnings": read_health(index.folder), "reference": reference})
 
     @app.get("/api/changes", dependencies=_only())
@@ -288,6 +304,9 @@ def host_names(listener: socket.socket, host: str) -> frozenset[str]:
 class Guard:
     """An ASGI middleware that rejects requests with an unknown Host name, or without the key.
 
+    A request that writes must come from a page of this server, or from a program: pages of other servers cannot send
+    JSON without a permission (CORS) that this server never gives, and browsers name their origin.
+
     A browser sends the key as a cookie, which the page ``/?key=KEY`` sets. Other clients send it as a bearer token.
 
     Args:
@@ -324,6 +343,14 @@ class Guard:
         headers = Headers(scope=scope)
         if not self._is_known(headers.get("host", "")):
             return JSONResponse({"error": "Unknown host name: open the address that reward-loop view printed."}, 400)
+        if scope["method"] not in ("GET", "HEAD"):
+            origin, size = headers.get("origin"), headers.get("content-length", "")
+            if origin is not None and urlsplit(origin).netloc.lower() != headers["host"].lower():
+                return JSONResponse({"error": "Pages of other servers cannot change anything here."}, 403)
+            if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+                return JSONResponse({"error": "The body must be JSON: set Content-Type: application/json."}, 415)
+            if not size.isdecimal() or int(size) > MAX_BODY:
+                return JSONResponse({"error": f"The body must have at most {MAX_BODY} bytes, and Content-Length."}, 413)
         if self._key is None:
             return None
         given = parse_qs(scope["query_string"].decode("latin-1")).get("key")

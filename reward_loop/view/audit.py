@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reward_loop.records.probes import CANARY, LABELLED, REFERENCE, measured
@@ -18,12 +18,18 @@ AUDIT_PARAMETERS = ("kind",)
 SHOWN = 20
 """The number of probes that are shown with their texts."""
 
+MIN_PROBES = 32
+"""The smallest number of probes of a baseline, as in `reward_loop.health`."""
+
 _SUMS = """
 count(positive) AS verdicts, count(*) FILTER (positive) AS positive, count(probe_score) AS scored,
     count(*) FILTER (probe_score IS NULL) AS without_score, avg(score - probe_score) AS gap,
     stddev_samp(score - probe_score) AS spread, count(positive) FILTER (score > 0.5) AS labelled,
     count(*) FILTER (positive AND score > 0.5) AS found, count(drift) AS drifts, avg(drift) AS drift
 """
+_MONITORS = {"accepted": "canaries", "accuracy": "labelled", "agreement": "agreement"}
+"""The health monitor of each measure that has one."""
+
 # Only answers with a score have a first time.
 _DRIFTS = """(
     SELECT *, CASE WHEN row_number() OVER times > 1 THEN abs(probe_score - first_value(probe_score) OVER times) END
@@ -51,13 +57,19 @@ SELECT uid, time, id, text_file, text_offset, text_bytes FROM samples WHERE uid 
 """
 
 
-def audit(index: Index, reader: RecordsReader, query: Mapping[str, str]) -> dict[str, Any]:
+def audit(
+    index: Index, reader: RecordsReader, query: Mapping[str, str], start: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the results of the probes by kind and step, and the worst probes of a kind with their texts.
 
     Args:
         index: the index.
         reader: reads the texts of samples.
         query: the parameters of the request: ``kind``; by default that with the largest share of errors.
+        start: the configuration of the trainer's last start, if it is recorded.
+
+    Returns:
+        ``rows``: of each kind the result, also by step, and the ``limit`` of its health monitor.
 
     Raises:
         BadRequestError: there are no probes of the kind.
@@ -72,10 +84,39 @@ def audit(index: Index, reader: RecordsReader, query: Mapping[str, str]) -> dict
     if kind is not None and kind not in names:
         raise BadRequestError(f"There are no probes of the kind {kind!r}. Kinds: {', '.join(names)}")
     return {
-        "rows": [{**row, "by_step": steps[row["metric"]]} for row in kinds],
+        "rows": [
+            {
+                **row,
+                "by_step": steps[row["metric"]],
+                "limit": start and _limit(row["metric"], steps[row["metric"]], start),
+            }
+            for row in kinds
+        ],
         "kind": kind,
         "worst": [] if kind is None else _worst(index, reader, kind),
     }
+
+
+def _limit(metric: str, steps: Sequence[Mapping[str, Any]], start: Mapping[str, Any]) -> float | None:
+    """Return the value beyond which the health monitor of a metric warns; ``None`` if there is no such monitor.
+
+    For shares that may fall, it is that of the first steps with probes since the start, less the option.
+    """
+    monitor = _MONITORS.get(metric.rpartition("/")[2])
+    options = start["options"]
+    allowed = options.get(f"reward_loop.health.{monitor}")
+    if not isinstance(allowed, float | int):
+        return None
+    if monitor == "canaries":
+        return allowed
+    least = 1 if monitor == "labelled" else options.get("reward_loop.health.baseline_steps", 1)
+    counted = positive = 0.0
+    for number, row in enumerate(row for row in steps if row["step"] >= start["step"] and row["counted"]):
+        if number >= least and counted >= MIN_PROBES:
+            break
+        counted += row["counted"]
+        positive += row["counted"] * row["value"]
+    return positive / counted - allowed if counted >= MIN_PROBES else None
 
 
 def _errors(row: Mapping[str, Any]) -> float:

@@ -12,8 +12,10 @@ from typing import Any
 
 import orjson
 
+from reward_loop.records.notes import Notes
 from reward_loop.records.reader import RecordsReader, parse_line
 from reward_loop.records.report import Price
+from reward_loop.records.turns import prompt_turns, response_turns
 from reward_loop.view.filters import BadRequestError, Order, SampleFilter
 from reward_loop.view.index import Index
 
@@ -24,6 +26,9 @@ MAX_LIMIT = 10_000
 
 MAX_OFFSET = 2**63 - 1
 
+SEARCH_NOTES = "note:"
+"""A search that begins with this text searches the notes."""
+
 PROMPT = 200
 """The number of characters of a prompt in a row of groups."""
 
@@ -32,7 +37,7 @@ _FIELDS = (
     "judge_s, judges, attempts, data_source, function, prompt_tokens, completion_tokens, time"
 )
 
-_GROUP_FIELDS = ("step", "validate", "group", "count", "scored", "failed", "mean", "std", "min", "max")
+_GROUP_FIELDS = ("step", "validate", "group", "count", "scored", "failed", "mean", "std", "min", "max", "gap")
 
 _GROUPS = """
 SELECT step, validate, "group", count(*) AS count, count(*) FILTER (outcome = 'scored') AS scored,
@@ -40,6 +45,8 @@ SELECT step, validate, "group", count(*) AS count, count(*) FILTER (outcome = 's
     min(reward) AS min, max(reward) AS max,
     count(reward) > 1 AND min(reward) = max(reward) AS zero_variance,
     count(*) > 1 AND count(reward) = 0 AS all_failed,
+    arg_min(id, reward) AS worst, arg_max(id, reward) AS best,
+    CASE WHEN count(text_file) > 1 THEN max(reward) - min(reward) END AS gap,
     any_value({id: id, text_file: text_file, text_offset: text_offset, text_bytes: text_bytes})
         FILTER (text_file IS NOT NULL) AS place
 FROM samples
@@ -52,11 +59,13 @@ class Samples:
     Args:
         index: the index.
         reader: reads the texts.
+        notes: the notes on samples.
         price: the price of tokens, if it is known.
     """
 
-    def __init__(self, index: Index, reader: RecordsReader, price: Price | None) -> None:
+    def __init__(self, index: Index, reader: RecordsReader, notes: Notes, price: Price | None) -> None:
         self._index = index
+        self._notes = notes
         self._reader = reader
         self._price = price
         self._search = _TextSearch(index)
@@ -78,17 +87,20 @@ class Samples:
             f"SELECT {_FIELDS} FROM samples WHERE {chosen.where} ORDER BY {order.sql()} LIMIT {limit} OFFSET {offset}",
             chosen.parameters,
         )
+        notes = self._notes.texts()
         for row in rows:
-            row["components"] = orjson.loads(row["components"] or "{}")
+            row |= {"components": orjson.loads(row["components"] or "{}"), "note": notes.get(row["id"])}
         return {"total": count[0]["n"], "offset": offset, "rows": rows}
 
     def groups(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """Return a page of groups.
+        """Return a page of groups, with the IDs of the samples with the highest and the lowest reward.
+
+        ``gap`` is the difference of their rewards, of groups whose texts were recorded.
 
         Raises:
             BadRequestError: a parameter is not valid.
         """
-        names = ("step", "validate")
+        names = ("step", "validate", "min.step", "max.step")
         chosen = SampleFilter.parse({name: query[name] for name in names if name in query}).also('"group" IS NOT NULL')
         sort, order = query.get("sort") or "", query.get("order") or "asc"
         if (sort and sort not in _GROUP_FIELDS) or order not in ("asc", "desc"):
@@ -138,16 +150,30 @@ class Samples:
         )
         chosen = self._filter(query) if query else same
         price = self._price
+        texts = self._reader.text(row)
         exchanges = [{**one, "cost": price and price.cost(one)} for one in self._reader.exchanges(row)]
         return {
             "row": row,
-            "texts": self._reader.text(row),
+            "texts": texts,
+            "turns": texts and {"prompt": prompt_turns(texts), "response": response_turns(texts)},
+            "note": self._notes.texts().get(name),
             "exchanges": exchanges,
             "cost": _cost(row, exchanges),
             "group": group,
             "previous": self._neighbour(known["keys"], chosen, order, reverse=True),
             "next": self._neighbour(known["keys"], chosen, order),
         }
+
+    def write_note(self, name: str, text: str) -> bool:
+        """Write a note on a sample. Return whether there is such a sample.
+
+        Raises:
+            OSError: the note cannot be written.
+        """
+        known = self._known(name, Order.parse({}))
+        if known is not None:
+            self._notes.write(name, known["uid"], known["step"], text)
+        return known is not None
 
     def _known(self, name: str, order: Order) -> dict[str, Any] | None:
         """Return the row of a sample in the index and its values of the keys of an order; ``None`` if there is none."""
@@ -176,7 +202,14 @@ class Samples:
     def _filter(self, query: Mapping[str, str]) -> SampleFilter:
         chosen = SampleFilter.parse(query)
         text = query.get("text")
-        return chosen if not text else chosen.also("id IN (SELECT unnest(?))", self._search.find(text, chosen))
+        if not text:
+            return chosen
+        if text.startswith(SEARCH_NOTES):
+            needle = text.removeprefix(SEARCH_NOTES).strip().lower()
+            found = [name for name, note in self._notes.texts().items() if needle in note.lower()]
+        else:
+            found = self._search.find(text, chosen)
+        return chosen.also("id IN (SELECT unnest(?))", found)
 
     def _neighbour(self, keys: Sequence[Any], chosen: SampleFilter, order: Order, reverse: bool = False) -> str | None:
         beyond = order.beyond(keys, reverse)

@@ -8,7 +8,6 @@ contains the other, so overlapping spans of a lane are placed in several threads
 from __future__ import annotations
 
 import heapq
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from reward_loop._util import cli_options
 from reward_loop._util.json import encode
 from reward_loop._util.standard_streams import console
 from reward_loop.errors import ConfigError
@@ -115,10 +115,7 @@ def trace(
         typer.Argument(metavar="DIR", help="A folder of records, such as checkpoints/.../rewards.", show_default=False),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")],
-    step: Annotated[
-        str | None,
-        typer.Option(metavar="N[-M]", help="Only these training steps, e.g. [cyan]3[/] or [cyan]3-5[/]."),
-    ] = None,
+    step: cli_options.Steps = None,
 ) -> None:
     """Export the timeline of a run as a trace.
 
@@ -127,7 +124,7 @@ def trace(
     it in https://ui.perfetto.dev or in chrome://tracing.
     docs/records.md describes the events.
     """
-    steps = None if step is None else _steps(step)
+    steps = None if step is None else cli_options.step_range(step)
     count = 0
     events = trace_events(folder, steps)
     first = next(events)  # raises before the file is created
@@ -138,14 +135,3 @@ def trace(
             file.write(b",\n" + encode(event))
         file.write(b"\n]\n")
     console().print(f"{count} spans in {escape(str(output))}: open it in https://ui.perfetto.dev")
-
-
-def _steps(text: str) -> Collection[int]:
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    if found is None:
-        raise ConfigError(f"--step {text}: it must be a step or a range of steps, such as 3 or 3-5")
-    first = int(found[1])
-    last = first if found[2] is None else int(found[2])
-    if last < first:
-        raise ConfigError(f"--step {text}: the last step is before the first one")
-    return range(first, last + 1)

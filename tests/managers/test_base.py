@@ -349,3 +349,18 @@ async def test_prompt_and_step_of_verls_rows_are_recorded(tmp_path):
     text = reader.text(row)
     assert (text["prompt"], text["response"]) == ([{"role": "user", "content": "2+2?"}], "abc")
     assert (text["ground_truth"], text["extra_info"]["level"]) == ("abc", 1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "turns"), [([1, 1, 1, 1], [1, 1, 1, 0]), ([2, 2], [2, 1]), ([1, 1], None), (None, None)]
+)
+async def test_the_turns_of_a_response_are_recorded_if_their_texts_make_it_up(tmp_path, lengths, turns):
+    data = one_row(uid="q7")
+    if lengths is not None:
+        data.non_tensor_batch["__turns__"] = np.array([lengths])
+    scored = manager(config=RewardLoopConfig(log_dir=str(tmp_path)))
+    await scored.run_single(data)
+    assert await asyncio.to_thread(scored.records.flush)
+    reader = RecordsReader(tmp_path)
+    (row,) = reader.rows()
+    assert reader.text(row).get("turns") == turns

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
 import reward_loop
+from reward_loop.managers.base import TURNS
 from reward_loop.records import Records
 from reward_loop.records.events import read_events
 from reward_loop.types import Reward, RewardSample
@@ -90,7 +91,9 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queue: Queue) -> Any
             raise KeyError("tool")
         if self.loop is not None:
             await self.loop()
-        outputs = [Output(reward_score=self.own_score, extra_fields={}) for _ in range(self.outputs)]
+        outputs = [
+            Output(reward_score=self.own_score, extra_fields={}, response_mask=self.mask) for _ in range(self.outputs)
+        ]
         await self._agent_loop_postprocess(outputs, trajectory["validate"], **kwargs)
 
     async def write(self: Any, output: Any, validate: bool, **kwargs: Any) -> None:
@@ -128,6 +131,7 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queue: Queue) -> Any
     made._records = Records(tmp_path)
     made.reward_loop_worker_handles, made.fails, made.own_score, made.outputs = ["the client"], {}, None, 1
     made.sent, made.judged, made.options, made.n, made.loop = [], [], {}, 2, None
+    made.mask = [1]
     return made
 
 
@@ -164,6 +168,16 @@ async def test_trajectories_are_published_before_their_rewards(
         assert requested <= arrived
     assert [tag for tag in queue.tags.values() if tag.get("generated")] == [queue.tags[f"q_{last}_0"]]
     assert len(worker.sent) == last + 1
+
+
+@pytest.mark.parametrize(
+    ("mask", "turns"), [([1, 1, 0, 0, 0, 1], [2, 3, 1]), ([1, 1], None), ([0, 1], None), ([], None)]
+)
+async def test_the_lengths_of_turns_reach_the_reward_workers(worker: Any, mask: list[int], turns: Any) -> None:
+    worker.mask = mask
+    await run(worker, validate=True)
+    (sent,) = worker.sent
+    assert sent.get(TURNS) == turns
 
 
 async def test_a_prompt_is_generated_when_its_last_session_has_published_or_failed(worker: Any, queue: Queue) -> None:

@@ -50,7 +50,7 @@ def record(
     **sample: Any,
 ) -> None:
     """Record a sample; without a score, it failed."""
-    found = RewardSample(response, uid=uid, step=step, group=group, prompt=f"What is {uid}?", **sample)
+    found = RewardSample(response, uid=uid, step=step, group=group, **{"prompt": f"What is {uid}?", **sample})
     outcome = Outcome.SCORED if score is not None else Outcome.FAILED
     problem = error or ("it failed" if score is None else None)
     result = RewardResult(outcome=outcome, score=score, error=problem, extra_info=components or {})

@@ -203,6 +203,112 @@ def test_groups(client: TestClient) -> None:
     assert get(client, "groups", step=99) == {"total": 0, "offset": 0, "rows": []}
 
 
+def test_groups_of_a_range_of_steps_by_the_gap_of_their_rewards(tmp_path: Path) -> None:
+    writer = Records(tmp_path)
+    rewards = {"a": (0.0, 0.3), "b": (0.1, 0.9), "c": (None, 0.5), "d": (None, None), "other step": (0.0, 1.0)}
+    for group, scores in rewards.items():
+        for number, score in enumerate(scores):
+            record(writer, f"{group}-{number}", score, group=group, step=9 if group == "other step" else 4)
+    for number, score in enumerate((0.0, 1.0)):
+        record(writer, f"no texts-{number}", score, group="no texts", step=5, full=0.0)
+    flushed(writer)
+    query = {"min.step": 4, "max.step": 5, "sort": "gap", "order": "desc"}
+    with serving(tmp_path) as client:
+        found = get(client, "groups", **query, limit=3)
+        assert (found["total"], [row["group"] for row in found["rows"]]) == (5, ["b", "a", "c"])
+        first, _, third = found["rows"]
+        pair = [get(client, f"sample/{first[side]}")["row"]["uid"] for side in ("best", "worst")]
+        assert (pair, first["gap"]) == (["b-1", "b-0"], pytest.approx(0.8))
+        assert (third["best"], third["gap"]) == (third["worst"], 0.0)
+        left = get(client, "groups", **query, offset=3)["rows"]
+        assert {row["group"]: row["gap"] for row in left} == {"d": None, "no texts": None}
+        assert left[0]["best"] is left[0]["worst"] is None
+
+
+def test_a_sample_has_its_turns(tmp_path: Path) -> None:
+    writer = Records(tmp_path)
+    call = '<tool_call>{"name": "run", "arguments": {}}</tool_call>'
+    record(writer, "a", response=f"{call}\nuser\n<tool_response>2</tool_response>\nassistant\nIt is 2.")
+    record(writer, "b", response="It is 2.", full=0.0)
+    flushed(writer)
+    with serving(tmp_path) as client:
+        first, second = (get(client, f"sample/{row['id']}") for row in get(client, "samples", sort="uid")["rows"])
+        assert first["turns"]["prompt"] is None
+        (part,) = first["turns"]["response"][0]["parts"]
+        assert part == {"kind": "call", "text": "{}", "name": "run", "id": None, "result": "2"}
+        assert first["turns"]["response"][1]["parts"][0]["text"] == "It is 2."
+        assert second["turns"] is None
+
+
+def test_notes_are_kept_and_searched(tmp_path: Path) -> None:
+    writer = Records(tmp_path)
+    for uid in ("a", "b"):
+        record(writer, uid, step=3)
+    flushed(writer)
+    with serving(tmp_path) as client, serving(tmp_path) as other:
+        first, second = get(client, "samples", sort="uid")["rows"]
+
+        def write(on: TestClient, row: dict[str, Any], text: str) -> None:
+            answer = on.post(f"/api/note/{row['id']}", json={"text": text})
+            assert (answer.status_code, answer.json()) == (200, {"note": text.strip() or None})
+
+        write(client, first, " Guesses the Format ")
+        write(other, second, "right")
+        write(other, first, "Guesses the FORMAT, twice")
+        for viewer in (client, other):
+            assert get(viewer, f"sample/{first['id']}")["note"] == "Guesses the FORMAT, twice"
+            assert uids(get(viewer, "samples", text="note: format")) == ["a"]
+            assert uids(get(viewer, "samples", text="note:", sort="uid")) == ["a", "b"]
+            assert [row["note"] for row in get(viewer, "samples", sort="uid")["rows"]][1] == "right"
+        write(client, first, "")
+        assert get(other, f"sample/{first['id']}")["note"] is None
+        assert uids(get(other, "samples", text="note:")) == ["b"]
+        (row,) = [row for row in RecordsReader(tmp_path).rows() if row["uid"] == "a"]
+        assert row["id"] == first["id"]
+    lines = [json.loads(line) for path in (tmp_path / "notes").glob("*.jsonl") for line in path.open()]
+    assert [(line["kind"], line["version"], line["step"]) for line in lines] == [("note", 1, 3)] * 4
+
+
+def test_a_note_that_cannot_be_saved_is_an_error(tmp_path: Path) -> None:
+    writer = Records(tmp_path)
+    record(writer, "a")
+    flushed(writer)
+    with serving(tmp_path) as client:
+        (row,) = get(client, "samples")["rows"]
+        (tmp_path / "notes").write_text("a file")
+        answer = client.post(f"/api/note/{row['id']}", json={"text": "x"})
+        assert answer.status_code == 507
+        assert str(tmp_path / "notes") in answer.json()["error"]
+        (tmp_path / "notes").unlink()
+        assert client.post("/api/note/unknown", json={"text": "x"}).status_code == 404
+        for body in ({}, {"text": 1}, {"text": "x" * 10_001}):
+            assert client.post(f"/api/note/{row['id']}", json=body).status_code == 400
+        assert client.post(f"/api/note/{row['id']}", json={"text": "x"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status"),
+    [
+        ({}, b'{"text": "x"}', 404),
+        ({"origin": "http://localhost"}, b'{"text": "x"}', 404),
+        ({"origin": "http://LOCALHOST:1"}, b'{"text": "x"}', 403),
+        ({"origin": "https://evil.example"}, b'{"text": "x"}', 403),
+        ({"origin": "null"}, b'{"text": "x"}', 403),
+        ({"content-type": "text/plain"}, b'{"text": "x"}', 415),
+        ({"content-type": ""}, b'{"text": "x"}', 415),
+        ({}, b'"' + b"x" * 70_000 + b'"', 413),
+        ({}, iter([b'{"text": "x"}']), 413),
+        ({"host": "evil.example"}, b'{"text": "x"}', 400),
+    ],
+)
+def test_only_pages_of_the_server_and_programs_write(
+    client: TestClient, folder: Path, headers: dict[str, str], body: Any, status: int
+) -> None:
+    answer = client.post("/api/note/unknown", content=body, headers={"content-type": "application/json", **headers})
+    assert answer.status_code == status, answer.text
+    assert not (folder / "notes").exists()
+
+
 def test_judges(client: TestClient) -> None:
     (judge,) = get(client, "judges")["rows"]
     assert (judge["model"], judge["backend"]) == ("judge-7b", "http://10.0.0.1:2")
@@ -454,7 +560,7 @@ def test_a_step_without_samples_has_its_phases_and_warnings(tmp_path: Path) -> N
         ("run", "none"),
         ("samples", "data_source, group, limit, max.FIELD, max_reward, min.FIELD, min_reward, "),
         ("steps", "validate"),
-        ("groups", "limit, offset, order, sort, step, validate"),
+        ("groups", "limit, max.step, min.step, offset, order, sort, step, validate"),
         ("sample/any", "data_source, group, limit, "),
         ("judges", "step, validate"),
         ("timeline", "step"),

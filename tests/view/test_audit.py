@@ -80,6 +80,7 @@ def audit(client: TestClient, **query: str) -> dict[str, Any]:
 
 def test_the_shares_of_each_kind_are_those_of_the_report(client: TestClient, folder: Path) -> None:
     rows = audit(client)["rows"]
+    assert {row.pop("limit") for row in rows} == {None}
     steps = {row["metric"]: [(one["step"], one["value"]) for one in row.pop("by_step")] for row in rows}
     expected = json.loads(json.dumps(probe_counts(read_rows(folder / "audit"))))
     assert [row.pop("interval") for row in rows] == [pytest.approx(row.pop("interval")) for row in expected]
@@ -130,12 +131,26 @@ def test_a_labelled_answer_has_no_sample(client: TestClient) -> None:
     assert (row["id"], row["prompt"], row["answer"]) == (None, None, ":")
 
 
-def test_the_limit_is_that_of_the_run(client: TestClient, folder: Path) -> None:
-    assert audit(client)["limit"] is None
-    writer = open_configuration(folder)
-    writer.write_rows([config_row({"reward_loop": {"health": {"canaries": 0.2}}}, step=1)])
+def test_the_limits_are_those_of_the_monitors_since_the_last_start(tmp_path: Path) -> None:
+    writer = Records(tmp_path)
+    record(writer, "a")
     flushed(writer)
-    assert audit(client)["limit"] == 0.2
+    rows = [probe("again", 1.0, i >= 8, step=step) for step in (1, 3, 4, 5) for i in range(20 if step > 1 else 40)]
+    rows += [probe("labelled", 1.0, True, step=4) for _ in range(40)]
+    rows += [probe("canary/empty", 1.0, False, step=4)]
+    (tmp_path / "audit").mkdir()
+    (tmp_path / "audit" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    health = {"canaries": 0.2, "agreement": 0.05, "labelled": None, "baseline_steps": 2}
+    starts = open_configuration(tmp_path)
+    starts.write_rows([config_row({"reward_loop": {"health": {"canaries": 0.1}}}, step=1)])
+    starts.write_rows([config_row({"reward_loop": {"health": health}}, step=3)])
+    flushed(starts)
+    with Index(tmp_path) as index:
+        index.update()
+        with TestClient(create_app(index)) as client:
+            limits = {row["kind"]: row["limit"] for row in audit(client)["rows"]}
+    # The baseline is steps 3 and 4: 24 of 40 agree.
+    assert limits == {"again": pytest.approx(0.6 - 0.05), "labelled": None, "canary/empty": 0.2}
 
 
 def test_an_unknown_kind_is_an_error_that_lists_the_kinds(client: TestClient) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from reward_loop import RewardSample
+from reward_loop.records.events import open_health, warning_row
 from tests.view import made_up
 from tools.browser import CHROMIUM, browser, server
 from tools.example_run import WORDS_OF_THE_JUDGE, score, step_samples, write_run
@@ -29,7 +30,7 @@ pytestmark = [
 ]
 
 STEPS, GROUPS, SIZE = 4, 6, 4
-HOSTILE_STEP, MANY_STEP, LATER_STEP, UNGROUPED_STEP, RETRIED_STEP = 50, 60, 70, 40, 45
+AGENT_STEP, HOSTILE_STEP, MANY_STEP, LATER_STEP, UNGROUPED_STEP, RETRIED_STEP = 30, 50, 60, 70, 40, 45
 MANY_GROUPS = 10_000
 ATTACK = "<img src=x onerror=hacked=1><script>hacked=1</script><b>bold</b>"
 
@@ -66,6 +67,25 @@ def many_groups() -> Iterator[dict[str, Any]]:
             yield {**row, **names, "score": reward, "reward": reward, "masked": False, "components": {}, "judges": []}
 
 
+def rollouts() -> list[RewardSample]:
+    """Rollouts of an agent with a tool, in two groups; of the second one, the rewards differ more."""
+    found = []
+    for group, size in (("small", 2), ("large", 4)):
+        for i in range(size):
+            lines = "\\n".join(f"line {n}" for n in range(3 + 20 * i))
+            answer = f"{ATTACK} **Step {i}.**" + "\nand so on" * i
+            text = (
+                f"<think>\nI compute it, attempt {i}.\n</think>\n\n"
+                f'<tool_call>\n{{"name": "run_code", "arguments": {{"code": "print({i})\\n{lines}"}}}}\n</tool_call>\n'
+                f"user\n<tool_response>\nstdout: {i} {ATTACK}\n" + "output\n" * (1 + 30 * i) + "</tool_response>\n"
+                f"assistant\n{answer}"
+            )
+            prompt = [{"role": "system", "content": "You have a tool."}, {"role": "user", "content": f"Task {group}"}]
+            names: dict[str, Any] = {"uid": f"{group}-{i}", "group": group, "prompt": prompt, "step": AGENT_STEP}
+            found.append(RewardSample(text, ground_truth="3", extra_info={"question": "?"}, **names))
+    return found
+
+
 EXPLANATION = " ".join(f"reason-{number}" for number in range(20))
 
 
@@ -92,6 +112,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("view") / "rewards"
     in_a_thread(write_run, folder, steps=STEPS, groups=GROUPS, size=SIZE)
     in_a_thread(asyncio.run, score(folder, list(HOSTILE)))
+    in_a_thread(asyncio.run, score(folder, rollouts()))
+    warning = {"monitor": "score_jump", "message": f"jump {ATTACK}", "value": 0.5, "threshold": 0.3, "samples": []}
+    health = open_health(folder)
+    health.write_rows([warning_row(step=AGENT_STEP, since=AGENT_STEP - 1, subject="", **warning)])
+    assert health.flush(60.0)
     ungrouped = RewardSample("no idea", uid="ungrouped", step=UNGROUPED_STEP, extra_info={"question": "?"})
     in_a_thread(asyncio.run, score(folder, [ungrouped]))
     (folder / "retried.jsonl").write_text(json.dumps(retried()) + "\n")
@@ -270,6 +295,59 @@ def test_two_samples_side_by_side_mark_their_differences(page: Page) -> None:
     assert page.locator(".exchange").count() >= 2
     pages = page.locator(".side pre").all_inner_texts()
     assert (page.locator(".side mark").count() > 0) == (pages[0] != pages[1])
+
+
+def test_a_warning_leads_in_two_clicks_to_two_rollouts_side_by_side(page: Page) -> None:
+    open_view(page, "run")
+    page.locator(".warnings").get_by_role("link", name="best and worst answers").click()
+    rows = page.locator("table.plain tbody tr")
+    rows.first.wait_for()
+    groups = rows.locator("td:nth-child(5)").all_inner_texts()
+    gaps = [float(text) for text in rows.locator("td:first-child").all_inner_texts()]
+    assert "large" in groups
+    assert gaps == sorted(gaps, reverse=True)
+    page.get_by_role("row", name="large").get_by_role("link").click()
+    page.wait_for_selector("h1:has-text('Best and worst answer')")
+    best, worst = (float(text) for text in page.locator(".side-name b").all_inner_texts())
+    assert best - worst == pytest.approx(gaps[groups.index("large")], abs=0.002)
+    assert page.locator(".side.a .role").all_inner_texts() == ["assistant", "assistant"]
+    assert page.locator(".side.b .block.reasoning .tag").inner_text() == "differs"
+    page.locator(".side.b .block.reasoning summary").click()
+    assert re.fullmatch(r"\d", page.locator(".side.b .block.reasoning mark").first.inner_text())
+    assert page.locator(".two .exchange").count() == 2
+
+
+def test_a_rollout_shows_its_turns_with_calls_beside_their_results(page: Page) -> None:
+    open_view(page, f"step/{AGENT_STEP}?where.uid=large-3")
+    page.get_by_role("link", name="large-3").click()
+    page.wait_for_selector(".view.sample .tool")
+    assert page.locator(".texts .role").all_inner_texts() == ["system", "user", "assistant", "assistant"]
+    call, result = page.locator(".tool > .block").all()
+    assert call.inner_text().startswith("call of run_code")
+    assert result.locator("summary").inner_text() == "result · 92 lines"
+    assert result.locator("pre").count() == 0
+    result.locator("summary").click()
+    assert f"stdout: 3 {ATTACK}" in result.locator("pre").inner_text()
+    assert call.bounding_box()["x"] < result.bounding_box()["x"]  # type: ignore[index]
+    assert page.locator(".block.reasoning").get_attribute("open") is None
+    page.keyboard.press("m")
+    page.locator(".message .markdown strong", has_text="Step 3.").wait_for()
+    page.keyboard.press("m")
+
+
+def test_a_note_is_saved_and_found(page: Page) -> None:
+    open_view(page, f"step/{AGENT_STEP}?where.uid=small-1")
+    page.get_by_role("link", name="small-1").click()
+    page.get_by_label("Note on this sample").fill(f"Look again {ATTACK}")
+    page.get_by_role("button", name="Save note").click()
+    page.wait_for_selector("text=Saved with the records.")
+    page.reload()
+    page.wait_for_selector(".note-card")
+    assert page.get_by_label("Note on this sample").input_value() == f"Look again {ATTACK}"
+    open_view(page, "samples")
+    page.get_by_label("Search").fill("note:AGAIN")
+    wait_for_total(page, 1)
+    assert page.locator(".pane:not(.groups) .tag", has_text="note").get_attribute("title") == f"Look again {ATTACK}"
 
 
 def test_the_timeline_zooms(page: Page) -> None:

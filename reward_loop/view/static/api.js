@@ -13,10 +13,19 @@ export async function get(path, parameters = {}) {
   for (const [name, value] of Object.entries(parameters)) {
     if (value !== null && value !== undefined && value !== "") query.set(name, value);
   }
-  const address = `api/${path}${query.size ? `?${query}` : ""}`;
+  return request(`api/${path}${query.size ? `?${query}` : ""}`);
+}
+
+/** Sends a value as JSON to an address below `api/`, and returns the answer. */
+export async function post(path, value) {
+  const headers = { "Content-Type": "application/json" };
+  return request(`api/${path}`, { method: "POST", headers, body: JSON.stringify(value) });
+}
+
+async function request(address, options) {
   let response;
   try {
-    response = await fetch(address);
+    response = await fetch(address, options);
   } catch {
     throw new ApiError("The server does not answer. Does the command reward-loop view still run?");
   }

@@ -16,7 +16,7 @@ const isShare = ({ kind, metric }) => family(kind) !== "reference" && !/\/(kappa
 
 /** The charts: which kinds they show, and how. A chart without a kind is left out. */
 const CHARTS = [
-  { title: "Accepted canaries", has: isCanary, range: [0, 1], hasLimit: true },
+  { title: "Accepted canaries", has: isCanary, range: [0, 1] },
   { title: "Scores that agree", has: ({ metric }) => metric.endsWith("/agreement"), range: [0, 1] },
   { title: "Accuracy on labelled answers", has: ({ metric }) => metric === "labelled/accuracy", range: [0, 1] },
   { title: "Kappa on labelled answers", has: ({ metric }) => metric === "labelled/kappa", format: number },
@@ -47,13 +47,13 @@ export async function showAudit(view, { query }) {
   let newest = "";
 
   async function refresh() {
-    const { rows, kind, worst, limit } = await get("audit", query);
+    const { rows, kind, worst } = await get("audit", query);
     if (!rows.length) {
       parts.table.replaceChildren(none());
       return;
     }
     parts.table.replaceChildren(kinds(rows, kind));
-    showCharts(parts.charts, charts, rows, limit);
+    showCharts(parts.charts, charts, rows);
     const texts = JSON.stringify([kind, worst]);
     // Texts that did not change stay as they are: the reader may have scrolled or opened them.
     if (texts !== newest) parts.worst.replaceChildren(...list(kind, worst));
@@ -84,8 +84,8 @@ function kinds(rows, chosen) {
   return table(["Probe", ">Counted", ">No score", ">Value", ">95 % interval"], body, { isNarrow: true });
 }
 
-function showCharts(element, charts, rows, limit) {
-  for (const { title, has, range, hasLimit, format = percent } of CHARTS) {
+function showCharts(element, charts, rows) {
+  for (const { title, has, range, format = percent } of CHARTS) {
     const chosen = rows.filter((row) => has(row) && row.by_step.length);
     if (!chosen.length) continue;
     if (!charts.has(title)) {
@@ -94,10 +94,19 @@ function showCharts(element, charts, rows, limit) {
     }
     const steps = [...new Set(chosen.flatMap((row) => row.by_step.map((one) => one.step)))].sort((a, b) => a - b);
     const series = chosen.flatMap((row) => lines(row, steps));
-    if (hasLimit && typeof limit === "number")
-      series.push({ label: "limit of the monitor", values: steps.map(() => limit), isDashed: true });
+    series.push(...limits(chosen, steps));
     charts.get(title).show(steps, series);
   }
+}
+
+/** Returns a line at each limit of the health monitors. */
+function limits(rows, steps) {
+  const known = rows.filter(({ limit }) => typeof limit === "number");
+  return [...new Set(known.map(({ limit }) => limit))].map((limit) => {
+    const kinds = known.filter((row) => row.limit === limit).map(({ kind }) => kind);
+    const name = kinds.length === rows.length ? "limit of the monitor" : `limit of ${kinds.map(visible).join(", ")}`;
+    return { label: name, values: steps.map(() => limit), isDashed: true };
+  });
 }
 
 /** Returns the line of a kind; that of the reference judge has the band of its interval. */

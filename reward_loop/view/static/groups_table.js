@@ -3,6 +3,7 @@
 import { get } from "./api.js";
 import { el, withProperty } from "./dom.js";
 import { fixed, UNKNOWN } from "./format.js";
+import { link } from "./router.js";
 import { pagedTable } from "./table.js";
 import { visible } from "./text.js";
 
@@ -53,6 +54,7 @@ function name(row) {
     row.zero_variance
       ? el("span", { class: "tag warn", title: "All rewards are equal: the group has no advantage" }, "equal")
       : null,
+    row.max > row.min ? el("a", { href: link("pair", [row.best, row.worst]), title: "Best and worst answer" }, " compare") : null,
     row.all_failed ? el("span", { class: "tag bad", title: "No sample has a reward" }, "all failed") : null,
     el("small", {}, visible((row.prompt ?? "").slice(0, 200))),
   );

@@ -8,6 +8,7 @@ import { plural } from "./format.js";
 import { showJudges } from "./judges.js";
 import { listen, showHelp, useShortcuts } from "./keys.js";
 import { showPair } from "./pair.js";
+import { showPairs } from "./pairs.js";
 import { link, open, parse } from "./router.js";
 import { showRun } from "./run.js";
 import { showSample } from "./sample.js";
@@ -25,6 +26,7 @@ const VIEWS = {
   samples: showSamples,
   sample: showSample,
   pair: showPair,
+  pairs: showPairs,
   timeline: showTimeline,
   judges: showJudges,
   audit: showAudit,
@@ -34,7 +36,7 @@ const VIEWS = {
 const LINKS = { run: "Run", samples: "Samples", timeline: "Timeline", judges: "Judges", audit: "Audit", compare: "Compare" };
 /** The fields of the run that tell whether it has the records of a view. */
 const NEEDS = { timeline: "events", audit: "audit" };
-const PARENTS = { step: "samples", sample: "samples", pair: "samples", scorings: "compare" };
+const PARENTS = { step: "samples", sample: "samples", pair: "samples", pairs: "samples", scorings: "compare" };
 
 const main = document.getElementById("main");
 let run = null;

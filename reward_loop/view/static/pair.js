@@ -2,23 +2,27 @@
 
 import { get } from "./api.js";
 import { isLong, shortComponents } from "./components.js";
-import { diff } from "./diff.js";
 import { el, table } from "./dom.js";
 import { exchangeCard } from "./exchange.js";
 import { count, fixed, seconds, value } from "./format.js";
 import { outcomeMark } from "./outcome.js";
 import { link, open } from "./router.js";
-import { asText, conversation, SHOWN, visible } from "./text.js";
+import { bestAndWorst } from "./sample.js";
+import { asText, conversation, visible } from "./text.js";
+import { conversationOf, responseTurns, twoTurns } from "./turns.js";
 
 /** Shows the two samples that the route names. */
 export async function showPair(view, { args: [first, second] }) {
   const samples = await Promise.all([first, second].map((id) => get(`sample/${encodeURIComponent(id)}`)));
   const [a, b] = samples;
+  const isWhole = isSamePrompt(a, b) && bestAndWorst(a.group);
+  const [best, worst] = isWhole ? isWhole.map((id) => a.group.find((one) => one.id === id).reward) : [];
+  const title = isWhole && a.row.reward === best && b.row.reward === worst ? "Best and worst answer" : "Two samples";
   view.append(
     el(
       "div",
       { class: "title" },
-      el("h1", {}, "Two samples"),
+      el("h1", {}, title),
       el("a", { class: "button", href: link("pair", [second, first]) }, "Swap"),
       isSamePrompt(a, b) ? el("p", { class: "about" }, "Both answer the same prompt.") : null,
     ),
@@ -28,11 +32,11 @@ export async function showPair(view, { args: [first, second] }) {
     ),
     ...prompts(a, b),
     el("h2", {}, "Responses"),
-    el("div", { class: "two" }, responses(a, b)),
+    ...responses(samples),
     ...judges(samples),
   );
   return {
-    title: "Two samples",
+    title,
     shortcuts: [
       { keys: ["j", "ArrowRight"], label: "Compare with the next sample of the group", run: () => next(a, b, 1) },
       { keys: ["k", "ArrowLeft"], label: "Compare with the previous sample of the group", run: () => next(a, b, -1) },
@@ -64,51 +68,40 @@ export function facts([a, b], names) {
 }
 
 function prompts(a, b) {
-  if (isSamePrompt(a, b)) return a.texts?.prompt == null ? [] : [el("h2", {}, "Prompt"), conversation(a.texts.prompt)];
+  if (isSamePrompt(a, b)) return a.texts?.prompt == null ? [] : [el("h2", {}, "Prompt"), promptOf(a)];
   return [
     el("h2", {}, "Prompts"),
     el(
       "div",
       { class: "two" },
-      [a, b].map(({ texts }) => el("div", {}, texts?.prompt == null ? missing() : conversation(texts.prompt))),
+      [a, b].map((sample) => el("div", {}, sample.texts?.prompt == null ? missing() : promptOf(sample))),
     ),
   ];
+}
+
+function promptOf({ texts, turns }) {
+  return turns.prompt ? conversationOf(turns.prompt) : conversation(texts.prompt);
 }
 
 function missing() {
   return el("p", { class: "hint" }, "The texts of this sample were not recorded, or have been deleted.");
 }
 
-/** Returns both responses, with the words that differ marked. Of long ones, the beginnings are compared. */
-function responses(a, b) {
-  const texts = [a, b].map(({ texts: recorded }) => asText(recorded?.response ?? ""));
-  const sides = diff(...texts.map((text) => visible(text.slice(0, SHOWN))));
-  return sides.map((side, i) =>
+/** Returns both responses, turn by turn, with the words that differ marked. Of long texts, the beginnings are compared. */
+function responses(samples) {
+  const [a, b] = samples.map(responseTurns);
+  const names = samples.map(({ row, texts }) =>
     el(
       "div",
-      { class: `text side ${"ab"[i]}` },
-      el(
-        "p",
-        { class: "side-name" },
-        outcomeMark([a, b][i].row),
-        el("a", { href: link("sample", [[a, b][i].row.id]) }, visible([a, b][i].row.uid ?? [a, b][i].row.id)),
-      ),
-      [a, b][i].texts
-        ? el(
-            "pre",
-            {},
-            side.map((run) => (run.isSame ? run.text : el("mark", {}, run.text))),
-          )
-        : missing(),
-      texts[i].length > SHOWN
-        ? el(
-            "p",
-            { class: "rest" },
-            `The first ${count(SHOWN)} characters are compared. The sample's own view shows the rest.`,
-          )
-        : null,
+      { class: "side-name" },
+      outcomeMark(row),
+      el("b", {}, fixed(row.reward)),
+      el("a", { href: link("sample", [row.id]) }, visible(row.uid ?? row.id)),
+      texts ? null : missing(),
     ),
   );
+  const rows = Array.from({ length: Math.max(a.length, b.length) }, (_, i) => twoTurns(a[i], b[i]));
+  return [names, ...rows].map((row) => el("div", { class: "two" }, row));
 }
 
 /** Returns the exchanges of two samples with judges, side by side. */

@@ -199,7 +199,7 @@ function warningList(warnings) {
       {},
       el("a", { href: link("step", [warning.step]) }, `step ${warning.step}`),
       el("span", { class: "monitor" }, warning.monitor),
-      el("span", {}, warning.message, ...sampleLinks(warning.samples ?? [])),
+      el("span", {}, warning.message, ...sampleLinks(warning.samples ?? []), " ", pairsLink(warning)),
     ),
   );
   const more = warnings.length - newest.length;
@@ -214,6 +214,11 @@ function warningList(warnings) {
         : null,
     ),
   ];
+}
+
+/** Returns a link to the pairs of the steps of a warning. */
+function pairsLink({ since, step }) {
+  return el("a", { href: link("pairs", [since ?? step, step]) }, "best and worst answers");
 }
 
 /** Returns links to the samples that show a problem. */

@@ -5,9 +5,11 @@ import { isLong, shortComponents } from "./components.js";
 import { el, figures, withProperty } from "./dom.js";
 import { exchangeCard, raw, verdictTag } from "./exchange.js";
 import { count, fixed, number, plural, seconds, time, value } from "./format.js";
+import { noteCard } from "./note.js";
 import { outcomeMark } from "./outcome.js";
 import { link, open } from "./router.js";
 import { asText, conversation, textBlock, visible } from "./text.js";
+import { conversationOf } from "./turns.js";
 
 let isMarkdown = false;
 
@@ -32,6 +34,7 @@ export async function showSample(view, { args: [id], query }, run) {
         verdicts(exchanges),
         times(row),
         calls(row),
+        noteCard(sample),
         groupOf(sample, query),
         fields(row, run),
       ),
@@ -49,17 +52,17 @@ export async function showSample(view, { args: [id], query }, run) {
     ],
   };
 
-  function textParts({ row, texts: recorded }) {
+  function textParts({ row, texts: recorded, turns }) {
     const part = (title, content, extra) => el("section", { class: "part" }, el("h2", {}, title, extra), content);
     const long = longComponents(row, recorded);
     if (!recorded)
       return [el("p", { class: "note" }, "The texts of this sample were not recorded, or have been deleted."), ...long];
+    const shown = (field, show) =>
+      turns[field] ? conversationOf(turns[field], { isMarkdown }) : show(recorded[field], { isMarkdown });
     const has = (field) => recorded[field] !== null && recorded[field] !== undefined;
     return [
-      has("prompt") ? part("Prompt", conversation(recorded.prompt, { isMarkdown }), modes()) : null,
-      has("response")
-        ? part("Response", textBlock(recorded.response, { isMarkdown }), has("prompt") ? null : modes())
-        : null,
+      has("prompt") ? part("Prompt", shown("prompt", conversation), modes()) : null,
+      has("response") ? part("Response", shown("response", textBlock), has("prompt") ? null : modes()) : null,
       has("ground_truth") ? part("Ground truth", textBlock(recorded.ground_truth)) : null,
       Object.keys(recorded.extra_info ?? {}).length ? part("Extra info", textBlock(recorded.extra_info)) : null,
       ...long,
@@ -244,7 +247,19 @@ function groupOf({ row, group }, query) {
           ),
     ),
   );
-  return el("section", { class: "card" }, el("h2", {}, "Group"), el("ul", { class: "group-list" }, items));
+  const ends = bestAndWorst(group);
+  return el(
+    "section",
+    { class: "card" },
+    el("h2", {}, "Group", ends && el("a", { class: "small", href: link("pair", ends) }, "best and worst")),
+    el("ul", { class: "group-list" }, items),
+  );
+}
+
+/** Returns the IDs of the samples with the highest and the lowest reward; null if no rewards differ. */
+export function bestAndWorst(group) {
+  const known = group.filter(({ reward }) => reward !== null).sort((a, b) => b.reward - a.reward);
+  return known.length && known[0].reward > known.at(-1).reward ? [known[0].id, known.at(-1).id] : null;
 }
 
 function compareWithNext({ row, group }) {

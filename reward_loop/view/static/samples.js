@@ -142,6 +142,7 @@ function head(step, isValidation, run, row) {
         )
       : null,
     run.events ? el("a", { class: "button", href: link("timeline", [step]) }, "Timeline") : null,
+    isValidation ? null : el("a", { class: "button", href: link("pairs", [step]) }, "Best and worst"),
     ...(row?.warnings ?? []).map((warning) => el("p", { class: "note warn" }, warning)),
   );
 }
