@@ -1,10 +1,10 @@
 """Measures how many prompt tokens judges compute behind each policy of the router.
 
-    python -m benchmarks.affinity [--quick] [--sglang-python PATH]
+    python -m benchmarks.affinity [--quick] [--peers-python PATH]
 
 Two parts: two real vLLM servers on the CPU with a tiny model, whose own counters show the cached tokens, and 4 to 32
-simulated servers, behind the router's own policies. The simulation runs while vLLM starts. The policy of
-sglang-router is measured on the real servers if `--sglang-python` is given. The start of vLLM takes a minute, so
+simulated servers, behind the router's own policies. The simulation runs while vLLM starts. The cache-aware policies of
+other routers are measured on the real servers if `--peers-python` is given. The start of vLLM takes a minute, so
 `--quick` only simulates. The last line of the output is JSON.
 """
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.judge_workloads import Sizes, Unit, text_of, units
-from benchmarks.router_servers import Servers, say
+from benchmarks.router_servers import PACKAGES, PEERS, Servers, say
 from benchmarks.simulated_judges import Outcome, Rendezvous, moved_keys, simulate
 from examples.tiny_models import build_tiny_model
 from reward_loop import NaiveRewardLoopManager, RewardSample
@@ -60,7 +60,7 @@ BLOCK = 32
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="only simulated servers, and fewer: under 50 s")
-    parser.add_argument("--sglang-python", metavar="PATH", help="path of a Python with sglang-router==0.3.2")
+    parser.add_argument("--peers-python", metavar="PATH", help=f"path of a Python with {PACKAGES}")
     parser.add_argument("--only", choices=("simulated", "vllm"), help="only one of the two parts")
     args = parser.parse_args()
     if args.quick and args.only == "vllm":
@@ -147,11 +147,11 @@ async def real(args: argparse.Namespace) -> dict[str, Any]:
             servers = Servers(folder, stack)
             urls = sorted(servers.requests(f"http://{models.reward_router_address}"))
             routers = {"round_robin": (await asyncio.to_thread(servers.start_own, urls))[0].removeprefix("http://")}
-            if args.sglang_python:
-                peer = await asyncio.to_thread(servers.start_sglang, args.sglang_python, urls, "cache_aware")
-                routers["sglang-router"] = peer[0].removeprefix("http://")
-            else:
-                say("sglang-router is skipped: --sglang-python needs the path of a Python with sglang-router==0.3.2")
+            if not args.peers_python:
+                say(f"{', '.join(PEERS)} are skipped: --peers-python needs the path of a Python with {PACKAGES}")
+            for name in PEERS if args.peers_python else ():
+                if peer := await asyncio.to_thread(servers.start_peer, name, args.peers_python, urls, "cache_aware"):
+                    routers[name] = peer[0].removeprefix("http://")
             routers["affinity"] = models.reward_router_address
             return await behind_each(routers, urls)
 
@@ -181,7 +181,7 @@ async def behind_each(routers: Mapping[str, str], urls: list[str]) -> dict[str, 
     peers = {
         "round_robin": ("rubric", "round_robin"),
         "criterion_first": runs[0],
-        "sglang_router": ("rubric", "sglang-router"),
+        **{name: ("rubric", name) for name in PEERS},
     }
     return results | {
         f"vllm_prefill_vs_{name}": round(ours / computed[run], 3) for name, run in peers.items() if run in computed
