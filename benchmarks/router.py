@@ -142,14 +142,8 @@ class Bench:
         routers: dict[str, Callable[[], Any]] = {"reward_loop": lambda: self.servers.start_own(urls)}
         for peer in PEERS if args.peers_python else ():
             routers[peer] = partial(self.servers.start_peer, peer, args.peers_python, urls)
-        turns = [*routers]
-        if not args.quick:
-            # Alternating runs, and the minimum of each: other load only adds time.
-            turns *= 3
-            if not args.skip_naive:
-                routers["naive_router"] = lambda: self.servers.start_naive(urls)
-                turns.append("naive_router")
-        for name in turns:
+        # Alternating runs, and the minimum of each: other load only adds time.
+        for name in [*routers] * (1 if args.quick else 2):
             started = routers[name]()
             if started is None:
                 continue
