@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from rich.console import Console
 
-from examples.arithmetic.models import NEAR_MISSES, Models, Recipe, WeakRewardModelError, make_models
+from examples.arithmetic.models import Models, Recipe, WeakRewardModelError, make_models
 from examples.arithmetic.report import Report, plot, read_report
 from examples.training import TrainingProcess
 from reward_loop.records.events import health
@@ -33,8 +33,8 @@ HERE = Path(__file__).resolve().parent
 CACHE = HERE.parents[1] / ".cache" / "arithmetic"
 RECORDS = Path("checkpoints", "rewards")
 """Where a run of verl writes its records, below the output folder."""
-SEEN = ("carry forgotten", "length wrong", "question repeated", "other characters")
-"""The kinds of near misses that the weak reward model is trained on."""
+UNSEEN = ("off by 1", "off by 2", "off by 10", "carry invented", "digits swapped", "digit wrong")
+"""The kinds of near misses that the weak reward model is not trained on."""
 LOG_TAIL = 40
 POLL_S = 0.25
 
@@ -60,7 +60,7 @@ class Settings:
     engine: str = "transformers"
     """The inference engine that serves the reward model."""
     weak_judge: bool = False
-    """Whether the reward model is trained on the near misses of `SEEN` only: the policy learns to exploit it."""
+    """Whether the reward model is trained without the near misses of `UNSEEN`: the policy learns to exploit it."""
     recipe: Recipe = field(default_factory=Recipe)
     """The parameters of the models."""
 
@@ -203,9 +203,9 @@ def run(console: Console, output: Path, settings: Settings) -> int:
     """Create the models, train and report. Returns the exit status."""
     clear(output)
     started = time.monotonic()
-    unseen = tuple(kind for kind in NEAR_MISSES if kind not in SEEN) if settings.weak_judge else ()
+    recipe = replace(settings.recipe, seed=settings.seed, unseen=UNSEEN if settings.weak_judge else ())
     try:
-        models = make(console, replace(settings.recipe, seed=settings.seed, unseen=unseen))
+        models = make(console, recipe)
     except WeakRewardModelError as error:
         console.print(str(error), markup=False, highlight=False)
         return 1
