@@ -146,8 +146,8 @@ def test_nothing_but_the_platform_chooses_when_verl_is_imported() -> None:
 
 
 def test_the_methods_of_verls_trainer_that_the_documentation_names_are_overridden() -> None:
-    text = (ROOT / "docs/verl-hooks.md").read_text()
-    (sentence,) = re.findall(r"mode\. It overrides (.*?), and gives", text, re.DOTALL)
+    text = (ROOT / "docs/ideas.md").read_text()
+    (sentence,) = re.findall(r"mode\. It overrides (.*?)\. verl gets", text, re.DOTALL)
     tree = ast.parse((ROOT / "reward_loop/verl/trainer.py").read_text())
     (trainer,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "RewardLoopTrainer")
     methods = {node.name for node in trainer.body if isinstance(node, ast.FunctionDef)}

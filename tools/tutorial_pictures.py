@@ -62,7 +62,7 @@ def with_api(folder: Path) -> None:
 
 def served(folder: Path) -> None:
     """Score a wrong and a right answer with the judge that is served in the run."""
-    (folder / "judge.py").write_text(code("tutorial-served-judge.md", "# judge.py"))
+    (folder / "judge.py").write_text(code("model-servers.md", "# judge.py"))
     question = "A tank holds 500 litres. A fifth leaks out. How much is left?"
     answers = ("A fifth of 500 is 100, so 400 litres are left.", "A fifth is 20, so 480 litres are left.")
     samples = [

@@ -21,7 +21,7 @@ class Exchange:
     Outside of a recorded sample, an exchange has no effect.
 
     Args:
-        fields: the first fields; docs/record-format.md has all names.
+        fields: the first fields; docs/records.md has all names.
     """
 
     def __init__(self, **fields: Any) -> None:

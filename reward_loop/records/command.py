@@ -58,7 +58,7 @@ def report(
     the groups whose rewards are all equal or missing, the latency and the
     failures of judges, the slowest and the costliest samples, the probes of
     the judge, and of a verl run the warnings of the health monitors.
-    docs/reports.md describes the summary.
+    docs/score-files.md describes the summary.
     """
     out = console()
     prices = Price.parse(price)

@@ -1,6 +1,6 @@
 """What a trainer records beside the samples: events, and the health of the run.
 
-There are two kinds of events; docs/record-format.md describes their fields:
+There are two kinds of events; docs/records.md describes their fields:
 
 - a *phase* of the trainer, such as generation or an update, under the name of verl's timing;
 - a *rollout*: when a response was generated, and when its reward was requested and arrived.

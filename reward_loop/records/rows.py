@@ -1,4 +1,4 @@
-"""The rows of records; docs/record-format.md describes their fields."""
+"""The rows of records; docs/records.md describes their fields."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class Vllm(Engine):
         if installed is None:
             raise ConfigError(
                 f"engine='vllm': vLLM is not installed for {origin(model)}. Install vllm, set python to an interpreter "
-                "that has it, or see docs/verl-cpu.md for vLLM on a CPU"
+                "that has it, or see docs/model-servers.md for vLLM on a CPU"
             )
         return "cpu" in installed
 

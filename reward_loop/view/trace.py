@@ -125,7 +125,7 @@ def trace(
     The trace has the phases of the trainer, the rollouts, the calls of reward
     functions, the requests to judges, and the critical path of each step. Open
     it in https://ui.perfetto.dev or in chrome://tracing.
-    docs/record-format.md describes the events.
+    docs/records.md describes the events.
     """
     steps = None if step is None else _steps(step)
     count = 0

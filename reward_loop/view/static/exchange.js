@@ -5,7 +5,7 @@ import { count, number, plural, seconds, time, value } from "./format.js";
 import { conversation, textBlock, visible } from "./text.js";
 import { markVerdict } from "./verdict.js";
 
-/** Returns the card of an exchange. @param {Object} exchange: as in docs/record-format.md */
+/** Returns the card of an exchange. @param {Object} exchange: as in docs/records.md */
 export function exchangeCard(exchange, index) {
   const { messages, request, response, reply, verdict } = exchange;
   const hasTexts = messages !== undefined || request !== undefined || response !== undefined;
