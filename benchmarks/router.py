@@ -38,7 +38,9 @@ RESTART_S = 10.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="shorter rounds, no bursts of peers, no memory test: under 50 s")
+    parser.add_argument(
+        "--quick", action="store_true", help="shorter rounds, no bursts of peers, no memory test: under 50 s"
+    )
     parser.add_argument("--rounds", type=int, help="rounds of the throughput test (default: 5; quick: 12 s in all)")
     parser.add_argument("--requests", type=int, default=1_000_000, help="requests of the memory test (%(default)s)")
     parser.add_argument("--peers-python", metavar="PATH", help=f"path of a Python with {PACKAGES}")
