@@ -31,6 +31,7 @@ from examples.arithmetic.models import (
     Recipe,
     WeakRewardModelError,
     answers_by_kind,
+    labelled_answers,
     make_models,
     make_problems,
     wrong_answer,
@@ -72,6 +73,20 @@ def test_wrong_answers_are_wrong_and_of_many_kinds() -> None:
     assert {"12", "112", "121", ""} <= set(answers)
     # Without a carry, the answer without carrying is right.
     assert "46" not in [wrong_answer(Problem(12, 34), rng) for _ in range(500)]
+
+
+def test_kinds_of_wrong_answers_can_be_left_out() -> None:
+    rng = random.Random(0)
+    assert set(demo.UNSEEN) < NEAR_MISSES.keys()
+    seen = [kind for kind in NEAR_MISSES if kind not in ("off by 1", "off by 10")]
+    assert {wrong_answer(Problem(37, 85), rng, seen) for _ in range(100)} == {"121", "123", "112", "132"}
+
+
+def test_labelled_answers_have_right_and_wrong_ones_of_each_kind() -> None:
+    lines = labelled_answers([Problem(37, 85), Problem(12, 34)], random.Random(0))
+    assert len({line["uid"] for line in lines}) == len(lines)
+    assert {line["uid"].split(",")[0] for line in lines} == {"right", *NEAR_MISSES}
+    assert all((line["solution_str"] == line["ground_truth"]) == line["label"] for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -355,12 +370,18 @@ def test_the_options_become_settings(tmp_path: Path, monkeypatch: pytest.MonkeyP
     settings: list[demo.Settings] = []
     monkeypatch.setattr(demo, "run", lambda console, output, given: settings.append(given) or 0)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    for options in ([], ["--quick", "--steps", "2"], ["--judge-latency", "0", "--seed", "3", "--engine", "vllm"]):
+    for options in (
+        [],
+        ["--quick", "--steps", "2"],
+        ["--judge-latency", "0", "--seed", "3", "--engine", "vllm"],
+        ["--weak-judge"],
+    ):
         assert demo.main([*options, "--output", str(tmp_path)]) == 0
     assert settings == [
         demo.Settings(),
         replace(demo.QUICK, steps=2),
         demo.Settings(judge_latency=0, seed=3, engine="vllm"),
+        demo.Settings(weak_judge=True),
     ]
 
 
