@@ -110,9 +110,11 @@ def training_command(models: Models, output: Path, settings: Settings) -> list[s
         # The score does not depend on acc: a monitor warns if the score rises and acc does not.
         "reward_loop.health.reference=acc",
         f"reward_loop.health.window={settings.health_window}",
-        # Right sums have more digits than those without the last carry, and a digit is not a phrase.
+        # Right sums have more digits than those without the last carry, and a digit is not a phrase. The reward model
+        # answers in milliseconds, so other load on the machine determines its latency.
         "reward_loop.health.length_correlation=null",
         "reward_loop.health.phrases=null",
+        "reward_loop.health.judge_latency=null",
         # Probes of the reward model: labelled answers with near misses of all kinds, and answers wrong by construction.
         f"reward_loop.audit.labelled={models.directory / 'labelled.jsonl'}",
         "reward_loop.audit.share=0.05",
