@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="shorter rounds, no bursts of peers, no memory test: under 50 s"
     )
-    parser.add_argument("--rounds", type=int, help="rounds of the throughput test (default: 5; quick: 12 s in all)")
+    parser.add_argument("--rounds", type=int, help="rounds of the throughput test (default: 5; quick: 8 s in all)")
     parser.add_argument("--requests", type=int, default=1_000_000, help="requests of the memory test (%(default)s)")
     parser.add_argument("--peers-python", metavar="PATH", help=f"path of a Python with {PACKAGES}")
     parser.add_argument("--only", choices=("restart",), help="only the test that kills the router")
@@ -95,7 +95,7 @@ class Bench:
             say("nginx is skipped: it is not installed")
         if started := naive.result():
             routers["naive_router"] = started[:2]
-        rounds = args.rounds or (12 // len(routers) if args.quick else 5)
+        rounds = args.rounds or (max(1, 8 // len(routers)) if args.quick else 5)
         results |= self.throughput(routers, rounds, 1 if args.quick else 4)
         for _, process in routers.values():
             stop(process)
