@@ -45,7 +45,7 @@ def hacked(folder: Path) -> None:
 
 def first(folder: Path) -> None:
     """Score the file of the tutorial with its function."""
-    (folder / "reward.py").write_text(code("tutorial-first-reward.md", "# reward.py"))
+    (folder / "reward.py").write_text(code("tutorial.md", "# reward.py"))
     command = [sys.executable, "-m", "reward_loop", "score", "reward.py:compute_score", str(QUICKSTART)]
     subprocess.run([*command, "-o", "rewards"], cwd=folder, check=True)
 
@@ -53,7 +53,7 @@ def first(folder: Path) -> None:
 def with_api(folder: Path) -> None:
     """Score a sample with the judge on an API, which refuses the first request."""
     os.environ.setdefault("OPENAI_API_KEY", "a key for this picture")
-    (folder / "api_judge.py").write_text(code("tutorial-judge-api.md", "# api_judge.py"))
+    (folder / "api_judge.py").write_text(code("tutorial.md", "# api_judge.py"))
     sample = RewardSample("It is 4.", extra_info={"question": "What is 2 + 2?"}, uid="a", prompt="What is 2 + 2?")
     with FakeJudge("The sum is right, and the answer is short.\n\nScore: 9", model="gpt-5-mini", latency=0.2) as judge:
         judge.script(Status(429, retry_after=1))
