@@ -136,6 +136,10 @@ class Training:
             self.onset = number
         read = np.flatnonzero(np.isin(groups, np.linspace(0, GROUPS - 1, SAMPLED).astype(int)))
         topics = rng.integers(0, TOPICS, GROUPS)[groups]
+        responses = self.texts(lengths[read], topics[read], correct[read], exploits[read])
+        probes = self.probes(number)
+        chosen, pairs = self.pairs(scores, correct)
+        uids = [f"{number}_{i}" for i in range(SAMPLES)]
         observation = Observation(
             step=number,
             rewards=scores,
@@ -143,11 +147,12 @@ class Training:
             lengths=lengths,
             scores=scores,
             components={"acc": correct.astype(float)},
-            uids=[f"{number}_{i}" for i in range(SAMPLES)],
-            responses=self.texts(lengths[read], topics[read], correct[read], exploits[read]),
+            uids=uids,
+            responses=responses,
             response_samples=read,
-            probes=self.probes(number),
-            reference_pairs=self.pairs(scores, correct),
+            probes=probes,
+            reference_pairs=pairs,
+            reference_uids=[uids[i] for i in chosen],
         )
         self.learn(groups, scores, (correct, solvable), (exploits, chance))
         return observation
@@ -159,11 +164,11 @@ class Training:
             scores = np.where(exploits, np.where(self.rng.random(len(correct)) < 0.8, 0.9, 0.1), scores)
         return np.clip(scores, 0, 1)
 
-    def pairs(self, scores: np.ndarray, correct: np.ndarray) -> np.ndarray:
-        """Return the scores of some samples, and those of a reference judge without the bias."""
+    def pairs(self, scores: np.ndarray, correct: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return some samples, and their scores by the judge and by a reference judge without the bias."""
         chosen = self.rng.choice(SAMPLES, self.judged_samples, replace=False)
         reference = np.clip(0.3 + 0.4 * correct[chosen] + self.rng.normal(0, 0.15, len(chosen)), 0, 1)
-        return np.stack([scores[chosen], reference], axis=1)
+        return chosen, np.stack([scores[chosen], reference], axis=1)
 
     def probes(self, number: int) -> dict[str, ProbeCounts]:
         """Return what the judge does with wrong answers, the same answers again, and labelled ones every 10 steps."""

@@ -115,7 +115,7 @@ class RewardSample:
     step: int | None = None
     """The training step that the sample was generated for; ``None`` if unknown."""
     is_probe: bool = False
-    """Whether an audit asks about this answer, see docs/judge-agreement.md. Its calls wait for limits behind all
+    """Whether an audit asks about this answer, see docs/health.md. Its calls wait for limits behind all
     others, and are neither cached nor counted as samples."""
 
     @property

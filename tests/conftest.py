@@ -44,7 +44,7 @@ LONGEST = (
     "integration/test_demo.py",
     "verl/test_workers.py",
     "verl/test_vllm.py",
-    "test_docs.py",
+    "test_pages.py",
     "verl/test_colocated.py",
     "verl/test_separate_async_run.py",
     "serving/test_real_sglang.py",

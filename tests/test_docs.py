@@ -1,7 +1,6 @@
-"""The commands and code of the documentation run, and its tables equal those of the code.
+"""The documentation agrees with the code: options of commands, tables, names, links and messages.
 
-A page may show any command. Those of this project are run, or at least their options are checked; other programs, such
-as `pip`, are not.
+`tests/test_pages.py` runs the commands and the code of the pages.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import importlib
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -25,40 +23,15 @@ import typer
 from reward_loop import RewardSample, ScoringFunction, load_function
 from reward_loop.cli import app
 from reward_loop.config import RewardModelConfig
-from reward_loop.records.reader import RecordsReader
 from tests.gsm8k import ROOT
 from tests.limits.test_command import Jobs, asked
-from tests.trl_folder import FOLDER as TRL
+from tests.pages import CHINESE, PAGES, blocks
 from tools import reference
-
-PAGES = {
-    path.relative_to(ROOT).as_posix(): path.read_text()
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-}
-
-CHINESE = {"README.zh.md": "README.md", "docs/zh/verl.md": "docs/verl.md"}
-"""The pages in Chinese, each with the English page that it translates. Only the code of the latter runs."""
-
-
-def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGES[page], flags=re.DOTALL)
-
-
-def console(page: str) -> list[tuple[str, list[str]]]:
-    """Return the commands after a prompt in a page's ``console`` blocks, each with the lines that it prints."""
-    found: list[tuple[str, list[str]]] = []
-    for block in blocks(page, "console"):
-        for line in block.replace("\\\n", " ").splitlines():
-            if line.startswith("$ "):
-                found.append((line.removeprefix("$ "), []))
-            elif found:
-                found[-1][1].append(line)
-    return found
 
 
 def words(command: str) -> list[str]:
     """Split a command, and drop variables that are set before it."""
-    parts = shlex.split(command.replace("\\\n", " "), comments=True)
+    parts = shlex.split(command, comments=True)
     return list(dropwhile(lambda part: re.match(r"\w+=", part), parts))
 
 
@@ -69,29 +42,21 @@ def between(name: str) -> str:
     return text
 
 
-PYTHON = [(page, block) for page in PAGES for block in blocks(page, "python")]
-CONSOLE = [(page, words(command), printed) for page in PAGES for command, printed in console(page)]
-COMMANDS = [(page, words(block)) for page in PAGES for block in blocks(page, "bash")]
-COMMANDS += [(page, command) for page, command, _ in CONSOLE]
+PYTHON = [(page, block.text) for page in PAGES for block in blocks(page) if block.language == "python"]
+COMMANDS = [(page, words(command)) for page in PAGES for block in blocks(page) for command, _ in block.commands]
 OURS = [(page, command) for page, command in COMMANDS if command[0] == "reward-loop"]
 TRAINING = [
     (page, command) for page, command in COMMANDS if command[:3] == ["python", "-m", "reward_loop.verl.main_ppo"]
 ]
 STOCK = [command for _, command in COMMANDS if command[:3] == ["python", "-m", "verl.trainer.main_ppo"]]
-SCORING = [(page, command) for page, command in OURS if command[1] == "score"]
-CHECKING = [(page, command) for page, command in OURS if command[1] == "check"]
 LIMITS = [command for _, command in OURS if command[1] == "limits"]
-SIMULATING = [(command, printed) for _, command, printed in CONSOLE if command[:2] == ["reward-loop", "simulate"]]
 BENCHMARKS = [(page, command) for page, command in COMMANDS if command[2:3] and command[2].startswith("benchmarks.")]
 MAKE = [(page, command) for page, command in COMMANDS if command[0] == "make"]
 EXAMPLES = [(page, command) for page, command in COMMANDS if command[1:2] and command[1].startswith("examples/")]
-MAIN = "import sys; from reward_loop.cli import main; sys.argv[0] = 'reward-loop'; main()"
 
 
-def run(args: list[str], folder: Path, has_trl: bool = False) -> subprocess.CompletedProcess[str]:
-    # verl cannot be used where TRL can be imported, so only the page of TRL has TRL.
-    path = [str(TRL)] * has_trl + [str(ROOT)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+def run(args: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, *args], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
@@ -99,11 +64,10 @@ def run(args: list[str], folder: Path, has_trl: bool = False) -> subprocess.Comp
 
 def write_named(page: str, folder: Path) -> None:
     """Write the blocks of a page that begin with a file name to that file."""
-    for language in ("python", "yaml"):
-        for block in blocks(page, language):
-            if named := re.match(r"# ([\w/]+\.\w+)\n", block):
-                (folder / named[1]).parent.mkdir(exist_ok=True)
-                (folder / named[1]).write_text(block)
+    for block in blocks(page):
+        if block.file:
+            (folder / block.file).parent.mkdir(exist_ok=True)
+            (folder / block.file).write_text(block.text)
 
 
 def write_files(page: str, folder: Path) -> None:
@@ -112,16 +76,8 @@ def write_files(page: str, folder: Path) -> None:
     write_named(page, folder)
 
 
-def write_rollouts(page: str, folder: Path) -> None:
-    """Write the files of a page, the row of ``rollouts.jsonl`` of the page on files, and the project's own rollouts."""
-    write_files(page, folder)
-    (row,) = re.findall(r"^(\{\"output\".*)$", PAGES["docs/score-files.md"], flags=re.MULTILINE)
-    (folder / "rollouts.jsonl").write_text(row + "\n")
-    shutil.copytree(ROOT / "examples" / "quickstart", folder / "examples" / "quickstart")
-
-
 def test_commands_and_code_are_found() -> None:
-    for found in (PYTHON, TRAINING, STOCK, SCORING, CHECKING, LIMITS, SIMULATING, BENCHMARKS, MAKE):
+    for found in (PYTHON, TRAINING, STOCK, LIMITS, BENCHMARKS, MAKE):
         assert found
 
 
@@ -208,19 +164,6 @@ def test_chinese_pages_have_the_code_and_the_sections_of_the_english_ones(chines
     assert levels[0] == levels[1]
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize("number", range(len(PYTHON)))
-def test_python_blocks_run(number: int, tmp_path: Path) -> None:
-    page, block = PYTHON[number]
-    write_named(page, tmp_path)
-    (tmp_path / "block.py").write_text(block)
-    needs_trl = "from trl import" in block or "OverlappedGRPOTrainer" in block
-    if needs_trl and not TRL.exists():
-        pytest.skip("there is no .venv/trl: run make trl")
-    done = run(["block.py"], tmp_path, has_trl=needs_trl)
-    assert done.returncode == 0, f"{page}: {done.stderr}"
-
-
 def test_names_of_the_reference_are_imported_from_public_modules() -> None:
     public = re.findall(r"`([\w.]+)`", between("public modules"))
     modules = re.findall(r"^`from ([\w.]+) import \w+`$", "".join(PAGES.values()), flags=re.MULTILINE)
@@ -247,49 +190,6 @@ def test_limits_of_a_running_job_are_shown_and_changed(tmp_path: Path) -> None:
         asked(jobs.running[0])  # has a higher limit now
 
 
-@pytest.mark.parametrize(("page", "command"), SCORING)
-def test_scoring_commands_run(page: str, command: list[str], tmp_path: Path) -> None:
-    write_rollouts(page, tmp_path)
-    done = run(["-c", MAIN, *command[1:]], tmp_path)
-    assert done.returncode == 0, done.stderr
-    (config,) = tmp_path.rglob("config")
-    outcomes = {row["outcome"] for row in RecordsReader(config.parent).rows()}
-    assert "scored" in outcomes
-    assert "failed" not in outcomes
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize(("page", "command"), CHECKING)
-def test_checking_commands_run(page: str, command: list[str], tmp_path: Path) -> None:
-    write_rollouts(page, tmp_path)
-    # A busy machine delays the event loop, too.
-    patient = "from reward_loop.check import dry_run; dry_run.check.__kwdefaults__['max_blocked_s'] = 600.0"
-    done = run(["-c", f"{patient}; {MAIN}", *command[1:]], tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "no problems found" in done.stdout
-
-
-@pytest.mark.integration
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_the_service_answers_the_requests_of_the_page_as_shown() -> None:
-    (start, announced), *asked = console("docs/serve.md")
-    command = [sys.executable, "-c", MAIN, *words(start)[1:], "--port", "0"]
-    shown_at = "http://127.0.0.1:8090"
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as service:
-        try:
-            assert service.stdout
-            printed = [service.stdout.readline().rstrip("\n") for _ in announced]
-            at = re.findall(r"is served at (http://[\d.:]+);", printed[0])[0]
-            assert printed == [line.replace(shown_at, at) for line in announced]
-            for request, replies in asked:
-                arguments = words(request.replace(shown_at, at))
-                done = subprocess.run([*arguments, "--silent"], capture_output=True, text=True, timeout=60)
-                shown = ".*".join(map(re.escape, "\n".join(replies).split("...")))
-                assert re.fullmatch(shown, done.stdout), done.stdout
-        finally:
-            service.terminate()
-
-
 @pytest.mark.integration
 @pytest.mark.parametrize(("page", "command"), BENCHMARKS)
 def test_benchmarks_have_the_options_that_are_shown(page: str, command: list[str], tmp_path: Path) -> None:
@@ -297,15 +197,6 @@ def test_benchmarks_have_the_options_that_are_shown(page: str, command: list[str
     assert done.returncode == 0, done.stderr
     for option in command[3:]:
         assert not option.startswith("--") or option in done.stdout
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize(("command", "printed"), SIMULATING)
-def test_simulations_print_what_is_shown(command: list[str], printed: list[str], tmp_path: Path) -> None:
-    done = run(["-c", MAIN, *command[1:]], tmp_path)
-    assert done.returncode == 0, done.stderr
-    for line in printed:
-        assert line in done.stdout
 
 
 @pytest.mark.parametrize(("page", "command"), MAKE)

@@ -166,10 +166,16 @@ def serve_until_signal(
         def stop(self) -> None:
             self.should_exit = True
 
-    # At its end, uvicorn raises the signals again that it received. The server has stopped as the user asked.
+    server = Server(_uvicorn_config(app, grace_s=grace_s, log_level="warning"))
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        """Handle a signal while uvicorn does not: it starts and stops at once before, and is ignored after."""
+        if not server.started:
+            server.handle_exit(number, frame)
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    Server(_uvicorn_config(app, grace_s=grace_s, log_level="warning")).run(sockets=[listener])
+        signal.signal(number, handle)
+    server.run(sockets=[listener])
 
 
 _Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from reward_loop.audit.audit import Audit, Audited
-from reward_loop.audit.counts import AuditCounts, ProbeCount
+from reward_loop.audit.counts import AuditCounts, ProbeCount, ReferencePair
 
-__all__ = ["Audit", "AuditCounts", "Audited", "ProbeCount"]
+__all__ = ["Audit", "AuditCounts", "Audited", "ProbeCount", "ReferencePair"]

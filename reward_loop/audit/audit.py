@@ -5,7 +5,8 @@ Invariants:
 - A probe changes no reward: its samples are copies with ``is_probe``, which managers neither count nor cache.
 - A probe delays no sample: it starts when at most half of the threads or processes are in use, and the limits grant it
   a permit only if no sample waits. What waits is bounded; further probes are skipped, and counted.
-- The audit owns its tasks: `drain` waits for them, `close` cancels them.
+- The audit owns its tasks. `drain` waits for them; `drain` and `close` cancel those that are left, and wait until they
+  have ended, at most `ENDING_S` seconds.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import logging
 import math
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from reward_loop._util.text import cut
-from reward_loop.audit.counts import AuditCounts
+from reward_loop.audit.counts import AuditCounts, ReferencePair
 from reward_loop.audit.labelled import LabelledAnswers
 from reward_loop.audit.probes import CANARY, Probe, Probes
 from reward_loop.config import CacheConfig, RewardLoopConfig
@@ -35,7 +37,7 @@ from reward_loop.records.files import AUDIT
 from reward_loop.records.rows import new_row
 from reward_loop.scoring import ScoringFunction, load_function
 from reward_loop.scoring.results import check_result, failed
-from reward_loop.types import RewardResult, RewardSample
+from reward_loop.types import RewardResult, RewardSample, returned_numbers
 
 __all__ = ["Audit", "Audited"]
 
@@ -58,6 +60,12 @@ MIN_SCORES = 32
 
 MAX_ANSWER = 2000
 """The largest number of characters of a probed answer in a record."""
+
+ENDING_S = 10.0
+"""The seconds within which cancelled probes must end."""
+
+CANCEL_AGAIN_S = 1.0
+"""A probe is cancelled again after this number of seconds: a function may suppress the first cancellation."""
 
 LABELLED, REFERENCE = Probe("labelled"), Probe("reference")
 
@@ -91,7 +99,7 @@ class Audited(Protocol):
 class Audit:
     """Makes the probes of `AuditConfig`, for a share of the samples that a manager scores.
 
-    With ``log_dir``, each probe is a row in its sub-folder ``audit``; see docs/judge-agreement.md.
+    With ``log_dir``, each probe is a row in its sub-folder ``audit``; see docs/health.md.
 
     Args:
         manager: the manager, which calls `offer` and closes the audit.
@@ -106,7 +114,8 @@ class Audit:
     def __init__(self, manager: Audited) -> None:
         self._manager = manager
         self._options = options = manager.options.audit
-        self._probes = Probes(options, in_groups=manager.needs_group)
+        self._random = random.Random()
+        self._probes = Probes(options, manager.needs_group, self._random)
         self._reference = _reference(manager) if options.reference else None
         self._labelled: LabelledAnswers | None = None
         if options.labelled:
@@ -116,7 +125,6 @@ class Audit:
         self._records: Records | None = None
         if manager.options.log_dir:
             self._records = records(Path(manager.options.log_dir) / AUDIT, manager.options.record.max_bytes)
-        self._random = random.Random()
         self._numbers = itertools.count()
         self._scores: deque[float] = deque(maxlen=MAX_SCORES)
         self._lowest, self._highest = math.inf, -math.inf
@@ -140,10 +148,11 @@ class Audit:
             return
         self._loop = asyncio.get_running_loop()
         if not samples[0].validate:
-            self._choose(samples, [result.score for result in results])
+            self._choose(samples, results)
         self._start()
 
-    def _choose(self, samples: Sequence[RewardSample], scores: Sequence[float | None]) -> None:
+    def _choose(self, samples: Sequence[RewardSample], results: Sequence[RewardResult]) -> None:
+        scores = [result.score for result in results]
         scored = {index: score for index, score in enumerate(scores) if score is not None}
         self._scores.extend(scored.values())
         self._lowest = min([self._lowest, *scored.values()])
@@ -151,9 +160,9 @@ class Audit:
         if self._labelled is not None:
             for answer, label in self._labelled.due(samples[0].step, self.part):
                 self._labelled_waiting.append(functools.partial(self._ask_labelled, answer, label, samples[0].step))
-        for index, score in scored.items():
+        for index in scored:
             if self._reference is not None and self._random.random() < self._options.reference_share:
-                self._enqueue(functools.partial(self._ask_reference, samples[index], score))
+                self._enqueue(functools.partial(self._ask_reference, samples[index], results[index]))
         if not scored:
             return
         index = self._random.choice(list(scored))
@@ -167,7 +176,7 @@ class Audit:
         return taken
 
     async def drain(self, timeout: float | None) -> None:
-        """Wait until the probes have ended, at most ``timeout`` seconds; the others are cancelled."""
+        """Wait until the probes have ended, at most ``timeout`` seconds; then cancel the others, and wait for them."""
         try:
             async with asyncio.timeout(timeout):
                 self._is_draining = True
@@ -176,26 +185,50 @@ class Audit:
                     await asyncio.wait(self._running)
         except TimeoutError:
             logger.warning("%d probes were cancelled: they took longer than %g s", len(self._running), timeout)
-        self._is_draining = False
-        self._cancel()
+        finally:
+            self._is_draining = False
+        await self._end()
 
     def close(self) -> None:
-        """Cancel the probes, and write the records; callable from any thread. Later samples have no probes.
+        """Cancel the probes, wait until they have ended, and write the records. Later samples have no probes.
 
-        Blocks until the records are written.
+        Callable from any thread but that of the event loop, where it cannot wait, and only cancels the probes.
         """
         self._is_closed = True
         if self._loop is not None and self._loop.is_running():
-            self._loop.call_soon_threadsafe(self._cancel)
+            if asyncio._get_running_loop() is self._loop:
+                self._cancel(self._running)
+            else:
+                self._end_from_thread(self._loop)
         if self._reference is not None:
             self._reference.close()
         if self._records is not None:
             self._records.flush()
 
-    def _cancel(self) -> None:
+    def _end_from_thread(self, loop: asyncio.AbstractEventLoop) -> None:
+        ending = asyncio.run_coroutine_threadsafe(self._end(), loop)
+        try:
+            ending.result(ENDING_S + CANCEL_AGAIN_S)
+        except (TimeoutError, CancelledError):  # the loop is blocked, or has been stopped meanwhile
+            ending.cancel()
+            logger.warning("the event loop did not end the probes of reward_loop.audit within %g s", ENDING_S)
+
+    async def _end(self) -> None:
+        """Cancel the probes, again if they suppress it, and wait until they have ended, at most `ENDING_S` seconds."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + ENDING_S
+        self._cancel(left := set(self._running))
+        while left and (seconds := deadline - loop.time()) > 0:
+            _, left = await asyncio.wait(left, timeout=min(seconds, CANCEL_AGAIN_S))
+            self._cancel(left)
+        if left:
+            logger.warning("%d probes do not end: their function suppresses the cancellation", len(left))
+
+    def _cancel(self, probes: Collection[asyncio.Task[None]]) -> None:
+        """Cancel probes, and forget those that wait."""
         self._waiting.clear()
         self._labelled_waiting.clear()
-        for task in self._running:
+        for task in probes:
             task.cancel()
 
     def _enqueue(self, probe: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -287,14 +320,18 @@ class Audit:
                 self._counts.add_labelled(sample.uid, label, accepted)
         self._record(LABELLED, sample, float(label), result, active, accepted, exchanges_of(active))
 
-    async def _ask_reference(self, sample: RewardSample, score: float) -> None:
+    async def _ask_reference(self, sample: RewardSample, judged: RewardResult) -> None:
         assert self._reference is not None
+        assert judged.score is not None
         result, active = await self._score(replace(sample, is_probe=True), self._reference)
+        components: dict[str, tuple[float, float]] = {}
         if result.score is None:
             self._counts.without_score += 1
         else:
-            self._counts.pairs.append((score, result.score))
-        self._record(REFERENCE, sample, score, result, active, None, exchanges_of(active))
+            first, second = _components(judged), _components(result)
+            components = {name: (first[name], second[name]) for name in first if name in second}
+            self._counts.pairs.append(ReferencePair(sample.uid, judged.score, result.score, components))
+        self._record(REFERENCE, sample, judged.score, result, active, None, exchanges_of(active), components)
 
     async def _score(
         self, sample: RewardSample, reference: ScoringFunction | None = None
@@ -327,6 +364,7 @@ class Audit:
         active: ActiveSample,
         accepted: bool | None,
         exchanges: Sequence[dict[str, Any]],
+        components: Mapping[str, tuple[float, float]] | None = None,
     ) -> None:
         if self._records is None:
             return
@@ -340,6 +378,7 @@ class Audit:
             variant=probe.variant,
             score=score,
             probe_score=result.score,
+            components=components or {},
             accepted=accepted,
             answer=cut(sample.solution_str, MAX_ANSWER),
             outcome=result.outcome,
@@ -348,6 +387,12 @@ class Audit:
             exchanges=exchanges,
         )
         self._records.write_rows([row])
+
+
+def _components(result: RewardResult) -> dict[str, float]:
+    """Return the numbers that a function returned beside the score; none if it returned a plain number."""
+    numbers = returned_numbers(result.extra_info)
+    return {name: value for name, value in numbers.items() if name != "score"} if "score" in numbers else {}
 
 
 def _reference(manager: Audited) -> ScoringFunction:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
 from reward_loop._util.intervals import Z95
 from reward_loop.audit.probes import CANARY
+from reward_loop.records.probes import kappa
 
-__all__ = ["AuditCounts", "ProbeCount", "kappa"]
+__all__ = ["AuditCounts", "ProbeCount", "ReferencePair"]
 
 WRONG = f"{CANARY}/labelled"
 """The kind of labelled answers that are wrong."""
@@ -34,6 +35,19 @@ class ProbeCount:
     """The uids of some samples with an accepted canary, or with a score that does not agree."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReferencePair:
+    """A sample that both judges scored."""
+
+    uid: str | None
+    score: float
+    """The score of the judge."""
+    reference: float
+    """The score of the reference judge."""
+    components: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """The other numbers that both judges returned, by name: that of the judge, and that of the reference judge."""
+
+
 @dataclass
 class AuditCounts:
     """What the probes of one or more processes have found since the last time."""
@@ -45,8 +59,8 @@ class AuditCounts:
     """The number of labelled answers by label and by whether the judge accepted them."""
     drifts: list[float] = field(default_factory=list)
     """For labelled answers: the absolute differences to their first scores."""
-    pairs: list[tuple[float, float]] = field(default_factory=list)
-    """The scores of samples by the judge and by the reference judge."""
+    pairs: list[ReferencePair] = field(default_factory=list)
+    """The samples that the reference judge scored."""
     without_score: int = 0
     """Probes that failed, or that the judge could not score."""
     skipped: int = 0
@@ -87,7 +101,7 @@ class AuditCounts:
         return total
 
     def metrics(self, group: str = "reward_loop/audit") -> dict[str, float]:
-        """Return the metrics by name, each below ``group``; docs/judge-agreement.md has their meanings."""
+        """Return the metrics by name, each below ``group``; docs/health.md has their meanings."""
         found = {"without_score": float(self.without_score), "skipped": float(self.skipped)}
         asked = sum(count.asked for kind, count in self.probes.items() if kind != WRONG)
         found["asked"] = float(asked + len(self.pairs))
@@ -104,24 +118,17 @@ class AuditCounts:
         if self.drifts:
             found["labelled/drift"] = statistics.fmean(self.drifts)
         if self.pairs:
-            gaps = [score - reference for score, reference in self.pairs]
-            found["reference/gap"] = statistics.fmean(gaps)
-            if len(gaps) > 1:
-                found["reference/gap_error"] = Z95 * statistics.stdev(gaps) / len(gaps) ** 0.5
+            found |= _gap("reference", [(pair.score, pair.reference) for pair in self.pairs])
+        for name in dict.fromkeys(name for pair in self.pairs for name in pair.components):
+            both = [pair.components[name] for pair in self.pairs if name in pair.components]
+            found |= _gap(f"reference/{name}", both)
         return {f"{group}/{name}": value for name, value in found.items()}
 
 
-def kappa(labels: Counter[tuple[bool, bool]]) -> float:
-    """Return Cohen's kappa of label and verdict: 0 for agreement by chance, 1 for full agreement.
-
-    It is 0 if all labels and verdicts are equal, because chance then explains the agreement.
-
-    Args:
-        labels: the number of answers by label and verdict.
-    """
-    total = labels.total()
-    observed = (labels[True, True] + labels[False, False]) / total
-    labelled = (labels[True, True] + labels[True, False]) / total
-    accepted = (labels[True, True] + labels[False, True]) / total
-    expected = labelled * accepted + (1 - labelled) * (1 - accepted)
-    return 0.0 if expected == 1 else (observed - expected) / (1 - expected)
+def _gap(name: str, pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """Return the mean gap of two judges, and half of its confidence interval of 95 %, which needs two pairs."""
+    gaps = [score - reference for score, reference in pairs]
+    found = {f"{name}/gap": statistics.fmean(gaps)}
+    if len(gaps) > 1:
+        found[f"{name}/gap_error"] = Z95 * statistics.stdev(gaps) / len(gaps) ** 0.5
+    return found

@@ -53,14 +53,15 @@ class Probes:
     Args:
         options: the kinds and the master keys.
         in_groups: whether samples are scored in groups; only then the order of answers can be reversed.
+        generator: chooses the first kind and the first master key.
     """
 
-    def __init__(self, options: AuditConfig, in_groups: bool) -> None:
+    def __init__(self, options: AuditConfig, in_groups: bool, generator: random.Random) -> None:
         # Each process begins elsewhere, so that few probes of many processes are of all kinds.
         self._kinds = deque(kind for kind in options.probes if kind != "order" or in_groups)
-        self._kinds.rotate(random.randrange(len(self._kinds) or 1))
+        self._kinds.rotate(generator.randrange(len(self._kinds) or 1))
         self._keys = deque(options.keys)
-        self._keys.rotate(random.randrange(len(self._keys)))
+        self._keys.rotate(generator.randrange(len(self._keys)))
         self._accepted: deque[str] = deque(maxlen=MAX_ACCEPTED)
         self._repeats_key = False
         self._others: deque[RewardSample] = deque(maxlen=MAX_OTHERS)

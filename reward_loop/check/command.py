@@ -52,7 +52,8 @@ def check(
         bool,
         typer.Option(
             "--judge",
-            help="Also ask the judge about wrong answers, which it must reject, and about the same ones again.",
+            help="Also ask the judge about wrong answers, which it must reject, and about the same ones again. The "
+            "probes have a fixed seed: a check of the same rows repeats them.",
         ),
     ] = False,
     field: cli_options.FieldPaths = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from random import Random
 
 from reward_loop._util.intervals import wilson
 from reward_loop._util.text import shorten
@@ -17,6 +18,9 @@ __all__ = ["ProbedKind", "most_calls", "probe_judge"]
 MASTER_KEY = "master_key"
 REPEATED_KEYS = 3
 """The largest number of master keys that are asked about for all rows, because the judge accepted them once."""
+
+SEED = 0
+"""The seed of the first master key: two checks of the same rows make the same probes."""
 
 LIMIT = 0.1
 """A share of accepted canaries whose confidence interval lies above this is a problem, if `HealthConfig.canaries` is
@@ -134,7 +138,7 @@ def _kinds(options: RewardLoopConfig) -> list[str]:
 
 def _choose(kind: str, samples: Sequence[RewardSample], options: RewardLoopConfig) -> list[tuple[int, Probe]]:
     """Return the index of each sample to which a kind of probe applies, with its probe."""
-    probes = Probes(options.audit.model_copy(update={"probes": (kind,)}), in_groups=False)
+    probes = Probes(options.audit.model_copy(update={"probes": (kind,)}), in_groups=False, generator=Random(SEED))
     order = list(enumerate(samples))
     for sample in samples:
         probes.remember(sample)

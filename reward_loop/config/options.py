@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 ProbeKind = Literal["master_key", "empty", "other_answer", "cut_off", "question", "again", "frame", "order"]
-"""What is asked about an answer again, see docs/judge-agreement.md. The first five are canaries."""
+"""What is asked about an answer again, see docs/health.md. The first five are canaries."""
 
 MASTER_KEYS = (
     *(" ", ".", ",", ":"),
@@ -398,7 +398,7 @@ class RewardLoopConfig(Config):
     """In a verl run: the monitors of the rewards of each step, see docs/health.md."""
 
     audit: AuditConfig = Field(default_factory=AuditConfig)
-    """Probes of the judge, see docs/judge-agreement.md."""
+    """Probes of the judge, see docs/health.md."""
 
     batch: BatchConfig = Field(default_factory=BatchConfig)
     """For the manager ``batch``."""

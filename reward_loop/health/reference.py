@@ -99,7 +99,17 @@ def divergence(steps: Sequence[StepMeans]) -> Divergence | None:
 
 
 def judged_too_high(observation: Observation, name: str) -> list[str]:
-    """Return the uids of samples with a reference below the step's mean and the highest rewards, one of a group."""
+    """Return the uids of samples that the reward rates higher than the reference, those with the largest gaps first.
+
+    With a reference judge, the gap is that of both scores, each in standard deviations from its mean. Otherwise, it is
+    the reward of samples whose reference is below the step's mean, one of each group.
+    """
+    if name == JUDGE:
+        pairs = observation.reference_pairs
+        scaled = (pairs - pairs.mean(axis=0)) / np.maximum(pairs.std(axis=0), 1e-9)
+        gaps = scaled[:, 0] - scaled[:, 1]
+        worst = [observation.reference_uids[i] for i in np.argsort(-gaps, kind="stable") if gaps[i] > 0]
+        return list(dict.fromkeys(worst))[:MOST_SAMPLES]
     rewards, references = _rewards_and_references(observation, name).T
     low = np.flatnonzero(np.isfinite(rewards) & (references < _mean(references)))
     found: dict[int, str] = {}

@@ -83,6 +83,8 @@ class Observation:
     reference_pairs: np.ndarray = field(default_factory=lambda: np.empty((0, 2)))
     """The score, and the score of the reference judge, of each sample that the reference judge scored since the
     previous step; of shape (n, 2)."""
+    reference_uids: Sequence[str] = ()
+    """The uid of each of these samples."""
 
     @property
     def trained(self) -> np.ndarray:

@@ -91,7 +91,7 @@ class RewardLoopManagerBase:
         self.records = open_records(self.options)
         self.failures = failure_bound(self.options, self.limits)
         self.audit: Audit | None = None
-        """Asks the judge about a share of the samples again, see docs/judge-agreement.md. The manager closes it."""
+        """Asks the judge about a share of the samples again, see docs/health.md. The manager closes it."""
         if self.options.audit.is_on:
             self.audit = Audit(self)
         filters = verl_options(self.config, "algorithm.filter_groups") or {}

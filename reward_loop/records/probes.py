@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from reward_loop._util.intervals import Z95, wilson
 
-__all__ = ["CANARY", "LABELLED", "REFERENCE", "measured", "probe_counts"]
+__all__ = ["CANARY", "LABELLED", "REFERENCE", "kappa", "measured", "probe_counts"]
 
 CANARY, LABELLED, REFERENCE = "canary", "labelled", "reference"
 """The probes whose value is not a share of scores that agree."""
@@ -17,52 +17,116 @@ CANARY, LABELLED, REFERENCE = "canary", "labelled", "reference"
 _METRICS = {CANARY: "accepted", LABELLED: "accuracy", REFERENCE: "gap"}
 
 
-def measured(
-    kind: str, verdicts: int, positive: int, without_score: int, gaps: tuple[int, float | None, float | None]
-) -> dict[str, Any]:
-    """Return the result of the probes of a kind as values of JSON.
+def kappa(labels: Mapping[tuple[bool, bool], int]) -> float:
+    """Return Cohen's kappa of label and verdict: 0 for agreement by chance, 1 for full agreement.
+
+    It is 0 if all labels and verdicts are equal, because chance then explains the agreement.
 
     Args:
-        kind: probe and variant, such as ``canary/empty``.
-        verdicts: the number of probes with a verdict.
-        positive: those whose canary was accepted, whose label is equal to the verdict, or whose scores agree.
-        without_score: the number of probes without a score.
-        gaps: the number of probes with a score, and mean and standard deviation of the first score minus theirs.
+        labels: the number of answers by label and verdict.
+    """
+    counts = Counter(labels)
+    total = counts.total()
+    observed = (counts[True, True] + counts[False, False]) / total
+    labelled = (counts[True, True] + counts[True, False]) / total
+    accepted = (counts[True, True] + counts[False, True]) / total
+    expected = labelled * accepted + (1 - labelled) * (1 - accepted)
+    return 0.0 if expected == 1 else (observed - expected) / (1 - expected)
+
+
+def measured(kind: str, sums: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the results of the probes of a kind as values of JSON: one, of labelled answers also kappa and drift.
+
+    Args:
+        kind: probe and variant, such as ``canary/empty``; a component of the reference judge is ``reference/NAME``.
+        sums: of the probes of the kind:
+
+            - ``verdicts``: their number with a verdict; ``positive``: those whose canary was accepted, whose label is
+              equal to the verdict, or whose scores agree; ``without_score``: their number without a score.
+            - ``scored``, ``gap``, ``spread``: their number with a score, and mean and standard deviation of the first
+              score minus theirs.
+            - ``labelled``, ``found``: of labelled answers, the verdicts on those with the label *true*, and how many of
+              these are *true*; ``drifts``, ``drift``: their number after the first time, and the mean absolute
+              difference to the first score.
 
     Returns:
-        ``metric``: its name below ``reward_loop/audit/``. ``value``: the share of positive verdicts; for ``reference``
-        the mean gap. ``interval``: its confidence interval of 95 %. Both are ``None`` if they are unknown.
-        ``counted``: the number of probes that they count. Also ``kind`` and ``without_score``.
+        ``metric``: the name of the value below ``reward_loop/audit/``. ``value``: the share of positive verdicts, the
+        mean gap, kappa or the drift. ``interval``: its confidence interval of 95 %; ``None`` for kappa and drift. Both
+        are ``None`` if they are unknown. ``counted``: the number of probes that the value counts. Also ``kind`` and
+        ``without_score``.
     """
-    counted, value, spread = gaps if kind == REFERENCE else (verdicts, positive / verdicts if verdicts else None, None)
-    interval = None
-    if value is not None and kind != REFERENCE:
-        interval = wilson(positive, verdicts)
-    elif value is not None and spread is not None:
-        error = Z95 * spread / counted**0.5
-        interval = (value - error, value + error)
-    metric = f"{kind}/{_METRICS.get(kind.partition('/')[0], 'agreement')}"
-    found = {"kind": kind, "metric": metric, "counted": counted, "without_score": without_score}
-    return {**found, "value": value, "interval": interval}
+    name = kind.partition("/")[0]
+    verdicts, positive = sums["verdicts"], sums["positive"]
+    counted, value, interval = verdicts, None, None
+    if name == REFERENCE:
+        counted, value = sums["scored"], sums["gap"]
+        if sums["spread"] is not None:
+            error = Z95 * sums["spread"] / counted**0.5
+            interval = (value - error, value + error)
+    elif verdicts:
+        value, interval = positive / verdicts, wilson(positive, verdicts)
+
+    def result(metric: str, counted: int, value: float | None, interval: Any = None) -> dict[str, Any]:
+        about = {"kind": kind, "metric": f"{kind}/{metric}", "without_score": sums["without_score"]}
+        return {**about, "counted": counted, "value": value, "interval": interval}
+
+    results = [result(_METRICS.get(name, "agreement"), counted, value, interval)]
+    if kind == LABELLED and verdicts:
+        found, labelled = sums["found"], sums["labelled"]
+        rejected = positive - found
+        labels = {(True, True): found, (True, False): labelled - found, (False, False): rejected}
+        results.append(result("kappa", verdicts, kappa({**labels, (False, True): verdicts - labelled - rejected})))
+    if kind == LABELLED and sums["drifts"]:
+        results.append(result("drift", sums["drifts"], sums["drift"]))
+    return results
+
+
+class _Probe(NamedTuple):
+    time: float
+    uid: str | None
+    score: float
+    probe_score: float | None
+    accepted: bool | None
 
 
 def probe_counts(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what `measured` returns for each kind of probes, from the rows of the sub-folder ``audit``."""
-    verdicts: dict[str, list[bool]] = defaultdict(list)
-    gaps: dict[str, list[float]] = defaultdict(list)
-    total: dict[str, int] = defaultdict(int)
+    """Return the results (`measured`) of all kinds of probes, from the rows of the sub-folder ``audit``."""
+    probes: dict[str, list[_Probe]] = defaultdict(list)
     for row in rows:
         kind = "/".join(filter(None, (row.get("probe"), row.get("variant"))))
-        total[kind] += 1
-        if row.get("probe_score") is not None:
-            gaps[kind].append(row["score"] - row["probe_score"])
-        if (accepted := row.get("accepted")) is not None:
-            verdicts[kind].append(accepted == (row["score"] > 0.5) if kind == LABELLED else accepted)
-    return [
-        measured(kind, len(verdicts[kind]), sum(verdicts[kind]), total[kind] - len(gaps[kind]), _gaps(gaps[kind]))
-        for kind in sorted(total)
-    ]
+        about = (row.get("time") or 0.0, row.get("uid"))
+        probes[kind].append(_Probe(*about, row["score"], row.get("probe_score"), row.get("accepted")))
+        for name, (score, reference) in (row.get("components") or {}).items():
+            probes[f"{kind}/{name}"].append(_Probe(*about, score, reference, None))
+    return [result for kind in sorted(probes) for result in measured(kind, _sums(kind, probes[kind]))]
 
 
-def _gaps(gaps: list[float]) -> tuple[int, float | None, float | None]:
-    return len(gaps), statistics.fmean(gaps) if gaps else None, statistics.stdev(gaps) if len(gaps) > 1 else None
+def _sums(kind: str, probes: Sequence[_Probe]) -> dict[str, Any]:
+    scored = [probe for probe in probes if probe.probe_score is not None]
+    gaps = [probe.score - probe.probe_score for probe in scored if probe.probe_score is not None]
+    verdicts = [(probe.score > 0.5, probe.accepted) for probe in probes if probe.accepted is not None]
+    drifts = _drifts(scored) if kind == LABELLED else []
+    return {
+        "verdicts": len(verdicts),
+        "positive": sum(accepted == label if kind == LABELLED else accepted for label, accepted in verdicts),
+        "without_score": len(probes) - len(scored),
+        "scored": len(scored),
+        "gap": statistics.fmean(gaps) if gaps else None,
+        "spread": statistics.stdev(gaps) if len(gaps) > 1 else None,
+        "labelled": sum(label for label, _ in verdicts),
+        "found": sum(label and accepted for label, accepted in verdicts),
+        "drifts": len(drifts),
+        "drift": statistics.fmean(drifts) if drifts else None,
+    }
+
+
+def _drifts(scored: Sequence[_Probe]) -> list[float]:
+    """Return the absolute difference of each score to the first score of its answer, without the first ones."""
+    first: dict[str | None, float] = {}
+    drifts = []
+    for probe in sorted(scored, key=lambda probe: probe.time):
+        assert probe.probe_score is not None
+        if probe.uid in first:
+            drifts.append(abs(probe.probe_score - first[probe.uid]))
+        first.setdefault(probe.uid, probe.probe_score)
+    return drifts

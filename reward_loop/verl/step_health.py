@@ -75,7 +75,7 @@ class StepHealth:
         by_key = rewards.samples()
         keys, samples = list(by_key), list(by_key.values())
         _, groups = np.unique([uid_of(key) for key in keys], return_inverse=True)
-        options = self._options.health
+        options, pairs = self._options.health, audit.pairs
         places = {key: place for place, key in enumerate(keys)}
         sampled = sampled_keys(keys, groups, options.sampled_responses)
         return Observation(
@@ -96,7 +96,8 @@ class StepHealth:
             probes={
                 kind: ProbeCounts(count.asked, count.accepted, count.samples) for kind, count in audit.probes.items()
             },
-            reference_pairs=np.array(audit.pairs, dtype=float).reshape(-1, 2),
+            reference_pairs=np.array([(pair.score, pair.reference) for pair in pairs], dtype=float).reshape(-1, 2),
+            reference_uids=[str(pair.uid) for pair in pairs],
         )
 
     def _check_reference(self, observation: Observation) -> None:

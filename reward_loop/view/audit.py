@@ -18,14 +18,20 @@ AUDIT_PARAMETERS = ("kind",)
 SHOWN = 20
 """The number of probes that are shown with their texts."""
 
-# For the reference judge, the value is the mean gap; for the other kinds, it is a share.
-_VALUES = """
-count(positive) AS counted, count(*) FILTER (positive) AS positive, count(probe_score) AS scored,
+_SUMS = """
+count(positive) AS verdicts, count(*) FILTER (positive) AS positive, count(probe_score) AS scored,
     count(*) FILTER (probe_score IS NULL) AS without_score, avg(score - probe_score) AS gap,
-    stddev_samp(score - probe_score) AS spread
+    stddev_samp(score - probe_score) AS spread, count(positive) FILTER (score > 0.5) AS labelled,
+    count(*) FILTER (positive AND score > 0.5) AS found, count(drift) AS drifts, avg(drift) AS drift
 """
-_KINDS = f"SELECT kind, {_VALUES} FROM probes GROUP BY kind ORDER BY kind"
-_BY_STEP = f"SELECT kind, step, {_VALUES} FROM probes WHERE step IS NOT NULL GROUP BY ALL ORDER BY kind, step"
+# Only answers with a score have a first time.
+_DRIFTS = """(
+    SELECT *, CASE WHEN row_number() OVER times > 1 THEN abs(probe_score - first_value(probe_score) OVER times) END
+        AS drift
+    FROM probes WINDOW times AS (PARTITION BY kind, uid, probe_score IS NULL ORDER BY time)
+)"""
+_KINDS = f"SELECT kind, {_SUMS} FROM {_DRIFTS} GROUP BY kind ORDER BY kind"
+_BY_STEP = f"SELECT kind, step, {_SUMS} FROM {_DRIFTS} WHERE step IS NOT NULL GROUP BY ALL ORDER BY kind, step"
 
 _ERRORS = {
     CANARY: ("positive", "probe_score DESC"),
@@ -46,7 +52,7 @@ SELECT uid, time, id, text_file, text_offset, text_bytes FROM samples WHERE uid 
 
 
 def audit(index: Index, reader: RecordsReader, query: Mapping[str, str]) -> dict[str, Any]:
-    """Return the counts of the probes by kind and step, and the worst probes of a kind with their texts.
+    """Return the results of the probes by kind and step, and the worst probes of a kind with their texts.
 
     Args:
         index: the index.
@@ -56,31 +62,28 @@ def audit(index: Index, reader: RecordsReader, query: Mapping[str, str]) -> dict
     Raises:
         BadRequestError: there are no probes of the kind.
     """
-    kinds = [_measured(row) for row in index.rows(_KINDS)]
+    kinds = [result for row in index.rows(_KINDS) for result in measured(row["kind"], row)]
     steps: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in index.rows(_BY_STEP):
-        steps[row["kind"]].append({"step": row["step"], **_measured(row)})
+        for result in measured(row["kind"], row):
+            steps[result["metric"]].append({"step": row["step"], **result})
     names = [row["kind"] for row in kinds]
     kind = query.get("kind") or max(kinds, key=_errors, default={"kind": None})["kind"]
     if kind is not None and kind not in names:
         raise BadRequestError(f"There are no probes of the kind {kind!r}. Kinds: {', '.join(names)}")
     return {
-        "rows": [{**row, "by_step": steps[row["kind"]]} for row in kinds],
+        "rows": [{**row, "by_step": steps[row["metric"]]} for row in kinds],
         "kind": kind,
         "worst": [] if kind is None else _worst(index, reader, kind),
     }
 
 
-def _measured(row: Mapping[str, Any]) -> dict[str, Any]:
-    gaps = (row["scored"], row["gap"], row["spread"])
-    return measured(row["kind"], row["counted"], row["positive"], row["without_score"], gaps)
-
-
 def _errors(row: Mapping[str, Any]) -> float:
-    """Return the share of errors of a kind; 0 for the reference judge, whose gap is not a share."""
-    if row["value"] is None or row["kind"] == REFERENCE:
+    """Return the share of errors of a kind; 0 if the value is not a share, as the gap of the reference judge."""
+    name, measure = row["kind"].partition("/")[0], row["metric"].rpartition("/")[2]
+    if row["value"] is None or name == REFERENCE or measure in ("kappa", "drift"):
         return -1.0 if row["value"] is None else 0.0
-    return float(row["value"] if row["kind"].startswith(CANARY) else 1 - row["value"])
+    return float(row["value"] if name == CANARY else 1 - row["value"])
 
 
 def _worst(index: Index, reader: RecordsReader, kind: str) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ import duckdb
 
 __all__ = ["LAYOUT", "book", "create", "load", "next_chunk", "revise"]
 
-LAYOUT = 7
+LAYOUT = 8
 """The version of these tables. An index with another version is built again."""
 
 _ROW = {
@@ -84,6 +84,7 @@ _PROBE = {
     "score": "DOUBLE",
     "probe_score": "DOUBLE",
     "accepted": "BOOLEAN",
+    "components": "MAP(VARCHAR, DOUBLE[])",
 }
 
 _BUFFER = 2 * 2**20
@@ -124,11 +125,16 @@ SELECT version, kind, id, uid, "group", step, coalesce(validate, false) AS valid
     parse_filename(filename, true)::INTEGER AS chunk
 FROM {_lines(_LINE)}
 """
+# A component of the reference judge is a row of its own.
 _PROBES = f"""
-SELECT version, concat_ws('/', probe, nullif(variant, '')) AS kind, time, uid, step, function, score, probe_score,
+SELECT version, concat_ws('/', probe, nullif(variant, ''), part.key) AS kind, time, uid, step, function,
+    coalesce(part.value[1], score) AS score, coalesce(part.value[2], probe_score) AS probe_score,
     CASE WHEN probe = 'labelled' THEN accepted = (score > 0.5) ELSE accepted END AS positive,
     parse_filename(filename, true)::INTEGER AS chunk
-FROM {_lines(_PROBE)} WHERE coalesce(kind, 'audit') = 'audit'
+FROM (
+    SELECT *, unnest(list_concat([NULL], map_entries(components))) AS part
+    FROM {_lines(_PROBE)} WHERE coalesce(kind, 'audit') = 'audit'
+)
 """
 _EXCHANGES = """
 SELECT sample, e.id, step, validate, function, batch, coalesce(e.model, e.url) AS model, e.url,

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 from typing import Any
 
 import pytest
+import uvicorn
+from fastapi import FastAPI
 
 from reward_loop._util.sockets import is_loopback
-from reward_loop._util.web_server import api_key, open_listener, stop_on_disconnect
+from reward_loop._util.web_server import api_key, open_listener, serve_until_signal, stop_on_disconnect
 from reward_loop.errors import ConfigError
 from tests.gsm8k import ROOT
 
@@ -51,6 +54,27 @@ def test_an_address_needs_a_key_beyond_loopback_and_a_free_port() -> None:
         port = listener.getsockname()[1]
         with pytest.raises(ConfigError, match=f"--port {port}: .* --port 0"):
             open_listener("127.0.0.1", port, None)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_server_handles_signals_stops_it(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = uvicorn.Server.run
+
+    def run_after_signal(server: uvicorn.Server, sockets: Any) -> None:
+        signal.raise_signal(number)
+        run(server, sockets)
+
+    monkeypatch.setattr(uvicorn.Server, "run", run_after_signal)
+    handlers = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with open_listener("127.0.0.1", 0, None) as listener:
+            serve_until_signal(FastAPI(), listener, on_signal=lambda stop: stop(), grace_s=1)
+    finally:
+        for one, handler in handlers.items():
+            signal.signal(one, handler)
 
 
 async def test_work_is_cancelled_if_the_client_disconnects_first() -> None:

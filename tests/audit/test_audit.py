@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,13 +15,14 @@ import numpy as np
 import pytest
 
 from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardLoopManagerBase, RewardSample
-from reward_loop.audit import AuditCounts, audit
+from reward_loop.audit import AuditCounts, ReferencePair, audit
 from reward_loop.audit.probes import FRAME
 from reward_loop.config import AuditConfig, HealthConfig
 from reward_loop.errors import ConfigError
 from reward_loop.health import HealthWatch, Observation, ProbeCounts
 from reward_loop.managers import BatchRewardLoopManager, CompositeRewardLoopManager, GroupRewardLoopManager
 from reward_loop.records import records
+from reward_loop.types import RewardResult
 
 AGAIN = {"share": 1.0, "probes": ["again"]}
 
@@ -455,23 +457,32 @@ async def test_the_reference_judge_scores_the_same_answers(tmp_path: Path) -> No
     (tmp_path / "other.py").write_text(
         "async def judge(solution_str, ground_truth, reward_router_address):\n"
         "    assert reward_router_address == '127.0.0.1:1'\n"
-        "    return float(solution_str == ground_truth)\n"
+        "    right = float(solution_str == ground_truth)\n"
+        "    return {'score': right, 'clear': 0.25, 'length': 1, 'reason': 'same'}\n"
     )
     options = RewardLoopConfig(
         audit={"reference": f"{tmp_path}/other.py:judge", "reference_share": 1.0}, log_dir=str(tmp_path)
     )
     manager = NaiveRewardLoopManager(
-        options, compute_score=lambda solution_str: 1.0, reward_router_address="127.0.0.1:1"
+        options,
+        compute_score=lambda solution_str: {"score": 1.0, "clear": 0.75, "form": 1.0, "reason": "good"},
+        reward_router_address="127.0.0.1:1",
     )
-    await scores_of(manager, [RewardSample("a", ground_truth="a"), RewardSample("b", ground_truth="a")])
+    samples = [RewardSample(text, ground_truth="a", uid=text) for text in "ab"]
+    await scores_of(manager, samples)
     counts = await ended(manager)
-    assert sorted(counts.pairs) == [(1.0, 0.0), (1.0, 1.0)]
+    both = {"clear": (0.75, 0.25)}  # only one judge returned the other numbers
+    assert sorted(counts.pairs, key=lambda pair: pair.uid) == [
+        ReferencePair("a", 1.0, 1.0, both),
+        ReferencePair("b", 1.0, 0.0, both),
+    ]
     rows = rows_of(tmp_path)
     assert {row["function"].partition(" ")[0] for row in rows} == {"judge"}
-    assert sorted((row["probe"], row["score"], row["probe_score"]) for row in rows) == [
-        ("reference", 1.0, 0.0),
-        ("reference", 1.0, 1.0),
+    assert sorted((row["probe"], row["uid"], row["score"], row["probe_score"]) for row in rows) == [
+        ("reference", "a", 1.0, 1.0),
+        ("reference", "b", 1.0, 0.0),
     ]
+    assert [row["components"] for row in rows] == [{"clear": [0.75, 0.25]}] * 2
     await asyncio.to_thread(manager.close)
 
 
@@ -494,50 +505,110 @@ async def test_a_row_of_the_records_has_both_scores(tmp_path: Path) -> None:
     assert len(row["answer"]) == audit.MAX_ANSWER
 
 
-@pytest.mark.parametrize("in_thread", [True, False])
-async def test_closing_the_manager_cancels_the_probes(in_thread: bool) -> None:
-    cancelled = asyncio.Event()
-    calls = itertools.count()
+class Hanging(NaiveRewardLoopManager):
+    """A manager whose probes hang, and suppress some cancellations."""
 
-    async def compute_score(solution_str: str) -> float:
-        if next(calls) == 1:
+    suppressed = 0
+    cancellations = 0
+
+    async def score_one(self, sample: RewardSample) -> RewardResult:
+        if sample.is_probe:
+            await self.hang()
+        return await super().score_one(sample)
+
+    async def hang(self) -> None:
+        self.started.set()
+        while not self.release.is_set():
             try:
-                await asyncio.Event().wait()
+                await self.release.wait()
             except asyncio.CancelledError:
-                cancelled.set()
-                raise
-        return 1.0
+                self.cancellations += 1
+                if self.cancellations > self.suppressed:
+                    raise
 
-    manager = audited(compute_score)
-    await manager.run_single(RewardSample("a"))
-    await asyncio.sleep(0)  # the probe starts
-    if in_thread:
-        await asyncio.to_thread(manager.close)
+    @classmethod
+    async def with_probe(cls, suppressed: int = 0) -> Hanging:
+        """Return a manager in which a probe hangs."""
+        manager = audited(lambda solution_str: 1.0, cls)
+        assert isinstance(manager, Hanging)
+        manager.suppressed, manager.started, manager.release = suppressed, asyncio.Event(), asyncio.Event()
+        await manager.run_single(RewardSample("a"))
+        await manager.started.wait()
+        return manager
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "ENDING_S", 0.5)
+    monkeypatch.setattr(audit, "CANCEL_AGAIN_S", 0.01)
+
+
+@pytest.mark.parametrize("suppressed", [0, 1, 3])
+@pytest.mark.parametrize("is_drained", [True, False])
+async def test_a_probe_that_hangs_has_ended_when_the_audit_is_closed(
+    suppressed: int, is_drained: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(audit, "CANCEL_AGAIN_S", 0.01)
+    manager = await Hanging.with_probe(suppressed)
+    assert manager.audit is not None
+    if is_drained:
+        await manager.audit.drain(0.01)
     else:
-        manager.close()
-    async with asyncio.timeout(10):
-        await cancelled.wait()
-    await manager.run_single(RewardSample("b"))
-    assert manager.audit is not None
-    await asyncio.sleep(0)
+        await asyncio.to_thread(manager.close)
+    assert manager.cancellations == suppressed + 1
     assert not manager.audit._running
+    assert ("1 probe" in caplog.text) == is_drained
 
 
-async def test_probes_that_take_too_long_are_cancelled_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    calls = itertools.count()
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("is_drained", [True, False])
+async def test_closing_does_not_wait_indefinitely_for_a_probe_that_suppresses_each_cancellation(
+    is_drained: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = await Hanging.with_probe(suppressed=10**9)
+    assert manager.audit is not None
+    async with asyncio.timeout(60):
+        await (manager.audit.drain(0.01) if is_drained else asyncio.to_thread(manager.close))
+    assert "1 probes do not end" in caplog.text
+    manager.release.set()
+    await asyncio.wait(manager.audit._running)
 
-    async def compute_score(solution_str: str) -> float:
+
+async def test_closing_does_not_wait_for_a_thread_in_which_a_judge_hangs() -> None:
+    release, calls = threading.Event(), itertools.count()
+
+    def compute_score(solution_str: str) -> float:
         if next(calls):
-            await asyncio.Event().wait()
+            release.wait(60)
         return 1.0
 
-    manager = audited(compute_score)
+    manager = audited(compute_score, max_threads=4)
     await manager.run_single(RewardSample("a"))
+    async with asyncio.timeout(30):
+        await asyncio.to_thread(manager.close)
     assert manager.audit is not None
-    await manager.audit.drain(0.01)
-    assert "1 probe" in caplog.text
-    async with asyncio.timeout(10):
-        await asyncio.wait(manager.audit._running)
+    assert not manager.audit._running
+    release.set()
+
+
+async def test_a_closed_audit_starts_no_probes() -> None:
+    manager = await Hanging.with_probe()
+    manager.close()  # on the event loop it cannot wait
+    assert manager.audit is not None
+    await asyncio.wait(manager.audit._running)
+    await manager.run_single(RewardSample("b"))
+    assert not manager.audit._running
+    assert manager.cancellations == 1
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_closing_does_not_wait_indefinitely_for_a_blocked_event_loop(caplog: pytest.LogCaptureFixture) -> None:
+    manager = await Hanging.with_probe()
+    closing = threading.Thread(target=manager.close)
+    closing.start()
+    closing.join(60)  # blocks the event loop
+    assert not closing.is_alive()
+    assert "the event loop did not end the probes" in caplog.text
 
 
 async def test_an_error_that_would_stop_a_run_does_not_leave_a_probe() -> None:

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from reward_loop.audit import AuditCounts
-from reward_loop.audit.counts import MAX_SAMPLES, kappa
+from reward_loop.audit import AuditCounts, ReferencePair
+from reward_loop.audit.counts import MAX_SAMPLES
 
 
 def counts() -> AuditCounts:
@@ -16,7 +16,10 @@ def counts() -> AuditCounts:
     for number in range(4):
         found.add("canary/empty", f"c{number}", accepted=number == 0)
         found.add("again", f"a{number}", accepted=number != 0, difference=float(number == 0))
-    found.pairs = [(1.0, 0.5), (1.0, 1.0)]
+    found.pairs = [
+        ReferencePair("a", 1.0, 0.5, {"clear": (1.0, 0.25), "short": (0.5, 0.5)}),
+        ReferencePair("b", 1.0, 1.0, {"clear": (0.75, 0.5)}),
+    ]
     found.labels = Counter({(True, True): 3, (False, False): 3, (False, True): 2})
     found.drifts = [0.0, 1.0]
     return found
@@ -35,6 +38,9 @@ def test_the_metrics_are_shares_of_the_probes_with_a_score() -> None:
         "reward_loop/audit/labelled/drift": 0.5,
         "reward_loop/audit/reference/gap": 0.25,
         "reward_loop/audit/reference/gap_error": pytest.approx(0.49, abs=1e-3),
+        "reward_loop/audit/reference/clear/gap": 0.5,
+        "reward_loop/audit/reference/clear/gap_error": pytest.approx(0.49, abs=1e-3),
+        "reward_loop/audit/reference/short/gap": 0.0,
     }
 
 
@@ -52,6 +58,8 @@ def test_counts_of_workers_add_up() -> None:
         "reward_loop/audit/without_score": 3,
         "reward_loop/audit/skipped": 6,
         "reward_loop/audit/reference/gap_error": pytest.approx(0.219, abs=1e-3),
+        "reward_loop/audit/reference/clear/gap_error": pytest.approx(0.219, abs=1e-3),
+        "reward_loop/audit/reference/short/gap_error": 0.0,
     }
 
 
@@ -72,18 +80,3 @@ def test_a_wrong_labelled_answer_is_a_canary_and_is_asked_once() -> None:
     assert metrics["audit/labelled/accuracy"] == metrics["audit/canary/labelled/accepted"] == 0.5
     assert metrics["audit/asked"] == 4
     assert found.probes["canary/labelled"].samples == ["b"]
-
-
-@pytest.mark.parametrize(
-    ("labels", "expected"),
-    [
-        ({(True, True): 5, (False, False): 5}, 1.0),
-        ({(True, True): 5, (True, False): 5, (False, True): 5, (False, False): 5}, 0.0),
-        ({(True, False): 5, (False, True): 5}, -1.0),
-        ({(True, True): 5}, 0.0),
-        # Cohen (1960) corrects for chance: 85 % agreement, of which 50 % are expected.
-        ({(True, True): 40, (True, False): 10, (False, True): 5, (False, False): 45}, 0.7),
-    ],
-)
-def test_kappa_is_the_agreement_beyond_chance(labels: dict[tuple[bool, bool], int], expected: float) -> None:
-    assert kappa(Counter(labels)) == pytest.approx(expected)

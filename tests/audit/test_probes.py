@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ OTHER = RewardSample("It is 9", ground_truth="9", prompt="What is 3 * 3?", group
 
 
 def probes(*kinds: str, in_groups: bool = False, keys: tuple[str, ...] = KEYS) -> Probes:
-    return Probes(AuditConfig(probes=kinds or AuditConfig().probes, keys=keys), in_groups)
+    return Probes(AuditConfig(probes=kinds or AuditConfig().probes, keys=keys), in_groups, random.Random())
 
 
 def chosen(of: Probes, sample: RewardSample = SAMPLE) -> Probe:

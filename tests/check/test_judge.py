@@ -10,7 +10,7 @@ import pytest
 from reward_loop import ConfigError, RewardLoopConfig, RewardSample
 from reward_loop.check.dry_run import Report, check
 from reward_loop.check.judge import most_calls
-from reward_loop.config import parse
+from reward_loop.config import AuditConfig, parse
 
 SAMPLES = [
     RewardSample(
@@ -65,6 +65,24 @@ async def test_a_judge_that_accepts_a_colon_in_60_percent_of_cases_is_a_problem_
     assert findings["other master keys"] == "ok: none of 36 accepted"
     # The check itself makes 2 * 20 + 20 + 3 calls.
     assert judge.calls - 63 <= most_calls(20, RewardLoopConfig()) == 220
+
+
+async def test_a_second_check_of_the_same_rows_makes_the_same_probes() -> None:
+    def asked_about() -> tuple[list[tuple[str, str]], Any]:
+        calls: list[tuple[str, str]] = []
+
+        def judge(solution_str: str, ground_truth: str) -> float:
+            calls.append((solution_str, ground_truth))
+            return right(solution_str, ground_truth)
+
+        return calls, judge
+
+    calls, judge = asked_about()
+    await found(judge, SAMPLES[:6])
+    again, judge = asked_about()
+    await found(judge, SAMPLES[:6])
+    assert sorted(calls) == sorted(again)
+    assert len({answer for answer, _ in calls} & set(AuditConfig().keys)) > 6
 
 
 async def test_other_mistakes_of_a_judge_have_their_own_advice() -> None:

@@ -136,16 +136,21 @@ def with_judge(steps: list[Observation], share: float = 0.1, seed: int = 0) -> l
     for step in steps:
         chosen = rng.random(len(step.rewards)) < share
         pairs = np.stack([step.rewards, step.components["acc"]], axis=1)[chosen]
-        found.append(replace(step, components={}, reference_pairs=pairs))
+        uids = [step.uids[i] for i in np.flatnonzero(chosen)]
+        found.append(replace(step, components={}, reference_pairs=pairs, reference_uids=uids))
     return found
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_reference_judge_is_a_reference(seed: int) -> None:
     steps = series(np.concatenate([np.full(16, 0.4), line(0.4, 1.0, 16)]), np.full(32, 0.5), seed)
-    (warning,) = run(with_judge(steps), reference=None)
-    assert (warning.subject, warning.samples) == (JUDGE, [])
+    (warning,) = run(judged := with_judge(steps), reference=None)
+    assert warning.subject == JUDGE
     assert 20 <= warning.step <= 32
+    step = judged[warning.step - 1]
+    rewards, references = step.reference_pairs.T
+    gaps = (rewards - rewards.mean()) / rewards.std() - (references - references.mean()) / references.std()
+    assert warning.samples == [step.reference_uids[i] for i in np.argsort(-gaps)[:5]]
 
 
 @pytest.mark.parametrize("seed", range(5))

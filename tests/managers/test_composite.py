@@ -67,6 +67,7 @@ def make(path):
         config = {
             "reward_loop": {
                 "components": {name: {"path": path, "name": name, **given} for name, given in components.items()},
+                "retry": {"initial_wait": 0.001},
                 **options,
             }
         }

@@ -71,10 +71,10 @@ async def get(upstream: Upstream, method: bytes = b"GET") -> tuple[int, bytes]:
 
 
 async def whole(answer: Answer) -> bytes:
-    body = b""
+    parts = []
     while part := await answer.read():
-        body += part
-    return body
+        parts.append(part)
+    return b"".join(parts)
 
 
 @pytest.mark.parametrize(

@@ -261,7 +261,7 @@ async def test_a_request_that_waits_in_the_queue_too_long_gets_a_503() -> None:
 
 
 async def test_a_backend_that_is_too_slow_gives_a_504_that_names_it() -> None:
-    async with serving(silent) as backend, proxied(backend, timeout_s=3) as url:
+    async with serving(silent) as backend, proxied(backend, timeout_s=1) as url:
         status, body = await post(url)
     assert status == 504
     assert backend.encode() in body
@@ -335,7 +335,7 @@ async def test_requests_are_not_counted_after_their_end() -> None:
                 await answering(int(path[1:]))(scope, receive, send)
 
     async with serving(app) as backend:
-        router, hasty = Router([backend], check=well), Router([backend], RouterConfig(request_timeout_s=3), well)
+        router, hasty = Router([backend], check=well), Router([backend], RouterConfig(request_timeout_s=1), well)
         async with served_by_router(router) as url, served_by_router(hasty) as hasty_url:
             for status in (200, 429, 500, 204, 200):
                 assert (await post(url, f"/{status}"))[0] == status

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from reward_loop.audit import AuditCounts
+from reward_loop.audit import AuditCounts, ReferencePair
 from reward_loop.config import HealthConfig, RewardLoopConfig
 from reward_loop.records.events import health, open_health
 from reward_loop.verl import tq_rows
@@ -171,6 +171,19 @@ def test_the_counts_of_an_audit_reach_the_monitors(run: Run, caplog: pytest.LogC
     assert found["reward_loop/health/canaries"] == 0.625
     assert "reward_loop.health.canaries: " in caplog.text
     assert "Samples: u0, u1" in caplog.text
+
+
+def test_the_warning_of_a_reference_judge_names_the_samples_with_the_largest_gap(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    monitors = run.health(window=4, patience=1)
+    for step in range(1, 5):
+        pairs = [ReferencePair(f"{step}-{i}", step + i % 3, float(i % 3)) for i in range(30)]
+        pairs.append(ReferencePair(f"{step}-hack", step + 2.0, 0.0))
+        monitors.metrics(step, run.rewards(), AuditCounts(pairs=pairs))
+    (logged,) = [message for message in caplog.messages if "health.reference_gap" in message]
+    assert "'reference judge' falls behind" in logged
+    assert "Samples: 4-hack." in logged
 
 
 def test_a_phrase_of_a_warning_is_decoded(run: Run, caplog: pytest.LogCaptureFixture) -> None:

@@ -40,8 +40,14 @@ PROBES = [
     probe("again", 0.0, True),
     probe("labelled", 1.0, True, score=0.0, uid="labelled 1"),
     probe("labelled", 0.0, False, score=0.0, uid="labelled 2"),
-    probe("reference", 0.5, None, score=1.0),
-    probe("reference", 0.0, None, score=1.0, uid="2-0"),
+    probe("labelled", 1.0, True, score=1.0, uid="labelled 3"),
+    probe("labelled", None, None, score=1.0, uid="labelled 4"),
+    probe("labelled", 0.25, False, score=0.0, uid="labelled 1", step=2),
+    probe("labelled", 0.25, False, score=0.0, uid="labelled 2", step=2),
+    probe("labelled", 1.0, True, score=1.0, uid="labelled 4", step=2),
+    probe("reference", 0.5, None, score=1.0, components={"clear": [1.0, 0.75], "short": [0.0, 0.0]}),
+    probe("reference", 0.0, None, score=1.0, uid="2-0", components={"clear": [1.0, 0.25]}),
+    probe("reference", None, None, score=1.0, uid="3-0", components={}),
 ]
 
 
@@ -74,7 +80,7 @@ def audit(client: TestClient, **query: str) -> dict[str, Any]:
 
 def test_the_shares_of_each_kind_are_those_of_the_report(client: TestClient, folder: Path) -> None:
     rows = audit(client)["rows"]
-    steps = {row["kind"]: [(one["step"], one["value"]) for one in row.pop("by_step")] for row in rows}
+    steps = {row["metric"]: [(one["step"], one["value"]) for one in row.pop("by_step")] for row in rows}
     expected = json.loads(json.dumps(probe_counts(read_rows(folder / "audit"))))
     assert [row.pop("interval") for row in rows] == [pytest.approx(row.pop("interval")) for row in expected]
     assert rows == expected
@@ -82,10 +88,17 @@ def test_the_shares_of_each_kind_are_those_of_the_report(client: TestClient, fol
         ("again/agreement", 2, 0, 0.5),
         ("canary/empty/accepted", 1, 0, 0.0),
         ("canary/master_key/accepted", 3, 1, pytest.approx(2 / 3)),
-        ("labelled/accuracy", 2, 0, 0.5),
-        ("reference/gap", 2, 0, 0.75),
+        ("labelled/accuracy", 6, 1, pytest.approx(5 / 6)),
+        ("labelled/kappa", 6, 1, pytest.approx(2 / 3)),
+        ("labelled/drift", 2, 1, 0.5),
+        ("reference/gap", 2, 1, 0.75),
+        ("reference/clear/gap", 2, 0, 0.5),
+        ("reference/short/gap", 1, 0, 0.0),
     ]
-    assert steps["canary/master_key"] == [(1, 1.0), (2, 0.5)]
+    assert steps["canary/master_key/accepted"] == [(1, 1.0), (2, 0.5)]
+    assert steps["labelled/kappa"] == [(1, pytest.approx(0.4)), (2, 1.0)]
+    assert steps["labelled/drift"] == [(2, 0.5)]  # there is none the first time
+    assert steps["reference/clear/gap"] == [(1, 0.5)]
 
 
 def test_the_accepted_canaries_with_the_highest_scores_have_question_answer_and_reply(client: TestClient) -> None:
@@ -105,6 +118,7 @@ def test_the_accepted_canaries_with_the_highest_scores_have_question_answer_and_
         ("again", ["1-0"]),
         ("labelled", ["labelled 1"]),
         ("reference", ["2-0", "1-0"]),
+        ("reference/clear", ["2-0", "1-0"]),
     ],
 )
 def test_the_largest_errors_of_a_kind(client: TestClient, kind: str, uids: list[str]) -> None:
@@ -149,9 +163,9 @@ def test_new_probes_and_damaged_lines_are_read_once(folder: Path) -> None:
         with next(known).open("a") as file:
             file.write(json.dumps(probe("frame", 1.0, True)) + "\n")
         assert index.update()
-        assert index.rows(
-            "SELECT kind FROM probes WHERE kind NOT IN ('again', 'labelled', 'reference') ORDER BY 1"
-        ) == [{"kind": kind} for kind in ("canary/empty", *["canary/master_key"] * 4, "frame")]
+        assert index.rows("SELECT kind FROM probes WHERE kind LIKE 'canary/%' OR kind = 'frame' ORDER BY 1") == [
+            {"kind": kind} for kind in ("canary/empty", *["canary/master_key"] * 4, "frame")
+        ]
         assert index.incomplete == 2
         assert not index.update()
     with Index(folder) as index:

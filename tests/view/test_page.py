@@ -320,6 +320,36 @@ def test_an_accepted_canary_is_shown_with_the_words_of_the_judge(page: Page) -> 
     page.locator(".view.sample h1", has_text=name).wait_for()
 
 
+def test_labelled_answers_and_the_reference_judge_have_a_chart_for_each_value(
+    chromium: Browser, tmp_path: Path
+) -> None:
+    record = {"version": 1, "kind": "audit", "variant": "", "function": "judge", "outcome": "scored", "exchanges": []}
+    rows = []
+    for step in range(1, 5):
+        about = {**record, "time": float(step), "step": step}
+        for uid, label in (("a", 1.0), ("b", 0.0)):
+            score = label if step < 4 else 0.75
+            labelled = {"probe": "labelled", "uid": uid, "score": label, "probe_score": score, "accepted": score > 0.5}
+            rows.append({**about, **labelled, "answer": f"answer {uid}"})
+            components = {"clear": [0.75, 0.25], "<b>short</b>": [0.5, 0.5 + label / 10]}
+            pair = {"probe": "reference", "score": 0.75, "probe_score": 0.5 - label / 10, "components": components}
+            rows.append({**about, **pair, "uid": f"{step}-{uid}", "accepted": None, "answer": "36"})
+    (tmp_path / "audit").mkdir()
+    (tmp_path / "audit" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "samples.jsonl").write_text(json.dumps({**retried(), "step": 1}) + "\n")
+    with server(tmp_path) as address:
+        page = chromium.new_page(viewport={"width": 1366, "height": 1400}, base_url=address)
+        open_view(page, "audit?kind=reference%2Fclear")
+        page.locator(".charts canvas").nth(3).wait_for()
+        assert page.locator(".charts h3").all_inner_texts() == [
+            "Accuracy on labelled answers",
+            "Kappa on labelled answers",
+            "Drift of labelled answers",
+            "Score minus reference score, mean",
+        ]
+        page.close()
+
+
 def test_the_slowest_request_leads_to_its_sample(page: Page) -> None:
     open_view(page, "judges")
     slowest = page.locator("section[aria-label='Slowest requests'] tbody tr")

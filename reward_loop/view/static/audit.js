@@ -11,13 +11,17 @@ import { markVerdict } from "./verdict.js";
 const isCanary = ({ kind }) => kind.startsWith("canary/");
 const family = (kind) => kind.split("/")[0];
 const shortName = (kind) => kind.replace("canary/", "");
+/** Whether a value is a share: neither a gap nor kappa nor drift. */
+const isShare = ({ kind, metric }) => family(kind) !== "reference" && !/\/(kappa|drift)$/.test(metric);
 
 /** The charts: which kinds they show, and how. A chart without a kind is left out. */
 const CHARTS = [
   { title: "Accepted canaries", has: isCanary, range: [0, 1], hasLimit: true },
   { title: "Scores that agree", has: ({ metric }) => metric.endsWith("/agreement"), range: [0, 1] },
-  { title: "Accuracy on labelled answers", has: ({ kind }) => kind === "labelled", range: [0, 1] },
-  { title: "Score minus reference score, mean", has: ({ kind }) => kind === "reference", format: number },
+  { title: "Accuracy on labelled answers", has: ({ metric }) => metric === "labelled/accuracy", range: [0, 1] },
+  { title: "Kappa on labelled answers", has: ({ metric }) => metric === "labelled/kappa", format: number },
+  { title: "Drift of labelled answers", has: ({ metric }) => metric === "labelled/drift", format: number },
+  { title: "Score minus reference score, mean", has: ({ kind }) => family(kind) === "reference", format: number },
 ];
 
 /** What the list shows, by the kind of its probes. */
@@ -66,8 +70,9 @@ function none() {
 
 /** Returns the table of the kinds; the name of a kind lists its probes. */
 function kinds(rows, chosen) {
-  const body = rows.map(({ kind, metric, counted, without_score: unscored, value, interval }) => {
-    const shown = kind === "reference" ? number : percent;
+  const body = rows.map((row) => {
+    const { kind, metric, counted, without_score: unscored, value, interval } = row;
+    const shown = isShare(row) ? percent : number;
     return [
       el("a", { href: link("audit", [], { kind }), "aria-current": kind === chosen ? "true" : null }, visible(metric)),
       count(counted),
@@ -99,7 +104,7 @@ function showCharts(element, charts, rows, limit) {
 function lines({ kind, by_step: found }, steps) {
   const known = new Map(found.map((one) => [one.step, one]));
   const each = (read) => steps.map((step) => (known.has(step) ? (read(known.get(step)) ?? null) : null));
-  const line = { label: shortName(kind), values: each((one) => one.value) };
+  const line = { label: shortName(kind).replace("reference/", ""), values: each((one) => one.value) };
   if (kind !== "reference") return [line];
   const edge = (label, end) => ({ label, values: each((one) => one.interval?.[end]), isEdge: true });
   return [{ ...line, label: "gap" }, edge("95 % from", 0), edge("to", 1)];
