@@ -96,21 +96,21 @@ def measure(quick: bool) -> dict[str, Any]:
     """Run all measurements, print them, and return the figures by name and number of samples in flight. Needs Ray."""
     import transfer_queue as tq
 
-    seconds = 3.0 if quick else 10.0
+    seconds, levels = (3.0, IN_FLIGHT[:2]) if quick else (10.0, IN_FLIGHT)
     result: dict[str, Any] = {"agent": {}, "tags": {}}
     tq.init()
     try:
-        for in_flight in IN_FLIGHT:
+        for in_flight in levels:
             command = [sys.executable, "-m", "benchmarks._scale_trainer", str(in_flight), str(seconds)]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             result["agent"][in_flight] = json.loads(done.stdout)
             result["tags"][in_flight] = tags(in_flight)
     finally:
         tq.close()
-    print(f"{'samples in flight':46}" + "".join(f"{in_flight:>11,}" for in_flight in IN_FLIGHT))
+    print(f"{'samples in flight':46}" + "".join(f"{in_flight:>11,}" for in_flight in levels))
     for name, figures in result.items():
         for figure in next(iter(figures.values())):
-            print(f"{name + ', ' + figure:46}" + "".join(f"{figures[n][figure]:>11,}" for n in IN_FLIGHT))
+            print(f"{name + ', ' + figure:46}" + "".join(f"{figures[n][figure]:>11,}" for n in levels))
     return result
 
 

@@ -1,10 +1,11 @@
 """Measures how many prompt tokens judges compute behind each policy of the router.
 
-    python -m benchmarks.affinity [--quick] [--sglang-python PATH]
+    python -m benchmarks.affinity [--quick] [--peers-python PATH]
 
 Two parts: two real vLLM servers on the CPU with a tiny model, whose own counters show the cached tokens, and 4 to 32
-simulated servers, behind the router's own policies. The simulation runs while vLLM starts. The policy of
-sglang-router is measured on the real servers if `--sglang-python` is given. The last line of the output is JSON.
+simulated servers, behind the router's own policies. The simulation runs while vLLM starts. The cache-aware policies of
+other routers are measured on the real servers if `--peers-python` is given. The start of vLLM takes a minute, so
+`--quick` only simulates. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import re
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.judge_workloads import Sizes, Unit, text_of, units
-from benchmarks.router_servers import Servers, say
+from benchmarks.router_servers import PACKAGES, PEERS, Servers, say
 from benchmarks.simulated_judges import Outcome, Rendezvous, moved_keys, simulate
 from examples.tiny_models import build_tiny_model
 from reward_loop import NaiveRewardLoopManager, RewardSample
@@ -45,6 +46,11 @@ POLICIES: dict[str, type[Policy]] = {
 SIMULATED = ("rubric", "tournament", "pointwise", "nothing shared")
 REAL = ("rubric", "tournament", "pointwise")
 
+GROUPS = 24
+"""Groups of 8 responses: all of them on vLLM, and for each simulated server."""
+MORE_GROUPS = {"nothing shared": 8, "tournament": 2}
+"""Factors for workloads with one unit in a group, so that p99 is of enough units."""
+
 REAL_SIZES = Sizes(template=64, question=192, answer=384, criterion=48, reply=4)
 MODEL = "judge"
 BLOCK = 32
@@ -53,15 +59,18 @@ BLOCK = 32
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer groups and servers, and only rubrics on vLLM")
-    parser.add_argument("--sglang-python", metavar="PATH", help="path of a Python with sglang-router==0.3.2")
+    parser.add_argument("--quick", action="store_true", help="only simulated servers, and fewer: under 50 s")
+    parser.add_argument("--peers-python", metavar="PATH", help=f"path of a Python with {PACKAGES}")
     parser.add_argument("--only", choices=("simulated", "vllm"), help="only one of the two parts")
-    print(json.dumps(asyncio.run(run(parser.parse_args()))))
+    args = parser.parse_args()
+    if args.quick and args.only == "vllm":
+        parser.error("--quick has no part with vLLM")
+    print(json.dumps(asyncio.run(run(args))))
 
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
     simulation = None if args.only == "vllm" else asyncio.create_task(asyncio.to_thread(simulated, args.quick))
-    measured = {} if args.only == "simulated" else await real(args)
+    measured = {} if args.quick or args.only == "simulated" else await real(args)
     return (await simulation if simulation else {}) | measured
 
 
@@ -71,10 +80,11 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
 def simulated(quick: bool) -> dict[str, Any]:
     results: dict[str, Any] = {}
     table = []
+    groups = 10 if quick else GROUPS
     for busy, load in ((True, RESPONSES_IN_FLIGHT), (False, FEW_IN_FLIGHT)):
         for servers in (4, 16) if quick else (4, 8, 16, 32):
             for workload in SIMULATED:
-                outcomes = compare(workload, servers, load, 10 if quick else 24)
+                outcomes = compare(workload, servers, load, groups)
                 base, ours = outcomes["round_robin"], outcomes["affinity"]
                 speed, p99 = ours.per_s / base.per_s, ours.p99_s / base.p99_s
                 name = key(workload) if busy else "nearly_idle"
@@ -82,7 +92,7 @@ def simulated(quick: bool) -> dict[str, Any]:
                 results[f"p99_vs_round_robin_{name}"] = max(p99, results.get(f"p99_vs_round_robin_{name}", 0))
                 if busy and servers == 4 and workload == "rubric":
                     results["prefill_vs_round_robin"] = ours.prefilled / base.prefilled
-                    first = compare("rubric, criterion first", servers, load, 10 if quick else 24)["round_robin"]
+                    first = compare("rubric, criterion first", servers, load, groups)["round_robin"]
                     results["prefill_vs_criterion_first"] = ours.prefilled / first.prefilled
                 table += [
                     f"{load:>9} {servers:>7} {workload:15} {policy:16} {one.prefilled / one.prompt_tokens:>8.1%}"
@@ -100,7 +110,7 @@ def simulated(quick: bool) -> dict[str, Any]:
 
 def compare(workload: str, servers: int, load: int, groups: int) -> dict[str, Outcome]:
     """Judge the same responses behind each policy; `load` and `groups` are numbers for each server."""
-    groups *= 8 if workload == "nothing shared" else 1
+    groups *= MORE_GROUPS.get(workload, 1)
     work = units(workload, groups * servers, Sizes(), workload)
     slots = in_flight(workload, load * servers)
     return {name: simulate(policy(), servers, work, slots) for name, policy in POLICIES.items()}
@@ -137,27 +147,25 @@ async def real(args: argparse.Namespace) -> dict[str, Any]:
             servers = Servers(folder, stack)
             urls = sorted(servers.requests(f"http://{models.reward_router_address}"))
             routers = {"round_robin": (await asyncio.to_thread(servers.start_own, urls))[0].removeprefix("http://")}
-            if args.sglang_python:
-                peer = await asyncio.to_thread(servers.start_sglang, args.sglang_python, urls, "cache_aware")
-                routers["sglang-router"] = peer[0].removeprefix("http://")
-            else:
-                say("sglang-router is skipped: --sglang-python needs the path of a Python with sglang-router==0.3.2")
+            if not args.peers_python:
+                say(f"{', '.join(PEERS)} are skipped: --peers-python needs the path of a Python with {PACKAGES}")
+            for name in PEERS if args.peers_python else ():
+                if peer := await asyncio.to_thread(servers.start_peer, name, args.peers_python, urls, "cache_aware"):
+                    routers[name] = peer[0].removeprefix("http://")
             routers["affinity"] = models.reward_router_address
-            return await behind_each(routers, urls, 6 if args.quick else 24, REAL[:1] if args.quick else REAL)
+            return await behind_each(routers, urls)
 
 
-async def behind_each(
-    routers: Mapping[str, str], urls: list[str], groups: int, workloads: Sequence[str]
-) -> dict[str, Any]:
+async def behind_each(routers: Mapping[str, str], urls: list[str]) -> dict[str, Any]:
     """Judge as many responses behind each router, never the same ones twice."""
-    say(f"\nTwo vLLM servers, {groups} groups of 8 responses")
+    say(f"\nTwo vLLM servers, {GROUPS} groups of 8 responses")
     say(f"{'':24} {'router':14} {'cached':>7} {'of ideal':>8} {'largest':>7} {'seconds':>7}")
     results: dict[str, Any] = {}
     computed: dict[tuple[str, str], float] = {}
     runs = [("rubric, criterion first", "round_robin")]
-    runs += [(workload, router) for workload in workloads for router in routers]
+    runs += [(workload, router) for workload in REAL for router in routers]
     for number, (workload, router) in enumerate(runs):
-        work = units(workload, groups, REAL_SIZES, f"{number}")
+        work = units(workload, GROUPS, REAL_SIZES, f"{number}")
         before = counters(urls)
         seconds = await judge(routers[router], work, in_flight(workload, RESPONSES_IN_FLIGHT * len(urls)))
         changes = [(now[0] - was[0], now[1] - was[1]) for now, was in zip(counters(urls), before, strict=True)]
@@ -173,7 +181,7 @@ async def behind_each(
     peers = {
         "round_robin": ("rubric", "round_robin"),
         "criterion_first": runs[0],
-        "sglang_router": ("rubric", "sglang-router"),
+        **{name: ("rubric", name) for name in PEERS},
     }
     return results | {
         f"vllm_prefill_vs_{name}": round(ours / computed[run], 3) for name, run in peers.items() if run in computed

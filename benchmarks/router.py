@@ -1,6 +1,6 @@
-"""Compares the router with verl's NaiveRouter, sglang-router and nginx.
+"""Compares the router with verl's NaiveRouter, sglang-router, smg, vllm-router and nginx.
 
-    python -m benchmarks.router [--quick] [--sglang-python PATH]
+    python -m benchmarks.router [--quick] [--peers-python PATH]
 
 All run on this machine, in short alternating rounds (A B C A B C), so that other load affects all of them equally. A
 peer that is not installed is skipped, and a line names it. The last line of the output is JSON.
@@ -21,12 +21,14 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.router_load import BODY, allow_many_files
-from benchmarks.router_servers import CONNECTIONS, LOAD, Servers, peak_mb, rss_mb, say, stop
+from benchmarks.router_servers import CONNECTIONS, LOAD, PACKAGES, PEERS, Servers, peak_mb, rss_mb, say, stop
 
 SLOW_REQUESTS = 4096
 SLOW_S = 2.0
@@ -36,10 +38,12 @@ RESTART_S = 10.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="shorter rounds, without the memory test: under 50 s")
-    parser.add_argument("--rounds", type=int, help="rounds of the throughput test (default: 5, quick: 4)")
+    parser.add_argument(
+        "--quick", action="store_true", help="shorter rounds, no bursts of peers, no memory test: under 50 s"
+    )
+    parser.add_argument("--rounds", type=int, help="rounds of the throughput test (default: 5; quick: 8 s in all)")
     parser.add_argument("--requests", type=int, default=1_000_000, help="requests of the memory test (%(default)s)")
-    parser.add_argument("--sglang-python", metavar="PATH", help="path of a Python with sglang-router==0.3.2")
+    parser.add_argument("--peers-python", metavar="PATH", help=f"path of a Python with {PACKAGES}")
     parser.add_argument("--only", choices=("restart",), help="only the test that kills the router")
     parser.add_argument("--skip-naive", action="store_true", help="leave out verl's NaiveRouter")
     args = parser.parse_args()
@@ -79,19 +83,20 @@ class Bench:
         say(f"ready: reward-loop route in {min(starts):.2f} s (the best of {len(starts)} starts)")
         # Started in a thread, because importing verl is slow.
         naive = ThreadPoolExecutor().submit(lambda: None if args.skip_naive else self.servers.start_naive(backends))
-        if args.sglang_python and Path(args.sglang_python).exists():
-            url, process, seconds = self.servers.start_sglang(args.sglang_python, backends)
-            routers["sglang_router"] = url, process
-            results["ready_sglang_router_s"] = round(seconds, 3)
-        else:
-            say("sglang-router is skipped: --sglang-python needs the path of a Python with sglang-router==0.3.2")
+        if not args.peers_python:
+            say(f"{', '.join(PEERS)} are skipped: --peers-python needs the path of a Python with {PACKAGES}")
+        for name in PEERS if args.peers_python else ():
+            if peer := self.servers.start_peer(name, args.peers_python, backends):
+                routers[name] = peer[:2]
+                results[f"ready_{name}_s"] = round(peer[2], 3)
         if self.servers.nginx:
             routers["nginx"] = self.servers.start_nginx_proxy(backends)
         else:
             say("nginx is skipped: it is not installed")
         if started := naive.result():
-            routers["naive_router"] = started
-        results |= self.throughput(routers, args.rounds or (4 if args.quick else 5), 1 if args.quick else 4)
+            routers["naive_router"] = started[:2]
+        rounds = args.rounds or (max(1, 8 // len(routers)) if args.quick else 5)
+        results |= self.throughput(routers, rounds, 1 if args.quick else 4)
         for _, process in routers.values():
             stop(process)
         results |= self.slow(args)
@@ -123,13 +128,12 @@ class Bench:
             say(f"  {name:14} {rate[name]:8.0f} requests/s   p99 {p99[name]:6.2f} ms   rounds {fmt(rates[name])}")
             results[f"{name}_rps"] = round(rate[name])
             results[f"{name}_p99_ms"] = round(p99[name], 2)
-        for peer in set(routers) - {"reward_loop"}:
+        for peer in list(routers)[1:]:
             # The median of the ratios of each round: the machine's speed varies more between rounds than within one.
             pairs = zip(rates["reward_loop"], rates[peer], strict=True)
             results[f"vs_{peer}"] = round(statistics.median(own / other for own, other in pairs), 2)
-        if "sglang_router" in routers:
-            pairs = zip(p99s["reward_loop"], p99s["sglang_router"], strict=True)
-            results["p99_vs_sglang_router"] = round(statistics.median(own / other for own, other in pairs), 2)
+            pairs = zip(p99s["reward_loop"], p99s[peer], strict=True)
+            results[f"p99_vs_{peer}"] = round(statistics.median(own / other for own, other in pairs), 2)
         return results
 
     def slow(self, args: argparse.Namespace) -> dict[str, Any]:
@@ -138,29 +142,24 @@ class Bench:
         urls = [url for url, _ in backends]
         results: dict[str, Any] = {}
         times = {}
-        routers = {"reward_loop": lambda: self.servers.start_own(urls)[:2]}
-        if args.sglang_python and Path(args.sglang_python).exists():
-            routers["sglang_router"] = lambda: self.servers.start_sglang(args.sglang_python, urls)[:2]
-        if not args.quick and not args.skip_naive:
-            routers["naive_router"] = lambda: self.servers.start_naive(urls)
+        routers: dict[str, Callable[[], Any]] = {"reward_loop": lambda: self.servers.start_own(urls)}
+        for peer in PEERS if args.peers_python and not args.quick else ():
+            routers[peer] = partial(self.servers.start_peer, peer, args.peers_python, urls)
         # Alternating runs, and the minimum of each: other load only adds time.
-        turns = [*routers] if args.quick else [*routers, *("reward_loop", "sglang_router") * 2]
-        for name in filter(routers.__contains__, turns):
+        for name in [*routers] * (1 if args.quick else 2):
             started = routers[name]()
             if started is None:
                 continue
-            url, process = started
+            url, process, _ = started
             done = self.servers.own_load(url, SLOW_REQUESTS, requests=SLOW_REQUESTS)
             times[name] = min(done["seconds"], times.get(name, math.inf))
             peak = peak_mb(process.pid)
             say(f"  {name:14} {done['seconds']:6.2f} s   {done['failed']} failed   {peak:.0f} MB")
             results[f"inflight_4096_{name}_s"] = round(times[name], 2)
             results[f"inflight_4096_{name}_mb"] = max(round(peak), results.get(f"inflight_4096_{name}_mb", 0))
-            if name == "reward_loop":
-                results["inflight_4096_failed"] = done["failed"] + results.get("inflight_4096_failed", 0)
+            failed = f"inflight_4096_{name}_failed"
+            results[failed] = done["failed"] + results.get(failed, 0)
             stop(process)
-        if "sglang_router" in times:
-            results["inflight_4096_vs_sglang_router"] = round(times["sglang_router"] / times["reward_loop"], 2)
         for _, process in backends:
             stop(process)
         return results

@@ -17,7 +17,7 @@ from typing import Any
 
 import uvloop
 
-__all__ = ["ANSWER", "BODY", "PATH", "allow_many_files"]
+__all__ = ["ANSWER", "BODY", "MODELS", "PATH", "allow_many_files"]
 
 BODY = json.dumps({"model": "judge", "messages": [{"role": "user", "content": "x" * 1980}]}).encode()
 ANSWER = json.dumps(
@@ -29,6 +29,7 @@ ANSWER = json.dumps(
         "usage": {"prompt_tokens": 500, "completion_tokens": 4, "total_tokens": 504},
     }
 )
+MODELS = json.dumps({"object": "list", "data": [{"id": "judge", "object": "model", "owned_by": "vllm"}]})
 PATH = "/v1/chat/completions"
 HEALTHY = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
 
@@ -136,7 +137,8 @@ class Backend(asyncio.Protocol):
             return
         self.data = b""
         delay = self.delay if head.startswith(b"POST") else 0
-        answer = HEALTHY % (len(ANSWER), ANSWER.encode())
+        body = (MODELS if b" /v1/models " in head else ANSWER).encode()
+        answer = HEALTHY % (len(body), body)
         if delay:
             asyncio.get_running_loop().call_later(delay, self.transport.write, answer)
         else:

@@ -16,13 +16,17 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from benchmarks.router_load import ANSWER, BODY, PATH
+from benchmarks.router_load import ANSWER, BODY, MODELS, PATH
 
-__all__ = ["CONNECTIONS", "LOAD", "Servers", "peak_mb", "rss_mb", "say", "stop"]
+__all__ = ["CONNECTIONS", "LOAD", "PACKAGES", "PEERS", "Servers", "peak_mb", "rss_mb", "say", "stop"]
 
 CONNECTIONS = 64
 LOAD = "benchmarks.router_load"
 """The module of backends, load generator and callers."""
+PEERS = ("sglang_router", "vllm_router", "smg")
+"""The modules of routers that are installed in an environment of their own."""
+PACKAGES = "sglang-router==0.3.2 vllm-router==0.1.17 smg==1.13.0"
+"""What to install there. `smg` is the successor of sglang-router."""
 
 
 class Servers:
@@ -49,26 +53,32 @@ class Servers:
         with urllib.request.urlopen(url + "/workers", timeout=60):
             return url, process, ready
 
-    def start_sglang(
-        self, python: str, backends: list[str], policy: str = "round_robin"
-    ) -> tuple[str, subprocess.Popen[bytes], float]:
+    def start_peer(
+        self, module: str, python: str, backends: list[str], policy: str = "round_robin"
+    ) -> tuple[str, subprocess.Popen[bytes], float] | None:
+        """Start one of `PEERS`; return ``None``, and print why, if it does not start."""
         port = free_port()
-        command = [python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
+        command = [python, "-m", f"{module}.launch_router", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port()), "--log-level", "error"]
         command += ["--policy", policy, "--worker-urls", *backends]
-        return self.start(command, f"http://127.0.0.1:{port}", PATH, "sglang_router")
+        return self.start_if_possible(command, f"http://127.0.0.1:{port}", module)
 
-    def start_naive(self, backends: list[str]) -> tuple[str, subprocess.Popen[bytes]] | None:
+    def start_naive(self, backends: list[str]) -> tuple[str, subprocess.Popen[bytes], float] | None:
         port = free_port()
         code = (
             "import sys; from verl.experimental.reward_loop.router.naive_router import run_router; "
             "run_router('127.0.0.1', int(sys.argv[1]), sys.argv[2:])"
         )
         command = [sys.executable, "-c", code, str(port), *backends]
+        return self.start_if_possible(command, f"http://127.0.0.1:{port}", "naive_router")
+
+    def start_if_possible(
+        self, command: list[str], url: str, name: str
+    ) -> tuple[str, subprocess.Popen[bytes], float] | None:
         try:
-            return self.start(command, f"http://127.0.0.1:{port}", PATH, "naive_router")[:2]
-        except RuntimeError as error:
-            say(f"verl's NaiveRouter is skipped: {error}")
+            return self.start(command, url, PATH, name)
+        except (OSError, RuntimeError) as error:
+            say(f"{name} is skipped: {error}")
             return None
 
     def start_nginx_proxy(self, backends: list[str]) -> tuple[str, subprocess.Popen[bytes]]:
@@ -84,7 +94,8 @@ class Servers:
             return [self.backend(0)[0] for _ in range(4)]
         ports = [free_port() for _ in range(4)]
         listens = " ".join(f"listen 127.0.0.1:{port} backlog=4096;" for port in ports)
-        http = f"""server {{ {listens} location / {{ default_type application/json; return 200 '{ANSWER}'; }} }}"""
+        http = f"""server {{ {listens} default_type application/json;
+            location / {{ return 200 '{ANSWER}'; }} location = /v1/models {{ return 200 '{MODELS}'; }} }}"""
         self.start(*self.nginx_command(http, ports[0]), "backends")
         return [f"http://127.0.0.1:{port}" for port in ports]
 

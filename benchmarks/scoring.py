@@ -345,7 +345,7 @@ def main() -> None:
         asyncio.run(work(*options.work))
         return
     with tempfile.TemporaryDirectory() as folder:
-        speed = throughput(Path(folder), 3 if options.quick else 8)
+        speed = throughput(Path(folder), 2 if options.quick else 8)
     print(f"{'samples a second, functions that do nothing':46}{'verl':>9}{'ours':>9}{'times':>7}{'CPU times':>11}")
     line: dict[str, Any] = {}
     for name, key in (("asynchronous", "async"), ("sync", "sync")):

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.judge_workloads import Prompt, Unit
 from reward_loop.router.backend import Backend
-from reward_loop.router.policies import Affinity, Policy, is_overloaded
+from reward_loop.router.policies import Affinity, LeastInFlight, Policy, is_overloaded
 
 __all__ = ["Outcome", "Rendezvous", "moved_keys", "simulate"]
 
@@ -201,11 +201,13 @@ def simulate(policy: Policy, servers: int, units: list[Unit], in_flight: int) ->
 class Rendezvous(Affinity):
     """Rendezvous hashing with the bound of `Affinity`: the first server in the order of the key that is not overloaded.
 
-    For comparison: it needs no memory.
+    If all are, the one with the fewest requests in flight. For comparison: it needs no memory.
     """
 
     def choose(self, backends: Sequence[Backend], key: int | None) -> Backend:
         free = [backend for backend in backends if not is_overloaded(backend, backends)]
+        if not free:
+            return LeastInFlight.choose(self, backends, key)
         return max(free, key=lambda backend: blake2b(f"{key} {backend.url}".encode(), digest_size=8).digest())
 
 

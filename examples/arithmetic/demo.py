@@ -2,8 +2,8 @@
 
     python -m examples.arithmetic.demo [--quick]
 
-The demo creates the models (they are cached), trains the policy, and prints a report: accuracy on held-out problems
-before and after training, the time of each phase, and the number of rewards by outcome.
+The demo creates the models (they are cached), trains the policy, says what happened, and on a terminal shows the
+records in the viewer.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from types import FrameType
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from examples.arithmetic.models import Models, Recipe, WeakRewardModelError, make_models
 from examples.arithmetic.report import Report, plot, read_report
 from examples.training import TrainingProcess
+from reward_loop.records.events import health
 
 HERE = Path(__file__).resolve().parent
 CACHE = HERE.parents[1] / ".cache" / "arithmetic"
 RECORDS = Path("checkpoints", "rewards")
 """Where a run of verl writes its records, below the output folder."""
+UNSEEN = ("off by 1", "off by 2", "off by 10", "carry invented", "digits swapped", "digit wrong")
+"""The kinds of near misses that the weak reward model is not trained on."""
 LOG_TAIL = 40
 POLL_S = 0.25
 
@@ -58,6 +59,8 @@ class Settings:
     """Steps over which the health monitors compare the score with `acc`."""
     engine: str = "transformers"
     """The inference engine that serves the reward model."""
+    weak_judge: bool = False
+    """Whether the reward model is trained without the near misses of `UNSEEN`: the policy learns to exploit it."""
     recipe: Recipe = field(default_factory=Recipe)
     """The parameters of the models."""
 
@@ -107,6 +110,16 @@ def training_command(models: Models, output: Path, settings: Settings) -> list[s
         # The score does not depend on acc: a monitor warns if the score rises and acc does not.
         "reward_loop.health.reference=acc",
         f"reward_loop.health.window={settings.health_window}",
+        # Right sums have more digits than those without the last carry, and a digit is not a phrase. The reward model
+        # answers in milliseconds, so other load on the machine determines its latency.
+        "reward_loop.health.length_correlation=null",
+        "reward_loop.health.phrases=null",
+        "reward_loop.health.judge_latency=null",
+        # Probes of the reward model: labelled answers with near misses of all kinds, and answers wrong by construction.
+        f"reward_loop.audit.labelled={models.directory / 'labelled.jsonl'}",
+        "reward_loop.audit.share=0.05",
+        "reward_loop.audit.probes=[master_key,empty,other_answer,cut_off,question]",
+        "reward_loop.audit.accept=0.5",
         "trainer.logger=[console,file]",
         f"trainer.default_local_dir={output / 'checkpoints'}",
         f"trainer.rollout_data_dir={output / 'rollouts'}",
@@ -149,18 +162,41 @@ def train(console: Console, command: list[str], output: Path) -> int:
 
 
 def conclude(console: Console, report: Report, output: Path, seconds: dict[str, float]) -> None:
-    """Print the report, and write it to ``output``."""
+    """Say what happened, and write the whole report to ``output``."""
     (output / "report.json").write_text(json.dumps(report.as_dict() | {"seconds": seconds}, indent=2) + "\n")
+    (output / "report.txt").write_text("".join(f"{name:35} {text}\n" for name, text in report.table()))
     plot(report, output / "curves.png")
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, text in report.table():
-        table.add_row(name, text)
-    table.add_row("Seconds in all", f"{seconds['total']:.0f}, of them {seconds['models']:.0f} for the models")
-    table.add_row("Written", escape(f"report.json, curves.png, samples, logs in\n{shortest(output)}"))
-    console.print()
-    console.print(table, highlight=False)
-    view = f"{shortest(Path(sys.executable).with_name('reward-loop'))} view {shortest(output / RECORDS)} --open"
-    console.print(f"\nSee every sample in the browser:\n{view}", markup=False, highlight=False, soft_wrap=True)
+    lines = [*report.sentences(), *warned(report, output / RECORDS)]
+    lines.append(f"Seconds in all: {seconds['total']:.0f}, of them {seconds['models']:.0f} for the models.")
+    command = shortest(Path(sys.executable).with_name("reward-loop"))
+    lines += [
+        f"\nThe table of phases (report.txt), curves.png and logs are in {shortest(output)}",
+        f"All numbers of the rewards: {command} report {shortest(output / RECORDS)}",
+        f"Every sample in the browser: {command} view {shortest(output / RECORDS)} --open",
+    ]
+    console.print("\n" + "\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def warned(report: Report, records: Path) -> list[str]:
+    """Return a sentence about the first warning of the health monitors."""
+    warnings = health(records)
+    if not warnings:
+        return ["The health monitors gave no warning."]
+    first = warnings[0]
+    reward = {step.number: step.reward for step in report.steps}[first["step"]]
+    return [
+        f"First warning of the health monitors (of {len(warnings)}), in step {first['step']}, at a mean reward of "
+        f"{reward:.2f}:\n  {first['monitor']}: {first['message'].partition('. ')[0]}."
+    ]
+
+
+def show(output: Path) -> None:
+    """Replace this process by the viewer, which ends with Ctrl-C."""
+    command = [sys.executable, "-m", "reward_loop", "view", str(output / RECORDS), "--port", "0"]
+    if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
+        command.append("--open")
+    print("\nThe viewer shows them until you press Ctrl-C (--no-view leaves it out):", flush=True)
+    os.execv(sys.executable, command)
 
 
 def shortest(path: Path) -> Path:
@@ -172,8 +208,9 @@ def run(console: Console, output: Path, settings: Settings) -> int:
     """Create the models, train and report. Returns the exit status."""
     clear(output)
     started = time.monotonic()
+    recipe = replace(settings.recipe, seed=settings.seed, unseen=UNSEEN if settings.weak_judge else ())
     try:
-        models = make(console, replace(settings.recipe, seed=settings.seed))
+        models = make(console, recipe)
     except WeakRewardModelError as error:
         console.print(str(error), markup=False, highlight=False)
         return 1
@@ -197,7 +234,7 @@ def run(console: Console, output: Path, settings: Settings) -> int:
 def clear(output: Path) -> None:
     """Create the folder, and remove the files of an earlier run."""
     output.mkdir(parents=True, exist_ok=True)
-    for name in ("metrics.jsonl", "train.log", "report.json", "curves.png"):
+    for name in ("metrics.jsonl", "train.log", "report.json", "report.txt", "curves.png"):
         (output / name).unlink(missing_ok=True)
     for name in ("checkpoints", "rollouts", "validation", "hydra"):
         shutil.rmtree(output / name, ignore_errors=True)
@@ -221,6 +258,12 @@ def main(argv: list[str] | None = None) -> int:
         "--engine", choices=["transformers", "vllm"], help=f"engine that serves the reward model ({Settings.engine})"
     )
     parser.add_argument(
+        "--weak-judge",
+        action="store_true",
+        help="a reward model that accepts near misses: the policy exploits it",
+    )
+    parser.add_argument("--no-view", action="store_true", help="do not start the viewer at the end")
+    parser.add_argument(
         "--output", type=Path, default=Path("outputs/arithmetic"), metavar="DIR", help="default: %(default)s"
     )
     arguments = parser.parse_args(argv)
@@ -232,8 +275,12 @@ def main(argv: list[str] | None = None) -> int:
     settings = replace(QUICK if arguments.quick else Settings(), **given)
     console = Console()
     signal.signal(signal.SIGTERM, _interrupt)
+    output = arguments.output.resolve()
     try:
-        return run(console, arguments.output.resolve(), settings)
+        status = run(console, output, settings)
+        if status == 0 and console.is_terminal and not arguments.no_view and not os.environ.get("CI"):
+            show(output)
+        return status
     except KeyboardInterrupt:
         console.print("Interrupted; all processes have ended.")
         return 130

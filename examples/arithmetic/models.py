@@ -32,6 +32,8 @@ CHAT_TEMPLATE = (
 """A question, directly followed by its answer: ``37+85=122<|im_end|>``. Each character is a token."""
 QUESTION_TOKENS = 6
 """Length of all questions: all numbers have two digits."""
+LABELLED = 16
+"""Number of held-out problems with labelled answers: one of each kind."""
 HEAD_SIZE = 32
 """The smallest head size that vLLM's attention supports on a CPU."""
 
@@ -57,8 +59,10 @@ class Recipe:
     steps: int = 350
     """Training steps of the reward model."""
     bound: float = 0.97
-    """The reward model must be right about this share of the right answers, and of each kind of near misses. Otherwise
-    the policy would learn the wrong answers that the reward model accepts."""
+    """The reward model must be right about this share of the right answers, and of each kind of near misses that it was
+    trained on. Otherwise the policy would learn the wrong answers that the reward model accepts."""
+    unseen: tuple[str, ...] = ()
+    """Kinds of near misses that the reward model is not trained on. The bound does not apply to them."""
     rounds: int = 8
     """How often the reward model is trained, for a fifth of the steps after the first time, to reach the bound."""
     forgetting_steps: int = 30
@@ -74,7 +78,7 @@ class Models:
     """The created models and data."""
 
     directory: Path
-    """Contains ``policy``, ``reward_model``, ``train.parquet`` and ``held_out.parquet``."""
+    """Contains ``policy``, ``reward_model``, ``train.parquet``, ``held_out.parquet`` and ``labelled.jsonl``."""
     figures: dict[str, Any]
     """The reward model's accuracy on right answers and on each kind of near misses, its training steps, the number of
     parameters, and the seconds that the creation took."""
@@ -164,12 +168,13 @@ _WEIGHTS = {"off by 1": 4, "off by 2": 2, "off by 10": 3}
 """How often a kind is drawn for the training, relative to the others: these are the hardest to recognise."""
 
 
-def wrong_answer(problem: Problem, rng: random.Random) -> str:
-    """Return a wrong answer of a random kind."""
-    weights = [_WEIGHTS.get(kind, 1) for kind in NEAR_MISSES]
+def wrong_answer(problem: Problem, rng: random.Random, unseen: Sequence[str] = ()) -> str:
+    """Return a wrong answer of a random kind, except those in ``unseen``."""
+    kinds = [kind for kind in NEAR_MISSES if kind not in unseen]
+    weights = [_WEIGHTS.get(kind, 1) for kind in kinds]
     while True:
-        (draw,) = rng.choices(list(NEAR_MISSES.values()), weights)
-        answer = draw(problem, rng)
+        (kind,) = rng.choices(kinds, weights)
+        answer = NEAR_MISSES[kind](problem, rng)
         if answer != problem.answer:
             return answer
 
@@ -181,6 +186,21 @@ def answers_by_kind(problems: Sequence[Problem], rng: random.Random) -> dict[str
         for kind, draw in NEAR_MISSES.items()
     }
     return {"right": [(problem, problem.answer) for problem in problems], **wrong}
+
+
+def labelled_answers(problems: Sequence[Problem], rng: random.Random) -> list[dict[str, Any]]:
+    """Return right answers and wrong ones of each kind, as lines of ``reward_loop.audit.labelled``."""
+    return [
+        {
+            "uid": f"{kind}, {problem.question}{text}",
+            "solution_str": text,
+            "label": kind == "right",
+            "ground_truth": problem.answer,
+            "extra_info": {"question": problem.question, "split": "labelled"},
+        }
+        for kind, answers in answers_by_kind(problems, rng).items()
+        for problem, text in answers
+    ]
 
 
 def make_models(cache: Path, recipe: Recipe | None = None, report: Report = lambda text: None) -> Models:
@@ -225,6 +245,8 @@ def _make(recipe: Recipe, directory: Path, report: Report) -> dict[str, Any]:
     for split, problems in (("train", train), ("held_out", held_out)):
         pairs = [(problem.question, problem.answer) for problem in problems]
         write_dataset(directory / f"{split}.parquet", "arithmetic", split, pairs)
+    labelled = labelled_answers(held_out[:LABELLED], random.Random(recipe.seed))
+    (directory / "labelled.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in labelled))
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
 
@@ -245,7 +267,9 @@ def _make(recipe: Recipe, directory: Path, report: Report) -> dict[str, Any]:
             return rng.choices(train, k=recipe.batch_size)
 
         def adding_and_judging() -> Any:
-            texts = [(p, p.answer if rng.random() < recipe.right else wrong_answer(p, rng)) for p in batch()]
+            texts = [
+                (p, p.answer if rng.random() < recipe.right else wrong_answer(p, rng, recipe.unseen)) for p in batch()
+            ]
             answers = _Answers(tokenizer, texts)
             hidden = policy.model(answers.tokens).last_hidden_state
             # All beginnings of an answer are classified, not only the whole answer: that gives more training signal.
@@ -268,10 +292,11 @@ def _make(recipe: Recipe, directory: Path, report: Report) -> dict[str, Any]:
                 trained += 1
                 report(f"step {trained} of the reward model, loss {loss:.2f}")
             accuracy = {kind: _verdict_accuracy(judge, answers) for kind, answers in judged.items()}
-            if min(accuracy.values()) >= recipe.bound:
+            seen = {kind: share for kind, share in accuracy.items() if kind not in recipe.unseen}
+            worst = min(seen, key=seen.__getitem__)
+            if seen[worst] >= recipe.bound:
                 break
         else:
-            worst = min(accuracy, key=accuracy.__getitem__)
             raise WeakRewardModelError(
                 f"After {trained} steps, the reward model is right about {accuracy[worst]:.1%} of the held-out answers "
                 f"of the kind {worst!r}, less than {recipe.bound:.0%}: the policy would learn its mistakes. Try "

@@ -1,4 +1,4 @@
-"""The report of a demo run, made from the metrics that verl logs: a table, JSON and a figure."""
+"""The report of a demo run, made from the metrics that verl logs: sentences, a table, JSON and a figure."""
 
 from __future__ import annotations
 
@@ -65,6 +65,26 @@ class Report:
         """Number of training rewards by outcome."""
         return {name: sum(step.outcomes[name] for step in self.steps) for name in OUTCOMES}
 
+    @property
+    def hidden_share(self) -> float:
+        """Share of the seconds of judging that was hidden behind the rest; 0 without judging."""
+        return sum(step.hidden for step in self.steps) / (sum(step.judging for step in self.steps) or 1.0)
+
+    def sentences(self) -> list[str]:
+        """Return what happened, in a few sentences."""
+        found, first, last = self.as_dict(), self.steps[0], self.steps[-1]
+        judging = _median([step.judging for step in self.steps])
+        without = ", ".join(f"{count:,} {name}" for name, count in self.outcomes.items() if name != "scored" and count)
+        return [
+            f"Exact match on held-out problems {_change(found['accuracy_before'], found['accuracy_after'], '.0%')}.",
+            f"The mean reward {_change(first.reward, last.reward, '.2f')} in {last.number} steps.",
+            f"The judge took {judging:.1f} s a step, {self.hidden_share:.1%} of it hidden behind generation and "
+            "training.",
+            f"All steps took {found['total_seconds']:.0f} s. Without this overlap, waiting for the judge would have "
+            f"added {sum(step.hidden for step in self.steps):.0f} s.",
+            f"{self.outcomes['scored']:,} answers were scored; {without or 'none failed'}.",
+        ]
+
     def lines(self) -> list[str]:
         """Return a line for the validation before training and for each step."""
         found = {number: f"   exact match {accuracy:6.1%}" for number, accuracy in self.accuracy.items()}
@@ -91,7 +111,7 @@ class Report:
         }
 
     def table(self) -> list[tuple[str, str]]:
-        """Return the rows of the table: a name and a text."""
+        """Return the rows of the whole table: a name and a text."""
         found, steps = self.as_dict(), self.steps
         some = [steps[0], steps[len(steps) // 2], steps[-1]]
         rewards = " -> ".join(f"{step.reward:.3f}" for step in some)
@@ -102,16 +122,20 @@ class Report:
             "  waited for": [step.waited for step in steps],
             "  hidden behind the rest": [step.hidden for step in steps],
         }
-        hidden = sum(step.hidden for step in steps) / (sum(step.judging for step in steps) or 1.0)
         return [
             ("Exact match on held-out problems", f"{found['accuracy_before']:.1%} -> {found['accuracy_after']:.1%}"),
             ("Mean reward", f"{rewards} (steps {', '.join(str(step.number) for step in some)})"),
             ("Rewards", ", ".join(f"{count:,} {name}" for name, count in self.outcomes.items())),
             *((name, f"{_median(values):7.2f} {sum(values):8.1f}") for name, values in seconds.items()),
-            ("Hidden share of judging", f"{hidden:7.1%}"),
+            ("Hidden share of judging", f"{self.hidden_share:7.1%}"),
             ("All steps without overlap", f"{'':7} {found['total_seconds_without_overlap']:8.1f}"),
             ("Least seconds a step could take", f"{found['overlap'].get('floor_s', 0.0):7.2f}"),
         ]
+
+
+def _change(before: float, after: float, form: str) -> str:
+    old, new = f"{before:{form}}", f"{after:{form}}"
+    return f"stayed at {new}" if old == new else f"{'rose' if after > before else 'fell'} from {old} to {new}"
 
 
 def _median(values: list[float]) -> float:

@@ -317,8 +317,7 @@ class Audit:
             if (drift := self._labelled.drift(str(sample.uid), result.score)) is not None:
                 self._counts.drifts.append(drift)
             if accepted is not None:
-                self._counts.labels[label, accepted] += 1
-                self._counts.add(LABELLED.name, sample.uid, accepted == label)
+                self._counts.add_labelled(sample.uid, label, accepted)
         self._record(LABELLED, sample, float(label), result, active, accepted, exchanges_of(active))
 
     async def _ask_reference(self, sample: RewardSample, judged: RewardResult) -> None:

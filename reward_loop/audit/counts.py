@@ -14,6 +14,9 @@ from reward_loop.records.probes import kappa
 
 __all__ = ["AuditCounts", "ProbeCount", "ReferencePair"]
 
+WRONG = f"{CANARY}/labelled"
+"""The kind of labelled answers that are wrong."""
+
 MAX_SAMPLES = 8
 """The number of samples that are named for each kind of probe."""
 
@@ -50,7 +53,8 @@ class AuditCounts:
     """What the probes of one or more processes have found since the last time."""
 
     probes: dict[str, ProbeCount] = field(default_factory=dict)
-    """By kind: ``canary/KIND``, ``again``, ``frame``, ``order``, ``labelled``."""
+    """By kind: ``canary/KIND``, ``again``, ``frame``, ``order``, ``labelled``. Labelled answers that are wrong are also
+    canaries: `WRONG`."""
     labels: Counter[tuple[bool, bool]] = field(default_factory=Counter)
     """The number of labelled answers by label and by whether the judge accepted them."""
     drifts: list[float] = field(default_factory=list)
@@ -70,6 +74,13 @@ class AuditCounts:
         count.difference += difference
         if accepted == kind.startswith(CANARY) and uid is not None and len(count.samples) < MAX_SAMPLES:
             count.samples.append(uid)
+
+    def add_labelled(self, uid: str | None, label: bool, accepted: bool) -> None:
+        """Count a labelled answer that the judge has scored; a wrong one is also a canary."""
+        self.labels[label, accepted] += 1
+        self.add("labelled", uid, accepted == label)
+        if not label:
+            self.add(WRONG, uid, accepted)
 
     @classmethod
     def merged(cls, parts: Iterable[Self]) -> Self:
@@ -92,7 +103,8 @@ class AuditCounts:
     def metrics(self, group: str = "reward_loop/audit") -> dict[str, float]:
         """Return the metrics by name, each below ``group``; docs/health.md has their meanings."""
         found = {"without_score": float(self.without_score), "skipped": float(self.skipped)}
-        found["asked"] = float(sum(count.asked for count in self.probes.values()) + len(self.pairs))
+        asked = sum(count.asked for kind, count in self.probes.items() if kind != WRONG)
+        found["asked"] = float(asked + len(self.pairs))
         for kind, count in self.probes.items():
             if kind.startswith(CANARY):
                 found[f"{kind}/accepted"] = count.accepted / count.asked

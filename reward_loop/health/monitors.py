@@ -158,14 +158,15 @@ def _gap(step: Observation, history: History) -> dict[str, Reading]:
 
 
 def _canaries(step: Observation, history: History) -> dict[str, Reading]:
-    """Return the shares of accepted canaries of each kind, and of all kinds together.
+    """Return the shares of accepted canaries of each kind, and of all kinds together but the labelled answers.
 
     The window finds a small share, the step alone a sudden change.
     """
     kinds = {kind: counts for kind, counts in step.probes.items() if kind.startswith(CANARY) and counts.asked}
-    if len(kinds) > 1:
-        asked, accepted = (sum(values) for values in zip(*((c.asked, c.accepted) for c in kinds.values()), strict=True))
-        kinds["all"] = ProbeCounts(asked, accepted, [uid for counts in kinds.values() for uid in counts.samples])
+    made = [counts for kind, counts in kinds.items() if kind != CANARY + LABELLED]
+    if len(made) > 1:
+        asked, accepted = (sum(values) for values in zip(*((c.asked, c.accepted) for c in made), strict=True))
+        kinds["all"] = ProbeCounts(asked, accepted, [uid for counts in made for uid in counts.samples])
     found = {}
     for kind, counts in kinds.items():
         recent = history.recent(step.step, kind, counts)

@@ -70,3 +70,13 @@ def test_some_samples_are_named_of_accepted_canaries_and_of_scores_that_do_not_a
     for _ in range(2 * MAX_SAMPLES):
         found.add("again", "x", accepted=False)
     assert len(found.probes["again"].samples) == MAX_SAMPLES
+
+
+def test_a_wrong_labelled_answer_is_a_canary_and_is_asked_once() -> None:
+    found = AuditCounts()
+    for uid, label, accepted in (("a", True, False), ("b", False, True), ("c", False, False), ("d", True, True)):
+        found.add_labelled(uid, label, accepted)
+    metrics = found.metrics("audit")
+    assert metrics["audit/labelled/accuracy"] == metrics["audit/canary/labelled/accepted"] == 0.5
+    assert metrics["audit/asked"] == 4
+    assert found.probes["canary/labelled"].samples == ["b"]

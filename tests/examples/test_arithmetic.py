@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import re
 import shutil
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
+from rich.console import Console
 
 from examples.arithmetic import demo, models, reward
 from examples.arithmetic.models import (
@@ -29,12 +31,14 @@ from examples.arithmetic.models import (
     Recipe,
     WeakRewardModelError,
     answers_by_kind,
+    labelled_answers,
     make_models,
     make_problems,
     wrong_answer,
 )
-from examples.arithmetic.report import plot, read_report
+from examples.arithmetic.report import Report, plot, read_report
 from examples.tiny_models import tiny_tokenizer
+from reward_loop.records.events import open_health, warning_row
 from reward_loop.testing import FakeJudge
 
 RECORDED = Path(__file__).with_name("metrics.jsonl")
@@ -69,6 +73,20 @@ def test_wrong_answers_are_wrong_and_of_many_kinds() -> None:
     assert {"12", "112", "121", ""} <= set(answers)
     # Without a carry, the answer without carrying is right.
     assert "46" not in [wrong_answer(Problem(12, 34), rng) for _ in range(500)]
+
+
+def test_kinds_of_wrong_answers_can_be_left_out() -> None:
+    rng = random.Random(0)
+    assert set(demo.UNSEEN) < NEAR_MISSES.keys()
+    seen = [kind for kind in NEAR_MISSES if kind not in ("off by 1", "off by 10")]
+    assert {wrong_answer(Problem(37, 85), rng, seen) for _ in range(100)} == {"121", "123", "112", "132"}
+
+
+def test_labelled_answers_have_right_and_wrong_ones_of_each_kind() -> None:
+    lines = labelled_answers([Problem(37, 85), Problem(12, 34)], random.Random(0))
+    assert len({line["uid"] for line in lines}) == len(lines)
+    assert {line["uid"].split(",")[0] for line in lines} == {"right", *NEAR_MISSES}
+    assert all((line["solution_str"] == line["ground_truth"]) == line["label"] for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +245,9 @@ def test_a_report_without_metrics_is_empty(tmp_path: Path) -> None:
     assert (report.accuracy, report.steps, report.lines()) == ({}, [], [])
 
 
-def test_conclusion_and_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def judged(tmp_path: Path) -> Report:
+    """Return the report of the recorded run, with seconds of judging."""
     lines = [json.loads(line) for line in RECORDED.read_text().splitlines()]
     for line in lines[1:]:
         line["data"] |= {"timing_s/wait_reward": 1.0, "timing_s/step": line["data"]["timing_s/step"] + 1.0}
@@ -235,28 +255,92 @@ def test_conclusion_and_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str
         line["data"] |= {"reward_pipeline/judging_s": judging, "reward_pipeline/waiting_for_rewards_s": 1.0}
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    report = read_report(metrics)
-    demo.conclude(demo.Console(width=200), report, tmp_path, {"models": 60.0, "training": 90.0, "total": 150.0})
-    shown = re.sub(" +", " ", capsys.readouterr().out)
-    seconds = sum(step.seconds for step in report.steps)
+    return read_report(metrics)
+
+
+def test_the_conclusion_fits_a_screen_and_the_table_and_the_figure_are_written(
+    judged: Report, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo.conclude(demo.Console(width=80), judged, tmp_path, {"models": 60.0, "training": 90.0, "total": 150.0})
+    shown = capsys.readouterr().out
+    seconds = sum(step.seconds for step in judged.steps)
+    for sentence in (
+        "Exact match on held-out problems rose from 45% to 96%.",
+        "The mean reward rose from 0.45 to 0.73 in 6 steps.",
+        "The judge took 4.0 s a step, 79.3% of it hidden behind generation and training.",
+        f"All steps took {seconds:.0f} s. Without this overlap, waiting for the judge would have added 23 s.",
+        "1,536 answers were scored; none failed.",
+        "The health monitors gave no warning.",
+        "Seconds in all: 150, of them 60 for the models.",
+    ):
+        assert f"{sentence}\n" in shown
+    assert f"reward-loop report {tmp_path / demo.RECORDS}\n" in shown
+    assert f"reward-loop view {tmp_path / demo.RECORDS} --open\n" in shown
+    assert shown.count("\n") < 24
+    table = re.sub(" +", " ", (tmp_path / "report.txt").read_text())
     for row in (
-        "Exact match on held-out problems 45.3% -> 96.1%",
         "Rewards 1,536 scored, 0 unscored, 0 failed",
         f"Seconds a step (median), all steps 10.53 {seconds:.1f}",
         "waiting for rewards 1.00 6.0",
         "Seconds of judging 4.00 29.0",
-        "waited for 1.00 6.0",
         "hidden behind the rest 3.00 23.0",
         "Hidden share of judging 79.3%",
-        f"All steps without overlap {seconds + 23:.1f}",
-        "Seconds in all 150, of them 60 for the models",
     ):
-        assert row in shown
+        assert row in table
     written = json.loads((tmp_path / "report.json").read_text())
     assert written["accuracy_before"] == 0.4531
     assert written["total_seconds_without_overlap"] == pytest.approx(seconds + 23)
     assert len(written["steps"]) == 6
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_conclusion_names_the_first_warning_and_the_reward_at_that_time(judged: Report, tmp_path: Path) -> None:
+    health = open_health(tmp_path)
+    for step, message in ((3, "the judge accepted 9 of 10 answers. Read them. "), (5, "another one")):
+        health.write_rows([warning_row(step=step, monitor="canaries", message=message)])
+    health.flush()
+    (sentence,) = demo.warned(judged, tmp_path)
+    assert "(of 2), in step 3, at a mean reward of 0.64:" in sentence
+    assert sentence.endswith("canaries: the judge accepted 9 of 10 answers.")
+
+
+def test_sentences_of_a_run_that_got_worse_and_of_failed_rewards(judged: Report) -> None:
+    last = replace(judged.steps[-1], reward=0.2, outcomes={"scored": 250, "unscored": 0, "failed": 6})
+    worse = Report({0: 0.5, 6: 0.5}, [*judged.steps[:-1], last])
+    text = " ".join(worse.sentences())
+    assert "held-out problems stayed at 50%" in text
+    assert "The mean reward fell from 0.45 to 0.20" in text
+    assert "1,530 answers were scored; 6 failed." in text
+
+
+@pytest.mark.parametrize(
+    ("on_terminal", "options", "environment", "is_shown"),
+    [
+        (True, [], {}, True),
+        (True, ["--no-view"], {}, False),
+        (True, [], {"CI": "true"}, False),
+        (False, [], {}, False),
+    ],
+)
+def test_the_viewer_starts_on_a_terminal_only(
+    on_terminal: bool,
+    options: list[str],
+    environment: dict[str, str],
+    is_shown: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.delenv("CI", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(demo, "Console", lambda: Console(force_terminal=on_terminal))
+    monkeypatch.setattr(demo, "run", lambda *_: 0)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(os, "execv", lambda program, command: started.append(command))
+    assert demo.main([*options, "--output", str(tmp_path)]) == 0
+    records = str(tmp_path / demo.RECORDS)
+    assert [command[:5] for command in started] == [[sys.executable, "-m", "reward_loop", "view", records]] * is_shown
 
 
 def test_the_figure_shows_all_seconds_of_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,12 +370,18 @@ def test_the_options_become_settings(tmp_path: Path, monkeypatch: pytest.MonkeyP
     settings: list[demo.Settings] = []
     monkeypatch.setattr(demo, "run", lambda console, output, given: settings.append(given) or 0)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    for options in ([], ["--quick", "--steps", "2"], ["--judge-latency", "0", "--seed", "3", "--engine", "vllm"]):
+    for options in (
+        [],
+        ["--quick", "--steps", "2"],
+        ["--judge-latency", "0", "--seed", "3", "--engine", "vllm"],
+        ["--weak-judge"],
+    ):
         assert demo.main([*options, "--output", str(tmp_path)]) == 0
     assert settings == [
         demo.Settings(),
         replace(demo.QUICK, steps=2),
         demo.Settings(judge_latency=0, seed=3, engine="vllm"),
+        demo.Settings(weak_judge=True),
     ]
 
 

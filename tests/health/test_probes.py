@@ -58,6 +58,19 @@ def test_kinds_that_are_accepted_a_little_are_found_together() -> None:
     assert len(first.samples) == 5
 
 
+def test_wrong_labelled_answers_are_a_kind_of_their_own() -> None:
+    found = run(
+        [
+            {
+                "canary/labelled": ProbeCounts(40, 20),
+                "canary/empty": ProbeCounts(40, 0),
+                "canary/question": ProbeCounts(40, 0),
+            }
+        ]
+    )
+    assert [warning.subject for warning in found] == ["labelled"]
+
+
 @pytest.mark.parametrize("kind", ["again", "order", "frame", "labelled"])
 def test_a_fall_of_the_agreement_or_accuracy_is_found_once(kind: str) -> None:
     rng = np.random.default_rng(3)

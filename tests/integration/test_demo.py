@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from examples.arithmetic.demo import QUICK, RECORDS
-from reward_loop.records.reader import RecordsReader
+from reward_loop.records.files import AUDIT
+from reward_loop.records.reader import RecordsReader, read_rows
 from reward_loop.view.phases import PhaseReader
 from tools.browser import CHROMIUM, browser, server
 
@@ -41,7 +42,8 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_quick_demo(output: tuple[Path, str]) -> None:
     folder, printed = output
-    assert "Exact match on held-out problems" in printed
+    _, _, conclusion = printed.partition("Exact match on held-out problems")
+    assert 5 < conclusion.count("\n") < 24
     report = json.loads((folder / "report.json").read_text())
     # Two steps are too few for a certain gain; the whole demo shows the learning.
     assert 0 < report["accuracy_before"] < 1
@@ -57,6 +59,7 @@ def test_quick_demo(output: tuple[Path, str]) -> None:
     scored = [row for row in RecordsReader(records).rows() if row["outcome"] == "scored" and row.get("step")]
     assert len(scored) >= STEPS * QUICK.prompts * QUICK.answers
     assert all(row["judges"] for row in scored)
+    assert {row["probe"] for row in read_rows(records / AUDIT)} == {"canary", "labelled"}
     assert PhaseReader(records).steps().keys() == set(range(1, STEPS + 1))
 
 

@@ -85,6 +85,7 @@ async def test_probes_are_counted_and_labelled_answers_are_shared_by_the_workers
     assert {kind: (count.asked, count.accepted) for kind, count in counts.probes.items()} == {
         "again": (1, 1),
         "labelled": (1, 1),
+        "canary/labelled": (1, 0),
     }
     assert counts.labels == {(False, False): 1}
     assert not (await worker.audit_counts()).probes
