@@ -25,6 +25,18 @@ async def number(solution_str):
     return float(solution_str)
 
 
+async def test_the_unmasked_scores_of_a_group_are_found_by_their_indices_in_the_batch():
+    async def score(solution_str):
+        return None if solution_str == "3" else float(solution_str)
+
+    async with RewardAgent(naive(score)) as agent:
+        pending = agent.submit(numbered(5), groups=[2, 3])
+        await within(pending)
+    first, second = sorted(pending.complete_groups(), key=lambda group: group.index)
+    assert (first.unmasked, second.unmasked) == ({0: 0, 1: 1}, {2: 2, 4: 4})
+    assert second.scores == [2, 0, 4]
+
+
 async def test_the_garbage_collector_of_the_users_process_stays_as_it_is():
     before = gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()
     async with RewardAgent(naive(number)) as agent:
