@@ -24,13 +24,15 @@ class StepEvents:
     def __init__(self, records: Records | None) -> None:
         self._records = records
         self._step: int | None = None
+        self._has_steps = False
+        """Whether a step has begun: without steps, nobody reads the other events."""
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Record the block as a training step; see `RewardAgent.step`."""
         if self._step is not None:
             raise RewardLoopError(f"step {number} cannot begin: step {self._step} has not ended")
-        self._step = number
+        self._step, self._has_steps = number, True
         try:
             with self._recorded(STEP, number):
                 yield
@@ -66,13 +68,13 @@ class StepEvents:
                 self._records.write_event(phase_event(name, step, start, time.time(), waits_for))
 
     def reward_arrived(self, sample: object, submitted: float) -> None:
-        """Record a sample whose reward has arrived. Rows of verl's batch have no event.
+        """Record a sample whose reward has arrived, after the first step has begun. Rows of verl's batch have no event.
 
         Args:
             sample: the sample as the manager received it.
             submitted: when it was submitted, in seconds since 1970. When it was generated is not known.
         """
-        if self._records is None or not isinstance(sample, RewardSample):
+        if self._records is None or not self._has_steps or not isinstance(sample, RewardSample):
             return
         times = {"end": submitted, "scoring": submitted, "scored": time.time()}
         self._records.write_event(

@@ -58,9 +58,11 @@ async def test_the_hidden_share_is_that_of_the_time_without_waiting(tmp_path, cl
 
 async def test_events_are_those_of_the_recorded_samples_with_and_without_uid(tmp_path):
     async with RewardAgent(recording(tmp_path, lambda solution_str: float(solution_str))) as agent:
-        await within(agent.submit([Sample("1"), Sample("2"), Sample("3", uid="mine", group="g")], groups=[2, 1]))
+        with agent.step(1):
+            pending = agent.submit([Sample("1"), Sample("2"), Sample("3", uid="mine", group="g")], groups=[2, 1])
+        await within(pending)
     rows = {row["uid"]: row["group"] for row in RecordsReader(tmp_path).rows()}
-    events = {event["uid"]: event["group"] for event in read_events(tmp_path)}
+    events = {event["uid"]: event["group"] for event in read_events(tmp_path) if event["kind"] == "rollout"}
     assert rows == events
     assert rows.pop("mine") == "g"
     assert len(rows) == 2
@@ -103,10 +105,11 @@ async def test_wrong_use_is_refused_with_and_without_records(records, tmp_path):
             pass
 
 
-async def test_nothing_is_recorded_without_a_folder_and_outside_of_steps_no_waits(tmp_path):
+async def test_nothing_is_recorded_without_a_folder_and_without_steps(tmp_path):
     async with RewardAgent(naive(lambda solution_str: 1.0)) as agent:
         with agent.step(1), agent.phase("update"):
             assert (await within(agent.submit([Sample("x")])))[0]["reward_extra_info"]["reward_outcome"] == "scored"
     async with RewardAgent(recording(tmp_path, lambda solution_str: 1.0)) as agent:
         await within(agent.submit([Sample("x")]))
-    assert [event["kind"] for event in read_events(tmp_path)] == ["rollout"]
+    assert list(read_events(tmp_path)) == []
+    assert [row["outcome"] for row in RecordsReader(tmp_path).rows()] == ["scored"]
