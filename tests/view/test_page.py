@@ -301,7 +301,7 @@ def test_a_warning_leads_in_two_clicks_to_two_rollouts_side_by_side(page: Page) 
     open_view(page, "run")
     page.locator(".warnings").get_by_role("link", name="best and worst answers").click()
     rows = page.locator("table.plain tbody tr")
-    rows.first.wait_for()
+    rows.filter(has_text="large").wait_for()  # the page of the run also has such a table
     groups = rows.locator("td:nth-child(5)").all_inner_texts()
     gaps = [float(text) for text in rows.locator("td:first-child").all_inner_texts()]
     assert "large" in groups
