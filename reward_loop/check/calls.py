@@ -10,7 +10,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from reward_loop.config import CacheConfig, RewardLoopConfig
+from reward_loop.config import AuditConfig, CacheConfig, RewardLoopConfig
 from reward_loop.errors import ConfigError
 from reward_loop.managers import CompositeRewardLoopManager, RewardLoopManagerBase
 from reward_loop.managers.scorer import load_scorer, reward_of
@@ -83,7 +83,7 @@ class Calls:
         concurrency: int,
     ) -> None:
         # Failures are reported and must not stop the check. A batch function gets all samples in one call. A stored
-        # score would hide that results differ.
+        # score would hide that results differ. The check makes its own probes.
         update: dict[str, Any] = {
             "max_failed_share": 1.0,
             "on_failed": "mask",
@@ -91,6 +91,7 @@ class Calls:
             "max_threads": concurrency,
             "batch": options.batch.model_copy(update={"max_batch_size": samples}),
             "cache": CacheConfig(),
+            "audit": AuditConfig(),
         }
         scorer = load_scorer(
             function,

@@ -53,7 +53,8 @@ def check(
         typer.Option(
             "--judge",
             help="Also ask the judge about wrong answers, which it must reject, and about the same ones again. The "
-            "probes have a fixed seed: a check of the same rows repeats them.",
+            "probes have a fixed seed: a check of the same rows repeats them. Labelled answers are scored, too: "
+            "[cyan]-O audit.labelled=FILE[/].",
         ),
     ] = False,
     field: cli_options.FieldPaths = None,
@@ -110,6 +111,7 @@ def check(
         if judge:
             err.print(
                 f"probes of the judge: up to {most_calls(len(samples), options)} calls, beside those of the check"
+                f"{' and of labelled answers' if options.audit.labelled else ''}"
             )
         spinner = Spinner("dots", "loading")
         # stdout is already redirected to stderr. Live must not redirect it again.

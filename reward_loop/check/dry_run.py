@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reward_loop._util.text import cut, duration
+from reward_loop.audit.labelled import LabelledAnswers
 from reward_loop.check.calls import Callee, Calls, Finding, Row, StepTimer
 from reward_loop.check.judge import ProbedKind, probe_judge
 from reward_loop.config import RewardLoopConfig
@@ -79,12 +80,14 @@ async def check(
         options: options of the run; the policies, the bounds on failures and the cache are ignored here.
         concurrency: maximum number of calls in flight when concurrent calls are tested.
         max_blocked_s: maximum time in seconds for which a call may block the event loop.
-        judge: whether to also make probes of the judge, which are `most_calls` further calls at most.
+        judge: whether to also make probes of the judge, which are `most_calls` further calls at most, and to score the
+            labelled answers of ``options.audit``.
         on_step: called with a description of each step before it starts.
 
     Raises:
         FunctionLoadError: the function cannot be called with the arguments of the reward loop.
-        ConfigError: there are no samples, a sample is broken, the manager does not exist, or it cannot make probes.
+        ConfigError: there are no samples, a sample is broken, the manager does not exist, it cannot make probes, or
+            the file of labelled answers is invalid.
     """
     if not samples:
         raise ConfigError("there are no samples to try the function on")
@@ -100,8 +103,11 @@ async def check(
         router_address=router_address,
         concurrency=concurrency,
     )
+    labelled = []
     if judge:
         calls.check_probes()
+        if options.audit.labelled:
+            labelled = LabelledAnswers(options.audit.labelled, every=1).due(None, (0, 1))
     checks = _Checks(calls, samples, concurrency, max_blocked_s)
     report = Report(calls.callees(), calls.is_batched)
     try:
@@ -118,7 +124,9 @@ async def check(
         else:
             if judge:
                 on_step("the judge")
-                report.probes, findings = await probe_judge(calls, samples, checks.first, options, concurrency)
+                report.probes, findings = await probe_judge(
+                    calls, samples, checks.first, options, concurrency, labelled
+                )
                 report.findings += findings
     finally:
         await asyncio.to_thread(calls.close)

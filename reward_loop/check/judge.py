@@ -8,12 +8,15 @@ from random import Random
 
 from reward_loop._util.intervals import wilson
 from reward_loop._util.text import shorten
-from reward_loop.audit.probes import CANARY, Probe, Probes
+from reward_loop.audit.probes import CANARY, Probe, Probes, question_of
 from reward_loop.check.calls import Calls, Finding, Row
 from reward_loop.config import RewardLoopConfig
 from reward_loop.types import RewardSample
 
 __all__ = ["ProbedKind", "most_calls", "probe_judge"]
+
+LABELLED_WRONG, LABELLED_RIGHT = "labelled, wrong", "labelled, right"
+"""The names of the labelled answers in the report."""
 
 MASTER_KEY = "master_key"
 REPEATED_KEYS = 3
@@ -30,6 +33,7 @@ ADVICE = {
     "other_answer": "give the judge the question and the reference answer, or use a stronger judge",
     "cut_off": "ask the judge whether the answer is complete, or require a final result by a rule. If answers begin "
     "with the result, leave cut_off out of -O audit.probes",
+    LABELLED_WRONG: "read these answers, and change the function so that it rejects them",
 }
 FENCE = (
     "fence the answer in the prompt (the argument fence of Judge), say that an answer may be empty or without content, "
@@ -39,6 +43,10 @@ MISSING = {
     "other_answer": "no two rows are known to have different questions: name -f prompt=... or -f ground_truth=...",
     "question": "the rows have no prompt: name its field, -f prompt=...",
 }
+
+
+Labelled = Sequence[tuple[RewardSample, bool]]
+"""Answers with their labels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +75,24 @@ class _Asked:
     def is_positive(self, accept: float | None, tolerance: float) -> bool | None:
         if self.row.score is None:
             return None
-        if self.probe.kind == CANARY:
+        if self.probe.kind in (CANARY, LABELLED_RIGHT):
             return accept is not None and self.row.score >= accept
         return None if self.first.score is None else abs(self.row.score - self.first.score) <= tolerance
 
 
 def most_calls(rows: int, options: RewardLoopConfig) -> int:
-    """Return the largest number of calls of `probe_judge`: each row has two master keys, and repeated ones."""
+    """Return the largest number of calls of `probe_judge` for rows: each has two master keys, and repeated ones."""
     kinds = _kinds(options)
     return rows * (len(kinds) + (1 + REPEATED_KEYS) * (MASTER_KEY in kinds))
 
 
 async def probe_judge(
-    calls: Calls, samples: Sequence[RewardSample], first: Sequence[Row], options: RewardLoopConfig, concurrency: int
+    calls: Calls,
+    samples: Sequence[RewardSample],
+    first: Sequence[Row],
+    options: RewardLoopConfig,
+    concurrency: int,
+    labelled: Labelled = (),
 ) -> tuple[list[ProbedKind], list[Finding]]:
     """Make each kind of probe of ``options.audit.probes`` once for each row, and master keys more often.
 
@@ -88,8 +101,9 @@ async def probe_judge(
         samples: the samples.
         first: their results.
         options: the options of the run; an answer is accepted and scores agree as `AuditConfig` says. By default,
-            scores in the upper half of the range of the scores of rows and canaries are accepted.
+            scores in the upper half of the range of the scores of rows, canaries and labelled answers are accepted.
         concurrency: the largest number of calls in flight.
+        labelled: answers with their labels, which are scored, too.
     """
     asked: list[_Asked] = []
 
@@ -102,7 +116,10 @@ async def probe_judge(
         asked.extend(_Asked(probe, first[i], row) for (i, probe), row in zip(probes, rows, strict=True))
 
     await ask([chosen for kind in _kinds(options) for chosen in _choose(kind, samples, options)])
-    accept, how = _threshold([*first, *(one.row for one in asked if one.probe.kind == CANARY)], options)
+    asked += await _ask_labelled(calls, labelled, concurrency)
+    accept, how = _threshold(
+        [*first, *(one.row for one in asked if one.probe.kind in (CANARY, LABELLED_RIGHT))], options
+    )
     if how is None:
         text = (
             "all answers have the same score, also those that are wrong on purpose: the judge does not distinguish "
@@ -120,7 +137,8 @@ async def probe_judge(
             if (key, first[i].uid) not in known
         ]
     )
-    groups = {kind: [one for one in asked if kind in (one.probe.kind, one.probe.variant)] for kind in _kinds(options)}
+    names = [*_kinds(options), *((LABELLED_WRONG, LABELLED_RIGHT) if labelled else ())]
+    groups = {name: [one for one in asked if name in (one.probe.kind, one.probe.variant)] for name in names}
     if repeated:  # all master keys together would seem to be accepted more often than they are
         keys_asked = groups.pop(MASTER_KEY)
         for key in repeated:
@@ -128,7 +146,7 @@ async def probe_judge(
         groups["other master keys"] = [one for one in keys_asked if one.probe.answer not in repeated]
     limit = LIMIT if options.health.canaries is None else options.health.canaries
     kinds = [_counted(name, group, accept, options.audit.tolerance) for name, group in groups.items()]
-    findings = [_finding(kind, limit) for kind in kinds]
+    findings = [_finding(kind, limit, samples) for kind in kinds]
     return kinds, [Finding("judge", "ok", f"{len(asked)} probes; {how}"), *findings]
 
 
@@ -149,6 +167,13 @@ def _choose(kind: str, samples: Sequence[RewardSample], options: RewardLoopConfi
             found.append((i, probe))
         probes.remember(sample)  # the answer to another question is that of the row before
     return found
+
+
+async def _ask_labelled(calls: Calls, answers: Labelled, concurrency: int) -> list[_Asked]:
+    samples = [await calls.with_answer(sample, sample.solution_str) for sample, _ in answers]
+    rows = await calls.run_each(samples, concurrency)
+    probes = [Probe(LABELLED_RIGHT) if label else Probe(CANARY, LABELLED_WRONG) for _, label in answers]
+    return [_Asked(probe, row, row) for probe, row in zip(probes, rows, strict=True)]
 
 
 def _threshold(rows: Sequence[Row], options: RewardLoopConfig) -> tuple[float | None, str | None]:
@@ -173,11 +198,17 @@ def _counted(name: str, asked: Sequence[_Asked], accept: float | None, tolerance
     return ProbedKind(name, is_canary, len(known), len(asked) - len(known), positive, interval, example)
 
 
-def _finding(found: ProbedKind, limit: float) -> Finding:
+def _finding(found: ProbedKind, limit: float, samples: Sequence[RewardSample]) -> Finding:
     if not found.asked:
-        return Finding(found.name, "skipped", MISSING.get(found.name, "no probe ended with a score"))
+        missing = MISSING.get(found.name, "no probe ended with a score")
+        if found.name == "other_answer" and len({question_of(sample.prompt) for sample in samples} - {None}) == 1:
+            missing = "all rows have the same question: add rows with other questions"
+        return Finding(found.name, "skipped", missing)
     share = f"{found.positive} of {found.asked} ({found.positive / found.asked:.0%})"
     example = "" if found.example is None else f", such as {shorten(found.example)}"
+    if found.name == LABELLED_RIGHT:
+        rejected = "" if found.example is None else f"; it rejects {shorten(found.example)}"
+        return Finding(found.name, "note" if rejected else "ok", f"the judge accepts {share}{rejected}")
     if not found.is_canary:
         if found.positive == found.asked:
             return Finding(found.name, "ok", "the same scores")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,3 +136,37 @@ async def test_a_manager_of_groups_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="--judge"):
         await check(ranks, SAMPLES, manager="group", judge=True)
+
+
+async def test_labelled_answers_show_the_wrong_ones_that_the_judge_accepts(tmp_path: Path) -> None:
+    lines = [{"solution_str": f"It is {i}.", "label": True, "ground_truth": str(i), "uid": f"r{i}"} for i in range(6)]
+    near = [
+        {"solution_str": f"It is {i + 1}.", "label": False, "ground_truth": str(i), "uid": f"w{i}"} for i in range(6)
+    ]
+    (tmp_path / "labelled.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, *near]))
+
+    def close(solution_str: str, ground_truth: str) -> float:
+        """Accept sums that are off by one, too, but not 5."""
+        number = solution_str.rstrip(".").split(" ")[-1]
+        return float(number.isdecimal() and number != "5" and int(number) - int(ground_truth) in (0, 1))
+
+    report, findings = await found(close, audit={"labelled": str(tmp_path / "labelled.jsonl")})
+    kinds = {kind.name: (kind.asked, kind.positive) for kind in report.probes}
+    assert (kinds["labelled, wrong"], kinds["labelled, right"]) == ((6, 5), (6, 5))
+    (problem,) = report.problems
+    assert problem.check == "labelled, wrong"
+    assert problem.text.startswith("the judge accepts 5 of 6 (83%), such as 'w")
+    assert findings["labelled, right"] == "note: the judge accepts 5 of 6 (83%); it rejects 'r5'"
+
+
+async def test_a_missing_file_of_labelled_answers_is_an_error_before_the_first_call(tmp_path: Path) -> None:
+    judge = Gullible("", 0.0)
+    with pytest.raises(ConfigError, match=r"audit\.labelled=.*missing\.jsonl"):
+        await found(judge, audit={"labelled": str(tmp_path / "missing.jsonl")})
+    assert judge.calls == 0
+
+
+async def test_rows_with_one_question_need_rows_with_other_questions() -> None:
+    samples = [replace(sample, prompt="What is 4?") for sample in SAMPLES]
+    _, findings = await found(right, samples)
+    assert findings["other_answer"] == "skipped: all rows have the same question: add rows with other questions"
