@@ -170,7 +170,8 @@ def _canaries(step: Observation, history: History) -> dict[str, Reading]:
     found = {}
     for kind, counts in kinds.items():
         recent = history.recent(step.step, kind, counts)
-        detail = f"{counts.accepted} of {counts.asked} answers, and {recent.accepted} of {recent.asked} in the window,"
+        window = f"{recent.accepted} of {recent.asked} in the window"
+        detail = f"{counts.accepted} of {counts.asked} wrong answers, {window}"
         certain = max(wilson_lower(recent), wilson_lower(counts))
         samples = counts.samples[:MOST_SAMPLES]
         found[kind.removeprefix(CANARY)] = Reading(recent.accepted / recent.asked, certain, detail, samples)
@@ -296,7 +297,7 @@ MONITORS = (
         "canaries",
         _canaries,
         _fixed,
-        "the judge accepted {detail} that are wrong on purpose ({subject}; limit {limit:.0%})",
+        "the judge accepted {detail} (kind {subject}; limit {limit:.0%})",
         "Read these answers and the judge's replies in the records of the probes: the policy may find such answers",
         is_event=True,
     ),

@@ -127,6 +127,6 @@ def _warning(
     monitor: Monitor, subject: str, reading: Reading, limit: float, baseline: float | None, since: int, step: int
 ) -> HealthWarning:
     fields = {**reading._asdict(), "subject": subject, "limit": limit, "baseline": baseline}
-    steps = f"in step {step}" if since == step else f"since step {since}"
-    message = f"{monitor.seen.format(**fields)}, {steps}. {monitor.look.format(**fields)}."
+    steps = f"In step {step}" if since == step else f"Since step {since}"
+    message = f"{steps}, {monitor.seen.format(**fields)}. {monitor.look.format(**fields)}."
     return HealthWarning(step, monitor.name, subject, message, reading.value, limit, since, list(reading.samples))

@@ -24,7 +24,10 @@ from reward_loop.offline.folder import MAX_BYTES, ScoredFolder, check_export
 from reward_loop.offline.folder import export as write_export
 from reward_loop.offline.inputs import Inputs, is_compressed
 from reward_loop.offline.run import ScoringProgress, Usage, score_rows, usage_of
-from reward_loop.records.command import outcomes_of, show_report
+from reward_loop.records.command import outcomes_of, show_probes, show_report
+from reward_loop.records.files import AUDIT
+from reward_loop.records.probes import probe_counts
+from reward_loop.records.reader import read_rows
 from reward_loop.records.report import Price, Report
 from reward_loop.scoring.load import load_function, source_hash
 from reward_loop.types import Outcome
@@ -178,6 +181,8 @@ def score(
             "records": str(path),
             "export": None if export is None else str(export),
         }
+        if (audit := getattr(scorer.manager, "audit", None)) is not None:
+            run |= {"audit": probe_counts(read_rows(path / AUDIT)), "probes_skipped": audit.take().skipped}
         if as_json:
             stdout.write(encode({**report.to_dict(prices), **run}).decode() + "\n")
         else:
@@ -249,6 +254,9 @@ def _identity(
 
 def _show(report: Report, run: Mapping[str, Any], prices: Price | None, out: Console) -> None:
     show_report(report, out, prices)
+    show_probes(run.get("audit", ()), out)
+    if skipped := run.get("probes_skipped"):
+        out.print(f"{skipped} probes were skipped: too many others waited")
     out.print()
     table = Table.grid(padding=(0, 2))
     records = escape(run["records"])

@@ -116,6 +116,8 @@ def score_rows(
 
     with contextlib.chdir("."):  # a function in a thread may change the working directory
         run(score_all())
+    if isinstance(manager, RewardLoopManagerBase) and manager.audit is not None:
+        manager.audit.close()
     folder.flush()
     return resumed
 

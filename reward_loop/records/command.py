@@ -23,7 +23,7 @@ from reward_loop.records.reader import RecordsReader, read_rows
 from reward_loop.records.report import SHOWN, Price, Report
 from reward_loop.records.watchdog import ask, processes, why
 
-__all__ = ["outcomes_of", "report", "show_report", "stuck"]
+__all__ = ["outcomes_of", "report", "show_probes", "show_report", "stuck"]
 
 _PARTS = 30
 """The largest number of rows of a table, and of warnings."""
@@ -77,7 +77,7 @@ def report(
         print(encode({**found.to_dict(prices), "audit": probes, "warnings": warnings}).decode())
     else:
         show_report(found, out, prices)
-        _show_probes(probes, out)
+        show_probes(probes, out)
         _show_warnings(warnings, out)
     if reader.incomplete:
         console(stderr=True).print(
@@ -127,7 +127,7 @@ def _show_warnings(warnings: Sequence[Values], out: Console) -> None:
     for warning in warnings[:_PARTS]:
         message = f"step {warning['step']}, {warning['monitor']}: {warning['message']}"
         if warning["samples"]:
-            message += f" Samples: {', '.join(warning['samples'])}."
+            message += f" Samples: {'; '.join(warning['samples'])}."
         out.print(f"- {escape(message)}")
     _note_more(warnings, out)
 
@@ -165,7 +165,7 @@ def _show_judges(judges: Mapping[str, Values], with_cost: bool, out: Console) ->
         _show_table([*columns, "cost"] if with_cost else columns, rows, out)
 
 
-def _show_probes(probes: Sequence[Values], out: Console) -> None:
+def show_probes(probes: Sequence[Values], out: Console) -> None:
     """Print the share or mean of each kind of probes of the judge, with its confidence interval."""
     rows = [
         (one["metric"], one["counted"], one["without_score"], one["value"], *(one["interval"] or (None, None)))

@@ -57,7 +57,7 @@ class StepHealth:
             logger.exception("the monitors of reward_loop.health failed in step %d", step)
             return {}
         for warning in found.warnings:
-            samples = f" Samples: {', '.join(warning.samples)}." if warning.samples else ""
+            samples = f" Samples: {'; '.join(warning.samples)}." if warning.samples else ""
             where = f" Records: {self._options.log_dir}." if self._options.log_dir else ""
             logger.warning("reward_loop.health.%s: %s%s%s", warning.monitor, warning.message, samples, where)
         if self._records is not None:

@@ -36,7 +36,10 @@ def test_a_judge_that_accepts_a_master_key_is_found_in_the_first_step(seed: int)
     counts = drawn(np.random.default_rng(seed), 32, 0.6)
     found = run([{"canary/master key": counts}])
     assert [(warning.monitor, warning.subject, warning.step) for warning in found] == [("canaries", "master key", 1)]
-    assert f"{counts.accepted} of 32" in found[0].message
+    count = f"{counts.accepted} of 32"
+    assert found[0].message.startswith(
+        f"In step 1, the judge accepted {count} wrong answers, {count} in the window (kind master key; limit 10%). Read"
+    )
 
 
 @pytest.mark.parametrize("asked", [1, 6, 32])

@@ -182,7 +182,7 @@ def test_the_report_shows_warnings_and_their_samples(tmp_path: Path) -> None:
     shown = " ".join(CliRunner().invoke(cli.app, ["report", str(folder)]).output.split())
     assert "2 warnings of the health monitors: - step 12, masked_share: 30% of the samples" in shown
     assert "Look at [their] errors." in shown
-    assert "Samples: a_0, b_1." in shown
+    assert "Samples: a_0; b_1." in shown
 
 
 def health_of(folder: Path) -> tuple[list[Any], bool]:

@@ -96,7 +96,7 @@ def test_the_reference_and_the_samples_that_contradict_it(
         found.append(monitors.metrics(step, run.rewards()))
     assert [metrics.get("reward_loop/health/reference_gap", 0.0) > 0.5 for metrics in found] == [False] * 3 + [True]
     (logged,) = [message for message in caplog.messages if "reference_gap" in message]
-    assert "Samples: p0_3, p1_3, p2_3, p3_3, p4_3." in logged
+    assert "Samples: p0_3; p1_3; p2_3; p3_3; p4_3." in logged
     assert open_health(tmp_path).flush()
     (warning,) = [warning for warning in health(tmp_path) if warning["monitor"] == "reference_gap"]
     assert warning["samples"] == [f"p{group}_3" for group in range(5)]
@@ -130,7 +130,7 @@ def test_a_warning_is_logged_and_recorded_once(run: Run, tmp_path: Path, caplog:
     assert [found["reward_loop/health/warnings"] for found in metrics] == [0, 0, 1, 1, 1, 1]
     (logged,) = caplog.messages
     assert logged.startswith(
-        "reward_loop.health.masked_share: 25% of the samples are masked (limit 10%), since step 1."
+        "reward_loop.health.masked_share: Since step 1, 25% of the samples are masked (limit 10%)."
     )
     assert str(tmp_path) in logged
     writer = open_health(tmp_path)
@@ -170,7 +170,7 @@ def test_the_counts_of_an_audit_reach_the_monitors(run: Run, caplog: pytest.LogC
         found = run.health().metrics(1, run.rewards(), audit)
     assert found["reward_loop/health/canaries"] == 0.625
     assert "reward_loop.health.canaries: " in caplog.text
-    assert "Samples: u0, u1" in caplog.text
+    assert "Samples: u0; u1" in caplog.text
 
 
 def test_the_warning_of_a_reference_judge_names_the_samples_with_the_largest_gap(
