@@ -158,8 +158,11 @@ class Audit:
         self._lowest = min([self._lowest, *scored.values()])
         self._highest = max([self._highest, *scored.values()])
         if self._labelled is not None:
+            is_first = self._labelled.is_first
             for answer, label in self._labelled.due(samples[0].step, self.part):
-                self._labelled_waiting.append(functools.partial(self._ask_labelled, answer, label, samples[0].step))
+                self._labelled_waiting.append(
+                    functools.partial(self._ask_labelled, answer, label, samples[0].step, is_first)
+                )
         for index in scored:
             if self._reference is not None and self._random.random() < self._options.reference_share:
                 self._enqueue(functools.partial(self._ask_reference, samples[index], results[index]))
@@ -306,19 +309,20 @@ class Audit:
             exchanges = exchanges_of(active) if position == min(compared) else []
             self._record(probe, samples[position], score, result, active, is_right, exchanges)
 
-    async def _ask_labelled(self, answer: RewardSample, label: bool, step: int | None) -> None:
+    async def _ask_labelled(self, answer: RewardSample, label: bool, step: int | None, is_first: bool) -> None:
+        assert self._labelled is not None
         sample = await self._manager.with_answer(replace(answer, step=step), answer.solution_str)
         result, active = await self._score(sample)
         accepted = None if result.score is None else self._accepts(result.score)
         if result.score is None:
             self._counts.without_score += 1
         else:
-            assert self._labelled is not None
             if (drift := self._labelled.drift(str(sample.uid), result.score)) is not None:
                 self._counts.drifts.append(drift)
             if accepted is not None:
                 self._counts.add_labelled(sample.uid, label, accepted)
-        self._record(LABELLED, sample, float(label), result, active, accepted, exchanges_of(active))
+        texts = {"prompt": sample.prompt, "ground_truth": sample.ground_truth} if is_first else {}
+        self._record(LABELLED, sample, float(label), result, active, accepted, exchanges_of(active), texts=texts)
 
     async def _ask_reference(self, sample: RewardSample, judged: RewardResult) -> None:
         assert self._reference is not None
@@ -365,6 +369,7 @@ class Audit:
         accepted: bool | None,
         exchanges: Sequence[dict[str, Any]],
         components: Mapping[str, tuple[float, float]] | None = None,
+        texts: Mapping[str, Any] | None = None,
     ) -> None:
         if self._records is None:
             return
@@ -385,6 +390,7 @@ class Audit:
             error=result.error,
             seconds=active.seconds,
             exchanges=exchanges,
+            **(texts or {}),
         )
         self._records.write_rows([row])
 

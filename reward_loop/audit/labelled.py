@@ -72,6 +72,11 @@ class LabelledAnswers:
         self._times = 0
         self._first: dict[str, float] = {}
 
+    @property
+    def is_first(self) -> bool:
+        """Whether the answers have not been due yet."""
+        return self._next_step is None
+
     def due(self, step: int | None, part: tuple[int, int]) -> list[tuple[RewardSample, bool]]:
         """Return the answers to score in a step, in a new order each time; empty if it is not time.
 

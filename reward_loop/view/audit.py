@@ -47,13 +47,20 @@ _ERRORS = {
 }
 """The probes of a kind that show errors of the judge, and their order; the last entry is for all other kinds."""
 
+# Labelled answers are scored again and again: only the latest error of each is shown.
 _WORST = f"""
-SELECT chunk, time, uid, step, function, score, probe_score FROM probes
-WHERE kind = ? AND {{where}} ORDER BY {{order}}, time DESC LIMIT {SHOWN}
+SELECT chunk, time, uid, step, function, score, probe_score FROM probes WHERE kind = ? AND {{where}}
+QUALIFY uid IS NULL OR row_number() OVER (PARTITION BY uid ORDER BY time DESC) = 1
+ORDER BY {{order}}, time DESC LIMIT {SHOWN}
 """
 # A uid may occur again, in another epoch: the sample that was scored at almost the same time counts.
 _SAMPLES = """
 SELECT uid, time, id, text_file, text_offset, text_bytes FROM samples WHERE uid IN (SELECT unnest(?))
+"""
+# Prompt and ground truth of a labelled answer are in its first row.
+_FIRST = """
+SELECT uid, arg_min(chunk, time) AS chunk, min(time) AS time FROM probes
+WHERE kind = ? AND uid IN (SELECT unnest(?)) GROUP BY uid
 """
 
 
@@ -133,11 +140,18 @@ def _worst(index: Index, reader: RecordsReader, kind: str) -> list[dict[str, Any
     samples: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for sample in index.rows(_SAMPLES, [[row["uid"] for row in found]]):
         samples[sample["uid"]].append(sample)
+    first = {}
+    if kind == LABELLED:
+        first = {row["uid"]: row for row in index.rows(_FIRST, [kind, [row["uid"] for row in found]])}
     for row in found:
         line = index.line(row.pop("chunk"), time=row["time"], uid=row["uid"]) or {}
         row |= {"answer": line.get("answer"), "exchanges": line.get("exchanges") or []}
-        row["id"] = row["prompt"] = None
-        if known := samples[row["uid"]]:
+        row["id"] = None
+        texts: Mapping[str, Any] = {}
+        if known := first.get(row["uid"]):
+            texts = index.line(known["chunk"], time=known["time"], uid=row["uid"]) or {}
+        elif known := samples[row["uid"]]:
             sample = min(known, key=lambda sample: abs(sample["time"] - row["time"]))
-            row |= {"id": sample["id"], "prompt": (reader.text(sample) or {}).get("prompt")}
+            row["id"], texts = sample["id"], reader.text(sample) or {}
+        row |= {"prompt": texts.get("prompt"), "ground_truth": texts.get("ground_truth")}
     return found

@@ -54,7 +54,7 @@ SAMPLES_PARAMETERS = (*_EQUAL, "min_reward", "max_reward", "text", *_PAGE, "wher
 JUDGES_PARAMETERS = ("step", "validate")
 """All parameters of a request for judges."""
 
-GROUPS_PARAMETERS = ("step", "validate", "min.step", "max.step", *_PAGE)
+GROUPS_PARAMETERS = ("step", "validate", "min.step", "max.step", "component", *_PAGE)
 """All parameters of a page of groups."""
 
 

@@ -402,7 +402,7 @@ async def test_probes_beyond_those_that_may_wait_are_skipped_and_counted() -> No
 async def test_labelled_answers_are_scored_every_some_steps(tmp_path: Path) -> None:
     lines = [
         {"solution_str": "right", "label": True},
-        {"solution_str": "wrong", "label": False, "uid": "w"},
+        {"solution_str": "wrong", "label": False, "uid": "w", "prompt": "2 + 2?", "ground_truth": "4"},
         {"solution_str": "empty", "label": False},
     ]
     (tmp_path / "labelled.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -429,6 +429,8 @@ async def test_labelled_answers_are_scored_every_some_steps(tmp_path: Path) -> N
         ("labelled", 1, 0.0, True),
         ("labelled", 6, 0.0, True),
     ]
+    # The texts of the file are recorded once.
+    assert [(row.get("prompt"), row.get("ground_truth")) for row in rows] == [("2 + 2?", "4"), (None, None)]
 
 
 async def test_labelled_answers_wait_until_the_scores_of_samples_tell_what_is_accepted(tmp_path: Path) -> None:

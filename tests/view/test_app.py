@@ -225,6 +225,17 @@ def test_groups_of_a_range_of_steps_by_the_gap_of_their_rewards(tmp_path: Path) 
         assert left[0]["best"] is left[0]["worst"] is None
 
 
+def test_groups_have_the_values_of_a_component_of_their_best_and_worst_sample(tmp_path: Path) -> None:
+    writer = Records(tmp_path)
+    for uid, score, components in (("a", 0.9, {"acc": 0}), ("b", 0.1, {}), ("c", 0.5, {"acc": True})):
+        record(writer, uid, score, group="g", components=components)
+    flushed(writer)
+    with serving(tmp_path) as client:
+        (row,) = get(client, "groups", component="acc")["rows"]
+        assert (row["best_value"], row["worst_value"]) == (0.0, None)
+        assert "best_value" not in get(client, "groups")["rows"][0]
+
+
 def test_a_sample_has_its_turns(tmp_path: Path) -> None:
     writer = Records(tmp_path)
     call = '<tool_call>{"name": "run", "arguments": {}}</tool_call>'
@@ -560,7 +571,7 @@ def test_a_step_without_samples_has_its_phases_and_warnings(tmp_path: Path) -> N
         ("run", "none"),
         ("samples", "data_source, group, limit, max.FIELD, max_reward, min.FIELD, min_reward, "),
         ("steps", "validate"),
-        ("groups", "limit, max.step, min.step, offset, order, sort, step, validate"),
+        ("groups", "component, limit, max.step, min.step, offset, order, sort, step, validate"),
         ("sample/any", "data_source, group, limit, "),
         ("judges", "step, validate"),
         ("timeline", "step"),

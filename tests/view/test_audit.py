@@ -131,6 +131,21 @@ def test_a_labelled_answer_has_no_sample(client: TestClient) -> None:
     assert (row["id"], row["prompt"], row["answer"]) == (None, None, ":")
 
 
+def test_a_labelled_answer_that_is_wrong_again_is_shown_once_with_its_recorded_question(tmp_path: Path) -> None:
+    texts = {"prompt": "What is 2 + 2?", "ground_truth": 4}
+    rows = [probe("labelled", 0.5, True, step=step, uid="near", **(texts if step == 1 else {})) for step in (1, 11, 21)]
+    record(writer := Records(tmp_path), "a")
+    flushed(writer)
+    flushed_rows = Records(tmp_path / "audit")
+    flushed_rows.write_rows(rows)
+    flushed(flushed_rows)
+    with Index(tmp_path) as index:
+        index.update()
+        with TestClient(create_app(index)) as client:
+            (row,) = audit(client, kind="labelled")["worst"]
+    assert (row["step"], row["id"], row["prompt"], row["ground_truth"]) == (21, None, "What is 2 + 2?", 4)
+
+
 def test_the_limits_are_those_of_the_monitors_since_the_last_start(tmp_path: Path) -> None:
     writer = Records(tmp_path)
     record(writer, "a")

@@ -317,6 +317,32 @@ def test_a_warning_leads_in_two_clicks_to_two_rollouts_side_by_side(page: Page) 
     assert page.locator(".two .exchange").count() == 2
 
 
+def test_a_warning_about_a_labelled_answer_leads_to_its_question_and_answer(chromium: Browser, tmp_path: Path) -> None:
+    record = {"version": 1, "kind": "audit", "time": 1.8e9, "step": 1, "function": "judge", "variant": ""}
+    labelled = {"probe": "labelled", "uid": "near, 2 + 2", "score": 0.0, "probe_score": 1.0, "accepted": True}
+    reply = {"id": "e", "verdict": "correct", "reply": None}
+    texts = {"answer": "It is 5.", "prompt": "What is 2 + 2?", "ground_truth": "4", "exchanges": [reply]}
+    (tmp_path / "audit").mkdir()
+    (tmp_path / "audit" / "a.jsonl").write_text(json.dumps({**record, **labelled, **texts}) + "\n")
+    (tmp_path / "samples.jsonl").write_text(json.dumps({**retried(), "step": 1}) + "\n")
+    health = open_health(tmp_path)
+    about = {"monitor": "canaries", "subject": "labelled", "message": "accepted", "value": 1.0, "threshold": 0.1}
+    health.write_rows([warning_row(step=1, since=1, samples=["near, 2 + 2"], **about)])
+    assert health.flush(60.0)
+    with server(tmp_path) as address:
+        page = chromium.new_page(viewport={"width": 1366, "height": 1400}, base_url=address)
+        open_view(page, "run")
+        page.locator(".warnings").get_by_role("link", name="near, 2 + 2").click()
+        card = page.locator(".worst .card")
+        assert card.locator(".part").all_inner_texts() == [
+            "Question\nWhat is 2 + 2?",
+            "Ground truth\n4",
+            "Answer\nIt is 5.",
+            "judge\nverdict correct",
+        ]
+        page.close()
+
+
 def test_a_rollout_shows_its_turns_with_calls_beside_their_results(page: Page) -> None:
     open_view(page, f"step/{AGENT_STEP}?where.uid=large-3")
     page.get_by_role("link", name="large-3").click()

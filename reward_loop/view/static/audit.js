@@ -3,6 +3,7 @@
 import { get } from "./api.js";
 import { Chart } from "./chart.js";
 import { el, empty, table } from "./dom.js";
+import { verdictTag } from "./exchange.js";
 import { count, number, percent, UNKNOWN } from "./format.js";
 import { link, open } from "./router.js";
 import { conversation, textBlock, visible } from "./text.js";
@@ -128,9 +129,10 @@ function list(kind, worst) {
 }
 
 /** Returns a probe: question, answer and the judge's words beside each other. */
-function card(kind, { id, uid, step, function: judge, score, probe_score: probed, answer, prompt, exchanges }) {
+function card(kind, probe) {
+  const { id, uid, step, function: judge, score, probe_score: probed, answer, prompt, ground_truth: truth } = probe;
   const name = visible(uid ?? "without uid");
-  const replies = exchanges.filter(({ reply }) => reply !== null && reply !== undefined);
+  const replies = probe.exchanges.filter(({ reply }) => reply !== null && reply !== undefined);
   const words = replies.map(({ reply, verdict }) => textBlock(reply, { mark: (text) => markVerdict(text, verdict) }));
   const [first, second] = SCORES[family(kind)] ?? SCORES.again;
   const about = `${first} ${number(probed)} · ${second} ${number(score)} · step ${step ?? UNKNOWN}`;
@@ -141,11 +143,22 @@ function card(kind, { id, uid, step, function: judge, score, probe_score: probed
     el(
       "div",
       { class: "three" },
-      part("Question", prompt === null ? hint("The sample or its texts were not recorded.") : conversation(prompt)),
+      el(
+        "div",
+        {},
+        part("Question", prompt === null ? hint("It was not recorded.") : conversation(prompt)),
+        truth === null ? null : part("Ground truth", textBlock(typeof truth === "string" ? truth : JSON.stringify(truth))),
+      ),
       part("Answer", answer ? textBlock(answer) : hint(answer === "" ? "(empty)" : "It was not recorded.")),
-      part(visible(judge ?? "Judge"), words.length ? words : hint("No reply was recorded.")),
+      part(visible(judge ?? "Judge"), words.length ? words : withoutReply(probe)),
     ),
   );
+}
+
+/** Returns the verdicts of a judge whose texts were not recorded, or of a model that replies by a number. */
+function withoutReply({ exchanges }) {
+  const verdicts = exchanges.map(verdictTag).filter(Boolean);
+  return verdicts.length ? verdicts : hint("No reply was recorded.");
 }
 
 function part(title, content) {

@@ -18,6 +18,12 @@ const SMALL_COMPONENT = 1.5;
 const MOST_NAMES = 3;
 const NEWEST_STEPS = 50;
 const NEWEST_WARNINGS = 8;
+/** The monitors of probes, each with the kind on the page Audit that a warning is about. */
+const PROBE_KINDS = {
+  canaries: ({ subject }) => (subject === "labelled" ? subject : subject === "all" ? null : `canary/${subject}`),
+  agreement: ({ subject }) => subject,
+  labelled: () => "labelled",
+};
 
 const each = (rows, read) => rows.map((row) => read(row) ?? null);
 const share = (row, amount) => (row.count ? amount / row.count : null);
@@ -204,7 +210,7 @@ function warningList(warnings) {
       {},
       el("a", { href: link("step", [warning.step]) }, `step ${warning.step}`),
       el("span", { class: "monitor" }, warning.monitor),
-      el("span", {}, warning.message, ...sampleLinks(warning.samples ?? []), " ", pairsLink(warning)),
+      el("span", {}, warning.message, ...sampleLinks(warning), " ", pairsLink(warning)),
     ),
   );
   const more = warnings.length - newest.length;
@@ -226,11 +232,14 @@ function pairsLink({ since, step }) {
   return el("a", { href: link("pairs", [since ?? step, step]) }, "best and worst answers");
 }
 
-/** Returns links to the samples that show a problem. */
-function sampleLinks(uids) {
-  return uids.map((uid, i) => [
-    i ? ", " : " Samples: ",
-    el("a", { href: link("samples", [], { "where.uid": uid }) }, visible(uid)),
+/** Returns links to the samples that show a problem; a probe is on the page Audit. */
+function sampleLinks(warning) {
+  const kind = PROBE_KINDS[warning.monitor]?.(warning);
+  const hrefOf = (uid) =>
+    kind === undefined ? link("samples", [], { "where.uid": uid }) : link("audit", [], { kind });
+  return (warning.samples ?? []).map((uid, i) => [
+    i ? "; " : kind === undefined ? " Samples: " : " Probes: ",
+    el("a", { href: hrefOf(uid) }, visible(uid)),
   ]);
 }
 
