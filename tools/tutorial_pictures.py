@@ -103,10 +103,9 @@ def open_first(page: Page, view: str) -> None:
 
 
 def compare_with_best(page: Page) -> None:
-    """Compare the worst sample of the last step with the best one of its group."""
-    show(page, WORST, ".pane:not(.groups) .tabulator-row a")
-    page.locator(".pane:not(.groups) .tabulator-row a").first.click()
-    page.locator(".group-list li", has_text="1.5").last.get_by_role("link", name="Compare with").click()
+    """Compare the best and the worst answer of a group of the last step."""
+    show(page, WORST, ".pane.groups .tabulator-row a")
+    page.locator(".pane.groups .tabulator-row", has_text="10-0").get_by_role("link", name="compare").click()
     page.locator(".side").first.wait_for()
 
 

@@ -171,7 +171,7 @@ def score(
             if export is not None:
                 write_export(source, folder, export)
         usage = usage_of(scorer.manager)
-        run = {
+        run: dict[str, Any] = {
             "rows": report.samples,
             "resumed": resumed,
             "seconds": seconds,

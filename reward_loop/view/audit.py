@@ -150,8 +150,8 @@ def _worst(index: Index, reader: RecordsReader, kind: str) -> list[dict[str, Any
         texts: Mapping[str, Any] = {}
         if known := first.get(row["uid"]):
             texts = index.line(known["chunk"], time=known["time"], uid=row["uid"]) or {}
-        elif known := samples[row["uid"]]:
-            sample = min(known, key=lambda sample: abs(sample["time"] - row["time"]))
+        elif found_samples := samples[row["uid"]]:
+            sample = min(found_samples, key=lambda sample: abs(sample["time"] - row["time"]))
             row["id"], texts = sample["id"], reader.text(sample) or {}
         row |= {"prompt": texts.get("prompt"), "ground_truth": texts.get("ground_truth")}
     return found
