@@ -23,7 +23,6 @@ python3 -m reward_loop.verl.main_ppo \
     reward.reward_model.rollout.max_model_len=8192 \
     reward.reward_model.rollout.enforce_eager=False \
     reward.num_workers=8 \
-    +reward_loop.limits.default.max_concurrent=256 \
     trainer.v1.trainer_mode=reward_pipeline \
     reward_loop.log_dir="$PWD"/outputs/genrm_1x8/rewards \
     algorithm.adv_estimator=grpo \

@@ -53,11 +53,11 @@ def build_manager(
         return hf_tokenizer(copy_to_local(path), trust_remote_code=True)
 
     policy = settings.config.actor_rollout_ref.model
-    has_model = settings.model is not None and settings.model.model_path  # external servers may have no path
+    model_path = settings.model.model_path if settings.model is not None else None  # external servers may have none
     keywords = {
         "tokenizer": tokenizer(policy.get("tokenizer_path") or policy.path),
         "reward_router_address": reward_router_address,
-        "reward_model_tokenizer": tokenizer(settings.model.model_path) if has_model else None,
+        "reward_model_tokenizer": tokenizer(model_path) if model_path else None,
     }
     if settings.scores_by_model:
         score = _model_scoring(settings, limits)
