@@ -238,11 +238,17 @@ def main(argv: list[str] | None = None) -> int:
     kind.add_argument("--plain", action="store_true", default=None, help="TRL alone, with a plain function")
     parser.add_argument("--failing", type=float, metavar="P", help=f"share of failing calls ({Settings.failing})")
     parser.add_argument("--seed", type=int, metavar="N", help="seed of the training (0)")
-    parser.add_argument("--output", type=Path, default=Path("outputs/trl"), metavar="DIR", help="default: %(default)s")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("outputs/trl"),
+        metavar="DIR",
+        help="folder of the results, which replace those of an earlier run (%(default)s)",
+    )
     arguments = parser.parse_args(argv)
     given = {name: value for name, value in vars(arguments).items() if value is not None and hasattr(Settings, name)}
     settings = replace(QUICK if arguments.quick else Settings(), **given)
-    models = make_models(CACHE)
+    models = make_models(CACHE, report=lambda text: print(f"Creating the models, once: {text}", flush=True))
     output = arguments.output.resolve()
     for name in ("rewards", "trl"):
         shutil.rmtree(output / name, ignore_errors=True)
