@@ -249,7 +249,7 @@ class UserFunction:
             answer = answer_of(outcome.exception) if outcome is not None and outcome.error is None else ()
             call.end(abandoned, *answer)
         if call.budget_error is not None and outcome.exception is not None:  # it may be another one, raised from this
-            outcome.exception, outcome.error = None, BudgetSpentError(f"could not continue: {call.budget_error}")
+            outcome.exception, outcome.error = None, BudgetSpentError(f"got no permit: {call.budget_error}")
         outcome.waited = call.waited
         inside = outcome.waited and call.waited_inside
         if call.started is not None and not self._target.is_async:

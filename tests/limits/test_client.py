@@ -120,8 +120,12 @@ async def test_the_budget_is_counted(kept):
 
 async def test_no_permit_is_granted_once_the_budget_is_used_up(kept):
     job, state = await kept(RewardLoopConfig(limits={"judge": {"max_concurrent": 1}}, budget={"max_cost": 1.0}))
+
+    async def call(traffic_class):
+        (await job.acquire("judge", traffic_class=traffic_class)).leave()
+
     permit = await job.acquire("judge")
-    waiting = [asyncio.create_task(job.acquire("judge", traffic_class=name)) for name in ("train", "train", "validate")]
+    waiting = [asyncio.create_task(call(name)) for name in ("train", "train", "validate")]
     await until(lambda: state.snapshot()["limits"]["judge"]["waiting"] == 3)
     job.spend(1.0, 0)
     permit.leave()

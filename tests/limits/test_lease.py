@@ -444,7 +444,7 @@ async def test_further_requests_of_a_call_are_refused_once_the_budget_is_used_up
     function, limits = scoring(judge, budget={"max_cost": 1})  # without configured limits, too
     result = await function(SAMPLE)
     assert (result.outcome, limits.cost) == (Outcome.UNSCORED, 1)
-    assert "could not continue: the run's budget is used up" in result.error
+    assert "got no permit: the run's budget is used up" in result.error
 
 
 @pytest.mark.parametrize("name", ["default", "judge"])
