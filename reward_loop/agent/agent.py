@@ -17,14 +17,17 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
 from reward_loop.agent.pending import PendingRewards, group_sizes
+from reward_loop.agent.steps import StepEvents
 from reward_loop.errors import ConfigError, RewardLoopError, RewardsCancelledError
 from reward_loop.managers import RewardLoopManagerBase
 from reward_loop.managers.post_process import PostProcess
+from reward_loop.records import Records
 from reward_loop.types import Reward, RewardSample
 
 __all__ = ["RewardAgent", "checked", "close_manager", "failure_of"]
@@ -41,7 +44,8 @@ CLOSING_SECONDS = 5.0
 class RewardAgent:
     """Scores batches through one reward manager. An async context manager: it owns the tasks that it starts.
 
-    Leaving it cancels what has not ended. If an error ended a batch that nobody waited for, leaving raises that error.
+    Leaving it cancels what has not ended, and closes the manager: give each agent a manager of its own. If an error
+    ended a batch that nobody waited for, leaving raises that error.
 
     Example:
         async with RewardAgent(manager, concurrency=256) as agent:
@@ -72,7 +76,9 @@ class RewardAgent:
         """The number of running samples."""
         self._post_process = PostProcess.of(manager)
         self._needs_group: bool = getattr(manager, "needs_group", False)
-        self._names_groups = self._needs_group or getattr(manager, "records", None) is not None
+        records = getattr(manager, "records", None)
+        self._events = StepEvents(records if isinstance(records, Records) else None)
+        self._names_groups = self._needs_group or records is not None
         self._name = secrets.token_hex(4)
         """Part of the names of groups: several runs may record samples in one folder."""
         self._unsettled: dict[int, PendingRewards] = {}
@@ -146,6 +152,26 @@ class RewardAgent:
         self._start(pending)
         return pending
 
+    def step(self, number: int) -> AbstractContextManager[None]:
+        """Record the ``with`` block as a training step in the manager's records; nothing without ``log_dir``.
+
+        The phases and the waits for rewards within it are those of the step. The viewer draws its timeline, and shows
+        the share of judging that was hidden.
+
+        Raises:
+            RewardLoopError: on entry, if another step has not ended.
+        """
+        return self._events.step(number)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Record the ``with`` block as a phase of the current step, such as ``"generate"`` or ``"update"``.
+
+        Raises:
+            RewardLoopError: on entry, outside of a step.
+            ConfigError: on entry, if the name is ``step``.
+        """
+        return self._events.phase(name)
+
     async def drain(self) -> None:
         """Wait until everything that was submitted has ended."""
         while self._tasks or self._starting:
@@ -166,7 +192,7 @@ class RewardAgent:
                 f"{type(self.manager).__name__} waits for all samples of a group, and a group has {largest} samples: "
                 f"concurrency must be at least {largest}, got {self.concurrency}"
             )
-        pending = PendingRewards(rows, sizes, next(self._numbers), self._settled)
+        pending = PendingRewards(rows, sizes, next(self._numbers), self._settled, self._events.waiting)
         if not pending.done():
             self._unsettled[pending.number] = pending
         return pending
@@ -219,7 +245,9 @@ class RewardAgent:
         self._start_soon()
 
     async def _score(self, pending: PendingRewards, sample: int) -> None:
-        reward = checked(await self.manager.run_single(self._row(pending, sample)))
+        row = self._row(pending, sample)
+        reward = checked(await self.manager.run_single(row))
+        self._events.reward_arrived(row, pending.submitted)
         if pending.error is not None:
             return
         group = pending._add_reward(sample, reward)
@@ -232,13 +260,17 @@ class RewardAgent:
             self._own(pending, asyncio.create_task(processing), self._task_done)
 
     def _row(self, pending: PendingRewards, sample: int) -> Any:
-        """The sample as the manager receives it: with its group, if the manager needs the whole group or records it."""
+        """The sample as the manager receives it: with uid and group, if the manager needs the group or has records."""
         row = pending._samples[sample]
-        if not self._names_groups or not isinstance(row, RewardSample) or row.group is not None:
+        if not self._names_groups or not isinstance(row, RewardSample):
             return row
-        group = pending._group_of(sample)
-        name = f"{self._name}.{pending.number}.{group}"
-        return replace(row, group=name, group_size=len(pending._members(group)))
+        number = pending._group_of(sample)
+        members = pending._members(number)
+        name = f"{self._name}.{pending.number}.{number}"
+        uid = row.uid or f"{name}_{sample - members.start}"
+        if row.group is not None:
+            return replace(row, uid=uid)
+        return replace(row, uid=uid, group=name, group_size=len(members))
 
     async def _post_process_group(self, post_process: PostProcess, pending: PendingRewards, group: int) -> None:
         members = pending._members(group)

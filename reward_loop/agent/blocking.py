@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import os
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 class BlockingRewardAgent:
     """`RewardAgent` without ``async``: a context manager with the same `submit`.
 
-    Samples are scored in the background while the caller trains.
+    Samples are scored in the background while the caller trains. Leaving it closes the manager, as for `RewardAgent`.
     """
 
     def __init__(self, manager: Any, *, concurrency: int | None = None) -> None:
@@ -60,6 +60,14 @@ class BlockingRewardAgent:
         pending = self._agent._accept(samples, group_size, groups)
         loop.call_soon_threadsafe(self._agent._start, pending)
         return BlockingPendingRewards(pending, self)
+
+    def step(self, number: int) -> AbstractContextManager[None]:
+        """Record the ``with`` block as a training step. See `RewardAgent.step`."""
+        return self._agent.step(number)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Record the ``with`` block as a phase of the current step. See `RewardAgent.phase`."""
+        return self._agent.phase(name)
 
     def _open_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:

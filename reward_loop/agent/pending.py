@@ -11,9 +11,10 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import time
 from bisect import bisect_right
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -39,6 +40,12 @@ class Group:
     def scores(self) -> list[float]:
         """The members' ``reward_score``."""
         return [reward["reward_score"] for reward in self.rewards]
+
+    @property
+    def unmasked(self) -> dict[int, float]:
+        """The scores of the members that are not masked, by their indices in the batch."""
+        rewards = zip(self.indices, self.rewards, strict=True)
+        return {i: reward["reward_score"] for i, reward in rewards if not _is_masked(reward)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +80,18 @@ class PendingRewards:
 
     An error that must stop the run (the policy ``raise``, too many failures, a bug in the manager) ends the batch: its
     other samples are cancelled, and every ``await`` and iteration raises the error.
-
-    Its agent fills it in through the methods that start with an underscore.
     """
 
-    __slots__ = ("_completed", "_left", "_on_settled", "_rewards", "_samples", "_starts", "_tasks", "_waiters", "error",
-                 "number")  # fmt: skip
+    __slots__ = ("_completed", "_left", "_on_settled", "_rewards", "_samples", "_starts", "_tasks", "_waiters",
+                 "_waiting", "error", "number", "submitted")  # fmt: skip
 
     def __init__(
-        self, samples: list[Any], sizes: Sequence[int], number: int, on_settled: Callable[[PendingRewards], None]
+        self,
+        samples: list[Any],
+        sizes: Sequence[int],
+        number: int,
+        on_settled: Callable[[PendingRewards], None],
+        waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """Create the state of a batch without any reward; only agents do.
 
@@ -91,6 +101,7 @@ class PendingRewards:
             number: counts the agent's batches, in order of submission.
             on_settled: called when the agent need not keep the batch any more: it is complete, its error was raised, or
                 it was cancelled.
+            waiting: returns a context manager that is open during each wait.
 
         Raises:
             ConfigError: a group is empty, or the sizes of the groups do not add up to the number of samples.
@@ -102,6 +113,8 @@ class PendingRewards:
             )
         self.number = number
         """Counts the agent's batches, in order of submission."""
+        self.submitted = time.time()
+        """When the batch was submitted, in seconds since 1970."""
         self.error: RewardLoopError | None = None
         """The error that ended the batch, if one did."""
         self._samples = samples
@@ -115,6 +128,7 @@ class PendingRewards:
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiters: list[asyncio.Future[None]] = []
         self._on_settled = on_settled
+        self._waiting = waiting
         if not samples:
             on_settled(self)
 
@@ -170,10 +184,13 @@ class PendingRewards:
         Raises:
             RewardLoopError: an error ended the batch.
         """
-        while self.error is None and self.completed < min(groups, self.group_count):
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            await waiter
+        wanted = min(groups, self.group_count)
+        if self.error is None and self.completed < wanted:
+            with self._waiting():
+                while self.error is None and self.completed < wanted:
+                    waiter = asyncio.get_running_loop().create_future()
+                    self._waiters.append(waiter)
+                    await waiter
         if self.error is not None:
             self._on_settled(self)
             raise self.error
@@ -236,6 +253,10 @@ class PendingRewards:
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
+
+
+def _is_masked(reward: Reward) -> bool:
+    return bool((reward.get("reward_extra_info") or {}).get("reward_masked"))
 
 
 def group_sizes(count: int, group_size: int | None, groups: Sequence[int] | None) -> Sequence[int]:

@@ -18,6 +18,7 @@ from rich.table import Table
 from reward_loop._util.standard_streams import console, print_line
 from reward_loop.agent.schedule import MODES, Generate, Prepare, Schedule, Wait
 from reward_loop.errors import ConfigError
+from reward_loop.records.reader import RecordsReader
 
 __all__ = ["Latency", "Run", "Workload", "parse_latency", "run_mode", "simulate"]
 
@@ -38,8 +39,7 @@ def simulate(
         typer.Option(
             metavar="DISTRIBUTION",
             help="Seconds of judging per response: uniform:LOW:HIGH, constant:X, lognormal:MEDIAN:SIGMA, "
-            "or file:PATH (measured seconds: a number in each line, or the records of "
-            "[cyan]reward-loop score[/]).",
+            "or file:PATH (measured seconds: a number in each line, or a folder or file of records).",
         ),
     ] = "uniform:1:40",
     concurrency: Annotated[int, typer.Option(min=1, help="Responses that are judged concurrently.")] = 256,
@@ -99,7 +99,8 @@ class Latency:
 def parse_latency(text: str) -> Latency:
     """Read ``uniform:1:40``, ``constant:2``, ``lognormal:3:0.8`` or ``file:latencies.jsonl``.
 
-    The simulation draws from the numbers of a file: one in each line, or the ``work_s`` of each record.
+    The simulation draws from the numbers of a file: one in each line, or the ``work_s`` of each record. A folder is a
+    folder of records.
 
     Raises:
         ConfigError: the text matches none of these forms, or the file cannot be read.
@@ -127,6 +128,16 @@ def parse_latency(text: str) -> Latency:
 
 
 def _read(path: Path) -> list[float]:
+    if path.is_dir():
+        values = [row["work_s"] for row in RecordsReader(path).rows() if row.get("work_s") is not None]
+    else:
+        values = _read_file(path)
+    if not values:
+        raise ConfigError(f"{path} contains no latencies")
+    return values
+
+
+def _read_file(path: Path) -> list[float]:
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -144,8 +155,6 @@ def _read(path: Path) -> list[float]:
         if not 0 <= seconds <= LONGEST_S:
             raise ConfigError(f"{path}, line {number}: expected seconds, or a record with work_s")
         values.append(seconds)
-    if not values:
-        raise ConfigError(f"{path} contains no latencies")
     return values
 
 

@@ -134,7 +134,10 @@ class RewardLoopManagerBase:
             data: a `RewardSample`, or verl's ``DataProto``, of which only the last row is scored.
 
         Returns:
-            ``{"reward_score": float, "reward_extra_info": dict}``, as in verl; see `apply_policy` for the keys.
+            ``{"reward_score": float, "reward_extra_info": dict}``, as in verl. The extra info contains what the
+            function returned, and always ``reward_outcome``, ``reward_masked``, ``reward_error``,
+            ``reward_attempts``, ``reward_seconds``, ``reward_wait_seconds`` and ``reward_queue_seconds``;
+            docs/outcomes.md describes them.
 
         Raises:
             ScoringError: the sample has no score, and the policy is ``raise``.

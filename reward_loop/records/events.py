@@ -67,8 +67,8 @@ def phase_event(name: str, step: int, start: float, end: float, waits_for: Waits
 
 
 def rollout_event(
-    group: str,
-    session: int,
+    uid: str,
+    group: str | None,
     step: int | None,
     *,
     validate: bool,
@@ -79,8 +79,8 @@ def rollout_event(
     """Return the event of a rollout that has ended, rewards included.
 
     Args:
+        uid: the uid of its sample.
         group: the uid of the prompt.
-        session: the number of the rollout among those of the prompt.
         step: the training step in which the prompt was submitted.
         validate: whether it belongs to validation.
         start: when generation began, in seconds since 1970.
@@ -93,7 +93,7 @@ def rollout_event(
         "kind": ROLLOUT,
         "step": step,
         "validate": validate,
-        "uid": f"{group}_{session}",
+        "uid": uid,
         "group": group,
         "start": start,
         "end": times.get("end") or time.time(),

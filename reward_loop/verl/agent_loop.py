@@ -144,7 +144,7 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
             await _end_generation(session)
             _session.reset(token)
             if self._records is not None:
-                row = (uid, number, kwargs.get("global_steps"))
+                row = (session.name, uid, kwargs.get("global_steps"))
                 validate = bool(trajectory["validate"])
                 event = rollout_event(*row, validate=validate, start=start, times=session.times, error=error)
                 self._records.write_event(event)

@@ -50,7 +50,7 @@ class Span:
 
 
 def rollout_spans(rollouts: Iterable[Row], rows: Iterable[Row]) -> Iterator[Span]:
-    """Yield the generation of each rollout.
+    """Yield the generation of each rollout, if its duration is known.
 
     Args:
         rollouts: events of rollouts.
@@ -58,6 +58,8 @@ def rollout_spans(rollouts: Iterable[Row], rows: Iterable[Row]) -> Iterator[Span
     """
     ids = {row["uid"]: row["id"] for row in rows if row.get("uid") and row.get("id")}
     for event in rollouts:
+        if event["end"] == event["start"]:  # scored in an own trainer, which has not recorded when it generated
+            continue
         detail = {"group": event.get("group"), "step": event.get("step"), "error": _short(event.get("error"))}
         lane = "validation rollouts" if event.get("validate") else "rollouts"
         uid = str(event.get("uid"))

@@ -1,12 +1,16 @@
 import asyncio
+import contextlib
 import gc
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import reward_loop
 from reward_loop import (
+    BlockingRewardAgent,
     ConfigError,
+    NaiveRewardLoopManager,
     RewardAgent,
     RewardFunctionError,
     RewardLoopError,
@@ -14,6 +18,7 @@ from reward_loop import (
     RewardsCancelledError,
     TooManyFailuresError,
 )
+from reward_loop.agent import QueuedRewards, RewardQueue
 from tests.agent.judges import Gate, naive, numbered, scores, within
 
 
@@ -23,6 +28,48 @@ async def submit_to(agent):
 
 async def number(solution_str):
     return float(solution_str)
+
+
+@contextlib.asynccontextmanager
+async def blocking(manager):
+    with BlockingRewardAgent(manager):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("owner", "closes"),
+    [
+        (RewardAgent, True),
+        (blocking, True),
+        (lambda manager: QueuedRewards(RewardQueue(1), manager), True),
+        (reward_loop.scorer, False),
+    ],
+    ids=["agent", "blocking", "queued", "scorer"],
+)
+async def test_who_closes_the_manager(owner, closes):
+    class Manager(NaiveRewardLoopManager):
+        closed = 0
+
+        def close(self):
+            super().close()
+            self.closed += 1
+
+    manager = Manager(compute_score=number)
+    async with owner(manager):
+        assert not manager.closed
+    assert manager.closed == closes
+
+
+async def test_the_unmasked_scores_of_a_group_are_found_by_their_indices_in_the_batch():
+    async def score(solution_str):
+        return None if solution_str == "3" else float(solution_str)
+
+    async with RewardAgent(naive(score)) as agent:
+        pending = agent.submit(numbered(5), groups=[2, 3])
+        await within(pending)
+    first, second = sorted(pending.complete_groups(), key=lambda group: group.index)
+    assert (first.unmasked, second.unmasked) == ({0: 0, 1: 1}, {2: 2, 4: 4})
+    assert second.scores == [2, 0, 4]
 
 
 async def test_the_garbage_collector_of_the_users_process_stays_as_it_is():

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from reward_loop import ConfigError
 from reward_loop.agent.schedule import MODES
 from reward_loop.agent.simulation import Workload, parse_latency, run_mode
+from reward_loop.records import Records
+from tests.records.rows import sample
 
 SMALL = Workload(
     batch=8,
@@ -104,6 +106,16 @@ def test_measured_latencies(tmp_path):
     latency = parse_latency(f"file:{file}")
     assert latency.mean == 2.5
     assert {latency.draw(random.Random(i)) for i in range(60)} == {1, 2.5, 4}
+
+
+def test_latencies_of_a_records_folder(tmp_path):
+    writer = Records(tmp_path)
+    for seconds in (1.0, 4.0, None):
+        writer.write(sample("q_0", work_s=seconds))
+    assert writer.flush()
+    assert parse_latency(f"file:{tmp_path}").mean == 2.5
+    with pytest.raises(ConfigError, match="no records"):
+        parse_latency(f"file:{tmp_path.parent}")
 
 
 @pytest.mark.parametrize("line", ["{}", "true", "null", "-1", "x", "NaN", "Infinity", "1e300", str(10**400)])

@@ -34,7 +34,7 @@ def test_events_are_written_beside_the_rows(tmp_path: Path) -> None:
     writer.write(sample("q_0"))
     writer.write_event(phase_event("gen", 1, 10.0, 12.0, "rewards"))
     times = {"end": 11.0, "scoring": 11.1, "scored": 12.0}
-    writer.write_event(rollout_event("q", 0, 1, validate=False, start=10.0, times=times, error=None))
+    writer.write_event(rollout_event("q_0", "q", 1, validate=False, start=10.0, times=times, error=None))
     assert writer.flush()
     assert [path.parent.name for path in tmp_path.rglob("*.jsonl")].count(EVENTS) == 1
     (path,) = (tmp_path / EVENTS).iterdir()
@@ -64,7 +64,7 @@ def test_events_are_written_beside_the_rows(tmp_path: Path) -> None:
 
 
 def test_a_rollout_that_failed_ends_now_and_has_no_reward() -> None:
-    event = rollout_event("q", 2, None, validate=True, start=10.0, times={}, error="RuntimeError: " + "x" * 1000)
+    event = rollout_event("q_2", "q", None, validate=True, start=10.0, times={}, error="RuntimeError: " + "x" * 1000)
     assert event["end"] > 10.0
     assert (event["uid"], event["step"], event["scoring"], event["scored"]) == ("q_2", None, None, None)
     assert len(event["error"]) == 256

@@ -474,6 +474,18 @@ def test_a_sample_shows_its_calls_and_its_texts_among_the_components(page: Page)
     assert calls.split("\n")[1:] == ["Attempt 1", "RewardModelError · 2.00 s", "Attempt 2, at 40.0 s", "2.00 s"]
 
 
+def test_a_step_without_requests_to_judges_has_no_judge_time_and_says_why(page: Page) -> None:
+    open_view(page, f"step/{RETRIED_STEP}")
+    figure = page.locator("dl.figures > div", has_text="Judge time of a sample").inner_text()
+    assert figure.endswith("no requests by reward_loop.client")
+    open_view(page, "step/2")
+    figure = page.locator("dl.figures > div", has_text="Judge time of a sample").inner_text()
+    assert "95 %: " in figure
+    open_view(page, "run")
+    page.wait_for_selector("h2:has-text('Steps')")
+    assert "Judge p95" in page.locator("table.plain").last.inner_text()
+
+
 def test_tables_show_texts_among_the_components_last(page: Page) -> None:
     open_view(page, f"step/{RETRIED_STEP}")
     page.locator(".pane:not(.groups) .tabulator-row a").first.wait_for()

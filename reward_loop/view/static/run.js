@@ -7,6 +7,7 @@ import { el, empty, figures, table } from "./dom.js";
 import { count, fixed, number, percent, plural, seconds, time } from "./format.js";
 import { histogram } from "./histogram.js";
 import { link, open } from "./router.js";
+import { judgeHint } from "./samples_table.js";
 import { visible } from "./text.js";
 
 const MOST_COMPONENTS = 8;
@@ -153,7 +154,11 @@ function head(run, rows, validate, alone) {
       alone && ["Reward", fixed(alone.reward?.mean), `standard deviation ${fixed(alone.reward?.std)}`],
       last && ["Reward, last step", fixed(last.reward?.mean), change(scored)],
       ["Without a score", percent(run.samples ? unscored / run.samples : null), plural(unscored, "sample")],
-      last && ["Judge time, last step", seconds(last.judge_s?.p95), "95 % of samples: less"],
+      last && [
+        "Judge time, last step",
+        seconds(last.judge_s?.p95),
+        judgeHint(last, "95 % of samples: less"),
+      ],
       overlapped && [
         "Judging hidden, last step",
         percent(overlapped.hidden_share),
@@ -265,6 +270,7 @@ function stepTable(rows, run, validate) {
   const components = numbersOnly(run.components, rows).slice(0, MOST_COLUMNS);
   const newest = rows.slice(-NEWEST_STEPS).reverse();
   const query = { validate: validate ? 1 : null };
+  const hasJudges = newest.some((row) => (row.judge_s?.p95 ?? null) !== null);
   const body = newest.map((row) => [
     el("a", { href: link("step", [row.step], query) }, row.step),
     count(row.count),
@@ -275,12 +281,11 @@ function stepTable(rows, run, validate) {
     count(row.count - row.scored),
     count(row.zero_variance_groups),
     number(row.response_length),
-    seconds(row.judge_s?.p50),
-    seconds(row.judge_s?.p95),
+    ...(hasJudges ? [seconds(row.judge_s?.p50), seconds(row.judge_s?.p95)] : []),
     run.events ? el("a", { href: link("timeline", [row.step]) }, "timeline") : "",
   ]);
   const columns = ["Step", ">Samples", ">Groups", ">Reward", ">Std", ...components.map((name) => `>${name}`)];
-  columns.push(">No score", ">Equal groups", ">Tokens", ">Judge p50", ">Judge p95", "");
+  columns.push(">No score", ">Equal groups", ">Tokens", ...(hasJudges ? [">Judge p50", ">Judge p95"] : []), "");
   const title = rows.length > NEWEST_STEPS ? `The last ${NEWEST_STEPS} of ${count(rows.length)} steps` : "Steps";
   return el("section", {}, el("h2", {}, title), table(columns, body));
 }

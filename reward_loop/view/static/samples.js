@@ -6,7 +6,7 @@ import { filters } from "./filters.js";
 import { count, fixed, number, percent, plural, seconds } from "./format.js";
 import { groupsTable } from "./groups_table.js";
 import { link, open, replace } from "./router.js";
-import { rewardRange, samplesTable, spreadText } from "./samples_table.js";
+import { judgeHint, rewardRange, samplesTable, spreadText } from "./samples_table.js";
 
 /** Shows the samples of the step that the route names, or all samples. */
 export async function showSamples(view, route, run) {
@@ -166,6 +166,6 @@ function summary(row) {
       `${count(row.zero_variance_groups)} equal, ${count(row.all_failed_groups)} failed`,
     ],
     ["Response length", number(row.response_length), "tokens, mean"],
-    ["Judge time of a sample", seconds(row.judge_s?.p50), `95 %: ${seconds(row.judge_s?.p95)}`],
+    ["Judge time of a sample", seconds(row.judge_s?.p50), judgeHint(row, `95 %: ${seconds(row.judge_s?.p95)}`)],
   ]);
 }

@@ -106,6 +106,11 @@ function judgesText({ judges, judge_s: total }) {
   return judges > 1 ? `${judges} · ${seconds(total)}` : seconds(total);
 }
 
+/** Returns a text about the judge time of samples: `known`, or why there is none. */
+export function judgeHint({ judge_s: times }, known) {
+  return (times?.p95 ?? null) === null ? "no requests by reward_loop.client" : known;
+}
+
 /** Returns the range of the rewards of steps. */
 export function rewardRange(steps) {
   const known = steps.map((row) => row.reward).filter(Boolean);
