@@ -161,7 +161,7 @@ class LimitError(ScoringError):
 
 
 class BudgetSpentError(ScoringError):
-    """The run's budget is used up; the function was not called."""
+    """The run's budget is used up: the function was not called, or one of its calls to a service got no permit."""
 
     _counts_attempts = False
 

@@ -297,6 +297,23 @@ def test_rows_that_failed_before_the_key_was_set_are_scored_again(folder, monkey
     assert "rows 70, 6 of them by an earlier run" in shown
 
 
+def test_rows_without_a_verdict_or_left_out_by_the_budget_are_scored_again(folder):
+    (folder / "unsure.py").write_text(
+        "import os, reward_loop\n"
+        "def compute_score(solution_str):\n"
+        "    with reward_loop.limit('judge') as lease:\n"
+        "        lease.used(cost=1)\n"
+        "    return 1 if os.path.exists('sure') else None\n"
+    )
+    (folder / "many.jsonl").write_text("".join(json.dumps({"solution_str": str(i)}) + "\n" for i in range(5)))
+    command = ("score", "unsure.py", "many.jsonl", "-O", "limits.judge.max_concurrent=1", "-O", "budget.at_cap=mask")
+    shown = run(*command, "-O", "budget.max_cost=2", code=1)
+    assert "The budget left 3 rows without a score. To score them, rerun the command" in shown
+    (folder / "sure").touch()
+    assert "3 scored, 2 unscored" in run(*command)
+    assert "rows 5, 3 of them by an earlier run" in run(*command, "--retry-unscored")
+
+
 def test_a_run_without_any_score_is_exit_status_1_with_counted_causes(folder):
     (folder / "fails.py").write_text(
         "def compute_score(solution_str):\n"

@@ -7,6 +7,7 @@ import resource
 import shutil
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import reward_loop
 from reward_loop import (
+    BudgetSpentError,
     ConfigError,
     NaiveRewardLoopManager,
     RewardFunctionError,
@@ -80,7 +83,7 @@ def score(
     config=None,
     identity=None,
     restart=False,
-    retry_failed=False,
+    retry=(),
     **kwargs,
 ):
     """Score a file as the command does; ``output`` is the folder of the records."""
@@ -92,8 +95,7 @@ def score(
     check_fields(inputs.rows(), inputs.name, fields)
     identity = {"input": inputs.identity(), **(identity or {})}
     with ScoredFolder.open(output, identity, restart=restart) as folder:
-        if retry_failed:
-            folder.forget({row["uid"] for row in folder.rows() if row["outcome"] == "failed"})
+        folder.forget_outcomes(retry)
         resumed = score_rows(inputs, folder, manager, fields=fields, **kwargs)
         report = Report()
         for row in folder.rows():
@@ -446,13 +448,36 @@ def test_failed_rows_of_a_finished_run_are_scored_again_where_asked(tmp_path):
     score(source, output, fails_for("3", "7"), config=config)
     done = score(source, output, unchanged := fails_for(), config=config)
     assert (done.outcomes, done.resumed, unchanged.calls) == ({"scored": 10, "failed": 2}, 12, {})
-    done = score(source, output, again := fails_for("7"), config=config, retry_failed=True)
+    done = score(source, output, again := fails_for("7"), config=config, retry=("failed",))
     assert (done.outcomes, done.resumed) == ({"scored": 11, "failed": 1}, 10)
-    done = score(source, output, last := fails_for(), config=config, retry_failed=True)
+    done = score(source, output, last := fails_for(), config=config, retry=("failed",))
     # A row has one record, that of its last call.
     assert (done.outcomes, done.report.samples) == ({"scored": 12}, 12)
     assert (set(again.calls), set(last.calls)) == ({"3", "7"}, {"7"})
     assert [(row["id"], row["score"], row["error"]) for row in done.rows] == [(f"q{i}", 1.0, None) for i in range(12)]
+
+
+@pytest.mark.parametrize("at_cap", ["stop", "default", "mask"])
+def test_rows_that_the_budget_left_out_are_scored_by_the_next_run(tmp_path, at_cap):
+    source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out"
+    calls = []
+
+    async def judge(solution_str):
+        async with reward_loop.limit("judge") as lease:
+            calls.append(solution_str)
+            lease.used(cost=1)
+        return None if solution_str == "0" else 1
+
+    limits = {"limits": {"judge": {"max_concurrent": 1}}}
+    budget = {"budget": {"max_cost": 3, "at_cap": at_cap}}
+    with pytest.raises(BudgetSpentError) if at_cap == "stop" else nullcontext():
+        score(source, output, judge, config={**limits, **budget})
+    assert len(calls) == 3
+    done = score(source, output, judge, config=limits)
+    assert (done.outcomes, done.resumed, len(calls)) == ({"scored": 11, "unscored": 1}, 3, 12)
+    assert (done.report.over_budget, done.report.stopped) == (0, 0)
+    score(source, output, judge, config=limits, retry=("unscored",))
+    assert calls[12:] == ["0"]
 
 
 def test_an_interrupted_retry_is_resumed_without_an_option(tmp_path):
@@ -460,7 +485,7 @@ def test_an_interrupted_retry_is_resumed_without_an_option(tmp_path):
     score(source, output, fails_for("3", "7"), config={"retry": {"max_attempts": 1}})
     stopped = Calls(1)
     with pytest.raises(KeyboardInterrupt):
-        score(source, output, stopped, retry_failed=True, concurrency=1)
+        score(source, output, stopped, retry=("failed",), concurrency=1)
     last = Calls()
     assert score(source, output, last).outcomes == {"scored": 12}
     assert (set(stopped.calls), set(last.calls)) == ({"3"}, {"7"})

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
-from reward_loop.errors import LimitError
+from reward_loop.errors import BudgetSpentError, LimitError
 from reward_loop.limits.permit import ABANDONED, REWARD_MODEL, WHOLE_CALL, Limits, Permit, give_up
 from reward_loop.records import current, waiting_for
 
@@ -32,7 +32,7 @@ class Call:
     """
 
     __slots__ = ("_prune_at", "_requests", "_waited", "_waited_before", "_waiting_since", "_waits", "_whole",
-                 "abandoned", "attempt", "future", "limits", "loop", "sample", "started", "timeout",
+                 "abandoned", "attempt", "budget_error", "future", "limits", "loop", "sample", "started", "timeout",
                  "traffic_class")  # fmt: skip
 
     def __init__(
@@ -47,6 +47,8 @@ class Call:
         self.started: float | None = None
         """The start of the function by `time.monotonic`; ``None`` until then."""
         self.abandoned = False
+        self.budget_error: BudgetSpentError | None = None
+        """Why a permit was refused within the function, if the budget is used up."""
         self.sample = current()
         self._whole: tuple[Permit, ...] = ()
         """The permits of the whole call. All tokens of the call count at the first one, too."""
@@ -92,7 +94,7 @@ class Call:
         """Acquire the permits of the whole call, in this order, of the limits that are configured.
 
         Raises:
-            LimitError, JobServiceError: as `Limits.acquire`.
+            LimitError, BudgetSpentError, JobServiceError: as `Limits.acquire`.
         """
         for name in names:
             if name in self.limits.max_waits:
@@ -137,10 +139,16 @@ class Call:
             raise LimitError(
                 f"the limit {name!r} already applies to the whole function: inside the function, use another"
             )
-        if not self.limits.max_waits.keys() - WHOLE_CALL:
-            return Permit(None, name)
-        request = self._request(name, tokens)
-        return request.result() if request.done() else await self._granted(name, request, f"limit {name!r}")
+        try:
+            if self.limits.spent is not None:  # also without configured limits
+                raise BudgetSpentError(self.limits.spent)
+            if not self.limits.max_waits.keys() - WHOLE_CALL:
+                return Permit(None, name)
+            request = self._request(name, tokens)
+            return request.result() if request.done() else await self._granted(name, request, f"limit {name!r}")
+        except BudgetSpentError as error:
+            self.budget_error = error
+            raise
 
     def _request(self, name: str, tokens: float) -> asyncio.Future[Permit]:
         request = self.limits.request(name, tokens, self.traffic_class)

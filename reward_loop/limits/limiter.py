@@ -19,7 +19,7 @@ from collections import deque
 from typing import Any, NamedTuple
 
 from reward_loop.config import LimitConfig
-from reward_loop.errors import LimitError
+from reward_loop.errors import BudgetSpentError, LimitError
 from reward_loop.limits.permit import Permit
 
 __all__ = ["PERIOD_S", "AdaptiveConcurrency", "Limiter", "Rate", "Waiting"]
@@ -373,6 +373,13 @@ class Limiter:
                 self._queues[waiting.traffic_class] = queue
             self._grant(now, waiting)
         return None
+
+    def refuse_waiting(self, why: str) -> None:
+        """Refuse all waiting requests, since the budget is used up."""
+        queues, self._queues = self._queues, {}
+        for waiting in itertools.chain.from_iterable(queues.values()):
+            if not waiting.request.done():
+                waiting.request.set_exception(BudgetSpentError(why))
 
     def _grant(self, now: float, waiting: Waiting) -> None:
         permit = waiting.permit

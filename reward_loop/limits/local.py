@@ -13,7 +13,7 @@ from typing import Any
 
 from reward_loop._util.text import did_you_mean, listing
 from reward_loop.config import LimitConfig, RewardLoopConfig, parse
-from reward_loop.errors import ConfigError, JobServiceError, LimitError
+from reward_loop.errors import BudgetSpentError, ConfigError, JobServiceError, LimitError
 from reward_loop.limits.limiter import PERIOD_S, Limiter, Waiting
 from reward_loop.limits.permit import WHOLE_CALL, Limits, Permit, live
 from reward_loop.records import answers
@@ -40,6 +40,8 @@ class LocalLimits(Limits):
 
     def request(self, name: str, tokens: float = 0, traffic_class: str = "train") -> asyncio.Future[Permit]:
         loop = self.check_loop()
+        if self.spent is not None:
+            raise BudgetSpentError(self.spent)
         limiter = self._limiters.get(name)
         if limiter is None:
             known = self._limiters.keys() - WHOLE_CALL
@@ -80,6 +82,8 @@ class LocalLimits(Limits):
                     )
                 else:
                     logger.warning("%s: no more calls are made (at_cap=%s)", self.spent, budget.at_cap)
+                for limiter in self._limiters.values():
+                    limiter.refuse_waiting(self.spent)
 
     async def status(self) -> dict[str, Any]:
         return self.snapshot()

@@ -164,6 +164,7 @@ class Limits(Holder, ABC):
 
         Raises:
             LimitError: the limit does not exist or can never grant this permit, or another event loop uses the limits.
+            BudgetSpentError: the budget is used up.
         """
 
     async def acquire(self, name: str, tokens: float = 0, traffic_class: str = "train") -> Permit:
@@ -171,6 +172,7 @@ class Limits(Holder, ABC):
 
         Raises:
             LimitError: the permit was refused, or was not granted within the limit's ``max_wait``.
+            BudgetSpentError: the budget is used up, perhaps only since the request.
             JobServiceError: the limiter service is unreachable.
         """
         return await self.granted(name, self.request(name, tokens, traffic_class))

@@ -28,7 +28,7 @@ from typing import Any
 import orjson
 
 from reward_loop._util.framing import frame, read_frame
-from reward_loop.errors import JobServiceError, LimitError
+from reward_loop.errors import BudgetSpentError, JobServiceError, LimitError
 
 __all__ = ["MAX_LENGTH", "Messages", "decode", "enable_keepalive", "encode", "proof", "receive", "refusal"]
 
@@ -39,7 +39,7 @@ PROBE_AFTER_S, PROBE_EVERY_S, PROBES = 30, 10, 3
 """TCP keepalive: seconds of silence before the first probe, seconds between probes, and failed probes until the
 connection is closed."""
 
-_ERRORS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (LimitError, JobServiceError)}
+_ERRORS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (LimitError, BudgetSpentError, JobServiceError)}
 
 
 class Messages:

@@ -13,7 +13,7 @@ from typing import Any
 from reward_loop._util.background_loop import in_background
 from reward_loop._util.framing import frame, read_frame
 from reward_loop.config import RewardLoopConfig
-from reward_loop.errors import ConfigError, LimitError, RewardLoopError, TooManyFailuresError
+from reward_loop.errors import BudgetSpentError, ConfigError, LimitError, RewardLoopError, TooManyFailuresError
 from reward_loop.limits.failures import FailureBound
 from reward_loop.limits.limiter import PERIOD_S
 from reward_loop.limits.local import LocalLimits
@@ -172,7 +172,7 @@ class _Connection:
     def _request(self, number: int, name: str, tokens: float, traffic_class: str) -> None:
         try:
             request = self._limits.request(name, tokens, traffic_class)
-        except LimitError as error:
+        except (LimitError, BudgetSpentError) as error:
             self._refuse(number, error)
         else:
             self._requests[number] = request

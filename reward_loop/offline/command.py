@@ -15,7 +15,7 @@ from rich.table import Table
 from reward_loop._util import cli_options
 from reward_loop._util.json import encode
 from reward_loop._util.standard_streams import console, reserve_stdout
-from reward_loop._util.text import duration, rounded
+from reward_loop._util.text import counted, duration, rounded
 from reward_loop.config import RecordConfig, RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.managers.scorer import Scorer, functions_of, load_scorer
@@ -83,6 +83,9 @@ def score(
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Score the failed rows of an earlier run again.")
     ] = False,
+    retry_unscored: Annotated[
+        bool, typer.Option("--retry-unscored", help="Score the unscored rows of an earlier run again.")
+    ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if any row failed.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
     price: cli_options.Price = None,
@@ -99,9 +102,9 @@ def score(
 
     Every row gets a record, as a sample of a training run: read them with
     [cyan]reward-loop report[/], [cyan]compare[/] and [cyan]view[/]. Run the same command again to resume
-    an interrupted run: only rows without a record are scored. What the function
-    prints goes to stderr. To try a function that costs money, score a few rows:
-    head -n 20 rollouts.jsonl > few.jsonl.
+    an interrupted run: only rows without a record, or left out by the budget, are
+    scored. What the function prints goes to stderr. To try a function that costs
+    money, score a few rows: head -n 20 rollouts.jsonl > few.jsonl.
 
     -O sets the other options of the reward loop, such as -O on_failed=raise,
     -O max_failed_share=0.1, or, with --isolation process, -O max_processes=4.
@@ -151,8 +154,8 @@ def score(
             ScoredFolder.open(path, identity, restart=restart) as folder,
             ScoringProgress(source.count(), scorer.manager, _err) as progress,
         ):
-            if retry_failed:
-                folder.forget({row["uid"] for row in folder.rows() if row["outcome"] == Outcome.FAILED})
+            again = {Outcome.FAILED: retry_failed, Outcome.UNSCORED: retry_unscored}
+            folder.forget_outcomes({outcome for outcome, chosen in again.items() if chosen})
             try:
                 resumed = score_rows(
                     source, folder, scorer.manager, fields=fields, concurrency=concurrency, on_row=progress.completed
@@ -194,6 +197,11 @@ def score(
         _err.print(f"[bold red]error:[/] no row was scored: {outcomes_of(report)}")
     if failed:
         _err.print("To score the failed rows again, run the same command with --retry-failed.")
+    if report.over_budget:
+        _err.print(
+            f"The budget left {counted(report.over_budget, 'row')} without a score. To score them, rerun the command: "
+            "each run has the whole budget of -O budget.max_cost and -O budget.max_tokens."
+        )
     if (report.samples and not report.outcomes["scored"]) or (strict and failed):
         raise typer.Exit(1)
 

@@ -97,6 +97,10 @@ class ScoredFolder:
         """Yield the records."""
         return iter(()) if (reader := self.reader) is None else reader.rows()
 
+    def forget_outcomes(self, outcomes: Collection[Outcome]) -> None:
+        """Remove the records of all rows with one of these outcomes, and of those that the budget left out."""
+        self.forget({row["uid"] for row in self.rows() if row["outcome"] in outcomes or row.get("over_budget")})
+
     def forget(self, names: Collection[str]) -> None:
         """Remove the records of rows, so that these are scored again."""
         for path in self.path.glob("*.jsonl") if names else ():

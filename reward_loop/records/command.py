@@ -96,6 +96,8 @@ def show_report(report: Report, out: Console, price: Price | None = None) -> Non
     table.add_row("score", _spread(found["score"]))
     table.add_row("reward", _spread(found["reward"]))
     table.add_row("masked", str(found["masked"]))
+    if found["stopped"]:
+        table.add_row("stopped", f"{found['stopped']}, without a reward: the policy ended the run")
     slowest = ", ".join(f"{cut(one['sample'], _NAME)} {duration(one['seconds'])}" for one in found["slowest"])
     table.add_row("slowest", escape(slowest) or "none")
     if found["reported_cost"] is not None:

@@ -82,7 +82,7 @@ class Report:
         """Why samples are unscored."""
         self.score = Spread()
         self.reward = Spread()
-        self.masked = self.revised = self.validation = 0
+        self.masked = self.over_budget = self.stopped = self.revised = self.validation = 0
         self.reported_cost: float | None = None
         """The sum of the costs that functions reported, in their unit; ``None`` if there is none."""
         self.components: dict[str, Spread] = {}
@@ -106,6 +106,8 @@ class Report:
         if reward is not None:
             self.reward.add(reward)
         self.masked += bool(row.get("masked"))
+        self.over_budget += bool(row.get("over_budget"))
+        self.stopped += row.get("masked") is False and reward is None
         self.revised += bool(row.get("revised"))
         self.validation += bool(row.get("validate"))
         for component, value in (row.get("components") or {}).items():
@@ -138,6 +140,8 @@ class Report:
             "validation": self.validation,
             "outcomes": {str(outcome): self.outcomes[outcome] for outcome in Outcome},
             "masked": self.masked,
+            "over_budget": self.over_budget,
+            "stopped": self.stopped,
             "revised": self.revised,
             "causes": _listed(self.causes),
             "unscored_causes": _listed(self.unscored),

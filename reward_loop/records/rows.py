@@ -8,6 +8,7 @@ from types import NoneType
 from typing import Any
 
 from reward_loop._util.text import cut
+from reward_loop.errors import BudgetSpentError
 from reward_loop.records.active import ActiveSample
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
@@ -91,6 +92,7 @@ def sample_row(
         "prompt_tokens": active.prompt_tokens,
         "completion_tokens": active.completion_tokens,
         "cost": active.cost or None,
+        **({"over_budget": True} if isinstance(result.exception, BudgetSpentError) else {}),
     }
 
 

@@ -187,12 +187,23 @@ class _Watchdog:
             if now - self._logged.get(bound, -bound) < bound:
                 continue
             self._logged[bound] = now
+            queued = sum(map(_waits_for_limits_only, samples))
+            note = (
+                f", {queued} of them only for a permit of a limit, normal if more run than it allows" if queued else ""
+            )
+            samples.sort(key=_waits_for_limits_only)  # the others first
             logger.warning(
-                "%d samples have been running for more than %g s; the oldest:\n%s",
+                "%d samples have been running for more than %g s%s; the oldest:\n%s",
                 len(samples),
                 bound,
+                note,
                 "\n".join(f"  {_line(sample.describe())}" for sample in samples[:_LOGGED]),
             )
+
+
+def _waits_for_limits_only(sample: ActiveSample) -> bool:
+    waits = sample.waits()
+    return bool(waits) and all("limit '" in what for what in waits)
 
 
 def _line(call: dict[str, Any]) -> str:

@@ -203,14 +203,14 @@ class UserFunction:
         if not self.limits.is_known:
             await self.limits.status()
         if self.limits.spent is not None:
-            return CallOutcome.without_call(BudgetSpentError(f"was not called: {self.limits.spent}"))
+            return CallOutcome.without_call(BudgetSpentError(_not_called(self.limits.spent, attempt)))
         call = Call(self.limits, self.timeout, traffic_class, attempt)
         if self.limits.max_waits:
             try:
                 await call.enter(self._limits_of_call)
-            except LimitError as error:
+            except (LimitError, BudgetSpentError) as error:
                 call.end(abandoned=True)
-                return CallOutcome.without_call(LimitError(f"was not called: {error}"), call.waited)
+                return CallOutcome.without_call(type(error)(_not_called(str(error), attempt)), call.waited)
             except BaseException:
                 call.end(abandoned=True)
                 raise
@@ -248,6 +248,8 @@ class UserFunction:
             # Without the end of the function, it is unknown whether the service answered.
             answer = answer_of(outcome.exception) if outcome is not None and outcome.error is None else ()
             call.end(abandoned, *answer)
+        if call.budget_error is not None and outcome.exception is not None:  # it may be another one, raised from this
+            outcome.exception, outcome.error = None, BudgetSpentError(f"got no permit: {call.budget_error}")
         outcome.waited = call.waited
         inside = outcome.waited and call.waited_inside
         if call.started is not None and not self._target.is_async:
@@ -300,6 +302,10 @@ class UserFunction:
         # The system is out of file descriptors, processes or threads.
         problem = f"could not be started: {type(error).__name__}: {error}"
         return CallOutcome.without_call(RewardCrashedError(problem))
+
+
+def _not_called(why: str, attempt: int) -> str:
+    return f"was not called{' again' if attempt > 1 else ''}: {why}"
 
 
 def _begin(call: Call, function: Callable[..., Any], arguments: Mapping[str, Any]) -> CallOutcome:

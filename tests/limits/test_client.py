@@ -3,7 +3,14 @@ import socket
 
 import pytest
 
-from reward_loop import ConfigError, JobServiceError, LimitError, Outcome, TooManyFailuresError
+from reward_loop import (
+    BudgetSpentError,
+    ConfigError,
+    JobServiceError,
+    LimitError,
+    Outcome,
+    TooManyFailuresError,
+)
 from reward_loop._util.framing import frame, read_frame
 from reward_loop.config import RewardLoopConfig
 from reward_loop.limits import local
@@ -109,6 +116,24 @@ async def test_the_budget_is_counted(kept):
     job.spend(0.6, 0)
     await until(lambda: job.spent is not None)
     assert "1.1 of reward_loop.budget.max_cost=1" in job.spent
+
+
+async def test_no_permit_is_granted_once_the_budget_is_used_up(kept):
+    job, state = await kept(RewardLoopConfig(limits={"judge": {"max_concurrent": 1}}, budget={"max_cost": 1.0}))
+
+    async def call(traffic_class):
+        (await job.acquire("judge", traffic_class=traffic_class)).leave()
+
+    permit = await job.acquire("judge")
+    waiting = [asyncio.create_task(call(name)) for name in ("train", "train", "validate")]
+    await until(lambda: state.snapshot()["limits"]["judge"]["waiting"] == 3)
+    job.spend(1.0, 0)
+    permit.leave()
+    errors = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(error) for error in errors] == [BudgetSpentError] * 3
+    with pytest.raises(BudgetSpentError, match=r"used up: 1 of reward_loop.budget.max_cost=1"):
+        await job.acquire("judge")
+    await until(lambda: state.snapshot()["limits"]["judge"]["in_flight"] == 0)
 
 
 async def test_failures_of_all_workers_count_together(serve):

@@ -387,6 +387,66 @@ async def test_a_budget_that_is_used_up(at_cap, score, remote, serve):
     assert (await alone.run_single(SAMPLE))["reward_score"] == 1.0
 
 
+async def spends_async():
+    try:
+        async with reward_loop.limit("judge") as lease:
+            lease.used(cost=1)
+            await asyncio.sleep(0)
+    except BudgetSpentError as error:
+        raise ValueError("no judge") from error
+    return 1
+
+
+def spends_sync():
+    with reward_loop.limit("judge") as lease:
+        lease.used(cost=1)
+    return 1
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize(
+    ("function", "isolation"), [(spends_async, "thread"), (spends_sync, "thread"), process(spends_sync)]
+)
+async def test_samples_that_wait_for_a_permit_are_left_out_when_the_budget_is_used_up(
+    function, isolation, remote, serve
+):
+    given = {"limits": {"judge": {"max_concurrent": 2}}, "budget": {"max_cost": 3, "at_cap": "mask"}}
+    _, address = await serve(RewardLoopConfig(**given))
+    scored, _ = scoring(function, isolation, **given, job=address if remote else None)
+    results = await score(scored, 20)
+    outcomes = [result.outcome for result in results]
+    assert 3 <= outcomes.count(Outcome.SCORED) <= 4  # two calls are in flight at a time
+    assert outcomes.count(Outcome.UNSCORED) == 20 - outcomes.count(Outcome.SCORED)
+    left_out = [result for result in results if result.outcome is Outcome.UNSCORED]
+    assert {type(result.exception) for result in left_out} == {BudgetSpentError}
+    assert all("budget is used up: 3 of reward_loop.budget.max_cost=3" in result.error for result in left_out)
+
+
+async def test_a_sample_is_not_called_again_once_the_budget_is_used_up():
+    async def judge():
+        async with reward_loop.limit("judge") as lease:
+            lease.used(cost=1)
+        raise reward_loop.TransientError("down")
+
+    function, _ = scoring(judge, budget={"max_cost": 1}, retry={"max_attempts": 3, "initial_wait": 0.001})
+    result = await function(SAMPLE)
+    assert (result.outcome, result.attempts) == (Outcome.UNSCORED, 1)
+    assert "was not called again: the run's budget is used up" in result.error
+
+
+async def test_further_requests_of_a_call_are_refused_once_the_budget_is_used_up():
+    async def judge():
+        for _ in range(2):
+            async with reward_loop.limit("judge") as lease:
+                lease.used(cost=1)
+        return 1
+
+    function, limits = scoring(judge, budget={"max_cost": 1})  # without configured limits, too
+    result = await function(SAMPLE)
+    assert (result.outcome, limits.cost) == (Outcome.UNSCORED, 1)
+    assert "got no permit: the run's budget is used up" in result.error
+
+
 @pytest.mark.parametrize("name", ["default", "judge"])
 async def test_workers_that_have_only_the_address_of_the_service_share_a_limit(name, serve):
     # In verl 0.9, each worker has the whole limit for itself.

@@ -152,6 +152,17 @@ def test_the_causes_of_unscored_samples_are_counted(tmp_path: Path) -> None:
     assert "4 unscored, of 2 causes:" in report(str(tmp_path / "r"))
 
 
+def test_samples_that_ended_the_run_are_neither_masked_nor_rewarded(tmp_path: Path) -> None:
+    rows = [
+        sample("1", score=1.0, masked=False),
+        sample("2", outcome="failed", masked=True, score=None),
+        sample("3", outcome="unscored", score=None, masked=False, over_budget=True),
+    ]
+    found = summary(str(write(tmp_path / "r", *rows)))
+    assert (found["masked"], found["stopped"], found["over_budget"]) == (1, 1, 1)
+    assert "stopped   1, without a reward: the policy ended the run" in report(str(tmp_path / "r"))
+
+
 def test_failed_requests_count_for_the_only_model_of_their_server(tmp_path: Path) -> None:
     answered = exchange(1.0, url="http://a/v1")
     failed = exchange(2.0, url="http://a/v1", error="HTTP 500") | {"model": None}

@@ -49,17 +49,20 @@ def test_samples_that_run_too_long_are_logged_with_their_names(monkeypatch: pyte
     logger.addHandler(heard)
     try:
         with (
+            ActiveSample(RewardSample("x", uid="q6"), "f (a.py)", 0.01) as queued,
             ActiveSample(RewardSample("x", uid="q7", data_source="gsm8k"), "f (a.py)", 0.01) as call,
             ActiveSample(RewardSample("x", uid="q8"), "f (a.py)", 1000),
             ActiveSample(RewardSample("x", uid="q9"), "f (a.py)"),
         ):
+            queued.ask("limit 'judge'")
             call.ask("POST http://judge/v1/chat/completions")
             watch()
             while "sample q7" not in (message := messages.get(timeout=60)):
                 pass  # it was not old enough yet, and others were
     finally:
         logger.removeHandler(heard)
-    assert re.match(r"\d+ samples have been running for more than 0\.01 s; the oldest:\n", message)
+    assert re.match(r"\d+ samples have been running for more than 0\.01 s, 1 of them only for a permit", message)
+    assert message.index("sample q7") < message.index("sample q6")  # what does not only wait for a limit comes first
     # Samples of managers with another `watchdog_s` are not old yet, or are never logged.
     assert "sample q8" not in message
     assert "sample q9" not in message
