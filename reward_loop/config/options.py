@@ -228,8 +228,8 @@ class AuditConfig(Config):
     """The answers without content of the kind `master_key`."""
 
     accept: float | None = Field(default=None, allow_inf_nan=False)
-    """An answer with this score or a higher one is accepted: the smallest score that a right answer may have. By default,
-    a score is accepted if it is above the middle of the range of the latest scores."""
+    """An answer with this score or a higher one is accepted: the smallest score that a right answer may have. By
+    default, a score is accepted if it is above the middle of the range of the latest scores."""
 
     tolerance: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Two scores agree if they differ by at most this."""

@@ -334,6 +334,7 @@ def test_a_warning_about_a_labelled_answer_leads_to_its_question_and_answer(chro
         open_view(page, "run")
         page.locator(".warnings").get_by_role("link", name="near, 2 + 2").click()
         card = page.locator(".worst .card")
+        card.locator(".tag").wait_for()
         assert card.locator(".part").all_inner_texts() == [
             "Question\nWhat is 2 + 2?",
             "Ground truth\n4",
