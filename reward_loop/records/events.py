@@ -120,7 +120,7 @@ def read_events(folder: Path, steps: Collection[int] | None = None) -> Iterator[
 VALUES, WARNING = "values", "warning"
 """The kinds of rows."""
 
-_FIELDS = ("step", "monitor", "message", "value", "threshold", "since", "samples")
+_FIELDS = ("step", "monitor", "subject", "message", "value", "threshold", "since", "samples")
 
 
 def open_health(folder: str | Path) -> Records:
@@ -139,8 +139,8 @@ def warning_row(**fields: Any) -> dict[str, Any]:
 
 
 def health(folder: Path) -> list[dict[str, Any]]:
-    """Return the warnings in a records folder by step, each with step, monitor, message, value, threshold, since
-    and samples.
+    """Return the warnings in a records folder by step, each with step, monitor, subject, message, value, threshold,
+    since and samples.
 
     Raises:
         ConfigError: a newer version has written them.

@@ -89,7 +89,7 @@ def audit(
     names = [row["kind"] for row in kinds]
     kind = query.get("kind") or max(kinds, key=_errors, default={"kind": None})["kind"]
     if kind is not None and kind not in names:
-        raise BadRequestError(f"There are no probes of the kind {kind!r}. Kinds: {', '.join(names)}")
+        raise BadRequestError(f"There are no probes of the kind {kind!r}. Kinds: {', '.join(dict.fromkeys(names))}")
     return {
         "rows": [
             {

@@ -142,7 +142,8 @@ def test_the_rows_of_some_steps(tmp_path: Path) -> None:
 FIRST = {
     "step": 12,
     "monitor": "masked_share",
-    "message": "30% of the samples are masked (limit 20%), since step 10. Look at [their] errors.",
+    "subject": "",
+    "message": "Since step 10, 30% of the samples are masked (limit 20%). Look at [their] errors.",
     "value": 0.3,
     "threshold": 0.2,
     "since": 10,
@@ -154,7 +155,7 @@ SECOND = {**FIRST, "step": 20, "monitor": "score_jump", "since": 20}
 def write_health(folder: Path, *warnings: dict[str, Any]) -> Path:
     writer = open_health(folder)
     writer.write_rows([values_row(12, {"masked_share": 0.3})])
-    writer.write_rows([warning_row(subject="", **warning) for warning in warnings])
+    writer.write_rows([warning_row(**warning) for warning in warnings])
     assert writer.flush()
     return writer.path
 
@@ -195,7 +196,7 @@ def health_of(folder: Path) -> tuple[list[Any], bool]:
     ("sub_folder", "row", "read"),
     [
         (EVENTS, phase_event("gen", 1, 0.0, 1.0), read_events),
-        (HEALTH, warning_row(subject="", **FIRST), health),
+        (HEALTH, warning_row(**FIRST), health),
         (CONFIG, config_row({"trainer": {"nnodes": 1}}, 1), configurations),
     ],
 )
