@@ -14,19 +14,18 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 python3 -m reward_loop.verl.main_ppo \
-    custom_reward_function.path="$PWD"/examples/gsm8k/judge.py \
-    reward_model.enable=True \
-    reward_model.enable_resource_pool=True \
-    reward_model.nnodes=1 \
-    reward_model.n_gpus_per_node=8 \
-    reward_model.model.path="${JUDGE:-Qwen/Qwen2.5-32B-Instruct}" \
-    reward_model.rollout.name=vllm \
-    reward_model.rollout.tensor_model_parallel_size=4 \
-    reward_model.rollout.gpu_memory_utilization=0.85 \
-    reward_model.rollout.max_model_len=8192 \
-    reward_model.rollout.enforce_eager=False \
-    reward_model.num_workers=8 \
-    +reward_loop.limits.default.max_concurrent=512 \
+    reward.custom_reward_function.path="$PWD"/examples/gsm8k/judge.py \
+    reward.reward_model.enable=True \
+    reward.reward_model.enable_resource_pool=True \
+    reward.reward_model.nnodes=1 \
+    reward.reward_model.n_gpus_per_node=8 \
+    reward.reward_model.model_path="${JUDGE:-Qwen/Qwen2.5-32B-Instruct}" \
+    reward.reward_model.rollout.name=vllm \
+    reward.reward_model.rollout.tensor_model_parallel_size=4 \
+    reward.reward_model.rollout.gpu_memory_utilization=0.85 \
+    reward.reward_model.rollout.max_model_len=8192 \
+    reward.reward_model.rollout.enforce_eager=False \
+    reward.num_workers=8 \
     trainer.v1.trainer_mode=reward_pipeline \
     reward_loop.log_dir="$PWD"/outputs/genrm_2x8/rewards \
     algorithm.adv_estimator=grpo \

@@ -251,6 +251,22 @@ def test_commands_of_verl_load_our_manager(command: list[str]) -> None:
     assert manager.read_options(config).on_failed == "default"
 
 
+def test_the_way_back_from_the_command_of_the_readme_is_another_module_and_mode() -> None:
+    """verl refuses unknown options, and ignores the short forms of its own."""
+    pytest.importorskip("verl")
+    from hydra import compose, initialize_config_dir
+
+    from reward_loop.verl.settings import verl_config_dir
+
+    (command,) = [command for page, command in TRAINING if page == "README.md"]
+    overrides = [word.replace("=reward_pipeline", "=sync") for word in command[3:]]
+    with initialize_config_dir(str(verl_config_dir()), version_base=None):
+        config = compose("ppo_trainer", overrides)
+    assert config.reward.custom_reward_function.path == "judge.py"
+    assert config.reward.reward_model.enable
+    assert not [word for word in overrides if word.startswith(("reward_model.", "custom_reward_function."))]
+
+
 def test_the_users_configuration_file_takes_effect(tmp_path: Path) -> None:
     pytest.importorskip("verl")
     write_named("docs/verl.md", tmp_path)

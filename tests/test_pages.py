@@ -156,7 +156,13 @@ class Reader:
 
     def _run(self, command: list[str], environment: Mapping[str, str]) -> str:
         done = subprocess.run(
-            command, cwd=self._folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+            command,
+            cwd=self._folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,  # a program that runs until Ctrl-D ends
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
         )
         assert done.returncode == 0, "\n".join([*command, done.stdout, done.stderr])
         return done.stdout

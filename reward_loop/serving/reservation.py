@@ -195,6 +195,10 @@ class GpuReservation:
         asked = ", ".join(f"{count} {what} of {_amounts(each, resource)}" for count, each, what in pieces)
         there = "; ".join(node.describe(resource) for node in nodes)
         message = f"Needed, each on one node: {asked}. Nodes: {there or 'none'}"
+        if not any(node.total.get(resource) for node in nodes):
+            message += f". Ray found no {resource} on any node"
+        if not any(demand.gpus for demand in demands):
+            message += ". The servers' engine runs on the CPU"
         for name in (resource, "CPU"):
             needed = sum(count * each.get(name, 0) for count, each, _ in pieces)
             largest = max(each.get(name, 0) for _, each, _ in pieces)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from reward_loop._util.process import descendants, kill
 from reward_loop._util.text import did_you_mean, listing
@@ -29,6 +29,7 @@ from reward_loop.serving.models import architectures, model_kind
 from reward_loop.verl import compat
 from reward_loop.verl.compat import uses
 from reward_loop.verl.cpu.setup import prepared, run_environment
+from reward_loop.verl.mode_options import PIPELINE_MODE
 from reward_loop.verl.resolve import resolve
 from reward_loop.verl.settings import CONFIG_DIR, RewardSettings, verl_config_dir
 
@@ -37,6 +38,7 @@ __all__ = ["main", "run"]
 
 uses(__name__, "verl.trainer.main_ppo", "run_ppo(config, task_runner_class)")
 uses(__name__, "verl.trainer.ppo.utils", "need_critic(config)", "need_reference_policy(config)")
+uses(__name__, "verl.trainer.ppo.v1.trainer_base", "TRAINER_REGISTRY")
 uses(__name__, "verl.utils.config", "validate_config(config, use_reference_policy, use_critic)")
 uses(__name__, "verl.utils.device", "auto_set_device(config)")
 uses(__name__, "verl.experimental.reward_loop.reward_manager.registry", "REWARD_MANAGER")
@@ -51,13 +53,14 @@ more than 15 s to start: the node ends then. No option changes this limit (https
 T = TypeVar("T")
 
 
-def run(config: DictConfig, task_runner: Any = None) -> None:
+def run(config: DictConfig, task_runner: Any = None, *, check_only: bool = False) -> None:
     """Check the configuration, and run the training.
 
     Args:
         config: the composed Hydra configuration; changed in place.
         task_runner: a Ray actor class that replaces `TaskRunner`, for recipes with a task runner of their own. A
             ``runtime_env`` of its decorator has no effect: set ``ray_kwargs.ray_init.runtime_env``.
+        check_only: print the settings of rewards, and return before Ray starts.
 
     Raises:
         RewardLoopError: an option is wrong, the reward function cannot be loaded, the reward model does not start, or
@@ -69,13 +72,13 @@ def run(config: DictConfig, task_runner: Any = None) -> None:
         os.environ.update(run_environment(config))
     settings = resolve(config, given=HydraConfig.get().overrides.task if HydraConfig.initialized() else ())
     check_function(settings)
-    if settings.model is not None:
+    if settings.model is not None and settings.model.model_path:  # external servers may have no path
         _check_model(settings, settings.model)
     with prepared(config, settings.model) if on_cpu else nullcontext():
-        _train(config, settings, task_runner)
+        _train(config, settings, task_runner, check_only)
 
 
-def _train(config: DictConfig, settings: RewardSettings, task_runner: Any) -> None:
+def _train(config: DictConfig, settings: RewardSettings, task_runner: Any, check_only: bool) -> None:
     # verl chooses its platform at import, so import it only here.
     compat.check(*compat.COMMAND)
     from ray.exceptions import RayTaskError
@@ -88,8 +91,13 @@ def _train(config: DictConfig, settings: RewardSettings, task_runner: Any) -> No
     from reward_loop.verl.task_runner import TaskRunner
 
     _check_manager(settings)
+    if task_runner is None:
+        _check_trainer_mode(settings.mode.name)
     auto_set_device(config)
     validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+    if check_only:
+        print(_summary(settings))
+        return
     try:
         with_ray(lambda: run_ppo(config, task_runner_class=InNewRun(task_runner or TaskRunner)))
     except RayTaskError as error:
@@ -159,12 +167,36 @@ def _check_manager(settings: RewardSettings) -> None:
         )
 
 
-@hydra.main(config_path=str(CONFIG_DIR), config_name="reward_loop_trainer", version_base=None)
-def _main(config: DictConfig) -> None:
+def _check_trainer_mode(name: str) -> None:
+    """Raise `ConfigError` if there is no trainer with this name, here or in verl."""
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+    known = sorted({*TRAINER_REGISTRY, PIPELINE_MODE})
+    if name not in known:
+        raise ConfigError(
+            f"trainer.v1.trainer_mode={name}: unknown{did_you_mean(name, known) or '.'} Known: {listing(known)}"
+        )
+
+
+def _summary(settings: RewardSettings) -> str:
+    """Return the settings of rewards as text: the options after old keys have moved, and the servers."""
+    config, model = settings.config, settings.model
+    shown = {
+        "trainer": {"v1": {"trainer_mode": settings.mode.name}},
+        "reward": config.reward,
+        "reward_model": {"server": config.reward_model.server},
+        "reward_loop": {**config.reward_loop, "job": None},  # contains a key
+    }
+    servers = f"{model.replicas} server(s), placement {model.placement}" if model else "none"
+    passed = "The checks passed. Whether Ray has enough CPUs and GPUs is checked when the run starts."
+    return f"{OmegaConf.to_yaml(shown)}\nReward model: {servers}\n{passed}"
+
+
+def _start(config: DictConfig, check_only: bool) -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt_once)
     try:
-        run(config)
+        run(config, check_only=check_only)
     except RewardLoopError as error:
         _stop(f"{type(error).__name__}: {error}", 1)
     except KeyboardInterrupt:
@@ -209,16 +241,23 @@ def _stop(message: str, status: int) -> NoReturn:
 
 
 def main() -> None:
-    """Run the command ``python -m reward_loop.verl.main_ppo``."""
+    """Run the command ``python -m reward_loop.verl.main_ppo``, or with ``--check`` only its checks."""
     try:
         compat.check_version()
     except compat.VerlVersionError as error:
         _stop(str(error), 1)
+    check_only = "--check" in sys.argv
+    sys.argv = [word for word in sys.argv if word != "--check"]
     searchpath = f"hydra.searchpath=[file://{verl_config_dir()},file://{CONFIG_DIR}]"
     # Insert it directly before the first override: Hydra accepts flags before or after the overrides, not between.
     first = (i for i, word in enumerate(sys.argv) if i and "=" in word and not word.startswith("-"))
     sys.argv.insert(next(first, len(sys.argv)), searchpath)
-    _main()
+
+    @hydra.main(config_path=str(CONFIG_DIR), config_name="reward_loop_trainer", version_base=None)
+    def start(config: DictConfig) -> None:
+        _start(config, check_only)
+
+    start()
 
 
 if __name__ == "__main__":

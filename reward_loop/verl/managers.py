@@ -53,10 +53,11 @@ def build_manager(
         return hf_tokenizer(copy_to_local(path), trust_remote_code=True)
 
     policy = settings.config.actor_rollout_ref.model
+    model_path = settings.model.model_path if settings.model is not None else None  # external servers may have none
     keywords = {
         "tokenizer": tokenizer(policy.get("tokenizer_path") or policy.path),
         "reward_router_address": reward_router_address,
-        "reward_model_tokenizer": None if settings.model is None else tokenizer(settings.model.model_path),
+        "reward_model_tokenizer": tokenizer(model_path) if model_path else None,
     }
     if settings.scores_by_model:
         score = _model_scoring(settings, limits)

@@ -155,6 +155,11 @@ def read(config: DictConfig) -> RewardSettings:
         model=read_reward_model(config, mode),
         mode=mode,
     )
+    if settings.scores_by_model and settings.model is not None and not settings.model.model_path:
+        raise ConfigError(
+            "reward_model.rollout.name=external without custom_reward_function.path: the reward is the output of the "
+            "model, whose tokenizer and name are needed: set reward_model.model.path; or set the path of a function"
+        )
     if settings.scores_by_model and manager.name != "naive":
         raise ConfigError(
             f"reward_model.reward_manager={manager.name} with reward_model.enable=True needs a function: set "

@@ -72,8 +72,8 @@ _WITH_VERLS_SERVERS = (
 )
 """The options of ``reward_model.server`` that apply to a reward model on the trainer's GPUs: those of the router."""
 
-_HOLDS_ANYWAY = {"rollout.dtype": "float32", "rollout.tensor_model_parallel_size": 1}
-"""Options that the embedded engine accepts with this value only, because the value is true for it anyway."""
+_OF_THE_CPU_PRESET = {"rollout.dtype": "float32", "rollout.tensor_model_parallel_size": 1}
+"""Options that ``--config-name cpu`` sets to this value. With it, engines without the option accept them."""
 
 
 def read_reward_model(config: DictConfig, mode: ModeOptions) -> RewardModelConfig | None:
@@ -151,6 +151,11 @@ def _pool(model: DictConfig, options: Mapping[str, Any]) -> dict[str, Any]:
             "node with 8 GPUs: reward_model.nnodes=1 reward_model.n_gpus_per_node=4 trainer.n_gpus_per_node=4"
         )
     replicas = _room(model, size, "reward_model.enable_resource_pool=True")
+    if model.n_gpus_per_node % size:
+        raise ConfigError(
+            f"reward_model.n_gpus_per_node={model.n_gpus_per_node} is not a multiple of {size}, the GPUs of a server "
+            "(reward_model.rollout.tensor_model_parallel_size times data_parallel_size): change one of them"
+        )
     return {"replicas": replicas, "placement": "ray"}
 
 
@@ -234,11 +239,11 @@ def _gpus(model: ServedModelConfig) -> int:
 
 def _check(model: DictConfig) -> None:
     """Reject options of verl's group ``reward.reward_model`` that are missing or contradict each other."""
-    if model.enable and not model.model_path:
-        raise ConfigError("reward_model.enable=True needs a model: set reward_model.model.path")
-    if model.enable:
-        check_path(str(model.model_path), "reward_model.model.path")
     engine = OmegaConf.select(model, "rollout.name", throw_on_missing=False)
+    if model.enable and not model.model_path and engine != "external":
+        raise ConfigError("reward_model.enable=True needs a model: set reward_model.model.path")
+    if model.enable and model.model_path:
+        check_path(str(model.model_path), "reward_model.model.path")
     if model.enable and engine is None:
         raise ConfigError(
             "reward_model.rollout.name is missing: set the engine of the reward model's servers (vllm, sglang, "
@@ -285,7 +290,7 @@ def _without_effect(model: DictConfig, default: DictConfig, prefix: str = "", en
             continue
         if path == "rollout.engine_kwargs" and engine in _ENGINE_ARGS:
             continue
-        if engine == "transformers" and model[key] == _HOLDS_ANYWAY.get(path):
+        if engine in ("transformers", "external") and model[key] == _OF_THE_CPU_PRESET.get(path):
             continue
         if isinstance(model[key], DictConfig) and key in default:
             yield from _without_effect(model[key], default[key], f"{path}.", engine)

@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +119,12 @@ async def test_more_than_the_cluster_has_is_refused_at_once_with_the_arithmetic(
         assert part in str(caught.value)
     with pytest.raises(ConfigError, match=r"9 of them on one node, and there are 16, 8 on the largest node"):
         await GpuReservation().places([Demand(1, 9, 1)])
-    with pytest.raises(ConfigError, match="too few CPUs"):
+    with pytest.raises(ConfigError, match=r"too few CPUs .*\. The servers' engine runs on the CPU\."):
         await GpuReservation().places([Demand(1, 0, 17)])
     with pytest.raises(ConfigError, match=r"too few NPUs .*: 18 are needed.*\. Lower trainer\.n_gpus_per_node$"):
         await GpuReservation(accelerator=NPU, fix="Lower trainer.n_gpus_per_node").places([Demand(9, 2, 1)])
+    with pytest.raises(ConfigError, match=r"too few TPUs .*\. Ray found no TPU on any node"):
+        await GpuReservation(accelerator=replace(NPU, resource="TPU")).places([Demand(1, 1, 1)])
 
 
 @pytest.mark.usefixtures("cluster")

@@ -26,7 +26,7 @@ CASES: dict[str, tuple[str, ...]] = dict.fromkeys(SCRIPTS, ()) | {
     # As in docs/verl-overlap.md.
     "genrm_async_1x8.sh on 2x8": (
         *("trainer.n_gpus_per_node=8", "actor_rollout_ref.rollout.n_gpus_per_node=4"),
-        "reward_model.n_gpus_per_node=4",
+        "reward.reward_model.n_gpus_per_node=4",
     )
 }
 """The scripts, and more options for one."""

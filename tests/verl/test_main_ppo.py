@@ -105,6 +105,28 @@ def test_an_unknown_manager_stops_the_command_and_a_function_may_import_verl(tmp
     assert "did you mean 'dapo'" in done.stderr
 
 
+def test_an_unknown_trainer_mode_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"trainer_mode=reward_pipelin: unknown; did you mean 'reward_pipeline'"):
+        main_ppo._check_trainer_mode("reward_pipelin")
+    for mode in ("sync", "colocate_async", "separate_async", "reward_pipeline"):
+        main_ppo._check_trainer_mode(mode)
+
+
+def test_check_prints_the_options_in_effect_and_starts_nothing(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("def compute_score(solution_str): return 1.0\n")
+    options = [f"custom_reward_function.path={tmp_path}/reward.py", f"hydra.run.dir={tmp_path}"]
+    options.append("algorithm.adv_estimator=grpo")
+    done = run_main("--check", *options, "reward_model.num_workers=3")
+    assert done.returncode == 0, done.stderr
+    for line in ("trainer_mode: sync", "num_workers: 3", f"path: {tmp_path}/reward.py", "Reward model: none"):
+        assert line in done.stdout
+    assert "Started a local Ray instance" not in done.stderr
+    done = run_main(*options, "trainer.v1.trainer_mode=reward_pipelin", "--check")
+    assert done.returncode == 1
+    assert "trainer.v1.trainer_mode=reward_pipelin" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_the_environment_of_a_cpu_run_is_set_before_the_users_function_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -24,6 +24,7 @@ EXTERNAL = [
     *("reward_model.enable=True", "reward_model.model.path=/m", "reward_model.rollout.name=external"),
     *("+reward_model.server.urls=[http://127.0.0.1:1]", "custom_reward_function.path=f.py"),
 ]
+WITHOUT_PATH = [option for option in EXTERNAL if "model.path" not in option]
 POOL = ["reward_model.enable_resource_pool=True", "reward_model.n_gpus_per_node=8", "reward_model.nnodes=2"]
 
 
@@ -201,6 +202,13 @@ def test_data_parallel_attention_of_sglang_needs_no_more_gpus() -> None:
         resolved(*sglang, *POOL)
 
 
+@pytest.mark.parametrize("preset", ["reward_loop_trainer", "cpu"])
+def test_external_servers_need_no_model_path(preset: str) -> None:
+    options = resolved(*WITHOUT_PATH, name=preset).model
+    assert options is not None
+    assert (options.model_path, options.urls) == (None, ("http://127.0.0.1:1",))
+
+
 def test_more_models_beside_verls() -> None:
     overrides = ["+reward_model.server.models.judge.model_path=/j", "+reward_model.server.models.judge.engine=vllm"]
     options = resolved(*VLLM, *POOL, *overrides).model
@@ -297,6 +305,12 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
             ["reward_model.nnodes=1", "reward_model.n_gpus_per_node=4", "trainer.n_gpus_per_node=4"],
         ),
         ([*VLLM, *POOL, "+reward_model.server.replicas=2"], ["reward_model.server.replicas contradicts"]),
+        (
+            [*VLLM, *POOL, "reward_model.rollout.tensor_model_parallel_size=3"],
+            ["n_gpus_per_node=8 is not a multiple of 3", "tensor_model_parallel_size"],
+        ),
+        (WITHOUT_PATH[:-1], ["reward_model.model.path", "custom_reward_function.path"]),
+        ([*EXTERNAL, "reward_model.rollout.dtype=float16"], ["rollout.dtype has no effect"]),
         (
             [*VLLM, *POOL, "reward_model.rollout.tensor_model_parallel_size=16"],
             ["a server of 16 GPU(s)", "not supported", "on one node"],
