@@ -210,6 +210,8 @@ def test_training_commands_are_accepted(
 ) -> None:
     pytest.importorskip("verl")
     from hydra import compose, initialize_config_dir
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
 
     from reward_loop.verl.main_ppo import check_function
     from reward_loop.verl.resolve import resolve
@@ -232,6 +234,9 @@ def test_training_commands_are_accepted(
         config = compose(name, [searchpath, *overrides])
     check_function(resolve(config))
     assert config.reward.custom_reward_function.path
+    if any(override.startswith("algorithm.adv_estimator") for override in overrides):  # otherwise, it is an excerpt
+        validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+        assert config.actor_rollout_ref.rollout.n > 1  # GRPO compares the answers to a prompt
 
 
 @pytest.mark.integration
