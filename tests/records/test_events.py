@@ -181,7 +181,7 @@ def test_the_report_shows_warnings_and_their_samples(tmp_path: Path) -> None:
     write_health(folder, FIRST, second)
     assert health_of(folder) == ([FIRST, second], True)
     shown = " ".join(CliRunner().invoke(cli.app, ["report", str(folder)]).output.split())
-    assert "2 warnings of the health monitors: - step 12, masked_share: 30% of the samples" in shown
+    assert "2 warnings of the health monitors: - step 12, masked_share: Since step 10, 30%" in shown
     assert "Look at [their] errors." in shown
     assert "Samples: a_0; b_1." in shown
 

@@ -417,9 +417,10 @@ def test_a_sample_in_both_scorings_has_the_words_of_both_judges(two_scorings: tu
 def test_warnings_of_the_health_monitors(client: TestClient, tmp_path: Path) -> None:
     assert get(client, "health") == {"warnings": [], "reference": None}
     made_up.write(tmp_path / "rewards", [], [made_up.row("u_0", 1.0, 3.0)])
-    fields = {"step": 1, "monitor": "masked", "value": 0.9, "threshold": 0.5, "since": 1, "samples": ["u_0"]}
+    about = {"step": 1, "monitor": "masked", "subject": ""}
+    fields = {**about, "value": 0.9, "threshold": 0.5, "since": 1, "samples": ["u_0"]}
     health = open_health(tmp_path / "rewards")
-    health.write_rows([warning_row(message="90 % of the samples are masked", subject="", **fields)])
+    health.write_rows([warning_row(message="90 % of the samples are masked", **fields)])
     flushed(health)
     with serving(tmp_path / "rewards") as client:
         assert get(client, "health")["warnings"] == [{"message": "90 % of the samples are masked", **fields}]
