@@ -8,7 +8,9 @@
 #   ray start --address=FIRST_NODE:6379       # on the second node
 #   RAY_ADDRESS=auto bash examples/genrm_2x8.sh [more options of verl]    # on the first node
 #
-# Both nodes need this checkout, the data and the models at the same paths.
+# Both nodes need this checkout, in a shared folder, and the data and the models at the same paths. A judge that fits on
+# one GPU: JUDGE=PATH, and add reward.reward_model.rollout.tensor_model_parallel_size=1 (the last value counts).
+# Without RAY_ADDRESS=auto, the command would start a Ray of its own if none is running.
 # Tests check the configuration; the run itself has never been tried on GPUs.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -50,7 +50,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """Some complete groups of one batch, in order of completion."""
+    """Some complete groups of one batch, in order of completion. Iterating yields the groups."""
 
     groups: tuple[Group, ...]
 
