@@ -25,7 +25,7 @@ def trl() -> Iterator[None]:
 def output(tmp_path: Path, tiny_generative_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a run, whose policy is not trained: the real one takes a minute to make."""
     (tmp_path / "policy").symlink_to(tiny_generative_model)
-    monkeypatch.setattr(trl_grpo, "make_models", lambda cache: SimpleNamespace(directory=tmp_path))
+    monkeypatch.setattr(trl_grpo, "make_models", lambda cache, report: SimpleNamespace(directory=tmp_path))
     return tmp_path / "output"
 
 
