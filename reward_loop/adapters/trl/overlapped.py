@@ -45,7 +45,7 @@ class OverlappedGRPOTrainer(GRPOTrainer):
     """A `GRPOTrainer` that generates the next batch while judges score the current one.
 
     The arguments are those of `GRPOTrainer`. At least one reward function must be async; see `reward_function`.
-    ``epsilon_high`` is 0.4 unless it is set, because samples are one step old.
+    ``epsilon_high`` is 0.4 unless it is set, because samples are one generation old.
 
     TRL's metrics get ``overlap/waiting_seconds``, ``overlap/judging_seconds`` and ``overlap/hidden_share`` of each
     batch.
