@@ -45,7 +45,7 @@ class RewardAgent:
     """Scores batches through one reward manager. An async context manager: it owns the tasks that it starts.
 
     Leaving it cancels what has not ended, and closes the manager: give each agent a manager of its own. If an error
-    ended a batch that nobody waited for, leaving raises that error.
+    ended a batch that was never awaited, leaving raises that error.
 
     Example:
         async with RewardAgent(manager, concurrency=256) as agent:

@@ -105,9 +105,9 @@ async def scorer(
             reward = await reward_loop.score("#### 4", ground_truth="4")
 
     Args:
-        function: the function, or its name: ``file.py:name`` or ``package.module:name``. Loaded in a thread. Or a
-            reward manager, used with its own options, limits and records: it is not closed, and there are no further
-            arguments.
+        function: the function, or its name: ``file.py:name`` or ``package.module:name``. Loaded in a thread. A
+            reward manager is used with its own options, limits and records, and stays open; other arguments are then
+            an error.
         config: the options.
         manager: the name or the import path of the reward manager.
         reward_kwargs: configured arguments of the function.

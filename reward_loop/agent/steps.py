@@ -25,7 +25,7 @@ class StepEvents:
         self._records = records
         self._step: int | None = None
         self._has_steps = False
-        """Whether a step has begun: without steps, nobody reads the other events."""
+        """Whether a step has begun. The other events are read only together with steps."""
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
