@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +19,7 @@ from rich.markup import escape
 
 from reward_loop._util import cli_options
 from reward_loop._util.json import encode
+from reward_loop._util.replacing import replacing
 from reward_loop._util.standard_streams import console
 from reward_loop._util.text import counted
 from reward_loop.errors import ConfigError
@@ -104,21 +104,14 @@ def export(
                 if texts is not None:
                     yield row | {"note": notes.get(row["id"])}, texts
 
-    temporary = output.with_name(f".partial-{output.name}")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(output) as temporary:
         if is_parquet(output):
             count = _write_transcripts(temporary, reader, rollouts())
         else:
             count = _write_lines(temporary, rollouts())
         if not count:
             raise ConfigError(f"{folder} has no samples with recorded texts" + (f" in step {step}" if step else ""))
-        os.replace(temporary, output)
-    except OSError as error:
-        error.filename = error.filename or str(temporary)
-        raise
-    finally:
-        temporary.unlink(missing_ok=True)
     without = f"; {counted(left_out, 'sample')} without texts left out" if left_out else ""
     console().print(f"{counted(count, 'rollout')} in {escape(str(output))}{without}")
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from reward_loop._util.json import encode, to_json
+from reward_loop._util.replacing import replacing
 from reward_loop.errors import ConfigError
 from reward_loop.offline.inputs import Inputs, import_pyarrow, is_compressed, is_parquet, read_batches
 from reward_loop.records.configuration import config_row, configurations, open_configuration
@@ -178,20 +179,13 @@ def export(source: Inputs, folder: ScoredFolder, file: Path) -> None:
     In parquet, components are JSON text: their names and types differ between rows, which parquet does not allow.
     """
     results = _results(folder)
-    temporary = file.with_name(f".partial-{file.name}")
-    try:
+    with replacing(file) as temporary:
         if is_parquet(file):
             _write_parquet(source, temporary, results)
         else:
             with _create(temporary) as lines:
                 for row in source.rows():
                     lines.write(to_json({**_renamed(row.columns), **results[row.name]}) + b"\n")
-        os.replace(temporary, file)
-    except OSError as error:
-        error.filename = error.filename or str(temporary)
-        raise
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _create(path: Path) -> Any:
