@@ -68,7 +68,7 @@ async def http_server(
     server = HttpServer(handler, **options)
     listener = listener or listen("127.0.0.1")
     url = url_of(listener)
-    await server.start(listener)
+    server.start(listener)
     try:
         yield url
     finally:

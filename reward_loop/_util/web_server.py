@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import socket
 import time
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from reward_loop._util.api_keys import api_key_of
 from reward_loop._util.sockets import is_loopback, listen, url_of
 from reward_loop._util.standard_streams import print_line
 from reward_loop.errors import ConfigError
@@ -110,12 +110,12 @@ def api_key(variable: str | None) -> str | None:
     """Return the API key in an environment variable, the value of ``--api-key-env``; ``None`` without the option.
 
     Raises:
-        ConfigError: the variable is not set.
+        ConfigError: the variable is not set, or does not contain a valid key.
     """
     if variable is None:
         return None
-    key = os.environ.get(variable)
-    if not key:
+    key = api_key_of(variable)
+    if key is None:
         raise ConfigError(f"--api-key-env {variable}: this environment variable is not set")
     return key
 

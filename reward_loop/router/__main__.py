@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 
 import orjson
 
 from reward_loop._util import web_server
+from reward_loop._util.api_keys import api_key_of
 from reward_loop._util.process import exit_with_parent
 from reward_loop._util.standard_streams import open_standard_streams
 from reward_loop.config import parse
@@ -31,11 +31,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.parent_pipe is not None:
         exit_with_parent(args.parent_pipe)  # before any slow work
-    keys = {
-        "api_key": os.environ.get(API_KEY_VARIABLE) or None,
-        "worker_api_key": os.environ.get(WORKER_API_KEY_VARIABLE) or None,
-    }
     try:
+        keys = {"api_key": api_key_of(API_KEY_VARIABLE), "worker_api_key": api_key_of(WORKER_API_KEY_VARIABLE)}
         config = parse(RouterConfig, {**orjson.loads(args.options), **keys}, "--options")
         backends = [parse(BackendConfig, orjson.loads(backend), "--worker") for backend in args.worker]
         # The manager stops the servers next, so requests in flight cannot be finished.

@@ -17,6 +17,7 @@ import uvloop
 
 from reward_loop._util.sockets import is_loopback, url_of
 from reward_loop._util.standard_streams import print_line
+from reward_loop._util.web_pages import is_foreign_origin, is_known_host, own_names
 from reward_loop.errors import ConfigError
 from reward_loop.router.backend import Backend, check_health
 from reward_loop.router.client_request import ClientRequest, WaitsFor
@@ -52,7 +53,8 @@ class Router:
     ========================================= ==============================================================
 
     Errors of the router itself have the JSON format of vLLM's errors. Those of all paths are 401 (wrong API key) and
-    408 (the body did not arrive before the deadline).
+    408 (the body did not arrive before the deadline). Without an API key, the control plane answers requests of web
+    pages with 403.
 
     Create it in a running event loop, and use it as an async context manager: between entry and exit, it checks the
     servers and can be called.
@@ -113,6 +115,7 @@ class Router:
         # FastAPI receives only the paths of the control plane: with a catch-all route of FastAPI, a router forwarded
         # 3,428 requests/s, with a plain ASGI app 9,387.
         if client.path in _CONTROL_PATHS:
+            self._refuse_web_pages(client)
             body = await client.read_body(self._control_body_bytes)
             self._limit.stop(task)  # Removing a server waits for its requests in flight.
             answer = await asyncio.shield(self._control)
@@ -126,6 +129,16 @@ class Router:
         # Names of authentication schemes are case-insensitive (RFC 9110, 11.1).
         scheme, _, token = (find(client.headers, b"authorization") or b"").partition(b" ")
         return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(b" "), self._credentials)
+
+    def _refuse_web_pages(self, client: ClientRequest) -> None:
+        """Refuse a request that a web page may have sent; with an API key, which pages do not have, none is refused."""
+        if self._credentials is not None:
+            return
+        host, origin = ((find(client.headers, name) or b"").decode("latin-1") for name in (b"host", b"origin"))
+        if not is_known_host(host or "localhost", own_names(), any_address=True):
+            raise Refusal(403, f"unknown host name {host[:100]!r}: use the IP address of the router, or set an API key")
+        if client.method not in ("GET", "HEAD") and is_foreign_origin(origin or None, host):
+            raise Refusal(403, "web pages of other servers cannot change the servers of this router")
 
     def _answer_health(self, client: ClientRequest) -> None:
         if client.method not in ("GET", "HEAD"):
@@ -164,7 +177,7 @@ class Router:
 logger = logging.getLogger(__name__)
 
 _SPARE_FILES = 1024
-"""File descriptors reserved for waiting clients, idle connections, and the process itself."""
+"""File descriptors reserved for idle connections to servers, and the process itself."""
 
 
 def run_router(backends: list[BackendConfig], config: RouterConfig, listener: socket.socket, *, grace_s: int) -> None:
@@ -182,7 +195,7 @@ def run_router(backends: list[BackendConfig], config: RouterConfig, listener: so
     if own in [backend.url for backend in backends]:
         raise ConfigError(f"--worker {own}: this is the router itself; name the address of a model server")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    room = _room_for(config.max_in_flight)
+    room, connections = _room_for(config.max_in_flight, config.max_queue)
     if room < config.max_in_flight:
         logger.warning(
             "max_in_flight is %d, not %d: the limit on open files is too low, raise it with `ulimit -n`",
@@ -195,10 +208,12 @@ def run_router(backends: list[BackendConfig], config: RouterConfig, listener: so
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(backends, config, listener, grace_s))
+        runner.run(_serve(backends, config, listener, connections, grace_s))
 
 
-async def _serve(backends: list[BackendConfig], config: RouterConfig, listener: socket.socket, grace_s: int) -> None:
+async def _serve(
+    backends: list[BackendConfig], config: RouterConfig, listener: socket.socket, connections: int, grace_s: int
+) -> None:
     """Serve until SIGTERM or SIGINT; a second SIGINT ends the requests in flight."""
     stopping, hurry = asyncio.Event(), asyncio.Event()
 
@@ -212,26 +227,28 @@ async def _serve(backends: list[BackendConfig], config: RouterConfig, listener: 
         loop.add_signal_handler(number, stop, number)
     print_line(f"router listens on {url_of(listener)}")
     async with Router(backends, config) as router:
-        server = HttpServer(router, config.max_header_bytes)
-        await server.start(listener)
+        server = HttpServer(router, config.max_header_bytes, max_connections=connections)
+        server.start(listener)
         await stopping.wait()
         logger.info("the router is stopping")
         await server.stop(grace_s, hurry)
 
 
-def _room_for(requests: int) -> int:
-    """Raises the limit on open files as far as allowed; returns how many concurrent requests it permits.
+def _room_for(requests: int, queue: int) -> tuple[int, int]:
+    """Raise the limit on open files as far as allowed; return how many requests in flight and clients it permits.
 
-    Each request in flight has two connections: to the client, and to the server.
+    Each request in flight has two connections, to the client and to the server; a request in the queue has one.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    enough = wanted = 2 * requests + _SPARE_FILES
+    wanted = 2 * requests + queue + _SPARE_FILES
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files == resource.RLIM_INFINITY or files >= enough:
-        return requests
-    return max(1, (files - min(_SPARE_FILES, files // 4)) // 2)
+    if files == resource.RLIM_INFINITY:
+        files = wanted
+    usable = files - min(_SPARE_FILES, files // 4)
+    requests = min(requests, max(1, usable // 2))
+    return requests, max(1, usable - requests)

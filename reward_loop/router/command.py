@@ -8,7 +8,14 @@ import typer
 
 from reward_loop.config import PolicyName, parse
 from reward_loop.errors import ConfigError
-from reward_loop.router.config import BackendConfig, Engine, Kind, RouterConfig
+from reward_loop.router.config import (
+    API_KEY_VARIABLE,
+    WORKER_API_KEY_VARIABLE,
+    BackendConfig,
+    Engine,
+    Kind,
+    RouterConfig,
+)
 
 __all__ = ["parse_worker", "route"]
 
@@ -108,6 +115,7 @@ def route(
     [cyan]/metrics[/] is for Prometheus. On SIGTERM, the router finishes the
     requests in flight and exits.
     """
+    from reward_loop._util.api_keys import checked_api_key
     from reward_loop._util.sockets import listen
     from reward_loop.router.app import run_router
     from reward_loop.router.http_client import tls_context
@@ -128,8 +136,10 @@ def route(
         "client_key": client_key,
         "max_body_bytes": max_body_mb * 1024 * 1024,
         "max_header_bytes": max_header_kb * 1024,
-        "api_key": api_key or None,
-        "worker_api_key": worker_api_key or None,
+        "api_key": checked_api_key(api_key or "", f"--api-key, or the environment variable {API_KEY_VARIABLE},"),
+        "worker_api_key": checked_api_key(
+            worker_api_key or "", f"--worker-api-key, or the environment variable {WORKER_API_KEY_VARIABLE},"
+        ),
     }
     config = parse(RouterConfig, options, "options")
     workers = [parse_worker(spec) for spec in worker or ()]

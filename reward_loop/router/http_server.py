@@ -28,6 +28,12 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 4096
 
+_ACCEPTS = 64
+"""The most connections accepted before the event loop runs other callbacks."""
+
+_FULL_S = 0.05
+"""The pause before the next attempt to accept when the process has no free file descriptor, in seconds."""
+
 _ABORT_S = 5.0
 """Seconds that cancelled requests have to end when the server stops."""
 
@@ -44,6 +50,8 @@ class HttpServer:
         max_head_bytes: longer heads are refused with 431, or with 414 if the URL is too long.
         keep_alive_s: connections without a request are closed after this time, in seconds. It is longer than clients
             keep idle connections, so that the client closes them, not the server.
+        max_connections: further connections wait in the kernel's backlog; ``None`` for no bound. When three quarters
+            are in use, each connection closes after its answer, so that idle ones do not keep others waiting.
     """
 
     def __init__(
@@ -51,21 +59,37 @@ class HttpServer:
         handler: Callable[[ClientRequest], Awaitable[None]],
         max_head_bytes: int = 64 * 1024,
         keep_alive_s: float = 75.0,
+        max_connections: int | None = None,
     ) -> None:
         self.handler = handler
         self.max_head_bytes = max_head_bytes
         self.keep_alive_s = keep_alive_s
         self.loop = asyncio.get_running_loop()
+        self._max_connections = max_connections
         self._connections: set[_Connection] = set()
+        self._opening: set[asyncio.Task[object]] = set()
+        """Accepted sockets that are not yet a connection."""
         self._none_left = asyncio.Event()
         self._none_left.set()
-        self._listener: socket.socket
-        self._server: asyncio.Server
+        self._listener: socket.socket | None = None
+        """``None`` before the start, and from the stop on."""
+        self._accepting = False
 
-    async def start(self, listener: socket.socket) -> None:
+    @property
+    def crowded(self) -> bool:
+        """Whether three quarters of the connections are in use."""
+        return self._max_connections is not None and 4 * self._open > 3 * self._max_connections
+
+    @property
+    def _open(self) -> int:
+        return len(self._connections) + len(self._opening)
+
+    def start(self, listener: socket.socket) -> None:
         """Accept connections on a listening socket, which it closes in the end."""
         self._listener = listener
-        self._server = await self.loop.create_server(lambda: _Connection(self), sock=listener, backlog=_BACKLOG)
+        listener.setblocking(False)
+        listener.listen(_BACKLOG)
+        self._accept_again()
 
     async def stop(self, grace_s: float, hurry: asyncio.Event | None = None) -> None:
         """Accept no more connections, wait for the requests in flight, and cancel those that are left.
@@ -74,8 +98,12 @@ class HttpServer:
             grace_s: seconds that the requests in flight have to finish.
             hurry: ends that time early.
         """
-        self._server.close()
-        self._listener.close()
+        self._pause()
+        if self._listener:
+            self._listener.close()
+            self._listener = None
+        if self._opening:  # Not cancelled: uvloop would leave connections that read nothing.
+            await asyncio.wait(self._opening)
         for connection in list(self._connections):
             connection.stop()
         ends = [self.loop.create_task(event.wait()) for event in (self._none_left, hurry) if event]
@@ -104,6 +132,39 @@ class HttpServer:
         self._connections.discard(connection)
         if not self._connections:
             self._none_left.set()
+        self._accept_again()
+
+    # Connections are accepted here, not by `create_server`: that accepts all that the kernel offers, and where the
+    # process has no free file descriptor, libuv resets them. A connection that is not accepted waits.
+
+    def _accept_again(self) -> None:
+        if self._listener and not self._accepting:
+            self._accepting = True
+            # By its number: uvloop would delay the closing of a socket object.
+            self.loop.add_reader(self._listener.fileno(), self._accept, self._listener)
+
+    def _pause(self) -> None:
+        if self._listener and self._accepting:
+            self._accepting = False
+            self.loop.remove_reader(self._listener.fileno())
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(_ACCEPTS):
+            if self._max_connections is not None and self._open >= self._max_connections:
+                self._pause()  # `discard` continues.
+                return
+            try:
+                accepted, _ = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                logger.error("no connection can be accepted: %s", error)
+                self._pause()
+                self.loop.call_later(_FULL_S, self._accept_again)
+                return
+            opening = self.loop.create_task(self.loop.connect_accepted_socket(lambda: _Connection(self), accepted))
+            self._opening.add(opening)
+            opening.add_done_callback(self._opening.discard)
 
 
 class _Connection(asyncio.Protocol):
@@ -218,7 +279,7 @@ class _Connection(asyncio.Protocol):
             version,
             headers,
             # The parser does not parse a request that follows an upgrade.
-            keep_alive=version != "1.0" and parser.should_keep_alive() and not upgrades,
+            keep_alive=(version != "1.0" and parser.should_keep_alive() and not upgrades and not self._server.crowded),
         )
         self._unproductive_bytes = 0
 

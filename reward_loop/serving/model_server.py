@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from typing import Any
 from urllib.parse import urlencode
 
 import aiohttp
 
+from reward_loop._util.api_keys import api_key_of
 from reward_loop.config import ServedModelConfig
 from reward_loop.router.config import API_KEY_VARIABLE, BackendConfig
 
@@ -102,7 +102,7 @@ class RouterClient:
 
     async def _request(self, method: str, path: str, body: Any = None) -> None:
         timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-        key = os.environ.get(API_KEY_VARIABLE)
+        key = api_key_of(API_KEY_VARIABLE)
         headers = {"Authorization": f"Bearer {key}"} if key else None
         try:
             async with (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from urllib.parse import urlencode
 from omegaconf import DictConfig, OmegaConf
 from verl.experimental.reward_loop import RewardModelManager
 
+from reward_loop._util.api_keys import api_key_of
 from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ServerError
 from reward_loop.router.config import API_KEY_VARIABLE, BackendConfig
@@ -122,7 +122,7 @@ class ColocatedRewardModel:
     def _ask_router(self, method: str, path: str, body: bytes | None = None, *, confirmed_by: int) -> None:
         """Send a request to the router. ``confirmed_by`` is the error status of a change that was made before."""
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(API_KEY_VARIABLE):
+        if key := api_key_of(API_KEY_VARIABLE):
             headers["Authorization"] = f"Bearer {key}"
         request = urllib.request.Request(f"http://{self._router}{path}", body, headers, method=method)
         without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+from reward_loop._util.api_keys import api_key_of
 from reward_loop.client import classify
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardFunctionError
@@ -257,6 +257,6 @@ async def score_by_model(
         extra_info["reward_model_input"],
         model=model,
         timeout=None,
-        api_key_env=API_KEY_VARIABLE if os.environ.get(API_KEY_VARIABLE) else None,
+        api_key_env=API_KEY_VARIABLE if api_key_of(API_KEY_VARIABLE) else None,
     )
     return {"score": logits[-1] if isinstance(logits, list) else logits}

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from fastapi import Body, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -27,6 +27,7 @@ from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reward_loop._util.json import encode, look_up
+from reward_loop._util.web_pages import is_foreign_origin, is_known_host, own_names
 from reward_loop.errors import ConfigError
 from reward_loop.offline.compare import compare, read_scoring
 from reward_loop.records.configuration import configurations
@@ -295,10 +296,8 @@ def host_names(listener: socket.socket, host: str) -> frozenset[str]:
         host: the address that the user gave.
     """
     address = listener.getsockname()[0].partition("%")[0]
-    names = {"localhost", "127.0.0.1", "::1", address, host}
-    if not ipaddress.ip_address(address).is_loopback:
-        names |= {socket.gethostname(), socket.getfqdn()}
-    return frozenset(name.lower() for name in names)
+    names = {"localhost", "127.0.0.1", "::1", address, host.lower()}
+    return frozenset(names if ipaddress.ip_address(address).is_loopback else names | own_names())
 
 
 class Guard:
@@ -341,11 +340,11 @@ class Guard:
     def _rejected(self, scope: Scope) -> Response | None:
         """Return the error for a rejected request; ``None`` for an accepted one."""
         headers = Headers(scope=scope)
-        if not self._is_known(headers.get("host", "")):
+        if not is_known_host(headers.get("host", ""), self._hosts, self._any_address):
             return JSONResponse({"error": "Unknown host name: open the address that reward-loop view printed."}, 400)
         if scope["method"] not in ("GET", "HEAD"):
             origin, size = headers.get("origin"), headers.get("content-length", "")
-            if origin is not None and urlsplit(origin).netloc.lower() != headers["host"].lower():
+            if is_foreign_origin(origin, headers["host"]):
                 return JSONResponse({"error": "Pages of other servers cannot change anything here."}, 403)
             if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
                 return JSONResponse({"error": "The body must be JSON: set Content-Type: application/json."}, 415)
@@ -363,17 +362,6 @@ class Guard:
         if self._is_key(cookie) or (kind.lower() == "bearer" and self._is_key(token)):
             return None
         return JSONResponse({"error": "This server needs its key: open /?key=KEY, or send it as a bearer token."}, 401)
-
-    def _is_known(self, header: str) -> bool:
-        name = header.rpartition(":")[0] if header.rpartition(":")[2].isdecimal() else header
-        name = name.strip("[]").lower()
-        if name in self._hosts:
-            return True
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return self._any_address
 
     def _is_key(self, given: str) -> bool:
         assert self._key is not None

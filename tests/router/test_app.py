@@ -96,9 +96,12 @@ MAIN = "import sys; from reward_loop.cli import main; sys.argv[0] = 'reward-loop
 
 
 @contextlib.contextmanager
-def routing(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def routing(*options: str, files: int | None = None) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", MAIN, "route", "--port", "0", *options],
+        [
+            *([] if files is None else ["prlimit", f"--nofile={files}:{files}"]),
+            *(sys.executable, "-c", MAIN, "route", "--port", "0", *options),
+        ],
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
@@ -140,16 +143,51 @@ async def exchange(url: str, *messages: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("hard", "requests"), [(resource.RLIM_INFINITY, 16384), (65536, 16384), (4096, 1536), (256, 96)]
+    ("hard", "room"),
+    [
+        (resource.RLIM_INFINITY, (16384, 32768)),
+        (65536, (16384, 32768)),
+        (40000, (16384, 22592)),
+        (4096, (1536, 1536)),
+        (256, (96, 96)),
+    ],
 )
-def test_no_more_requests_are_in_flight_than_files_can_be_open(
-    hard: int, requests: int, monkeypatch: pytest.MonkeyPatch
+def test_no_more_requests_and_clients_than_files_can_be_open(
+    hard: int, room: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = [(256, hard)]
     monkeypatch.setattr(app, "resource", SimpleNamespace(**vars(resource)))
     monkeypatch.setattr(app.resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(app.resource, "setrlimit", lambda _, pair: limits.append(pair))
-    assert app._room_for(16384) == requests
+    assert app._room_for(16384, 16384) == room
+
+
+async def test_more_clients_than_open_files_wait_and_none_is_reset() -> None:
+    async def quick(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.01)
+        await model_server("m")(scope, receive, send)
+
+    async def ask(url: str, *, closes: bool) -> bytes:
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        connection = b"close" if closes else b"keep-alive"
+        writer.write(b"GET /x HTTP/1.1\r\nhost: h\r\nconnection: " + connection + b"\r\n\r\n")
+        line = await reader.readline()
+        if closes:
+            writer.close()
+        else:
+            idle.append(writer)  # as in a client's pool
+        return line
+
+    idle: list[asyncio.StreamWriter] = []
+    async with serving(quick) as backend:
+        with routing("--worker", backend, files=256) as (url, _):
+            async with asyncio.timeout(60):
+                for closes in (True, False, True):
+                    lines = await asyncio.gather(*(ask(url, closes=closes) for _ in range(600)))
+                    assert set(lines) == {b"HTTP/1.1 200 OK\r\n"}
+    for writer in idle:
+        writer.close()
 
 
 async def test_the_wire() -> None:

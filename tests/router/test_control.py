@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -107,6 +108,38 @@ async def test_errors_of_the_control_plane_have_the_shape_of_the_others(
         found, error = await refused(session, method, path, **options)
     assert found == status
     assert message in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "evil.example", "Origin": "http://evil.example"}, 403),
+        ({"Host": "127.0.0.1.evil.example:80"}, 403),
+        ({"Host": "localhost:8080", "Origin": "http://localhost:8080"}, 200),
+        ({"Host": "10.0.0.7:8080"}, 200),
+        ({"Host": "[::1]:8080"}, 200),
+        ({"Host": socket.gethostname().upper()}, 200),
+        ({}, 200),
+    ],
+)
+async def test_web_pages_cannot_use_the_control_plane(headers: dict[str, str], status: int) -> None:
+    async with routed(model_server("a"), model_server("a")) as (_, urls, session):
+        dead = {"url": urls[0], "reason": "x", "lost": "true"}
+        async with session.post("/workers/mark_dead", params=dead, headers=headers) as response:
+            assert response.status == status
+        assert [backend["state"] for backend in await listed(session)] == ["up" if status == 403 else "lost", "up"]
+        async with session.post(CHAT, headers=headers) as response:
+            assert response.status == 200
+
+
+async def test_with_a_key_any_host_name_is_accepted() -> None:
+    async with routed(model_server("a"), api_key="k") as (_, _, session):
+        headers = {"Host": "router.cluster.local", "Origin": "http://dashboard.cluster.local"}
+        async with session.post("/workers", json={"url": "http://x:1"}, headers=headers) as response:
+            assert response.status == 201
 
 
 async def test_health_without_a_server_has_the_shape_of_the_other_errors() -> None:

@@ -345,7 +345,7 @@ async def test_stop_waits_for_requests_in_flight_and_then_cancels_them() -> None
     server = HttpServer(handler)
     listener = listen("127.0.0.1")
     port = listener.getsockname()[1]
-    await server.start(listener)
+    server.start(listener)
     async with asyncio.timeout(60):
         connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         for _, writer in connections[:2]:
@@ -420,7 +420,7 @@ async def test_stop_ends_although_a_request_ignores_its_cancellation(
     server = HttpServer(ignore_cancellation)
     with listen("127.0.0.1", 0) as listener:
         address = listener.getsockname()
-        await server.start(listener)
+        server.start(listener)
         _, writer = await asyncio.open_connection(*address)
         writer.write(WHOLE)
         await started.wait()

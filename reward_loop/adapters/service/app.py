@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reward_loop import __version__
+from reward_loop._util.web_pages import is_foreign_origin, is_known_host, own_names
 from reward_loop.adapters.service import score_route
 from reward_loop.adapters.service.dialects import DialectOptions, llamafactory, openrlhf, slime
 from reward_loop.adapters.service.nemo_gym import nemo_gym
@@ -140,6 +141,8 @@ def _add_errors(app: FastAPI, paths: Collection[str]) -> None:
 class Gate:
     """An ASGI middleware: it answers requests without the key with 401, and those with too long a body with 413.
 
+    Without a key, requests of web pages get 403: they could spend the budget of a judge.
+
     The key is a bearer token, or the password in the URL (HTTP Basic, with any user name): many trainers send requests
     to a URL without headers of their own.
 
@@ -176,7 +179,7 @@ class Gate:
         headers = Headers(scope=scope)
         try:
             if scope["path"] not in OPEN_PATHS:
-                self._check_key(headers.get("authorization", ""))
+                self._check_sender(headers)
             body = await self._body(headers, receive)
         except ServiceError as error:
             await error_reply(error)(scope, receive, counted)
@@ -221,9 +224,11 @@ class Gate:
                 f"the body is longer than {self._max_body_bytes} bytes: send fewer samples, or raise --max-body-mb",
             )
 
-    def _check_key(self, header: str) -> None:
+    def _check_sender(self, headers: Headers) -> None:
         if self._key is None:
+            self._refuse_web_pages(headers)
             return
+        header = headers.get("authorization", "")
         scheme, _, credentials = header.partition(" ")
         given = credentials.strip().encode("latin-1")  # as Starlette decodes headers
         if scheme.lower() == "basic":
@@ -236,4 +241,12 @@ class Gate:
                 401,
                 "the API key is missing or wrong: send it as a bearer token, or in the URL as "
                 "http://key:KEY@host:port/path",
+            )
+
+    def _refuse_web_pages(self, headers: Headers) -> None:
+        host = headers.get("host", "localhost")
+        known = is_known_host(host, own_names(), any_address=True)
+        if not known or is_foreign_origin(headers.get("origin"), host):
+            raise ServiceError(
+                403, "requests of web pages are refused: use the IP address of the service, or set --api-key-env"
             )

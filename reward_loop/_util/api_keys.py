@@ -1,0 +1,35 @@
+"""API keys of the library's own servers and clients, as environment variables and options contain them."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from reward_loop.errors import ConfigError
+
+__all__ = ["api_key_of", "checked_api_key"]
+
+
+def api_key_of(variable: str) -> str | None:
+    """Return the API key in an environment variable; ``None`` if it is unset or blank.
+
+    Raises:
+        ConfigError: the key contains a control character.
+    """
+    return checked_api_key(os.environ.get(variable, ""), f"the environment variable {variable}")
+
+
+def checked_api_key(key: str, where: str) -> str | None:
+    """Return a key without the white space around it, such as the newline at the end of a file; ``None`` if blank.
+
+    Args:
+        key: the key.
+        where: what contains the key, for the message.
+
+    Raises:
+        ConfigError: the key contains a control character, which no HTTP header can contain.
+    """
+    key = key.strip()
+    if re.search(r"[\x00-\x1f\x7f]", key):
+        raise ConfigError(f"{where} contains a line break or another control character: an API key is a single line")
+    return key or None
