@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import uvicorn
 
 __all__ = [
+    "KEEP_ALIVE_S",
     "add_arguments",
     "api_key",
     "listener_of",
@@ -29,6 +30,10 @@ __all__ = [
     "serve_until_signal",
     "stop_on_disconnect",
 ]
+
+KEEP_ALIVE_S = 75
+"""Connections without a complete request are closed after this time, in seconds. It is longer than clients keep idle
+connections, so that the client closes them, not the server."""
 
 _SAME_S = 1.0
 """After a signal, further signals are ignored for this time in seconds: launchers may send several at once."""
@@ -66,10 +71,12 @@ def _uvicorn_config(app: Any, *, grace_s: int, **options: Any) -> uvicorn.Config
     """
     import uvicorn  # takes 0.2 s
 
+    from reward_loop._util.uvicorn_limits import LimitedHttp
+
     return uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=LimitedHttp,
         # By default, uvicorn would take an app whose start-up fails for an app without lifespan, and serve it.
         lifespan="on",
         ws="none",
@@ -77,8 +84,7 @@ def _uvicorn_config(app: Any, *, grace_s: int, **options: Any) -> uvicorn.Config
         proxy_headers=False,
         # The router forwards the header `Server` of the backends.
         server_header=False,
-        # Longer than clients keep idle connections, so that the client closes them, not the server.
-        timeout_keep_alive=75,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=grace_s,
         **options,
     )

@@ -44,7 +44,7 @@ async def client_of(
     of_app = {name: options.pop(name) for name in ("key", "max_body_bytes") if name in options}
     service = RewardService(made or scorer(), **options)
     app = create_app(service, options=dialects, **of_app)
-    async with service, httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://service") as client:
+    async with service, httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         yield client
 
 

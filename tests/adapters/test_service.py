@@ -98,7 +98,7 @@ async def test_samples_in_flight_end_after_a_signal_and_new_ones_are_refused(acc
         await service.score([RewardSample("b")], path="/score")
     assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
     app = httpx.ASGITransport(create_app(service))
-    async with httpx.AsyncClient(transport=app, base_url="http://service") as client:
+    async with httpx.AsyncClient(transport=app, base_url="http://localhost") as client:
         assert [(await client.get(path)).status_code for path in ("/ready", "/health")] == [503, 200]
     assert ended == []
     held.release.set()

@@ -93,3 +93,17 @@ async def test_metrics_count_samples_by_outcome_and_answers_by_status() -> None:
         "reward_loop_service_in_flight": 0,
     }.items():
         assert float(shown[name]) == value
+
+
+@pytest.mark.parametrize(
+    "headers", [{"Origin": "http://evil.example"}, {"Origin": "null"}, {"Host": "evil.example"}], ids=str
+)
+async def test_without_a_key_web_pages_are_refused(headers: dict[str, str]) -> None:
+    async with client_of() as client:
+        answer = await client.post("/slime", json=BODY, headers=headers)
+        assert (answer.status_code, "--api-key-env" in answer.json()["error"]) == (403, True)
+        own = {"Origin": "http://localhost:8090", "Host": "localhost:8090"}
+        assert (await client.post("/slime", json=BODY, headers=own)).status_code == 200
+    async with client_of(key="key") as client:
+        headers = {"authorization": "Bearer key", **headers}
+        assert (await client.post("/slime", json=BODY, headers=headers)).status_code == 200

@@ -1,0 +1,75 @@
+"""The limits of a connection that uvicorn does not have."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from reward_loop._util.web_server import KEEP_ALIVE_S
+
+__all__ = ["MAX_HEAD_BYTES", "LimitedHttp"]
+
+MAX_HEAD_BYTES = 64 * 1024
+"""The longest head of a request, in bytes; longer ones get 400."""
+
+
+class LimitedHttp(HttpToolsProtocol):
+    """A connection of uvicorn that closes if a request is not complete within `KEEP_ALIVE_S`, and bounds its head.
+
+    uvicorn itself closes only connections that are idle after an answer: a client that sends nothing, or half a
+    request, would keep its connection, and the file descriptor, without ever needing the API key.
+    """
+
+    _timer: asyncio.TimerHandle | None = None
+    """Closes the connection. It runs from the first byte of a request, or the beginning of the connection, until the
+    request is complete."""
+    _in_head = True
+    """Whether the head of a request is incomplete, or has not begun."""
+    _head_bytes = 0
+    """The number of bytes received since the last complete request."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.timeout_keep_alive_task is not None:  # The connection is idle; uvicorn stops its own timer now.
+            self._start_timer()
+        self._head_bytes += len(data)
+        super().data_received(data)
+        # A head that is complete is measured in `on_headers_complete`.
+        if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response("The head of the request is too long.")
+
+    # httptools calls these.
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._timer is None:
+            self._start_timer()
+
+    def on_headers_complete(self) -> None:
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD_BYTES:
+            raise ValueError("the head of the request is too long")  # uvicorn answers with 400
+        self._in_head = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._stop_timer()
+        self._in_head, self._head_bytes = True, 0
+        super().on_message_complete()
+
+    def _start_timer(self) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(KEEP_ALIVE_S, self.transport.abort)
+
+    def _stop_timer(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
