@@ -133,6 +133,16 @@ def model_server(name: str, seen: list[Any] | None = None, status: int = 200, he
 
 
 @asynccontextmanager
+async def routed_urls(urls: list[str], **options: Any) -> AsyncIterator[str]:
+    """Run the router in front of servers; when all are up, yields its URL."""
+    async with served_by_router(Router(urls, RouterConfig(**options))) as url, aiohttp.ClientSession(url) as session:
+        async with asyncio.timeout(30):
+            while [w["state"] for w in await listed(session)] != ["up"] * len(urls):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        yield url
+
+
+@asynccontextmanager
 async def routed(*workers: Any, wait_for: int | None = None, **options: Any) -> Any:
     """Run the router with ASGI apps as backends; when all are up, yields its URL, the backend URLs and a session."""
     async with AsyncExitStack() as stack:

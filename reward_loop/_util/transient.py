@@ -12,6 +12,9 @@ from typing import Any
 
 __all__ = ["is_refusal", "is_transient", "retry_after", "retry_after_seconds", "status_of"]
 
+REQUEST_BREAKS_SERVERS = "request_breaks_servers"
+"""The ``code`` of the router's error answer to a request that broke several servers. Nothing repeats such a request."""
+
 TRANSIENT_STATUS = frozenset({408, 409, 425, 429})
 """Transient in addition to 5xx: request timeout, conflict, too early, too many requests. The clients of OpenAI and
 Anthropic retry these, except 425."""

@@ -507,8 +507,9 @@ class RewardModelConfig(ServedModelConfig):
     the responses to a prompt, so that the server computes their common beginning once; if it has far more requests in
     flight than the others, another one. ``least_in_flight``, ``round_robin``: regardless of the content."""
 
-    request_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds from the arrival of a request at the router to the end of its answer. Waiting for a server counts."""
+    request_timeout_s: float = Field(default=290.0, gt=0)
+    """Seconds from the arrival of a request at the router to the end of its answer. Waiting for a server counts. It is
+    below the timeout of the clients (300 s in `reward_loop.client`), so that they get the router's explanation."""
 
     max_in_flight: int = Field(default=16384, ge=1)
     """The largest number of requests that the router sends to the servers at the same time; further ones wait. Each

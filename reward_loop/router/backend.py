@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from bisect import bisect_left
+from collections.abc import Container
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ __all__ = [
     "Route",
     "UnhealthyError",
     "check_health",
+    "update_models",
 ]
 
 LATENCY_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -105,6 +107,10 @@ class Backend:
     """Whether the server is out of use because it accepts connections but its health checks time out."""
     outages: int = 0
     """How often the server was taken out of use since a request last succeeded."""
+    healthy_at: float = 0.0
+    """The beginning of its latest successful health check, in seconds of `time.monotonic`."""
+    died_at: float = 0.0
+    """When its owner last reported its death, or a health check last failed, in seconds of `time.monotonic`."""
     cools_down_until: float = 0.0
     """The end of its cool-down, in seconds of `time.monotonic`."""
     taken_out: asyncio.Event = field(default_factory=asyncio.Event)
@@ -175,10 +181,16 @@ async def check_health(backend: Backend) -> None:
         if status == 200 and _decoded(body).get("is_sleeping") is True:
             raise AsleepError("the engine is asleep")
     if backend.state is BackendState.DOWN:
-        await _update_models(backend)
+        await update_models(backend)
 
 
-async def _update_models(backend: Backend) -> None:
+async def update_models(backend: Backend, wanted: Container[str] = ()) -> None:
+    """Ask a server for its models, and update its `models` and `cards`; if it sends no list, they stay as they are.
+
+    Args:
+        backend: the server. If its configuration names models, it has these, and the wanted ones that it lists.
+        wanted: names that requests used.
+    """
     try:
         status, body = await _get(backend.upstream, "/v1/models")
     except UpstreamError as error:
@@ -187,7 +199,10 @@ async def _update_models(backend: Backend) -> None:
     cards = _decoded(body).get("data") if status == 200 else None
     if isinstance(cards, list):
         backend.cards = [card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)]
-        backend.models = backend.config.models or tuple(card["id"] for card in backend.cards)
+        listed = tuple(card["id"] for card in backend.cards)
+        named = backend.config.models
+        learned = tuple(name for name in listed if name in wanted and name not in named)
+        backend.models = named + learned if named else listed
 
 
 async def _get(upstream: Upstream, path: str) -> tuple[int, bytes]:

@@ -49,7 +49,7 @@ def route(
         PolicyName,
         typer.Option(help="How to choose a server; affinity: the same one for prompts that begin alike."),
     ] = "round_robin",
-    request_timeout: Annotated[float, typer.Option(help="Time limit of a request in seconds, retries included.")] = 600,
+    request_timeout: Annotated[float, typer.Option(help="Time limit of a request in seconds, retries included.")] = 290,
     health_interval: Annotated[float, typer.Option(help="Seconds between two health checks of a server in use.")] = 2,
     health_timeout: Annotated[
         float, typer.Option(help="Timeout of a health check of a server in use, in seconds.")

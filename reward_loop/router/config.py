@@ -76,8 +76,9 @@ class RouterConfig(Config):
     unless that server has far more requests in flight than the others. The group is in the header
     ``x-reward-loop-group``, as the library's client sends it, or else the beginning of the prompt."""
 
-    request_timeout_s: float = Field(default=600.0, gt=0)
-    """The time limit of a request in seconds, from its arrival to the end of its answer, retries included."""
+    request_timeout_s: float = Field(default=290.0, gt=0)
+    """The time limit of a request in seconds, from its arrival to the end of its answer, retries included. It is below
+    the client's (300 s), so that the client gets the router's explanation."""
 
     max_attempts: int = Field(default=4, ge=1)
     """The number of servers on which a request may fail before the failure is returned to the client."""

@@ -38,6 +38,7 @@ __all__ = [
     "BrokenError",
     "ConnectError",
     "Connection",
+    "MovedError",
     "StaleError",
     "Upstream",
     "UpstreamError",
@@ -76,6 +77,10 @@ class ConnectError(UpstreamError):
 
 class BrokenError(UpstreamError):
     """The connection broke, or the answer is not valid HTTP."""
+
+
+class MovedError(BrokenError):
+    """The request was taken from a frozen server, which may still recover."""
 
 
 class StaleError(BrokenError):
@@ -251,18 +256,18 @@ class Connection(asyncio.Protocol):
         self._upstream.busy.discard(self)
         self._transport.abort()
 
-    def fail(self, reason: str, *, certain: bool = False) -> None:
-        """End the request in flight, if any, with an error; if the server has certainly failed, not a `StaleError`."""
+    def fail(self, reason: str, error: type[BrokenError] | None = None) -> None:
+        """End the request in flight, if any, with an error: by default a `StaleError` or a `BrokenError`."""
         answer = self._answer
         self.close()
         if answer is None:
             return
-        stale = self.idle_since and not answer.begun and not certain
-        error = (StaleError if stale else BrokenError)(reason)
+        stale = self.idle_since and not answer.begun
+        broken = (error or (StaleError if stale else BrokenError))(reason)
         if self._arrival.done():
-            answer.wake(error)
+            answer.wake(broken)
         else:
-            self._arrival.set_exception(error)
+            self._arrival.set_exception(broken)
 
     def pause(self) -> None:
         """Stop reading from the server, if the connection is open."""
@@ -343,8 +348,8 @@ class Upstream:
         self.loop = asyncio.get_running_loop()
         self.busy: set[Connection] = set()
         """The connections with a request in flight."""
-        self._opening: dict[asyncio.Timeout, str] = {}
-        """The connections that are being opened; `break_off` sets the reason, and lets the timeout expire."""
+        self._opening: dict[asyncio.Timeout, BrokenError | None] = {}
+        """The connections that are being opened; `break_off` sets the error, and lets the timeout expire."""
         self.reads = 0
         """How many times bytes were received from the server."""
         self._host = parts.hostname or ""
@@ -379,8 +384,10 @@ class Upstream:
         connection = self._take_idle() or await self._open()
         return await connection.request(message, method == b"HEAD")
 
-    def break_off(self, reason: str, allowed: Callable[[], bool] = lambda: True) -> None:
-        """Fail the requests that have no answer yet with a `BrokenError`, and close the idle connections.
+    def break_off(
+        self, reason: str, allowed: Callable[[], bool] = lambda: True, error: type[BrokenError] = BrokenError
+    ) -> None:
+        """Fail the requests that have no answer yet with an error, and close the idle connections.
 
         Requests whose connection is still being opened fail too: the kernel may accept a connection for a process that
         is dead. `allowed` is called before each request; after the first ``False``, the other requests stay in flight.
@@ -389,12 +396,12 @@ class Upstream:
         for opening in [opening for opening, broken in self._opening.items() if not broken and not opening.expired()]:
             if not allowed():
                 return
-            self._opening[opening] = reason
+            self._opening[opening] = error(reason)
             opening.reschedule(self.loop.time())
         for connection in [connection for connection in self.busy if connection.unanswered]:
             if not allowed():
                 return
-            connection.fail(reason, certain=True)
+            connection.fail(reason, error)
 
     def close(self) -> None:
         """Close all connections."""
@@ -421,7 +428,7 @@ class Upstream:
         """Open a connection. If the process has no free file descriptor, retry until it has one."""
         while True:
             opening = asyncio.timeout(_CONNECT_S)
-            self._opening[opening] = ""
+            self._opening[opening] = None
             try:
                 async with opening:
                     _, connection = await self.loop.create_connection(
@@ -429,8 +436,8 @@ class Upstream:
                     )
                     return connection
             except TimeoutError:
-                if reason := self._opening[opening]:
-                    raise BrokenError(reason) from None
+                if broken := self._opening[opening]:
+                    raise broken from None
                 raise ConnectError(f"no connection within {_CONNECT_S:g} s") from None
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE):

@@ -28,7 +28,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Container, Iterable
 from typing import Self
 
-from reward_loop.router.backend import ANY, AsleepError, Backend, BackendState, Route
+from reward_loop.router.backend import ANY, AsleepError, Backend, BackendState, Route, update_models
 from reward_loop.router.config import BackendConfig, RouterConfig
 from reward_loop.router.http_client import ConnectError, Upstream, tls_context
 from reward_loop.router.policies import Policy, policy_for
@@ -45,6 +45,9 @@ _LONGEST_PAUSE_S = 5.0
 _START_CHECK_S = 30.0
 """The timeout of a health check while a server is DOWN, in seconds, unless `health_timeout_s` is longer. A server that
 is starting may accept connections and answer only when it is ready."""
+
+_ASK_INTERVAL_S = 1.0
+"""The least time between two questions to all servers for their models, in seconds."""
 
 _LOG_INTERVAL_S = 30.0
 """Seconds between two log lines about a server that stays unhealthy for the same reason."""
@@ -97,6 +100,12 @@ class BackendPool:
         self.on_frozen: Callable[[Backend], None] = lambda backend: None
         """Called with a frozen server, one whose health checks time out: when it is taken out of use, and after each
         further failed check."""
+        self._confirming: dict[Backend, asyncio.Task[None]] = {}
+        """The health checks of `has_died`, one for each server."""
+        self._asking: asyncio.Task[None] | None = None
+        self._asked_at = -_ASK_INTERVAL_S
+        self._wanted: set[str] = set()
+        """Names of models that were unknown when a request used them, and are now known."""
         self._changed = asyncio.Event()
         self._watches: dict[Backend, asyncio.Task[None]] = {}
         self._tasks = asyncio.TaskGroup()
@@ -108,7 +117,8 @@ class BackendPool:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for task in list(self._watches.values()):
+        asking = [self._asking] if self._asking else []
+        for task in [*self._watches.values(), *self._confirming.values(), *asking]:
             task.cancel()
         await self._tasks.__aexit__(None, None, None)
         for backend in self.backends:
@@ -164,6 +174,32 @@ class BackendPool:
                 raise Refusal(429, message, retry_after_s=min(cooling) - time.monotonic())
             await self._changed.wait()
 
+    async def ask_for_model(self, name: str) -> None:
+        """Ask the servers in use for their models again, because a request names a model that its server does not have.
+
+        Adapters can be loaded while a server runs. Requests that come while the servers are asked wait for the same
+        answers; after them, no server is asked for `_ASK_INTERVAL_S` seconds.
+        """
+        if self._asking is None:
+            if time.monotonic() < self._asked_at + _ASK_INTERVAL_S:
+                return
+            self._asking = self._tasks.create_task(self._ask(name), name="ask-for-models")
+        await asyncio.shield(self._asking)
+
+    async def _ask(self, name: str) -> None:
+        in_use = [backend for backend in self.backends if backend.state is BackendState.UP]
+        wanted = self._wanted | {name}
+        try:
+            async with asyncio.timeout(self.config.health_timeout_s):
+                await asyncio.gather(*(update_models(backend, wanted) for backend in in_use), return_exceptions=True)
+        except TimeoutError:
+            logger.warning("not all servers listed their models within %g s", self.config.health_timeout_s)
+        finally:
+            self._asking, self._asked_at = None, time.monotonic()
+            self._refresh()
+            if name in self.models:
+                self._wanted.add(name)
+
     # State changes
 
     def succeeded(self, backend: Backend) -> None:
@@ -213,12 +249,35 @@ class BackendPool:
         """
         self.mark_unhealthy(backend, reason)
         backend.frozen = False
+        backend.died_at = time.monotonic()
         backend.last_error = reason
         if lost:
             logger.error("server %s is lost: %s", backend.url, reason)
             self._stop_watching(backend)
             self._set_state(backend, BackendState.LOST)
         backend.upstream.break_off(reason)
+
+    async def has_died(self, backend: Backend, began: float, ended: float) -> bool:
+        """Return whether a server has died since a request began there; a connection that was only reset is no death.
+
+        A health check decides, unless one has been made after the end of the request.
+
+        Args:
+            backend: the server.
+            began: the beginning of the request, in seconds of `time.monotonic`.
+            ended: its end, the same.
+        """
+        if backend.died_at < began and backend.healthy_at < ended:
+            if backend not in self._confirming:
+                self._confirming[backend] = self._tasks.create_task(self._confirm(backend), name="confirm-death")
+            await asyncio.shield(self._confirming[backend])
+        return backend.died_at >= began
+
+    async def _confirm(self, backend: Backend) -> None:
+        try:
+            await self._failure(backend)
+        finally:
+            del self._confirming[backend]
 
     def has_stand_in(self, backend: Backend) -> bool:
         """Return whether another server with the same models, kind and engine is available now."""
@@ -354,13 +413,16 @@ class BackendPool:
         seconds = self.config.health_timeout_s
         if backend.state is BackendState.DOWN and not backend.frozen:
             seconds = max(seconds, _START_CHECK_S)
+        began = time.monotonic()
         try:
             async with asyncio.timeout(seconds):
                 await self.check(backend)
         except TimeoutError:
             return TimeoutError(f"no answer to a health check within {seconds:g} s")
         except Exception as error:
+            backend.died_at = time.monotonic()
             return error
+        backend.healthy_at = began
         return None
 
 

@@ -10,15 +10,24 @@ import orjson
 
 from reward_loop._util.transient import retry_after_seconds
 from reward_loop.router.backend import Backend, Route
+from reward_loop.router.breaking import BreakingRequests, Suspect
 from reward_loop.router.client_request import ClientRequest, WaitsFor
 from reward_loop.router.config import RouterConfig
 from reward_loop.router.headers import BACKEND, HOP_BY_HOP, RawHeader, find, named_by_connection, to_wire
-from reward_loop.router.http_client import NO_BODY, Answer, BrokenError, ConnectError, StaleError
+from reward_loop.router.http_client import (
+    NO_BODY,
+    Answer,
+    BrokenError,
+    ConnectError,
+    MovedError,
+    StaleError,
+    UpstreamError,
+)
 from reward_loop.router.limits import Gate, RetryBudget
 from reward_loop.router.policies import policy_for
 from reward_loop.router.pool import BackendPool
 from reward_loop.router.refusals import LimitedLog, Refusal, body_too_long
-from reward_loop.router.routing import merged_models, route
+from reward_loop.router.routing import UnknownModelError, merged_models, model_of, route
 
 __all__ = ["Proxy"]
 
@@ -50,7 +59,9 @@ class Proxy:
     another status                the answer is passed on
     `StaleError`                  retried without a pause; not counted as a failure
     `ConnectError`                server taken out of use; retried, not counted in `max_attempts`
-    `BrokenError`                 server taken out of use; retried up to `max_attempts`, then 502
+    `BrokenError`                 server taken out of use; retried up to `max_attempts`, then 502; a request that
+                                  breaks servers is refused, see :mod:`~reward_loop.router.breaking`
+    404 of a model                the servers are asked for their models; retried on one that has the model
     ============================= ============================================================================
 
     Errors of the proxy itself:
@@ -61,6 +72,7 @@ class Proxy:
     400    no server can answer the request
     404    no server has the model
     413    the body is too long
+    422    the request breaks servers
     429    all servers are cooling down after a 429 or 503
     501    the request asks for a WebSocket
     502    the last of `max_attempts` attempts lost its connection
@@ -76,6 +88,7 @@ class Proxy:
         self._pool = pool
         self._max_attempts = config.max_attempts
         pool.on_frozen = self._move_requests
+        self._breaking = BreakingRequests(pool)
         self._policy = policy_for(config.policy)
         self._max_body_bytes = config.max_body_bytes
         # The proxy reads the whole body: it writes its own Content-Length, and drops "Expect: 100-continue".
@@ -101,10 +114,18 @@ class Proxy:
                 headers += b"content-length: %d\r\n" % len(body)
             self.budget.earn()
             message = client.method.encode(), client.target, headers, body
-            destination = route(pool, path, body)
+            suspect = self._breaking.suspect(client, body)
+            try:
+                destination = route(pool, path, body)
+            except UnknownModelError as unknown:
+                await pool.ask_for_model(unknown.model)
+                destination = route(pool, path, body)
             is_generative = destination.kind == "generative"
             key = self._policy.key(client.headers, body) if is_generative else None
-            await self._forward(client, message, destination, key)
+            try:
+                await self._forward(client, message, destination, key, suspect)
+            finally:
+                suspect.close()
         finally:
             self.gate.leave()
 
@@ -125,7 +146,12 @@ class Proxy:
         return to_wire(headers, without)
 
     async def _forward(
-        self, client: ClientRequest, message: tuple[bytes, bytes, bytes, bytes], route: Route, key: int | None
+        self,
+        client: ClientRequest,
+        message: tuple[bytes, bytes, bytes, bytes],
+        route: Route,
+        key: int | None,
+        suspect: Suspect,
     ) -> None:
         """Send a request to servers, and the answer to the client.
 
@@ -134,39 +160,56 @@ class Proxy:
             message: the arguments of `Upstream.request`.
             route: which servers can answer it.
             key: the routing key; see `Policy.key`.
+            suspect: the request, if connections to servers break.
         """
         pool = self._pool
         loop = asyncio.get_running_loop()
         failed: list[Backend] = []
         attempts = 0
+        asked_for_models = False
         while True:
             client.waits_for = WaitsFor.SERVER
             backend = await pool.acquire(route, key, failed)
             backend.begin()
+            number, is_alone = backend.requests, backend.in_flight == 1
             client.waits_for = backend.url
             began = loop.time()
             status = 0
+            failure: UpstreamError | None = None
             try:
                 answer = await backend.upstream.request(*message)
                 status = answer.status
                 if status in _WORTH_A_RETRY:
                     attempts += 1
                     retry = self._may_retry(backend, answer, route, [*failed, backend], attempts)
+                    if status == 500:  # which an engine that dies answers to all its requests
+                        try:
+                            await suspect.broke(backend, loop.time() - began, is_alone and number == backend.requests)
+                        except Refusal:
+                            answer.close()
+                            raise
                 else:
                     retry = False
+                    suspect.answered()
                     if backend.failures or backend.outages:
                         pool.succeeded(backend)
+                    if status == 404 and not asked_for_models:
+                        asked_for_models = True
+                        if other := await self._route_after_404(backend, route, message[3]):
+                            answer.close()
+                            route = other
+                            continue
                 answer.headers.append((BACKEND, backend.url.encode()))
                 if not retry:
                     await _pass_on(client, answer)
                     return
                 answer.close()
-            except StaleError:
+            except StaleError as error:
                 # The server may only have closed an idle connection, so it stays in use. But it may also be dead, with
                 # a socket that still accepts connections, so other servers are preferred.
-                failed.append(backend)
-                continue
+                failure = error
             except (ConnectError, BrokenError) as error:
+                failure = error
                 backend.stats.broken += 1
                 pool.mark_unhealthy(backend, f"{type(error).__name__}: {error}")
                 if client.started:
@@ -175,13 +218,27 @@ class Proxy:
                     )
                     return
                 attempts += isinstance(error, BrokenError)
-                if attempts >= self._max_attempts:
-                    raise Refusal(502, f"{attempts} connections to servers broke: {pool.describe()}") from error
             finally:
                 backend.end(status, loop.time() - began)
-            backend.stats.retries += 1
             failed.append(backend)
-            await _back_off(len(failed))
+            if isinstance(failure, BrokenError) and not isinstance(failure, MovedError):
+                await suspect.broke(backend, loop.time() - began, is_alone and number == backend.requests)
+            if failure and attempts >= self._max_attempts:
+                raise Refusal(502, f"{attempts} connections to servers broke: {pool.describe()}") from failure
+            await suspect.wait_for_turn()
+            if not isinstance(failure, StaleError):
+                backend.stats.retries += 1
+                await _back_off(len(failed))
+
+    async def _route_after_404(self, backend: Backend, route: Route, body: bytes) -> Route | None:
+        """Return the route of a request whose model a server does not have, if other servers turn out to have it."""
+        model = None if route.kind is None else model_of(body)
+        if model is None:
+            return None
+        await self._pool.ask_for_model(model)
+        other = Route(model, route.kind)
+        group = self._pool.group(other)
+        return other if self._pool.several_models and group.ready and backend not in group.members else None
 
     def _may_retry(self, backend: Backend, answer: Answer, route: Route, failed: list[Backend], attempts: int) -> bool:
         """Record an error answer of a server; return whether to retry the request on another server."""
@@ -198,7 +255,9 @@ class Proxy:
         Requests beyond the budget stay with the frozen server, which may recover.
         """
         if self._max_attempts > 1 and self._pool.has_stand_in(backend):
-            backend.upstream.break_off("the server is frozen: its health checks time out", self.budget.spend)
+            backend.upstream.break_off(
+                "the server is frozen: its health checks time out", self.budget.spend, MovedError
+            )
 
 
 async def _back_off(failures: int) -> None:

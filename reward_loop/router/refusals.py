@@ -24,6 +24,7 @@ class Refusal(Exception):
         param: the name of the invalid field.
         retry_after_s: seconds for the ``Retry-After`` header, rounded up, at least 1.
         allow: the value of the ``Allow`` header, for a 405.
+        code: what programs read; by default the status.
         close: whether to close the connection after the answer.
     """
 
@@ -35,6 +36,7 @@ class Refusal(Exception):
         param: str | None = None,
         retry_after_s: float | None = None,
         allow: str | None = None,
+        code: str | None = None,
         close: bool = False,
     ) -> None:
         super().__init__(message)
@@ -43,11 +45,12 @@ class Refusal(Exception):
         self.param = param
         self.retry_after_s = retry_after_s
         self.allow = allow
+        self.code = code
         self.close = close
 
     def render(self) -> tuple[list[RawHeader], bytes]:
         """Return the headers and the body of the HTTP answer."""
-        error = {"message": self.message, "type": "RouterError", "param": self.param, "code": self.status}
+        error = {"message": self.message, "type": "RouterError", "param": self.param, "code": self.code or self.status}
         body = orjson.dumps({"error": error})
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         if self.retry_after_s is not None:

@@ -11,7 +11,7 @@ from reward_loop.router.config import Kind, RequestKind
 from reward_loop.router.pool import BackendPool, Group
 from reward_loop.router.refusals import Refusal
 
-__all__ = ["merged_models", "route"]
+__all__ = ["UnknownModelError", "merged_models", "model_of", "route"]
 
 _KIND_OF_PATH: dict[str, RequestKind] = {
     "/v1/chat/completions": "generative",
@@ -35,6 +35,24 @@ _KIND_OF_PATH: dict[str, RequestKind] = {
 _ROUTE_OF_PATH = {path: Route(kind=kind) for path, kind in _KIND_OF_PATH.items()}
 
 _TEXT_FIELDS = ("text", "input", "input_ids")
+
+
+class UnknownModelError(Refusal):
+    """No server has the model of a request."""
+
+    def __init__(self, model: str, available: str) -> None:
+        super().__init__(404, f"the model {model!r} does not exist; available models: {available}", param="model")
+        self.model = model
+
+
+def model_of(body: bytes) -> str | None:
+    """Return the model that a request names; ``None`` if it names none."""
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+    model = fields.get("model") if isinstance(fields, dict) else None
+    return model if isinstance(model, str) else None
 
 
 def route(pool: BackendPool, path: str, body: bytes) -> Route:
@@ -72,7 +90,7 @@ def _route_by_body(pool: BackendPool, path: str, kind: RequestKind | None, body:
         if model is None and kind is not None:
             raise Refusal(400, f"the field 'model' is missing; available models: {_names(pool)}", param="model")
         if model is not None and not pool.group(Route(model)).members:
-            raise Refusal(404, f"the model {model!r} does not exist; available models: {_names(pool)}", param="model")
+            raise UnknownModelError(model, _names(pool))
     else:
         model = None
     destination = Route(model, kind)

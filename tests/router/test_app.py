@@ -16,9 +16,10 @@ import aiohttp
 import orjson
 import pytest
 
-from reward_loop.router import app
+from reward_loop.router import app, pool
+from reward_loop.router.config import BackendConfig
 from tests.gsm8k import ROOT
-from tests.servers import CHAT, model_server, post, routed, serving
+from tests.servers import CHAT, model_server, post, routed, routed_urls, serving
 
 
 async def test_several_models_at_one_address() -> None:
@@ -30,6 +31,62 @@ async def test_several_models_at_one_address() -> None:
         assert "available models: judge, scorer" in orjson.loads(body)["error"]["message"]
         async with session.get("/v1/models") as response:
             assert [card["id"] for card in (await response.json())["data"]] == ["judge", "scorer"]
+
+
+def adapters(names: list[str]) -> Any:
+    """An app that lists `names`, which may change, and answers requests for these models only."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body, status = (await receive())["body"], 200
+        if scope["path"] == "/v1/models":
+            asked.append(scope["path"])
+            body = orjson.dumps({"data": [{"id": name} for name in names]})
+        elif scope["path"] == CHAT:
+            name = orjson.loads(body)["model"]
+            status, body = (200, name.encode()) if name in names else (404, b"unknown model")
+        headers = [(b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    asked: list[str] = []
+    app.asked = asked  # type: ignore[attr-defined]
+    return app
+
+
+@pytest.mark.parametrize("others", [["base"], ["other"]], ids=["same models", "different models"])
+async def test_a_model_that_appears_later_is_found(others: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_ASK_INTERVAL_S", 0.1)
+    names = ["base"]
+    servers = [adapters(names), adapters(others)]
+    body = b'{"model": "adapter"}'
+    async with routed(*servers) as (url, _, _):
+        assert (await post(url, CHAT, body))[0] == 404
+        names.append("adapter")
+        await asyncio.sleep(0.15)  # the bounded rate
+        answers = await asyncio.gather(*(post(url, CHAT, body) for _ in range(20)))
+        assert answers == [(200, b"adapter")] * 20
+        names.remove("adapter")
+        others.append("adapter")
+        await asyncio.sleep(0.15)
+        assert [await post(url, CHAT, body) for _ in range(4)] == [(200, b"adapter")] * 4
+
+
+async def test_unknown_names_are_asked_for_at_a_bounded_rate() -> None:
+    server = adapters(["a"])
+    async with routed(server, adapters(["b"])) as (url, _, _):
+        before = len(server.asked)
+        for number in range(50):
+            assert (await post(url, CHAT, b'{"model": "unknown %d"}' % number))[0] == 404
+        assert len(server.asked) - before <= 3  # one a second
+
+
+async def test_a_configured_server_learns_the_name_of_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["base"]
+    async with serving(adapters(names)) as one, serving(adapters(["other"])) as two:
+        configs: Any = [BackendConfig(url=one, models=("base",)), BackendConfig(url=two, models=("other",))]
+        async with routed_urls(configs) as url:
+            names.append("adapter")
+            assert await post(url, CHAT, b'{"model": "adapter"}') == (200, b"adapter")
 
 
 async def test_without_another_server_its_answer_is_passed_on_and_its_pause_is_kept() -> None:

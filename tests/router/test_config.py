@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
+from reward_loop.client import http
 from reward_loop.config import Config, RewardModelConfig, parse
 from reward_loop.errors import ConfigError
 from reward_loop.router.config import BackendConfig, RouterConfig
@@ -49,3 +52,8 @@ def test_by_default_a_frozen_server_is_detected_within_ten_seconds(of: type[Conf
 
 def test_keys_are_not_shown() -> None:
     assert "secret" not in repr(RouterConfig(api_key="secret", worker_api_key="secret"))
+
+
+def test_the_routers_explanation_arrives_before_the_client_gives_up() -> None:
+    client = inspect.signature(http.post).parameters["timeout"].default
+    assert RouterConfig().request_timeout_s == RewardModelConfig().request_timeout_s < client

@@ -1,0 +1,131 @@
+"""Requests that break servers: a request that crashes its engine would take down one server after another.
+
+- A request that was alone on two servers when they died is refused for good.
+- If other requests were in flight too, any of them may be the cause. Those with two dead servers are then sent one at a
+  time, and one whose server dies again is refused for good; the others are answered.
+- A connection that was only reset is no death: the owner of the server reports its death, or a health check fails.
+- Requests are remembered by path and body, because callers repeat requests too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from hashlib import blake2b
+
+from reward_loop._util.text import shorten
+from reward_loop._util.transient import REQUEST_BREAKS_SERVERS
+from reward_loop.router.backend import Backend
+from reward_loop.router.client_request import ClientRequest
+from reward_loop.router.pool import BackendPool
+from reward_loop.router.refusals import Refusal
+
+__all__ = ["BreakingRequests", "Suspect"]
+
+_REMEMBERED = 256
+"""The number of requests that are remembered."""
+
+_Broken = list[tuple[Backend, float, float]]
+"""The servers that may have died of a request, and when it began and ended there, in seconds of `time.monotonic`."""
+
+
+class BreakingRequests:
+    """The requests that may break servers.
+
+    Args:
+        pool: the servers.
+    """
+
+    def __init__(self, pool: BackendPool) -> None:
+        self._pool = pool
+        self._turn = asyncio.Lock()
+        """Held by the suspect that is sent to a server."""
+        self._known: OrderedDict[bytes, _Broken | Refusal] = OrderedDict()
+
+    def suspect(self, client: ClientRequest, body: bytes) -> Suspect:
+        """Return what is known of a request. Call its :meth:`Suspect.close` at the end of the request.
+
+        Raises:
+            Refusal: the request broke servers before.
+        """
+        known = self._known.get(_digest(client.path, body)) if self._known else None
+        if isinstance(known, Refusal):
+            raise known
+        return Suspect(self._pool, self._turn, self._known, client, body, known or [])
+
+
+class Suspect:
+    """A request, as long as it may be what breaks servers. For arguments, see `BreakingRequests`."""
+
+    def __init__(
+        self,
+        pool: BackendPool,
+        turn: asyncio.Lock,
+        known: OrderedDict[bytes, _Broken | Refusal],
+        client: ClientRequest,
+        body: bytes,
+        broken: _Broken,
+    ) -> None:
+        self._pool = pool
+        self._turn = turn
+        self._known = known
+        self._client = client
+        self._body = body
+        self._broken = broken
+        self._needs_turn = self._has_turn = False
+
+    async def broke(self, backend: Backend, seconds: float, was_alone: bool) -> None:
+        """Record that a server may have died of the request.
+
+        Args:
+            backend: the server.
+            seconds: how long the request was there.
+            was_alone: whether no other request was in flight on the server.
+
+        Raises:
+            Refusal: the request breaks servers.
+        """
+        now = time.monotonic()
+        self._broken.append((backend, now - seconds, now))
+        if len(self._broken) < 2:
+            self._remember(self._broken)
+            return
+        died = [server.url for server, began, ended in self._broken if await self._pool.has_died(server, began, ended)]
+        if len(died) < 2:
+            return
+        if was_alone or self._has_turn:
+            message = (
+                f"this request breaks servers: {' and '.join(died)} died while they had it, so it is not sent again. "
+                f"{self._client.name}, {shorten(self._body.decode(errors='replace'))}"
+            )
+            refusal = Refusal(422, message, code=REQUEST_BREAKS_SERVERS)
+            self._remember(refusal)
+            raise refusal
+        self._needs_turn = True
+
+    async def wait_for_turn(self) -> None:
+        """Wait until the request may be sent again: if two servers died, until no other suspect is sent."""
+        if self._needs_turn and not self._has_turn:
+            await self._turn.acquire()
+            self._has_turn = True
+
+    def answered(self) -> None:
+        """Record that a server answered the request, and forget it."""
+        if self._broken:
+            self._known.pop(_digest(self._client.path, self._body), None)
+            self._broken = []
+
+    def close(self) -> None:
+        """Let the next suspect be sent."""
+        if self._has_turn:
+            self._turn.release()
+
+    def _remember(self, known: _Broken | Refusal) -> None:
+        self._known[_digest(self._client.path, self._body)] = known
+        if len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+
+
+def _digest(path: str, body: bytes) -> bytes:
+    return blake2b(body, person=path.encode()[-16:], digest_size=16).digest()
