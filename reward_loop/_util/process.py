@@ -14,7 +14,9 @@ import contextlib
 import ctypes
 import gc
 import os
+import pathlib
 import resource
+import select
 import signal
 import threading
 import weakref
@@ -31,6 +33,7 @@ __all__ = [
     "freeze_and_raise_gc_threshold",
     "kill",
     "kill_children",
+    "kill_marked",
     "raise_descriptor_limit",
     "raise_gc_threshold",
 ]
@@ -122,6 +125,33 @@ def kill_children() -> None:
             for pid in children(os.getpid()):
                 kill(pid)
             os.waitpid(-1, 0)
+
+
+def kill_marked(mark: str) -> None:
+    """Kill all processes whose environment contains a mark, ``NAME=VALUE``, and wait until none is left.
+
+    It finds processes that have left their group, session and parent. A process that rewrites its environment, as
+    ``setproctitle`` does without ``SPT_NOENV``, is not found.
+    """
+    while marked := _marked(mark.encode()):
+        for pid in marked:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                ended = os.pidfd_open(pid)
+                try:
+                    kill(pid)
+                    select.select([ended], [], [])  # readable when the process has ended, and freed its memory
+                finally:
+                    os.close(ended)
+
+
+def _marked(mark: bytes) -> list[int]:
+    found = []
+    for name in os.listdir("/proc"):
+        # The environment of a zombie is empty; that of other users' processes cannot be read.
+        with contextlib.suppress(OSError):
+            if name.isdecimal() and mark in pathlib.Path("/proc", name, "environ").read_bytes().split(b"\0"):
+                found.append(int(name))
+    return found
 
 
 def _prctl(option: int, value: int) -> None:

@@ -526,11 +526,11 @@ class RewardModelConfig(ServedModelConfig):
     that times out does not count while the server still answers requests."""
 
     max_restarts: int = Field(default=3, ge=0)
-    """The largest number of restarts of a process within `restart_window_s`. After that, the process is not
-    restarted."""
+    """The largest number of restarts of a process within `restart_window_s`; a further restart waits until the oldest
+    one is that old. 0: a process that dies is not restarted."""
 
     restart_window_s: float = Field(default=600.0, gt=0)
-    """Seconds after which a restart no longer counts."""
+    """Seconds after which a restart no longer counts for `max_restarts`."""
 
     log_dir: str | None = None
     """The directory of the logs of servers and router. By default a new temporary directory, which is removed at the

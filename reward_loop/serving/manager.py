@@ -46,8 +46,8 @@ class RewardModelManager:
 
     Entry waits until all processes are ready. A process that dies is restarted at once, and after a pause that grows
     with each further restart; its address stays the same unless it runs in Ray. In the meantime, requests go to the
-    other servers, or wait. A process that dies more than `max_restarts` times within `restart_window_s` seconds stays
-    down, and an error is logged. After exit, all processes are gone. If this process is killed, they are killed, too.
+    other servers, or wait. A process is restarted at most `max_restarts` times within `restart_window_s` seconds. After
+    exit, all processes are gone. If this process is killed, they are killed, too.
 
     Synchronous programs use :func:`serve_reward_model`.
 
@@ -141,7 +141,6 @@ class RewardModelManager:
             "router",
             lambda: self._router_process(listener, log_dir),
             bound=listener,
-            on_up=self._send_states,
         )
         router = RouterClient(self._router_url, supervisor.started)
         for model in models:
@@ -178,10 +177,6 @@ class RewardModelManager:
             new_process, max_restarts=config.max_restarts, window_s=config.restart_window_s, **options
         )
         return self._supervisors[role]
-
-    async def _send_states(self, _: str) -> None:
-        for server in self._servers:
-            await server.send_state()
 
     def _listen(self) -> socket.socket:
         host, port = self._config.host, self._config.router_port

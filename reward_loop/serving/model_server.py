@@ -1,4 +1,4 @@
-"""One server of a model as the router sees it: its address, and whether it is lost."""
+"""One server of a model as the router sees it: its address, and reports of its death."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ cores. If the request that adds a server times out, the server gets no requests.
 
 
 class ModelServer:
-    """The state of one server; sends each change to the router. The methods ``on_...`` are the supervisor's callbacks.
+    """The address of one server; reports its deaths to the router.
+
+    The methods ``on_...`` are the supervisor's callbacks.
 
     Args:
         model: the configuration of its model.
@@ -35,8 +37,6 @@ class ModelServer:
         self.model = model
         self.url = url
         self._router = router
-        self._lost: str | None = None
-        """The reason why the server is no longer restarted; ``None`` while it may be restarted."""
 
     def config(self) -> BackendConfig:
         """Return the router's configuration of this server."""
@@ -63,20 +63,14 @@ class ModelServer:
 
     async def on_lost(self, reason: str) -> None:
         """Report to the router that the server will not be restarted."""
-        self._lost = reason
-        await self.send_state()
-
-    async def send_state(self) -> None:
-        """Send the state to the router. A restarted router has only the addresses of the servers."""
-        if self.url is not None and self._lost:
-            await self._router.mark_dead(self.url, reason=self._lost, lost="true")
+        if self.url is not None:
+            await self._router.mark_dead(self.url, reason=reason, lost="true")
 
 
 class RouterClient:
     """Changes the servers of a running router.
 
-    Failures are only logged as warnings: the router's health checks detect the state of a server, and a restarted
-    router receives it.
+    Failures are only logged as warnings: the router's health checks detect the state of a server.
 
     Args:
         url: the router's URL.

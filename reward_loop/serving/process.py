@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -20,7 +21,7 @@ from typing import Any, Self
 import aiohttp
 import anyio
 
-from reward_loop._util.process import ParentDeathPipe
+from reward_loop._util.process import ParentDeathPipe, kill_marked
 from reward_loop._util.signals import name_of
 from reward_loop._util.sockets import url_of
 from reward_loop.errors import ServerDiedError, ServerStartError
@@ -41,8 +42,9 @@ _PROGRESS_S = 60.0
 class ServerProcess:
     """One run of a server in a child process, from start to exit.
 
-    An async context manager: entry returns when the server is ready, and after exit the process is gone. The process
-    has its own session, so a Ctrl-C in the terminal does not reach it.
+    An async context manager: entry returns when the server is ready, and after exit the process is gone, with all
+    processes that it started, whatever their session. It has its own session, so a Ctrl-C in the terminal does not
+    reach it.
 
     The address is fixed before the child starts, and later runs can use the same one. `bound` has two forms:
 
@@ -84,7 +86,9 @@ class ServerProcess:
         self._command = list(command)
         self._bound = bound
         self._inherits_socket = bool(bound.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-        self._env = dict(env or {})
+        self._mark = f"REWARD_LOOP_SERVER={uuid.uuid4().hex}"
+        # SPT_NOENV: vLLM and SGLang name their processes with setproctitle, which would overwrite the mark.
+        self._env = {**(env or {}), **dict([self._mark.split("=")]), "SPT_NOENV": "1"}
         self._health_path = health_path
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
@@ -151,7 +155,7 @@ class ServerProcess:
             raise ServerStartError(f"{self.name} cannot be started: {error}") from error
         self._parent_death.close_child_fd()
         # A thread works with every event loop and in every thread; asyncio's child watcher does not.
-        waiter = (self._process, loop, self._exited)
+        waiter = (self._process, self._mark, loop, self._exited)
         threading.Thread(target=_wait, args=waiter, name=f"wait-{self.name}", daemon=True).start()
 
     async def _ready(self) -> None:
@@ -230,7 +234,9 @@ def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
             os.kill(process.pid, number)
 
 
-def _wait(process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop, exited: asyncio.Future[int]) -> None:
+def _wait(
+    process: subprocess.Popen[bytes], mark: str, loop: asyncio.AbstractEventLoop, exited: asyncio.Future[int]
+) -> None:
     # WNOWAIT does not reap the process, so its pid cannot be reused before killpg, which kills what it left behind.
     # ChildProcessError: other code of this process, such as a SIGCHLD handler, has reaped it.
     with contextlib.suppress(ChildProcessError):
@@ -238,6 +244,8 @@ def _wait(process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop, exi
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     code = process.wait()
+    # An engine core has its own session, and may ignore SIGTERM: it would keep its GPU's memory from the next server.
+    kill_marked(mark)
     # The loop is closed if its owner was interrupted; then no task waits for the result.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(exited.set_result, code)

@@ -59,21 +59,22 @@ class Supervisor:
     the server is ready                   awaits ``on_up(url)``       waits until the server dies
     the first start fails                 `started` gets the error    ends
     the server dies or a restart fails    awaits ``on_down(reason)``  restart after a pause
-    as before, restart limit reached      awaits ``on_lost(reason)``  ends
+    as before, without restarts           awaits ``on_lost(reason)``  ends
     ====================================  ==========================  ==================================================
 
     The first restart within the window has no pause. The second one has a pause of 0.2 s, which doubles with each
-    further restart up to 30 s.
+    further restart up to 30 s. After `max_restarts` restarts within the window, the next one waits until the oldest has
+    left the window: the limit is a rate, so that three crashes in a long run do not cost the server.
 
     Args:
         new_process: creates the next run of the server.
-        max_restarts: the largest number of restarts within the window; after that, the server is lost.
-        window_s: the length of the window in seconds. Older restarts do not count.
+        max_restarts: the largest number of restarts within the window; 0 never restarts the server.
+        window_s: the length of the window in seconds.
         starts: shared by the servers that must not all start at the same time.
-        bound: holds the server's address. Closed when the restart limit is reached, and at :meth:`stop`.
+        bound: holds the server's address. Closed when the server is lost, and at :meth:`stop`.
         on_up: awaited with the URL each time the server becomes ready.
         on_down: awaited with the reason each time the server has died and will be restarted.
-        on_lost: awaited with the reason when the restart limit is reached.
+        on_lost: awaited with the reason when the server has died and will not be restarted.
     """
 
     def __init__(
@@ -144,13 +145,16 @@ class Supervisor:
             now = time.monotonic()
             while restarts and now - restarts[0] > self._window_s:
                 restarts.popleft()
-            if len(restarts) >= self._max_restarts:
-                logger.error("not restarted after %d restarts within %g s: %s", len(restarts), self._window_s, error)
+            if not self._max_restarts:
+                logger.error("not restarted (max_restarts=0): %s", error)
                 self._release()
                 await self._on_lost(_first_line(error))
                 return
             pause = _pause_s(len(restarts))
-            restarts.append(now)
+            if len(restarts) >= self._max_restarts:
+                pause = max(pause, restarts[0] + self._window_s - now)
+                logger.error("%d restarts within %g s are the limit", len(restarts), self._window_s)
+            restarts.append(now + pause)
             logger.warning("restarting in %.1f s: %s", pause, error)
             await self._on_down(_first_line(error))
             await asyncio.sleep(pause)

@@ -41,9 +41,6 @@ async def test_a_server_in_ray_is_added_when_its_address_is_known_and_replaced_w
     assert router.requests == ["POST /workers http://b:2", "DELETE /workers?url=http%3A%2F%2Fa%3A1"]
 
 
-async def test_a_restarted_router_gets_the_reason_why_a_server_is_lost(router: RecordingRouter) -> None:
-    server = ModelServer(MODEL, "http://a:1", router)
-    await server.on_lost("exited with status 4")
-    await server.send_state()
-    sent = "POST /workers/mark_dead?url=http%3A%2F%2Fa%3A1&reason=exited+with+status+4&lost=true"
-    assert router.requests == [sent] * 2
+async def test_a_server_that_is_not_restarted_is_reported_as_lost(router: RecordingRouter) -> None:
+    await ModelServer(MODEL, "http://a:1", router).on_lost("exited with status 4")
+    assert router.requests == ["POST /workers/mark_dead?url=http%3A%2F%2Fa%3A1&reason=exited+with+status+4&lost=true"]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import multiprocessing
 import os
@@ -102,6 +103,41 @@ async def test_a_server_that_is_never_ready_is_killed_even_if_it_ignores_sigterm
         await server.__aenter__()
     with pytest.raises(ProcessLookupError):
         os.kill(server.pid, 0)
+
+
+ENGINE = """
+import http.server, json, os, pathlib, signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+core = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ok', flush=True); time.sleep(1000)"
+core = subprocess.Popen([sys.executable, "-c", core], start_new_session=True, stdout=subprocess.PIPE)
+core.stdout.readline()
+pathlib.Path(sys.argv[2]).write_text(json.dumps([os.getpid(), core.pid]))
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+"""An engine that ignores SIGTERM, as its core does, which has a session of its own."""
+
+
+@pytest.mark.parametrize("ends", ["stop", "kill the reaper", "kill the engine"])
+async def test_nothing_of_an_engine_is_left(ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_STOPS_WITHIN_S", 0.2)
+    pids = tmp_path / "pids"
+    with reserve("127.0.0.1") as bound:
+        command = [sys.executable, "-c", ENGINE, str(bound.getsockname()[1]), str(pids)]
+        server = ServerProcess("the engine", command, bound=bound, log_path=tmp_path / "log")
+        async with server:
+            engine, core = json.loads(pids.read_text())
+            watched = Watched([engine, core])
+            if ends != "stop":
+                assert server.pid is not None
+                os.kill(server.pid if ends == "kill the reaper" else engine, signal.SIGKILL)
+                await server.wait()
+                assert watched.left_after(0) == 0  # before the next run starts
+    assert watched.left_after(0) == 0
+    watched.close()
 
 
 async def test_stopping_a_process_that_has_just_ended(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -78,6 +80,31 @@ async def test_a_server_that_cannot_be_made_ready_for_use_is_stopped_and_tried_a
 
 def test_the_first_restart_has_no_pause_and_the_others_growing_ones() -> None:
     assert [supervision._pause_s(restarts) for restarts in (0, 1, 2, 3, 20)] == [0, 0.2, 0.4, 0.8, 30]
+
+
+async def test_restarts_are_limited_within_a_time_and_go_on_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, pauses = 1000.0, []
+    go_on = asyncio.Semaphore(0)
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        pauses.append(round(seconds, 1))
+        await go_on.acquire()
+        now += seconds + 1  # the server lives for a second
+
+    monkeypatch.setattr(supervision.time, "monotonic", lambda: now)
+    monkeypatch.setattr(supervision, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
+    servers = Servers()
+    supervisor = Supervisor(servers.new, max_restarts=2, window_s=600, on_lost=AsyncMock(side_effect=AssertionError))
+    supervisor.start()
+    await supervisor.started
+    for number in range(5):
+        servers[-1].dies.set()
+        await until(lambda number=number: len(pauses) == number + 1)
+        go_on.release()
+        await until(lambda number=number: len(servers) == number + 2)
+    assert pauses == [0, 0.2, 597.8, 0.4, 597.6]
+    await supervisor.stop()
 
 
 async def test_a_server_that_waits_for_a_place_does_not_delay_the_start_of_others() -> None:
