@@ -4,6 +4,7 @@ Environment variables:
 
 - ``STUB_DELAY``: seconds to wait before a POST request is answered.
 - ``STUB_GATE``: a file; POST requests are answered when it exists.
+- ``STUB_HANGS``: a file; while it exists, POST requests wait, as those of a server whose GPU hangs.
 - ``STUB_EXIT``: print an error and exit with this status.
 - ``STUB_DEAF``: never accept a connection, and ignore SIGTERM.
 """
@@ -31,6 +32,9 @@ class Handler(BaseHTTPRequestHandler):
         time.sleep(float(os.environ.get("STUB_DELAY", "0")))
         if gate := os.environ.get("STUB_GATE"):
             while not os.path.exists(gate):
+                time.sleep(0.01)
+        if hangs := os.environ.get("STUB_HANGS"):
+            while os.path.exists(hangs):
                 time.sleep(0.01)
         self.answer(body)
 

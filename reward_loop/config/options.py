@@ -525,6 +525,11 @@ class RewardModelConfig(ServedModelConfig):
     """A server that fails this number of health checks in a row gets no more requests until a check succeeds. A check
     that times out does not count while the server still answers requests."""
 
+    hang_timeout_s: float | None = Field(default=290.0, gt=0)
+    """A server that answers health checks, has requests in flight, and sends nothing for half of this time is asked for
+    one token. If it sends nothing in the other half either, it is restarted. Keep it above the time of the slowest
+    request. ``None``: hung servers are not detected."""
+
     max_restarts: int = Field(default=3, ge=0)
     """The largest number of restarts of a process within `restart_window_s`; a further restart waits until the oldest
     one is that old. 0: a process that dies is not restarted."""

@@ -26,6 +26,7 @@ __all__ = [
     "BackendStats",
     "Route",
     "UnhealthyError",
+    "ask_for_one_token",
     "check_health",
     "update_models",
 ]
@@ -103,6 +104,12 @@ class Backend:
     """The number of 5xx answers in a row."""
     failed_checks: int = 0
     """The number of failed health checks in a row while the server is in use."""
+    hung: bool = False
+    """Whether the server is out of use because its engine does not answer, although its health checks succeed."""
+    silent_since: float = 0.0
+    """Since when the server has had requests in flight and sent no byte, in seconds of `time.monotonic`."""
+    silent_reads: int = 0
+    """The value of `Upstream.reads` at that time."""
     frozen: bool = False
     """Whether the server is out of use because it accepts connections but its health checks time out."""
     outages: int = 0
@@ -205,22 +212,43 @@ async def update_models(backend: Backend, wanted: Container[str] = ()) -> None:
         backend.models = named + learned if named else listed
 
 
+async def ask_for_one_token(backend: Backend) -> None:
+    """Ask the server's engine for one token, or for the score of one, and wait for any answer.
+
+    Raises:
+        UpstreamError: the server sent no complete answer.
+    """
+    fields: dict[str, Any] = {"model": backend.models[0]} if backend.models else {}
+    if backend.config.kind == "discriminative":
+        path = "/classify"
+        fields |= {"text": "1"} if backend.config.engine == "sglang" else {"input": "1"}
+    else:
+        path = "/v1/chat/completions"
+        fields |= {"messages": [{"role": "user", "content": "1"}], "max_tokens": 1}
+    await _request(backend.upstream, b"POST", path, orjson.dumps(fields))
+
+
 async def _get(upstream: Upstream, path: str) -> tuple[int, bytes]:
+    return await _request(upstream, b"GET", path)
+
+
+async def _request(upstream: Upstream, method: bytes, path: str, body: bytes = b"") -> tuple[int, bytes]:
+    headers = b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body) if body else b""
     try:
-        answer = await upstream.request(b"GET", path.encode())
+        answer = await upstream.request(method, path.encode(), headers, body, is_check=True)
     except StaleError:
         # The server has probably closed the other idle connections too: they are of about the same age.
         upstream.close_idle()
-        answer = await upstream.request(b"GET", path.encode())
+        answer = await upstream.request(method, path.encode(), headers, body, is_check=True)
     try:
-        body = b""
+        content = b""
         while part := await answer.read():
-            body += part
-            if len(body) > _BODY_UP_TO:
+            content += part
+            if len(content) > _BODY_UP_TO:
                 raise BrokenError(f"the answer to {path} is longer than {_BODY_UP_TO} bytes")
     finally:
         answer.close()
-    return answer.status, body
+    return answer.status, content
 
 
 def _decoded(body: bytes) -> dict[str, Any]:

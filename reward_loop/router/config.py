@@ -101,6 +101,11 @@ class RouterConfig(Config):
     """After this number of failed health checks in a row, a server is taken out of use. A check that times out does not
     count while the server still answers requests."""
 
+    hang_timeout_s: float | None = Field(default=None, gt=0)
+    """A server that answers health checks, has requests in flight, and sends nothing for half of this time is asked for
+    one token. Without an answer in the other half, it is hung: it gets no more requests until it is restarted. ``None``
+    never asks."""
+
     max_body_bytes: int = Field(default=64 * 1024 * 1024, ge=0)
     """Longer request bodies are answered with 413."""
 

@@ -76,6 +76,11 @@ def _app(pool: BackendPool, proxy: Proxy) -> FastAPI:
     async def remove(url: str) -> None:
         await pool.remove(find(url))
 
+    @app.get("/workers/hung")
+    async def next_hung() -> str:
+        """Wait until a server is hung, and return its URL; its owner restarts it."""
+        return (await pool.hung.get()).url
+
     @app.post("/workers/mark_dead")
     async def mark_dead(url: str, reason: str, lost: bool = False) -> None:
         pool.mark_dead(find(url), reason, lost=lost)

@@ -221,18 +221,20 @@ class Connection(asyncio.Protocol):
         self._answer: Answer | None = None
         self._arrival: asyncio.Future[Answer]
         self._paused = False
+        self._is_check = False
 
     @property
     def unanswered(self) -> bool:
         """Whether a request is in flight whose answer has not been delivered."""
         return self._answer is not None and not self._arrival.done()
 
-    async def request(self, message: bytes, head_only: bool) -> Answer:
+    async def request(self, message: bytes, head_only: bool, is_check: bool) -> Answer:
         """Send the bytes of a request and wait for its answer, which has only a head for a HEAD request.
 
         See :meth:`Upstream.request`.
         """
         self._upstream.busy.add(self)
+        self._is_check = is_check
         self._answer = answer = Answer(self, head_only=head_only)
         self._arrival = self._upstream.loop.create_future()
         self.parser = httptools.HttpResponseParser(answer)
@@ -287,7 +289,7 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        self._upstream.reads += 1
+        self._upstream.reads += not self._is_check
         answer = self._answer
         if answer is None:
             self.close()
@@ -351,7 +353,7 @@ class Upstream:
         self._opening: dict[asyncio.Timeout, BrokenError | None] = {}
         """The connections that are being opened; `break_off` sets the error, and lets the timeout expire."""
         self.reads = 0
-        """How many times bytes were received from the server."""
+        """How many times bytes were received from the server, without those of health checks."""
         self._host = parts.hostname or ""
         # Created once, because it takes about 0.1 s; asyncio would create one for each connection.
         self._tls = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
@@ -363,7 +365,9 @@ class Upstream:
         self._idle: list[Connection] = []
         self._trimming: asyncio.TimerHandle | None = None
 
-    async def request(self, method: bytes, target: bytes, headers: bytes = b"", body: bytes = b"") -> Answer:
+    async def request(
+        self, method: bytes, target: bytes, headers: bytes = b"", body: bytes = b"", *, is_check: bool = False
+    ) -> Answer:
         """Send a request and wait for its answer; cancelling it closes the connection.
 
         Args:
@@ -371,6 +375,7 @@ class Upstream:
             target: the path and the query, as in the request line.
             headers: header lines, with ``Content-Length`` if there is a body, and without ``Host``.
             body: the whole body.
+            is_check: whether it is a health check, whose answer does not count in `reads`.
 
         Returns:
             the answer: complete if its length is known and at most `_WHOLE_UP_TO` bytes, else with its head.
@@ -382,7 +387,7 @@ class Upstream:
         """
         message = b"".join((method, b" ", target, self._own_headers, headers, b"\r\n", body))
         connection = self._take_idle() or await self._open()
-        return await connection.request(message, method == b"HEAD")
+        return await connection.request(message, method == b"HEAD", is_check)
 
     def break_off(
         self, reason: str, allowed: Callable[[], bool] = lambda: True, error: type[BrokenError] = BrokenError

@@ -28,9 +28,17 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Container, Iterable
 from typing import Self
 
-from reward_loop.router.backend import ANY, AsleepError, Backend, BackendState, Route, update_models
+from reward_loop.router.backend import (
+    ANY,
+    AsleepError,
+    Backend,
+    BackendState,
+    Route,
+    ask_for_one_token,
+    update_models,
+)
 from reward_loop.router.config import BackendConfig, RouterConfig
-from reward_loop.router.http_client import ConnectError, Upstream, tls_context
+from reward_loop.router.http_client import ConnectError, Upstream, UpstreamError, tls_context
 from reward_loop.router.policies import Policy, policy_for
 from reward_loop.router.refusals import Refusal
 
@@ -100,6 +108,8 @@ class BackendPool:
         self.on_frozen: Callable[[Backend], None] = lambda backend: None
         """Called with a frozen server, one whose health checks time out: when it is taken out of use, and after each
         further failed check."""
+        self.hung: asyncio.Queue[Backend] = asyncio.Queue()
+        """Servers that are hung, for their owner, who restarts them."""
         self._confirming: dict[Backend, asyncio.Task[None]] = {}
         """The health checks of `has_died`, one for each server."""
         self._asking: asyncio.Task[None] | None = None
@@ -248,7 +258,7 @@ class BackendPool:
             lost: whether it will not be restarted. Requests that only lost servers could answer fail at once.
         """
         self.mark_unhealthy(backend, reason)
-        backend.frozen = False
+        backend.frozen = backend.hung = False
         backend.died_at = time.monotonic()
         backend.last_error = reason
         if lost:
@@ -364,6 +374,8 @@ class BackendPool:
                 except TimeoutError:
                     while await self._check_in_use(backend) and not backend.taken_out.is_set():
                         pass  # The check timed out, which took long enough: repeat it without a pause.
+                    if self.config.hang_timeout_s is not None and not backend.taken_out.is_set():
+                        await self._check_progress(backend, self.config.hang_timeout_s)
 
     async def _readmit(self, backend: Backend) -> None:
         """Repeat the health check of a server that is down until it succeeds, and take the server into use."""
@@ -387,7 +399,7 @@ class BackendPool:
         logger.info("server %s is up", backend.url)
         backend.last_error = None
         backend.failed_checks = 0
-        backend.frozen = False
+        backend.frozen = backend.hung = False
         self._set_state(backend, BackendState.UP)
 
     async def _check_in_use(self, backend: Backend) -> bool:
@@ -408,6 +420,26 @@ class BackendPool:
                 self.on_frozen(backend)
         return timed_out
 
+    async def _check_progress(self, backend: Backend, timeout_s: float) -> None:
+        """Detect a hung server: its health checks succeed, and its engine computes nothing."""
+        if not backend.in_flight or backend.upstream.reads != backend.silent_reads:
+            backend.silent_since, backend.silent_reads = time.monotonic(), backend.upstream.reads
+            return
+        if time.monotonic() < backend.silent_since + timeout_s / 2:
+            return
+        try:
+            async with asyncio.timeout(timeout_s / 2):
+                await ask_for_one_token(backend)
+        except TimeoutError:
+            if backend.upstream.reads == backend.silent_reads and backend.in_flight:
+                self.mark_unhealthy(backend, f"hung: it is healthy, and computed nothing for {timeout_s:g} s")
+                backend.hung = backend.frozen = True
+                self.hung.put_nowait(backend)
+                self.on_frozen(backend)
+        except UpstreamError:
+            return  # The health checks find the cause.
+        backend.silent_since = time.monotonic()
+
     async def _failure(self, backend: Backend) -> Exception | None:
         """Check a server; return ``None`` if it is healthy, and a `TimeoutError` if the check timed out."""
         seconds = self.config.health_timeout_s
@@ -417,6 +449,8 @@ class BackendPool:
         try:
             async with asyncio.timeout(seconds):
                 await self.check(backend)
+                if backend.hung:
+                    await ask_for_one_token(backend)
         except TimeoutError:
             return TimeoutError(f"no answer to a health check within {seconds:g} s")
         except Exception as error:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
+import aiohttp
+
 from reward_loop._util.background_loop import in_background
 from reward_loop._util.sockets import listen, url_of
 from reward_loop.config import RewardModelConfig, ServedModelConfig
@@ -69,6 +71,8 @@ class RewardModelManager:
         self._supervisors: dict[str, Supervisor] = {}
         self._router_url = ""
         self._servers: list[ModelServer] = []
+        self._restarting: asyncio.Task[None] | None = None
+        """Restarts hung servers."""
         self._temporary_logs: Path | None = None
         """The folder of the logs, if the user has not named one."""
 
@@ -107,12 +111,15 @@ class RewardModelManager:
         supervisors, self._supervisors = self._supervisors, {}
         logs, self._temporary_logs = self._temporary_logs, None
         keeps_logs = logs is not None and any(supervisor.failed for supervisor in supervisors.values())
-        stopping = []
+        stopping: list[asyncio.Task[None]] = []
+        if self._restarting:
+            self._restarting.cancel()
+            stopping.append(self._restarting)
         try:
             # First the router, which would wait for responses of servers that are gone.
             if router := supervisors.pop("router", None):
                 stopping.append(asyncio.create_task(router.stop()))
-                await asyncio.wait(stopping, timeout=_ROUTER_STOPS_WITHIN_S)
+                await asyncio.wait(stopping[-1:], timeout=_ROUTER_STOPS_WITHIN_S)
         finally:
             try:
                 # With return_exceptions, a cancelled gather also waits until all have ended.
@@ -145,11 +152,12 @@ class RewardModelManager:
         router = RouterClient(self._router_url, supervisor.started)
         for model in models:
             self._servers += [ModelServer(model, url, router) for url in model.urls]
+        supervised: dict[ModelServer, Supervisor] = {}
         for launch in launches:
             url = url_of(launch.bound) if launch.bound else None
             server = ModelServer(launch.spec.model, url, router)
             self._servers.append(server)
-            self._supervise(
+            supervised[server] = self._supervise(
                 launch.spec.role,
                 launch.new_process,
                 bound=launch.bound,
@@ -160,6 +168,19 @@ class RewardModelManager:
             )
         for supervisor in self._supervisors.values():
             supervisor.start()
+        if config.hang_timeout_s is not None:
+            self._restarting = asyncio.create_task(self._restart_hung(router, supervised), name="restart-hung-servers")
+
+    async def _restart_hung(self, router: RouterClient, supervised: dict[ModelServer, Supervisor]) -> None:
+        while True:
+            try:
+                hung = await router.next_hung()
+            except aiohttp.ClientError:
+                await asyncio.sleep(self._config.health_interval_s)  # the router restarts
+                continue
+            for server, supervisor in supervised.items():
+                if server.url == hung:
+                    supervisor.restart(f"it computed nothing for {self._config.hang_timeout_s:g} s, and is healthy")
 
     async def _launches(self, specs: list[list[ServerSpec]]) -> Iterable[Launch]:
         if self._config.placement == "local":
@@ -201,7 +222,7 @@ class RewardModelManager:
     def _router_command(self) -> list[str]:
         shared = {
             *("policy", "request_timeout_s", "max_in_flight"),
-            *("health_interval_s", "health_timeout_s", "max_failed_checks"),
+            *("health_interval_s", "health_timeout_s", "max_failed_checks", "hang_timeout_s"),
         }
         options = ["--options", self._config.model_dump_json(include=shared)]
         for server in self._servers:

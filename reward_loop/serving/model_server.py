@@ -94,13 +94,25 @@ class RouterClient:
         """Report that a server has died, with the `reason`, and ``lost="true"`` if it will not be restarted."""
         await self._request("POST", f"/workers/mark_dead?{urlencode({'url': url, **details})}")
 
+    async def next_hung(self) -> str:
+        """Wait until a server is hung, and return its URL.
+
+        Raises:
+            aiohttp.ClientError: the router is not reachable.
+        """
+        await asyncio.shield(self.started)
+        options: dict[str, Any] = {"timeout": aiohttp.ClientTimeout(total=None), "headers": _authorization()}
+        async with (
+            aiohttp.ClientSession(self.url, raise_for_status=True, **options) as session,
+            session.get("/workers/hung") as response,
+        ):
+            return str(await response.json())
+
     async def _request(self, method: str, path: str, body: Any = None) -> None:
         timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-        key = api_key_of(API_KEY_VARIABLE)
-        headers = {"Authorization": f"Bearer {key}"} if key else None
         try:
             async with (
-                aiohttp.ClientSession(self.url, timeout=timeout, headers=headers) as session,
+                aiohttp.ClientSession(self.url, timeout=timeout, headers=_authorization()) as session,
                 session.request(method, path, json=body or {}) as response,
             ):
                 problem = None if response.status < 400 else f"status {response.status}: {await response.text()}"
@@ -108,3 +120,8 @@ class RouterClient:
             problem = repr(error)
         if problem is not None:
             logger.warning("the router did not confirm %s %s: %s", method, path, problem)
+
+
+def _authorization() -> dict[str, str]:
+    key = api_key_of(API_KEY_VARIABLE)
+    return {"Authorization": f"Bearer {key}"} if key else {}

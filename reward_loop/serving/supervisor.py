@@ -102,6 +102,8 @@ class Supervisor:
         self._on_down = on_down
         self._on_lost = on_lost
         self._process: Server | None = None
+        self._restart: asyncio.Future[ServerError] | None = None
+        """Set by :meth:`restart`; ``None`` while no server is ready."""
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -112,6 +114,12 @@ class Supervisor:
     def start(self) -> None:
         """Start the server, and restart it when it dies, in a task that ends at :meth:`stop`."""
         self._task = asyncio.create_task(self._run(), name="supervisor")
+
+    def restart(self, reason: str) -> None:
+        """Stop the server, which does not work, and restart it as after a death; without a ready server, do nothing."""
+        if self._restart and not self._restart.done():
+            assert self._process is not None
+            self._restart.set_result(ServerDiedError(f"{self._process.name} is restarted: {reason}"))
 
     async def stop(self) -> None:
         """Stop the server, and wait until it is gone. If the wait is cancelled, the server is killed."""
@@ -171,9 +179,22 @@ class Supervisor:
                 await self._on_up(process.url)
                 if not self.started.done():
                     self.started.set_result(None)
-                return await process.wait()
+                return await self._ended(process)
         finally:
             self._process = None
+
+    async def _ended(self, process: Server) -> ServerError:
+        """Wait until the server dies, or :meth:`restart` is called; return the cause."""
+        self._restart = asyncio.get_running_loop().create_future()
+        death = asyncio.create_task(process.wait())
+        ends: list[asyncio.Future[Any]] = [death, self._restart]
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            cause: ServerError = done.pop().result()
+            return cause
+        finally:
+            death.cancel()
+            self._restart = None
 
     def _release(self) -> None:
         """Close the socket: connections in its backlog are reset, so that the router retries their requests."""

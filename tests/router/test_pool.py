@@ -300,3 +300,45 @@ async def test_a_check_that_timed_out_is_repeated_without_waiting_for_the_interv
     async with BackendPool(BACKENDS[:1], check, options) as pool:
         backend = await pool.acquire()
         await until(lambda: backend.state is BackendState.DOWN)
+
+
+async def test_a_hung_server_is_out_of_use_until_its_engine_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = asyncio.Event()
+    asked: list[str] = []
+
+    async def ask(backend: Backend) -> None:
+        asked.append(backend.url)
+        await answers.wait()
+
+    monkeypatch.setattr(pool_module, "ask_for_one_token", ask)
+    options = {"health_interval_s": 0.01, "health_timeout_s": 0.1, "hang_timeout_s": 0.2}
+    async with BackendPool(BACKENDS[:1], Health(*URLS), RouterConfig(**options)) as pool, asyncio.timeout(30):
+        backend = await pool.acquire()
+        await asyncio.sleep(0.3)
+        assert not asked  # it has no requests
+        backend.begin()
+        assert await pool.hung.get() is backend
+        assert "computed nothing for 0.2 s" in pool.describe()
+        waiting = asyncio.create_task(pool.acquire())
+        await until(lambda: len(asked) >= 3)  # health checks that succeed are not enough
+        assert not waiting.done()
+        answers.set()
+        assert await waiting is backend
+
+
+async def test_a_server_that_sends_anything_is_not_hung(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask(backend: Backend) -> None:
+        asked.set()
+        backend.upstream.reads += 1  # a part of an answer
+        await asyncio.Event().wait()
+
+    asked = asyncio.Event()
+    monkeypatch.setattr(pool_module, "ask_for_one_token", ask)
+    options = {"health_interval_s": 0.01, "health_timeout_s": 0.1, "hang_timeout_s": 0.2}
+    async with BackendPool(BACKENDS[:1], Health(*URLS), RouterConfig(**options)) as pool, asyncio.timeout(30):
+        backend = await pool.acquire()
+        backend.begin()
+        for _ in range(2):
+            await asked.wait()
+            asked.clear()
+        assert backend.state is BackendState.UP

@@ -121,6 +121,20 @@ async def test_a_killed_router_restarts_at_its_address_while_a_server_waits_for_
         assert await post(url, "/echo", b"x") == (200, b"x")
 
 
+@pytest.mark.usefixtures("stubs")
+async def test_a_hung_server_is_restarted_and_its_requests_are_answered(config: Any, tmp_path: Path) -> None:
+    hangs = tmp_path / "hangs"
+    options = {"hang_timeout_s": 1.0, "health_interval_s": 0.1, "env": {"STUB_HANGS": str(hangs)}}
+    async with RewardModelManager(config(**options)) as models, asyncio.timeout(60):
+        url, before = f"http://{models.reward_router_address}", models.pids()["server 1"]
+        assert await post(url, "/echo", b"x") == (200, b"x")
+        hangs.touch()
+        request = asyncio.create_task(post(url, "/echo", b"y"))
+        await until(lambda: models.pids().get("server 1") != before)
+        hangs.unlink()
+        assert await request == (200, b"y")
+
+
 async def _state(url: str, worker: int) -> str:
     async with aiohttp.ClientSession() as session, session.get(f"{url}/workers") as response:
         return (await response.json())[worker]["state"]
