@@ -230,5 +230,9 @@ class ServerStartError(ServerError):
     """A server or the router did not become ready. The message contains the end of its log."""
 
 
+class AddressTakenError(ServerStartError):
+    """A server could not listen on its address, because another program does."""
+
+
 class ServerDiedError(ServerError):
     """A server or the router exited and will not be restarted. The message contains the end of its log."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import socket
 
-__all__ = ["is_loopback", "listen", "readable", "reserve", "url_of"]
+__all__ = ["is_loopback", "is_taken", "listen", "readable", "reserve", "url_of"]
+
+_LOOPBACK_S = 0.5
+"""The timeout of a connection to this machine, in seconds."""
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
@@ -48,6 +52,24 @@ def reserve(host: str) -> socket.socket:
         reservation.close()
         raise
     return reservation
+
+
+def is_taken(reservation: socket.socket) -> bool:
+    """Return whether another program listens on the address of a reservation, see `reserve`."""
+    address = reservation.getsockname()
+    with socket.socket(reservation.family) as connection, contextlib.suppress(OSError):
+        connection.settimeout(_LOOPBACK_S)
+        connection.connect(address)
+        return True
+    with socket.socket(reservation.family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        try:
+            listener.bind(address)
+            listener.listen()
+        except OSError:
+            return True
+    return False
 
 
 def url_of(listener: socket.socket) -> str:

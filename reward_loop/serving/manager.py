@@ -154,13 +154,12 @@ class RewardModelManager:
             self._servers += [ModelServer(model, url, router) for url in model.urls]
         supervised: dict[ModelServer, Supervisor] = {}
         for launch in launches:
-            url = url_of(launch.bound) if launch.bound else None
-            server = ModelServer(launch.spec.model, url, router)
+            server = ModelServer(launch.spec.model, launch.address.url if launch.address else None, router)
             self._servers.append(server)
             supervised[server] = self._supervise(
                 launch.spec.role,
                 launch.new_process,
-                bound=launch.bound,
+                bound=launch.address,
                 starts=self._starts,
                 on_up=server.on_up,
                 on_down=server.on_down,

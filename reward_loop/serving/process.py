@@ -24,7 +24,7 @@ import anyio
 from reward_loop._util.process import ParentDeathPipe, kill_marked
 from reward_loop._util.signals import name_of
 from reward_loop._util.sockets import url_of
-from reward_loop.errors import ServerDiedError, ServerStartError
+from reward_loop.errors import AddressTakenError, ServerDiedError, ServerStartError
 from reward_loop.serving.logs import ServerLog
 
 __all__ = ["ServerProcess"]
@@ -167,6 +167,8 @@ class ServerProcess:
             await asyncio.wait(ends, timeout=self._start_timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if self._exited.done():
                 problem: str | None = f"{_ending(self._exited.result())} before it was ready"
+                if not self._inherits_socket and "address already in use" in self.log.end().lower():
+                    raise AddressTakenError(f"{self.name}: another program listens on {self.url}.\n{self.log.end()}")
             elif health.done():
                 problem = health.result()
             else:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from reward_loop._util.sockets import listen, reserve
+from reward_loop._util.sockets import is_taken, listen, reserve, url_of
 from reward_loop.config import ServedModelConfig
 from reward_loop.serving.engine import Engine
 from reward_loop.serving.engines import ENGINES
@@ -17,7 +17,9 @@ from reward_loop.serving.gpus import GpuShares
 from reward_loop.serving.process import ServerProcess
 from reward_loop.serving.supervisor import Server
 
-__all__ = ["Launch", "ServerSpec", "on_this_machine", "server_specs"]
+__all__ = ["Launch", "LocalAddress", "ServerSpec", "on_this_machine", "server_specs"]
+
+logger = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
 
@@ -87,8 +89,39 @@ class Launch:
     spec: ServerSpec
     new_process: Callable[[], Server]
     """Creates the server's next run."""
-    bound: socket.socket | None = None
-    """The socket that holds the server's address; ``None`` in Ray, where each run has its own."""
+    address: LocalAddress | None = None
+    """The server's address; ``None`` in Ray, where each run has its own."""
+
+
+class LocalAddress:
+    """The address of a server on this machine: the same for all its runs, unless another program takes the port.
+
+    Args:
+        spec: the server.
+        devices: as for :meth:`ServerSpec.process`.
+    """
+
+    def __init__(self, spec: ServerSpec, devices: Mapping[str, str]) -> None:
+        self._spec = spec
+        self._devices = devices
+        self._bound = spec.bind()
+
+    @property
+    def url(self) -> str:
+        """``http://host:port``"""
+        return url_of(self._bound)
+
+    def new_process(self) -> ServerProcess:
+        """Return the next run of the server."""
+        if not self._spec.engine.inherits_socket and is_taken(self._bound):
+            taken, self._bound = self._bound, self._spec.bind()
+            logger.warning("%s: another program listens on %s; using %s", self._spec.name, url_of(taken), self.url)
+            taken.close()
+        return self._spec.process(self._bound, self._devices)
+
+    def close(self) -> None:
+        """Release the address."""
+        self._bound.close()
 
 
 def on_this_machine(specs: Sequence[Sequence[ServerSpec]]) -> Iterator[Launch]:
@@ -102,5 +135,5 @@ def on_this_machine(specs: Sequence[Sequence[ServerSpec]]) -> Iterator[Launch]:
         model = servers[0].model
         devices = shares.share(servers[0].gpus, len(servers), model.env, str(model.served_model_name))
         for spec, visible in zip(servers, devices, strict=True):
-            bound = spec.bind()
-            yield Launch(spec, partial(spec.process, bound, visible), bound)
+            address = LocalAddress(spec, visible)
+            yield Launch(spec, address.new_process, address)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, Protocol
 
-from reward_loop.errors import ServerDiedError, ServerError
+from reward_loop.errors import AddressTakenError, ServerDiedError, ServerError
 
 __all__ = ["Server", "Supervisor"]
 
@@ -19,6 +18,13 @@ logger = logging.getLogger(__name__)
 
 _SECOND_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 30.0
+
+
+class Closeable(Protocol):
+    """What holds the address of a server: a socket, or a ``LocalAddress``."""
+
+    def close(self) -> None:
+        """Release the address."""
 
 
 class Server(AbstractAsyncContextManager[Any, None], Protocol):
@@ -57,7 +63,7 @@ class Supervisor:
     Event                                 Effect                      Next
     ====================================  ==========================  ==================================================
     the server is ready                   awaits ``on_up(url)``       waits until the server dies
-    the first start fails                 `started` gets the error    ends
+    the first start fails                 `started` gets the error    ends; if the address is taken, restart
     the server dies or a restart fails    awaits ``on_down(reason)``  restart after a pause
     as before, without restarts           awaits ``on_lost(reason)``  ends
     ====================================  ==========================  ==================================================
@@ -84,7 +90,7 @@ class Supervisor:
         max_restarts: int,
         window_s: float,
         starts: asyncio.Semaphore | None = None,
-        bound: socket.socket | None = None,
+        bound: Closeable | None = None,
         on_up: Callable[[str], Awaitable[None]] = _nothing,
         on_down: Callable[[str], Awaitable[None]] = _nothing,
         on_lost: Callable[[str], Awaitable[None]] = _nothing,
@@ -148,11 +154,12 @@ class Supervisor:
             except ServerError as failed:  # by the start
                 error = failed
             self.failed = True
-            if not self.started.done():
-                raise error
             now = time.monotonic()
             while restarts and now - restarts[0] > self._window_s:
                 restarts.popleft()
+            may_restart = isinstance(error, AddressTakenError) and len(restarts) < self._max_restarts
+            if not self.started.done() and not may_restart:
+                raise error
             if not self._max_restarts:
                 logger.error("not restarted (max_restarts=0): %s", error)
                 self._release()
