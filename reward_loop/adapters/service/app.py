@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
+from fastapi.responses import HTMLResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from reward_loop import __version__
 from reward_loop._util.web_pages import is_foreign_origin, is_known_host, own_names
 from reward_loop.adapters.service import score_route
+from reward_loop.adapters.service.api_page import api_page
 from reward_loop.adapters.service.dialects import DialectOptions, llamafactory, openrlhf, slime
 from reward_loop.adapters.service.nemo_gym import nemo_gym
 from reward_loop.adapters.service.replies import ServiceError, error_reply, json_reply
@@ -74,6 +75,7 @@ def create_app(
         version=__version__,
         description=f"Scores responses with `{service.name}`.",
         lifespan=lifespan,
+        docs_url=None,  # FastAPI's page loads its scripts from another server
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -95,6 +97,10 @@ def create_app(
         if service.stopping:
             raise ServiceError(503, "the service is stopping", retry_after_s=RETRY_AFTER_S)
         return json_reply({"status": "ok"})
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(api_page(app.openapi()))
 
     @app.get("/metrics", tags=["Operation"])
     async def metrics() -> Response:
