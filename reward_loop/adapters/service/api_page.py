@@ -28,11 +28,11 @@ def api_page(schema: Mapping[str, Any]) -> str:
     for name, model in schema.get("components", {}).get("schemas", {}).items():
         parts.append(f'<h2 id="{escape(name)}">{escape(name)}</h2>{_text(model.get("description", ""))}')
         required = model.get("required", ())
-        rows = [
+        fields = [
             (f"<code>{escape(field)}</code>{'' if field in required else ' (optional)'}", _type(of), _text(_about(of)))
             for field, of in model.get("properties", {}).items()
         ]
-        parts.append(_table(("Field", "Type", "Meaning"), rows) if rows else f"<p>{_type(model)}</p>")
+        parts.append(_table(("Field", "Type", "Meaning"), fields) if fields else f"<p>{_type(model)}</p>")
     return (
         f"<!DOCTYPE html><html lang=en><meta charset=utf-8><title>{escape(schema['info']['title'])}</title>"
         f"<style>{_STYLE}</style>{''.join(parts)}<p>For programs: <a href=openapi.json>openapi.json</a></p></html>"
