@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample, cli
 from reward_loop.records import records
+from reward_loop.records.reader import RecordsReader
 
 STRICT = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -134,3 +135,27 @@ def test_rollout_dumps_of_verl_are_scored_as_they_are(folder: Path) -> None:
 def test_an_output_in_the_folder_that_is_read_is_an_error(folder: Path, arguments: list[str], message: str) -> None:
     assert message in run("score", *arguments, "strict.py", code=2)
     assert len(list((folder / "run").glob("*.jsonl"))) == 1
+
+
+def test_what_was_recorded_comes_back_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    big, code = 2**64 + 1, b"\x00\xff byte"
+    (tmp_path / "exact.py").write_text(
+        "def compute_score(ground_truth, extra_info):\n"
+        f"    assert ground_truth == {big} and type(ground_truth) is int\n"
+        f"    assert extra_info == {{'code': {code!r}, 'nested': [{{'code': b''}}], 'pair': [1, 2], 'nan': None}}\n"
+        "    return {'score': 1.0, 'seed': ground_truth}\n"
+    )
+    manager = NaiveRewardLoopManager(
+        RewardLoopConfig(log_dir=str(tmp_path / "run")), compute_score=lambda ground_truth: {"score": 1, "seed": big}
+    )
+    info = {"code": code, "nested": [{"code": b""}], "pair": (1, 2), "nan": float("nan")}
+    asyncio.run(manager.run_single(RewardSample("x", "d", big, info, uid="a")))
+    records(tmp_path / "run").flush()
+    monkeypatch.chdir(tmp_path)
+    run("score", "run", "exact.py:compute_score", "-o", "again")
+    for folder in ("run", "again"):
+        (row,) = RecordsReader(tmp_path / folder).rows()
+        assert (row["score"], row["components"]["seed"]) == (1.0, big)
+    run("export", "again", "-o", "out.jsonl")
+    (exported,) = (json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines())
+    assert (exported["gts"], exported["seed"]) == (big, big)

@@ -1,7 +1,23 @@
-"""Encode arbitrary Python values as strict JSON, and find values by their path."""
+"""Encode arbitrary Python values as strict JSON, decode JSON exactly, and find values by their path.
+
+What a value is after it was written and read:
+
+============================================== ==========================================
+Written                                        Read
+============================================== ==========================================
+text, finite numbers, bools, ``None``          the same
+NaN and infinities                             ``None``
+bytes                                          `BYTES`; `with_bytes` returns the bytes
+tuples, sets, numpy arrays, torch tensors      lists; arrays and tensors without an axis numbers
+mappings                                       dicts, whose keys are text
+integers beyond the range of float             text, of more than about 4,200 digits hexadecimal
+values of other types                          their ``str()``
+============================================== ==========================================
+"""
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import sys
@@ -10,10 +26,20 @@ from typing import Any
 
 import orjson
 
-__all__ = ["MISSING", "encode", "encode_fast", "look_up", "to_json"]
+__all__ = ["BYTES", "MISSING", "decode", "encode", "encode_fast", "look_up", "to_json", "with_bytes"]
+
+BYTES = "$bytes"
+"""Bytes are written as an object with this key, and their base64 as its value."""
+
+_DIGITS = bytes(48 if 48 <= byte <= 57 else byte for byte in range(256))
+"""A table for `bytes.translate` that makes all digits 0."""
+_LONG_NUMBER = b"0" * 19
 
 _MAX_BITS = 14_000
 """Integers up to this many bits (about 4,200 digits) are written in decimal. Python's own limit is 4,300 digits."""
+
+_MAX_DEPTH = 200
+"""Values below this number of containers are written as text. orjson's limit is 254."""
 
 _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
@@ -36,27 +62,64 @@ def encode_fast(value: Any) -> bytes:
 
 
 def to_json(value: Any) -> bytes:
-    """Encode a value as one line of strict UTF-8 JSON.
-
-    Arrays become lists, NaN and infinities ``null``, bytes text, integers beyond the range of float text (of more than
-    about 4,200 digits, hexadecimal), and values of unknown types their ``str()``.
-    """
+    """Encode a value as one line of strict UTF-8 JSON."""
     # A lone surrogate cannot be encoded as UTF-8; backslashreplace writes it as a JSON escape.
     return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
 
 
-def _plain(value: Any) -> Any:
+def decode(text: bytes | str, *, nan: bool = False) -> Any:
+    """Decode JSON; integers are exact, whatever their length.
+
+    orjson makes floats of integers beyond 64 bits, so texts with 19 digits in a row are left to Python's parser, as are
+    texts with lone surrogates, which orjson rejects.
+
+    Args:
+        text: the JSON.
+        nan: whether ``NaN``, ``Infinity`` and ``-Infinity`` are accepted, which JSON lacks and Python writes.
+
+    Raises:
+        ValueError: the text is not JSON, or is nested too deeply.
+    """
+    raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    try:
+        if _LONG_NUMBER not in raw.translate(_DIGITS):
+            return orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        pass
+    try:
+        return json.loads(text, parse_constant=float if nan else _refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not a JSON value")
+
+
+def with_bytes(value: Any) -> Any:
+    """Return a decoded value with bytes in place of the objects that stand for them, see `BYTES`."""
+    if isinstance(value, dict):
+        if value.keys() == {BYTES} and isinstance(value[BYTES], str):
+            return base64.b64decode(value[BYTES])
+        return {key: with_bytes(item) for key, item in value.items()}
+    return [with_bytes(item) for item in value] if isinstance(value, list) else value
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """Return a value made of the types that JSON has, as `to_json` writes it."""
     if isinstance(value, int) and abs(value) > sys.float_info.max:  # most readers refuse it as a number
         return str(value) if value.bit_length() <= _MAX_BITS else hex(value)
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
+    if depth > _MAX_DEPTH:  # it may contain itself
+        return _text(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {_text(key): _plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return _plain(_known(value))
+        return [_plain(item, depth + 1) for item in value]
+    return _plain(_known(value), depth + 1)
 
 
 def _known(value: Any) -> Any:
@@ -66,10 +129,20 @@ def _known(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return list(value)
     if callable(getattr(value, "tolist", None)):
-        return value.tolist()
-    if isinstance(value, bytes):
-        return value.decode("utf-8", "backslashreplace")
-    return str(value)
+        try:
+            return value.tolist()
+        except Exception:
+            return _text(value)
+    if isinstance(value, bytes | bytearray):
+        return {BYTES: base64.b64encode(value).decode()}
+    return _text(value)
+
+
+def _text(value: Any) -> str:
+    try:
+        return str(value)
+    except Exception:  # of a type of the user
+        return f"<{type(value).__name__}>"
 
 
 MISSING = object()

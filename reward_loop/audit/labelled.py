@@ -7,9 +7,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import orjson
 from pydantic import Field
 
+from reward_loop._util.json import decode, with_bytes
 from reward_loop.config import Config, parse
 from reward_loop.errors import ConfigError
 from reward_loop.types import RewardSample
@@ -104,7 +104,7 @@ class LabelledAnswers:
 
 def _answer(line: str, where: str, number: int) -> tuple[RewardSample, bool]:
     try:
-        fields = orjson.loads(line)
+        fields = with_bytes(decode(line))
     except ValueError as error:
         raise ConfigError(f"{where}: it is not JSON: {error}") from error
     answer = parse(LabelledAnswer, fields, where)

@@ -16,9 +16,8 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
-import orjson
 
-from reward_loop._util.json import encode
+from reward_loop._util.json import decode, encode
 from reward_loop._util.text import shorten
 from reward_loop._util.transient import retry_after_seconds
 from reward_loop.client.exchange import Exchange
@@ -178,8 +177,8 @@ async def _post(
     except (aiohttp.ClientError, OSError) as error:
         raise RequestError(f"{what}: {type(error).__name__}: {error}") from error
     try:
-        answer = orjson.loads(data)
-    except orjson.JSONDecodeError:
+        answer = decode(data)
+    except ValueError:
         answer = None
     exchange.update(response=data.decode("utf-8", "backslashreplace") if answer is None else answer)
     if response.status != 200:

@@ -36,8 +36,9 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
     components after a *gate* wait for its score. If the score is below the gate, or there is none, the later components
     are not called and their scores are 0.
 
-    Extra info: ``<name>`` is the component's score, ``<name>/outcome`` its outcome, and ``<name>/<key>`` the other keys
-    that its function returned.
+    Extra info: ``<name>`` is the component's score, ``<name>/outcome`` its outcome, ``<name>/seconds`` and others its
+    times, and ``<name>/<key>`` the other keys that its function returned; a key with one of these names becomes
+    ``<name>/returned_<key>``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -50,6 +51,11 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
             )
         if taken := (RESERVED_KEYS | PART_KEYS | {"score"}) & self.options.components.keys():
             raise ConfigError(f"reward_loop.components: the name {listing(taken)} is reserved: rename the component")
+        if slashed := [name for name in self.options.components if "/" in name]:
+            raise ConfigError(
+                f"reward_loop.components: the name {listing(slashed)} contains a slash, which separates components "
+                "from their keys: rename it"
+            )
         self._components = {
             name: _Component(name, component, self.options, self.function, self.limits)
             for name, component in self.options.components.items()
@@ -87,17 +93,18 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
             if not sample.is_probe:
                 component.failures.count(result)
             score, policy = component.resolve(result)
-            logged = {f"{name}/{key}": value for key, value in result.extra_info.items() if key not in ("score", "acc")}
-            info |= {
-                **logged,
-                f"{name}/outcome": str(result.outcome),
-                f"{name}/seconds": result.seconds,
-                f"{name}/wait_seconds": result.wait_seconds,
-                f"{name}/queue_seconds": result.queue_seconds,
-                f"{name}/attempts": result.attempts,
+            own = {
+                "outcome": str(result.outcome),
+                "seconds": result.seconds,
+                "wait_seconds": result.wait_seconds,
+                "queue_seconds": result.queue_seconds,
+                "attempts": result.attempts,
+                "error": result.error,
             }
-            if result.error:
-                info[f"{name}/error"] = result.error
+            for key, value in result.extra_info.items():
+                if key not in ("score", "acc"):
+                    info[f"{name}/returned_{key}" if key in own else f"{name}/{key}"] = value
+            info |= {f"{name}/{key}": value for key, value in own.items() if key != "error" or value}
             if score is not None:
                 info[name] = score
                 total += component.config.weight * score

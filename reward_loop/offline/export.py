@@ -13,12 +13,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-import orjson
 import typer
 from rich.markup import escape
 
 from reward_loop._util import cli_options
-from reward_loop._util.json import encode
+from reward_loop._util.json import decode, encode
 from reward_loop._util.replacing import replacing
 from reward_loop._util.standard_streams import console
 from reward_loop._util.text import counted
@@ -220,8 +219,8 @@ def _messages(turn: Turn, number: int) -> Iterator[dict[str, Any]]:
 def _arguments(call: Part) -> dict[str, Any]:
     """Return the arguments of a call; what is not a JSON object is an error of the model, as inspect_ai records it."""
     try:
-        arguments = orjson.loads(call.text)
-    except orjson.JSONDecodeError:
+        arguments = decode(call.text)
+    except ValueError:
         arguments = None
     if call.name is not None and isinstance(arguments, dict):
         return {"arguments": arguments}

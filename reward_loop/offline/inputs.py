@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import io
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
 
+from reward_loop._util.json import decode, with_bytes
 from reward_loop._util.text import shorten
 from reward_loop.errors import ConfigError
 from reward_loop.records.reader import NoRecordsError, RecordsReader
@@ -211,8 +211,8 @@ def _decompressed(path: Path) -> io.BufferedReader:
 
 def _parse(name: str, line: bytes) -> Row:
     try:
-        columns = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        columns = decode(line, nan=True)
+    except ValueError as error:
         return Row(name, error=f"not JSON: {error}")
     if not isinstance(columns, dict):
         return Row(name, error=f"expected a JSON object with named fields, got {shorten(columns, 60)}")
@@ -255,7 +255,7 @@ def _recorded(folder: Path) -> Iterator[Row]:
             yield Row(name, columns, error=why)
             continue
         parts = {key: text.get(key) for key in ("prompt", "ground_truth", "extra_info")}
-        columns |= {"solution_str": text.get("response"), **parts}
+        columns |= {"solution_str": text.get("response"), **{key: with_bytes(part) for key, part in parts.items()}}
         yield Row(name, columns, error=_too_deep(columns))
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from reward_loop._util.json import encode
+from reward_loop._util.json import decode, encode
 from reward_loop.errors import ConfigError
 from reward_loop.records.rows import ADVANTAGE, REVISION, SAMPLE, VERSION
 
@@ -24,12 +21,9 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        found = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        try:
-            found = json.loads(line)
-        except (ValueError, RecursionError):
-            return None
+        found = decode(line)
+    except ValueError:
+        return None
     return found if isinstance(found, dict) else None
 
 

@@ -13,12 +13,13 @@ those that are not closed, stay text. The time to read a text is linear in its l
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import orjson
+from reward_loop._util.json import decode
 
 __all__ = ["Part", "Turn", "prompt_turns", "response_turns"]
 
@@ -228,8 +229,8 @@ def _begins(text: str, found: re.Match[str]) -> bool:
 def _call(content: str) -> Part:
     """Return a call of a tool. If it is not well-formed, the part has no name, and its text is what the model wrote."""
     try:
-        call = orjson.loads(content)
-    except orjson.JSONDecodeError:
+        call = decode(content)
+    except ValueError:
         call = None
     if isinstance(call, dict) and isinstance(call.get("name"), str):
         return Part("call", _indented(call.get("arguments", call.get("parameters"))), call["name"])
@@ -240,13 +241,13 @@ def _call(content: str) -> Part:
 
 
 def _indented(value: Any) -> str:
-    return orjson.dumps(value, option=orjson.OPT_INDENT_2).decode()
+    return json.dumps(value, indent=2, ensure_ascii=False)
 
 
 def _reindented(text: str) -> str:
     try:
-        return _indented(orjson.loads(text))
-    except orjson.JSONDecodeError:
+        return _indented(decode(text))
+    except ValueError:
         return text
 
 

@@ -13,9 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
-
-from reward_loop._util.json import encode_fast, to_json
+from reward_loop._util.json import decode, encode_fast, to_json
 from reward_loop.records.files import EXCHANGES, TEXTS, Place, RecordFiles
 from reward_loop.records.rows import TEXT_FIELDS, VERSION
 
@@ -311,5 +309,5 @@ def _without_lone_surrogates(record: Mapping[str, Any]) -> bytes:
 
 def cleaned(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return a record as a reader of its line gets it: without API keys and lone surrogates."""
-    read: dict[str, Any] = orjson.loads(encode_record(record))
+    read: dict[str, Any] = decode(encode_record(record))
     return read

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from reward_loop.audit import AuditCounts
 from reward_loop.errors import RewardLoopError
+from reward_loop.records import cleaned
 from reward_loop.verl.agent_loop_manager import RewardAgentLoopManager
 from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.gdpo import GDPO, component_rewards, switch_estimator, use_rewards
@@ -113,6 +115,8 @@ class RewardLoopTrainer(RecordingTrainer):
         """The rewards of the current step."""
         self._left_out: dict[str, dict[str, Any]] = {}
         """The training rows of the current step that left the batch, because they have no reward: key -> tags."""
+        self._padding: set[str] = set()
+        """The keys of the rows of the current step that only fill its batches."""
         config = without_reward(config)
         switch_estimator(config)
         super().__init__(config)
@@ -220,15 +224,27 @@ class RewardLoopTrainer(RecordingTrainer):
     def _dump_generations(
         self, inputs: Any, outputs: Any, gts: Any, scores: Any, reward_extra_infos_dict: dict[str, list], dump_path: str
     ) -> None:
-        """Write rollouts to a file, with ``None`` as the score of masked samples.
+        """Write rollouts to a file: without padding, and with ``None`` as the score of masked samples.
 
         Keys of the function that would replace columns of verl get another name.
         """
         columns = ("input", "output", "gts", "step")
         infos = {f"returned_{name}" if name in columns else name: v for name, v in reward_extra_infos_dict.items()}
-        scores = unmasked(scores, infos.get("reward_masked"))
+        if self._padding:
+            real = [row for row, key in enumerate(infos["uid"]) if key not in self._padding]
+            inputs, outputs, gts, scores = ([column[row] for row in real] for column in (inputs, outputs, gts, scores))
+            infos = {name: [values[row] for row in real] for name, values in infos.items()}
+        masked = infos.get("reward_masked")
+        if masked is None:  # verl writes no extra info of training
+            known = self._rewards.trajectories
+            masked = [key in known and known[key].is_masked for key in infos["uid"]]
+        scores = unmasked(scores, masked)
+        if "score" in infos:  # it replaces verl's column, and functions that return a number have no such key
+            infos["score"] = [verls if own is None else own for own, verls in zip(infos["score"], scores, strict=True)]
+        infos = {name: [_readable(value) for value in values] for name, values in infos.items()}
+        gts = [_readable(value) for value in gts]
         if "reward" in infos:
-            infos["reward"] = unmasked(infos["reward"], infos.get("reward_masked"))
+            infos["reward"] = unmasked(infos["reward"], masked)
         super()._dump_generations(inputs, outputs, gts, scores, infos, dump_path)
 
     @overrides(PPOTrainer)
@@ -244,6 +260,7 @@ class RewardLoopTrainer(RecordingTrainer):
         # After this, verl writes the step's rollouts to a file, and deletes them from TransferQueue.
         batch.keys.extend(self._left_out)
         batch.tags.extend(self._left_out.values())
+        self._padding = {key for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding")}
 
     def _trained_rewards(self) -> dict[str, float]:
         """Return verl's metrics of scores and rewards, over the samples that have an advantage."""
@@ -422,3 +439,8 @@ def with_reward_loop(trainer: type[PPOTrainer]) -> type[RewardLoopTrainer]:
         trainer: the trainer class of one of verl's modes, or of a recipe.
     """
     return type(f"RewardLoop{trainer.__name__}", (RewardLoopTrainer, trainer), {})
+
+
+def _readable(value: Any) -> Any:
+    """Return a value as it is read from records: verl's writer of files fails for other values, and the run with it."""
+    return value if isinstance(value, float | int) and math.isfinite(value) else cleaned({"value": value})["value"]

@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from reward_loop._util.json import decode
 from reward_loop.records.notes import Notes
 from reward_loop.records.reader import RecordsReader, parse_line
 from reward_loop.records.report import Price
@@ -91,7 +92,7 @@ class Samples:
         )
         notes = self._notes.texts()
         for row in rows:
-            row |= {"components": orjson.loads(row["components"] or "{}"), "note": notes.get(row["id"])}
+            row |= {"components": decode(row["components"] or "{}"), "note": notes.get(row["id"])}
         return {"total": count[0]["n"], "offset": offset, "rows": rows}
 
     def groups(self, query: Mapping[str, str]) -> dict[str, Any]:
@@ -245,7 +246,7 @@ def _row(known: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that the index keeps of a row, for a row whose file was deleted."""
     internal = ("chunk", "number", "keys", "revised_at", "exchanges", "judges", "judge_s", "advantage")
     kept = {field: value for field, value in known.items() if field not in internal}
-    return {**kept, "components": orjson.loads(known["components"] or "{}")}
+    return {**kept, "components": decode(known["components"] or "{}")}
 
 
 def _page(query: Mapping[str, str]) -> tuple[int, int]:

@@ -1,4 +1,8 @@
+import datetime
+import decimal
 import json
+import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -7,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_loop._util.json import MISSING, encode, look_up, to_json
+from reward_loop._util.json import MISSING, decode, encode, look_up, to_json, with_bytes
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()) | st.binary(),
@@ -63,3 +67,85 @@ def test_values_that_json_lacks(value: Any, read: Any) -> None:
     assert json.loads(to_json({"value": value})) == {"value": read}
     if not isinstance(value, str):
         assert orjson.loads(to_json(value)) == read
+
+
+class Hostile:
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    def tolist(self) -> None:
+        raise RuntimeError("no list")
+
+
+def of_itself() -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    value["self"] = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {1, 2},
+        frozenset({"a"}),
+        {("a", 1): 2, None: 3, 4: 5, b"k": 6},
+        Hostile(),
+        {Hostile(): 1},
+        of_itself(),
+        1j,
+        np.array([1j, np.datetime64("2026-01-01")], dtype=object),
+        np.datetime64("NaT"),
+        np.zeros(2, dtype=[("a", "i4")]),
+        np.float16("inf"),
+        datetime.datetime(1, 1, 1),
+        decimal.Decimal("NaN"),
+        range(3),
+        memoryview(b"x"),
+        lambda: 0,
+        object(),
+        type,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_odd_values_of_python_and_numpy_are_encoded(value: Any) -> None:
+    for encoded in (to_json({"value": value}), encode({"value": value})):
+        assert list(json.loads(encoded)) == ["value"]
+
+
+@given(VALUES)
+def test_integers_and_bytes_come_back_as_they_were(value: Any) -> None:
+    read = with_bytes(decode(encode({"value": value})))["value"]
+
+    def compare(one: Any, other: Any) -> None:
+        if isinstance(one, dict):
+            assert {str(key) for key in one} == set(other)
+            for key in one:
+                if str(key) == key or str(key) not in one:
+                    compare(one[key], other[str(key)])
+        elif isinstance(one, list | tuple):
+            for left, right in zip(one, other, strict=True):
+                compare(left, right)
+        elif isinstance(one, int) and abs(one) > sys.float_info.max:
+            assert int(other, 0) == one
+        elif isinstance(one, float):
+            assert other == (one if math.isfinite(one) else None)
+        else:
+            assert (other, type(other)) == (one, type(one))
+
+    compare(value, read)
+
+
+@pytest.mark.parametrize("number", [2**63, 2**64, -(2**64) - 1, 10**30 + 1, 2**1000 + 1])
+def test_integers_are_read_exactly(number: int) -> None:
+    assert decode(b'{"a": [%d, 1.5, 12345678901234567890123.5]}' % number) == {
+        "a": [number, 1.5, 1.2345678901234568e22]
+    }
+
+
+@pytest.mark.parametrize("text", ["NaN", "[Infinity]", "{", "[" * 100_000, "", "\xff", "{'a': 1}"])
+def test_what_is_not_json_is_an_error(text: str) -> None:
+    for given_text in (text, text.encode("latin-1")):
+        with pytest.raises(ValueError):  # noqa: PT011 (the messages are those of the parsers)
+            decode(given_text)
+    if "N" in text or "I" in text:
+        decode(text, nan=True)

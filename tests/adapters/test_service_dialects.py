@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import httpx
@@ -119,12 +120,14 @@ async def test_the_users_number_replaces_a_missing_score() -> None:
     assert (reply["reward"], reply["mask_sample"], reply["failure_kind"]) == (-1, False, "verifier_error")
 
 
-async def test_extra_logs_of_openrlhf_have_the_keys_of_all_samples() -> None:
+async def test_extra_logs_of_openrlhf_have_every_key_with_nan_where_a_sample_lacks_it() -> None:
     def with_keys(solution_str: str) -> dict[str, Any]:
         return {"score": 1, solution_str: 2, "both": True, "text": "x", "bad": float("inf")}
 
     async with client_of(scorer(with_keys)) as client:
-        assert (await post(client, "/openrlhf", {"query": ["a", "b"]}))["extra_logs"] == {"both": [1, 1]}
+        logs = (await post(client, "/openrlhf", {"query": ["a", "b"]}))["extra_logs"]
+    nan = pytest.approx(math.nan, nan_ok=True)
+    assert logs == {"both": [1, 1], "a": [2, nan], "b": [nan, 2]}
 
 
 async def test_end_of_text_tokens_are_stripped() -> None:

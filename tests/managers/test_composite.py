@@ -314,3 +314,26 @@ async def test_options_of_a_component_that_is_a_scoring_function_are_refused(mod
     for name, value in {"timeout": 7, "reward_kwargs": {"a": 1}}.items():
         with pytest.raises(ConfigError, match=rf"components\.a\.{name} has no effect"):
             make(**{name: value})
+
+
+async def test_a_components_own_keys_replace_none_of_the_managers(module):
+    async def judge(solution_str):
+        return {"score": 1.0, "outcome": "win", "seconds": 7, "error": "of grammar", "words": 2}
+
+    module.judge = judge
+    manager = CompositeRewardLoopManager({"reward_loop": {"components": {"judge": {"path": "judges:judge"}}}})
+    reward = (await run(manager, "x"))["reward_extra_info"]
+    assert reward["judge/outcome"] == "scored"
+    assert reward["judge/seconds"] != 7
+    assert "judge/error" not in reward
+    assert [reward[f"judge/{key}"] for key in ("returned_outcome", "returned_seconds", "returned_error", "words")] == [
+        "win",
+        7,
+        "of grammar",
+        2,
+    ]
+
+
+def test_the_name_of_a_component_has_no_slash(path):
+    with pytest.raises(ConfigError, match="name a/b contains a slash"):
+        CompositeRewardLoopManager({"reward_loop": {"components": {"a": {"path": path}, "a/b": {"path": path}}}})

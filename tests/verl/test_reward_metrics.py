@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -403,18 +405,59 @@ def test_the_files_of_a_validation_have_no_score_for_masked_samples(monkeypatch:
     written: list[Any] = []
     monkeypatch.setattr(PPOTrainer, "_dump_generations", lambda self, *args: written.append(args))
     run: Any = object.__new__(RewardLoopTrainer)
+    run._padding = {"pad-1_0_0"}
+    run._rewards = step_rewards({"b": {"reward_masked": True}, "c": {}}, {"b": 0.0, "c": 1.0})
     columns = {
         "reward": [1.0, 0.0],
         "reward_masked": [False, True],
         "score": [1.0, None],
         "output": ["a verdict", None],
+        "uid": ["a", "b"],
     }
     run._dump_generations(["i"] * 2, ["o"] * 2, [None] * 2, [1.0, 0.0], columns, "folder")
     run._dump_generations(["i"] * 2, ["o"] * 2, [None] * 2, [1.0, 0.0], {"uid": ["a", "b"]}, "folder")
     assert written[0][3] == written[0][4]["reward"] == [1.0, None]
     # verl writes the response as `output`.
-    assert written[0][4].keys() == {"reward", "reward_masked", "score", "returned_output"}
-    assert written[1][3] == [1.0, 0.0]
+    assert written[0][4].keys() == {"reward", "reward_masked", "score", "returned_output", "uid"}
+    assert written[1][3] == [1.0, None]
+    run._dump_generations(
+        list("xyz"), list("xyz"), [None] * 3, [0.5, 0.0, 1.0], {"uid": ["a", "pad-1_0_0", "c"]}, "folder"
+    )
+    inputs, outputs, gts, scores, infos = written[2][:5]
+    assert (inputs, outputs, gts, scores, infos) == (
+        ["x", "z"],
+        ["x", "z"],
+        [None] * 2,
+        [0.5, 1.0],
+        {"uid": ["a", "c"]},
+    )
+
+
+def test_the_files_of_a_validation_have_verls_score_where_the_function_returned_a_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written: list[Any] = []
+    monkeypatch.setattr(PPOTrainer, "_dump_generations", lambda self, *args: written.append(args))
+    run: Any = object.__new__(RewardLoopTrainer)
+    run._padding = set()
+    columns = {"score": [0.5, None, None], "reward_masked": [False, False, True], "uid": list("abc")}
+    run._dump_generations(list("xyz"), list("xyz"), [None] * 3, [0.5, 1.0, 0.0], columns, "folder")
+    assert written[0][4]["score"] == [0.5, 1.0, None]
+
+
+def test_what_json_lacks_is_written_in_a_readable_form(tmp_path: Path) -> None:
+    run: Any = object.__new__(RewardLoopTrainer)
+    run._padding, run._rewards, run.global_steps = set(), StepRewards(), 3
+    run._init_dump_executor()
+    odd = [{1, 2}, b"x", 1j, {("a", 1): np.float32(2)}, float("nan"), object, np.array([1, 2]), "\ud800"]
+    columns = {"odd": odd, "reward_masked": [False] * len(odd), "uid": list(map(str, range(len(odd))))}
+    texts = ["t"] * len(odd)
+    run._dump_generations(texts, texts, [{"a": {3}}] * len(odd), [1.0] * len(odd), columns, str(tmp_path))
+    run._shutdown_dump_executor()
+    rows = [json.loads(line) for line in (tmp_path / "3.jsonl").read_text().splitlines()]
+    assert [row["odd"] for row in rows[:5]] == [[1, 2], {"$bytes": "eA=="}, "1j", {"('a', 1)": 2.0}, None]
+    assert rows[5]["odd"] == "<class 'object'>"
+    assert (rows[6]["odd"], rows[7]["odd"], rows[0]["gts"]) == ([1, 2], r"\ud800", {"a": [3]})
 
 
 def test_numbers_of_numpy_and_torch_count_in_the_metrics() -> None:

@@ -6,6 +6,8 @@ of a trainer may send more.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -60,7 +62,7 @@ class Rewards(Body):
     scores: list[float]
     """The scores again: OpenRLHF filters groups by them."""
     extra_logs: dict[str, list[float]]
-    """The numbers that the function returned in addition to the score, for each key that all samples have."""
+    """The numbers that the function returned in addition to the score, by key; ``NaN`` for a sample without the key."""
 
 
 def openrlhf(service: RewardService, options: DialectOptions) -> APIRouter:
@@ -82,7 +84,9 @@ def openrlhf(service: RewardService, options: DialectOptions) -> APIRouter:
             return json_reply({"rewards": [], "scores": [], "extra_logs": {}})
         scored = await service.score_request(request, samples)
         numbers = numbers_of(scored, "OpenRLHF")
-        return json_reply({"rewards": numbers, "scores": numbers, "extra_logs": _extra_logs(scored)})
+        reply = {"rewards": numbers, "scores": numbers, "extra_logs": _extra_logs(scored)}
+        # OpenRLHF makes tensors of the lists: NaN can be in one, null cannot. Its parser, Python's, accepts NaN.
+        return Response(json.dumps(reply), media_type="application/json")
 
     return router
 
@@ -118,9 +122,8 @@ def _samples(body: Rollouts, service: RewardService, options: DialectOptions, so
 
 
 def _extra_logs(scored: list[Scored]) -> dict[str, list[float]]:
-    columns = [result.components for result in scored]
-    common = [key for key in columns[0] if all(key in column for column in columns)]
-    return {key: [column[key] for column in columns] for key in common}
+    keys = dict.fromkeys(key for result in scored for key in result.components)
+    return {key: [result.components.get(key, math.nan) for result in scored] for key in keys}
 
 
 # --- slime and miles: `--rm-type remote_rm --rm-url http://host:port/slime`
