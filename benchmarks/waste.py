@@ -24,16 +24,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from rich.console import Console
 from rich.table import Table
-from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
 from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample
-from reward_loop.verl.reward_metrics import without_baseline
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SIZE = 8
 SHARES = (0.01, 0.05, 0.1)
@@ -43,6 +42,9 @@ SEED = 7
 
 def advantages(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """Return verl's GRPO advantage of each rollout."""
+    import torch
+    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+
     mask = torch.ones(len(rewards), 1)
     found, _ = compute_grpo_outcome_advantage(torch.tensor(rewards[:, None], dtype=torch.float32), mask, groups)
     return found[:, 0].numpy()
@@ -50,6 +52,7 @@ def advantages(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 async def judged(rewards: np.ndarray, fails: np.ndarray) -> np.ndarray:
     """Return the rewards of the library's manager, NaN for masked rollouts; the judge fails where ``fails`` is true."""
+    import numpy as np
 
     async def judge(extra_info: dict[str, Any]) -> float:
         if fails[extra_info["row"]]:
@@ -70,6 +73,10 @@ async def judged(rewards: np.ndarray, fails: np.ndarray) -> np.ndarray:
 
 def measured(way: str, share: float, groups: int) -> dict[str, float]:
     """Return the figures of a way to treat failures."""
+    import numpy as np
+
+    from reward_loop.verl.reward_metrics import without_baseline
+
     generator = np.random.default_rng(SEED)
     rewards = (generator.random((groups, SIZE)) < generator.random((groups, 1))).astype(float).ravel()
     index = np.arange(groups).repeat(SIZE)
