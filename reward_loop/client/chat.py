@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,8 @@ from reward_loop.limits.lease import book_tokens
 
 __all__ = ["Reply", "Usage", "book_usage", "chat_complete", "complete", "messages_of"]
 
-_CUT_OFF = frozenset({"length", "content_filter", "abort"})
+_COMPLETE = frozenset({"stop", "eos", "tool_calls"})  # "eos" is what Together calls the end of the text
+_LONE_SURROGATES = re.compile(r"[\ud800-\udfff]")
 
 Prompt = str | Sequence[Mapping[str, Any]]
 
@@ -39,11 +41,13 @@ class Reply:
     text: str
     """The text of the reply, without reasoning that the server returns separately; empty if there is none."""
     finish_reason: str | None = None
-    """``stop`` if the model ended the reply, ``length`` if it reached the token limit; servers may use other values."""
+    """``stop`` if the model ended the reply, ``length`` if it reached the token limit; servers may use other values.
+    ``None`` if the server gives none: in the protocol, that is a reply that has not ended."""
     usage: Usage = Usage()
     """The number of tokens used."""
     logprobs: Sequence[Mapping[str, Any]] | None = None
-    """With ``logprobs=True``: a mapping with ``token``, ``logprob`` and ``top_logprobs`` for each token."""
+    """With ``logprobs=True``: a mapping with ``token``, ``logprob`` and ``top_logprobs`` for each token; ``None`` if
+    the server sends another form."""
     reasoning: str | None = None
     """The reasoning, if the server returns it separately."""
     model: str | None = None
@@ -53,8 +57,8 @@ class Reply:
 
     @property
     def cut_off(self) -> bool:
-        """Whether the reply is incomplete: the token limit was reached, or it was filtered or aborted."""
-        return self.finish_reason in _CUT_OFF
+        """Whether the reply may be incomplete: its finish reason is not ``stop``, ``eos`` or ``tool_calls``."""
+        return self.finish_reason not in _COMPLETE
 
 
 async def chat_complete(
@@ -113,8 +117,11 @@ async def complete(
 
     def text(fields: Mapping[str, Any], name: str) -> str | None:
         value = fields.get(name)
-        if value is None or isinstance(value, str):
-            return value
+        known = _text_of_parts(value) if name == "content" and isinstance(value, list) else value
+        if isinstance(known, str):
+            return _LONE_SURROGATES.sub("\ufffd", known)  # they cannot be encoded
+        if value is None:
+            return None
         raise exchange.failed(f"{address} sent an answer whose {name!r} is not text: {shorten(value, 500)}")
 
     try:
@@ -124,7 +131,7 @@ async def complete(
             text=text(message, "content") or "",
             finish_reason=text(choice, "finish_reason"),
             usage=usage,
-            logprobs=(choice.get("logprobs") or {}).get("content"),
+            logprobs=_logprobs(choice.get("logprobs")),
             reasoning=text(message, "reasoning_content") or text(message, "reasoning"),
             model=text(answer, "model"),
             body=answer,
@@ -133,6 +140,20 @@ async def complete(
         raise exchange.failed(f"{address} sent an answer without a reply: {shorten(answer, 500)}") from None
     exchange.update(reply=reply.text, finish_reason=reply.finish_reason, model=reply.model or model)
     return reply, exchange
+
+
+def _text_of_parts(content: Any) -> str | None:
+    """Return the text of a content in parts, without parts of other types, such as reasoning; ``None`` if invalid."""
+    if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
+        return None
+    texts = [part.get("text") for part in content if part.get("type", "text") in ("text", "output_text")]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else None
+
+
+def _logprobs(given: Any) -> Sequence[Mapping[str, Any]] | None:
+    tokens = given.get("content") if isinstance(given, Mapping) else None
+    is_known = isinstance(tokens, list) and all(isinstance(token, Mapping) for token in tokens)
+    return tokens if is_known else None
 
 
 def messages_of(prompt: Prompt) -> list[Mapping[str, Any]]:

@@ -16,6 +16,7 @@ from reward_loop.client.chat import Reply, complete
 from reward_loop.client.exchange import Exchange
 from reward_loop.client.expected import LOGPROBS, expected_score
 from reward_loop.client.fence import fenced, without_fenced
+from reward_loop.client.grammar import folded
 from reward_loop.client.http import MAX_REPLY_BYTES
 from reward_loop.client.verdicts import Choice, NoVerdictError, Number, Ratings, Verdict
 from reward_loop.errors import ConfigError, RequestError
@@ -217,7 +218,7 @@ class Judge:
             fields: the value for each placeholder of the template: see `render`.
 
         Returns:
-            the judgement; its `score` is ``None`` if the reply is cut off or has no valid verdict.
+            the judgement; its `score` is ``None`` if the reply may be cut off, or has no verdict without doubt.
 
         Raises:
             RequestError: there is no usable answer; see its ``status``, ``retry_after`` and ``transient``.
@@ -251,14 +252,15 @@ class Judge:
                 await asyncio.sleep(pause)
 
     def _judge(self, prompt: str, reply: Reply, marks: Sequence[str]) -> Judgement:
-        if reply.cut_off:
-            reason = f"the reply was cut off (finish_reason {reply.finish_reason!r}); max_tokens may be too low"
-            return Judgement(None, None, prompt, reply, reason)
-        text = without_fenced(reply.text, marks)
+        if reply.cut_off or (reply.finish_reason == "tool_calls" and not self._request.get("tools")):
+            reason = f"the reply may be cut off: its finish_reason is {reply.finish_reason!r}, not 'stop'"
+            hint = "; max_tokens may be too low" if reply.finish_reason == "length" else ""
+            return Judgement(None, None, prompt, reply, reason + hint)
         try:
-            verdict, score = self._verdict.read(text)
-            if self._weighted is not None and (expected := expected_score(self._weighted, text, reply)) is not None:
-                score = expected
+            verdict, score = self._verdict.read(without_fenced(reply.text, marks))
+            if self._weighted is not None:
+                expected = expected_score(self._weighted, without_fenced(folded(reply.text), marks), reply)
+                score = score if expected is None else expected
         except NoVerdictError as error:
             return Judgement(None, None, prompt, reply, str(error))
         components = verdict if isinstance(self._verdict, Ratings) else {}

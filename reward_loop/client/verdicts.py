@@ -1,7 +1,6 @@
-"""Verdict formats: parsers that read a judge's verdict and score from its reply.
+"""Verdict formats: what a judge's verdict looks like, and its score. How it is found: `reward_loop.client.grammar`.
 
-Only the last verdict in the reply counts: a judge may quote the response, which may contain a forged verdict. If the
-last verdict is invalid, the reply has no verdict; earlier ones are not used. No text is evaluated as code.
+No text is evaluated as code.
 """
 
 from __future__ import annotations
@@ -11,27 +10,33 @@ import math
 import re
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Annotated, Any, Protocol
 
 from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from reward_loop._util.text import listing, shorten
+from reward_loop.client.grammar import (
+    MOST_DRAFTS,
+    Candidate,
+    Grammar,
+    NoVerdictError,
+    check_last,
+    final_text,
+    folded,
+    is_quoted,
+)
 from reward_loop.errors import ConfigError
 
 __all__ = ["Choice", "Json", "NoVerdictError", "Number", "Order", "Pattern", "Ratings", "Verdict"]
 
-# What models write before a verdict: spaces, emphasis, quotes, opening brackets, TeX's \boxed{.
-_AROUND = r"(?:[\s*_\"'`(\[]|\\boxed\{|\\text\{)*"
-_IGNORED = " \t\r*_\"'`.!()[]"
-_NUMBER = r"([-+]?\d++(?:\.\d++)?+(?:[eE][-+]?\d++)?+)"
-# Rejects a number that is only part of an expression: 1,000, 7-8, 70 %, 7/x.
-_WHOLE = r"(?!\w|[.,]\d|\s*[-\u2013/]\s*\w|\s*%)"
-
-
-class NoVerdictError(ValueError):
-    """The reply contains no valid verdict."""
+# Longer numbers end in the middle, which is then not a single number.
+_NUMBER = r"\d{1,17}(?:\.\d{1,17})?"
+_SCALE = rf"[*_\"'`)\]}}$]{{0,6}}\s{{0,3}}\(?(?:/|out\s{{1,3}}of\b)\s{{0,3}}[*_\"'`(\[{{$]{{0,6}}(?P<scale>{_NUMBER})"
+_ITEM = r"[*_`\[(#]{0,6}(?:[a-z]{1,12}\s{1,3})?[*_`\[(#]{0,6}\d{1,4}[*_`\])]{0,6}"
+_MOST_BRACES = 20_000
 
 
 class Verdict(Protocol):
@@ -70,23 +75,25 @@ class Number:
         if not low < high:
             raise ConfigError(f"Number({low}, {high}): the first bound must be below the second")
         self.low, self.high, self.after, self.scaled = low, high, after, scaled
+        value = rf"(?P<number>[-+]?{_NUMBER}(?:e[-+]?\d{{1,3}})?)(?:{_SCALE})?"
+        self._grammar = Grammar(after, value, self._convert, _has_digit, "number")
 
     def read(self, reply: str) -> tuple[float, float]:
         """Return the number, and its score."""
-        return self.locate(reply)[1:]
+        found = self.locate(reply)
+        return found.verdict, self._score(found.verdict)
 
-    def locate(self, reply: str) -> tuple[int, float, float]:
-        """Return the position of the number in the reply, the number, and its score."""
-        start, place = _place(reply, self.after)
-        found = re.match(rf"{_AROUND}{_NUMBER}(?:\s*/\s*(\d++(?:\.\d++)?+))?+{_WHOLE}", place)
-        if found is None or (self.after is None and found.end() < len(place)):
-            raise NoVerdictError(f"there is no single number {_where(self.after)}: {shorten(place[:80])}")
-        number = float(found[1])
-        if found[2] is not None and float(found[2]) != self.high:
-            raise NoVerdictError(f"the number is out of {found[2]}, not out of {self.high:g}: {shorten(place[:80])}")
-        if not self.low <= number <= self.high:
-            raise NoVerdictError(f"{found[1]} is not between {self.low:g} and {self.high:g}")
-        return start + found.start(1), number, self._score(number)
+    def locate(self, reply: str) -> Candidate:
+        """Return the number, with its position in the reply; invisible characters do not count for it."""
+        return self._grammar.read(reply)
+
+    def _convert(self, match: re.Match[str]) -> tuple[float, float]:
+        written, scale = match["number"], match["scale"]
+        if scale is not None and float(scale) != self.high:
+            raise NoVerdictError(f"the number is out of {scale}, not out of {self.high:g}: {shorten(match['value'])}")
+        if not self.low <= (number := float(written)) <= self.high:
+            raise NoVerdictError(f"{written} is not between {self.low:g} and {self.high:g}")
+        return number, self._score(number)
 
     @property
     def words(self) -> dict[str, float]:
@@ -122,7 +129,7 @@ class Choice:
         Raises:
             ConfigError: there are no words, a word is empty, or two words differ only in case or spaces.
         """
-        known = {_squeezed(choice): (choice, float(score)) for choice, score in scores.items()}
+        known = {_squeezed(folded(choice)): (choice, float(score)) for choice, score in scores.items()}
         if not scores or len(known) < len(scores) or "" in known:
             raise ConfigError(f"Choice({dict(scores)}): name the words, each once")
         self.after = after
@@ -130,27 +137,38 @@ class Choice:
         words = sorted(known, key=len, reverse=True)
         self._choices = [known[word] for word in words]
         # One group for each word: the text found may not be the word in lower case, since re ignores more differences.
-        either = "|".join("(" + r"\s+".join(map(re.escape, word.split())) + ")" for word in words)
-        self._pattern = re.compile(rf"{_AROUND}(?:{either})(?!\w|-\w)", re.IGNORECASE)
+        patterns = [r"\s{1,9}".join(map(re.escape, word.split())) for word in words]
+        self._rivals = [
+            # A word of one letter may also be the article "a" or the pronoun "I".
+            re.compile(rf"(?<!\w){choice}(?!\w| [a-z])") if len(choice) == 1 else re.compile(rf"(?<!\w){word}", re.I)
+            for (choice, _), word in zip(self._choices, patterns, strict=True)
+        ]
+        value = "|".join(f"({word})" for word in patterns)
+        self._grammar = Grammar(after, value, self._convert, self._has_rival, f"verdict of {listing(scores)}")
 
     def read(self, reply: str) -> tuple[str, float]:
         """Return the word, as written in `scores`, and its score."""
-        return self.locate(reply)[1:]
+        found = self.locate(reply)
+        return found.verdict, self.words[found.verdict]
 
-    def locate(self, reply: str) -> tuple[int, str, float]:
-        """Return the position of the word in the reply, the word, and its score."""
-        start, place = _place(reply, self.after)
-        found = self._pattern.match(place)
-        if found is None or (self.after is None and found.end() < len(place)):
-            known = listing(choice for choice, _ in self._choices)
-            raise NoVerdictError(f"none of {known} stands {_where(self.after)}: {shorten(place[:80])}")
-        assert found.lastindex is not None
-        return start + found.start(found.lastindex), *self._choices[found.lastindex - 1]
+    def locate(self, reply: str) -> Candidate:
+        """Return the word, with its position in the reply; invisible characters do not count for it."""
+        return self._grammar.read(reply)
 
     @property
     def words(self) -> dict[str, float]:
         """The words, with their scores."""
         return dict(self._choices)
+
+    def _convert(self, match: re.Match[str]) -> tuple[str, float]:
+        _, *words = match.groups()  # the first is the whole value
+        return next(choice for choice, word in zip(self._choices, words, strict=True) if word is not None)
+
+    def _has_rival(self, clause: str, verdict: str) -> bool:
+        return any(
+            choice != verdict and rival.search(clause)
+            for (choice, _), rival in zip(self._choices, self._rivals, strict=True)
+        )
 
 
 class Pattern:
@@ -178,19 +196,32 @@ class Pattern:
 
     def read(self, reply: str) -> tuple[str, float]:
         """Return the text that was found, and its score."""
-        matches = deque(self._pattern.finditer(reply), maxlen=1)
+        text = final_text(reply)
+        matches = deque(self._pattern.finditer(text), maxlen=MOST_DRAFTS + 1)
         if not matches:
             raise NoVerdictError(f"nothing in it matches {self._pattern.pattern!r}")
-        found = matches[0]
-        verdict = (found[1] if self._pattern.groups else found[0]) or ""
-        try:
-            score = float(verdict) if self._scores is None else self._scores[_squeezed(verdict)]
-        except (KeyError, ValueError):
+        *drafts, found = [self._candidate(match) for match in matches]
+        quoted = is_quoted(text, found.begin, text[found.begin : found.end])
+        check_last(found, drafts[::-1] if quoted else drafts[-1:], quoted)
+        if text != reply and self._pattern.search(reply, found.end):
+            raise NoVerdictError(f"reasoning with another verdict follows the last one: {found.shown}")
+        verdict, score = found.verdict, found.score
+        if score is None:
             known = "a number" if self._scores is None else f"one of {listing(self._scores)}"
-            raise NoVerdictError(f"{shorten(verdict)} is not {known}") from None
+            raise NoVerdictError(f"{shorten(verdict)} is not {known}")
         if not abs(score) <= sys.float_info.max:
             raise NoVerdictError(f"{shorten(verdict)} is not a finite number")
         return verdict, score
+
+    def _candidate(self, match: re.Match[str]) -> Candidate:
+        group = 1 if self._pattern.groups else 0
+        verdict, score = match[group] or "", None
+        if self._scores is not None:
+            score = self._scores.get(_squeezed(verdict))
+        elif "_" not in verdict:  # Python reads 1_0 as 10
+            with suppress(ValueError):
+                score = float(verdict)
+        return Candidate(match.string, match.start(), match.start(group), match.end(), verdict, score)
 
 
 class Json:
@@ -214,18 +245,18 @@ class Json:
 
     def read(self, reply: str) -> tuple[Any, float]:
         """Return the validated object, as dicts, lists and scalars, and its score."""
-        checked = self._object(reply)
+        found, checked = self._object(reply)
         score = checked.get(self._field) if isinstance(checked, Mapping) else None
         if not isinstance(score, int | float) or not abs(score) <= sys.float_info.max:
             raise NoVerdictError(f"its {self._field!r} is {shorten(score)}, which is not a number")
+        _check_number(found, self._field, score)
         return checked, float(score)
 
-    def _object(self, reply: str) -> Any:
+    def _object(self, reply: str) -> tuple[dict[str, Any], Any]:
+        """Return the last object as it was written, and as it was validated."""
         found = _last_object(reply)
-        if found is None:
-            raise NoVerdictError("there is no JSON object in it")
         try:
-            return self._adapter.dump_python(self._adapter.validate_python(found), mode="json")
+            return found, self._adapter.dump_python(self._adapter.validate_python(found), mode="json")
         except ValidationError as error:
             problem = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(map(str, problem["loc"]))
@@ -265,7 +296,10 @@ class Ratings(Json):
 
     def read(self, reply: str) -> tuple[dict[str, float], float]:
         """Return the ratings, scaled to 0..1, and their weighted sum."""
-        ratings = {name: (given - self.low) / (self.high - self.low) for name, given in self._object(reply).items()}
+        found, checked = self._object(reply)
+        for name, given in checked.items():
+            _check_number(found, name, given)
+        ratings = {name: (given - self.low) / (self.high - self.low) for name, given in checked.items()}
         return ratings, self.weigh(ratings)
 
     def weigh(self, ratings: Mapping[str, float]) -> float:
@@ -285,53 +319,115 @@ class Order:
             count: the number of responses, which are numbered from 1.
             after: the text before the order; case, spaces and emphasis are ignored.
         """
-        self._count, self._after = count, after
+        self._known = {str(index + 1): index for index in range(count)}
+        value = rf"{_ITEM}(?:\s{{0,3}}(?:>=?|=|,|;|\u2265|\u2192|->|then)\s{{0,3}}{_ITEM}){{0,{count}}}"
+        self._grammar = Grammar(after, value, self._convert, _has_another_order, "order")
 
     def read(self, reply: str) -> tuple[list[int], None]:
         """Return the indices of the responses, from 0, best first."""
-        line = _place(reply, self._after)[1].strip().partition("\n")[0]
-        found = re.findall(r"\d+", line)
-        known = {str(index + 1): index for index in range(self._count)}
-        if sorted(found) != sorted(known):
-            raise NoVerdictError(f"{shorten(line)} does not contain each number from 1 to {self._count} once")
-        return [known[number] for number in found], None
+        return self._grammar.read(reply).verdict, None
+
+    def _convert(self, match: re.Match[str]) -> tuple[list[int], None]:
+        found = re.findall(r"\d+", match["value"])
+        if sorted(found) != sorted(self._known):
+            count = len(self._known)
+            raise NoVerdictError(f"{shorten(match['value'])} does not contain each number from 1 to {count} once")
+        return [self._known[number] for number in found], None
 
 
-def _place(reply: str, after: str | None) -> tuple[int, str]:
-    """Return the position and the text after the last occurrence of `after`; if it is ``None``, of the last line."""
-    if after is None:
-        lines = [line for line in re.finditer(r".+", reply) if line[0].strip()]
-        line = lines[-1][0] if lines else ""
-        stripped = line.lstrip(_IGNORED)
-        return (lines[-1].start() if lines else 0) + len(line) - len(stripped), stripped.rstrip(_IGNORED)
-    parts = re.findall(r"\w+|[^\w\s]", after)
-    pattern = r"[\s*_\"'`]*".join(map(re.escape, parts))
-    ends = [found.end() for found in re.finditer(pattern, reply, re.IGNORECASE)]
-    if not ends:
-        raise NoVerdictError(f"there is no {after!r} in it")
-    return ends[-1], reply[ends[-1] :]
+def _has_digit(clause: str, _: Any) -> bool:
+    return re.search(r"\d", clause) is not None
 
 
-def _where(after: str | None) -> str:
-    return "alone in the last line" if after is None else f"after the last {after!r}"
+def _has_another_order(clause: str, _: Any) -> bool:
+    return re.search(r"\d|worst|lowest|ascending|revers", clause, re.IGNORECASE) is not None
 
 
 def _squeezed(text: str) -> str:
     return " ".join(text.split()).lower()
 
 
-def _last_object(text: str) -> Any:
-    """Return the last JSON object that is not nested in another, or ``None``."""
-    decoder = json.JSONDecoder(parse_constant=_refuse)
-    found, start = None, text.find("{")
-    while start >= 0:
-        try:
-            found, end = decoder.raw_decode(text, start)
-        except (ValueError, RecursionError):
-            end = start + 1
-        start = text.find("{", end)
-    return found
+def _check_number(found: Mapping[str, Any], name: str, score: Any) -> None:
+    """Check that a number of the validated object is one in the reply, too: pydantic converts texts and booleans."""
+    given = found.get(name, score)  # a field may have another name in the reply, or be computed
+    if isinstance(given, str) or isinstance(given, bool) != isinstance(score, bool):
+        raise NoVerdictError(f"its {name!r} is {shorten(given)}, which is not a number")
+
+
+def _last_object(reply: str) -> dict[str, Any]:
+    """Return the last JSON object that is not part of another value.
+
+    Text in braces without a colon, such as TeX, is not an object. All else in braces must be one: an inner object never
+    stands for a broken outer one, and an earlier object never for a later broken one.
+
+    Raises:
+        NoVerdictError: there is none, or it is not valid JSON.
+    """
+    text = final_text(reply)
+    places = [place for place in _in_braces(text) if ":" in text[slice(*place)]]
+    if not places:
+        raise NoVerdictError("there is no JSON object in it")
+    found = _decoded(text, *places[-1])
+    if found.verdict is None:
+        raise NoVerdictError(f"the last JSON object is broken: {found.shown}")
+    before, after = text[: found.begin].rstrip()[-1:], text[found.end :].lstrip()[:1]
+    if before in ("[", ",", ":") and after in ("]", ",", "}"):
+        raise NoVerdictError(f"the last JSON object is part of a list: {found.shown}")
+    if reply[found.end :] != text[found.end :] and "{" in reply[found.end :]:
+        raise NoVerdictError(f"reasoning with another JSON object follows the last one: {found.shown}")
+    quoted = is_quoted(text, found.begin)
+    earlier = places[-2 : -2 - (MOST_DRAFTS if quoted else 1) : -1]
+    check_last(found, [one for place in earlier if (one := _decoded(text, *place)).verdict is not None], quoted)
+    return found.verdict
+
+
+def _in_braces(text: str) -> Iterator[tuple[int, int]]:
+    """Return where text in braces begins and ends, without what is nested in it.
+
+    Raises:
+        NoVerdictError: a brace has no counterpart.
+    """
+    depth = start = position = 0
+    for _ in range(_MOST_BRACES):
+        # Outside of braces, quotes are those of prose; inside, braces in strings do not count.
+        found = (_STRING_OR_BRACE if depth else _BRACE).search(text, position)
+        if found is None:
+            break
+        position = found.end()
+        if found[0] == "{":
+            start = start if depth else found.start()
+            depth += 1
+        elif found[0] == "}":
+            depth -= 1
+            if depth < 0:
+                raise NoVerdictError("a closing brace has no beginning, so a JSON object may be broken")
+            if not depth:
+                yield start, position
+    else:
+        raise NoVerdictError(f"it has more than {_MOST_BRACES} braces and strings")
+    if depth:
+        raise NoVerdictError(f"the last JSON object is broken: {shorten(text[start : start + 80])}")
+
+
+_BRACE = re.compile(r"\\?[{}]")  # with a backslash, it is TeX
+_STRING_OR_BRACE = re.compile(r"""\\?[{}]|"(?:[^"\\]++|\\.)*+(?:"|\Z)""", re.DOTALL)
+
+
+def _decoded(text: str, begin: int, end: int) -> Candidate:
+    """Return the object; its verdict is ``None`` if it is not valid JSON, or has a key twice."""
+    try:
+        found = json.loads(text[begin:end], parse_constant=_refuse, object_pairs_hook=_unique)
+    except (ValueError, RecursionError):
+        found = None
+    return Candidate(text, begin, begin, end, found, None)
 
 
 def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not JSON")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len({_squeezed(name) for name in found}) < len(pairs):
+        raise ValueError("a key is there twice")
+    return found

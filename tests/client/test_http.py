@@ -462,6 +462,49 @@ async def test_a_reply_that_is_not_text_is_an_error_that_names_the_field(body: B
         assert judge.address in str(raised.value)
 
 
+THINKING = {"type": "thinking", "thinking": [{"type": "text", "text": "Score: 9"}]}
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ([THINKING, {"type": "text", "text": "Score: 3"}], "Score: 3"),
+        ([{"type": "reasoning", "text": "Score: 9"}, {"type": "text", "text": "Score"}, {"text": ": 3"}], "Score: 3"),
+        ([{"type": "output_text", "text": "Score: 3"}, THINKING], "Score: 3"),
+        ([THINKING], ""),
+        ([], ""),
+    ],
+)
+async def test_the_text_parts_of_a_content_are_the_reply(content: Any, text: str) -> None:
+    async with FakeJudge() as judge:
+        judge.script(chat({"content": content}))
+        assert (await chat_complete(judge.address, "?")).text == text
+
+
+@pytest.mark.parametrize("part", [{"type": "text"}, {"type": "text", "text": 7}, {"text": None}, "a", None])
+async def test_a_part_without_its_text_is_an_error(part: Any) -> None:
+    async with FakeJudge() as judge:
+        judge.script(chat({"content": [part]}))
+        with pytest.raises(RequestError, match="'content' is not text"):
+            await chat_complete(judge.address, "?")
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b'\xef\xbb\xbf{"choices": [{"message": {"content": "Score: 7"}}]}', "Score: 7"),
+        (rb'{"choices": [{"message": {"content": "\ud83d Score: 7"}}]}', "\ufffd Score: 7"),
+        (
+            rb'{"choices": [{"message": {"content": "\\ud83d \ud83d\ude00 \uDE00 Score: 7"}}]}',
+            "\\ud83d \U0001f600 \ufffd Score: 7",
+        ),
+    ],
+)
+async def test_a_byte_order_mark_and_text_that_is_not_unicode_lose_no_reply(body: bytes, text: str) -> None:
+    async with serving(sender(body)) as url:
+        assert (await chat_complete(url, "?")).text == text
+
+
 async def test_a_reply_without_content_is_empty_text() -> None:
     async with FakeJudge() as judge:
         judge.script(chat({"content": None}), chat({}))

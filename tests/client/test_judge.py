@@ -10,7 +10,7 @@ from reward_loop.client import Choice, Judge, Number, Order, Ratings
 from reward_loop.client import judge as judge_module
 from reward_loop.errors import ConfigError, RequestError
 from reward_loop.records import ActiveSample
-from reward_loop.testing import Answer, FakeJudge, Status
+from reward_loop.testing import Answer, Body, FakeJudge, Status
 
 TEMPLATE = 'Rate {{answer}} to {{ question }} like {"score": $1$}: end with `Score: N`.'
 
@@ -53,8 +53,10 @@ async def test_the_text_of_a_field_is_not_a_template() -> None:
 @pytest.mark.parametrize(
     ("reply", "why"),
     [
-        (Answer("Score: 7", "length"), "cut off"),
-        (Answer("Score: 7", "content_filter"), "cut off"),
+        (Answer("Score: 7", "length"), "finish_reason is 'length', not 'stop'; max_tokens may be too low"),
+        (Answer("<think>Score: 7</think>Hm."), "no 'Score:'"),
+        (Answer("<think>Score: 7"), "ends in reasoning"),
+        (Answer("Score: 7 to 8"), "not a single number"),
         (Answer(""), "no 'Score:'"),
         (Answer("Score: __import__('os').getpid()"), "no single number"),
     ],
@@ -72,6 +74,41 @@ async def test_without_a_verdict_a_sample_is_unscored_with_the_reason(reply: Ans
     assert result.extra_info["prompt"] == "4"
     assert why in result.extra_info["explanation"]
     assert reply.text in result.extra_info["explanation"]
+
+
+@pytest.mark.parametrize(
+    "finish_reason",
+    [
+        "content_filter",
+        "abort",
+        "repetition",
+        "error",
+        "model_length",
+        "max_tokens",
+        "SAFETY",
+        "STOP",
+        "tool_calls",
+        "",
+        None,
+    ],
+)
+async def test_only_a_known_complete_end_counts(finish_reason: str | None) -> None:
+    choice = {"message": {"content": "Score: 1"}, "finish_reason": finish_reason}
+    async with FakeJudge() as server:
+        server.script(Body({"choices": [choice]}), Body({"choices": [{"message": choice["message"]}]}))
+        judge = Judge("{{answer}}", Number(1, 10), address=server.address)
+        judgement = await judge(answer="4")
+        assert (judgement.score, judgement.verdict) == (None, None)
+        assert f"cut off: its finish_reason is {finish_reason!r}" in str(judgement.unscored)
+        assert "finish_reason is None" in str((await judge(answer="4")).unscored)  # the server gives none
+
+
+async def test_a_reply_that_calls_a_tool_is_complete_where_the_request_has_tools() -> None:
+    async with FakeJudge() as server:
+        server.script(Answer("Score: 7", "tool_calls"), Answer("Score: 7", "eos"))
+        tools = [{"type": "function", "function": {"name": "look"}}]
+        judge = Judge("{{answer}}", Number(1, 10), address=server.address, tools=tools)
+        assert [(await judge(answer="4")).score for _ in range(2)] == [7, 7]
 
 
 async def test_a_response_that_asks_for_a_good_score_does_not_get_it() -> None:

@@ -1,0 +1,421 @@
+"""The grammar by which verdicts are read from the reply of a judge.
+
+What cannot be read without doubt is not a verdict: the sample is unscored, with the reason. All formats share these
+rules.
+
+1. *Text that counts.* Reasoning does not count: what stands between ``<think>`` and ``</think>``, ``[THINK]`` and
+   ``[/THINK]``, in another channel of gpt-oss than ``final``, and similar; and all text before an end without its
+   beginning. A reply that ends in reasoning has no text that counts, and one with a verdict in later reasoning is
+   doubtful. `Judge` removes quotes of fenced responses before.
+   Invisible characters are removed, and full-width forms become ASCII.
+2. *Candidates.* A candidate is a marker, such as ``Score:``, at the beginning of a word, with its value directly after
+   it, or alone on the next line. Markdown, quotes and brackets may surround both. Case is ignored.
+3. *Only the last candidate can be the verdict.* It must be understood: nothing may qualify its value. These do: another
+   number or word that may be the verdict in the same clause, a range, a unit such as ``%``, a question mark, a hedge
+   such as ``or`` or ``maybe``. The rest of the line may be an explanation; after ``because`` it is not checked.
+4. *An earlier candidate is a draft*, and never replaces a last one that is not understood. It makes the last one
+   doubtful if it is not quoted, the two differ, and nothing but punctuation or ``or`` stands between them.
+5. *A quoted candidate*, which stands in quotation marks, a block quote, a code block or after a word such as ``wrote``,
+   or which has a name of its own, such as ``Style score:``, counts only as the end of the reply, and only if no draft
+   differs.
+6. *Nothing after the candidate may contradict it*: neither the marker's words with another value (``The score is 3``),
+   nor a sentence that takes the verdict back (``Wait, ...``).
+
+Each rule takes linear time: patterns cannot backtrack over more than a bounded number of characters.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+__all__ = ["MOST_DRAFTS", "Candidate", "Grammar", "NoVerdictError", "check_last", "final_text", "folded", "is_quoted"]
+
+
+class NoVerdictError(ValueError):
+    """The reply contains no valid verdict."""
+
+
+class Candidate(NamedTuple):
+    """A verdict that the reply may contain."""
+
+    text: str
+    """The text that counts."""
+    begin: int
+    """The position of the candidate in this text, with its marker."""
+    start: int
+    """The position of its value."""
+    end: int
+    """The position after the value."""
+    verdict: Any
+    """The value."""
+    score: float | None
+    """The score of the value."""
+
+    @property
+    def shown(self) -> str:
+        """The beginning of the candidate, for error messages."""
+        return _shown(self.text, self.begin)
+
+
+# --- Text that counts -------------------------------------------------------------------------------------------------
+
+_INVISIBLE = (
+    *range(0x09), *range(0x0E, 0x1C), *range(0x7F, 0x85), *range(0x86, 0xA0), 0xAD, 0x34F, 0x61C, 0x115F, 0x1160,
+    0x17B4, 0x17B5, *range(0x180B, 0x1810), *range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x2070),
+    0x3164, *range(0xFE00, 0xFE10), 0xFEFF, 0xFFA0, *range(0xFFF0, 0xFFFC), *range(0xE0000, 0xE1000),
+)  # fmt: skip
+_LOOK_ALIKES = (
+    "\u0410\u0430\u0415\u0435\u041e\u043e\u0420\u0440\u0421\u0441\u0425\u0445\u0405\u0455\u0406\u0456\u0408\u0458"
+)
+_FOLDS: dict[int, str | None] = {
+    # One character each, so that positions in the text of a token and of a reply agree. Digits above the line, such as
+    # the exponent in 8², are not digits of the number, and stay.
+    **{code: unicodedata.normalize("NFKC", chr(code)) for code in (*range(0xFF01, 0xFF5F), *range(0x1D400, 0x1D800))},
+    **dict.fromkeys((0x0B, 0x0C, 0x0D, 0x85, 0x2028, 0x2029), "\n"),
+    **dict.fromkeys((0x2010, 0x2011, 0x2212, 0xFE63), "-"),
+    **dict.fromkeys((0x2013, 0x2014, 0x2015, 0xFE58), "\u2012"),
+    **dict.fromkeys((0x02D0, 0x05C3, 0x2236, 0xA789, 0xFE55, 0xFE13), ":"),
+    **dict.fromkeys((0x27E6, 0x301A, 0x3010), "["),
+    **dict.fromkeys((0x27E7, 0x301B, 0x3011), "]"),
+    # Cyrillic letters that look like Latin ones in both cases.
+    **{ord(letter): latin for letter, latin in zip(_LOOK_ALIKES, "AaEeOoPpCcXxSsIiJj", strict=True)},
+    **dict.fromkeys(_INVISIBLE, None),
+}  # fmt: skip
+_MOST_TAGS = 1000
+_MOST_BRACKETS = 20_000
+_UNUSUAL = re.compile(r"[^\t\n\x20-\x7e]")
+
+_REASONING = (
+    r"(?:think(?:ing)?|thoughts?|reason(?:ing)?|reflection|analysis|scratch_?pad|monologue|cot|deliberation|rationale)"
+)
+# It begins with a set of characters, without the flag IGNORECASE, so that `re` searches fast for its beginning.
+_TAG = re.compile(
+    r"[<\u25c1&\[](?i:(?:(?<=[<\u25c1])|(?<=&)lt;)(?:"
+    r"\|?(?P<close>/\s?|end_(?:of_)?)?(?:[a-z]{1,12}[:_]){0,3}" + _REASONING + r"(?:_[a-z]{1,20})?"
+    r"(?:\s[^<>\u25b7\n]{0,80})?\s?\|?(?:[>\u25b7]|&gt;)"
+    # The channels of gpt-oss and Gemma.
+    r"|(?P<final>\|channel\|?>\s?final|channel\|>)|\|channel\|?>)"
+    r"|(?<=\[)(?-i:(?P<mistral>/?)THINK(?:ING)?\]))"
+)
+# The channels of gpt-oss, if the server removes special tokens from its reply.
+_BARE_CHANNEL = re.compile(r"\s{0,9}analysis(?=[A-Z])")
+_BARE_FINAL = "assistantfinal"
+
+
+def folded(text: str) -> str:
+    """Return the text without invisible characters; full-width forms, dashes and look-alikes become ASCII."""
+    return text.translate(_FOLDS) if _UNUSUAL.search(text) else text
+
+
+def final_text(reply: str) -> str:
+    """Return the reply with all reasoning replaced by as many other characters.
+
+    Raises:
+        NoVerdictError: the reply ends within its reasoning.
+    """
+    if sum(map(reply.count, "<\u25c1&[")) > _MOST_BRACKETS:
+        raise NoVerdictError(f"it has more than {_MOST_BRACKETS} brackets, each of which may begin reasoning")
+    begins: list[int] = []
+    blanks: list[tuple[int, int]] = []
+    if _BARE_CHANNEL.match(reply):
+        final = reply.rfind(_BARE_FINAL)
+        if final < 0 or _BARE_CHANNEL.match(reply, final + len(_BARE_FINAL)):
+            raise NoVerdictError(f"it ends in reasoning, which begins with {_shown(reply, 0)}")
+        blanks.append((0, final + len(_BARE_FINAL)))
+    for index, tag in enumerate(_TAG.finditer(reply)):
+        if index == _MOST_TAGS:
+            raise NoVerdictError(f"it has more than {_MOST_TAGS} tags of reasoning")
+        if not (tag["close"] or tag["mistral"] or tag["final"]):
+            begins.append(tag.start())
+        elif tag["final"] or len(begins) < 2:
+            blanks.append((begins[0] if begins else 0, tag.end()))
+            begins.clear()
+        else:
+            begins.pop()
+    if begins:
+        raise NoVerdictError(f"it ends in reasoning, which begins with {_shown(reply, begins[0])}")
+    parts: list[str] = []
+    end = 0
+    for begin, next_end in blanks:
+        if begin < end:  # an end without its beginning: all text before is reasoning
+            parts, begin, end = [], 0, 0
+        parts += [reply[end:begin], "\ufffc" * (next_end - begin)]
+        end = next_end
+    return "".join([*parts, reply[end:]])
+
+
+# --- Candidates -------------------------------------------------------------------------------------------------------
+
+_HTML = r"</?[a-zA-Z][^<>\n]{0,60}>"
+_INSIDE = rf"(?:\s++|[*_\"'`~\\)\]}}]|{_HTML}|&\#?\w{{1,8}};){{0,16}}"
+"""What may stand between the parts of a marker."""
+_AROUND = r"(?:\s++|[*_\"'`(\[$|)\]}\u2018\u201c]|\\boxed\{|\\text(?:bf)?\{|\\mathbf\{|\\\(|\\\[|" + _HTML + r"){0,24}"
+"""What may stand between a marker and its value: spaces, emphasis, quotes, opening brackets, TeX's \\boxed{."""
+_CLOSED = re.compile(r"(?:[*_\"'`)\]}$|\u2019\u201d]++|\\[)\]]|" + _HTML + r"){0,12}+")
+_JOINED = (
+    r"(?:\s++|[*_\"'`~=>|:)\]}\u2012\\]|-(?=[\s>])|&\#?\w{1,8};|"
+    + _HTML
+    + r"|(?:is|was|of|to|be|now|should|would|becomes?|only)\b){0,16}+"
+)
+"""What may stand between the words of a marker and a value, instead of the marker's last sign."""
+_NAMED = r"[^\n.!?:=]{1,40}[:=]"
+_LETTER = r"[^\W_\u2e80-\ua4cf\uac00-\ud7af\U00020000-\U0003ffff]"
+"""A letter or digit of a language that puts spaces between words."""
+_BOUNDARY = rf"(?<!{_LETTER}.)(?<!{_LETTER}[-_].)(?<!{_LETTER}__.)"
+"""Comes after the first letter of a word."""
+
+_HEDGES = frozenset(
+    re.findall(
+        r"\w+",
+        "or to if unless but not no nor maybe perhaps possibly probably likely at about around approx approximately "
+        "roughly nearly almost would could should might may than per percent percentage cent times minus plus half "
+        "hundred thousand million initially initial first tentative tentatively provisional provisionally draft guess "
+        "before until versus vs however except assuming depending between higher lower more less fewer up down wait "
+        "actually rather instead though otherwise is was were seems isn wasn partially partly mostly largely somewhat "
+        "borderline ish out of",
+    )
+)
+"""Words that qualify a value, or make it the subject of a sentence, if they are among the first three after it."""
+_REASON = re.compile(r"[\s,;:(\u2012-]{0,5}(?:because|since|due\s+to|given\s+that)\b", re.IGNORECASE)
+_TAKEN_BACK = re.compile(
+    r"(?:[.!?\n]|\A)[\s*_>-]{0,9}(?:wait|hmm+|oops|sorry|correction|scratch that|on second thoughts?|actually|rather"
+    r"|maybe|perhaps|or\b|no[,.:;!\u2012-]|let me re|i take (?:it|that|this) back|i change|edit:)",
+    re.IGNORECASE,
+)
+_BETWEEN = re.compile(
+    r"[\s\d*_\"'`.,;:/|&()\[\]{}<>$\\\u2012-]{0,40}(?:(?:or|and|vs|versus)\b)?[\s\d*_\"'`.,;:/|()\[\]{}<>$\\\u2012-]{0,40}"
+)
+_ENDS_LINE = re.compile(r"(?:[*_\"'` \t|.!)\]}$\u2019\u201d]|\\[)\]])*+(?:\n|\Z)")
+_ENDS_SENTENCE = re.compile(r"[ \t]*+(?:\n|\Z)|[.!\u3002](?![.\w])")
+_BEGINS_PROSE = re.compile(
+    r"(?:\s++(?:[^\W\d]|[,;:(\[|<\u2012*_\"'`.!\u201c\u2300-\U0010ffff]|-\s)|[,;:](?!\w)|[(|<\u2012]|(?!\w)[\u2300-\U0010ffff]|-\s)"
+)
+_ENDS = re.compile(r"(?:[\s*_\"'`.!)\]}|>~$\u2019\u201d\u00bb\u300d]|\\[)\]])*+\Z")
+_NEUTRAL = frozenset(
+    re.findall(r"\w+", "a an and as final give hence i is it my our overall so the then therefore this thus total")
+)
+"""Words before a marker that do not give it another meaning."""
+_SAYING = re.compile(
+    r"\b(?:wrote|writes?|written|says?|said|states?|stated|claims?|claimed|quotes?|quoted|contains?|outputs?|prints?"
+    r"|reads?|begins?|ends?)\b(?:\s(?:with|in|as))?[\s:,*_\"'`(>]{0,6}\Z",
+    re.IGNORECASE,
+)
+_QUOTES = "\"'`\u2018\u201c\u201e\u00ab\u300c\u300e"
+_LONGEST_REST = 20_000
+MOST_DRAFTS = 100
+"""The largest number of earlier candidates that are compared, which bounds the time."""
+
+
+def check_last(found: Candidate, drafts: Sequence[Candidate | None], quoted: bool) -> None:
+    """Check the last candidate: rules 4 and 5.
+
+    Args:
+        found: the candidate.
+        drafts: the earlier candidates, the last one first; ``None`` for one that is not understood.
+        quoted: whether the candidate is quoted, or has a name of its own.
+
+    Raises:
+        NoVerdictError: the candidate is doubtful.
+    """
+    for index, draft in enumerate(drafts):
+        if draft is None or draft.verdict == found.verdict:
+            continue
+        is_near = index == 0 and _BETWEEN.fullmatch(found.text, draft.end, found.begin)
+        if is_near and not is_quoted(found.text, draft.begin, found.text[draft.begin : draft.start]):
+            raise NoVerdictError(f"there are two different verdicts: {_shown(found.text, draft.begin)}")
+        if quoted:
+            raise NoVerdictError(f"others differ from the last verdict, which may be a quote: {found.shown}")
+    if quoted and (len(drafts) == MOST_DRAFTS or not _ENDS.match(found.text, found.end)):
+        raise NoVerdictError(f"the last verdict may be a quote: {found.shown}")
+
+
+def is_quoted(text: str, start: int, marker: str = "") -> bool:
+    """Return whether a candidate is quoted: rule 5, without code blocks and names.
+
+    Args:
+        text: the text that counts.
+        start: the position of the candidate's marker.
+        marker: the text of the marker, which may contain the end of the quotation, as in ``"score":``.
+    """
+    line = text[max(text.rfind("\n", 0, start) + 1, start - 200) : start]
+    before = line.rstrip(" *_(")
+    if not any(quote in marker for quote in _QUOTES):
+        odd = text.count('"', 0, start) % 2 == 1
+        if before[-1:] in (*_QUOTES,) or odd or text.rfind("\u201c", 0, start) > text.rfind("\u201d", 0, start):
+            return True
+    return line.lstrip().startswith(">") or bool(_SAYING.search(text[max(0, start - 60) : start]))
+
+
+def _shown(text: str, start: int) -> str:
+    return repr(text[start : start + 80])
+
+
+class Grammar:
+    """Finds the verdict of a format that is a value after a marker, or alone in the last line."""
+
+    def __init__(
+        self,
+        after: str | None,
+        value: str,
+        convert: Callable[[re.Match[str]], tuple[Any, float | None]],
+        rivals: Callable[[str, Any], bool],
+        what: str,
+    ) -> None:
+        """Define the format.
+
+        Args:
+            after: the marker; ``None`` if the last line must contain only the value.
+            value: a regular expression for the value. What follows the value is checked separately.
+            convert: returns the verdict and the score of a match.
+            rivals: whether a clause after the given verdict contains another value.
+            what: the name of a value in error messages.
+        """
+        self._after, self._convert, self._rivals, self._what = after, convert, rivals, what
+        parts = re.findall(r"\w+|[^\w\s]", folded(after or ""))
+        self._closes = {"[": "]", "(": ")", "{": "}"}.get(parts[-1] if parts else "")
+        self._is_word = bool(parts) and re.match(r"\w", parts[0]) is not None
+        self._value = re.compile(rf"{_AROUND}(?P<value>{value})", re.IGNORECASE)
+        self._marker = re.compile(_of_parts(parts))
+        weak = parts[:-1] if len(parts) > 1 and not re.match(r"\w", parts[-1]) else []
+        # "Score (final): 8" is only for words: after a bracket, the text is free.
+        marker = _of_parts(weak) + (rf"(?i:{_JOINED}|{_NAMED})" if self._is_word else _JOINED) if weak else r"(?!)"
+        self._weak = re.compile(rf"{marker}(?i:{_AROUND}(?P<value>{value}))")
+
+    def read(self, reply: str) -> Candidate:
+        """Return the verdict.
+
+        Raises:
+            NoVerdictError: there is none, or it is doubtful.
+        """
+        whole = folded(reply)
+        text = final_text(whole)
+        if self._after is None:
+            return self._alone(text)
+        markers = self._last_markers(text)
+        if not markers:
+            raise NoVerdictError(f"there is no {self._after!r} in it")
+        last = markers[-1]
+        found = self._at(text, last)
+        self._check_clause(found, last.end())
+        quoted = self._is_doubtful(text, last)
+        earlier = markers[-2 : -2 - (MOST_DRAFTS if quoted else 1) : -1]
+        check_last(found, [self._draft(text, marker) for marker in earlier], quoted)
+        self._check_rest(found)
+        if self._marker.search(whole, found.end):
+            raise NoVerdictError(f"reasoning with another verdict follows the last one: {found.shown}")
+        return found
+
+    def _last_markers(self, text: str) -> list[re.Match[str]]:
+        """Return the last markers, without a search of the whole text if its end has enough of them."""
+        length = _LONGEST_REST
+        while True:
+            start = max(0, len(text) - length)
+            markers = list(self._marker.finditer(text, start))
+            if len(markers) > MOST_DRAFTS or not start:
+                return markers
+            length *= 8
+
+    def _at(self, text: str, marker: re.Match[str]) -> Candidate:
+        match = self._value.match(text, marker.end())
+        if match is None:
+            shown = _shown(text, marker.end())
+            raise NoVerdictError(f"there is no single {self._what} after the last {self._after!r}: {shown}")
+        return Candidate(text, marker.start(), match.start("value"), match.end(), *self._convert(match))
+
+    def _draft(self, text: str, marker: re.Match[str]) -> Candidate | None:
+        try:
+            return self._at(text, marker)
+        except NoVerdictError:
+            return None
+
+    def _check_clause(self, found: Candidate, marker_end: int) -> None:
+        """Check that nothing qualifies the value: rule 3."""
+        closed = _CLOSED.match(found.text, found.end)
+        assert closed is not None
+        rest = found.text[closed.end() : closed.end() + 400]
+        if self._closes:
+            is_plain = (self._closes in closed[0] or rest.startswith(f" {self._closes}")) and not rest.startswith("?")
+        elif "\n" in found.text[marker_end : found.start]:
+            is_plain = _ENDS_LINE.match(rest) is not None
+        else:
+            is_plain = self._is_plain(rest, found.verdict)
+        if not is_plain:
+            raise NoVerdictError(f"it is not a single {self._what}: {found.shown}")
+
+    def _is_plain(self, rest: str, verdict: Any) -> bool:
+        if _ENDS_SENTENCE.match(rest) or _REASON.match(rest):
+            return True
+        if not _BEGINS_PROSE.match(rest):
+            return False
+        clause = re.split(r"\u3002|[.!](?=[\s*_\"'`)]|\Z)|\n", rest, maxsplit=1)[0]
+        words = [word.lower() for word in re.findall(r"[^\W\d_]+", clause[:100])[:2]]
+        return "?" not in clause and _HEDGES.isdisjoint(words) and not self._rivals(clause, verdict)
+
+    def _is_doubtful(self, text: str, marker: re.Match[str]) -> bool:
+        """Return whether a candidate is quoted, or has a name of its own: rule 5."""
+        start = marker.start()
+        in_code = (text.count("```", 0, start) + text.count("~~~", 0, start)) % 2 == 1
+        if in_code or is_quoted(text, start, marker[0]):
+            return True
+        if not self._is_word:
+            return False
+        before = text[max(0, start - 60) : start].rpartition("\n")[2]
+        word = re.search(r"([^\W_]+)[ \t*_~]*\Z", before)
+        is_attached = re.search(r"[^\W_]\.\Z", before) is not None
+        return is_attached or (word is not None and word[1].lower() not in _NEUTRAL)
+
+    def _check_rest(self, found: Candidate) -> None:
+        """Check that nothing after the value contradicts it: rule 6."""
+        if len(found.text) - found.end > _LONGEST_REST:
+            raise NoVerdictError(f"more than {_LONGEST_REST} characters follow the last verdict: {found.shown}")
+        for other in self._weak.finditer(found.text, found.end):
+            try:
+                differs = self._convert(other)[0] != found.verdict
+            except NoVerdictError:
+                differs = True
+            if differs:
+                shown = _shown(found.text, other.start())
+                raise NoVerdictError(f"the text after {found.shown} contradicts it: {shown}")
+        if taken_back := _TAKEN_BACK.search(found.text, found.end):
+            shown = _shown(found.text, taken_back.start())
+            raise NoVerdictError(f"the text after {found.shown} takes it back: {shown}")
+
+    def _alone(self, text: str) -> Candidate:
+        """Return the value that is alone in the last line; the line before must not be another value alone."""
+        lines = deque((line for line in re.finditer(r"[^\n]+", text) if not line[0].isspace()), maxlen=2)
+        found = self._alone_in(lines[-1]) if lines else None
+        if found is None:
+            shown = _shown(text, lines[-1].start()) if lines else "''"
+            raise NoVerdictError(f"there is no {self._what} alone in the last line: {shown}")
+        # A line in a code block or between quotation marks.
+        if is_quoted(text, found.begin) or text.count("`", 0, found.begin) % 2:
+            raise NoVerdictError(f"the last line may be a quote: {found.shown}")
+        draft = None
+        with suppress(NoVerdictError):
+            draft = self._alone_in(lines[0]) if len(lines) > 1 else None
+        check_last(found, [draft], quoted=False)
+        return found
+
+    def _alone_in(self, line: re.Match[str]) -> Candidate | None:
+        match = self._value.match(line.string, line.start(), line.end())
+        if match is None or not _ENDS_LINE.fullmatch(line.string, match.end(), line.end()):
+            return None
+        return Candidate(line.string, line.start(), match.start("value"), match.end(), *self._convert(match))
+
+
+def _of_parts(parts: Sequence[str]) -> str:
+    """Return a pattern for the parts of a marker, with markup in and between them, at the beginning of a word.
+
+    It begins with a set of characters, without the flag IGNORECASE, so that `re` searches fast for its beginning.
+    """
+    if not parts:
+        return r"(?!)"
+    first = re.escape(parts[0][0].lower()) + re.escape(parts[0][0].upper())
+    words = [(r"[*`~]{0,4}+" if "_" in part else r"[*_`~]{0,4}+").join(map(re.escape, part)) for part in parts]
+    rest = _INSIDE.join(words)[len(re.escape(parts[0][0])) :]
+    return rf"[{first}]" + (_BOUNDARY if re.match(r"\w", parts[0]) else "") + rf"(?i:{rest})"
