@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -387,25 +386,26 @@ class Grammar:
 
     def _alone(self, text: str) -> Candidate:
         """Return the value that is alone in the last line; the line before must not be another value alone."""
-        lines = deque((line for line in re.finditer(r"[^\n]+", text) if not line[0].isspace()), maxlen=2)
-        found = self._alone_in(lines[-1]) if lines else None
+        text = text.rstrip()
+        found = self._at_end(text)
         if found is None:
-            shown = _shown(text, lines[-1].start()) if lines else "''"
+            shown = _shown(text, text.rfind("\n") + 1)
             raise NoVerdictError(f"there is no {self._what} alone in the last line: {shown}")
         # A line in a code block or between quotation marks.
         if is_quoted(text, found.begin) or text.count("`", 0, found.begin) % 2:
             raise NoVerdictError(f"the last line may be a quote: {found.shown}")
         draft = None
         with suppress(NoVerdictError):
-            draft = self._alone_in(lines[0]) if len(lines) > 1 else None
+            draft = self._at_end(text[: found.begin].rstrip())
         check_last(found, [draft], quoted=False)
         return found
 
-    def _alone_in(self, line: re.Match[str]) -> Candidate | None:
-        match = self._value.match(line.string, line.start(), line.end())
-        if match is None or not _ENDS_LINE.fullmatch(line.string, match.end(), line.end()):
+    def _at_end(self, text: str) -> Candidate | None:
+        begin = text.rfind("\n") + 1
+        match = self._value.match(text, begin)
+        if match is None or not _ENDS_LINE.fullmatch(text, match.end()):
             return None
-        return Candidate(line.string, line.start(), match.start("value"), match.end(), *self._convert(match))
+        return Candidate(text, begin, match.start("value"), match.end(), *self._convert(match))
 
 
 def _of_parts(parts: Sequence[str]) -> str:
