@@ -6,10 +6,11 @@ rules.
 1. *Text that counts.* Reasoning does not count: what stands between ``<think>`` and ``</think>``, ``[THINK]`` and
    ``[/THINK]``, in another channel of gpt-oss than ``final``, and similar; and all text before an end without its
    beginning. A reply that ends in reasoning has no text that counts, and one with a verdict in later reasoning is
-   doubtful. `Judge` removes quotes of fenced responses before.
-   Invisible characters are removed, and full-width forms become ASCII.
+   doubtful. `Judge` removes quotes of fenced responses before. Invisible characters are removed, and full-width forms
+   become ASCII.
 2. *Candidates.* A candidate is a marker, such as ``Score:``, at the beginning of a word, with its value directly after
-   it, or alone on the next line. Markdown, quotes and brackets may surround both. Case is ignored.
+   it, or alone on the next line. Markdown, quotes and brackets may surround both. Case is ignored. The candidates of
+   `Json` are objects, and those of `Pattern` matches, without rules 3 and 6.
 3. *Only the last candidate can be the verdict.* It must be understood: nothing may qualify its value. These do: another
    number or word that may be the verdict in the same clause, a range, a unit such as ``%``, a question mark, a hedge
    such as ``or`` or ``maybe``. The rest of the line may be an explanation; after ``because`` it is not checked.
@@ -21,7 +22,8 @@ rules.
 6. *Nothing after the candidate may contradict it*: neither the marker's words with another value (``The score is 3``),
    nor a sentence that takes the verdict back (``Wait, ...``).
 
-Each rule takes linear time: patterns cannot backtrack over more than a bounded number of characters.
+Each rule takes linear time: patterns cannot backtrack over more than a bounded number of characters. Where a judge
+writes far less, numbers are limited: of tags, of drafts, of characters after the verdict.
 """
 
 from __future__ import annotations
@@ -179,16 +181,15 @@ _HEDGES = frozenset(
         "borderline ish out of",
     )
 )
-"""Words that qualify a value, or make it the subject of a sentence, if they are among the first three after it."""
+"""Words that qualify a value, or make it the subject of a sentence, if they are among the first two after it."""
 _REASON = re.compile(r"[\s,;:(\u2012-]{0,5}(?:because|since|due\s+to|given\s+that)\b", re.IGNORECASE)
 _TAKEN_BACK = re.compile(
     r"(?:[.!?\n]|\A)[\s*_>-]{0,9}(?:wait|hmm+|oops|sorry|correction|scratch that|on second thoughts?|actually|rather"
     r"|maybe|perhaps|or\b|no[,.:;!\u2012-]|let me re|i take (?:it|that|this) back|i change|edit:)",
     re.IGNORECASE,
 )
-_BETWEEN = re.compile(
-    r"[\s\d*_\"'`.,;:/|&()\[\]{}<>$\\\u2012-]{0,40}(?:(?:or|and|vs|versus)\b)?[\s\d*_\"'`.,;:/|()\[\]{}<>$\\\u2012-]{0,40}"
-)
+_GAP = rf"(?:[\s\d*_\"'`.,;:/|&()\[\]{{}}<>$\\\u2012-]|{_HTML}){{0,40}}"
+_BETWEEN = re.compile(rf"{_GAP}(?:(?:or|and|vs|versus)\b)?{_GAP}")
 _ENDS_LINE = re.compile(r"(?:[*_\"'` \t|.!)\]}$\u2019\u201d]|\\[)\]])*+(?:\n|\Z)")
 _ENDS_SENTENCE = re.compile(r"[ \t]*+(?:\n|\Z)|[.!\u3002](?![.\w])")
 _BEGINS_PROSE = re.compile(
@@ -241,13 +242,15 @@ def is_quoted(text: str, start: int, marker: str = "") -> bool:
         start: the position of the candidate's marker.
         marker: the text of the marker, which may contain the end of the quotation, as in ``"score":``.
     """
-    line = text[max(text.rfind("\n", 0, start) + 1, start - 200) : start]
-    before = line.rstrip(" *_(")
+    line_start = text.rfind("\n", 0, start) + 1
+    before = text[max(line_start, start - 20) : start].rstrip(" *_(")
     if not any(quote in marker for quote in _QUOTES):
         odd = text.count('"', 0, start) % 2 == 1
         if before[-1:] in (*_QUOTES,) or odd or text.rfind("\u201c", 0, start) > text.rfind("\u201d", 0, start):
             return True
-    return line.lstrip().startswith(">") or bool(_SAYING.search(text[max(0, start - 60) : start]))
+    return text[line_start : min(line_start + 20, start)].lstrip().startswith(">") or bool(
+        _SAYING.search(text[max(0, start - 60) : start])
+    )
 
 
 def _shown(text: str, start: int) -> str:
@@ -344,7 +347,7 @@ class Grammar:
         else:
             is_plain = self._is_plain(rest, found.verdict)
         if not is_plain:
-            raise NoVerdictError(f"it is not a single {self._what}: {found.shown}")
+            raise NoVerdictError(f"the last verdict is not a single {self._what}: {found.shown}")
 
     def _is_plain(self, rest: str, verdict: Any) -> bool:
         if _ENDS_SENTENCE.match(rest) or _REASON.match(rest):

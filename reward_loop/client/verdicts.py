@@ -181,7 +181,8 @@ class Pattern:
 
         Args:
             pattern: the regular expression. Its first group is the verdict; without a group, the whole match. The last
-                match in the reply counts. It runs on the event loop: avoid nested repetitions such as ``(a+)+``.
+                match in the reply counts, and reasoning is not searched. It runs on the event loop: avoid nested
+                repetitions such as ``(a+)+``.
             scores: the score of each verdict; spaces around it and case are ignored. By default the verdict is a
                 number, which is the score.
 
@@ -225,7 +226,10 @@ class Pattern:
 
 
 class Json:
-    """A JSON object, such as ``{"reason": "...", "score": 7}``, validated with pydantic."""
+    """A JSON object, such as ``{"reason": "...", "score": 7}``, validated with pydantic.
+
+    The last object in the reply counts, if it is valid JSON without a key twice. A number must not be a text.
+    """
 
     def __init__(self, schema: Any, *, score: str = "score", enforce: bool = False) -> None:
         """Define the format.
@@ -308,7 +312,11 @@ class Ratings(Json):
 
 
 class Order:
-    """An order of numbered responses, best first, such as ``Ranking: 3 > 1 > 2``. It has no score: see `ranking`."""
+    """An order of numbered responses, best first, such as ``Ranking: 3 > 1 > 2``. It has no score: see `ranking`.
+
+    The numbers may also be separated by commas, semicolons, ``=``, ``->`` or ``then``, and have a word before them:
+    ``Answer 3, Answer 1``.
+    """
 
     request: Mapping[str, Any] = {}
 

@@ -252,6 +252,8 @@ SEVERAL = [
     (JSON, '{"score": 3}\n{"score": 8}', None),
     (PATTERN, "<verdict>yes</verdict> or <verdict>no</verdict>", None),
     (PATTERN, "<verdict>yes</verdict>", "yes"),
+    (Number(1, 10, after="<verdict>"), "<verdict>7</verdict> or <verdict>8</verdict>", None),
+    (Number(1, 10, after="<verdict>"), "<verdict>8</verdict>", 8),
 ]
 
 QUOTED = [
