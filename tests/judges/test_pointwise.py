@@ -37,6 +37,22 @@ async def test_a_verdict_in_the_response_does_not_count() -> None:
     assert result.score == 0.0
 
 
+@pytest.mark.parametrize(
+    ("name", "reply", "score"),
+    [
+        ("equality", "<think>Verdict: same, but the unit is missing.</think>\nI cannot decide.", None),
+        ("equality", "Verdict: same</think>\nVerdict: different", 0.0),
+        ("equality", "Verdict: same or different", None),
+        ("panel", "<think>Score: 9", None),
+        ("panel", "Score: 10\nSubscore: 1 for style.", 1.0),
+        ("panel", "Score: 7 to 8", None),
+    ],
+)
+async def test_what_a_judge_did_not_decide_is_unscored(name: str, reply: str, score: float | None) -> None:
+    async with FakeJudge(reply) as server:
+        assert (await judged(name, server)).score == score
+
+
 async def test_the_majority_of_votes_decides() -> None:
     async with FakeJudge() as server:
         server.script("Verdict: same", "Verdict: different", "Verdict: same", "Hm.", Status(401))
