@@ -13,14 +13,15 @@ rules.
    `Json` are objects, and those of `Pattern` matches, without rules 3 and 6.
 3. *Only the last candidate can be the verdict.* It must be understood: nothing may qualify its value. These do: another
    number or word that may be the verdict in the same clause, a range, a unit such as ``%``, a question mark, a hedge
-   such as ``or`` or ``maybe``. The rest of the line may be an explanation; after ``because`` it is not checked.
+   such as ``or`` or ``maybe``, also before the marker. The rest of the line may be an explanation; after ``because``
+   it is not checked.
 4. *An earlier candidate is a draft*, and never replaces a last one that is not understood. It makes the last one
    doubtful if it is not quoted, the two differ, and nothing but punctuation or ``or`` stands between them.
 5. *A quoted candidate*, which stands in quotation marks, a block quote, a code block or after a word such as ``wrote``,
    or which has a name of its own, such as ``Style score:``, counts only as the end of the reply, and only if no draft
    differs.
 6. *Nothing after the candidate may contradict it*: neither the marker's words with another value (``The score is 3``),
-   nor a sentence that takes the verdict back (``Wait, ...``).
+   nor another value alone in a line, nor a sentence that takes the verdict back (``Wait, ...``).
 
 Each rule takes linear time: patterns cannot backtrack over more than a bounded number of characters. Where a judge
 writes far less, numbers are limited: of tags, of drafts, of characters after the verdict.
@@ -165,8 +166,8 @@ _JOINED = (
 )
 """What may stand between the words of a marker and a value, instead of the marker's last sign."""
 _NAMED = r"[^\n.!?:=]{1,40}[:=]"
-_LETTER = r"[^\W_\u2e80-\ua4cf\uac00-\ud7af\U00020000-\U0003ffff]"
-"""A letter or digit of a language that puts spaces between words."""
+_LETTER = r"[^\W\d_\u2e80-\ua4cf\uac00-\ud7af\U00020000-\U0003ffff]"
+"""A letter of a language that puts spaces between words."""
 _BOUNDARY = rf"(?<!{_LETTER}.)(?<!{_LETTER}[-_].)(?<!{_LETTER}__.)"
 """Comes after the first letter of a word."""
 
@@ -182,7 +183,7 @@ _HEDGES = frozenset(
     )
 )
 """Words that qualify a value, or make it the subject of a sentence, if they are among the first two after it."""
-_REASON = re.compile(r"[\s,;:(\u2012-]{0,5}(?:because|since|due\s+to|given\s+that)\b", re.IGNORECASE)
+_REASON = re.compile(r"[\s,;:(\u2012-]{1,5}(?:because|since|due\s+to|given\s+that)\b", re.IGNORECASE)
 _TAKEN_BACK = re.compile(
     r"(?:[.!?\n]|\A)[\s*_>-]{0,9}(?:wait|hmm+|oops|sorry|correction|scratch that|on second thoughts?|actually|rather"
     r"|maybe|perhaps|or\b|no[,.:;!\u2012-]|let me re|i take (?:it|that|this) back|i change|edit:)",
@@ -200,6 +201,8 @@ _NEUTRAL = frozenset(
     re.findall(r"\w+", "a an and as final give hence i is it my our overall so the then therefore this thus total")
 )
 """Words before a marker that do not give it another meaning."""
+_DENIALS = frozenset(re.findall(r"\w+", "not no nor or either neither never maybe perhaps possibly probably likely"))
+"""Words before a marker that qualify what follows."""
 _SAYING = re.compile(
     r"\b(?:wrote|writes?|written|says?|said|states?|stated|claims?|claimed|quotes?|quoted|contains?|outputs?|prints?"
     r"|reads?|begins?|ends?)\b(?:\s(?:with|in|as))?[\s:,*_\"'`(>]{0,6}\Z",
@@ -281,7 +284,10 @@ class Grammar:
         parts = re.findall(r"\w+|[^\w\s]", folded(after or ""))
         self._closes = {"[": "]", "(": ")", "{": "}"}.get(parts[-1] if parts else "")
         self._is_word = bool(parts) and re.match(r"\w", parts[0]) is not None
-        self._value = re.compile(rf"{_AROUND}(?P<value>{value})", re.IGNORECASE)
+        # After an opening bracket, a closing one ends the candidate.
+        around = _AROUND.replace(r"|)\]}", "|") if self._closes else _AROUND
+        self._value = re.compile(rf"{around}(?P<value>{value})", re.IGNORECASE)
+        self._line = re.compile(rf"\n{_AROUND}(?P<value>{value})", re.IGNORECASE)
         self._marker = re.compile(_of_parts(parts))
         weak = parts[:-1] if len(parts) > 1 and not re.match(r"\w", parts[-1]) else []
         # "Score (final): 8" is only for words: after a bracket, the text is free.
@@ -364,10 +370,12 @@ class Grammar:
         in_code = (text.count("```", 0, start) + text.count("~~~", 0, start)) % 2 == 1
         if in_code or is_quoted(text, start, marker[0]):
             return True
+        before = text[max(0, start - 60) : start].rpartition("\n")[2]
+        word = re.search(r"([^\W_]+)[ \t*_~`(]*\Z", before)
+        if word is not None and word[1].lower() in _DENIALS:
+            raise NoVerdictError(f"the word before it qualifies the last verdict: {_shown(text, start - len(word[0]))}")
         if not self._is_word:
             return False
-        before = text[max(0, start - 60) : start].rpartition("\n")[2]
-        word = re.search(r"([^\W_]+)[ \t*_~]*\Z", before)
         is_attached = re.search(r"[^\W_]\.\Z", before) is not None
         return is_attached or (word is not None and word[1].lower() not in _NEUTRAL)
 
@@ -375,7 +383,9 @@ class Grammar:
         """Check that nothing after the value contradicts it: rule 6."""
         if len(found.text) - found.end > _LONGEST_REST:
             raise NoVerdictError(f"more than {_LONGEST_REST} characters follow the last verdict: {found.shown}")
-        for other in self._weak.finditer(found.text, found.end):
+        lines = self._line.finditer(found.text, found.end)
+        alone = [line for line in lines if _ENDS_LINE.match(found.text, line.end())]
+        for other in [*self._weak.finditer(found.text, found.end), *alone]:
             try:
                 differs = self._convert(other)[0] != found.verdict
             except NoVerdictError:

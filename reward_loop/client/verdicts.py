@@ -76,7 +76,7 @@ class Number:
             raise ConfigError(f"Number({low}, {high}): the first bound must be below the second")
         self.low, self.high, self.after, self.scaled = low, high, after, scaled
         value = rf"(?P<number>[-+]?{_NUMBER}(?:e[-+]?\d{{1,3}})?)(?:{_SCALE})?"
-        self._grammar = Grammar(after, value, self._convert, _has_digit, "number")
+        self._grammar = Grammar(after, value, self._convert, _has_number, "number")
 
     def read(self, reply: str) -> tuple[float, float]:
         """Return the number, and its score."""
@@ -343,8 +343,8 @@ class Order:
         return [self._known[number] for number in found], None
 
 
-def _has_digit(clause: str, _: Any) -> bool:
-    return re.search(r"\d", clause) is not None
+def _has_number(clause: str, _: Any) -> bool:
+    return re.search(r"[\d%\u2030]", clause) is not None
 
 
 def _has_another_order(clause: str, _: Any) -> bool:
