@@ -34,9 +34,12 @@ __all__ = [
     "Steps",
     "TrainingFailedError",
     "command",
+    "options",
     "prepare",
     "rows",
     "run",
+    "seconds_of_judging",
+    "write_scale",
 ]
 
 HERE = Path(__file__).parent
@@ -62,7 +65,18 @@ LOOK_S = 0.1
 
 
 class TrainingFailedError(Exception):
-    """A run ended with an error, too early, or not before the timeout."""
+    """A run ended with an error, too early, or not before the timeout. The message contains the end of its log.
+
+    Attributes:
+        log: the file of the whole log.
+        summary: how the run ended.
+    """
+
+    def __init__(self, log: Path, summary: str) -> None:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL:])
+        super().__init__(f"{tail}\n\n{log}: {summary}")
+        self.log = log
+        self.summary = summary
 
 
 @dataclass(frozen=True)
@@ -142,10 +156,26 @@ class Steps:
         """G + T in our modes, in seconds."""
         return self.mean("timing_s/gen", *TRAINING)
 
+    @property
+    def text(self) -> str:
+        """The mean seconds of a step and of its parts."""
+        judged = "" if self.rows[0].get("reward_pipeline/generation_s") is not None else " and judging"
+        waited = self.mean("reward_pipeline/waiting_for_rewards_s")
+        return f"{self.seconds:.2f} s a step: {self.generation:.2f} generation{judged}, {self.working:.2f} training" + (
+            "" if judged else f", {waited:.2f} waiting for rewards"
+        )
 
-def _seconds_of_judging(scale: float) -> float:
+
+def seconds_of_judging(scale: float, samples: int = PROMPTS * RESPONSES, concurrency: int = CONCURRENCY) -> float:
     """Return R: the mean judging time of a step at full concurrency, in seconds."""
-    return scale * PROMPTS * RESPONSES * parse_latency(JUDGE).mean / CONCURRENCY
+    return scale * samples * parse_latency(JUDGE).mean / concurrency
+
+
+def write_scale(file: Path, scale: float) -> None:
+    """Set the number by which `judge.py` multiplies its latencies, also of a run in progress."""
+    new = file.with_suffix(".new")
+    new.write_text(str(scale))
+    new.replace(file)
 
 
 class Calibration:
@@ -167,7 +197,7 @@ class Calibration:
             self._scales.append(self.scale)
             latest = rows[max(FIRST, made - CALIBRATING) : made]
             if latest:
-                self._set(Steps(latest).without_judging / _seconds_of_judging(1.0))
+                self._set(Steps(latest).without_judging / seconds_of_judging(1.0))
 
     def hold(self, steps: int, longer: float = 0.0) -> float:
         """Set the scale to the mean over the latest steps, and return R for that scale, in seconds.
@@ -176,15 +206,13 @@ class Calibration:
             steps: number of latest steps.
             longer: seconds by which the judging of a step takes longer than R.
         """
-        judging = _seconds_of_judging(statistics.fmean(self._scales[-steps:]))
-        self._set((judging + longer) / _seconds_of_judging(1.0))
+        judging = seconds_of_judging(statistics.fmean(self._scales[-steps:]))
+        self._set((judging + longer) / seconds_of_judging(1.0))
         return judging
 
     def _set(self, scale: float) -> None:
         self.scale = scale
-        new = self._file.with_suffix(".new")
-        new.write_text(str(scale))
-        new.replace(self._file)
+        write_scale(self._file, scale)
 
 
 def prepare(folder: Path) -> None:
@@ -204,6 +232,16 @@ def command(mode: Mode, folder: Path, output: Path, steps: int, *overrides: str,
     return [
         *("env", *(f"{name}={value}" for name, value in variables.items())),
         *(sys.executable, *mode.command),
+        *options(folder, output, steps),
+        "ray_kwargs.ray_init.num_cpus=16",
+        "ray_kwargs.ray_init.num_gpus=1",
+        *overrides,
+    ]
+
+
+def options(folder: Path, output: Path, steps: int) -> list[str]:
+    """Return the options of the work, which are the same in all modes and on all devices."""
+    return [
         f"actor_rollout_ref.model.path={folder / 'policy'}",
         f"actor_rollout_ref.rollout.n={RESPONSES}",
         "actor_rollout_ref.rollout.agent.num_workers=2",
@@ -226,9 +264,6 @@ def command(mode: Mode, folder: Path, output: Path, steps: int, *overrides: str,
         "trainer.logger=[console,file]",
         f"trainer.default_local_dir={output}/checkpoints",
         f"hydra.run.dir={output}",
-        "ray_kwargs.ray_init.num_cpus=16",
-        "ray_kwargs.ray_init.num_gpus=1",
-        *overrides,
     ]
 
 
@@ -312,7 +347,11 @@ class InTurn:
 
 
 def run(
-    command: list[str], output: Path, steps: int, look: Callable[[list[dict[str, float]]], None]
+    command: list[str],
+    output: Path,
+    steps: int,
+    look: Callable[[list[dict[str, float]]], None],
+    within_s: float = LONGEST_RUN_S,
 ) -> list[dict[str, float]]:
     """Run a training to its end, and return the metrics of each step. All its processes have ended afterwards.
 
@@ -321,6 +360,7 @@ def run(
         output: folder for log and metrics; it must not exist.
         steps: expected number of steps.
         look: called repeatedly with the metrics of the steps so far.
+        within_s: seconds that the training may take.
 
     Raises:
         TrainingFailedError: the training failed, took too long or made another number of steps. The message contains
@@ -328,7 +368,7 @@ def run(
     """
     output.mkdir()
     log, metrics = output / "log", output / "metrics.jsonl"
-    deadline = time.monotonic() + LONGEST_RUN_S
+    deadline = time.monotonic() + within_s
     with TrainingProcess(command, log, metrics) as training:
         while (status := training.status()) is None and time.monotonic() < deadline:
             time.sleep(LOOK_S)
@@ -340,8 +380,8 @@ def run(
 
 
 def _failed(log: Path, status: int | None, made: int, steps: int) -> TrainingFailedError:
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL:])
-    return TrainingFailedError(f"{tail}\n\n{log}: ended with status {status} after {made} of {steps} steps")
+    ended = "was too slow and was stopped" if status is None else f"ended with status {status}"
+    return TrainingFailedError(log, f"{ended} after {made} of {steps} steps")
 
 
 def rows(metrics: Path) -> list[dict[str, float]]:

@@ -259,10 +259,4 @@ class VerlRuns:
         )
 
     def _add(self, name: str, steps: Any) -> None:
-        judged = "" if steps.rows[0].get("reward_pipeline/generation_s") is not None else " and judging"
-        waited = steps.mean("reward_pipeline/waiting_for_rewards_s")
-        self._report.add(
-            name,
-            f"{steps.seconds:.2f} s a step: {steps.generation:.2f} generation{judged}, {steps.working:.2f} training"
-            + ("" if judged else f", {waited:.2f} waiting for rewards"),
-        )
+        self._report.add(name, steps.text)

@@ -1,4 +1,4 @@
-"""Creates tiny models and their tokenizer without downloads or a GPU, in less than a second each."""
+"""Creates models with random weights and their tokenizer without downloads or a GPU; tiny ones in under a second."""
 
 from __future__ import annotations
 
@@ -41,10 +41,15 @@ def build_tiny_model(
     *,
     hidden_size: int = 64,
     layers: int = 2,
+    heads: tuple[int, int] = (2, 1),
+    intermediate_size: int | None = None,
+    dtype: str = "float32",
     max_position_embeddings: int = 512,
     seed: int = 0,
 ) -> Path:
-    """Save a Qwen2 model with random float32 weights and its tokenizer to ``path``, and return ``path``.
+    """Save a Qwen2 model with random weights and its tokenizer to ``path``, and return ``path``.
+
+    ``heads`` are those of queries and of keys and values; ``intermediate_size`` is twice ``hidden_size`` by default.
 
     The discriminative model has one label and a ``score.bias`` of zero, because SGLang fills a missing bias randomly.
     """
@@ -55,16 +60,16 @@ def build_tiny_model(
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
+        intermediate_size=intermediate_size or 2 * hidden_size,
         num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
         max_position_embeddings=max_position_embeddings,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
-        initializer_range=0.1,
-        dtype="float32",
+        initializer_range=0.8 / hidden_size**0.5,  # the logits of models of all sizes have the same spread
+        dtype=dtype,
     )
     if kind == "discriminative":
         config.num_labels = 1
@@ -79,6 +84,6 @@ def build_tiny_model(
             head.bias.data.zero_()
             model.score = head
     path = Path(path)
-    model.save_pretrained(path)
+    model.to(getattr(torch, dtype)).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path

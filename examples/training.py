@@ -58,11 +58,13 @@ class TrainingProcess:
     Args:
         command: the command that trains.
         log_file: receives the output.
-        metrics_file: receives the metrics; see `read_metrics`.
+        metrics_file: receives the metrics; see `read_metrics`. ``None`` for a program without metrics.
     """
 
-    def __init__(self, command: list[str], log_file: Path, metrics_file: Path) -> None:
-        environment = os.environ | {"VERL_FILE_LOGGER_PATH": str(metrics_file), "HF_HUB_OFFLINE": "1"}
+    def __init__(self, command: list[str], log_file: Path, metrics_file: Path | None = None) -> None:
+        environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+        if metrics_file is not None:
+            environment["VERL_FILE_LOGGER_PATH"] = str(metrics_file)
         with log_file.open("wb") as log:
             self._process = subprocess.Popen(
                 command,

@@ -70,11 +70,13 @@ QUICK = Settings(
 )
 
 
-def training_command(models: Models, output: Path, settings: Settings) -> list[str]:
-    """Return the command that trains. All options are verl's; only the module is reward_loop's."""
+COMMAND = (sys.executable, "-m", "reward_loop.verl.main_ppo", "--config-name", "cpu")
+"""The command that trains; `training_options` follow."""
+
+
+def training_options(models: Models, output: Path, settings: Settings) -> list[str]:
+    """Return the options of a training. Nearly all are verl's."""
     return [
-        sys.executable,
-        *("-m", "reward_loop.verl.main_ppo", "--config-name", "cpu"),
         # The reward function and the reward model that it queries.
         f"custom_reward_function.path={HERE / 'reward.py'}",
         f"+custom_reward_function.reward_kwargs.latency_s={settings.judge_latency}",
@@ -215,7 +217,7 @@ def run(console: Console, output: Path, settings: Settings) -> int:
         console.print(str(error), markup=False, highlight=False)
         return 1
     made = time.monotonic()
-    status = train(console, training_command(models, output, settings), output)
+    status = train(console, [*COMMAND, *training_options(models, output, settings)], output)
     report, log = read_report(output / "metrics.jsonl"), output / "train.log"
     if status != 0:
         tail = log.read_text(errors="replace").splitlines()[-LOG_TAIL:]

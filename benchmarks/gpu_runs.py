@@ -1,0 +1,347 @@
+"""The parts of `benchmarks.gpu` that run verl's trainer: on one GPU, or on the CPU to rehearse them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import training
+from benchmarks.report import Report
+from examples.arithmetic.demo import CACHE, Settings, training_options
+from examples.arithmetic.models import Recipe, make_models
+from examples.arithmetic.report import read_report
+from examples.tiny_models import build_tiny_model
+from examples.training import write_dataset
+from reward_loop.verl.cpu.setup import CPU_ENVIRONMENT
+from reward_loop.verl.mode_options import PIPELINE_MODE
+
+__all__ = ["MODES", "GpuRuns", "make_inputs"]
+
+HERE = Path(__file__).parent
+MODES = ("sync", PIPELINE_MODE, "verl")
+"""The runs that are compared: verl's mode in our command, ours, and verl's own command."""
+
+ON_THE_GPU = (
+    # Without flash-attn.
+    "actor_rollout_ref.model.use_remove_padding=False",
+    "++actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+    "actor_rollout_ref.actor.use_dynamic_bsz=True",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768",
+    # Compilations would take minutes of a short run.
+    "actor_rollout_ref.actor.use_torch_compile=False",
+    "actor_rollout_ref.actor.fsdp_config.use_torch_compile=False",
+    *(
+        f"actor_rollout_ref.{part}strategy=fsdp2"
+        for part in ("actor.", "actor.fsdp_config.", "ref.", "ref.fsdp_config.")
+    ),
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
+    "actor_rollout_ref.rollout.enforce_eager=True",
+    "actor_rollout_ref.rollout.max_model_len=512",
+    "actor_rollout_ref.rollout.max_num_seqs=256",
+    "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1024",
+    # One process that scores: judge.py limits the calls of its process.
+    "reward.num_workers=1",
+    "data.dataloader_num_workers=0",
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+    "trainer.nnodes=1",
+    "trainer.n_gpus_per_node=1",
+    "ray_kwargs.ray_init.num_cpus=32",
+    "++ray_kwargs.ray_init.include_dashboard=False",
+    "++ray_kwargs.ray_init.object_store_memory=2000000000",
+)
+"""Options for one GPU. They passed with verl 0.9.1 and vLLM 0.24.0."""
+
+JUDGE_ON_THE_GPU = (
+    "reward.reward_model.rollout.name=vllm",
+    "reward.reward_model.rollout.tensor_model_parallel_size=1",
+    "reward.reward_model.rollout.gpu_memory_utilization=0.35",
+    "reward.reward_model.rollout.max_model_len=2048",
+    "reward.reward_model.rollout.max_num_seqs=256",
+    "reward.reward_model.rollout.dtype=bfloat16",
+)
+JUDGE_ON_THE_CPU = ("+reward_model.server.placement=colocated",)
+
+
+@dataclass(frozen=True)
+class Size:
+    """The sizes of models and runs."""
+
+    model: dict[str, Any]
+    """The arguments of `build_tiny_model` for policy, judge and scorer."""
+    prompts: int
+    responses: int
+    mini_batch: int
+    """Prompts of a mini-batch."""
+    tokens: int
+    """The longest response."""
+    judged_at_a_time: int
+    first: int
+    """Number of steps at the start of a run that are not counted, because they load and allocate."""
+    counted: int
+    """Number of counted steps of each mode."""
+    colocated: int
+    """Number of steps with a judge on the trainer's GPU."""
+    learning: Settings
+
+    @property
+    def samples(self) -> int:
+        """Number of rollouts of a step."""
+        return self.prompts * self.responses
+
+
+# The policy has the layers of Qwen2.5-0.5B, half as many.
+GPU = Size(
+    model={"hidden_size": 896, "layers": 12, "heads": (14, 2), "intermediate_size": 4864, "dtype": "bfloat16"},
+    prompts=16,
+    responses=8,
+    mini_batch=4,
+    tokens=128,
+    judged_at_a_time=32,
+    first=2,
+    counted=3,
+    colocated=3,
+    learning=Settings(steps=12, test_every=12, judge_latency=0.0),
+)
+CPU = Size(
+    model={},
+    prompts=4,
+    responses=2,
+    mini_batch=2,
+    tokens=4,
+    judged_at_a_time=2,
+    first=1,
+    counted=1,
+    colocated=1,
+    learning=Settings(
+        steps=1,
+        prompts=8,
+        answers=2,
+        test_every=1,
+        validate=8,
+        judge_latency=0.0,
+        health_window=4,
+        recipe=Recipe(steps=10, forgetting_steps=2, bound=0.0, rounds=1),
+    ),
+)
+MODEL_TOKENS = 2048
+
+
+def make_inputs(folder: Path, cpu: bool) -> None:
+    """Create the policy, the judge and the scorer with random weights, and the prompts."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    size = CPU if cpu else GPU
+    for name in ("policy", "judge", "scorer"):
+        kind = "discriminative" if name == "scorer" else "generative"
+        build_tiny_model(folder / name, kind, max_position_embeddings=MODEL_TOKENS, **size.model)
+    for split, count in (("train", 64 * size.prompts), ("val", 8)):
+        problems = [(f"{i}: write about the number {i}", str(i)) for i in range(count)]
+        write_dataset(folder / f"{split}.parquet", "numbers", split, problems)
+
+
+class GpuRuns:
+    """Runs verl's trainer with the models of a folder, in each mode, and adds what was measured to a report.
+
+    Args:
+        report: receives rows and figures.
+        inputs: the folder that `make_inputs` filled.
+        output: the folder of logs and metrics; each run has one of its own in it.
+        cpu: rehearse on the CPU.
+        more: further options of verl, for all runs.
+    """
+
+    def __init__(self, report: Report, inputs: Path, output: Path, *, cpu: bool, more: tuple[str, ...]) -> None:
+        self._report = report
+        self._inputs = inputs
+        self._output = output
+        self._cpu = cpu
+        self._more = more
+        self._size = CPU if cpu else GPU
+        self._judge = JudgeLatency(inputs / "scale", self._size)
+        self._steps: dict[str, training.Steps] = {}
+
+    def colocated(self, within_s: float) -> None:
+        """Train with a generative judge on the trainer's GPU: it is awake while the rollout sleeps."""
+        output, size = self._output / "colocated", self._size
+        command = self._command(
+            *("sync", output, size.colocated),
+            "reward.reward_model.enable=True",
+            "reward.reward_model.enable_resource_pool=False",
+            f"reward.reward_model.model_path={self._inputs / 'judge'}",
+            *(JUDGE_ON_THE_CPU if self._cpu else JUDGE_ON_THE_GPU),
+            f"reward.custom_reward_function.path={HERE / 'gpu_judge.py'}",
+        )
+        rows = self._run("a judge on the trainer's device", command, output, size.colocated, within_s)
+        steps = training.Steps(rows)
+        wake, sleep = (steps.mean(f"reward_loop/model_{part}_s") for part in ("wake", "sleep"))
+        scored = round(sum(row["reward_loop/scored"] for row in rows))
+        self._report.add(
+            f"A judge on the trainer's device, {len(rows)} steps",
+            f"{steps.seconds:.2f} s a step; the judge wakes in {wake:.2f} s and sleeps in {sleep:.2f} s; "
+            f"{scored} scored",
+            ("every rollout", scored == len(rows) * size.samples),
+        )
+        self._report.figures["colocated"] = {
+            "step_s": round(steps.seconds, 3),
+            "wake_s": round(wake, 3),
+            "sleep_s": round(sleep, 3),
+            "scored": scored,
+        }
+
+    def compared(self, mode: str, within_s: float) -> None:
+        """Train in one of `MODES`, with judging that takes as long as generation and training.
+
+        The first of these runs measures generation and training in steps that are not counted.
+        """
+        size, output = self._size, self._output / mode
+        sets_latency = self._judge.seconds is None
+        uncounted = size.first + (2 if sets_latency else 0)
+        # In the last step of our mode, no next batch is generated.
+        total = uncounted + size.counted + (mode == PIPELINE_MODE)
+        command = self._command(
+            *(mode, output, total),
+            # Keeps the policy constant: one that learns would write responses of another length.
+            "actor_rollout_ref.actor.optim.lr=1e-9",
+        )
+        look = self._judge.look if sets_latency else lambda rows: None
+        rows = self._run(mode, command, output, total, within_s, look)
+        steps = self._steps[mode] = training.Steps(rows[uncounted : uncounted + size.counted])
+        judging = self._judge.seconds
+        assert judging is not None
+        if sets_latency:
+            self._report.add("Judging of a step, R = generation and training", f"{judging:.2f} s")
+            self._report.figures["judging_s"] = round(judging, 3)
+        name = "verl's own command" if mode == "verl" else mode
+        failed = sum(row.get("reward_loop/failed", 0) for row in steps.rows)
+        self._report.add(name, steps.text + (f"; {failed:.0f} FAILED" if failed else ""))
+        self._report.figures[mode] = {"step_s": round(steps.seconds, 3), "steps": len(steps.rows)}
+        if mode == PIPELINE_MODE:
+            hidden = steps.mean("reward_pipeline/hidden_share")
+            self._report.add("  share of the judging that is hidden", f"{hidden:.1%}")
+            self._report.figures[mode]["hidden_share"] = round(hidden, 4)
+
+    def compare(self) -> None:
+        """Compare the modes that were run."""
+        ours, judging = self._steps.get(PIPELINE_MODE), self._judge.seconds
+        if ours is None or judging is None:
+            return
+        # Over a few steps, a growing backlog of judging can stay unnoticed. A step therefore counts at least R seconds.
+        lasting = max(ours.seconds, judging)
+        share = judging / ours.without_judging
+        self._report.add("  R in comparison with its generation and training", f"{share:.2f}")
+        self._report.figures["judging_share"] = round(share, 3)
+        for mode in ("sync", "verl"):
+            if (theirs := self._steps.get(mode)) is not None:
+                name = "verl's own command" if mode == "verl" else mode
+                self._report.add(f"{PIPELINE_MODE}, off the step of {name}", f"{1 - lasting / theirs.seconds:.1%}")
+                self._report.figures[f"reduction_{mode}"] = round(1 - lasting / theirs.seconds, 4)
+
+    def learning(self, within_s: float) -> None:
+        """Train the policy of the demo with its served reward model, and measure its accuracy before and after."""
+        settings, output = self._size.learning, self._output / "learning"
+        models = make_models(CACHE, settings.recipe)
+        # The longest sequence of the demo's models.
+        on_gpu = () if self._cpu else (*ON_THE_GPU, "actor_rollout_ref.rollout.max_model_len=64")
+        command = [
+            *self._entry(PIPELINE_MODE),
+            *training_options(models, output, settings),
+            *(*on_gpu, *self._more),
+        ]
+        rows = settings.steps + 1  # one of the validation before training
+        self._run("learning", command, output, rows, within_s)
+        report = read_report(output / "metrics.jsonl")
+        found = report.as_dict()
+        before, after = found["accuracy_before"], found["accuracy_after"]
+        first, last = report.steps[0].reward, report.steps[-1].reward
+        self._report.add(
+            f"Learning: right answers to held-out additions, before and after {settings.steps} steps",
+            f"{before:.1%}, {after:.1%}; mean reward {first:.3f}, {last:.3f}",
+            None if self._cpu else ("more are right", after > before),
+        )
+        self._report.figures["learning"] = {
+            "accuracy": [round(before, 4), round(after, 4)],
+            "reward": [round(first, 4), round(last, 4)],
+            "rewards": report.outcomes,
+        }
+
+    def _run(
+        self,
+        name: str,
+        command: list[str],
+        output: Path,
+        rows: int,
+        within_s: float,
+        look: Callable[[list[dict[str, float]]], None] = lambda rows: None,
+    ) -> list[dict[str, float]]:
+        task = self._report.task(f"verl's trainer, {name}", rows)
+
+        def show(done: list[dict[str, float]]) -> None:
+            self._report.progress.update(task, completed=len(done))
+            look(done)
+
+        try:
+            return training.run(command, output, rows, show, within_s)
+        finally:
+            self._report.progress.remove_task(task)
+
+    def _command(self, mode: str, output: Path, steps: int, *overrides: str) -> list[str]:
+        size = self._size
+        return [
+            *self._entry(mode),
+            *training.options(self._inputs, output, steps),
+            f"actor_rollout_ref.rollout.n={size.responses}",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={size.mini_batch}",
+            f"data.train_batch_size={size.prompts}",
+            f"data.max_response_length={size.tokens}",
+            *(() if self._cpu else ON_THE_GPU),
+            *(*overrides, *self._more),
+        ]
+
+    def _entry(self, mode: str) -> list[str]:
+        """Return the environment, the module and the mode of a run."""
+        environment = {
+            "JUDGE_LATENCY": training.JUDGE,
+            "JUDGE_CONCURRENCY": self._size.judged_at_a_time,
+            "JUDGE_SCALE": self._judge.file,
+        } | (CPU_ENVIRONMENT if self._cpu else {})
+        if mode == "verl":
+            entry = training.MODES["verl"].command if self._cpu else ("-m", "verl.trainer.main_ppo")
+        else:
+            config = ("--config-name", "cpu") if self._cpu else ()
+            entry = ("-m", "reward_loop.verl.main_ppo", *config, f"trainer.v1.trainer_mode={mode}")
+        cpus = ("ray_kwargs.ray_init.num_cpus=16", "ray_kwargs.ray_init.num_gpus=1") if self._cpu else ()
+        own_ray = ("+ray_kwargs.ray_init.address=local", *cpus)
+        return [
+            *("env", *(f"{name}={value}" for name, value in environment.items())),
+            *(sys.executable, *entry, *own_ray),
+        ]
+
+
+class JudgeLatency:
+    """Sets the latency of `judge.py` so that judging a step takes as long as generation and training.
+
+    Until they are measured, the judge takes no time.
+
+    Attributes:
+        seconds: R, the seconds of judging a step at full concurrency; ``None`` until it is set.
+    """
+
+    def __init__(self, file: Path, size: Size) -> None:
+        self.file = file
+        self.seconds: float | None = None
+        self._size = size
+        training.write_scale(file, 0.0)
+
+    def look(self, rows: list[dict[str, float]]) -> None:
+        """Set the latency after the first step that is not a first one. The step after it has it only in part."""
+        first = self._size.first
+        if self.seconds is None and len(rows) > first:
+            self.seconds = training.Steps(rows[first : first + 1]).without_judging
+            once = training.seconds_of_judging(1.0, self._size.samples, self._size.judged_at_a_time)
+            training.write_scale(self.file, self.seconds / once)
