@@ -33,7 +33,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -41,9 +42,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.report import Report
-from examples.training import TrainingProcess
+from examples.training import STOP_WITHIN_S, TrainingProcess
 
-STAGES = {
+DEADLINES = {
     "probe": 120.0,
     "servers": 200.0,
     "colocated": 240.0,
@@ -68,99 +69,99 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
 }
 """Environment variables of all stages. Values that the user has set take precedence."""
+Stage = Callable[[float], None]
 CAUSE = re.compile(r"(?:\b[\w.]*(?:Error|Exception|Timeout)\b|out of memory)")
 LOOK_S = 0.1
 LONGEST_CAUSE = 300
 
 
-class StageError(Exception):
-    """A stage failed. The message has the cause."""
+class ProbeError(Exception):
+    """A check of the machine failed."""
 
 
-class Stages:
-    """The stages of the benchmark, on a GPU or on the CPU.
+def stages(report: Report, inputs: Path, output: Path, *, cpu: bool, more: tuple[str, ...]) -> dict[str, Stage]:
+    """Make the inputs, and return the stages by name. Each gets the seconds that it may take.
 
     Args:
         report: receives rows and figures.
         inputs: a folder for models and data.
         output: a folder for logs; each stage has one in it.
-        options: the options of the command.
+        cpu: whether the stages run on the CPU.
+        more: further options of verl.
     """
+    from benchmarks.gpu_runs import MODES, GpuRuns, make_inputs
+    from benchmarks.gpu_servers import measure
 
-    def __init__(self, report: Report, inputs: Path, output: Path, options: argparse.Namespace) -> None:
-        from benchmarks.gpu_runs import GpuRuns, make_inputs
+    began = time.monotonic()
+    make_inputs(inputs, cpu)
+    report.add("Models and data", f"made in {time.monotonic() - began:.0f} s")
+    runs = GpuRuns(report, inputs, output, cpu=cpu, more=more)
+    return {
+        "probe": partial(probe, report, output / "probe", cpu),
+        "servers": partial(measure, report, inputs, output / "servers", cpu),
+        "colocated": runs.colocated,
+        **{mode: partial(runs.compared, mode) for mode in MODES},
+        "learning": runs.learning,
+    }
 
-        self._report = report
-        self._inputs = inputs
-        self._output = output
-        self._cpu = options.cpu
+
+def run(report: Report, stages: Mapping[str, Stage], output: Path, until: float) -> None:
+    """Run stages, each until its end or its deadline, and all until a time of the monotonic clock."""
+    failed: dict[str, str] = {}
+    left_out: list[str] = []
+    seconds: dict[str, float] = {}
+    for name, stage in stages.items():
         began = time.monotonic()
-        make_inputs(inputs, options.cpu)
-        report.add("Models and data", f"made in {time.monotonic() - began:.0f} s")
-        self._runs = GpuRuns(report, inputs, output, cpu=options.cpu, more=tuple(options.verl))
+        if until - began < LEAST_S:
+            report.add(name, f"left out: the time is over; --only {name} runs it alone")
+            left_out.append(name)
+            continue
+        shutil.rmtree(output / name, ignore_errors=True)
+        try:
+            stage(min(DEADLINES[name], until - began))
+        except Exception as error:  # the next stages run
+            failed[name] = cause(error, output / name)
+            report.add(name, f"FAILED: {failed[name]}")
+        seconds[name] = round(time.monotonic() - began, 1)
+    report.figures |= {"stage_s": seconds, "failed": failed, "left_out": left_out}
 
-    def run(self, names: list[str], until: float) -> None:
-        """Run stages, each until its end or its deadline, and all until a time of the monotonic clock."""
-        failed: dict[str, str] = {}
-        left_out: list[str] = []
-        seconds: dict[str, float] = {}
-        for name in names:
-            began = time.monotonic()
-            if until - began < LEAST_S:
-                self._report.add(name, f"left out: the time is over; --only {name} runs it alone")
-                left_out.append(name)
-                continue
-            try:
-                self._stage(name)(min(STAGES[name], until - began))
-            except Exception as error:  # the next stages run
-                failed[name] = self._cause(name, error)
-                self._report.add(name, f"FAILED: {failed[name]}")
-            seconds[name] = round(time.monotonic() - began, 1)
-        self._runs.compare()
-        self._report.figures |= {"stage_s": seconds, "failed": failed, "left_out": left_out}
 
-    def _stage(self, name: str) -> Callable[[float], None]:
-        log = self._output / name
-        shutil.rmtree(log, ignore_errors=True)
-        if name in ("probe", "servers"):
-            log.mkdir(parents=True)
-            return getattr(self, f"_{name}")  # type: ignore[no-any-return]
-        if name in ("colocated", "learning"):
-            return getattr(self._runs, name)  # type: ignore[no-any-return]
-        return lambda within_s: self._runs.compared(name, within_s)
+def probe(report: Report, output: Path, cpu: bool, within_s: float) -> None:
+    """Try what a run of verl needs from the machine.
 
-    def _probe(self, within_s: float) -> None:
-        log = self._output / "probe" / "log"
-        command = [sys.executable, "-m", "benchmarks.gpu_probe", "cpu" if self._cpu else "cuda"]
-        deadline = time.monotonic() + within_s
-        with TrainingProcess(command, log) as process:
-            while process.status() is None and time.monotonic() < deadline:
-                time.sleep(LOOK_S)
-            status = process.status()
-        checks = [json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"check"')]
-        for check in checks:
-            found = check.get("found") or f"FAILED: {check['error']}"
-            self._report.add(f"  {check['check']}", f"{found} ({check['seconds']} s)")
-        self._report.figures["probe"] = {check["check"]: check.get("found") for check in checks}
-        if status != 0:
-            failed = [check["check"] for check in checks if "error" in check]
-            raise StageError(", ".join(failed) or f"the checks ended with status {status}, the last was {checks[-1:]}")
+    Raises:
+        ProbeError: a check failed.
+    """
+    output.mkdir(parents=True)
+    log = output / "log"
+    deadline = time.monotonic() + within_s
+    with TrainingProcess([sys.executable, "-m", "benchmarks.gpu_probe", "cpu" if cpu else "cuda"], log) as process:
+        while process.status() is None and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+        status = process.status()
+    checks = [json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"check"')]
+    for check in checks:
+        found = check.get("found") or f"FAILED: {check['error']}"
+        report.add(f"  {check['check']}", f"{found} ({check['seconds']} s)")
+    report.figures["probe"] = {check["check"]: check.get("found") for check in checks}
+    if status != 0:
+        failed = ", ".join(check["check"] for check in checks if "error" in check)
+        ended = "they took too long" if status is None else f"they ended with status {status}"
+        raise ProbeError(f"failed: {failed}" if failed else f"{ended} after {len(checks)} checks")
 
-    def _servers(self, within_s: float) -> None:
-        from benchmarks.gpu_servers import measure
 
-        measure(self._report, self._inputs, self._output / "servers", cpu=self._cpu, within_s=within_s)
+def cause(error: Exception, output: Path) -> str:
+    """Return one line with the cause of a failure and the place of its log."""
+    from benchmarks.training import TrainingFailedError
 
-    def _cause(self, name: str, error: Exception) -> str:
-        """Return one line with the cause of a failure and the place of its log."""
-        while isinstance(error, ExceptionGroup):
-            error = error.exceptions[0]
-        log, text = self._output / name, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        if isinstance(error, TimeoutError):
-            text = f"did not end within its deadline ({STAGES[name]:.0f} s, or what was left)"
-        if (summary := getattr(error, "summary", None)) is not None:  # a run of verl
-            log, text = log / "log", f"{summary}: {last_error((log / 'log').read_text(errors='replace'))}"
-        return f"{' '.join(text.split())[:LONGEST_CAUSE]} (log: {log})"
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    log, text = output, f"{type(error).__name__}: {error}"
+    if isinstance(error, TimeoutError):
+        text = "did not end in time"
+    if isinstance(error, TrainingFailedError):
+        log, text = error.log, f"{error.summary}: {last_error(error.log.read_text(errors='replace'))}"
+    return f"{' '.join(text.split())[:LONGEST_CAUSE]} (log: {log})"
 
 
 def last_error(log: str) -> str:
@@ -176,11 +177,11 @@ def main() -> int:
     )
     parser.add_argument("--cpu", action="store_true", help="rehearse the stages on the CPU, with tiny models: minutes")
     parser.add_argument(
-        "--only", nargs="+", choices=STAGES, metavar="STAGE", help=f"only these stages: {', '.join(STAGES)}"
+        "--only", nargs="+", choices=DEADLINES, metavar="STAGE", help=f"only these stages: {', '.join(DEADLINES)}"
     )
     parser.add_argument("--minutes", type=float, default=12.0, metavar="N", help="the longest time of all stages (12)")
     parser.add_argument(
-        *("--verl",),
+        "--verl",
         nargs="+",
         default=[],
         metavar="OPTION",
@@ -188,7 +189,7 @@ def main() -> int:
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.attention_backend=TRITON_ATTN",
     )
     parser.add_argument(
-        *("--output",), type=Path, default=Path("outputs/gpu"), metavar="DIR", help="folder of the logs (outputs/gpu)"
+        "--output", type=Path, default=Path("outputs/gpu"), metavar="DIR", help="folder of the logs (%(default)s)"
     )
     options = parser.parse_args()
     if options.minutes <= 0:
@@ -200,13 +201,17 @@ def main() -> int:
             parser.error("there is no NVIDIA GPU (no nvidia-smi); --cpu rehearses the stages on the CPU")
         if importlib.util.find_spec("vllm") is None:
             parser.error("vLLM is not installed: pip install 'verl[vllm]==0.9.1'")
-        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        if not gpu:
+            parser.error("CUDA_VISIBLE_DEVICES is empty: unset it, or name a GPU")
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
     signal.signal(signal.SIGTERM, _interrupt)
     console = Console(width=None if sys.stdout.isatty() else 140)
+    if options.cpu:
+        console.print("A rehearsal on the CPU: the figures say nothing about a GPU.", style="yellow")
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
     started = time.monotonic()
-    names = [name for name in STAGES if name in (options.only or STAGES)]
     try:
         with (
             Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
@@ -214,8 +219,10 @@ def main() -> int:
         ):
             report = Report(console, progress)
             report.figures["device"] = "cpu" if options.cpu else "cuda"
-            stages = Stages(report, Path(inputs), options.output.resolve(), options)
-            stages.run(names, started + 60 * options.minutes)
+            output = options.output.resolve()
+            found = stages(report, Path(inputs), output, cpu=options.cpu, more=tuple(options.verl))
+            chosen = {name: found[name] for name in DEADLINES if name in (options.only or DEADLINES)}
+            run(report, chosen, output, started + 60 * options.minutes - STOP_WITHIN_S)
     except KeyboardInterrupt:
         console.print("Interrupted; all processes have ended.")
         return 130

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,8 @@ from reward_loop.verl.mode_options import PIPELINE_MODE
 __all__ = ["MODES", "GpuRuns", "make_inputs"]
 
 HERE = Path(__file__).parent
-MODES = ("sync", PIPELINE_MODE, "verl")
+NAMES = {"sync": "sync", PIPELINE_MODE: PIPELINE_MODE, "verl": "verl's own command"}
+MODES = tuple(NAMES)
 """The runs that are compared: verl's mode in our command, ours, and verl's own command."""
 
 ON_THE_GPU = (
@@ -44,6 +46,7 @@ ON_THE_GPU = (
     "actor_rollout_ref.rollout.max_model_len=512",
     "actor_rollout_ref.rollout.max_num_seqs=256",
     "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1024",
+    "actor_rollout_ref.rollout.agent.num_workers=2",
     # One process that scores: judge.py limits the calls of its process.
     "reward.num_workers=1",
     "data.dataloader_num_workers=0",
@@ -217,34 +220,33 @@ class GpuRuns:
         if sets_latency:
             self._report.add("Judging of a step, R = generation and training", f"{judging:.2f} s")
             self._report.figures["judging_s"] = round(judging, 3)
-        name = "verl's own command" if mode == "verl" else mode
         failed = sum(row.get("reward_loop/failed", 0) for row in steps.rows)
-        self._report.add(name, steps.text + (f"; {failed:.0f} FAILED" if failed else ""))
+        self._report.add(NAMES[mode], steps.text + (f"; {failed:.0f} FAILED" if failed else ""))
         self._report.figures[mode] = {"step_s": round(steps.seconds, 3), "steps": len(steps.rows)}
-        if mode == PIPELINE_MODE:
-            hidden = steps.mean("reward_pipeline/hidden_share")
-            self._report.add("  share of the judging that is hidden", f"{hidden:.1%}")
-            self._report.figures[mode]["hidden_share"] = round(hidden, 4)
+        self._compare(mode)
 
-    def compare(self) -> None:
-        """Compare the modes that were run."""
+    def _compare(self, mode: str) -> None:
+        """Compare a mode that has just been run with those before it."""
         ours, judging = self._steps.get(PIPELINE_MODE), self._judge.seconds
         if ours is None or judging is None:
             return
+        if mode == PIPELINE_MODE:
+            hidden, share = ours.mean("reward_pipeline/hidden_share"), judging / ours.without_judging
+            self._report.add("  share of the judging that is hidden", f"{hidden:.1%}")
+            self._report.add("  R in comparison with its generation and training", f"{share:.2f}")
+            self._report.figures[mode] |= {"hidden_share": round(hidden, 4), "judging_share": round(share, 3)}
         # Over a few steps, a growing backlog of judging can stay unnoticed. A step therefore counts at least R seconds.
         lasting = max(ours.seconds, judging)
-        share = judging / ours.without_judging
-        self._report.add("  R in comparison with its generation and training", f"{share:.2f}")
-        self._report.figures["judging_share"] = round(share, 3)
-        for mode in ("sync", "verl"):
-            if (theirs := self._steps.get(mode)) is not None:
-                name = "verl's own command" if mode == "verl" else mode
-                self._report.add(f"{PIPELINE_MODE}, off the step of {name}", f"{1 - lasting / theirs.seconds:.1%}")
-                self._report.figures[f"reduction_{mode}"] = round(1 - lasting / theirs.seconds, 4)
+        for other in self._steps if mode == PIPELINE_MODE else (mode,):
+            if other != PIPELINE_MODE:
+                less = 1 - lasting / self._steps[other].seconds
+                self._report.add(f"  {PIPELINE_MODE}, off the step of {NAMES[other]}", f"{less:.1%}")
+                self._report.figures[f"reduction_{other}"] = round(less, 4)
 
     def learning(self, within_s: float) -> None:
         """Train the policy of the demo with its served reward model, and measure its accuracy before and after."""
         settings, output = self._size.learning, self._output / "learning"
+        deadline = time.monotonic() + within_s
         models = make_models(CACHE, settings.recipe)
         # The longest sequence of the demo's models.
         on_gpu = () if self._cpu else (*ON_THE_GPU, "actor_rollout_ref.rollout.max_model_len=64")
@@ -254,7 +256,7 @@ class GpuRuns:
             *(*on_gpu, *self._more),
         ]
         rows = settings.steps + 1  # one of the validation before training
-        self._run("learning", command, output, rows, within_s)
+        self._run("learning", command, output, rows, deadline - time.monotonic())
         report = read_report(output / "metrics.jsonl")
         found = report.as_dict()
         before, after = found["accuracy_before"], found["accuracy_after"]

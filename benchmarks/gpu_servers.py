@@ -34,7 +34,7 @@ ROUNDS = ("router", "direct") * 2
 _random = random.Random(1)
 
 
-def measure(report: Report, models: Path, logs: Path, *, cpu: bool, within_s: float) -> None:
+def measure(report: Report, models: Path, logs: Path, cpu: bool, within_s: float) -> None:
     """Serve ``judge`` (generative) and ``scorer`` (discriminative) of a folder, and add what was measured to a report.
 
     Args:
@@ -117,7 +117,9 @@ async def _compare_with_transformers(report: Report, model: Path, router: str, c
 def _logit(path: Path, sample: str) -> float:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()  # transformers reports a bias, which its class lacks; it is zero
     tokens = AutoTokenizer.from_pretrained(path)(sample)["input_ids"]
     model = AutoModelForSequenceClassification.from_pretrained(path).eval()
     with torch.no_grad():

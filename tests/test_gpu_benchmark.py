@@ -1,0 +1,224 @@
+"""The benchmark of one GPU: its commands for a GPU, and its stages on the CPU, also those that fail."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks import gpu
+from benchmarks.report import Report
+from tests.gsm8k import ROOT
+
+training = pytest.importorskip("benchmarks.training", reason="verl's packages are not installed")
+gpu_runs = pytest.importorskip("benchmarks.gpu_runs")
+
+COMMAND = [sys.executable, "-m", "benchmarks.gpu", "--cpu"]
+MUCH_S = 1000.0
+
+
+@pytest.fixture
+def report() -> Report:
+    console = Console(file=io.StringIO(), width=200)
+    return Report(console, Progress(console=console, disable=True))
+
+
+def test_stages_that_fail_are_named_with_cause_and_log_and_the_next_ones_run(report: Report, tmp_path: Path) -> None:
+    given: dict[str, float] = {}
+
+    def verl(within_s: float) -> None:
+        (tmp_path / "sync").mkdir()
+        log = tmp_path / "sync" / "log"
+        log.write_text("Starting\nTraceback:\n  torch.OutOfMemoryError: CUDA out of memory.\nThe runner has ended.\n")
+        raise training.TrainingFailedError(log, "ended with status 1 after 2 of 4 steps")
+
+    def servers(within_s: float) -> None:
+        given["servers"] = within_s
+        raise ExceptionGroup("several", [TimeoutError()])
+
+    def learning(within_s: float) -> None:
+        given["learning"] = within_s
+
+    stages = {"sync": verl, "servers": servers, "learning": learning}
+    gpu.run(report, stages, tmp_path, time.monotonic() + MUCH_S)
+    assert given == {"servers": gpu.DEADLINES["servers"], "learning": gpu.DEADLINES["learning"]}
+    assert report.figures["failed"] == {
+        "sync": "ended with status 1 after 2 of 4 steps: torch.OutOfMemoryError: CUDA out of memory. "
+        f"(log: {tmp_path}/sync/log)",
+        "servers": f"did not end in time (log: {tmp_path}/servers)",
+    }
+    assert report.figures["left_out"] == []
+    assert report.figures["stage_s"].keys() == stages.keys()
+
+
+def test_stages_without_time_are_left_out_and_others_get_the_time_that_is_left(report: Report, tmp_path: Path) -> None:
+    given: list[float] = []
+    gpu.run(report, {"learning": given.append}, tmp_path, time.monotonic() + gpu.LEAST_S + 30.0)
+    assert gpu.LEAST_S < given[0] <= gpu.LEAST_S + 30.0 < gpu.DEADLINES["learning"]
+    gpu.run(report, {"learning": given.append}, tmp_path, time.monotonic() + gpu.LEAST_S - 1.0)
+    assert len(given) == 1
+    assert report.figures["left_out"] == ["learning"]
+
+
+def test_judging_takes_as_long_as_the_generation_and_training_that_were_measured(tmp_path: Path) -> None:
+    size = gpu_runs.GPU
+    judge = gpu_runs.JudgeLatency(tmp_path / "scale", size)
+    first = [{"timing_s/gen": 50.0, "timing_s/update_actor": 9.0}] * size.first
+    judge.look(first)
+    assert judge.seconds is None
+    assert float(judge.file.read_text()) == 0
+    judge.look([*first, {"timing_s/gen": 3.0, "timing_s/update_actor": 4.0, "timing_s/old_log_prob": 1.0}])
+    judge.look([*first, {"timing_s/gen": 3.0, "timing_s/update_actor": 4.0}, {"timing_s/gen": 9.0}])
+    assert judge.seconds == 8.0
+    scale = float(judge.file.read_text())
+    assert training.seconds_of_judging(scale, size.samples, size.judged_at_a_time) == pytest.approx(8.0)
+
+
+def test_the_modes_are_compared_by_the_steps_that_have_the_latency(
+    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(seconds: float, **more: float) -> dict[str, float]:
+        return {"timing_s/step": seconds, "timing_s/gen": 4.0, "timing_s/update_actor": 6.0, **more}
+
+    ours = {"reward_pipeline/generation_s": 4.0, "reward_pipeline/hidden_share": 0.95}
+    size = gpu_runs.GPU
+    uncounted = [step(90.0)] * size.first
+    logged = {
+        "sync": [*uncounted, step(10.0), step(15.0), *[step(20.0)] * size.counted],
+        "reward_pipeline": [*uncounted, *[step(9.0, **ours)] * size.counted, step(1.0)],
+        "verl": [*uncounted, *[step(25.0)] * size.counted],
+    }
+
+    def run(command: list[str], output: Path, steps: int, look: Any, within_s: float) -> list[dict[str, float]]:
+        rows = logged[output.name]
+        assert steps == len(rows)
+        look(rows)
+        return rows
+
+    monkeypatch.setattr(training, "run", run)
+    runs = gpu_runs.GpuRuns(report, tmp_path, tmp_path, cpu=False, more=())
+    for mode in gpu_runs.MODES:
+        runs.compared(mode, MUCH_S)
+    figures = report.figures
+    assert {mode: figures[mode]["step_s"] for mode in gpu_runs.MODES} == {"sync": 20, "reward_pipeline": 9, "verl": 25}
+    assert figures["judging_s"] == 10
+    assert figures["reward_pipeline"] == {"step_s": 9, "steps": size.counted, "hidden_share": 0.95, "judging_share": 1}
+    # A step counts as long as its judging.
+    assert (figures["reduction_sync"], figures["reduction_verl"]) == (0.5, 0.6)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("stage", ["colocated", *gpu_runs.MODES, "learning"])
+def test_the_commands_for_a_gpu_pass_our_checks_and_verls(
+    stage: str,
+    report: Report,
+    tmp_path: Path,
+    tiny_generative_model: Path,
+    tiny_discriminative_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from hydra import compose, initialize_config_dir
+    from verl.utils.config import validate_config
+
+    from reward_loop.verl.main_ppo import check_function
+    from reward_loop.verl.resolve import resolve
+    from reward_loop.verl.settings import CONFIG_DIR, verl_config_dir
+
+    class CommandRead(Exception):
+        pass
+
+    def read(command: list[str], *_: Any) -> None:
+        commands.append(command)
+        raise CommandRead
+
+    commands: list[list[str]] = []
+    for name, model in (("judge", tiny_generative_model), ("reward_model", tiny_discriminative_model)):
+        (tmp_path / name).symlink_to(model)
+    monkeypatch.setattr(training, "run", read)
+    monkeypatch.setattr(gpu_runs, "make_models", lambda *_: SimpleNamespace(directory=tmp_path))
+    monkeypatch.setattr("reward_loop.serving.engines.Vllm._on_cpu", lambda *_: False)
+    runs = gpu_runs.GpuRuns(report, tmp_path, tmp_path, cpu=False, more=("trainer.total_epochs=7",))
+    run = getattr(runs, stage) if stage in ("colocated", "learning") else lambda s: runs.compared(stage, s)
+    with pytest.raises(CommandRead):
+        run(MUCH_S)
+    (command,) = commands
+    for variable in command[1 : command.index(sys.executable)]:
+        monkeypatch.setenv(*variable.split("=", 1))
+    module, *overrides = command[command.index("-m") + 1 :]
+    assert module == ("verl.trainer.main_ppo" if stage == "verl" else "reward_loop.verl.main_ppo")
+    assert all("=" in override for override in overrides), "no configuration of the CPU"
+    if stage == "verl":
+        with initialize_config_dir(str(verl_config_dir()), version_base=None):
+            config = compose("ppo_trainer", overrides)
+    else:
+        searchpath = f"hydra.searchpath=[file://{verl_config_dir()},file://{CONFIG_DIR}]"
+        with initialize_config_dir(str(CONFIG_DIR), version_base=None):
+            settings = resolve(compose("reward_loop_trainer", [searchpath, *overrides]))
+        check_function(settings)
+        config = settings.config
+        assert settings.mode.name == ("reward_pipeline" if stage in ("reward_pipeline", "learning") else "sync")
+        placement = {"colocated": "colocated", "learning": "local"}.get(stage)
+        assert (settings.model.placement if settings.model else None) == placement
+    validate_config(config=config, use_reference_policy=False, use_critic=False)
+    assert config.trainer.total_epochs == 7
+    assert config.actor_rollout_ref.rollout.name == "vllm"
+    batch = config.data.train_batch_size
+    assert batch % config.actor_rollout_ref.actor.ppo_mini_batch_size == 0
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    assert longest <= config.actor_rollout_ref.rollout.max_model_len
+
+
+@pytest.mark.integration
+def test_stages_on_the_cpu(tmp_path: Path) -> None:
+    # Each of the others is another run of verl, so they are rehearsed by hand: see CONTRIBUTING.md.
+    done = subprocess.run(
+        [*COMMAND, "--output", str(tmp_path), "--only", "probe", "servers", "reward_pipeline"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    printed = done.stdout
+    assert done.returncode == 0, printed + done.stderr
+    figures = json.loads(printed.splitlines()[-1])
+    assert (figures["failed"], figures["left_out"]) == ({}, [])
+    assert "MISSED" not in printed, printed
+    assert figures["device"] == "cpu"
+    assert all(figures["probe"].values())
+    assert figures["servers"]["killed"]["failed"] == 0 < figures["servers"]["killed"]["in_flight"]
+    for model in ("judge", "scorer"):
+        assert figures["servers"][model]["router_per_s"] > 0 < figures["servers"][model]["direct_per_s"]
+    assert figures["judging_s"] > 0
+    assert figures["reward_pipeline"]["steps"] == gpu_runs.CPU.counted
+    assert figures["reward_pipeline"]["step_s"] > 0
+    assert 0 <= figures["reward_pipeline"]["hidden_share"] <= 1
+
+
+@pytest.mark.integration
+def test_an_interruption_leaves_no_process(tmp_path: Path) -> None:
+    command = [*COMMAND, "--output", str(tmp_path), "--only", "servers"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert any("ready after" in line for line in process.stdout)
+            started = psutil.Process(process.pid).children(recursive=True)
+            assert len(started) >= 3, "a router and two servers"
+            process.send_signal(signal.SIGINT)
+            printed = process.stdout.read()
+            assert process.wait(60) == 130
+        finally:
+            process.kill()
+    assert "Interrupted; all processes have ended." in printed
+    _, left = psutil.wait_procs(started, timeout=30)
+    assert left == []
