@@ -70,8 +70,10 @@ QUICK = Settings(
 )
 
 
-COMMAND = (sys.executable, "-m", "reward_loop.verl.main_ppo", "--config-name", "cpu")
-"""The command that trains; `training_options` follow."""
+def training_command(models: Models, output: Path, settings: Settings) -> list[str]:
+    """Return the command that trains on a CPU."""
+    command = [sys.executable, "-m", "reward_loop.verl.main_ppo", "--config-name", "cpu"]
+    return command + training_options(models, output, settings)
 
 
 def training_options(models: Models, output: Path, settings: Settings) -> list[str]:
@@ -217,7 +219,7 @@ def run(console: Console, output: Path, settings: Settings) -> int:
         console.print(str(error), markup=False, highlight=False)
         return 1
     made = time.monotonic()
-    status = train(console, [*COMMAND, *training_options(models, output, settings)], output)
+    status = train(console, training_command(models, output, settings), output)
     report, log = read_report(output / "metrics.jsonl"), output / "train.log"
     if status != 0:
         tail = log.read_text(errors="replace").splitlines()[-LOG_TAIL:]
