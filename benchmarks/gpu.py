@@ -107,6 +107,7 @@ def stages(report: Report, inputs: Path, output: Path, *, cpu: bool, more: tuple
 
 def run(report: Report, stages: Mapping[str, Stage], output: Path, until: float) -> None:
     """Run stages, each until its end or its deadline, and all until a time of the monotonic clock."""
+    output.mkdir(parents=True, exist_ok=True)
     failed: dict[str, str] = {}
     left_out: list[str] = []
     seconds: dict[str, float] = {}
@@ -132,7 +133,7 @@ def probe(report: Report, output: Path, cpu: bool, within_s: float) -> None:
     Raises:
         ProbeError: a check failed.
     """
-    output.mkdir(parents=True)
+    output.mkdir()
     log = output / "log"
     deadline = time.monotonic() + within_s
     with TrainingProcess([sys.executable, "-m", "benchmarks.gpu_probe", "cpu" if cpu else "cuda"], log) as process:

@@ -201,12 +201,15 @@ class GpuRuns:
         """Train in one of `MODES`, with judging that takes as long as generation and training.
 
         The first of these runs measures generation and training in steps that are not counted.
+
+        Raises:
+            RuntimeError: no step had the latency from its beginning.
         """
         size, output = self._size, self._output / mode
         sets_latency = self._judge.seconds is None
-        uncounted = size.first + (2 if sets_latency else 0)
         # In the last step of our mode, no next batch is generated.
-        total = uncounted + size.counted + (mode == PIPELINE_MODE)
+        last = int(mode == PIPELINE_MODE)
+        total = size.first + 2 * sets_latency + size.counted + last
         command = self._command(
             *(mode, output, total),
             # Keeps the policy constant: one that learns would write responses of another length.
@@ -214,9 +217,11 @@ class GpuRuns:
         )
         look = self._judge.look if sets_latency else lambda rows: None
         rows = self._run(mode, command, output, total, within_s, look)
-        steps = self._steps[mode] = training.Steps(rows[uncounted : uncounted + size.counted])
-        judging = self._judge.seconds
-        assert judging is not None
+        judging, uncounted = self._judge.seconds, self._judge.after + 1 if sets_latency else size.first
+        counted = rows[uncounted : total - last]
+        if judging is None or not counted:
+            raise RuntimeError("the steps were too short to set the judge's latency")
+        steps = self._steps[mode] = training.Steps(counted)
         if sets_latency:
             self._report.add("Judging of a step, R = generation and training", f"{judging:.2f} s")
             self._report.figures["judging_s"] = round(judging, 3)
@@ -332,18 +337,20 @@ class JudgeLatency:
 
     Attributes:
         seconds: R, the seconds of judging a step at full concurrency; ``None`` until it is set.
+        after: the number of steps after which it was set. The next step has it only in part.
     """
 
     def __init__(self, file: Path, size: Size) -> None:
         self.file = file
         self.seconds: float | None = None
+        self.after = 0
         self._size = size
         training.write_scale(file, 0.0)
 
     def look(self, rows: list[dict[str, float]]) -> None:
-        """Set the latency after the first step that is not a first one. The step after it has it only in part."""
+        """Set the latency as soon as a step is complete that is not one of the first."""
         first = self._size.first
         if self.seconds is None and len(rows) > first:
-            self.seconds = training.Steps(rows[first : first + 1]).without_judging
+            self.seconds, self.after = training.Steps(rows[first:]).without_judging, len(rows)
             once = training.seconds_of_judging(1.0, self._size.samples, self._size.judged_at_a_time)
             training.write_scale(self.file, self.seconds / once)

@@ -23,6 +23,7 @@ __all__ = [
     "BLOCK",
     "FIRST",
     "INTERVALS",
+    "JUDGE",
     "MODES",
     "POLL_S",
     "PROMPTS",

@@ -80,7 +80,7 @@ def test_judging_takes_as_long_as_the_generation_and_training_that_were_measured
     assert float(judge.file.read_text()) == 0
     judge.look([*first, {"timing_s/gen": 3.0, "timing_s/update_actor": 4.0, "timing_s/old_log_prob": 1.0}])
     judge.look([*first, {"timing_s/gen": 3.0, "timing_s/update_actor": 4.0}, {"timing_s/gen": 9.0}])
-    assert judge.seconds == 8.0
+    assert (judge.seconds, judge.after) == (8.0, size.first + 1)
     scale = float(judge.file.read_text())
     assert training.seconds_of_judging(scale, size.samples, size.judged_at_a_time) == pytest.approx(8.0)
 
@@ -103,7 +103,8 @@ def test_the_modes_are_compared_by_the_steps_that_have_the_latency(
     def run(command: list[str], output: Path, steps: int, look: Any, within_s: float) -> list[dict[str, float]]:
         rows = logged[output.name]
         assert steps == len(rows)
-        look(rows)
+        for made in range(steps + 1):
+            look(rows[:made])
         return rows
 
     monkeypatch.setattr(training, "run", run)
@@ -183,7 +184,7 @@ def test_the_commands_for_a_gpu_pass_our_checks_and_verls(
 def test_stages_on_the_cpu(tmp_path: Path) -> None:
     # Each of the others is another run of verl, so they are rehearsed by hand: see CONTRIBUTING.md.
     done = subprocess.run(
-        [*COMMAND, "--output", str(tmp_path), "--only", "probe", "servers", "reward_pipeline"],
+        [*COMMAND, "--output", str(tmp_path / "output"), "--only", "probe", "servers", "reward_pipeline"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -207,7 +208,7 @@ def test_stages_on_the_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 def test_an_interruption_leaves_no_process(tmp_path: Path) -> None:
-    command = [*COMMAND, "--output", str(tmp_path), "--only", "servers"]
+    command = [*COMMAND, "--output", str(tmp_path / "output"), "--only", "servers"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
