@@ -141,6 +141,7 @@ def probe(report: Report, output: Path, cpu: bool, within_s: float) -> None:
             time.sleep(LOOK_S)
         status = process.status()
     checks = [json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"check"')]
+    report.add("Checks of the machine", f"{sum('found' in check for check in checks)} passed")
     for check in checks:
         found = check.get("found") or f"FAILED: {check['error']}"
         report.add(f"  {check['check']}", f"{found} ({check['seconds']} s)")
