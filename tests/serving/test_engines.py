@@ -223,6 +223,7 @@ def test_each_server_gets_gpus_of_its_own(variable: str, monkeypatch: pytest.Mon
     assert shares.share(0, 2, {}, "b") == [{}, {}]
     assert shares.share(1, 2, {}, "c") == [visible("6"), visible("7")]
     assert shares.share(1, 1, {variable: "4"}, "d") == [visible("4")]
+    assert shares.share(1, 2, {variable: "4,4"}, "d") == [visible("4")] * 2, "two servers of a model on one GPU"
     with pytest.raises(ConfigError, match=r"model 'e': 1 server\(s\) with 1 GPU\(s\) each need 1, and 0 are free"):
         shares.share(1, 1, {}, "e")
 
