@@ -2,6 +2,7 @@ import contextlib
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -650,6 +651,46 @@ def test_a_second_ctrl_c_ends_a_run_that_does_not_stop(folder):
                 break
         assert running.returncode == 130
         assert "Interrupted again: ended at once." in running.stderr.read()
+
+
+SPINS = """
+import pathlib
+async def compute_score():
+    pathlib.Path("blocks").touch()
+    while True:
+        pass
+"""
+SLEEPS = """
+import pathlib, time
+async def compute_score():
+    pathlib.Path("blocks").touch()
+    time.sleep(3000)
+"""
+CATCHES_ALL = """
+import pathlib
+async def compute_score():
+    while True:
+        try:
+            pathlib.Path("blocks").touch()
+            while True:
+                pass
+        except BaseException:
+            pass
+"""
+
+
+@pytest.mark.parametrize("source", [SPINS, SLEEPS, CATCHES_ALL], ids=["spins", "sleeps", "catches all"])
+def test_ctrl_c_ends_a_function_that_blocks_the_event_loop_and_names_its_line(folder, source):
+    with scoring(folder, source, prepare="from reward_loop._util import signals; signals.BLOCKED_S = 0.1") as running:
+        wait_until(running, (folder / "blocks").exists)
+        running.send_signal(signal.SIGINT)
+        _, errors = running.communicate(timeout=120)
+    assert running.returncode == 130, errors
+    assert re.search(r"compute_score \(.*function\.py:[5-9]\) block", errors)
+    assert "Traceback" not in errors
+    if source is not CATCHES_ALL:
+        assert "rerun the command to resume" in errors
+        assert not any(path.read_bytes() for path in (folder / "rollouts.scored").glob("*.jsonl"))
 
 
 SIMULATE = ("simulate", "--batch=8", "--responses=2", "--judge=constant:4", "--concurrency=8", "--steps=5")

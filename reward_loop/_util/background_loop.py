@@ -5,13 +5,22 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Generic, TypeVar
 
+from reward_loop._util.loop_pulse import LoopPulse
+
 __all__ = ["in_background"]
+
+logger = logging.getLogger(__name__)
+
+BLOCKED_S = 10.0
+"""The seconds for which the loop may run no callback before its thread, a daemon, is left running at the end."""
+_LOOK_S = 1.0
 
 T = TypeVar("T")
 
@@ -21,7 +30,7 @@ def in_background(new: Callable[[], AbstractAsyncContextManager[T]], *, name: st
     """Enter an async context manager on an event loop in a background thread, and exit it when the block ends.
 
     If the interpreter exits inside the block, the context manager is exited then. Exceptions of its entry and exit are
-    raised here.
+    raised here. If code blocks the event loop, the thread is left running when the block ends, with a warning.
 
         with in_background(lambda: RewardModelManager(config), name="reward-model-manager") as manager:
             ...
@@ -50,6 +59,8 @@ class _Background(Generic[T]):
         self._serving = self._loop.create_task(self._serve())
         self._entered: Future[T] = Future()
         self._left: Future[None] = Future()
+        self._name = name
+        self._pulse: LoopPulse | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> T:
@@ -60,7 +71,11 @@ class _Background(Generic[T]):
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):  # the thread has just ended and closed the loop
                 self._loop.call_soon_threadsafe(self._serving.cancel)
-            self._thread.join()
+        while self._thread.is_alive():
+            self._thread.join(_LOOK_S)
+            if self._pulse is not None and self._pulse.blocked_s() > BLOCKED_S:
+                logger.warning("%s: its thread is left running, since %s blocks it", self._name, self._pulse.line())
+                return
         if self._left.done():
             self._left.result()
 
@@ -69,6 +84,7 @@ class _Background(Generic[T]):
             self._loop.run_until_complete(self._serving)
 
     async def _serve(self) -> None:
+        self._pulse = LoopPulse(self._loop)
         try:
             async with self._new() as value:
                 self._entered.set_result(value)

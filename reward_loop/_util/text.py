@@ -20,6 +20,7 @@ __all__ = [
     "listing",
     "rounded",
     "shorten",
+    "user_frame",
     "user_lines",
 ]
 
@@ -120,13 +121,22 @@ def user_lines(error: BaseException) -> str:
 
 def last_user_frame(error: BaseException) -> traceback.FrameSummary | None:
     """Return the last frame of the user's own code in the traceback, or else the last frame of a library."""
-    frames = _frames(error)
+    return user_frame(traceback.extract_tb(error.__traceback__))
+
+
+def user_frame(stack: Iterable[traceback.FrameSummary]) -> traceback.FrameSummary | None:
+    """Return the last frame of the user's own code in a stack, or else the last frame of a library."""
+    frames = _without_ours(stack)
     last = _last_of_user(frames)
     return frames[-1 if last is None else last] if frames else None
 
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
-    return [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OURS)]
+    return _without_ours(traceback.extract_tb(error.__traceback__))
+
+
+def _without_ours(stack: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    return [frame for frame in stack if not frame.filename.startswith(_OURS)]
 
 
 def _last_of_user(frames: list[traceback.FrameSummary]) -> int | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from reward_loop._util.api_keys import api_key_of
+from reward_loop._util.signals import LoopBreaker
 from reward_loop._util.sockets import is_loopback, listen, url_of
 from reward_loop._util.standard_streams import print_line
 from reward_loop.errors import ConfigError
@@ -152,14 +153,26 @@ def serve_until_signal(
     The signal handler calls ``on_signal`` for each signal; repeated signals within a second count once. Its argument is
     a function that stops the server: until it is called, from any thread, the server accepts connections, so that the
     app can refuse requests with a reason. The third signal ends the server without waiting for the app.
+
+    Raises:
+        LoopBlocked: after a signal, code of the app blocked the event loop.
     """
     import uvicorn
 
     class Server(uvicorn.Server):
         signals = 0
         latest = 0.0
+        breaker: LoopBreaker | None = None
+
+        async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+            with LoopBreaker() as self.breaker:
+                await super().serve(sockets)
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if self.breaker is not None:
+                if self.breaker.raises():
+                    return
+                self.breaker.start()
             now = time.monotonic()
             if self.signals and now < self.latest + _SAME_S:
                 return

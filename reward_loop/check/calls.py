@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
+import threading
 import time
 import types
-from collections.abc import Generator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from reward_loop._util.loop_pulse import line_on_loop
 from reward_loop.config import AuditConfig, CacheConfig, RewardLoopConfig
 from reward_loop.errors import ConfigError
 from reward_loop.managers import CompositeRewardLoopManager, RewardLoopManagerBase
@@ -18,6 +22,9 @@ from reward_loop.scoring import ListScoringFunction, ScoringFunction
 from reward_loop.types import RewardSample, is_returned
 
 __all__ = ["Callee", "Calls", "Finding", "Row", "StepTimer"]
+
+_LOOK_S = 0.005
+"""The seconds between two looks at the line that an event loop is at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,23 +178,47 @@ class Calls:
 
 
 class StepTimer:
-    """Measures the longest step of all tasks that are created while it is open.
+    """Measures the longest step of all tasks that are created while it is open, and finds the line of code in it.
 
     A step is what a task does between two waits; no other task runs meanwhile. Unlike the delay of a timer, it does not
     grow when other processes use the machine's cores while this one waits.
+
+    Args:
+        on_blocked: called in another thread, once, when a step has taken ``blocked_s`` seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, blocked_s: float = math.inf, on_blocked: Callable[[], None] = lambda: None) -> None:
         self.longest_s = 0.0
+        self.line: str | None = None
+        """Where the longest step spent most of its time, such as ``compute_score (reward.py:12)``; ``None`` if it was
+        short."""
+        self._blocked_s = blocked_s
+        self._on_blocked = on_blocked
+        self._step: _Step | None = None
+        self._closed = threading.Event()
 
     def __enter__(self) -> StepTimer:
         self._loop = asyncio.get_running_loop()
         self._factory = self._loop.get_task_factory()
         self._loop.set_task_factory(self._new_task)
+        thread = threading.get_ident()
+        threading.Thread(target=self._look, args=(thread,), name="step-timer", daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._closed.set()
         self._loop.set_task_factory(self._factory)
+
+    def _look(self, thread: int) -> None:
+        while not self._closed.wait(_LOOK_S):
+            step = self._step
+            if step is None:
+                continue
+            if (line := line_on_loop(thread)) is not None:
+                step.lines[line] += 1
+            if time.perf_counter() - step.started > self._blocked_s:
+                self._on_blocked()
+                return
 
     def _new_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
         task = asyncio.Task(self._run(coroutine), loop=loop, **options)
@@ -201,14 +232,25 @@ class StepTimer:
     def _steps(self, coroutine: Any) -> Generator[Any, Any, Any]:
         step, value = coroutine.send, None
         while True:
-            started = time.perf_counter()
+            measured = self._step = _Step(time.perf_counter(), Counter())
             try:
                 future = step(value)
             except StopIteration as stop:
                 return stop.value
             finally:
-                self.longest_s = max(self.longest_s, time.perf_counter() - started)
+                self._step = None
+                seconds = time.perf_counter() - measured.started
+                if seconds > self.longest_s:
+                    self.longest_s = seconds
+                    self.line = next((line for line, _ in measured.lines.most_common(1)), None)
             try:
                 step, value = coroutine.send, (yield future)
             except BaseException as error:  # also the cancellation of the task
                 step, value = coroutine.throw, error
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    started: float
+    lines: Counter[str]
+    """The line at which the step was when the thread of the timer looked -> how often."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
 from dataclasses import asdict
 from itertools import islice
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,15 +16,16 @@ from rich.table import Table
 
 from reward_loop._util import cli_options
 from reward_loop._util.json import encode
-from reward_loop._util.signals import run
+from reward_loop._util.signals import LoopBlocked, end_blocking_code, run
 from reward_loop._util.standard_streams import console, reserve_stdout
 from reward_loop._util.text import cut, duration, shorten
 from reward_loop.check import dry_run
-from reward_loop.check.dry_run import Report
+from reward_loop.check.calls import Callee, Finding
+from reward_loop.check.dry_run import AWAIT, Report
 from reward_loop.check.judge import most_calls
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, FunctionLoadError
-from reward_loop.managers.scorer import load_scorer
+from reward_loop.managers.scorer import Scorer, functions_of, load_scorer
 from reward_loop.offline.fields import Fields
 from reward_loop.offline.inputs import Inputs
 from reward_loop.scoring import load_function
@@ -116,7 +118,8 @@ def check(
         spinner = Spinner("dots", "loading")
         # stdout is already redirected to stderr. Live must not redirect it again.
         with Live(spinner, console=err, transient=True, redirect_stdout=False):
-            report = run(
+            report = _run(
+                scorer,
                 dry_run.check(
                     scorer.loaded,
                     samples,
@@ -127,7 +130,8 @@ def check(
                     concurrency=concurrency,
                     judge=judge,
                     on_step=lambda step: spinner.update(text=f"checking {step}"),
-                )
+                    on_stuck=end_blocking_code,
+                ),
             )
         if as_json:
             stdout.write(encode(asdict(report) | {"problems": len(report.problems)}).decode() + "\n")
@@ -135,6 +139,18 @@ def check(
             _show(report, console(stdout))
     if report.problems:
         raise typer.Exit(1)
+
+
+def _run(scorer: Scorer, checking: Coroutine[Any, Any, Report]) -> Report:
+    """Run the check. A function that never lets the event loop run ends it with a report of that problem."""
+    try:
+        return run(checking)
+    except LoopBlocked as error:
+        if not error.is_own:
+            raise
+        callees = [Callee(one.name, one.is_async, one.in_processes) for one in functions_of(scorer.manager)]
+        text = f"{error.line} does not let the event loop run, and no deadline holds: the check ended. Fix: {AWAIT}"
+        return Report(callees, findings=[Finding("event loop", "problem", text)])
 
 
 def _show(report: Report, out: Console) -> None:

@@ -20,10 +20,17 @@ __all__ = ["Finding", "Report", "check"]
 MAX_BLOCKED_S = 0.02
 """Maximum time in seconds for which a call may block the event loop, and with it all other samples."""
 
+AWAIT = (
+    "await slow calls (sync ones with `await asyncio.to_thread(...)`), or make it a plain `def`, which runs in a thread"
+)
+"""What to change in a function that blocks the event loop."""
+
 _ERROR_CHARACTERS = 2000
 """Maximum number of characters of an error that are shown."""
 _HUGE_CHARACTERS = 1_000_000
 _HUGE_TIMEOUT_S = 30.0
+_STUCK_S = 30.0
+"""The seconds for which a call may block the event loop before the check ends. No deadline holds meanwhile."""
 _MALFORMED = '\x00\ufffd \\boxed{1 {{ ((( ``` <think> {"a": [1, "\u202e\U0001f600 #### $$ %s %d \\x \n\r\n\t'
 _OWN_LOOP = "the function runs its own event loop: make it `async def` and use await"
 _ADVICE = {
@@ -64,6 +71,7 @@ async def check(
     max_blocked_s: float = MAX_BLOCKED_S,
     judge: bool = False,
     on_step: Callable[[str], None] = lambda step: None,
+    on_stuck: Callable[[], None] = lambda: None,
 ) -> Report:
     """Call a reward function in the ways that a run may call it, and report what goes wrong.
 
@@ -83,6 +91,8 @@ async def check(
         judge: whether to also make probes of the judge, which are `most_calls` further calls at most, and to score the
             labelled answers of ``options.audit``.
         on_step: called with a description of each step before it starts.
+        on_stuck: called in another thread when a call has blocked the event loop for 30 s, or its deadline if that is
+            shorter. It may end the check by an exception in the thread of the loop.
 
     Raises:
         FunctionLoadError: the function cannot be called with the arguments of the reward loop.
@@ -108,7 +118,8 @@ async def check(
         calls.check_probes()
         if options.audit.labelled:
             labelled = LabelledAnswers(options.audit.labelled, every=1).due(None, (0, 1))
-    checks = _Checks(calls, samples, concurrency, max_blocked_s)
+    stuck_s = min([_STUCK_S, *(one.timeout for one in calls.functions.values() if one.timeout)])
+    checks = _Checks(calls, samples, concurrency, max_blocked_s, stuck_s, on_stuck)
     report = Report(calls.callees(), calls.is_batched)
     try:
         for step, find in (
@@ -135,7 +146,17 @@ async def check(
 
 
 class _Checks:
-    def __init__(self, calls: Calls, samples: Sequence[RewardSample], concurrency: int, max_blocked_s: float) -> None:
+    def __init__(
+        self,
+        calls: Calls,
+        samples: Sequence[RewardSample],
+        concurrency: int,
+        max_blocked_s: float,
+        stuck_s: float,
+        on_stuck: Callable[[], None],
+    ) -> None:
+        self.stuck_s = stuck_s
+        self.on_stuck = on_stuck
         self.calls = calls
         self.samples = samples
         self.concurrency = concurrency
@@ -143,7 +164,7 @@ class _Checks:
         self.first: list[Row] = []
         """The results of the first round."""
         self.deterministic = True
-        self.blocked: list[list[float]] = []
+        self.blocked: list[list[StepTimer]] = []
         """For each round: for how many seconds each call blocked the event loop."""
 
     async def samples_score(self) -> list[Finding]:
@@ -181,14 +202,16 @@ class _Checks:
             where = "processes" if self.calls.in_processes else "threads"
             return Finding("event loop", "ok", f"the function is sync and runs in {where}, where it may block")
         # The smaller of two measurements: imports and a busy machine delay one call, a blocking function each of them.
-        blocked = max(min(both) for both in zip(*self.blocked, strict=True))
+        both = [min(pair, key=lambda timer: timer.longest_s) for pair in zip(*self.blocked, strict=True)]
+        longest = max(both, key=lambda timer: timer.longest_s)
+        blocked = longest.longest_s
         if blocked <= self.max_blocked_s:
             return Finding("event loop", "ok", f"not blocked for more than {duration(max(blocked, 0.001))}")
         return Finding(
             "event loop",
             "problem",
-            f"the function blocks the event loop for {duration(blocked)}, and with it all other samples: await slow "
-            "calls (sync ones with `await asyncio.to_thread(...)`), or make it a plain `def`, which runs in a thread",
+            f"{longest.line or 'the function'} blocks the event loop for {duration(blocked)}, and with it all other "
+            f"samples: {AWAIT}",
         )
 
     async def concurrent_calls(self) -> list[Finding]:
@@ -252,9 +275,9 @@ class _Checks:
         rows: list[Row] = []
         blocked = []
         for samples in [self.samples] if self.calls.is_batched else [[sample] for sample in self.samples]:
-            with StepTimer() as timer:
+            with StepTimer(self.stuck_s, self.on_stuck) as timer:
                 rows += await asyncio.create_task(self.calls.run(samples))
-            blocked.append(timer.longest_s)
+            blocked.append(timer)
         self.blocked.append(blocked)
         return rows
 

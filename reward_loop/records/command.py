@@ -219,8 +219,9 @@ def stuck(
     """Ask running jobs which samples have been running longest.
 
     Every process that scores samples answers, such as the reward workers of a
-    verl run on this machine, also while its event loop is blocked. It shows the
-    number of running samples, and of the oldest ones the name, function, time,
+    verl run on this machine, also while its event loop is blocked: the line of
+    code that blocks it is shown. It shows the number of running samples, and of
+    the oldest ones the name, function, time,
     and what they wait for: requests by reward_loop.client, limits, a free
     thread or process, the other samples of a batch or group, and the pause
     before the next attempt. Run it on each node of a job.
@@ -249,6 +250,11 @@ def stuck(
 def _show_process(answer: dict[str, Any], out: Console, threads: bool) -> None:
     out.print(f"[bold]process {answer['pid']}[/]: {escape(answer['command'])}")
     out.print(f"{answer['running']} samples are running")
+    for loop in answer["blocked"]:
+        out.print(
+            f"[bold red]blocked:[/] {escape(loop['line'])} has not let the event loop run for "
+            f"{duration(loop['seconds'])}: all other samples wait"
+        )
     if answer["oldest"]:
         table = Table(box=None, pad_edge=False)
         table.add_column("seconds", justify="right")

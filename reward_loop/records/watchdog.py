@@ -1,4 +1,4 @@
-"""The watchdog thread: logs slow samples, and answers ``reward-loop stuck`` and ``reward-loop limits``.
+"""The watchdog thread: logs slow samples and blocked event loops, and answers ``reward-loop stuck`` and ``limits``.
 
 A process has at most one watchdog. It listens on an abstract Unix socket named after the user and the process id. It
 answers only processes of the same user or of root. As a thread, it also answers while an event loop is blocked.
@@ -6,6 +6,7 @@ answers only processes of the same user or of root. As a thread, it also answers
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -16,11 +17,13 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from reward_loop._util.framing import frame, receive_frame
+from reward_loop._util.loop_pulse import LoopPulse
 from reward_loop.errors import ConfigError
 from reward_loop.records.active import ActiveSample, active_samples
 
@@ -35,10 +38,19 @@ _TALK_S = 5.0
 """Timeout in seconds for reading a client's question, and for sending the answer."""
 _MAX_QUESTION = 1 << 20
 """Maximum length of a question in bytes."""
+BLOCKED_S = 10.0
+"""The seconds for which an event loop may run no callback before that is logged."""
+_BLOCKED_NOW_S = 1.0
+"""The same, for an answer to `ask`."""
+_REPEAT_S = 60.0
+"""The seconds between two messages about the same blocked loop."""
 
 
 def watch() -> None:
     """Start the watchdog of this process if it does not run yet. Managers call this for each sample.
+
+    If it is called on an event loop, the watchdog also watches that loop. It logs a loop that runs no callback for
+    `BLOCKED_S` seconds while samples are active, with the line of code that blocks it.
 
     The watchdog logs how many samples have been running for longer than their ``watchdog_s`` seconds, and the oldest of
     them. It repeats the message every ``watchdog_s`` seconds. Samples with different values of ``watchdog_s`` get
@@ -49,17 +61,22 @@ def watch() -> None:
         with _lock:
             if _watchdog is None:
                 _watchdog = _Watchdog()
+    loop = asyncio._get_running_loop()
+    if loop is not None and loop not in _loops:
+        _loops[loop] = LoopPulse(loop)
 
 
 def report() -> dict[str, Any]:
-    """Return the state of this process: the oldest active samples, and the stacks of its threads."""
+    """Return the state of this process: oldest active samples, blocked event loops, and the stacks of its threads."""
     samples = active_samples()
+    pulses = [(pulse, pulse.blocked_s(_BLOCKED_NOW_S)) for pulse in list(_loops.values())]
     return {
         "pid": os.getpid(),
         # Not sys.argv: Ray sets process titles that describe its workers.
         "command": Path("/proc/self/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:200],
         "running": len(samples),
         "oldest": [sample.describe() for sample in samples[:_LISTED]],
+        "blocked": [{"seconds": round(seconds, 3), "line": pulse.line()} for pulse, seconds in pulses if seconds],
         "threads": dict(_stacks()),
     }
 
@@ -121,6 +138,8 @@ class _Watchdog:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self._logged: dict[float, float] = {}
+        self._blocked: dict[LoopPulse, float] = {}
+        """Blocked event loops -> when each was logged last."""
         # The socket is created here, before the thread starts, so that the process accepts questions at once.
         threading.Thread(target=self._run, args=(self._listen(),), name="reward-watchdog", daemon=True).start()
 
@@ -178,7 +197,9 @@ class _Watchdog:
     def _look(self) -> None:
         now = time.perf_counter()
         slow: dict[float, list[ActiveSample]] = {}
-        for sample in active_samples():
+        samples = active_samples()
+        self._look_at_loops(now, bool(samples))
+        for sample in samples:
             bound = sample.watchdog_s
             if bound is not None and now - sample.started > bound:
                 slow.setdefault(bound, []).append(sample)
@@ -200,6 +221,19 @@ class _Watchdog:
                 "\n".join(f"  {_line(sample.describe())}" for sample in samples[:_LOGGED]),
             )
 
+    def _look_at_loops(self, now: float, active: bool) -> None:
+        seconds = {pulse: pulse.blocked_s() for pulse in list(_loops.values())} if active else {}
+        self._blocked = {pulse: at for pulse, at in self._blocked.items() if seconds.get(pulse, 0) > BLOCKED_S}
+        for pulse, blocked in seconds.items():
+            if blocked > BLOCKED_S and now - self._blocked.get(pulse, -_REPEAT_S) >= _REPEAT_S:
+                self._blocked[pulse] = now
+                logger.warning(
+                    "the event loop has been blocked for %.0f s by %s: all samples of this process wait, and no "
+                    "deadline holds. Await what takes long (`await asyncio.to_thread(...)` for sync calls), or make "
+                    "the function a plain `def`",
+                    *(blocked, pulse.line()),
+                )
+
 
 def _waits_for_limits_only(sample: ActiveSample) -> bool:
     waits = sample.waits()
@@ -213,11 +247,14 @@ def _line(call: dict[str, Any]) -> str:
 
 
 def _stacks() -> Iterator[tuple[str, list[str]]]:
-    """Yield the innermost stack lines of threads that run user code: the main thread and those of sync functions."""
+    """Yield the innermost stack lines of threads that run user code: the main thread, those of event loops and those
+    of sync functions."""
     frames = sys._current_frames()
+    of_loops = {pulse.thread for pulse in list(_loops.values())}
     for thread in threading.enumerate():
         frame = frames.get(thread.ident or 0)
-        if frame is None or not (thread is threading.main_thread() or thread.name.startswith("reward-function")):
+        is_shown = thread is threading.main_thread() or thread.ident in of_loops
+        if frame is None or not (is_shown or thread.name.startswith("reward-function")):
             continue
         lines = [f"{part.filename}:{part.lineno} {part.name}" for part in traceback.extract_stack(frame)[-6:]]
         yield f"{thread.name} ({thread.ident})", lines
@@ -225,12 +262,15 @@ def _stacks() -> Iterator[tuple[str, list[str]]]:
 
 _watchdog: _Watchdog | None = None
 _lock = threading.Lock()
+_loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopPulse] = weakref.WeakKeyDictionary()
+"""The event loops that score samples."""
 
 
 def _forget() -> None:
     """Reset the watchdog in a forked child, which inherits the variable but not the thread."""
     global _watchdog, _lock
     _watchdog, _lock = None, threading.Lock()
+    _loops.clear()
 
 
 os.register_at_fork(after_in_child=_forget)

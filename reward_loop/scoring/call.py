@@ -345,3 +345,5 @@ def _cancel(task: asyncio.Task[None]) -> None:
         _cancelled.add(task)
         task.add_done_callback(_cancelled.discard)
         task.cancel()
+    elif not task.cancelled():
+        task.exception()  # marks a KeyboardInterrupt as retrieved, which also ended the event loop

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+import re
 import subprocess
 import sys
 import threading
@@ -64,12 +66,35 @@ def test_an_error_at_entry_is_raised_also_while_the_thread_ends(monkeypatch: pyt
     monkeypatch.setattr(background_loop._Background, "_run", closing)
     made = background_loop._Background(failing, "x")
     join = made._thread.join
-    monkeypatch.setattr(made._thread, "join", lambda: (joined.set(), join()))
+    monkeypatch.setattr(made._thread, "join", lambda *timeout: (joined.set(), join(*timeout)))
     with pytest.raises(ValueError, match="at entry"):
         made.start()
     assert closed.wait(60)
     made.stop()
     assert not made._thread.is_alive()
+
+
+def test_code_that_blocks_the_loop_does_not_block_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background_loop, "BLOCKED_S", 0.05)
+    monkeypatch.setattr(background_loop, "_LOOK_S", 0.01)
+    blocks, release = threading.Event(), threading.Event()
+
+    async def block() -> None:
+        blocks.set()
+        release.wait()  # blocks the event loop
+
+    @asynccontextmanager
+    async def serving() -> AsyncIterator[asyncio.Task[None]]:
+        yield asyncio.create_task(block())
+
+    with in_background(serving, name="judging"):
+        assert blocks.wait(60)
+    release.set()
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert re.fullmatch(r"judging: its thread is left running, since block \(.*:\d+\) blocks it", message)
 
 
 def test_the_interpreters_exit_leaves_it() -> None:

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import signal
+import socket
 import subprocess
 import sys
 from typing import Any
@@ -78,6 +80,53 @@ def test_a_signal_before_the_server_handles_signals_stops_it(
     finally:
         for one, handler in handlers.items():
             signal.signal(one, handler)
+
+
+BLOCKED = """
+import asyncio, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from reward_loop._util import signals
+from reward_loop._util.web_server import open_listener, serve_until_signal
+
+signals.BLOCKED_S = 0.1
+
+async def app(scope, receive, send):
+    if scope["type"] == "lifespan":
+        await receive()
+        await send({"type": "lifespan.startup.complete"})
+        return
+    await asyncio.create_task(block())
+
+async def block():
+    print("blocked", flush=True)
+    while True:
+        pass
+
+with open_listener("127.0.0.1", 0, None) as listener:
+    print(listener.getsockname()[1], flush=True)
+    try:
+        serve_until_signal(app, listener, on_signal=lambda stop: stop(), grace_s=1)
+    except signals.LoopBlocked as error:
+        print(error)
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_server_whose_event_loop_is_blocked(number: signal.Signals) -> None:
+    command = [sys.executable, "-c", BLOCKED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as server:
+        assert server.stdout
+        try:
+            with socket.create_connection(("127.0.0.1", int(server.stdout.readline()))) as client:
+                client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert server.stdout.readline() == "blocked\n"
+                server.send_signal(number)
+                out, errors = server.communicate(timeout=60)
+        finally:
+            server.kill()
+    assert server.returncode == 0, errors
+    assert re.fullmatch(r"block \(<string>:\d+\) blocked the event loop\n", out)
 
 
 async def test_work_is_cancelled_if_the_client_disconnects_first() -> None:

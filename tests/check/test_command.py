@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from reward_loop.cli import app
+from tests.gsm8k import ROOT
 
 runner = CliRunner()
 
@@ -127,3 +132,22 @@ def test_probes_of_the_judge_use_20_rows_and_say_how_many_calls_they_make() -> N
     assert "95 % interval" in done.output
     report = json.loads(runner.invoke(app, ["check", "reward.py:fine", *fields, "--judge", "--json"]).stdout)
     assert {probe["name"] for probe in report["probes"]} >= {"master_key", "empty", "again", "frame"}
+
+
+def test_a_function_that_never_lets_the_loop_run_ends_the_check_with_its_line(files: Path) -> None:
+    (files / "spins.py").write_text("async def compute_score(solution_str):\n    while True:\n        pass\n")
+    # A shell that runs the tests in the background has them ignore SIGINT, and children inherit that.
+    handle = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    program = f"{handle}; from reward_loop.cli import main; main()"
+    arguments = ["check", "spins.py:compute_score", *FIELDS, "--timeout", "0.2"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1, done.stderr
+    text = " ".join(done.stdout.split())
+    assert re.search(r"compute_score \(.*spins\.py:[23]\) does not let the event loop run", text)
+    assert "Fix: await slow calls" in text

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import re
 import signal
 import threading
 import time
@@ -95,6 +96,34 @@ async def test_an_async_function_that_blocks_the_loop_for_50_ms_in_each_call_is_
     assert problem.status == "problem"
     assert "await asyncio.to_thread(...)" in problem.text
     assert "a plain `def`, which runs in a thread" in problem.text
+
+
+async def test_the_line_that_blocks_the_loop_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, count = threading.Semaphore(0), itertools.count()
+    find = calls.line_on_loop
+
+    def line_on_loop(thread: int) -> str | None:
+        line = find(thread)
+        if line is not None and "wait_for_looks" in line:
+            looks.release()
+        return line
+
+    def wait_for_looks() -> None:
+        while looks.acquire(blocking=False):
+            pass  # of an earlier call
+        for _ in range(2):  # the first one has been counted when the second one begins
+            assert looks.acquire(timeout=60)
+
+    async def blocking(solution_str: str) -> float:
+        if next(count) < 2 * len(SAMPLES):  # only the first two calls for each sample are measured
+            wait_for_looks()
+        return float(len(solution_str) % 7)
+
+    monkeypatch.setattr(calls, "line_on_loop", line_on_loop)
+    _, findings = await found(blocking, max_blocked_s=0.0)
+    status, text = findings["event loop"]
+    assert status == "problem"
+    assert re.match(rf"wait_for_looks \({re.escape(Path(__file__).name)}:\d+\) blocks the event loop for", text)
 
 
 async def test_a_call_that_blocks_only_for_one_sample_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

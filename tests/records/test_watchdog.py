@@ -8,12 +8,14 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from reward_loop import ConfigError, RewardSample
+from reward_loop import ConfigError, NaiveRewardLoopManager, RewardSample
 from reward_loop._util.framing import frame
 from reward_loop.records import ActiveSample, watch, watchdog
 from reward_loop.records.watchdog import ask, processes
@@ -36,31 +38,37 @@ asyncio.run(main())
 """
 
 
-def test_samples_that_run_too_long_are_logged_with_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "_LOGGED", 1000)  # earlier tests may have left calls that are older
-    messages: queue.Queue[str] = queue.Queue()
+@pytest.fixture
+def messages() -> Iterator[queue.Queue[str]]:
+    """What the watchdog logs."""
+    found: queue.Queue[str] = queue.Queue()
 
     class Heard(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            messages.put(record.getMessage())
+            found.put(record.getMessage())
 
     heard = Heard()
     logger = logging.getLogger("reward_loop.records.watchdog")
     logger.addHandler(heard)
-    try:
-        with (
-            ActiveSample(RewardSample("x", uid="q6"), "f (a.py)", 0.01) as queued,
-            ActiveSample(RewardSample("x", uid="q7", data_source="gsm8k"), "f (a.py)", 0.01) as call,
-            ActiveSample(RewardSample("x", uid="q8"), "f (a.py)", 1000),
-            ActiveSample(RewardSample("x", uid="q9"), "f (a.py)"),
-        ):
-            queued.ask("limit 'judge'")
-            call.ask("POST http://judge/v1/chat/completions")
-            watch()
-            while "sample q7" not in (message := messages.get(timeout=60)):
-                pass  # it was not old enough yet, and others were
-    finally:
-        logger.removeHandler(heard)
+    yield found
+    logger.removeHandler(heard)
+
+
+def test_samples_that_run_too_long_are_logged_with_their_names(
+    monkeypatch: pytest.MonkeyPatch, messages: queue.Queue[str]
+) -> None:
+    monkeypatch.setattr(watchdog, "_LOGGED", 1000)  # earlier tests may have left calls that are older
+    with (
+        ActiveSample(RewardSample("x", uid="q6"), "f (a.py)", 0.01) as queued,
+        ActiveSample(RewardSample("x", uid="q7", data_source="gsm8k"), "f (a.py)", 0.01) as call,
+        ActiveSample(RewardSample("x", uid="q8"), "f (a.py)", 1000),
+        ActiveSample(RewardSample("x", uid="q9"), "f (a.py)"),
+    ):
+        queued.ask("limit 'judge'")
+        call.ask("POST http://judge/v1/chat/completions")
+        watch()
+        while "sample q7" not in (message := messages.get(timeout=60)):
+            pass  # it was not old enough yet, and others were
     assert re.match(r"\d+ samples have been running for more than 0\.01 s, 1 of them only for a permit", message)
     assert message.index("sample q7") < message.index("sample q6")  # what does not only wait for a limit comes first
     # Samples of managers with another `watchdog_s` are not old yet, or are never logged.
@@ -120,6 +128,38 @@ async def test_the_watchdog_answers_while_the_event_loop_is_blocked() -> None:
         answered = ask(os.getpid(), timeout=60)  # on the loop, which this blocks
     assert "here" in [call["uid"] for call in answered["oldest"]]
     await asyncio.sleep(0)
+
+
+async def test_the_line_that_blocks_an_event_loop_is_reported_and_logged(
+    monkeypatch: pytest.MonkeyPatch, messages: queue.Queue[str]
+) -> None:
+    monkeypatch.setattr(watchdog, "_BLOCKED_NOW_S", 0.05)
+    monkeypatch.setattr(watchdog, "BLOCKED_S", 0.05)
+    blocks, release = threading.Event(), threading.Event()
+
+    async def compute_score(solution_str: str) -> float:
+        blocks.set()
+        release.wait()  # blocks the event loop
+        return 1.0
+
+    def score() -> None:
+        manager = NaiveRewardLoopManager(compute_score=compute_score)
+        asyncio.run(manager.run_single(RewardSample("x", uid="blocks")))
+
+    scoring = asyncio.create_task(asyncio.to_thread(score))
+    line = rf"compute_score \({re.escape(Path(__file__).name)}:\d+\)"
+    try:
+        await asyncio.to_thread(blocks.wait, 60)
+        answer = await asyncio.to_thread(ask, os.getpid(), 60)
+        (found,) = answer["blocked"]
+        assert re.fullmatch(line, found["line"])
+        assert any("compute_score" in entry for stack in answer["threads"].values() for entry in stack)
+        while not re.search(f"blocked for .* by {line}", await asyncio.to_thread(messages.get, timeout=60)):
+            pass
+    finally:
+        release.set()
+        await scoring
+    assert (await asyncio.to_thread(ask, os.getpid(), 60))["blocked"] == []
 
 
 def test_a_watchdog_that_fails_at_once_each_time_does_not_spin() -> None:

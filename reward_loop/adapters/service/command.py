@@ -154,9 +154,11 @@ def serve(
     with open_listener(host, port, key) as listener:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         _announce(service, listener, api_key_env)
-        serve_until_signal(app, listener, on_signal=service.stop_from_signal, grace_s=grace + CLOSING_S)
-    if config.log_dir is not None:
-        records(config.log_dir).flush()
+        try:
+            serve_until_signal(app, listener, on_signal=service.stop_from_signal, grace_s=grace + CLOSING_S)
+        finally:
+            if config.log_dir is not None:
+                records(config.log_dir).flush()
 
 
 def _announce(service: RewardService, listener: socket.socket, key_variable: str | None) -> None:
