@@ -13,9 +13,14 @@ from typing import Any
 
 from reward_loop.errors import BudgetSpentError, LimitError
 from reward_loop.limits.permit import ABANDONED, REWARD_MODEL, WHOLE_CALL, Limits, Permit, give_up
+from reward_loop.limits.shared_time import SharedTime
 from reward_loop.records import current, waiting_for
 
 __all__ = ["Call", "Deadlines", "current_call"]
+
+_SHARING_S = 3.0
+"""The shortest time in seconds between two looks at a call that shares the global lock: within it, each of many threads
+gets the lock."""
 
 
 class Call:
@@ -31,9 +36,28 @@ class Call:
         attempt: 1 for the first call of the function for the sample, 2 for the first retry, and so on.
     """
 
-    __slots__ = ("_prune_at", "_requests", "_waited", "_waited_before", "_waiting_since", "_waits", "_whole",
-                 "abandoned", "attempt", "budget_error", "future", "limits", "loop", "sample", "started", "timeout",
-                 "traffic_class")  # fmt: skip
+    __slots__ = (
+        "_measured_at",
+        "_prune_at",
+        "_requests",
+        "_waited",
+        "_waited_before",
+        "_waiting_since",
+        "_waits",
+        "_whole",
+        "abandoned",
+        "attempt",
+        "budget_error",
+        "future",
+        "limits",
+        "loop",
+        "sample",
+        "shared",
+        "shared_s",
+        "started",
+        "timeout",
+        "traffic_class",
+    )  # fmt: skip
 
     def __init__(
         self, limits: Limits, timeout: float | None = None, traffic_class: str = "train", attempt: int = 1
@@ -46,6 +70,9 @@ class Call:
         """The end of the call, set by the executor; at the deadline, `Deadlines` sets a `TimeoutError`."""
         self.started: float | None = None
         """The start of the function by `time.monotonic`; ``None`` until then."""
+        self.shared: SharedTime | None = None
+        """What the function loses to other threads; ``None`` if it does not run in a thread."""
+        self.shared_s = self._measured_at = 0.0
         self.abandoned = False
         self.budget_error: BudgetSpentError | None = None
         """Why a permit was refused within the function, if the budget is used up."""
@@ -76,6 +103,14 @@ class Call:
     def waited_inside(self) -> float:
         """The seconds for which the function has waited for at least one limit, since it started."""
         return 0.0 if self.started is None else self.waited - self._waited_before
+
+    def lost_s(self) -> float:
+        """Return the seconds since the start that do not count: for limits, and for other threads that compute."""
+        waited = self.waited_inside
+        if self.shared is not None:
+            self.shared_s = self.shared.measure(waited - self._measured_at)
+            self._measured_at = waited
+        return waited + self.shared_s
 
     @contextlib.contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
@@ -230,6 +265,8 @@ class Deadlines:
     def continue_with(self, call: Call) -> None:
         """Watch the new future of a call that has started, until the deadline that it has had from its start."""
         self.forget(call)
+        call.lost_s()
+        call.shared = None
         if call.timeout is not None and call.started is not None:
             self._expire(call, call.started + call.timeout)
 
@@ -255,9 +292,9 @@ class Deadlines:
     def _expire(self, call: Call, deadline: float) -> None:
         if call.future.done():
             return
-        left = deadline + call.waited_inside - time.monotonic()
+        left = deadline + call.lost_s() - time.monotonic()
         if left > 0:
-            self.loop.call_later(max(left, 0.01), self._expire, call, deadline)
+            self.loop.call_later(max(left, _SHARING_S if call.shared_s else 0.01), self._expire, call, deadline)
         else:
             call.abandoned = True
-            call.future.set_exception(TimeoutError())
+            call.future.set_exception(TimeoutError(str(call.shared or "")))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from reward_loop._util.import_hint import import_hint
 from reward_loop._util.text import user_lines
 from reward_loop._util.transient import is_refusal, is_transient, retry_after, status_of
 from reward_loop.errors import ScoringError
@@ -109,4 +110,4 @@ def _summary(error: BaseException) -> str:
         message = "(its message cannot be printed)"
     if len(message) > _MESSAGE_CHARACTERS:
         message = message[:_MESSAGE_CHARACTERS] + "..."
-    return f"{type(error).__name__}: {message}"
+    return f"{type(error).__name__}: {message}{import_hint(error)}"

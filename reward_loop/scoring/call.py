@@ -29,6 +29,7 @@ from reward_loop.limits.call import Call, Deadlines, current_call
 from reward_loop.limits.client import open_limits
 from reward_loop.limits.permit import DEFAULT, REWARD_MODEL, Limits, answer_of
 from reward_loop.limits.process_call import ServedCall
+from reward_loop.limits.shared_time import SharedTime
 from reward_loop.processes.outcome import CallOutcome, outcome_of
 from reward_loop.processes.pool import WorkerProcesses
 from reward_loop.scoring.cache import Cache
@@ -309,6 +310,8 @@ def _not_called(why: str, attempt: int) -> str:
 
 
 def _begin(call: Call, function: Callable[..., Any], arguments: Mapping[str, Any]) -> CallOutcome:
+    if call.timeout is not None and hasattr(time, "pthread_getcpuclockid"):  # not on macOS
+        call.shared = SharedTime()
     call.begin()
     return outcome_of(function, arguments)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from reward_loop._util.import_hint import import_hint
 from reward_loop._util.text import did_you_mean, last_user_frame, listing
 from reward_loop.errors import FunctionLoadError
 
@@ -152,7 +153,7 @@ def _load_file(path: str) -> ModuleType:
             spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:
             del sys.modules[name]
-            raise FunctionLoadError(f"importing {path} failed: {_cause(error)}{_neighbour(error, file)}") from error
+            raise FunctionLoadError(f"importing {path} failed: {_cause(error)}") from error
         return module
 
 
@@ -173,17 +174,10 @@ def _load_module(name: str) -> ModuleType:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the exception's type and message, and the last line of the user's code in its traceback."""
+    """Return the exception's type and message, the last line of the user's code in its traceback, and a known fix."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, SyntaxError):
         return text
     frame = last_user_frame(error)
-    return f"{text} (at {frame.filename}:{frame.lineno})" if frame and not frame.filename.startswith("<") else text
-
-
-def _neighbour(error: BaseException, file: Path) -> str:
-    """Return a hint if the missing module is in the same folder as the file being loaded; otherwise ``""``."""
-    missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    if missing and ((file.parent / f"{missing}.py").exists() or (file.parent / missing).is_dir()):
-        return f"; {missing} is in the same folder: add that folder to PYTHONPATH"
-    return ""
+    at = f" (at {frame.filename}:{frame.lineno})" if frame and not frame.filename.startswith("<") else ""
+    return f"{text}{at}{import_hint(error)}"

@@ -25,6 +25,39 @@ PROVIDED = (
 )
 """The names of the arguments that the reward loop can pass to a function."""
 
+_LISTS = "choose the reward manager `batch` (`group` for all samples of a prompt), and take the lists `solution_strs`"
+
+_OTHER_FORMS = (
+    (
+        {"data_sources", "solution_strs", "ground_truths", "extra_infos"},
+        "they are lists. Choose the reward manager `batch`, or `group` for all samples of a prompt",
+    ),
+    (
+        {"completions", "completion", "prompts", "completion_ids"},
+        "this is the form of TRL. Take `solution_str`, the text of one completion, and columns from `extra_info`; or "
+        + _LISTS,
+    ),
+    (
+        {"reward_inputs"},
+        f"this is the form of EasyR1. For `response` and `ground_truth` of each input, {_LISTS} and `ground_truths`",
+    ),
+    ({"reward_input"}, "this is the form of EasyR1. Take its `response` as `solution_str`, and `ground_truth`"),
+    ({"queries"}, f"this is the form of OpenRLHF. For texts and labels, {_LISTS} and `ground_truths`"),
+    (
+        {"args", "sample"},
+        "this is the form of slime. Take its `response` as `solution_str`, its `label` as `ground_truth`",
+    ),
+    (
+        {"data"},
+        "this is the form of a reward manager of verl, not of a function: set reward_model.reward_loop_class_name",
+    ),
+    (
+        {"predict_str", "predict", "response", "response_str", "completion_str", "output", "solution"},
+        "the text of the response is `solution_str`",
+    ),
+)
+"""Parameters of functions in another form -> what fits them here."""
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -105,7 +138,8 @@ def resolve(
     required = {key for key, has_default in parameters.items() if not has_default}
     if missing := required - set(provided) - set(call_kwargs):
         raise FunctionLoadError(
-            f"{name} requires {listing(missing)}, which the reward loop does not provide. It provides "
+            f"{name} requires {listing(missing)}, which the reward loop does not provide"
+            f"{_form_of(missing, provided) or did_you_mean(min(missing), provided) or '.'} It provides "
             f"{', '.join(provided)}; give others a default, or a value in reward_kwargs"
         )
     bound = _bound_names(function) | set(call_kwargs)
@@ -120,6 +154,16 @@ def resolve(
         origin=origin,
         post_process_scores=post_process if callable(post_process) else None,
     )
+
+
+def _form_of(missing: set[str], provided: Sequence[str]) -> str:
+    """Return what fits a function in a form that another manager or trainer calls; empty if the form is unknown."""
+    if missing & set(PROVIDED):
+        return ": this manager passes lists. Choose one that calls the function for each sample, such as `naive`."
+    for names, fit in _OTHER_FORMS:
+        if missing & names:
+            return f": {fit}."
+    return ""
 
 
 def _unwrap_verl(function: Any, reward_kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

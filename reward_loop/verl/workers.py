@@ -17,6 +17,7 @@ from reward_loop.audit import AuditCounts
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardLoopError
 from reward_loop.limits.permit import REWARD_MODEL
+from reward_loop.limits.shared_time import MAX_SHARED_S
 from reward_loop.types import Reward
 from reward_loop.verl.cluster import RouterAddress, worker_nodes
 from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient, SentSample, raise_if_lost
@@ -101,7 +102,7 @@ def longest_quiet_s(options: RewardLoopConfig, *, by_group: bool) -> float | Non
         timeout = call.timeout or options.timeout
         if timeout is None or None in waits:
             return None
-        total += timeout + options.retry.max_seconds + max(filter(None, waits), default=0.0)
+        total += timeout + MAX_SHARED_S + options.retry.max_seconds + max(filter(None, waits), default=0.0)
     return total
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from reward_loop import (
     RewardTimeoutError,
     ScoringFunction,
 )
-from reward_loop.scoring import ListScoringFunction
+from reward_loop.scoring import ListScoringFunction, load_function
 from tests.clock import advance
 
 SAMPLE = RewardSample("4", data_source="math", ground_truth="4", extra_info={"level": 1}, uid="u7")
@@ -179,6 +180,37 @@ class Quits:
 def test_functions_that_cannot_be_called_are_refused_at_once(function, kwargs, message):
     with pytest.raises(FunctionLoadError, match=message):
         ScoringFunction(function, reward_kwargs=kwargs)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "fit"),
+    [
+        ("solution_strs, ground_truths", "the reward manager `batch`"),
+        ("extra_infos", "`group` for all samples of a prompt"),
+        ("prompts, completions, **kwargs", "form of TRL. Take `solution_str`"),
+        ("completions, answer", "form of TRL"),
+        ("reward_inputs", "form of EasyR1.*the reward manager `batch`"),
+        ("reward_input", "form of EasyR1. Take its `response` as `solution_str`"),
+        ("queries, prompts, labels", "the reward manager `batch`"),
+        ("args, sample, **kwargs", "form of slime"),
+        ("data", "reward_model.reward_loop_class_name"),
+        ("predict_str, ground_truth", "the text of the response is `solution_str`"),
+        ("solution_st", "did you mean 'solution_str'"),
+    ],
+)
+def test_a_function_in_another_form_learns_what_fits(parameters, fit):
+    function = eval(f"lambda {parameters}: 0")
+    with pytest.raises(FunctionLoadError, match=fit):
+        ScoringFunction(function)
+    with pytest.raises(FunctionLoadError, match=r"passes lists\. Choose .* `naive`"):
+        ListScoringFunction(lambda solution_str, ground_truth: [0])
+
+
+async def test_an_import_in_the_function_names_the_folder_of_the_module(tmp_path):
+    (tmp_path / "my_late_helper.py").touch()
+    (tmp_path / "reward.py").write_text("def compute_score():\n    import my_late_helper\n")
+    result = await ScoringFunction(load_function(str(tmp_path / "reward.py")))(SAMPLE)
+    assert f"my_late_helper is in {tmp_path}: add that folder to PYTHONPATH" in result.error
 
 
 def test_requires_names_the_fields_without_a_default():
@@ -376,6 +408,59 @@ async def test_a_function_that_swallows_its_cancellation_still_ends_at_its_deadl
     await asyncio.sleep(0)
     assert swallowed == 1
     release.set()
+
+
+async def test_threads_that_share_the_interpreter_do_not_fail_at_their_deadline():
+    """Each computes for a quarter of its deadline, and all together for four times as long as it."""
+
+    def computes():
+        until = time.thread_time() + 0.25
+        while time.thread_time() < until:
+            pass
+        return 1.0
+
+    scoring = ScoringFunction(computes, timeout=1)
+    results = await asyncio.gather(*(scoring(SAMPLE) for _ in range(16)))
+    assert [result.error for result in results] == [None] * 16
+
+
+async def test_a_thread_that_computes_for_ever_beside_others_fails_and_processes_are_suggested():
+    ended = threading.Event()
+
+    def computes():
+        while not ended.is_set():
+            pass
+
+    scoring = ScoringFunction(computes, timeout=0.2)
+    try:
+        results = await asyncio.gather(*(scoring(SAMPLE) for _ in range(4)))
+    finally:
+        ended.set()
+    for result in results:
+        assert isinstance(result.exception, RewardTimeoutError)
+        assert "shared the interpreter with" in result.error
+        assert "@reward_loop.isolated" in result.error
+
+
+async def test_a_thread_that_waits_beside_one_that_computes_fails_at_its_deadline():
+    ended = threading.Event()
+
+    def compute():
+        while not ended.is_set():
+            pass
+
+    computing = threading.Thread(target=compute)
+    computing.start()
+    started = time.monotonic()
+    try:
+        result = await ScoringFunction(ended.wait, timeout=0.5)(SAMPLE)
+        seconds = time.monotonic() - started
+    finally:
+        ended.set()
+        computing.join()
+    assert isinstance(result.exception, RewardTimeoutError)
+    assert "shared" not in result.error
+    assert seconds < 50
 
 
 async def test_the_deadline_does_not_count_the_queue():
