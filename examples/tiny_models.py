@@ -1,7 +1,11 @@
-"""Creates models with random weights and their tokenizer without downloads or a GPU; tiny ones in under a second."""
+"""Creates models with random weights and their tokenizer without downloads or a GPU; tiny ones in under a second.
+
+``python -m examples.tiny_models FOLDER`` saves one.
+"""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,3 +91,16 @@ def build_tiny_model(
     model.to(getattr(torch, dtype)).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+def main() -> None:
+    """Save a model to the folder on the command line."""
+    parser = argparse.ArgumentParser(description="Save a tiny model with random weights, and its tokenizer.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kind", choices=["generative", "discriminative"], default="generative")
+    arguments = parser.parse_args()
+    print(f"The model is in {build_tiny_model(arguments.folder, arguments.kind)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -16,7 +16,13 @@ __version__ = "0.2.0"
 
 def _public_names() -> dict[str, str]:
     """Return the names that ``__init__.pyi`` imports, each with its module."""
-    stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text())
+    path = Path(__file__).with_suffix(".pyi")
+    try:
+        stub = ast.parse(path.read_text())
+    except OSError as error:
+        raise ImportError(
+            f"{path} cannot be read: it lists the public names. Install the package with this file ({error})"
+        ) from None
     imports = (statement for statement in stub.body if isinstance(statement, ast.ImportFrom))
     return {alias.name: statement.module or "" for statement in imports for alias in statement.names}
 

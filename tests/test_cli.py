@@ -39,6 +39,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (tmp_path / "rollouts.csv").write_text("output,gts\n")
     (tmp_path / "reward.py").write_text(FUNCTION)
+    (tmp_path / "sourced.py").write_text("def compute_score(solution_str, data_source): return 1\n")
     (tmp_path / "lists.py").write_text("def compute_score(solution_strs): return [1 for _ in solution_strs]\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -222,6 +223,10 @@ def test_reward_kwargs_are_json_or_text(folder):
         ((*SCORE[:2], "--manager", "composite"), "-O components.NAME.path=file.py:name"),
         ((*MAPPED, "--manager", "composite"), "-O components.form.path=rewards.py:form"),
         ((*SCORE, "-f", "ground_truth=gt"), "none of the 6 rows can be scored. line 1: no field 'gt'"),
+        (
+            ("score", "rollouts.jsonl", "sourced.py:compute_score", "-f", "solution_str=output"),
+            "name the right one by --field data_source=..., or one source for all rows by --data-source NAME",
+        ),
         ((*SCORE, "--data-source", "x", "-f", "data_source=gts"), "contradict each other"),
     ],
 )

@@ -1,6 +1,7 @@
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import reward_loop
 
@@ -54,6 +55,16 @@ def run(code):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def test_without_its_stub_the_import_names_the_missing_file(tmp_path):
+    package = tmp_path / "reward_loop"
+    package.mkdir()
+    (package / "__init__.py").write_text(Path(reward_loop.__file__).read_text())
+    done = subprocess.run(
+        [sys.executable, "-c", "import reward_loop"], cwd=tmp_path, env={}, capture_output=True, text=True, timeout=120
+    )
+    assert f"ImportError: {package / '__init__.pyi'} cannot be read: it lists the public names" in done.stderr
 
 
 def test_the_public_names():

@@ -36,6 +36,7 @@ HOMES = {
     "transformers": MODELS,
     "numpy": ["verl", "health", "agent/ray_agent.py"],
     "pyarrow": ["offline/inputs.py"],
+    "datasets": ["verl/data_check.py"],
     "duckdb": ["view"],
     "wandb": ["verl/sample_table.py"],
     "mlflow": ["verl/sample_table.py"],

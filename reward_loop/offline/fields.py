@@ -106,7 +106,10 @@ class Fields:
         if value is not MISSING:
             return value
         if target in self._requires:
-            keys = ", or set single keys of it by --field extra_info.KEY=..." if target == "extra_info" else ""
+            keys = {
+                "extra_info": ", or set single keys of it by --field extra_info.KEY=...",
+                "data_source": ", or one source for all rows by --data-source NAME",
+            }.get(target, "")
             raise _FieldError(
                 f"no field {path!r} (for {target}){did_you_mean(path, row.columns) or '.'} "
                 f"Its fields are {listing(row.columns)}: name the right one by --field {target}=...{keys}"

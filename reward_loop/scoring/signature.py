@@ -13,7 +13,7 @@ from reward_loop._util.text import did_you_mean, listing
 from reward_loop.errors import FunctionLoadError
 from reward_loop.types import RewardSample
 
-__all__ = ["PROVIDED", "Target", "copied", "resolve"]
+__all__ = ["PROVIDED", "Target", "copied", "declared", "resolve"]
 
 PROVIDED = (
     "data_source",
@@ -154,6 +154,20 @@ def resolve(
         origin=origin,
         post_process_scores=post_process if callable(post_process) else None,
     )
+
+
+def declared(function: Any) -> frozenset[str]:
+    """Return the provided arguments that a function declares without a default, by their names for one sample.
+
+    A class is not instantiated.
+    """
+    if callable(method := getattr(function, "compute_score", None)):
+        static = inspect.isclass(function) and inspect.getattr_static(function, "compute_score")
+        is_unbound = inspect.isfunction(static)
+        function = functools.partial(method, None) if is_unbound else method
+    parameters, _ = _parameters(function, _name(function))
+    names = {name for name, has_default in parameters.items() if not has_default}
+    return frozenset({name.removesuffix("s") if name.removesuffix("s") in PROVIDED else name for name in names})
 
 
 def _form_of(missing: set[str], provided: Sequence[str]) -> str:

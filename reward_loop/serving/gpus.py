@@ -11,7 +11,7 @@ from typing import Any
 
 from reward_loop.errors import ConfigError
 
-__all__ = ["CUDA_VISIBLE_DEVICES", "GPU", "Accelerator", "GpuShares"]
+__all__ = ["CUDA_VISIBLE_DEVICES", "GPU", "VISIBLE_DEVICES", "Accelerator", "GpuShares"]
 
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 HIP_VISIBLE_DEVICES = "HIP_VISIBLE_DEVICES"
@@ -48,11 +48,16 @@ NPU = Accelerator("NPU", "ASCEND_RT_VISIBLE_DEVICES")
 """Ascend NPUs."""
 
 
+VISIBLE_DEVICES = (*GPU.variables, *NPU.variables)
+"""The environment variables that name accelerators."""
+
+
 class GpuShares:
     """Assigns this machine's accelerators to servers, each one once.
 
     If a model's `env` sets ``CUDA_VISIBLE_DEVICES``, ``HIP_VISIBLE_DEVICES`` or ``ASCEND_RT_VISIBLE_DEVICES``, its
-    servers get devices from that list, even if other models use them. Two models share devices if both list them.
+    servers get devices from that list, even if other models use them. Two models share devices if both list them, and
+    two servers of a model if it lists a device twice.
     """
 
     @functools.cached_property

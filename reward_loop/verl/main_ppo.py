@@ -5,6 +5,7 @@ The options are those of verl and of ``reward_loop/verl/config``. ``--config-nam
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import sys
@@ -20,8 +21,7 @@ from reward_loop._util.process import descendants, kill
 from reward_loop._util.text import did_you_mean, listing
 from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError, RewardLoopError
-from reward_loop.managers import scoring_function
-from reward_loop.managers.registry import get as get_manager
+from reward_loop.managers import RewardLoopManagerBase, scoring_function
 from reward_loop.managers.registry import names as manager_names
 from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.load import load_function
@@ -29,8 +29,9 @@ from reward_loop.serving.models import architectures, model_kind
 from reward_loop.verl import compat
 from reward_loop.verl.compat import uses
 from reward_loop.verl.cpu.setup import prepared, run_environment
+from reward_loop.verl.data_check import check_data
 from reward_loop.verl.mode_options import PIPELINE_MODE
-from reward_loop.verl.resolve import resolve
+from reward_loop.verl.resolve import resolve, unknown_overrides
 from reward_loop.verl.settings import CONFIG_DIR, RewardSettings, verl_config_dir
 
 __all__ = ["main", "run"]
@@ -70,10 +71,18 @@ def run(config: DictConfig, task_runner: Any = None, *, check_only: bool = False
     if on_cpu:
         # Do this before loading the user's function: its file may import verl, which chooses its platform at import.
         os.environ.update(run_environment(config))
+    say = _say if check_only else lambda line: None
+    say("Reading the options.")
     settings = resolve(config, given=HydraConfig.get().overrides.task if HydraConfig.initialized() else ())
+    if settings.function is not None:
+        say(f"Loading the function {settings.function.path}.")
     check_function(settings)
     if settings.model is not None and settings.model.model_path:  # external servers may have no path
+        say(f"Reading the kind of the reward model {settings.model.model_path}.")
         _check_model(settings, settings.model)
+    if check_only:
+        check_data(settings, say)
+        say("Importing verl, and comparing the names that this library uses with it. This may take a minute or two.")
     with prepared(config, settings.model) if on_cpu else nullcontext():
         _train(config, settings, task_runner, check_only)
 
@@ -113,13 +122,16 @@ def check_function(settings: RewardSettings) -> None:
 
     Raises:
         FunctionLoadError: the function cannot be loaded, or requires an argument that the reward loop does not provide.
-        ConfigError: a component has a ``post_process_scores`` that would not be called.
+        ConfigError: the manager cannot be loaded, is not one, or needs a function; or a component has a
+            ``post_process_scores`` that would not be called.
     """
-    if settings.function is not None:
-        function = settings.function.load()
-        name = settings.manager.name
-        if not isinstance(function, type) and name in manager_names():
-            scoring_function(get_manager(name), function, settings.options, reward_kwargs=settings.function.kwargs)
+    function = None if settings.function is None else settings.function.load()  # may register the manager
+    manager = settings.manager.load()
+    if manager is not None and not settings.scores_by_model:
+        _check_constructor(manager, settings)
+    ours = isinstance(manager, type) and issubclass(manager, RewardLoopManagerBase)
+    if settings.function is not None and ours and not isinstance(function, type):
+        scoring_function(manager, function, settings.options, reward_kwargs=settings.function.kwargs)
     for key, component in settings.options.components.items():
         if component.path:
             function = load_function(component.path, component.name)
@@ -130,6 +142,20 @@ def check_function(settings: RewardSettings) -> None:
                 )
             if not isinstance(function, type):
                 ScoringFunction(function, reward_kwargs=component.reward_kwargs)
+
+
+def _check_constructor(manager: type, settings: RewardSettings) -> None:
+    """Raise `ConfigError` if the class of a manager does not take the arguments that a reward worker passes."""
+    names = ("config", "tokenizer", "compute_score", "reward_router_address", "reward_model_tokenizer")
+    try:
+        inspect.signature(manager).bind(**dict.fromkeys(names))
+    except TypeError as error:
+        raise ConfigError(
+            f"reward manager {settings.manager.name}: reward workers create it with the arguments {', '.join(names)}; "
+            f"its constructor does not accept these: {error}. Add **kwargs to __init__, and pass them to super()"
+        ) from None
+    except ValueError:  # a class without a signature
+        return
 
 
 def _check_model(settings: RewardSettings, model: RewardModelConfig) -> None:
@@ -192,6 +218,10 @@ def _summary(settings: RewardSettings) -> str:
     return f"{OmegaConf.to_yaml(shown)}\nReward model: {servers}\n{passed}"
 
 
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
 def _start(config: DictConfig, check_only: bool) -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt_once)
@@ -246,7 +276,14 @@ def main() -> None:
         compat.check_version()
     except compat.VerlVersionError as error:
         _stop(str(error), 1)
+    # Container images often set it. Each of the hundreds of processes of a run would compile all its modules again.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+    if unknown := list(unknown_overrides(sys.argv[1:])):  # Hydra would advise to add the misspelt option
+        _stop("ConfigError: " + "\n".join(unknown), 1)
     check_only = "--check" in sys.argv
+    if check_only:
+        _say("Composing the configuration.")
     sys.argv = [word for word in sys.argv if word != "--check"]
     searchpath = f"hydra.searchpath=[file://{verl_config_dir()},file://{CONFIG_DIR}]"
     # Insert it directly before the first override: Hydra accepts flags before or after the overrides, not between.

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -25,7 +26,7 @@ from reward_loop.verl.mode_options import PIPELINE_MODE, check_mode, read_mode
 from reward_loop.verl.reward_model import read_reward_model, warn_of_unused_options
 from reward_loop.verl.settings import FunctionName, ManagerName, RewardSettings, defaults
 
-__all__ = ["read", "resolve", "without_reward"]
+__all__ = ["read", "resolve", "unknown_overrides", "without_reward"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,9 @@ _MOVED = {
     "sandbox_fusion.memory_limit_mb": "reward.sandbox_fusion.memory_limit_mb",
 }
 """Old key -> its successor. ``reward_model.rollout.*`` moves to ``reward.reward_model.rollout.*``, key by key."""
+
+_GROUPS = ("reward", "reward_model", "custom_reward_function", "sandbox_fusion", "reward_loop")
+"""The option groups about rewards."""
 
 _OPEN = {
     "reward.reward_kwargs",
@@ -95,12 +99,7 @@ def resolve(config: DictConfig, given: Collection[str] = ()) -> RewardSettings:
         ConfigError: a key is unknown, contradicts another, or cannot take effect; the message names the keys.
     """
     known = defaults()
-    unknown = [
-        message
-        for group in ("reward", "reward_model", "custom_reward_function", "sandbox_fusion", "reward_loop")
-        for message in _unknown(group, config.get(group) or {}, known[group])
-    ]
-    if unknown:
+    if unknown := list(_unknown_in(config)):
         raise ConfigError("\n".join(unknown))
     for key, advice in _UNUSED.items():
         if OmegaConf.select(config, key) is not None:
@@ -180,6 +179,20 @@ def without_reward(config: DictConfig) -> DictConfig:
         config.reward.reward_manager.name = "naive"
         config.reward_loop.job = None  # a secret, which verl's loggers would record
     return config
+
+
+def unknown_overrides(words: Iterable[str]) -> Iterator[str]:
+    """Yield a message for each override of a command line that sets an unknown option of rewards."""
+    for word in words:
+        key, equals, _ = word.lstrip("+").partition("=")
+        if equals and key.partition(".")[0] in _GROUPS and re.fullmatch(r"[\w.]+", key):
+            yield from _unknown_in(OmegaConf.from_dotlist([f"{key}=null"]))
+
+
+def _unknown_in(config: DictConfig) -> Iterator[str]:
+    known = defaults()
+    for group in _GROUPS:
+        yield from _unknown(group, config.get(group) or {}, known[group])
 
 
 def _unknown(where: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:

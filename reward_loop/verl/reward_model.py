@@ -12,6 +12,7 @@ from reward_loop.config import AuditConfig, RewardModelConfig, ServedModelConfig
 from reward_loop.errors import ConfigError
 from reward_loop.serving.engine import normalised
 from reward_loop.serving.engines import ENGINES
+from reward_loop.serving.gpus import VISIBLE_DEVICES
 from reward_loop.serving.models import check_path
 from reward_loop.verl.mode_options import PIPELINE_MODE, ModeOptions
 from reward_loop.verl.settings import defaults
@@ -101,7 +102,21 @@ def read_reward_model(config: DictConfig, mode: ModeOptions) -> RewardModelConfi
     if served.placement == "colocated":
         return _colocated(config, served, mode)
     _check_effects(model)
+    if served.placement == "local" and config.trainer.device != "cpu":
+        _check_local(served)
     return served
+
+
+def _check_local(served: RewardModelConfig) -> None:
+    """Reject servers whose GPUs nobody has chosen: Ray's processes see all GPUs, also those of the trainer."""
+    for key, model in {"": served, **served.models}.items():
+        if _gpus(model) and not any(name in model.env for name in VISIBLE_DEVICES):
+            env = f"reward_model.server.{f'models.{key}.' if key else ''}env.CUDA_VISIBLE_DEVICES"
+            raise ConfigError(
+                f"reward_model.server.placement=local with reward_model.rollout.name={model.engine}: the servers could "
+                "get GPUs of the trainer, since Ray reserves none for them. Leave out placement (GPUs of its own: "
+                f"enable_resource_pool=True), or name GPUs: +{env}='\\'6,7\\''"
+            )
 
 
 def _engine_options(rollout: DictConfig) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import pickle
+import zlib
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from reward_loop.config import RewardLoopConfig, RewardModelConfig
 from reward_loop.managers.builtin import RateLimitedConfig
 from reward_loop.managers.registry import get as get_manager
 from reward_loop.managers.registry import names as manager_names
-from reward_loop.scoring.load import load_function, load_object
+from reward_loop.scoring.load import load_function
 from reward_loop.verl.compat import verl_folder
 from reward_loop.verl.mode_options import ModeOptions
 
@@ -42,10 +44,10 @@ class ManagerName:
         """Return the class, or ``None`` if the name is not registered here: it may be the name of a manager of verl.
 
         Raises:
-            ConfigError, FunctionLoadError: the class cannot be loaded.
+            ConfigError: the class cannot be loaded, or is not a manager.
         """
         if self.source == "importlib":
-            return load_object(self.module or "", self.name)
+            return get_manager(f"{self.module or ''}:{self.name}")
         return get_manager(self.name) if ":" in self.name or self.name in manager_names() else None
 
 
@@ -91,11 +93,21 @@ class RewardSettings:
         own = self.manager.is_import_path or self.manager.name == "composite"
         return self.model is not None and self.function is None and not own
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Compressed: Ray passes an argument of at most 100 KB by value. It keeps a larger one in its object store, and
+        # an actor cannot restart once that is lost. verl's configuration takes 110 KB, and 17 KB compressed.
+        values = tuple(getattr(self, field.name) for field in fields(self))
+        return _unpacked, (zlib.compress(pickle.dumps(values)),)
+
     def with_job(self, address: str) -> RewardSettings:
         """Return these settings with the address of the job's limiter service."""
         config = deepcopy(self.config)
         config.reward_loop.job = address
         return replace(self, config=config, options=self.options.model_copy(update={"job": address}))
+
+
+def _unpacked(packed: bytes) -> RewardSettings:
+    return RewardSettings(*pickle.loads(zlib.decompress(packed)))
 
 
 CONFIG_DIR = Path(__file__).parent / "config"

@@ -125,8 +125,6 @@ class RewardWorkers:
     def __init__(self, settings: RewardSettings, router: RouterAddress | None, *, named: bool = False) -> None:
         actor = ray.remote(RewardWorker)
         nodes = worker_nodes(settings.num_workers)
-        # Keep this reference: without it, Ray frees an argument over 100 KB, and cannot restart a worker.
-        self._settings = ray.put(settings)
         self.handles = [
             actor.options(
                 max_restarts=-1,
@@ -136,7 +134,7 @@ class RewardWorkers:
                     node_id=node, soft=True
                 ),
                 **(worker_name(position) if named else {}),
-            ).remote(self._settings, router, nodes.count(node), position)
+            ).remote(settings, router, nodes.count(node), position)
             for position, node in enumerate(nodes)
         ]
         self.client = RewardClient(self.handles, settings.options)

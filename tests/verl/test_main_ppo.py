@@ -16,13 +16,16 @@ from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError
 from reward_loop.verl import main_ppo
 from reward_loop.verl.cpu.setup import CPU_ENVIRONMENT
+from tests.verl.configs import resolved
+from tests.verl.runs import write_data
 
 pytestmark = pytest.mark.integration  # starts the command
 
 
 def run_main(*overrides: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "reward_loop.verl.main_ppo", "--config-name", "cpu", *overrides]
-    return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}  # as container images often set it
+    return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False, env=environment)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +94,8 @@ def test_an_unknown_manager_stops_the_command_and_a_function_may_import_verl(tmp
     """The function meets the platform of the run. The check of the manager is the last one before Ray starts."""
     path = tmp_path / "reward.py"
     path.write_text(
+        "import os\n"
+        "assert 'PYTHONDONTWRITEBYTECODE' not in os.environ\n"  # its processes would all compile their modules
         "from verl.plugin.platform import get_platform\n"
         "from verl.utils.reward_score import default_compute_score\n"
         "assert get_platform().device_name == 'cpu'\n"
@@ -112,15 +117,65 @@ def test_an_unknown_trainer_mode_is_refused() -> None:
         main_ppo._check_trainer_mode(mode)
 
 
+MANAGERS = """
+from reward_loop import RewardLoopManagerBase
+class Fine(RewardLoopManagerBase):
+    pass
+class OnlyConfig(RewardLoopManagerBase):
+    def __init__(self, config):
+        super().__init__(config)
+class NoManager:
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("manager", "complaint"),
+    [
+        ("Fine", None),
+        ("Fin", r"has no 'Fin'; did you mean 'Fine'"),
+        ("NoManager", r"NoManager is not a reward manager"),
+        ("OnlyConfig", r"its constructor does not accept these: .*Add \*\*kwargs"),
+    ],
+)
+@pytest.mark.parametrize("by", ["name", "module"])
+def test_a_manager_that_cannot_be_created_stops_the_command(
+    tmp_path: Path, manager: str, complaint: str | None, by: str
+) -> None:
+    (tmp_path / "managers.py").write_text(MANAGERS)
+    path = f"{tmp_path}/managers.py"
+    given = [f"reward_model.reward_manager={path}:{manager}"]
+    if by == "module":
+        given = [f"reward_model.reward_loop_module_path={path}", f"reward_model.reward_loop_class_name={manager}"]
+    settings = resolved(*given)
+    if complaint is None:
+        main_ppo.check_function(settings)
+    else:
+        with pytest.raises(ConfigError, match=complaint):
+            main_ppo.check_function(settings)
+
+
+def test_a_manager_whose_module_raises_names_its_line(tmp_path: Path) -> None:
+    (tmp_path / "managers.py").write_text("import json\n\njson.loads('{')\n")
+    with pytest.raises(ConfigError, match=r"JSONDecodeError.*managers\.py:3\)"):
+        main_ppo.check_function(resolved(f"reward_model.reward_manager={tmp_path}/managers.py:Mine"))
+
+
 def test_check_prints_the_options_in_effect_and_starts_nothing(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("def compute_score(solution_str): return 1.0\n")
+    write_data(tmp_path)
     options = [f"custom_reward_function.path={tmp_path}/reward.py", f"hydra.run.dir={tmp_path}"]
+    options += [f"data.train_files={tmp_path}/train.parquet", f"data.val_files={tmp_path}/val.parquet"]
     options.append("algorithm.adv_estimator=grpo")
     done = run_main("--check", *options, "reward_model.num_workers=3")
     assert done.returncode == 0, done.stderr
     for line in ("trainer_mode: sync", "num_workers: 3", f"path: {tmp_path}/reward.py", "Reward model: none"):
         assert line in done.stdout
     assert "Started a local Ray instance" not in done.stderr
+    steps = ["Composing the", "Reading the options", "Loading the function", "Reading data.train", "Reading data.val"]
+    lines = iter(done.stdout.splitlines())
+    for step in [*steps, "Importing verl"]:  # in this order
+        assert any(line.startswith(step) for line in lines), step
     done = run_main(*options, "trainer.v1.trainer_mode=reward_pipelin", "--check")
     assert done.returncode == 1
     assert "trainer.v1.trainer_mode=reward_pipelin" in done.stderr
@@ -138,7 +193,7 @@ def test_the_environment_of_a_cpu_run_is_set_before_the_users_function_is_loaded
         raise InterruptedError
 
     monkeypatch.setattr(os, "environ", {name: os.environ[name] for name in os.environ if name not in CPU_ENVIRONMENT})
-    monkeypatch.setattr(main_ppo, "resolve", lambda config, given: None)
+    monkeypatch.setattr(main_ppo, "resolve", lambda config, given: SimpleNamespace(function=None))
     monkeypatch.setattr(main_ppo, "check_function", check_function)
     with pytest.raises(InterruptedError):
         main_ppo.run(OmegaConf.create({"trainer": {"device": "cpu", "nnodes": 1}, "ray_kwargs": {"ray_init": {}}}))
@@ -155,7 +210,10 @@ def test_flags_may_follow_the_overrides(tmp_path: Path) -> None:
 def test_hydra_refuses_a_misspelt_key_of_verl(tmp_path: Path) -> None:
     done = run_main("reward_model.enabel=True", f"hydra.run.dir={tmp_path}")
     assert done.returncode == 1
-    assert "enabel" in done.stderr
+    assert "reward_model.enabel: unknown option; did you mean 'enable'?" in done.stderr
+    done = run_main("trainer.nnodez=2", f"hydra.run.dir={tmp_path}")
+    assert done.returncode == 1
+    assert "nnodez" in done.stderr
 
 
 def test_help_names_the_options_that_are_ours_and_not_all_of_verls() -> None:

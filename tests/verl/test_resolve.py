@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError
 from reward_loop.scoring import ScoringFunction
-from reward_loop.verl.resolve import read, without_reward
+from reward_loop.verl.resolve import read, unknown_overrides, without_reward
 from tests.verl.configs import resolved, settled
 
 
@@ -23,6 +23,39 @@ def test_the_default_settings(name: str, engine: str) -> None:
     assert settings.mode.name == "sync"
 
 
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("reward_loop.timout=60", "reward_loop.timout: unknown option; did you mean 'timeout'?"),
+        ("+reward_loop.timout=60", "did you mean 'timeout'?"),
+        ("reward_loop.cache.enabeld=true", "reward_loop.cache.enabeld: unknown option; did you mean 'enabled'?"),
+        ("reward_model.enabel=True", "did you mean 'enable'?"),
+        ("reward.reward_manger.name=dapo", "did you mean 'reward_manager'?"),
+        ("custom_reward_function.pth=f.py", "did you mean 'path'?"),
+    ],
+)
+def test_a_misspelt_option_gets_the_right_name_before_hydra_reads_it(word: str, message: str) -> None:
+    (found,) = unknown_overrides(["--config-name", "cpu", "trainer.nnodes=1", word])
+    assert message in found
+
+
+def test_options_that_exist_and_those_of_open_groups_pass_before_hydra() -> None:
+    words = [
+        "reward_loop.timeout=60",
+        "+reward_loop.limits.a.max_concurrent=8",
+        "reward.num_workers=2",
+        "~reward_loop.cache",
+    ]
+    words += [
+        "reward.custom_reward_function.reward_kwargs.bonus=1",
+        "+reward_model.server.env.A=1",
+        "data.x=1",
+        "--check",
+    ]
+    words += ["reward_model.rollout.name=vllm", "+reward_model.rollout.engine_kwargs.vllm.x=1"]
+    assert list(unknown_overrides(words)) == []
+
+
 def test_settings_are_read_again_from_a_resolved_configuration() -> None:
     settings = resolved("reward_model.reward_manager=dapo", "custom_reward_function.path=f.py")
     assert read(settings.config) == settings
@@ -30,7 +63,9 @@ def test_settings_are_read_again_from_a_resolved_configuration() -> None:
 
 def test_settings_can_be_sent_to_other_processes() -> None:
     settings = resolved("custom_reward_function.path=f.py", "trainer.v1.trainer_mode=reward_pipeline")
-    assert pickle.loads(pickle.dumps(settings)) == settings
+    packed = pickle.dumps(settings)
+    assert pickle.loads(packed) == settings
+    assert len(packed) < 50_000  # from 100 KB on, Ray cannot restart an actor whose argument is lost
 
 
 def test_the_job_is_part_of_new_settings_and_of_their_configuration() -> None:

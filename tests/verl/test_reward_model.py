@@ -171,6 +171,23 @@ def test_on_a_cpu_vllm_needs_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options.placement == "local"
 
 
+DEVICES = "+reward_model.server.env.CUDA_VISIBLE_DEVICES='6,7'"
+
+
+def test_servers_beside_the_trainer_must_not_get_its_gpus_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    local = "+reward_model.server.placement=local"
+    other = "+reward_model.server.models.b={model_path: x, engine: sglang}"
+    with pytest.raises(ConfigError, match=r"could get GPUs of the trainer.*\+reward_model\.server\.env\.CUDA_VISIBLE"):
+        resolved(*VLLM, local)
+    with pytest.raises(ConfigError, match=r"models\.b\.env\.CUDA_VISIBLE_DEVICES"):
+        resolved(*VLLM, local, DEVICES, other)
+    options = resolved(*VLLM, local, DEVICES).model
+    assert options is not None
+    assert (options.placement, options.env) == ("local", {"CUDA_VISIBLE_DEVICES": "6,7"})
+    monkeypatch.setattr(engines, "version", lambda *_: "0.31.0+cpu")
+    assert resolved(*VLLM, local).model is not None
+
+
 def test_without_a_pool_the_model_shares_the_trainers_gpus() -> None:
     overrides = ["trainer.n_gpus_per_node=8", "trainer.nnodes=2", "reward_model.use_reward_loop=True"]
     of_the_router = ["+reward_model.server.log_dir=/logs", "+reward_model.server.policy=round_robin"]
@@ -178,7 +195,7 @@ def test_without_a_pool_the_model_shares_the_trainers_gpus() -> None:
     assert options is not None
     assert options.policy == "round_robin"
     assert (options.placement, options.tensor_parallel_size, options.replicas) == ("colocated", 2, 8)
-    options = resolved(*VLLM, *overrides, "+reward_model.server.placement=local").model
+    options = resolved(*VLLM, *overrides, "+reward_model.server.placement=local", DEVICES).model
     assert options is not None
     assert (options.placement, options.replicas) == ("local", 1)
     in_pipeline = [PIPELINE, "trainer.v1.reward_pipeline.one_step_off_policy=False"]
