@@ -33,6 +33,10 @@ _DEFAULT_REQUIRES = frozenset({"data_source", "ground_truth"})
 """What verl's own functions require."""
 
 
+_ADDED = {"num_turns", "rollout_reward_scores"}
+"""The keys of ``extra_info`` that the manager adds to each row."""
+
+
 def check_data(settings: RewardSettings, say: Callable[[str], None]) -> None:
     """Open the files of the training and of the validation, and compare their first rows with what the function takes.
 
@@ -112,7 +116,7 @@ def _problems(
                 break
         else:
             if function is not None and (keys := _keys_read(function)):
-                lacking = {key for row in first for key in keys - (row.get("extra_info") or {}).keys()}
+                lacking = {key for row in first for key in keys - (row.get("extra_info") or {}).keys() - _ADDED}
                 if lacking:
                     say(f"Note: {name} reads extra_info[...] of {listing(lacking)}, which rows of {file} lack.")
             elif function is None:

@@ -28,7 +28,7 @@ class Judge:
     def __init__(self):
         raise RuntimeError("no GPU here")
     async def compute_score(self, solution_str, ground_truth, extra_info):
-        return float(extra_info["hint"] == ground_truth)
+        return float(extra_info["hint"] == ground_truth) / extra_info["num_turns"]
 """
 
 
