@@ -202,9 +202,12 @@ def compute_score(solution_str):
 """
 
 
-def test_a_batch_whose_rewards_do_not_come_is_not_awaited_for_ever(cluster: None, with_function: Settings) -> None:
+def test_a_batch_whose_rewards_do_not_come_is_not_awaited_for_ever(
+    cluster: None, with_function: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import ray
 
+    monkeypatch.setattr("reward_loop.verl.workers.MAX_SHARED_S", 0.0)
     workers = started(with_function(HANGS, ONE_WORKER, "reward_loop.timeout=null"))
     pending = workers.start_batch([rollout("1"), rollout("hang")])
     ray.wait([sample.answer for sample in pending], num_returns=1, timeout=300)
