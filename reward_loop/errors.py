@@ -85,6 +85,7 @@ class ScoringError(RewardLoopError):
         function: name and file of the function.
         attempts: number of calls of the function for the sample.
         retry_after: seconds to wait before the next call, as requested by the service.
+        cause: what failures are grouped by; by default the type of this error, and the function.
     """
 
     problem: str
@@ -93,6 +94,8 @@ class ScoringError(RewardLoopError):
     function: str | None = None
     attempts: int | None = None
     retry_after: float | None = None
+    cause: str
+    """What failures are grouped by: for an exception of the user's function, its type and the line that raised it."""
 
     _counts_attempts = True
     """Whether the problem is the result of a call. If so, the message contains the number of calls."""
@@ -105,6 +108,7 @@ class ScoringError(RewardLoopError):
         function: str | None = None,
         attempts: int | None = None,
         retry_after: float | None = None,
+        cause: str | None = None,
     ) -> None:
         message = problem
         if self._counts_attempts and attempts is not None and attempts > 1:
@@ -116,6 +120,8 @@ class ScoringError(RewardLoopError):
             self.sample_uid, self.data_source = sample.uid, sample.data_source
         super().__init__(message)
         self.problem, self.function, self.attempts, self.retry_after = problem, function, attempts, retry_after
+        self._cause = cause
+        self.cause = cause or type(self).__name__ + (f" in {function}" if function else "")
 
     def about(self, sample: _Sample | None = None, function: str | None = None, attempts: int | None = None) -> Self:
         """Return a copy of this error with the fields of a sample and its call."""
@@ -125,6 +131,7 @@ class ScoringError(RewardLoopError):
             function=self.function if function is None else function,
             attempts=self.attempts if attempts is None else attempts,
             retry_after=self.retry_after,
+            cause=self._cause,
         )
 
 

@@ -35,6 +35,7 @@ RESERVED_KEYS = frozenset(
         "reward_masked",
         "reward_seconds",
         "reward_error",
+        "reward_cause",
         "reward_attempts",
         "reward_wait_seconds",
         "reward_queue_seconds",
@@ -150,6 +151,11 @@ class RewardResult:
     """For an unscored or failed sample: the policy, if it differs from that in the run's options."""
     queue_seconds: float = 0.0
     """Time in seconds that a sync function waited for a free thread or process, summed over all attempts."""
+
+    @property
+    def cause(self) -> str | None:
+        """What samples without a score are grouped by, see `ScoringError`; ``None`` if it is scored, or not known."""
+        return None if self.exception is None else self.exception.cause
 
 
 class ExtraInfo(dict[str, Any]):

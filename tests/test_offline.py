@@ -159,7 +159,7 @@ def test_bad_rows_are_failed_rows(tmp_path):
     assert "line 10: its fields are nested more than 200 levels deep" in errors[8]
     assert [row["score"] for row in (*done.rows[1:7], done.rows[8])] == [None] * 7
     assert done.outcomes == {"scored": 2, "failed": 7}
-    assert sum(count for count, _ in done.report.causes.most_common()) == 7
+    assert sum(count for count, *_ in done.report.causes.most_common()) == 7
 
 
 def test_unscored_failed_and_not_finite(tmp_path):

@@ -60,10 +60,13 @@ def test_failures_mean_tokens_and_cost_are_shown_in_a_bar_or_now_and_then_in_a_l
         last = out.getvalue().split("scoring")[-1]
         assert "5/5" in last
         assert "1 failed, mean 0.5, 5,000 tokens, cost 1.25" in last
+        assert out.getvalue().count("ValueError: one") == 1
         return
     # The clock advances by half of the interval with each row, and at the start.
     assert out.getvalue().splitlines() == [
         "scoring: 1 of 5 rows, 0 failed, mean 0.5, 1,000 tokens, cost 0.25",
+        "failed (further rows with this cause are only counted): sample line 2: judged (test_offline_progress.py) "
+        "raised ValueError: one",
         "scoring: 3 of 5 rows, 1 failed, mean 0.5, 3,000 tokens, cost 0.75",
         "scoring: 5 of 5 rows, 1 failed, mean 0.5, 5,000 tokens, cost 1.25",
     ]

@@ -11,11 +11,11 @@ from pathlib import Path
 
 __all__ = [
     "Causes",
-    "cause_of",
     "counted",
     "cut",
     "did_you_mean",
     "duration",
+    "first_line",
     "last_user_frame",
     "listing",
     "rounded",
@@ -72,29 +72,30 @@ _MAX_CAUSES = 1000
 
 
 class Causes:
-    """Counts the errors of samples by cause, and keeps the first error of each cause as the example."""
+    """Counts samples without a score by cause, and keeps the first error of each cause as the example."""
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[int, str]] = {}
 
-    def add(self, error: str) -> None:
-        """Count one error message of the form ``<sample>: <cause>``."""
-        cause = cause_of(error)
+    def add(self, cause: str | None, error: str) -> None:
+        """Count one sample with its error message. Without a cause, this is the first line of the message."""
+        cause = cause or first_line(error)
         if cause not in self._found and len(self._found) >= _MAX_CAUSES:
-            cause = ""
+            cause = "other causes"
         count, example = self._found.get(cause, (0, error))
         self._found[cause] = (count + 1, example)
 
     def __len__(self) -> int:
         return len(self._found)
 
-    def most_common(self, limit: int | None = None) -> list[tuple[int, str]]:
-        """Return the count and the example of each cause, the most frequent cause first; at most ``limit`` causes."""
-        return sorted(self._found.values(), key=lambda found: -found[0])[:limit]
+    def most_common(self) -> list[tuple[int, str, str]]:
+        """Return the count, the cause and the example of each cause, the most frequent cause first."""
+        counted_causes = [(count, cause, example) for cause, (count, example) in self._found.items()]
+        return sorted(counted_causes, key=lambda found: -found[0])
 
 
-def cause_of(error: str) -> str:
-    """Return the error's first line without the name of its sample."""
+def first_line(error: str) -> str:
+    """Return the error's first line without the name of its sample: its cause, if nothing else is known about it."""
     line = error.partition("\n")[0]
     return line.partition(": ")[2] or line
 

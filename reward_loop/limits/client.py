@@ -13,6 +13,7 @@ from reward_loop.errors import ConfigError, JobServiceError, TooManyFailuresErro
 from reward_loop.limits.local import LocalLimits
 from reward_loop.limits.permit import Limits, Permit
 from reward_loop.limits.protocol import MAX_LENGTH, Messages, decode, enable_keepalive, proof, receive, refusal
+from reward_loop.types import Outcome, RewardResult
 
 __all__ = ["RemoteLimits", "open_limits"]
 
@@ -85,8 +86,8 @@ class RemoteLimits(Limits):
     def spend(self, cost: float, tokens: float) -> None:
         self._connect().send("spend", cost, tokens)
 
-    def count(self, failed: bool, error: str | None, of: str = "") -> None:
-        """Count one sample for the failure bound of the job, or its component ``of``; ``error`` is that of a failure.
+    def count(self, result: RewardResult, of: str = "") -> None:
+        """Count one sample for the failure bound of the job, or its component ``of``.
 
         Raises:
             TooManyFailuresError: the service has counted too many failures; raised at one of the next samples.
@@ -99,7 +100,9 @@ class RemoteLimits(Limits):
         if lost is not None:
             raise lost
         # The error may contain model output with surrogates, which UTF-8 cannot encode.
-        messages.send("count", failed, error and error.encode("utf-8", "backslashreplace").decode(), of)
+        texts = (result.error, result.cause)
+        error, cause = (text and text.encode("utf-8", "backslashreplace").decode() for text in texts)
+        messages.send("count", result.outcome is Outcome.FAILED, error, cause, of)
 
     async def why_stopped(self) -> str | None:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Self
 
-from reward_loop._util.text import cause_of
+from reward_loop._util.text import first_line
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import TooManyFailuresError
 from reward_loop.limits.client import RemoteLimits
@@ -46,15 +46,15 @@ class FailureBound:
         Raises:
             TooManyFailuresError: the sample failed, and so did more than ``max_share`` of the recent samples.
         """
-        self.add(result.outcome is Outcome.FAILED, result.error)
+        self.add(result.outcome is Outcome.FAILED, result.error, result.cause)
 
-    def add(self, failed: bool, error: str | None) -> None:
-        """Count one sample, with its error message if it failed; raises as `count` does."""
+    def add(self, failed: bool, error: str | None, cause: str | None) -> None:
+        """Count one sample, with its error message and cause if it failed; raises as `count` does."""
         self._failed.append(failed)
         if not failed:
             return
         error = error or "(no error message)"
-        cause = cause_of(error)
+        cause = cause or first_line(error)
         self._causes.pop(cause, None)
         self._causes[cause] = error
         if len(self._causes) > _SHOWN:
@@ -80,7 +80,7 @@ class SharedFailureBound:
 
     def count(self, result: RewardResult) -> None:
         """Count one sample; raises as `RemoteLimits.count` does."""
-        self._limits.count(result.outcome is Outcome.FAILED, result.error, self._of)
+        self._limits.count(result, self._of)
 
 
 def failure_bound(options: RewardLoopConfig, limits: Limits, of: str = "") -> FailureBound | SharedFailureBound:

@@ -12,7 +12,7 @@ When a connection ends, its permits end too; their requests and tokens stay coun
     ["leave", id, accepted, retry_after]
     ["spend", cost, tokens]                         ["spent", why] to all clients, if the budget is now used up
     (after authentication)                          ["limits", max_waits]; also ["spent", why], ["stop", why] if set
-    ["count", failed, error, of]                    ["stop", why] to all clients, if the run must stop
+    ["count", failed, error, cause, of]             ["stop", why] to all clients, if the run must stop
     ["configure", id, name, changes]                ["answer", id, error or null]; ["limits", max_waits] to all clients
     ["status", id]                                  ["answer", id, status]
 """

@@ -114,11 +114,11 @@ class LimitServer:
         if self.limits.spent != before:
             self._send_to_all("spent", self.limits.spent)
 
-    def _count(self, failed: bool, error: str | None, of: str) -> None:
+    def _count(self, failed: bool, error: str | None, cause: str | None, of: str) -> None:
         if of not in self._failures:
             self._failures[of] = FailureBound.of_options(self.limits.options, of)
         try:
-            self._failures[of].add(failed, error)
+            self._failures[of].add(failed, error, cause)
         except TooManyFailuresError as stop:
             self.stopped = str(stop)
             self._send_to_all("stop", self.stopped)

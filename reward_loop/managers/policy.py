@@ -24,8 +24,8 @@ def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
     """Convert a result to a reward, the return value of ``run_single``.
 
     ``reward_extra_info`` contains the extra info that the function returned, and always ``reward_outcome``,
-    ``reward_masked``, ``reward_seconds``, ``reward_wait_seconds``, ``reward_queue_seconds``, ``reward_attempts`` and
-    ``reward_error``. A masked sample has the score 0.
+    ``reward_masked``, ``reward_seconds``, ``reward_wait_seconds``, ``reward_queue_seconds``, ``reward_attempts``,
+    ``reward_error`` and ``reward_cause``. A masked sample has the score 0.
 
     Raises:
         ScoringError: the sample has no score, and the policy is ``raise``.
@@ -47,6 +47,7 @@ def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
             reward_queue_seconds=result.queue_seconds,
             reward_attempts=result.attempts,
             reward_error=result.error or "",
+            reward_cause=result.cause or "",
         ),
     }
 
@@ -55,11 +56,19 @@ def result_of(reward: Reward) -> RewardResult:
     """Convert a reward back to its result. Without an outcome, the sample is *scored*."""
     info = reward.get("reward_extra_info") or {}
     outcome = Outcome(info.get("reward_outcome") or Outcome.SCORED)
+    error = info.get("reward_error") or None
+    exception = None
+    if outcome is not Outcome.SCORED:
+        kind = UnscoredError if outcome is Outcome.UNSCORED else ScoringError
+        exception = kind(
+            error or f"a sample is {outcome}; its reward manager gave no cause", cause=info.get("reward_cause")
+        )
     return RewardResult(
         outcome,
         finite_number(reward["reward_score"]) if outcome is Outcome.SCORED else None,
         {name: value for name, value in info.items() if name not in RESERVED_KEYS},
-        error=info.get("reward_error") or None,
+        error=error,
+        exception=exception,
         seconds=info.get("reward_seconds", 0.0),
         attempts=info.get("reward_attempts", 1),
         wait_seconds=info.get("reward_wait_seconds", 0.0),

@@ -92,7 +92,7 @@ def fail_reward(reward: Reward, failure: ScoringError, failures: FailureBound, o
     result = replace(result_of(reward), outcome=Outcome.FAILED, score=None, error=str(failure), exception=failure)
     sample = RewardSample("", uid=failure.sample_uid, data_source=failure.data_source)
     after, masked = reward_after_policy(result, options)
-    changes = {"outcome": Outcome.FAILED, "error": result.error, "reward": after, "masked": masked}
-    record_reward_change(options, sample, failure.function or "", **changes)
+    changes = {"outcome": Outcome.FAILED, "error": result.error, "cause": result.cause}
+    record_reward_change(options, sample, failure.function or "", **changes, reward=after, masked=masked)
     failures.count(result)
     return apply_policy(result, options)

@@ -142,6 +142,11 @@ class Scored:
         return cls(uid, None if score is None else float(score), outcome, error, extra_info)
 
     @property
+    def cause(self) -> str | None:
+        """What samples without a score are grouped by, see `ScoringError`; ``None`` if it is not known."""
+        return self.extra_info.get("reward_cause") or None
+
+    @property
     def numbers(self) -> dict[str, float]:
         """The finite numbers that the function returned, by their keys, ``score`` included."""
         return returned_numbers(self.extra_info)

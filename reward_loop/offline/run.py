@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from reward_loop._util.signals import run
@@ -24,6 +25,7 @@ from reward_loop._util.text import rounded
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.limits.local import LocalLimits
 from reward_loop.managers.base import RewardLoopManagerBase
+from reward_loop.managers.failures import Failures, on_one_line
 from reward_loop.managers.policy import result_of
 from reward_loop.managers.scorer import Scored, functions_of, reward_of
 from reward_loop.offline.fields import Fields
@@ -42,6 +44,9 @@ PROBES_S = 300.0
 
 LINE_S = 30.0
 """Seconds between two lines without a terminal."""
+
+MAX_CAUSES = 20
+"""The largest number of causes of missing scores that are printed while rows are scored."""
 
 
 def score_rows(
@@ -219,7 +224,8 @@ class ScoringProgress:
         self._console = console
         self._clock = clock
         self._last_line = clock()
-        self._failed = self._scores = 0
+        self._failures = Failures()
+        self._causes = self._failed = self._scores = 0
         self._sum = 0.0
         columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._bar = Progress(
@@ -238,7 +244,9 @@ class ScoringProgress:
         """Show that this many rows are complete, earlier runs included; ``reward`` is the latest one of this run."""
         if reward is not None:
             info = reward.get("reward_extra_info") or {}
-            self._failed += info.get("reward_outcome") == Outcome.FAILED
+            outcome = info.get("reward_outcome") or Outcome.SCORED
+            self._failed += outcome == Outcome.FAILED
+            self._say_new_cause(outcome, info.get("reward_cause"), info.get("reward_error"))
             score = finite_number(reward["reward_score"])
             if score is not None and not info.get("reward_masked"):
                 self._scores += 1
@@ -248,6 +256,13 @@ class ScoringProgress:
         elif self._clock() >= self._last_line + LINE_S:
             self._last_line = self._clock()
             self._console.print(f"scoring: {rows:,} of {self._total:,} rows, {self.detail()}")
+
+    def _say_new_cause(self, outcome: str, cause: str | None, error: str | None) -> None:
+        """Print the first error of each cause; the summary at the end has the numbers."""
+        if self._failures.add(outcome, cause, error) and self._causes < MAX_CAUSES:
+            self._causes += 1
+            what = f"{outcome} (further rows with this cause are only counted)"
+            self._console.print(f"{what}: {escape(on_one_line(error or cause or 'no cause is known'))}")
 
     def detail(self) -> str:
         """Return failures, mean score, tokens and cost, as far as they are known."""

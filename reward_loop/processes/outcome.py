@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from reward_loop._util.import_hint import import_hint
-from reward_loop._util.text import user_lines
+from reward_loop._util.text import last_user_frame, user_lines
 from reward_loop._util.transient import is_refusal, is_transient, retry_after, status_of
 from reward_loop.errors import ScoringError
 
-__all__ = ["CallOutcome", "RemoteError", "describe_exception", "outcome_of"]
+__all__ = ["CallOutcome", "RemoteError", "cause_of", "describe_exception", "outcome_of"]
 
 _MESSAGE_CHARACTERS = 500
 
@@ -25,14 +25,18 @@ class RemoteError(Exception):
 
     Args:
         description: what `describe_exception` returned in the process.
+        cause: what `cause_of` returned in the process.
         transient: whether a retry may succeed.
         status: the HTTP status of the service's response; 429 if any exception in the chain is a refusal.
         retry_after: the seconds that the service asked to wait.
     """
 
-    def __init__(self, description: str, transient: bool, status: int | None, retry_after: float | None) -> None:
+    def __init__(
+        self, description: str, cause: str, transient: bool, status: int | None, retry_after: float | None
+    ) -> None:
         super().__init__(description)
         self.description = description
+        self.cause = cause
         self.transient = transient
         self.status = status
         self.retry_after = retry_after
@@ -41,10 +45,10 @@ class RemoteError(Exception):
     def of(cls, error: BaseException) -> RemoteError:
         """Return the `RemoteError` that represents an exception."""
         status = 429 if is_refusal(error) else status_of(error)
-        return cls(describe_exception(error), is_transient(error), status, retry_after(error))
+        return cls(describe_exception(error), cause_of(error), is_transient(error), status, retry_after(error))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RemoteError, (self.description, self.transient, self.status, self.retry_after)
+        return RemoteError, (self.description, self.cause, self.transient, self.status, self.retry_after)
 
 
 @dataclass(slots=True)
@@ -100,6 +104,23 @@ def describe_exception(error: BaseException) -> str:
             error = error.exceptions[0]
         text, tail = f"{text}; the first: {_summary(error)}", user_lines(error) or tail
     return f"{text}\n{tail}" if tail else text
+
+
+def cause_of(error: BaseException) -> str:
+    """Return an exception's type, and the function and line of the user's code that raised it.
+
+    Failures are grouped by it: the message may contain data of the sample. Of a group of exceptions, the first one
+    counts. For an exception raised in a worker process, it is that of the original exception.
+    """
+    remote = error if isinstance(error, RemoteError) else error.__cause__
+    if isinstance(remote, RemoteError):
+        return remote.cause
+    frame = last_user_frame(error)
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+        frame = last_user_frame(error) or frame
+    where = "" if frame is None else f" in {frame.name} ({frame.filename}:{frame.lineno})"
+    return type(error).__name__ + where
 
 
 def _summary(error: BaseException) -> str:

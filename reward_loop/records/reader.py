@@ -74,7 +74,7 @@ def check_version(version: Any, where: Path) -> None:
         )
 
 
-_REVISED = ("outcome", "error")
+_REVISED = ("outcome", "error", "cause")
 
 _CHANGES = re.compile(rf'"kind":\s*"(?:{REVISION}|{ADVANTAGE})"'.encode())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import re
 import statistics
 import sys
 from array import array
@@ -97,10 +98,14 @@ class Report:
         outcome, score, reward = row["outcome"], row.get("score"), row.get("reward")
         self.outcomes[outcome] += 1
         name = str(row.get("uid") or row.get("id") or "without uid")
+        error = row.get("error")
         if outcome == Outcome.UNSCORED:
-            self.unscored.add(row.get("error") or f"sample {name}: {_why_unscored(row)}")
-        elif row.get("error"):
-            self.causes.add(row["error"])
+            reason = next((said for made in row.get("judges") or () if (said := made.get("unscored"))), None)
+            why = "the function returned no score" if reason is None else f"the judge's reply has no verdict: {reason}"
+            cause = f"{row.get('cause') or outcome}{'' if reason is None else f': {_without_data(reason)}'}"
+            self.unscored.add(cause, error or f"sample {name}: {why}")
+        elif error:
+            self.causes.add(row.get("cause"), error)
         if score is not None:
             self.score.add(score)
         if reward is not None:
@@ -177,14 +182,12 @@ class Report:
 
 
 def _listed(causes: Causes) -> list[dict[str, Any]]:
-    return [{"count": count, "example": example} for count, example in causes.most_common()]
+    return [{"count": count, "cause": cause, "example": example} for count, cause, example in causes.most_common()]
 
 
-def _why_unscored(row: Mapping[str, Any]) -> str:
-    """Return the reason of the judge whose reply has no verdict, or that there is none."""
-    reasons = (exchange.get("unscored") for exchange in row.get("judges") or ())
-    reason = next(filter(None, reasons), None)
-    return "the function returned no score" if reason is None else f"the judge's reply has no verdict: {reason}"
+def _without_data(reason: str) -> str:
+    """Return why a reply has no verdict, without what it quotes of the reply."""
+    return re.sub(r"""'[^']*'|"[^"]*"|-?\d+(\.\d+)?""", "...", reason)
 
 
 class _Judge:

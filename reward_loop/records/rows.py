@@ -78,6 +78,7 @@ def sample_row(
         "reward": reward,
         "masked": masked,
         "error": result.error,
+        "cause": result.cause,
         "components": {**result.extra_info, **{name: _cut(large[name]) for name in large}}
         if large
         else result.extra_info,
@@ -147,6 +148,7 @@ def reward_change_row(
     *,
     outcome: Outcome | None = None,
     error: str | None = None,
+    cause: str | None = None,
     reward: float | None = None,
     masked: bool = False,
 ) -> dict[str, Any]:
@@ -165,6 +167,7 @@ def reward_change_row(
         reward=reward,
         masked=masked,
         error=error,
+        cause=cause,
         # The first row has the calls, so that sums over all rows count them once.
         work_s=0.0,
         attempts=0,

@@ -9,7 +9,7 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any
 
-from reward_loop._util.text import listing, shorten
+from reward_loop._util.text import first_line, listing, shorten
 from reward_loop._util.transient import retry_after
 from reward_loop.errors import (
     BudgetSpentError,
@@ -21,7 +21,7 @@ from reward_loop.errors import (
     UnscoredError,
     describe,
 )
-from reward_loop.processes.outcome import CallOutcome, describe_exception
+from reward_loop.processes.outcome import CallOutcome, cause_of, describe_exception
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Outcome, RewardResult, RewardSample
 
 __all__ = ["are_numbers", "check_result", "failed", "failed_after", "is_finite", "normalise", "not_called", "to_result"]
@@ -54,7 +54,8 @@ def to_result(call: CallOutcome, sample: RewardSample, function: str) -> RewardR
             problem = error.about(sample, function)
         else:
             if score is None:
-                problem = UnscoredError("gave no score", sample=sample, function=function)
+                cause = f"no score from {function}"
+                problem = UnscoredError("gave no score", sample=sample, function=function, cause=cause)
     outcome = Outcome.SCORED
     if problem is not None:
         is_unscored = isinstance(problem, UnscoredError | BudgetSpentError)
@@ -89,6 +90,7 @@ def _problem(call: CallOutcome, sample: RewardSample, function: str) -> ScoringE
         function=function,
         attempts=call.attempts,
         retry_after=retry_after(cause),
+        cause=cause_of(cause),
     )
     problem.__cause__ = cause
     return problem
@@ -121,7 +123,7 @@ def failed_after(called: RewardResult, problem: ScoringError) -> RewardResult:
 
 def not_called(sample: RewardSample) -> RewardResult:
     """Return the failed result of a sample with an invalid row, for which the function is not called."""
-    return failed(ScoringError(sample.error or "its row is invalid", sample=sample), attempts=0)
+    return failed(ScoringError(sample.error or "its row is invalid", sample=sample, cause="invalid row"), attempts=0)
 
 
 def normalise(returned: Any) -> tuple[float | None, dict[str, Any]]:
@@ -251,7 +253,8 @@ def _check_unscored(sample: RewardSample, result: RewardResult) -> RewardResult:
     if result.exception is not None:
         return result
     kind = UnscoredError if result.outcome is Outcome.UNSCORED else ScoringError
-    error = kind(result.error or f"the reward manager returned {result.outcome} without a cause", sample=sample)
+    problem = result.error or f"the reward manager returned {result.outcome} without a cause"
+    error = kind(problem, sample=sample, cause=first_line(problem))
     text = str(error) if result.outcome is Outcome.FAILED else None
     return replace(result, exception=error, error=result.error or text)
 

@@ -263,6 +263,7 @@ async def _take_reward(session: _Session, outputs: list[Any]) -> None:
             "reward_outcome": str(Outcome.FAILED),
             "reward_masked": True,
             "reward_error": f"{type(error).__name__}: {error}",
+            "reward_cause": type(error).__name__,
         }
         await _write_reward(session, outputs)
         raise

@@ -15,6 +15,7 @@ from reward_loop.limits.permit import Limits
 from reward_loop.managers import NaiveRewardLoopManager, RewardLoopManagerBase, scoring_function
 from reward_loop.managers.base import VALIDATE, last_row, step_of, uid_of
 from reward_loop.managers.post_process import PostProcess
+from reward_loop.processes.outcome import cause_of
 from reward_loop.processes.pool import usable_cores
 from reward_loop.router.config import API_KEY_VARIABLE
 from reward_loop.scoring import ScoringFunction
@@ -152,7 +153,7 @@ class VerlManager(RewardLoopManagerBase):
                 seconds=time.monotonic() - started,
             )
         except Exception as error:
-            failure = RewardFunctionError(f"{self.name}: {type(error).__name__}: {error}")
+            failure = RewardFunctionError(f"{self.name}: {type(error).__name__}: {error}", cause=cause_of(error))
             failure.__cause__ = error
             seconds = time.monotonic() - started
             return RewardResult(Outcome.FAILED, None, error=str(failure), exception=failure, seconds=seconds)

@@ -146,7 +146,8 @@ class RewardClient:
         failure = RewardFunctionError(
             f"the reward worker died {MAX_TASK_RETRIES + 1} times while it scored this sample, or did not restart "
             f"within {self.options.worker_answer_timeout_s:g} s (reward_loop.worker_answer_timeout_s): does the reward "
-            f"function crash the interpreter, or run out of memory? ({type(error).__name__})"
+            f"function crash the interpreter, or run out of memory? ({type(error).__name__})",
+            cause="a reward worker died",
         )
         logger.error("%s", failure)
         result = RewardResult(outcome=Outcome.FAILED, score=None, error=str(failure), exception=failure)

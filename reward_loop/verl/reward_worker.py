@@ -183,7 +183,7 @@ class RewardWorker:
             RewardLoopError: the run must stop: by the user's policy, or because too many samples failed.
         """
         for _ in range(accepted):
-            self._rejections.add(False, None)
+            self._rejections.add(False, None, None)
         failed = []
         with self._storing_fatal_errors():
             for reward, name, problem in zip(rewards, names, problems, strict=True):

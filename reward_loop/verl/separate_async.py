@@ -119,6 +119,7 @@ def _leave_unscored(output: Any) -> None:
         "reward_outcome": str(Outcome.UNSCORED),
         "reward_masked": True,
         "reward_error": "not judged: older than trainer.v1.sampler.max_off_policy_threshold allows",
+        "reward_cause": "too old",
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,9 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from reward_loop.audit import AuditCounts
 from reward_loop.errors import RewardLoopError
+from reward_loop.managers.failures import Failures
 from reward_loop.records import cleaned
+from reward_loop.types import RESERVED_KEYS
 from reward_loop.verl.agent_loop_manager import RewardAgentLoopManager
 from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.gdpo import GDPO, component_rewards, switch_estimator, use_rewards
@@ -182,10 +184,20 @@ class RewardLoopTrainer(RecordingTrainer):
         self._rewards = StepRewards()
         self._left_out = {}
         self._replace_dead_workers()
-        with self._checking_fatal_errors():
-            batch = super().step(metrics, timing_raw)
+        try:
+            with self._checking_fatal_errors():
+                batch = super().step(metrics, timing_raw)
+        finally:
+            infos = [reward.info for reward in self._rewards.samples().values()]
+            self._say_failures(f"step {self.global_steps}", infos)
         metrics.update(self._rewards.metrics() | (self.recovery.metrics() if self.recovery else {}))
         return batch
+
+    def _say_failures(self, of: str, infos: Iterable[Mapping[str, Any]]) -> None:
+        """Log one line if samples of a step or validation have no score."""
+        folder = self._settings.options.log_dir
+        if line := Failures.of(infos).line(None if folder is None else f"reward-loop view {folder}"):
+            logger.warning("%s: %s", of, line)
 
     @overrides(PPOTrainer)
     def _step_once(self, metrics: dict, timing_raw: dict, sample_batch_size: int) -> Any:
@@ -211,6 +223,9 @@ class RewardLoopTrainer(RecordingTrainer):
         sample_turns: Any,
         expected_acc_counts: dict[tuple[str, str], int] | None = None,
     ) -> dict[str, float]:
+        columns = {name: values for name, values in reward_extra_infos_dict.items() if name in RESERVED_KEYS}
+        infos = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        self._say_failures(f"validation of step {self.global_steps}", infos)
         return validation_metrics(
             super()._val_metrics_update,
             data_sources,

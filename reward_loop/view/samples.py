@@ -142,7 +142,8 @@ class Samples:
         row = self._index.line(known["chunk"], id=name) or _row(known)
         if known["revised_at"] is not None:
             changes = {field: known[field] for field in ("outcome", "reward", "masked")}
-            row |= {**changes, "error": known["error"] if row.get("error") is None else row["error"], "revised": True}
+            changes |= {field: known[field] for field in ("error", "cause") if row.get(field) is None}
+            row |= {**changes, "revised": True}
         if known["generated_step"] is not None:
             row |= {field: known[field] for field in ("step", "generated_step")}
         row |= self._advantage(known)

@@ -70,8 +70,12 @@ GROUP BY ALL
 
 _OUTCOMES = "SELECT outcome, count(*) AS count FROM samples GROUP BY outcome ORDER BY count DESC"
 _CAUSES = """
-SELECT regexp_replace(split_part(error, chr(10), 1), '^[^:]*: ', '') AS cause, count(*) AS count, min(id) AS id
-FROM samples WHERE outcome = 'failed' AND error IS NOT NULL GROUP BY cause ORDER BY count DESC, cause LIMIT 10
+WITH failures AS (
+    SELECT id, cause, regexp_replace(split_part(error, chr(10), 1), '^[^:]*: ', '') AS line
+    FROM samples WHERE outcome = 'failed' AND error IS NOT NULL
+)
+SELECT coalesce(cause, line) AS cause, arg_min(line, id) AS error, count(*) AS count, min(id) AS id
+FROM failures GROUP BY coalesce(cause, line) ORDER BY count DESC, 1 LIMIT 10
 """
 _SLOWEST = "SELECT id, uid, total_s FROM samples WHERE total_s IS NOT NULL ORDER BY total_s DESC LIMIT 10"
 _REWARDS = f"""

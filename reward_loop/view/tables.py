@@ -26,7 +26,7 @@ import duckdb
 
 __all__ = ["LAYOUT", "book", "create", "load", "next_chunk", "revise"]
 
-LAYOUT = 8
+LAYOUT = 9
 """The version of these tables. An index with another version is built again."""
 
 _ROW = {
@@ -44,6 +44,7 @@ _ROW = {
     "reward": "DOUBLE",
     "masked": "BOOLEAN",
     "error": "VARCHAR",
+    "cause": "VARCHAR",
     "components": "JSON",
     "response_length": "DOUBLE",
     "total_s": "DOUBLE",
@@ -117,7 +118,7 @@ def _lines(columns: Mapping[str, str]) -> str:
 _SAMPLES = f"""
 SELECT version, kind, id, uid, "group", step, coalesce(validate, false) AS validate, coalesce(time, 0) AS time,
     data_source, function, batch, outcome, score, reward, coalesce(masked, false) AS masked,
-    left(error, {_ERROR}) AS error, components::VARCHAR AS components, response_length,
+    left(error, {_ERROR}) AS error, cause, components::VARCHAR AS components, response_length,
     coalesce(total_s, work_s) AS total_s, attempts, advantage, prompt_tokens, completion_tokens,
     text_file, text_offset, text_bytes, exchange_file, exchange_offset, exchange_bytes, judges AS exchanges,
     coalesce(len(judges), 0)::INTEGER AS judges, list_sum([j.seconds FOR j IN judges]) AS judge_s,
@@ -145,7 +146,7 @@ FROM (SELECT rowid AS sample, step, validate, function, batch, unnest(exchanges)
 """
 _NEW = "FROM samples WHERE chunk >= ? AND"
 _ADVANTAGES = f"SELECT uid, time, step, advantage {_NEW} kind = 'advantage' AND uid IS NOT NULL"
-_REVISIONS = f"SELECT uid, time, outcome, error, reward, masked {_NEW} kind = 'revision' AND uid IS NOT NULL"
+_REVISIONS = f"SELECT uid, time, outcome, error, cause, reward, masked {_NEW} kind = 'revision' AND uid IS NOT NULL"
 
 # A revision changes the last earlier row with its uid. Clocks of several nodes differ, so if no row is earlier, it
 # changes the first one.
@@ -157,12 +158,12 @@ WITH known AS (SELECT rowid AS target, uid, time FROM samples WHERE uid IN (SELE
         SELECT r.*, arg_min(k.target, k.time) AS target FROM revisions r JOIN known k ON r.uid = k.uid
         GROUP BY ALL HAVING min(k.time) > r.time
     )
-SELECT target, max(time) AS time, arg_max({o: outcome, e: error, r: reward, m: masked}, time) AS new
+SELECT target, max(time) AS time, arg_max({o: outcome, e: error, c: cause, r: reward, m: masked}, time) AS new
 FROM (FROM earlier UNION ALL FROM later) GROUP BY target
 """
 _REVISE = """
 UPDATE samples SET reward = new.r, masked = new.m, outcome = coalesce(new.o, outcome),
-    error = coalesce(new.e, error), revised_at = targets.time
+    error = coalesce(new.e, error), cause = coalesce(new.c, cause), revised_at = targets.time
 FROM targets WHERE samples.rowid = targets.target AND coalesce(revised_at, 0) <= targets.time
 """
 _APPLIED = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -14,9 +15,10 @@ import pytest
 
 from reward_loop.adapters.service.app import create_app
 from reward_loop.adapters.service.replies import ServiceError
-from reward_loop.adapters.service.service import RewardService
+from reward_loop.adapters.service.service import LINE_S, RewardService
 from reward_loop.types import RewardSample
 from tests.adapters.services import client_of, post, scorer
+from tests.clock import advance
 from tests.servers import serving, until
 
 
@@ -125,6 +127,20 @@ async def test_a_failure_is_logged_once_for_each_cause(caplog: pytest.LogCapture
             for _ in range(3):
                 await post(client, "/score", {"solution_str": "raise", "ground_truth": "4"})
     assert [record.message.count("ValueError: five") for record in caplog.records] == [1]
+
+
+async def test_samples_without_a_score_are_counted_in_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    async with client_of() as client:
+        for answer in ("raise", "raise", "nan", "none"):
+            await post(client, "/score", {"solution_str": answer, "ground_truth": "4"})
+        caplog.clear()
+        await advance(LINE_S)
+        await post(client, "/score", {"solution_str": "4", "ground_truth": "4"})
+        (line,) = [record.message for record in caplog.records]
+        assert re.match(r"in the last 6\d s: 3 failed and 1 unscored of 5 samples, 2 by ValueError in equals \(", line)
+        await advance(LINE_S)
+        await post(client, "/score", {"solution_str": "4", "ground_truth": "4"})
+        assert len(caplog.records) == 1  # nothing has failed since the last line
 
 
 async def test_too_many_failures_are_an_error_if_the_user_sets_the_bound() -> None:

@@ -66,7 +66,7 @@ async def test_messages_that_json_cannot_encode_do_not_block_others(serve):
     service, address = await serve(options(max_concurrent=1))
     job = RemoteLimits(address)
     place = await job.acquire("judge")
-    job.count(True, "sample u1: judge raised ValueError: \ud83d is no verdict")
+    job.count(RewardResult(Outcome.FAILED, None, error="sample u1: judge raised ValueError: \ud83d is no verdict"))
     with pytest.raises(TypeError):
         place.used(object())
     place.leave()
@@ -144,7 +144,7 @@ async def test_failures_of_all_workers_count_together(serve):
         SharedFailureBound(worker).count(FAILED)
     await until(lambda: all(worker.stopped for worker in workers))
     with pytest.raises(TooManyFailuresError, match=r"(?s)4 of the last 4 samples failed.*u7"):
-        workers[0].count(False, None)
+        workers[0].count(RewardResult(Outcome.SCORED, 1.0))
     late = RemoteLimits(address)
     await late.status()
     assert late.stopped
@@ -209,7 +209,7 @@ async def test_a_service_that_goes_is_an_error_and_not_a_hang():
     with pytest.raises(JobServiceError):
         await job.acquire("judge")
     with pytest.raises(JobServiceError):
-        job.count(False, None)
+        job.count(RewardResult(Outcome.SCORED, 1.0))
     job.close()
 
 

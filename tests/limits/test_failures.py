@@ -14,11 +14,11 @@ def test_the_message_shows_samples_causes_and_what_to_do():
     bound = FailureBound(0.5, 6, of="reward_loop.components.judge")
     where = "at line 7\n    raise"
     for i in range(3):
-        bound.add(True, f"sample u{i}: judge (r.py) raised TimeoutError: {where}")
-    bound.add(True, "sample u3: judge (r.py) raised KeyError: 'x'")
-    bound.add(True, "sample u4: judge (r.py) raised KeyError: 'x'")
+        bound.add(True, f"sample u{i}: judge (r.py) raised TimeoutError: {where}", None)
+    bound.add(True, "sample u3: judge (r.py) raised KeyError: 'x'", None)
+    bound.add(True, "sample u4: judge (r.py) raised KeyError: 'x'", None)
     with pytest.raises(TooManyFailuresError) as stop:
-        bound.add(True, "sample u5: judge (r.py) returned 'good'")
+        bound.add(True, "sample u5: judge (r.py) returned 'good'", None)
     assert str(stop.value) == (
         "reward_loop.components.judge: 6 of the last 6 samples failed, more than the share of 0.5 that "
         "max_failed_share allows. The latest failure of each cause:\n"

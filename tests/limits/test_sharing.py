@@ -6,7 +6,7 @@ import time
 import pytest
 
 import reward_loop
-from reward_loop import LimitError, RewardLoopConfig, RewardSample, ScoringFunction
+from reward_loop import LimitError, Outcome, RewardLoopConfig, RewardResult, RewardSample, ScoringFunction
 from reward_loop.client import Judge, Number, chat_complete, classify, score
 from reward_loop.client.exchange import Exchange
 from reward_loop.limits.client import RemoteLimits
@@ -172,10 +172,10 @@ async def test_a_client_that_has_reconnected_counts_again(serve):
     await service.disconnect()
     await until(lambda: limits._lost is not None)
     with pytest.raises(reward_loop.JobServiceError):
-        limits.count(False, None)
+        limits.count(RewardResult(Outcome.SCORED, 1.0))
     (await limits.acquire("judge")).leave()
     held.leave()  # of the old connection: ended already
-    limits.count(False, None)
+    limits.count(RewardResult(Outcome.SCORED, 1.0))
     assert (await status(limits))["judge"]["in_flight"] == 0
 
 

@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from reward_loop._util.transient import is_refusal, is_transient, retry_after, status_of
-from reward_loop.processes.outcome import RemoteError, describe_exception
+from reward_loop.processes.outcome import RemoteError, cause_of, describe_exception
 from tests.processes.misbehaving import StatusError
 
 
@@ -54,3 +54,4 @@ def test_a_group_of_exceptions_is_described_by_its_first_error() -> None:
     )
     assert described.startswith(first)
     assert "in judge" in described
+    assert cause_of(raised.value).startswith(f"ConnectionError in judge ({__file__}:")

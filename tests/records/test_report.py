@@ -56,7 +56,7 @@ def test_the_summary_of_a_folder(tmp_path: Path) -> None:
     found = summary(str(write(tmp_path / "r", *ROWS)))
     assert (found["samples"], found["validation"], found["masked"]) == (7, 1, 3)
     assert found["outcomes"] == {"scored": 4, "unscored": 1, "failed": 2}
-    assert found["causes"] == [{"count": 2, "example": "sample b2: f raised: no"}]
+    assert found["causes"] == [{"count": 2, "cause": "f raised: no", "example": "sample b2: f raised: no"}]
     score = found["score"]  # 0, 1, 1, 4: the squared distances from 1.5 are 2.25, 0.25, 0.25, 6.25
     assert (score["count"], score["mean"], score["min"], score["max"]) == (4, 1.5, 0.0, 4.0)
     assert score["std"] == pytest.approx(1.5)  # the root of 9 / 4
@@ -145,8 +145,9 @@ def test_the_causes_of_unscored_samples_are_counted(tmp_path: Path) -> None:
     rows += [sample("n", outcome="unscored"), sample("f", outcome="failed", error="sample f: f raised: no")]
     found = summary(str(write(tmp_path / "r", *rows)))
     assert found["unscored_causes"] == [
-        {"count": 3, "example": "sample u0: the judge's reply has no verdict: no 'Score:' in the last line"},
-        {"count": 1, "example": "sample n: the function returned no score"},
+        {"count": 3, "example": "sample u0: the judge's reply has no verdict: no 'Score:' in the last line"}
+        | {"cause": "unscored: no ... in the last line"},
+        {"count": 1, "example": "sample n: the function returned no score"} | {"cause": "unscored"},
     ]
     assert [cause["count"] for cause in found["causes"]] == [1]
     assert "4 unscored, of 2 causes:" in report(str(tmp_path / "r"))

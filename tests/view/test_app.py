@@ -448,7 +448,9 @@ def test_the_overview_of_samples_without_a_step(tmp_path: Path) -> None:
     with serving(tmp_path / "scored") as client:
         found = get(client, "overview")
     assert found["outcomes"] == [{"outcome": "scored", "count": 9}, {"outcome": "failed", "count": 3}]
-    assert found["causes"] == [{"cause": "f raised KeyError: 'x'", "count": 3, "id": "id-f0"}]
+    assert found["causes"] == [
+        {"cause": "f raised KeyError: 'x'", "error": "f raised KeyError: 'x'", "count": 3, "id": "id-f0"}
+    ]
     assert [row["uid"] for row in found["slowest"][:2]] == ["u8", "u7"]
     assert len(found["rewards"]["edges"]) == 21
     assert [n for n in found["rewards"]["counts"] if n] == [3, 3, 3]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -21,7 +22,7 @@ from fastapi import Request
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.requests import ClientDisconnect
 
-from reward_loop._util.text import cause_of
+from reward_loop._util.text import first_line
 from reward_loop._util.web_server import stop_on_disconnect
 from reward_loop.adapters.service.replies import ServiceError
 from reward_loop.agent import RewardAgent
@@ -34,6 +35,7 @@ from reward_loop.errors import (
     ScoringError,
     UnscoredError,
 )
+from reward_loop.managers.failures import Failures
 from reward_loop.managers.scorer import Scored, Scorer, scores_groups
 from reward_loop.types import Outcome, Reward, RewardSample
 
@@ -45,7 +47,10 @@ RETRY_AFTER_S = 1
 """The seconds in ``Retry-After`` when the service is full or stops."""
 
 MAX_LOGGED_CAUSES = 100
-"""The number of different causes of failures that are logged, each once."""
+"""The number of different causes of failures that are logged at once."""
+
+LINE_S = 60.0
+"""The least number of seconds between two lines about the samples without a score."""
 
 
 BUCKETS_S = (0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -112,6 +117,9 @@ class RewardService:
         self._name = secrets.token_hex(3)
         self._requests = 0
         self._causes: set[str] = set()
+        self._failures = Failures()
+        """The samples since the last line about those without a score."""
+        self._last_line = time.monotonic()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._ended: Callable[[], None] | None = None
@@ -188,7 +196,7 @@ class RewardService:
             text = "the service stopped before all samples were scored"
             raise ServiceError(503, text, retry_after_s=RETRY_AFTER_S) from None
         except RewardLoopError as error:
-            self._log(str(error))
+            self._log(error.cause if isinstance(error, ScoringError) else first_line(str(error)), str(error))
             raise _as_service_error(error) from error
         finally:
             if rewards is None:
@@ -200,8 +208,10 @@ class RewardService:
         results = [Scored.of(str(sample.uid), reward) for sample, reward in zip(named, rewards, strict=True)]
         for result in results:
             self.metrics.samples.labels(path, result.outcome).inc()
+            self._failures.add(result.outcome, result.cause, result.error)
             if result.outcome is Outcome.FAILED:
-                self._log(result.error or "a sample failed")
+                self._log(result.cause or "failed", result.error or "a sample failed")
+        self._say_failures()
         return results
 
     async def score_request(
@@ -280,12 +290,20 @@ class RewardService:
             data_source=sample.data_source or self.data_source or "",
         )
 
-    def _log(self, error: str) -> None:
+    def _say_failures(self) -> None:
+        """Log how many of the latest samples have no score, at most once in `LINE_S` seconds."""
+        now = time.monotonic()
+        if now < self._last_line + LINE_S:
+            return
+        if line := self._failures.line():
+            logger.warning("in the last %.0f s: %s", now - self._last_line, line)
+        self._failures, self._last_line = Failures(), now
+
+    def _log(self, cause: str, error: str) -> None:
         """Log the first error of each cause; all errors are in the answers, and in the records."""
-        cause = cause_of(error)
         if cause not in self._causes and len(self._causes) < MAX_LOGGED_CAUSES:
             self._causes.add(cause)
-            logger.warning("failed (further failures with this cause are not logged): %s", error)
+            logger.warning("failed (further failures with this cause are counted, in one line a minute): %s", error)
 
 
 def _as_service_error(error: RewardLoopError) -> ServiceError:

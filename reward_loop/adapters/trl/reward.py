@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +16,14 @@ from reward_loop.adapters.process_agent import AgentInThread, AgentOwner
 from reward_loop.adapters.trl.columns import Columns, group_sizes
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError
+from reward_loop.managers.failures import Failures
 from reward_loop.managers.scorer import Scored, Scorer, load_scorer
 from reward_loop.scoring import load_function
 from reward_loop.types import Outcome, finite_number, is_returned
 
 __all__ = ["RewardLog", "TRLReward", "reward_function"]
+
+logger = logging.getLogger(__name__)
 
 
 def reward_function(
@@ -169,10 +173,20 @@ class TRLReward:
         samples = self._columns.samples(prompts, completions, completion_ids, columns, step)
         results = await agent.score(samples, groups)
         self._log.log(results, log_extra, log_metric)
+        options = getattr(agent.manager, "options", None)  # a manager of the user may have none
+        self._say_failures(results, step, getattr(options, "log_dir", None))
         if log_metric is not None:
             for metric, value in (await agent.audit_metrics(f"reward_loop/{self.__name__}/audit")).items():
                 log_metric(metric, value)
         return [scored.score for scored in results]
+
+    def _say_failures(self, results: Sequence[Scored], step: int | None, folder: str | None) -> None:
+        """Log one line if samples of a batch have no score."""
+        failures = Failures()
+        for scored in results:
+            failures.add(scored.outcome, scored.cause, scored.error)
+        if line := failures.line(None if folder is None else f"reward-loop view {folder}"):
+            logger.warning("%s%s: %s", self.__name__, "" if step is None else f", step {step}", line)
 
     def _groups(self, prompts: Sequence[Any], needs_group: bool) -> list[int]:
         if needs_group and self._group_size is None and int(os.environ.get("WORLD_SIZE") or 1) > 1:

@@ -327,8 +327,12 @@ async function noSteps(run, summary) {
     section("Components", ["Component", ">Mean"], means),
     section(
       "Causes of failures",
-      [">Samples", "Cause", ""],
-      causes.map((row) => [count(row.count), visible(row.cause), el("a", { href: link("sample", [row.id]) }, "example")]),
+      [">Samples", "Cause", "First error"],
+      causes.map((row) => [
+        count(row.count),
+        visible(row.cause),
+        el("a", { href: link("sample", [row.id]) }, visible(row.error)),
+      ]),
     ),
     section(
       "Slowest samples",

@@ -70,6 +70,17 @@ async def test_outcomes_are_logged_and_recorded_with_step_and_group(tmp_path: Pa
     assert (len({row["group"] for row in rows}), len({row["uid"] for row in rows})) == (2, 3)
 
 
+async def test_a_batch_with_failures_is_one_line_on_the_console(caplog: pytest.LogCaptureFixture) -> None:
+    with reward_function(equals, name="judge", options={"max_failed_share": 1.0}) as reward:
+        answers = ["1", "crash", "crash", "2"]
+        await reward(["p"] * 4, answers, ground_truth=["1"] * 4, trainer_state=STATE)
+        (line,) = [record.message for record in caplog.records]
+        assert line.startswith("judge, step 7: 2 failed of 4 samples, by ValueError in equals (")
+        assert "the judge is broken" in line
+        await reward(["p"], ["1"], ground_truth=["1"], trainer_state=STATE)
+        assert len(caplog.records) == 1
+
+
 async def test_the_probes_of_an_audit_are_logged_with_the_next_batch() -> None:
     logged: list[tuple[str, float]] = []
     options = {"audit": {"share": 1.0, "probes": ["again"]}}

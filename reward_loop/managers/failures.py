@@ -1,0 +1,65 @@
+"""The samples of a step, a batch or a period that have no score, and the line on the console about them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+from reward_loop._util.text import Causes, counted, cut
+from reward_loop.types import Outcome
+
+__all__ = ["Failures", "on_one_line"]
+
+_EXAMPLE = 300
+"""The largest number of characters of the first error."""
+
+
+class Failures:
+    """Counts samples by outcome, and those without a score by cause."""
+
+    def __init__(self) -> None:
+        self._outcomes: Counter[str] = Counter()
+        self._causes = Causes()
+
+    @classmethod
+    def of(cls, infos: Iterable[Mapping[str, Any]]) -> Self:
+        """Return the counts of some samples, whose ``reward_extra_info`` are given."""
+        found = cls()
+        for info in infos:
+            outcome = info.get("reward_outcome") or Outcome.SCORED
+            found.add(outcome, info.get("reward_cause"), info.get("reward_error"))
+        return found
+
+    def add(self, outcome: str, cause: str | None, error: str | None) -> bool:
+        """Count a sample. Return whether it is the first one with its cause."""
+        self._outcomes[outcome] += 1
+        if outcome == Outcome.SCORED:
+            return False
+        before = len(self._causes)
+        self._causes.add(cause, error or f"{outcome} without a cause")
+        return len(self._causes) > before
+
+    def line(self, see: str | None = None) -> str | None:
+        """Return how many samples have no score, the most frequent cause and its first error; ``None`` if all have one.
+
+        Args:
+            see: the command that shows these samples.
+        """
+        if not self._causes:
+            return None
+        without = (name for name in (Outcome.FAILED, Outcome.UNSCORED) if self._outcomes[name])
+        line = " and ".join(f"{self._outcomes[name]} {name}" for name in without)
+        line += f" of {counted(self._outcomes.total(), 'sample')}"
+        count, cause, error = self._causes.most_common()[0]
+        if len(self._causes) > 1:
+            line += f", {count} by {cause}, the most frequent of {len(self._causes)} causes"
+        else:
+            line += f", by {cause}"
+        line += f"; first: {on_one_line(error)}"
+        return f"{line}. To see them: {see}" if see else line
+
+
+def on_one_line(error: str) -> str:
+    """Return the first line of an error, at most 300 characters of it."""
+    return cut(" ".join(error.partition("\n")[0].split()), _EXAMPLE)

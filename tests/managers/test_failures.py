@@ -1,0 +1,96 @@
+"""Samples without a score are grouped by the type of the exception and its line, and fit into one line."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any
+
+import pytest
+
+from reward_loop import NaiveRewardLoopManager, RewardSample
+from reward_loop.managers.failures import Failures
+from reward_loop.records import records
+from reward_loop.records.reader import RecordsReader
+from reward_loop.records.report import Report
+
+
+def compute_score(solution_str: str) -> float | None:
+    if solution_str == "none":
+        return None
+    if solution_str.startswith("key"):
+        return {}[solution_str]
+    return float(solution_str)
+
+
+def line_of(text: str) -> int:
+    lines, first = inspect.getsourcelines(compute_score)
+    return first + next(i for i, line in enumerate(lines) if text in line)
+
+
+async def rewards(answers: list[str], **options: Any) -> list[dict[str, Any]]:
+    manager = NaiveRewardLoopManager({"max_failed_share": 1.0, **options}, compute_score=compute_score)
+    samples = [RewardSample(answer, uid=f"u{i}") for i, answer in enumerate(answers)]
+    try:
+        found = [await manager.run_single(sample) for sample in samples]
+    finally:
+        await asyncio.to_thread(manager.close)
+    return [reward["reward_extra_info"] for reward in found]
+
+
+FAILING = [f"no number: {i}" for i in range(15)] + [f"key {i}" for i in range(4)] + ["none", "none", "1", "2"]
+
+
+@pytest.mark.parametrize("isolation", ["thread", pytest.param("process", marks=pytest.mark.integration)])
+async def test_a_cause_with_data_in_its_text_is_one_cause(isolation: str) -> None:
+    line = Failures.of(await rewards(FAILING, isolation=isolation, max_processes=1)).line("reward-loop view rewards")
+    assert line is not None
+    where = f"in compute_score ({__file__}:{line_of('float(solution_str)')})"
+    assert line.startswith(
+        f"19 failed and 2 unscored of 23 samples, 15 by ValueError {where}, the most frequent of 3 causes; first: "
+        "sample u0: compute_score (test_failures.py) raised ValueError: could not convert string to float: 'no number:"
+    )
+    assert line.endswith(". To see them: reward-loop view rewards")
+    assert "\n" not in line
+
+
+async def test_without_a_missing_score_there_is_no_line() -> None:
+    assert Failures.of(await rewards(["1", "2"])).line() is None
+    assert Failures.of([{}, {"reward_outcome": None}]).line() is None  # of a manager that reports no outcome
+
+
+async def test_one_cause_with_a_long_message_of_several_lines_is_one_short_line() -> None:
+    info = {
+        "reward_outcome": "failed",
+        "reward_error": "sample a: " + "x" * 1000 + "\nFile",
+        "reward_cause": "KeyError",
+    }
+    line = Failures.of([info] * 3).line()
+    assert line is not None
+    assert line.startswith("3 failed of 3 samples, by KeyError; first: sample a: xxx")
+    assert (len(line) < 400, "\n" in line) == (True, False)
+
+
+async def test_records_have_the_cause_and_the_report_groups_by_it(tmp_path: Any) -> None:
+    folder = str(tmp_path / "rewards")
+    await rewards(FAILING, log_dir=folder)
+    report = Report()
+    await asyncio.to_thread(records(folder).flush)
+    for row in RecordsReader(tmp_path / "rewards").rows():
+        report.add(row)
+    found = report.to_dict()
+    assert [cause["count"] for cause in found["causes"]] == [15, 4]
+    assert found["causes"][0]["cause"] == f"ValueError in compute_score ({__file__}:{line_of('float(solution_str)')})"
+    assert found["causes"][1]["cause"] == f"KeyError in compute_score ({__file__}:{line_of('{}[')})"
+    assert [cause["count"] for cause in found["unscored_causes"]] == [2]
+
+
+async def test_wrong_values_of_one_function_are_one_cause() -> None:
+    def echo(solution_str: str) -> str:
+        return solution_str
+
+    manager = NaiveRewardLoopManager({"max_failed_share": 1.0}, compute_score=echo)
+    found = [(await manager.run_single(RewardSample(f"text {i}")))["reward_extra_info"] for i in range(3)]
+    (cause,) = {info["reward_cause"] for info in found}
+    assert cause.startswith("InvalidScoreError in ")
+    assert cause.endswith("echo (test_failures.py)")
