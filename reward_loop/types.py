@@ -114,10 +114,15 @@ class RewardSample:
     prompt: Any = None
     """The prompt, as text or as chat messages, for the sample's record. Functions do not receive it."""
     step: int | None = None
-    """The training step that the sample was generated for; ``None`` if unknown."""
+    """The training step that trains on the sample; ``None`` if unknown."""
+    generated_step: int | None = None
+    """The training step in which the prompt was submitted for generation; ``None`` if unknown."""
     turns: Sequence[int] | None = None
-    """For the sample's record, if the response has several turns: the number of characters of each part of
-    ``solution_str``, by the policy and by the environment in turn, beginning with the policy."""
+    """For the sample's record, if the response has several turns: the number of characters of each part of the
+    response, by the policy and by the environment in turn, beginning with the policy."""
+    response: str | None = None
+    """For the sample's record: what the policy wrote, if a manager's ``to_sample`` has changed ``solution_str``; by
+    default ``solution_str``. Set by the reward loop. Functions do not receive it."""
     is_probe: bool = False
     """Whether an audit asks about this answer, see docs/health.md. Its calls wait for limits behind all
     others, and are neither cached nor counted as samples."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.training import read_metrics
+from reward_loop.records.overlap import hidden_share
 
 PHASES = {
     "rollout": ("timing_s/gen",),
@@ -67,8 +68,11 @@ class Report:
 
     @property
     def hidden_share(self) -> float:
-        """Share of the seconds of judging that was hidden behind the rest; 0 without judging."""
-        return sum(step.hidden for step in self.steps) / (sum(step.judging for step in self.steps) or 1.0)
+        """The hidden share of judging over all steps, as docs/overlap.md defines it; 0 without judging."""
+        waiting, pending = (
+            sum(step.overlap.get(name, 0.0) for step in self.steps) for name in ("waiting_for_rewards_s", "pending_s")
+        )
+        return hidden_share(waiting, pending) or 0.0
 
     def sentences(self) -> list[str]:
         """Return what happened, in a few sentences."""

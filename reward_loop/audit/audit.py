@@ -159,10 +159,10 @@ class Audit:
         self._highest = max([self._highest, *scored.values()])
         if self._labelled is not None:
             is_first = self._labelled.is_first
-            for answer, label in self._labelled.due(samples[0].step, self.part):
-                self._labelled_waiting.append(
-                    functools.partial(self._ask_labelled, answer, label, samples[0].step, is_first)
-                )
+            first = samples[0]
+            step = first.generated_step if first.step is None else first.step
+            for answer, label in self._labelled.due(step, self.part):
+                self._labelled_waiting.append(functools.partial(self._ask_labelled, answer, label, step, is_first))
         for index in scored:
             if self._reference is not None and self._random.random() < self._options.reference_share:
                 self._enqueue(functools.partial(self._ask_reference, samples[index], results[index]))
@@ -378,6 +378,7 @@ class Audit:
             uid=sample.uid,
             group=sample.group,
             step=sample.step,
+            generated_step=sample.generated_step,
             function=active.function,
             probe=probe.kind,
             variant=probe.variant,

@@ -23,12 +23,14 @@ from reward_loop.scoring.results import check_result
 from reward_loop.types import Reward, RewardResult, RewardSample
 
 __all__ = [
+    "TRAINING_STEP",
     "TURNS",
     "VALIDATE",
     "RewardLoopManagerBase",
+    "generated_step_of",
     "last_row",
     "scoring_function",
-    "step_of",
+    "training_step_of",
     "uid_of",
     "verl_options",
 ]
@@ -38,6 +40,9 @@ VALIDATE = "__validate__"
 
 TURNS = "__turns__"
 """The column with the tokens of each part of a response, by the policy and by the environment in turn."""
+
+TRAINING_STEP = "__training_step__"
+"""The column with the training step that trains on the row, in the mode ``reward_pipeline``."""
 
 _VERL_GROUPS = frozenset({"actor_rollout_ref", "trainer", "reward", "reward_model"})
 
@@ -144,7 +149,21 @@ class RewardLoopManagerBase:
             TooManyFailuresError: the share of failed samples among the recent samples is too large.
             JobServiceError: the limiter service is unreachable.
         """
-        return self.to_reward(await self.score(await self.to_sample(data)))
+        return self.to_reward(await self.score(await self._with_response(data, await self.to_sample(data))))
+
+    async def _with_response(self, data: Any, sample: RewardSample) -> RewardSample:
+        """Return a sample with the text of the policy, for its record, if `to_sample` has changed it."""
+        if self.records is None or type(self).to_sample is RewardLoopManagerBase.to_sample:
+            return sample
+        if isinstance(data, RewardSample):
+            written = data.solution_str if data.response is None else data.response
+        elif self._decoder is not None:
+            responses = data.batch["responses"]
+            row = last_row(data, responses)
+            written = await self._decoder.decode(_response(responses, data.batch, row.get("response_len")))
+        else:
+            return sample
+        return sample if written == sample.solution_str else replace(sample, response=written)
 
     @property
     def name(self) -> str:
@@ -203,7 +222,8 @@ class RewardLoopManagerBase:
             group_size=row.get("group_size"),
             validate=bool(row.get(VALIDATE, False)),
             prompt=row.get("raw_prompt"),
-            step=step_of(row),
+            step=training_step_of(row, verl_options(self.config, TRAINER_MODE)),
+            generated_step=generated_step_of(row),
             turns=turns,
         )
 
@@ -396,9 +416,27 @@ def _response(responses: Any, batch: Any, length: int | None) -> Any:
     return ids if length == width else ids[: int(length)]
 
 
-def step_of(row: Mapping[str, Any]) -> int | None:
-    """Return the training step for which a row of verl's batch was generated, or ``None``."""
+TRAINER_MODE = "trainer.v1.trainer_mode"
+"""The option with the mode of verl's trainer."""
+
+
+def generated_step_of(row: Mapping[str, Any]) -> int | None:
+    """Return the training step in which the prompt of a row of verl's batch was submitted, or ``None``."""
     step = row.get("global_steps")
+    return None if step is None else int(step)
+
+
+def training_step_of(row: Mapping[str, Any], mode: str | None, *, validate: bool = False) -> int | None:
+    """Return the training step that trains on a row of verl's batch, or that validates it; ``None`` if not known yet.
+
+    Args:
+        row: the row.
+        mode: the mode of verl's trainer. In ``sync``, a step trains on the rollouts whose prompts it submits.
+        validate: whether the row belongs to validation, also without the column `VALIDATE`.
+    """
+    if validate or row.get(VALIDATE) or mode in (None, "sync"):
+        return generated_step_of(row)
+    step = row.get(TRAINING_STEP)
     return None if step is None else int(step)
 
 

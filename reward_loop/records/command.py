@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,8 +17,9 @@ from reward_loop._util.json import encode
 from reward_loop._util.standard_streams import console
 from reward_loop._util.text import counted, cut, did_you_mean, duration, listing, rounded
 from reward_loop.errors import ConfigError
-from reward_loop.records.events import health
+from reward_loop.records.events import health, overlaps
 from reward_loop.records.files import AUDIT
+from reward_loop.records.overlap import hidden_share
 from reward_loop.records.probes import probe_counts
 from reward_loop.records.reader import RecordsReader, read_rows
 from reward_loop.records.report import SHOWN, Price, Report
@@ -65,18 +67,21 @@ def report(
     reader, found, fields = RecordsReader(folder), Report(group_by), set[str]()
     for row in reader.rows():
         found.add(row)
-        if group_by is not None and not found.parts:
+        if group_by is not None:
             fields |= row.keys() | {f"components.{name}" for name in row.get("components") or ()}
-    if group_by is not None and found.samples and not found.parts:
+    has_parts = found.parts or (found.validation and found.validation.parts)
+    if group_by is not None and (found.samples or found.validation) and not has_parts:
         raise ConfigError(
             f"--group-by: no row has a field {group_by!r}{did_you_mean(group_by, fields) or '.'} Known: "
             f"{listing(fields)}"
         )
     warnings, probes = health(folder), probe_counts(read_rows(folder / AUDIT))
+    overlap = overlaps(folder)
     if as_json:
-        print(encode({**found.to_dict(prices), "audit": probes, "warnings": warnings}).decode())
+        print(encode({**found.to_dict(prices), "overlap": overlap, "audit": probes, "warnings": warnings}).decode())
     else:
         show_report(found, out, prices)
+        _show_overlap(overlap, out)
         show_probes(probes, out)
         _show_warnings(warnings, out)
     if reader.incomplete:
@@ -87,11 +92,20 @@ def report(
 
 
 def show_report(report: Report, out: Console, price: Price | None = None) -> None:
-    """Print the whole summary; with a price, also the costs of judges."""
+    """Print the whole summary, training and validation apart; with a price, also the costs of judges."""
+    if report.validation is None or report.samples:
+        if report.validation is not None:
+            out.print("[bold]Training[/]")
+        _show_samples(report, out, price)
+    if report.validation is not None:
+        out.print("\n[bold]Validation[/]" if report.samples else "[bold]Validation[/]")
+        _show_samples(report.validation, out, price)
+
+
+def _show_samples(report: Report, out: Console, price: Price | None) -> None:
     found = report.to_dict(price)
     table = Table.grid(padding=(0, 2))
-    validation = f", {found['validation']} of them in validation" if found["validation"] else ""
-    table.add_row("samples", f"{found['samples']}{validation}")
+    table.add_row("samples", str(found["samples"]))
     table.add_row("outcomes", outcomes_of(report))
     table.add_row("score", _spread(found["score"]))
     table.add_row("reward", _spread(found["reward"]))
@@ -119,6 +133,16 @@ def show_report(report: Report, out: Console, price: Price | None = None) -> Non
         out.print(f"most tokens: {escape(shown)}")
     if report.group_by is not None:
         _show_parts(found, out)
+
+
+def _show_overlap(overlap: Sequence[Values], out: Console) -> None:
+    """Print the share of judging that was hidden, over all steps and in the last one."""
+    if not overlap:
+        return
+    waiting, pending = (math.fsum(step[name] for step in overlap) for name in ("waiting_s", "pending_s"))
+    shares = [hidden_share(waiting, pending), overlap[-1]["hidden_share"]]
+    total, last = ("nothing was pending" if share is None else f"{share:.1%}" for share in shares)
+    out.print(f"\njudging hidden: {total} in {counted(len(overlap), 'step')}, {last} in the last one")
 
 
 def _show_warnings(warnings: Sequence[Values], out: Console) -> None:
@@ -181,8 +205,10 @@ def _show_parts(found: Values, out: Console) -> None:
     rows = []
     for part in found["parts"][:_PARTS]:
         outcomes = (part["outcomes"].get(name, 0) for name in ("scored", "unscored", "failed"))
-        rows.append((part["value"], part["samples"], *outcomes, part["score"]["mean"], part["score"]["std"]))
-    _show_table((found["by"], "samples", "scored", "unscored", "failed", "mean score", "std"), rows, out)
+        means = part["score"]["mean"], part["score"]["std"], part["reward"]["mean"]
+        rows.append((part["value"], part["samples"], *outcomes, *means))
+    columns = ("samples", "scored", "unscored", "failed", "mean\nscore", "std", "mean\nreward")
+    _show_table((found["by"], *columns), rows, out)
     _note_more(found["parts"], out)
 
 

@@ -1,9 +1,10 @@
 """What a trainer records beside the samples: events, and the health of the run.
 
-There are two kinds of events; docs/records.md describes their fields:
+There are three kinds of events; docs/records.md describes their fields:
 
 - a *phase* of the trainer, such as generation or an update, under the name of verl's timing;
-- a *rollout*: when a response was generated, and when its reward was requested and arrived.
+- a *rollout*: when a response was generated, and when its reward was requested and arrived;
+- an *overlap*: for how long the trainer waited in a step, and for how long its rewards were pending.
 
 The health of a run is the values of the monitors in each step, and their warnings.
 """
@@ -17,17 +18,21 @@ from typing import Any, Literal
 
 from reward_loop._util.text import cut
 from reward_loop.records.files import EVENTS, HEALTH
+from reward_loop.records.overlap import hidden_share
 from reward_loop.records.reader import check_version, has_step, read_files, read_rows
 from reward_loop.records.rows import MAX_TEXT, VERSION, new_row
 from reward_loop.records.writer import Records, records
 
 __all__ = [
+    "OVERLAP",
     "PHASE",
     "ROLLOUT",
     "STEP",
     "WaitsFor",
     "health",
     "open_health",
+    "overlap_event",
+    "overlaps",
     "phase_event",
     "read_events",
     "rollout_event",
@@ -35,8 +40,11 @@ __all__ = [
     "warning_row",
 ]
 
-PHASE, ROLLOUT = "phase", "rollout"
+PHASE, ROLLOUT, OVERLAP = "phase", "rollout", "overlap"
 """The kinds of events."""
+
+_KIND_HEAD = 64
+"""The number of bytes within which an event has its kind."""
 
 STEP = "step"
 """The name of the phase that contains the phases of a training step."""
@@ -66,11 +74,17 @@ def phase_event(name: str, step: int, start: float, end: float, waits_for: Waits
     }
 
 
+def overlap_event(step: int, waiting_s: float, pending_s: float) -> dict[str, Any]:
+    """Return the event with the seconds of a step that `hidden_share` takes."""
+    return new_row(OVERLAP, step=step, waiting_s=waiting_s, pending_s=pending_s)
+
+
 def rollout_event(
     uid: str,
     group: str | None,
     step: int | None,
     *,
+    generated_step: int | None = None,
     validate: bool,
     start: float,
     times: Mapping[str, float],
@@ -81,7 +95,8 @@ def rollout_event(
     Args:
         uid: the uid of its sample.
         group: the uid of the prompt.
-        step: the training step in which the prompt was submitted.
+        step: the training step that trains on it; ``None`` if this is not known yet.
+        generated_step: the training step in which the prompt was submitted.
         validate: whether it belongs to validation.
         start: when generation began, in seconds since 1970.
         times: when generation ended (``end``), and when the reward was requested (``scoring``) and arrived
@@ -92,6 +107,7 @@ def rollout_event(
         "version": VERSION,
         "kind": ROLLOUT,
         "step": step,
+        "generated_step": generated_step,
         "validate": validate,
         "uid": uid,
         "group": group,
@@ -115,6 +131,26 @@ def read_events(folder: Path, steps: Collection[int] | None = None) -> Iterator[
         if event is not None:
             check_version(event.get("version", 0), path)
             yield {**event, "process": path.stem}
+
+
+def overlaps(folder: Path) -> list[dict[str, Any]]:
+    """Return ``step``, ``waiting_s``, ``pending_s`` and ``hidden_share`` of each step whose trainer has measured them.
+
+    Raises:
+        ConfigError: a newer version has written them.
+    """
+    lines = read_files(folder / EVENTS, lambda line: line.find(f'"{OVERLAP}"'.encode(), 0, _KIND_HEAD) >= 0)
+    found: dict[int, dict[str, Any]] = {}
+    for path, event in lines:
+        if event is not None:
+            check_version(event.get("version", 0), path)
+            known = found.setdefault(event["step"], event)
+            found[event["step"]] = max(known, event, key=lambda one: one["time"])  # a resumed run repeats some steps
+    return [
+        {name: found[step][name] for name in ("step", "waiting_s", "pending_s")}
+        | {"hidden_share": hidden_share(found[step]["waiting_s"], found[step]["pending_s"])}
+        for step in sorted(found)
+    ]
 
 
 VALUES, WARNING = "values", "warning"

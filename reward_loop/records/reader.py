@@ -13,7 +13,7 @@ from reward_loop.records.rows import ADVANTAGE, REVISION, SAMPLE, VERSION
 
 __all__ = ["NoRecordsError", "RecordsReader", "check_version", "has_step", "parse_line", "read_files", "read_rows"]
 
-_STEP = re.compile(rb'"step":\s*(-?\d{1,18})\b')
+_STEP = re.compile(rb'"(?:generated_)?step":\s*(-?\d{1,18})\b')
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
@@ -54,7 +54,9 @@ def read_rows(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def has_step(line: bytes, steps: Collection[int], head: int | None = None) -> bool:
-    """Return whether a line, which is not parsed, has a field ``step`` with one of some steps in its first bytes.
+    """Return whether a line, which is not parsed, has one of some steps as ``step`` or ``generated_step``.
+
+    Only its first bytes are searched.
 
     ``head`` is the number of these bytes; ``None`` searches the whole line.
     """
@@ -112,8 +114,8 @@ class RecordsReader:
         """Yield the rows of all samples, with their revisions and advantages applied.
 
         A row that has a revision keeps the function's ``score``, and has a field ``revised`` that is true. A sample
-        that was trained on has a field ``advantage``, if the trainer recorded it. Its ``step`` is that of the training;
-        if it was generated in another one, that is the field ``generated_step``.
+        that was trained on has a field ``advantage``, if the trainer recorded it, and its ``step`` is that of the
+        training, even if this was not known when it was scored.
 
         Args:
             uid: yield only the rows with this uid; other lines are not parsed. ``None`` for all.
@@ -134,9 +136,10 @@ class RecordsReader:
                 yield row
 
     def rows_of(self, steps: Collection[int]) -> Iterator[dict[str, Any]]:
-        """Yield the rows of the samples that were generated for some training steps, without their revisions."""
+        """Yield the rows of the samples of some training steps, or generated in them, without their revisions."""
         lines = self._lines(lambda line: has_step(line, steps, _HEAD))
-        return (row for row in lines if row["kind"] == SAMPLE and row.get("step") in steps)
+        fields = ("step", "generated_step")
+        return (row for row in lines if row["kind"] == SAMPLE and any(row.get(name) in steps for name in fields))
 
     def text(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the texts of a sample: prompt, response, ground truth, extra info and large components.
@@ -211,5 +214,5 @@ def _trained(row: dict[str, Any], trained: Mapping[str, Any]) -> dict[str, Any]:
     if trained["advantage"] is not None:
         changes["advantage"] = trained["advantage"]
     if trained.get("step") not in (None, row.get("step")):
-        changes |= {"step": trained["step"], "generated_step": row.get("step")}
+        changes |= {"step": trained["step"], "generated_step": row.get("generated_step", row.get("step"))}
     return {**row, **changes}

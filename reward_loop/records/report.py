@@ -61,14 +61,17 @@ class _Part:
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
-        self.score = Spread()
+        self.score, self.reward = Spread(), Spread()
 
     def to_dict(self) -> dict[str, Any]:
-        return {"samples": self.outcomes.total(), "outcomes": dict(self.outcomes), "score": self.score.to_dict()}
+        counts = {"samples": self.outcomes.total(), "outcomes": dict(self.outcomes)}
+        return {**counts, "score": self.score.to_dict(), "reward": self.reward.to_dict()}
 
 
 class Report:
     """Summarises the rows of samples, which are those of records; other rows may lack fields.
+
+    The samples of validation are summarised apart, as `validation`.
 
     Args:
         group_by: a field of the rows, as a dotted path, by whose values samples are also counted separately.
@@ -83,7 +86,9 @@ class Report:
         """Why samples are unscored."""
         self.score = Spread()
         self.reward = Spread()
-        self.masked = self.over_budget = self.stopped = self.revised = self.validation = 0
+        self.masked = self.over_budget = self.stopped = self.revised = 0
+        self.validation: Report | None = None
+        """The summary of the samples of validation; ``None`` if there are none."""
         self.reported_cost: float | None = None
         """The sum of the costs that functions reported, in their unit; ``None`` if there is none."""
         self.components: dict[str, Spread] = {}
@@ -95,6 +100,13 @@ class Report:
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Add the row of a sample."""
+        if row.get("validate"):
+            self.validation = self.validation or Report(self.group_by)
+            self.validation._add(row)
+        else:
+            self._add(row)
+
+    def _add(self, row: Mapping[str, Any]) -> None:
         outcome, score, reward = row["outcome"], row.get("score"), row.get("reward")
         self.outcomes[outcome] += 1
         name = str(row.get("uid") or row.get("id") or "without uid")
@@ -114,7 +126,6 @@ class Report:
         self.over_budget += bool(row.get("over_budget"))
         self.stopped += row.get("masked") is False and reward is None
         self.revised += bool(row.get("revised"))
-        self.validation += bool(row.get("validate"))
         for component, value in (row.get("components") or {}).items():
             if isinstance(value, int | float) and component != "score":
                 self.components.setdefault(component, Spread()).add(value)
@@ -132,17 +143,19 @@ class Report:
                 part.outcomes[outcome] += 1
                 if score is not None:
                     part.score.add(score)
+                if reward is not None:
+                    part.reward.add(reward)
 
     @property
     def samples(self) -> int:
-        """The number of samples."""
+        """The number of samples, without those of validation."""
         return self.outcomes.total()
 
     def to_dict(self, price: Price | None = None) -> dict[str, Any]:
         """Return the summary as values of JSON; with a price, also the costs of judges."""
         return {
             "samples": self.samples,
-            "validation": self.validation,
+            "validation": self.validation and self.validation.to_dict(price),
             "outcomes": {str(outcome): self.outcomes[outcome] for outcome in Outcome},
             "masked": self.masked,
             "over_budget": self.over_budget,

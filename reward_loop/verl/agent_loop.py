@@ -35,7 +35,7 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from reward_loop.agent.environment import CurrentScorer, scoring_with
 from reward_loop.errors import ConfigError
-from reward_loop.managers.base import TURNS, VALIDATE
+from reward_loop.managers.base import TRAINER_MODE, TURNS, VALIDATE, generated_step_of, training_step_of
 from reward_loop.records import Records, records
 from reward_loop.records.events import rollout_event
 from reward_loop.records.writer import MAX_BYTES
@@ -144,10 +144,21 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
             await _end_generation(session)
             _session.reset(token)
             if self._records is not None:
-                row = (session.name, uid, kwargs.get("global_steps"))
                 validate = bool(trajectory["validate"])
-                event = rollout_event(*row, validate=validate, start=start, times=session.times, error=error)
+                event = rollout_event(
+                    session.name,
+                    uid,
+                    self._training_step(kwargs, validate),
+                    generated_step=generated_step_of(kwargs),
+                    validate=validate,
+                    start=start,
+                    times=session.times,
+                    error=error,
+                )
                 self._records.write_event(event)
+
+    def _training_step(self, columns: dict, validate: bool) -> int | None:
+        return training_step_of(columns, OmegaConf.select(self.config, TRAINER_MODE), validate=validate)
 
     def _scoring(self, session: _Session, validate: bool, columns: dict) -> AbstractContextManager[None]:
         """Make the reward workers the current scorer of the session, unless rewards are computed after the rollout."""
@@ -157,7 +168,8 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
             "uid": session.name,
             "group": columns["uid"],
             "group_size": session.prompt.size,
-            "step": columns.get("global_steps"),
+            "step": self._training_step(columns, validate),
+            "generated_step": generated_step_of(columns),
             "validate": validate,
             "prompt": columns.get("raw_prompt"),
         }
@@ -279,7 +291,7 @@ async def _write_reward(session: _Session, outputs: list[Any]) -> None:
         published = output.as_dict()
         fields.append({"rm_scores": published["rm_scores"], "extra_fields": published["extra_fields"]})
     now = time.time()
-    judged = {JUDGED: [session.times.get("scoring", now), now]}
+    judged = {JUDGED: [session.times.get("scoring", now), session.times.get("scored", now)]}
     await tq.async_kv_batch_put(
         keys=[f"{session.name}_{index}" for index in range(len(outputs))],
         fields=list_of_dict_to_tensordict(fields),

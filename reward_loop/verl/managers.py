@@ -13,7 +13,15 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardFunctionError
 from reward_loop.limits.permit import Limits
 from reward_loop.managers import NaiveRewardLoopManager, RewardLoopManagerBase, scoring_function
-from reward_loop.managers.base import VALIDATE, last_row, step_of, uid_of
+from reward_loop.managers.base import (
+    TRAINER_MODE,
+    VALIDATE,
+    generated_step_of,
+    last_row,
+    training_step_of,
+    uid_of,
+    verl_options,
+)
 from reward_loop.managers.post_process import PostProcess
 from reward_loop.processes.outcome import cause_of
 from reward_loop.processes.pool import usable_cores
@@ -74,7 +82,11 @@ def build_manager(
 
         loaded = load_reward_manager(settings.config, keywords.pop("tokenizer"), **keywords)
         ours = isinstance(loaded, RewardLoopManagerBase)
-        manager = loaded if ours else VerlManager(loaded, settings.options, limits)
+        manager = (
+            loaded
+            if ours
+            else VerlManager(loaded, settings.options, limits, verl_options(settings.config, TRAINER_MODE))
+        )
     if settings.function is not None and hasattr(function, "post_process_scores") and PostProcess.of(manager) is None:
         raise ConfigError(
             f"custom_reward_function {settings.function.path}:{settings.function.name} has post_process_scores, which "
@@ -101,13 +113,15 @@ class VerlManager(RewardLoopManagerBase):
         manager: an object with verl's ``run_single``.
         options: the options of the reward loop.
         limits: the limits of the worker, which may count failures for the whole job.
+        mode: the mode of verl's trainer.
     """
 
-    def __init__(self, manager: Any, options: RewardLoopConfig, limits: Limits) -> None:
+    def __init__(self, manager: Any, options: RewardLoopConfig, limits: Limits, mode: str | None = None) -> None:
         if options.audit.is_on:
             raise ConfigError("reward_loop.audit needs a manager of reward_loop, see docs/reward-functions.md")
         super().__init__(options, limits=limits)
         self._manager = manager
+        self._mode = mode
         self.needs_group = getattr(manager, "needs_group", False)  # type: ignore[misc]
 
     @property
@@ -134,7 +148,8 @@ class VerlManager(RewardLoopManagerBase):
             group=row.get("uid"),
             group_size=row.get("group_size"),
             prompt=row.get("raw_prompt"),
-            step=step_of(row),
+            step=training_step_of(row, self._mode),
+            generated_step=generated_step_of(row),
             row=data,
         )
 

@@ -60,14 +60,18 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.debug import marked_timer
+from verl.utils.tensordict_utils import assign_non_tensor
 
 from reward_loop.agent.filter_forecast import FilterForecast
 from reward_loop.agent.schedule import Action, Generate, Prepare, Train, Wait
 from reward_loop.errors import RewardLoopError
+from reward_loop.managers.base import TRAINING_STEP
+from reward_loop.records.events import overlap_event
+from reward_loop.records.overlap import Interval, seconds_of
 from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.mode_options import PIPELINE_MODE, make_schedule, mini_batch_groups, read_mode
 from reward_loop.verl.refills import RefillLimit
-from reward_loop.verl.reward_metrics import added_seconds, judging_s, overlap_metrics
+from reward_loop.verl.reward_metrics import added_seconds, overlap_metrics
 from reward_loop.verl.step_batch import StepBatch
 from reward_loop.verl.tq_rows import copy, last_failure, read_tags, read_trajectories, select, spread_padding
 from reward_loop.verl.trainer import NothingToLearnError
@@ -96,6 +100,7 @@ uses(
 )
 uses(__name__, "verl.trainer.ppo.v1.trainer_base", "register_trainer(name)")
 uses(__name__, "verl.utils.debug", "marked_timer(name, timing_raw, color)")
+uses(__name__, "verl.utils.tensordict_utils", "assign_non_tensor(tensor_dict)")
 
 
 @register_trainer(PIPELINE_MODE)
@@ -119,10 +124,8 @@ class RewardPipelineTrainer(PPOTrainerSync):
         self.parameter_sync_step = self._schedule.mini_batches
         self._actions: Iterator[Action] | None = None
         self._batch: StepBatch | None = None
-        self._began = 0.0
-        """The time at which the current step began."""
-        self._judging_s = 0.0
-        """The seconds that judging alone takes, for the rewards of the current step."""
+        self._judged: list[Interval] = []
+        """For each reward of the current step, when it was requested and when it arrived."""
         self._filters = self.replay_buffer.filter_groups_metric is not None
         self._forecast = FilterForecast(round(options.max_ahead * config.data.train_batch_size))
         self._kept: set[str] = set()
@@ -149,7 +152,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
     @overrides(PPOTrainerSync)
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
         """Run the actions of the schedule, up to the last update of one training step."""
-        self._began, self._judging_s = time.time(), 0.0
+        self._judged = []
         self._batch = None
         self._limit = RefillLimit(self.config, self.options.max_refills, self.global_steps)
         if self._actions is None:
@@ -166,7 +169,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
                 with added_seconds("gen", timing_raw):
                     self.on_sample_begin()
                     later = (action.step - self.global_steps) * self.config.data.train_batch_size
-                    self._submit(self._missing(self.replay_buffer.unfinished(), metrics, later=later))
+                    self._submit(self._missing(self.replay_buffer.unfinished(), metrics, later=later), action.step)
                 continue
             if self._batch is None:
                 self._batch = self._finish_generation(metrics, timing_raw)
@@ -191,11 +194,16 @@ class RewardPipelineTrainer(PPOTrainerSync):
         unfinished = self.replay_buffer.unfinished()
         return self._batch.ready_mini_batches(unfinished, self._schedule.mini_batches, self._mini_batch_groups)
 
-    def _submit(self, count: int) -> None:
-        """Submit new prompts to the rollout."""
+    def _submit(self, count: int, step: int) -> None:
+        """Submit new prompts to the rollout, for a training step.
+
+        If groups may be replaced, a prompt may be trained on in another step than the one that it was submitted for.
+        """
         if not count:
             return
         batch = self._next_train_batch(count)
+        if not self._replaces:
+            assign_non_tensor(batch, **{TRAINING_STEP: [step] * len(batch)})
         self._submitted += list(batch["uid"])
         self._submit_batch_to_rollout(batch)
 
@@ -224,7 +232,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         missing = 0
         while True:
             with added_seconds("gen", timing_raw):
-                self._submit(missing)
+                self._submit(missing, self.global_steps)
                 # A prompt that is not generated is generated again if its worker dies, so the engine must be awake.
                 self.replay_buffer.wait(lambda: not self.replay_buffer.generating())
             if not self._replaces:
@@ -240,9 +248,10 @@ class RewardPipelineTrainer(PPOTrainerSync):
         trajectories = self._trajectories(uids)
         if self.reward_loop_manager.reward_loop_worker_handles is None:
             # The reward model runs on the trainer's GPUs, so nothing overlaps with judging.
+            began = time.time()
             with added_seconds("wait_reward", timing_raw):
                 self._compute_reward_colocate(trajectories, metrics)
-            self._judging_s = timing_raw["wait_reward"]
+            self._judged = [(began, began + timing_raw["wait_reward"])]
         # The rows without a reward are still among them: the rewards have not arrived.
         whole = copy(super()._balance_batch(trajectories, metrics=metrics))
         whole.extra_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
@@ -340,7 +349,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         if not batch.trained and batch.nothing is not None:
             raise batch.nothing
         metrics.update(batch.metrics.get_aggregated_metrics())
-        self._judging_s += self._count_rewards(metrics)
+        self._count_rewards(set(batch.uids), metrics)
         tq.kv_clear(keys=batch.uids, partition_id="train")
         metrics["reward_pipeline/prompts_ahead"] = len(self._submitted)
         if self._filters:
@@ -354,21 +363,23 @@ class RewardPipelineTrainer(PPOTrainerSync):
         self._left_out |= {batch.whole.keys[row]: batch.whole.tags[row] for row in sorted(others)}
         return select(batch.whole, sorted(batch.trained))
 
-    def _count_rewards(self, metrics: dict) -> float:
-        """Add the number of pending rewards to the metrics. Returns the seconds of judging alone; see `judging_s`."""
+    def _count_rewards(self, uids: set[str], metrics: dict) -> None:
+        """Add the number of pending rewards to the metrics, and note when the rewards of these prompts arrived."""
         unfinished = self.replay_buffer.unfinished()
         rows = self.replay_buffer.partitions["train"]
         pending = [key for key, tag in rows.items() if JUDGED not in tag and uid_of(key) in unfinished]
         metrics["reward_pipeline/rewards_pending"] = len(pending)
-        judged = [tag[JUDGED] for tag in rows.values() if JUDGED in tag]
-        return judging_s([(requested, arrived) for requested, arrived in judged if arrived >= self._began])
+        judged = [tag[JUDGED] for key, tag in rows.items() if JUDGED in tag and uid_of(key) in uids]
+        self._judged += [(requested, arrived) for requested, arrived in judged]
 
     @overrides(PPOTrainerSync)
     def _compute_metrics(self, batch: KVBatchMeta, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
         step = timing_raw["step"] - timing_raw.get("save_checkpoint", 0.0)
         generation, waiting = timing_raw.get("gen", 0.0), timing_raw.get("wait_reward", 0.0)
-        metrics.update(overlap_metrics(step, generation=generation, waiting=waiting, judging=self._judging_s))
+        metrics.update(overlap_metrics(step, generation=generation, waiting=waiting, judged=self._judged))
+        if self._records is not None:
+            self._records.write_event(overlap_event(self.global_steps, waiting, seconds_of(self._judged)))
 
     def _trajectories(self, uids: list[str]) -> KVBatchMeta:
         trajectories = read_trajectories(set(uids))

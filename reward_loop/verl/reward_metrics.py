@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from reward_loop.records.overlap import Interval, hidden_share, seconds_of
 from reward_loop.types import RESERVED_KEYS, Outcome, finite_number
 from reward_loop.verl.trajectory_keys import final_outputs, session_of, uid_of
 
@@ -260,15 +261,14 @@ def without_baseline(keys: Collection[str], masked: set[str]) -> set[str]:
     return {key for key in keys if session_of(key)[0] in lone}
 
 
-def judging_s(judged: Sequence[tuple[float, float]]) -> float:
-    """Estimate how many seconds judging takes alone, for the rewards that arrived in a step.
+def judging_s(judged: Sequence[Interval]) -> float:
+    """Estimate how many seconds judging takes alone, for the rewards of a step.
 
-    The estimate assumes that all these rewards are requested at once. A reward counts in the step in which it
-    arrives, with all the seconds since its request, including those before the step. Judging takes as long as the
-    slowest of these rewards, or longer if judges return a limited number of rewards a second. That rate is taken
-    from the shortest time in which half of the rewards arrived. The result is at most the time during which at
-    least one of these rewards was pending. Times in which judges are idle, or only a few of them work, do not
-    count.
+    The estimate assumes that all these rewards are requested at once. A reward counts in the step that trains on it,
+    with all the seconds since its request, including those before the step. Judging takes as long as the slowest of
+    these rewards, or longer if judges return a limited number of rewards a second. That rate is taken from the shortest
+    time in which half of the rewards arrived. The result is at most the time during which at least one of these rewards
+    was pending. Times in which judges are idle, or only a few of them work, do not count.
 
     Args:
         judged: for each reward, the times of the request and of the arrival.
@@ -281,19 +281,10 @@ def judging_s(judged: Sequence[tuple[float, float]]) -> float:
     if not half:
         return longest
     fastest = min(later - sooner for sooner, later in zip(arrivals, arrivals[half:], strict=False))
-    return min(_union_s(judged), max(longest, fastest * len(arrivals) / half))
+    return min(seconds_of(judged), max(longest, fastest * len(arrivals) / half))
 
 
-def _union_s(intervals: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of the intervals, in seconds."""
-    total, covered_until = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, covered_until))
-        covered_until = max(covered_until, end)
-    return total
-
-
-def overlap_metrics(step: float, *, generation: float, waiting: float, judging: float) -> dict[str, float]:
+def overlap_metrics(step: float, *, generation: float, waiting: float, judged: Sequence[Interval]) -> dict[str, float]:
     """Return the metrics of the seconds of a training step by part, for verl's logger, by name.
 
     Args:
@@ -301,17 +292,20 @@ def overlap_metrics(step: float, *, generation: float, waiting: float, judging: 
             generation and waiting, is training: log-probabilities, values, advantages, updates, and weights.
         generation: waiting for rollouts.
         waiting: waiting for rewards, while no rollout is missing.
-        judging: judging alone, for the rewards that arrived in the step; see `judging_s`.
+        judged: for each reward of the step, the times of the request and of the arrival.
     """
+    judging, pending = judging_s(judged), seconds_of(judged)
+    hidden = hidden_share(waiting, pending)
     # The step if all judging were hidden. Judging that began before the step counts at most as long as the step.
     floor = max(step - waiting, min(judging, step))
     return {
         "reward_pipeline/generation_s": generation,
         "reward_pipeline/judging_s": judging,
+        "reward_pipeline/pending_s": pending,
         "reward_pipeline/training_s": step - generation - waiting,
         "reward_pipeline/waiting_for_rewards_s": waiting,
         "reward_pipeline/waiting_share": waiting / step if step else 0.0,
-        "reward_pipeline/hidden_share": 1 - min(1.0, waiting / judging) if judging else 1.0,
+        **({} if hidden is None else {"reward_pipeline/hidden_share": hidden}),
         "reward_pipeline/floor_s": floor,
         "reward_pipeline/over_floor": step / floor - 1 if floor else 0.0,
     }

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig
 from verl.utils.tracking import RLInsightLogger
 
-from reward_loop.managers.base import step_of, uid_of
+from reward_loop.managers.base import generated_step_of, uid_of
 from reward_loop.types import RESERVED_KEYS, Reward, RewardSample
 from reward_loop.verl.compat import uses
 
@@ -64,8 +64,8 @@ class RewardSpans:
 
 def _names(data: Any) -> dict[str, Any]:
     if isinstance(data, RewardSample):
-        uid, step = data.uid, data.step
+        uid, step = data.uid, data.step if data.generated_step is None else data.generated_step
     else:
         row = {name: column[-1] for name, column in data.non_tensor_batch.items()}
-        uid, step = uid_of(row), step_of(row)
+        uid, step = uid_of(row), generated_step_of(row)
     return {"uid": uid or "", "global_steps": "" if step is None else step}

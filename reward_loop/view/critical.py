@@ -112,7 +112,7 @@ class Work(NamedTuple):
     scored: float | None
     """When the reward arrived."""
     step: int | None = None
-    """The step in which its prompt was submitted."""
+    """The step in which its prompt was submitted, or else the one that trains on it."""
     judge: str = ""
     """The longest exchange with a judge, or the function, and its seconds, as text."""
 
@@ -136,7 +136,7 @@ def works(rollouts: Iterable[Row], rows: Iterable[Row]) -> list[Work]:
                 begun,
                 begun,
                 row["time"],
-                row.get("step"),
+                _generated_step(row),
                 _longest(row),
             )
         )
@@ -161,9 +161,14 @@ def work_of(rollout: Row, row: Row | None = None) -> Work:
         rollout["end"],
         scoring,
         scored,
-        rollout.get("step"),
+        _generated_step(rollout),
         "" if row is None else _longest(row),
     )
+
+
+def _generated_step(row: Row) -> int | None:
+    step: int | None = row.get("generated_step")
+    return row.get("step") if step is None else step
 
 
 def scoring_start(row: Row) -> float:

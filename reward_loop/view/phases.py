@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from reward_loop.records.events import PHASE, ROLLOUT, STEP
+from reward_loop.records.events import OVERLAP, PHASE, ROLLOUT, STEP
 from reward_loop.records.files import EVENTS
+from reward_loop.records.overlap import Interval, hidden_share, seconds_of, union
 from reward_loop.records.reader import check_version, parse_line
 from reward_loop.view.critical import (
     JUDGING,
@@ -40,21 +41,20 @@ _MANY = 1000
 _HEAD = 64
 """The field ``kind`` of an event is within this number of bytes from the start of its line."""
 
-Interval = tuple[float, float]
-
 
 class _Step:
     """A complete training step, with the rollouts whose rewards were pending during it."""
 
-    def __init__(self, step: Phase) -> None:
+    def __init__(self, step: Phase, since: float) -> None:
         self.phase = step
+        self.since = since
+        """When the trainer that ran the step began. A resumed run repeats steps with other rollouts."""
         self.seconds: dict[str, float] = defaultdict(float)
         for phase in step.all():
             self.seconds[OTHER if phase.name == STEP else phase.name] += phase.seconds
         self._waits = [phase for phase in step.all() if phase.waits_for == "rewards"]
         self._last: dict[int, tuple[float, Work]] = {}
         """For each wait, by its position: the work that arrived last in it, with the time."""
-        self._pending: list[Interval] = []
 
     def add(self, work: Work) -> None:
         """Add a rollout that overlaps with the step."""
@@ -62,15 +62,15 @@ class _Step:
         for i, wait in enumerate(self._waits):
             if at is not None and wait.start < at <= wait.end + LATE_S and at >= self._last.get(i, (0.0, work))[0]:
                 self._last[i] = at, work
-        if work.scoring is not None and work.scored is not None:
-            start, end = max(work.scoring, self.phase.start), min(work.scored, self.phase.end)
-            if end > start:
-                self._pending.append((start, end))
-        if len(self._pending) > _MANY:
-            self._pending = list(_union(self._pending))
 
-    def to_dict(self, has_rollouts: bool) -> dict[str, Any]:
-        """Return the seconds by phase, the seconds of waiting for rewards, and the hidden share."""
+    def to_dict(self, has_rollouts: bool, overlap: Row | None, pending: Iterable[Interval]) -> dict[str, Any]:
+        """Return the seconds by phase, the seconds of waiting for rewards, and the hidden share.
+
+        Args:
+            has_rollouts: whether rollouts are recorded.
+            overlap: the event of the trainer that has measured the overlap itself.
+            pending: when rewards of the step were pending, for other trainers.
+        """
         waiting = 0.0
         for i, wait in enumerate(self._waits):
             if wait.name in _REWARDS:
@@ -79,12 +79,14 @@ class _Step:
                 segment = Segment(wait.name, wait.start, wait.end, wait.waits_for)
                 pieces = expand(segment, [self._last[i][1]])
                 waiting += sum(piece.seconds for piece in pieces if piece.part in (QUEUE, JUDGING))
-        pending = sum(end - start for start, end in _union(self._pending))
+        pending_s = seconds_of(one for one in pending if one[1] > self.since)
         is_known = has_rollouts or all(wait.name in _REWARDS for wait in self._waits)
+        if overlap is not None:
+            waiting, pending_s, is_known = overlap["waiting_s"], overlap["pending_s"], True
         return {
             "phases": dict(self.seconds),
             "waiting_s": waiting if is_known else None,
-            "hidden_share": 1 - min(1.0, waiting / pending) if pending else None,
+            "hidden_share": hidden_share(waiting, pending_s),
         }
 
 
@@ -105,10 +107,18 @@ class PhaseReader:
         self._offsets: dict[Path, int] = {}
         self._open: dict[Path, list[Row]] = defaultdict(list)
         """The phases of each process since its last complete step."""
+        self._began: dict[Path, float] = {}
+        """When the first phase of each process began."""
         self._steps: dict[int, _Step] = {}
         self._later: list[tuple[float, Work]] = []
         """Rollouts that ended after the last complete step, each with the end of the last step that has them."""
         self._has_rollouts = False
+        self._overlaps: dict[int, Row] = {}
+        """The event of each step whose trainer has measured the overlap."""
+        self._pending: dict[int, list[Interval]] = defaultdict(list)
+        """For each step: when its rewards were pending."""
+        self._arrived: list[Interval] = []
+        """The same of the rewards of which only the time is known, after the last complete step."""
 
     def steps(self) -> dict[int, dict[str, Any]]:
         """Read the events that were written since the last call, and return the seconds of each complete step.
@@ -116,14 +126,16 @@ class PhaseReader:
         Returns:
             for each step: ``phases``, the seconds of each phase without the phases within it, which add up to the step;
             ``waiting_s``, the seconds for which the trainer waited for rewards alone, ``None`` if that is not known
-            because no rollouts are recorded; and ``hidden_share``, the share of the time with pending rewards in which
-            the trainer did not wait for them, ``None`` if no reward was pending.
+            because no rollouts are recorded; and ``hidden_share``, see `reward_loop.records.overlap`.
 
         Raises:
             ConfigError: a newer version of the library has written the events.
         """
         self._update()
-        return {number: step.to_dict(self._has_rollouts) for number, step in sorted(self._steps.items())}
+        return {
+            number: step.to_dict(self._has_rollouts, self._overlaps.get(number), self._pending[number])
+            for number, step in sorted(self._steps.items())
+        }
 
     def _update(self) -> None:
         """Read the events that were written since the last call."""
@@ -135,23 +147,47 @@ class PhaseReader:
                 self._open[lines.path].append(event)
                 if event["name"] == STEP:
                     nested = nest(self._open.pop(lines.path))
-                    self._add_step(next(phase for phase in reversed(nested) if phase.name == STEP))
+                    since = self._began.setdefault(lines.path, nested[0].start)
+                    self._add_step(next(phase for phase in reversed(nested) if phase.name == STEP), since)
         steps = sorted(self._steps.values(), key=lambda step: step.phase.start)
         ends = [step.phase.end for step in steps]
         later, self._later = self._later, []
         for known, work in later:
             self._assign(work, steps, ends, known)
+        arrived, self._arrived = self._arrived, []
+        for interval in arrived:
+            self._pend(None, interval, steps, ends)
+        for lines in new:
+            for event in _events(lines, OVERLAP):
+                measured = self._overlaps.setdefault(event["step"], event)
+                self._overlaps[event["step"]] = max(measured, event, key=lambda one: one["time"])
         for lines in new:
             for event in _events(lines, ROLLOUT):
                 if not event.get("validate"):
                     self._has_rollouts = True
-                    self._assign(work_of(event), steps, ends)
+                    work = work_of(event)
+                    self._assign(work, steps, ends)
+                    if work.scoring is not None and work.scored is not None:
+                        self._pend(event.get("step"), (work.scoring, work.scored), steps, ends)
             self._offsets[lines.path] = lines.start + lines.bytes
 
-    def _add_step(self, phase: Phase) -> None:
+    def _pend(self, step: int | None, interval: Interval, steps: Sequence[_Step], ends: Sequence[float]) -> None:
+        """Note that a reward was pending: in the step that trains on it, or else in the one in which it arrived."""
+        if step is None:
+            place = bisect_left(ends, interval[1] - LATE_S)
+            if place == len(steps):
+                self._arrived.append(interval)
+                return
+            step = steps[place].phase.step
+        found = self._pending[step]
+        found.append(interval)
+        if len(found) > _MANY:
+            self._pending[step] = list(union(found))
+
+    def _add_step(self, phase: Phase, since: float) -> None:
         known = self._steps.get(phase.step)
         if known is None or known.phase.start < phase.start:  # a resumed run repeats some steps
-            self._steps[phase.step] = _Step(phase)
+            self._steps[phase.step] = _Step(phase, since)
 
     def _assign(self, work: Work, steps: Sequence[_Step], ends: Sequence[float], known: float = 0.0) -> None:
         """Add a rollout to the steps that it overlaps with and that end after ``known``, in the order of steps."""
@@ -177,17 +213,3 @@ def _events(lines: Lines, kind: str) -> Iterator[dict[str, Any]]:
             if mark.search(line, 0, _HEAD) and (event := parse_line(line)) is not None:
                 check_version(event.get("version", 0), lines.path)
                 yield event
-
-
-def _union(intervals: Iterable[Interval]) -> Iterator[Interval]:
-    """Yield the union of intervals as intervals that do not overlap."""
-    begun: float | None = None
-    until = 0.0
-    for start, end in sorted(intervals):
-        if begun is None or start > until:
-            if begun is not None:
-                yield begun, until
-            begun, until = start, end
-        until = max(until, end)
-    if begun is not None:
-        yield begun, until

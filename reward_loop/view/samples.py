@@ -144,8 +144,7 @@ class Samples:
             changes = {field: known[field] for field in ("outcome", "reward", "masked")}
             changes |= {field: known[field] for field in ("error", "cause") if row.get(field) is None}
             row |= {**changes, "revised": True}
-        if known["generated_step"] is not None:
-            row |= {field: known[field] for field in ("step", "generated_step")}
+        row |= {field: known[field] for field in ("step", "generated_step")}
         row |= self._advantage(known)
         same = SampleFilter().also("validate = ?", known["validate"])
         # Not IS NOT DISTINCT FROM: only comparisons with = skip row groups.

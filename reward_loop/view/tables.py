@@ -34,6 +34,7 @@ _ROW = {
     "uid": "VARCHAR",
     "group": "VARCHAR",
     "step": "BIGINT",
+    "generated_step": "BIGINT",
     "validate": "BOOLEAN",
     "time": "DOUBLE",
     "data_source": "VARCHAR",
@@ -79,6 +80,7 @@ _PROBE = {
     "time": "DOUBLE",
     "uid": "VARCHAR",
     "step": "BIGINT",
+    "generated_step": "BIGINT",
     "function": "VARCHAR",
     "probe": "VARCHAR",
     "variant": "VARCHAR",
@@ -116,20 +118,21 @@ def _lines(columns: Mapping[str, str]) -> str:
 # until the chunks have been loaded: reading the lines into a table of their own first takes half as long again. A chunk
 # is a file with its number as name.
 _SAMPLES = f"""
-SELECT version, kind, id, uid, "group", step, coalesce(validate, false) AS validate, coalesce(time, 0) AS time,
-    data_source, function, batch, outcome, score, reward, coalesce(masked, false) AS masked,
+SELECT version, kind, id, uid, "group", step, generated_step, coalesce(validate, false) AS validate,
+    coalesce(time, 0) AS time, data_source, function, batch, outcome, score, reward, coalesce(masked, false) AS masked,
     left(error, {_ERROR}) AS error, cause, components::VARCHAR AS components, response_length,
     coalesce(total_s, work_s) AS total_s, attempts, advantage, prompt_tokens, completion_tokens,
     text_file, text_offset, text_bytes, exchange_file, exchange_offset, exchange_bytes, judges AS exchanges,
     coalesce(len(judges), 0)::INTEGER AS judges, list_sum([j.seconds FOR j IN judges]) AS judge_s,
-    NULL::DOUBLE AS revised_at, NULL::BIGINT AS generated_step, try_cast(string_split(id, '-')[-1] AS BIGINT) AS number,
+    NULL::DOUBLE AS revised_at, try_cast(string_split(id, '-')[-1] AS BIGINT) AS number,
     parse_filename(filename, true)::INTEGER AS chunk
 FROM {_lines(_LINE)}
 """
 # A component of the reference judge is a row of its own.
 _PROBES = f"""
-SELECT version, concat_ws('/', probe, nullif(variant, ''), part.key) AS kind, time, uid, step, function,
-    coalesce(part.value[1], score) AS score, coalesce(part.value[2], probe_score) AS probe_score,
+SELECT version, concat_ws('/', probe, nullif(variant, ''), part.key) AS kind, time, uid,
+    coalesce(step, generated_step) AS step, function, coalesce(part.value[1], score) AS score,
+    coalesce(part.value[2], probe_score) AS probe_score,
     CASE WHEN probe = 'labelled' THEN accepted = (score > 0.5) ELSE accepted END AS positive,
     parse_filename(filename, true)::INTEGER AS chunk
 FROM (

@@ -252,7 +252,8 @@ def judged(tmp_path: Path) -> Report:
     for line in lines[1:]:
         line["data"] |= {"timing_s/wait_reward": 1.0, "timing_s/step": line["data"]["timing_s/step"] + 1.0}
         judging = 9.0 if line["step"] == 1 else 4.0
-        line["data"] |= {"reward_pipeline/judging_s": judging, "reward_pipeline/waiting_for_rewards_s": 1.0}
+        line["data"] |= {"reward_pipeline/judging_s": judging, "reward_pipeline/pending_s": judging + 1.0}
+        line["data"] |= {"reward_pipeline/waiting_for_rewards_s": 1.0}
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return read_report(metrics)
@@ -267,7 +268,7 @@ def test_the_conclusion_fits_a_screen_and_the_table_and_the_figure_are_written(
     for sentence in (
         "Exact match on held-out problems rose from 45% to 96%.",
         "The mean reward rose from 0.45 to 0.73 in 6 steps.",
-        "The judge took 4.0 s a step, 79.3% of it hidden behind generation and training.",
+        "The judge took 4.0 s a step, 82.9% of it hidden behind generation and training.",
         f"All steps took {seconds:.0f} s. Without this overlap, waiting for the judge would have added 23 s.",
         "1,536 answers were scored; none failed.",
         "The health monitors gave no warning.",
@@ -284,7 +285,7 @@ def test_the_conclusion_fits_a_screen_and_the_table_and_the_figure_are_written(
         "waiting for rewards 1.00 6.0",
         "Seconds of judging 4.00 29.0",
         "hidden behind the rest 3.00 23.0",
-        "Hidden share of judging 79.3%",
+        "Hidden share of judging 82.9%",
     ):
         assert row in table
     written = json.loads((tmp_path / "report.json").read_text())

@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +21,9 @@ from reward_loop import (
 )
 from reward_loop.managers import scoring_function
 from reward_loop.managers.composite import CompositeRewardLoopManager
+from reward_loop.offline.export import dump_line
+from reward_loop.offline.fields import Fields
+from reward_loop.offline.inputs import Inputs
 from reward_loop.records.reader import RecordsReader
 from reward_loop.types import RESERVED_KEYS
 
@@ -364,3 +368,27 @@ async def test_the_turns_of_a_response_are_recorded_if_their_texts_make_it_up(tm
     reader = RecordsReader(tmp_path)
     (row,) = reader.rows()
     assert reader.text(row).get("turns") == turns
+
+
+class LastLetters(NaiveRewardLoopManager):
+    """Shows the function the last two letters of a response."""
+
+    async def to_sample(self, data):
+        sample = await super().to_sample(data)
+        return replace(sample, solution_str=sample.solution_str[-2:])
+
+
+@pytest.mark.parametrize("data", [RewardSample("abcd", uid="u"), one_row(uid="u", reward_model=None)])
+async def test_records_keep_what_the_policy_wrote_if_to_sample_changes_it(tmp_path, data):
+    folder = tmp_path / "rewards"
+    function = LastLetters({"log_dir": str(folder)}, tokenizer=Tokenizer(), compute_score=lambda solution_str: 1.0)
+    await function.run_single(data)
+    await asyncio.to_thread(function.close)
+    reader = RecordsReader(folder)
+    (row,) = reader.rows()
+    text = reader.text(row)
+    whole = "abcd" if isinstance(data, RewardSample) else "abc"
+    assert (text["response"], text["solution_str"]) == (whole, whole[-2:])
+    assert dump_line(row, text)["output"] == whole
+    (again,) = Inputs.open([str(folder)]).rows()
+    assert Fields().to_sample(again).solution_str == whole  # for a re-scoring

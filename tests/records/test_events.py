@@ -53,6 +53,7 @@ def test_events_are_written_beside_the_rows(tmp_path: Path) -> None:
         "version": 1,
         "kind": "rollout",
         "step": 1,
+        "generated_step": None,
         "validate": False,
         "uid": "q_0",
         "group": "q",
@@ -102,8 +103,8 @@ def test_the_advantage_is_that_of_the_last_row_of_the_sample(tmp_path: Path) -> 
 
 def test_a_sample_has_the_step_that_trains_on_it_and_the_one_that_generated_it(tmp_path: Path) -> None:
     writer = Records(tmp_path)
-    for uid in ("ahead_0", "masked_0", "same_0", "waiting_0"):
-        writer.write(sample(uid, step=1))
+    for uid, step in (("ahead_0", 2), ("masked_0", None), ("same_0", 1), ("waiting_0", None)):
+        writer.write(sample(uid, step=step, generated_step=1))  # only some modes know the step when they score
     writer.write_rows([advantage_row("ahead_0", 2, 0.5), advantage_row("masked_0", 2, None)])
     writer.write_rows([advantage_row("same_0", 1, 0.5)])
     assert writer.flush()
@@ -114,8 +115,8 @@ def test_a_sample_has_the_step_that_trains_on_it_and_the_one_that_generated_it(t
     assert found == {
         "ahead_0": (2, 1, 0.5),
         "masked_0": (2, 1, None),
-        "same_0": (1, None, 0.5),
-        "waiting_0": (1, None, None),
+        "same_0": (1, 1, 0.5),
+        "waiting_0": (None, 1, None),
     }
 
 

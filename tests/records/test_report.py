@@ -54,13 +54,17 @@ def summary(*args: str) -> dict[str, Any]:
 
 def test_the_summary_of_a_folder(tmp_path: Path) -> None:
     found = summary(str(write(tmp_path / "r", *ROWS)))
-    assert (found["samples"], found["validation"], found["masked"]) == (7, 1, 3)
-    assert found["outcomes"] == {"scored": 4, "unscored": 1, "failed": 2}
+    assert (found["samples"], found["masked"]) == (6, 3)
+    assert found["outcomes"] == {"scored": 3, "unscored": 1, "failed": 2}
     assert found["causes"] == [{"count": 2, "cause": "f raised: no", "example": "sample b2: f raised: no"}]
-    score = found["score"]  # 0, 1, 1, 4: the squared distances from 1.5 are 2.25, 0.25, 0.25, 6.25
-    assert (score["count"], score["mean"], score["min"], score["max"]) == (4, 1.5, 0.0, 4.0)
-    assert score["std"] == pytest.approx(1.5)  # the root of 9 / 4
-    assert (score["p50"], score["p95"]) == (1.0, pytest.approx(1 + 3 * 0.85))  # position 2.85 of 0..3
+    score = found["score"]  # 0, 1, 1
+    assert (score["count"], score["mean"], score["min"], score["max"]) == (3, pytest.approx(2 / 3), 0.0, 1.0)
+    assert score["std"] == pytest.approx((2 / 9) ** 0.5)
+    assert (score["p50"], score["p95"]) == (1.0, 1.0)
+    validation = found["validation"]
+    assert (validation["samples"], validation["outcomes"]["scored"], validation["score"]["mean"]) == (1, 1, 4.0)
+    assert (validation["reward"]["mean"], validation["judges"]["judge-7b"]["requests"]) == (4.0, 1)
+    assert validation["validation"] is None
     assert found["components"]["acc"]["mean"] == pytest.approx(2 / 3)
     assert found["components"]["len"]["mean"] == 6.0
     assert set(found["components"]) == {"acc", "len"}
@@ -70,21 +74,25 @@ def test_the_summary_of_a_folder(tmp_path: Path) -> None:
     assert found["slowest"][0] == {"seconds": 9.0, "sample": "a2"}
     assert found["costliest"] == [{"tokens": 70, "sample": "a2"}, {"tokens": 60, "sample": "b1"}]
     judge = found["judges"]["judge-7b"]
-    assert (judge["requests"], judge["errors"], judge["no_verdict"]) == (3, 1, 1)
-    assert judge["statuses"] == {"200": 2, "no answer": 1}
-    assert (judge["seconds"]["p50"], judge["seconds"]["max"]) == (1.5, 4.0)
+    assert (judge["requests"], judge["errors"], judge["no_verdict"]) == (2, 0, 1)
+    assert judge["statuses"] == {"200": 2}
+    assert (judge["seconds"]["p50"], judge["seconds"]["max"]) == (1.0, 1.5)
+    (of_validation,) = validation["judges"].values()
+    assert (of_validation["errors"], of_validation["statuses"]) == (1, {"no answer": 1})
     assert (judge["prompt_tokens"], judge["completion_tokens"]) == (10, 50)
 
 
 def test_the_summary_is_printed(tmp_path: Path) -> None:
     shown = " ".join(report(str(write(tmp_path / "r", *ROWS)), "--group-by", "step").split())
     for part in (
-        "samples 7, 1 of them in validation",
-        "2 failed, 4 scored, 1 unscored",
-        "score mean 1.5, std 1.5, min 0, p50 1, p95 3.55, max 4, of 4",
+        "Training samples 6 outcomes 2 failed, 3 scored, 1 unscored",
+        "score mean 0.6667, std 0.4714, min 0, p50 1, p95 1, max 1, of 3",
+        "step samples scored unscored failed score std reward 1 4 3 0 1 0.6667 0.4714 0.6667 2 2 0 1 1 - - -",
+        "Validation samples 1 outcomes 1 scored score mean 4, std 0, min 4, p50 4, p95 4, max 4, of 1",
+        "step samples scored unscored failed score std reward 2 1 1 0 0 4 0 4",
         "2 failed, of 1 cause: - 2 times, first: sample b2: f raised: no",
         "3 groups: 1 with equal rewards, 1 without a reward, 1 with a reward for some samples only",
-        "judge-7b 3 1 1 1.5 3.75 4 60",
+        "judge-7b 2 0 1 1 1.45 1.5 60",
         "most tokens: a2 70, b1 60",
         "slowest a2 9 s, b1 3 s, a1 1 s",
     ):
@@ -103,7 +111,9 @@ def test_samples_are_counted_by_a_field(tmp_path: Path) -> None:
     first, second = summary(folder, "--group-by", "step")["parts"]
     assert (first["value"], first["samples"], first["outcomes"]) == (1, 4, {"scored": 3, "failed": 1})
     assert first["score"]["mean"] == pytest.approx(2 / 3)
-    assert (second["value"], second["score"]["mean"]) == (2, 4.0)
+    assert (second["value"], second["score"]["mean"], second["reward"]["mean"]) == (2, None, None)
+    (of_validation,) = summary(folder, "--group-by", "step")["validation"]["parts"]
+    assert (of_validation["value"], of_validation["reward"]["mean"]) == (2, 4.0)
     parts = summary(folder, "--group-by", "components.acc")["parts"]
     assert {part["value"]: part["samples"] for part in parts} == {False: 1, True: 2}
 
@@ -128,8 +138,8 @@ def test_revisions_change_the_outcome_and_the_reward_but_not_the_score(tmp_path:
     assert changed == [("scored", 1.0, -0.5), ("failed", 1.0, None), ("scored", 0.0, 0.0)]
     found = summary(str(folder))
     assert (found["revised"], found["masked"]) == (2, 4)
-    assert found["outcomes"] == {"scored": 3, "unscored": 1, "failed": 3}
-    assert found["reward"]["mean"] == pytest.approx((-0.5 + 0.0 + 4.0) / 3)
+    assert found["outcomes"] == {"scored": 2, "unscored": 1, "failed": 3}
+    assert found["reward"]["mean"] == pytest.approx((-0.5 + 0.0) / 2)
 
 
 def test_a_revision_changes_the_last_row_of_its_uid(tmp_path: Path) -> None:
@@ -187,7 +197,7 @@ def test_incomplete_lines_are_left_out_with_a_note(tmp_path: Path) -> None:
     shown = report(str(folder))
     assert "samples" in shown
     assert "1 incomplete line left out" in shown
-    assert summary_of(folder)["samples"] == 7
+    assert summary_of(folder)["samples"] == 6
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
@@ -263,7 +273,7 @@ def test_the_report_has_the_cost_of_judges_at_given_prices(tmp_path: Path) -> No
     found = summary(folder, "--price", "2:10")["judges"]["judge-7b"]
     assert found["cost"] == pytest.approx((10 * 2 + 50 * 10) / 1e6)
     shown = " ".join(report(folder, "--price", "2000:10000").split())
-    assert "tokens cost judge-7b 3 1 1 1.5 3.75 4 60 0.52" in shown
+    assert "tokens cost judge-7b 2 0 1 1 1.45 1.5 60 0.52" in shown
     assert "expected the prices" in report(folder, "--price", "1", code=2)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import statistics
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -84,6 +85,17 @@ def check_health(metrics: dict[str, Any], rollouts: list[dict[str, Any]]) -> Non
     assert {name: metrics[f"reward_loop/health/{name}"] for name in expected} == pytest.approx(expected)
 
 
+def check_failure_line(run: Run, of: str, metrics: dict[str, Any], prefix: str = "reward_loop") -> None:
+    """The console has one line about the samples of a step without a score, with their number, cause and line."""
+    lines = [line for line in run.output.splitlines() if re.search(rf"(?<!of ){of}: \d+ (failed|unscored)", line)]
+    counts = {name: int(metrics[f"{prefix}/{name}"]) for name in ("failed", "unscored", "scored")}
+    without = " and ".join(f"{counts[name]} {name}" for name in ("failed", "unscored") if counts[name])
+    (line,) = lines
+    assert f"{of}: {without} of {sum(counts.values())} samples, " in line
+    assert re.search(rf"by (ValueError in compute_score \({rewards.__file__}:\d+\)|no score from )", line)
+    assert f"reward-loop view {run.directory / 'checkpoints' / 'rewards'}" in line
+
+
 def expected_advantages(rollouts: list[dict[str, Any]]) -> list[float]:
     """The advantages of the samples that are trained on; see `advantages_by_uid`."""
     return list(advantages_by_uid(rollouts).values())
@@ -135,7 +147,8 @@ def check_events(run: Run, folder: Path, phases_of_mode: set[str], last: int | N
             row, event = rows[session], rollouts[session]
             assert event["group"] == row["group"] == session.split("_")[0]
             assert row["step"] == step  # the one that trains on it
-            assert event["step"] == row.get("generated_step", step)
+            assert event["step"] in (step, None)  # not known yet in some modes
+            assert event["generated_step"] == row["generated_step"] <= step
             # Clocks are those of one machine; the row's start is computed from its end.
             assert event["start"] <= event["end"] <= event["scoring"] <= row["time"] - row["total_s"] + 0.05
             assert row["time"] <= event["scored"] + 0.05

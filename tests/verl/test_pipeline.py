@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from fastapi.testclient import TestClient
+from typer.testing import CliRunner
 
+from reward_loop import cli
 from reward_loop.records.events import read_events
+from reward_loop.records.overlap import seconds_of
+from reward_loop.view.app import create_app
+from reward_loop.view.index import Index
 from reward_loop.view.phases import PhaseReader
-from tests.verl.checks import check_events, check_reward_metrics, check_scores, expected_advantages, groups, texts
-from tests.verl.runs import Run, agent_loop, train
+from tests.verl.checks import (
+    check_events,
+    check_failure_line,
+    check_reward_metrics,
+    check_scores,
+    expected_advantages,
+    groups,
+    texts,
+)
+from tests.verl.runs import Run, agent_loop, json_lines, train
 
 pytestmark = pytest.mark.integration
 
@@ -119,7 +135,7 @@ def test_the_parts_of_a_step_add_up_to_its_seconds(run: Run) -> None:
         assert part["over_floor"] == pytest.approx(whole / part["floor_s"] - 1)
         assert part["waiting_share"] == pytest.approx(part["waiting_for_rewards_s"] / whole)
         assert 0 <= part["hidden_share"] <= 1
-        assert part["judging_s"] >= 0
+        assert part["judging_s"] > 0  # of the rewards that the step trains on, also if they arrived before
         assert 1 <= part["update_calls"] <= 4
         assert metrics["reward_loop/scored"] + metrics["reward_loop/unscored"] + metrics["reward_loop/failed"] == 32
     # One reward of the first step comes only after the trainer has begun with other groups.
@@ -139,6 +155,40 @@ def test_events_and_advantages_agree_with_verls_timings_and_rollouts(run: Run) -
         assert len(updates) == run.steps[step]["reward_pipeline/update_calls"]
         waiting = run.steps[step]["reward_pipeline/waiting_for_rewards_s"]
         assert found["waiting_s"] == pytest.approx(waiting, abs=1e-3)
+
+
+def test_log_report_and_viewer_show_the_same_hidden_share(run: Run) -> None:
+    folder = run.directory / "checkpoints" / "rewards"
+    logged = {step: run.steps[step]["reward_pipeline/hidden_share"] for step in range(1, 5)}
+    assert {step: found["hidden_share"] for step, found in PhaseReader(folder).steps().items()} == logged
+    with Index(folder) as index:
+        index.update()
+        with TestClient(create_app(index)) as client:
+            rows = client.get("/api/steps").json()["rows"]
+    assert {row["step"]: row["hidden_share"] for row in rows} == logged
+    shown = CliRunner().invoke(cli.app, ["report", str(folder), "--json"])
+    assert {row["step"]: row["hidden_share"] for row in json.loads(shown.output)["overlap"]} == logged
+    # Recomputed from the times of the rollouts.
+    events = [event for event in read_events(folder) if event["kind"] == "rollout" and not event["validate"]]
+    for step in logged:
+        pending = [(event["scoring"], event["scored"]) for event in events if event["step"] == step]
+        assert len(pending) == 32
+        waiting = run.steps[step]["reward_pipeline/waiting_for_rewards_s"]
+        assert logged[step] == pytest.approx(max(0.0, 1 - waiting / seconds_of(pending)), abs=1e-6)
+
+
+def test_rows_have_the_step_that_trains_on_them_before_it_is_over(run: Run) -> None:
+    rows = [row for path in (run.directory / "checkpoints" / "rewards").glob("*.jsonl") for row in json_lines(path)]
+    written = [row for row in rows if row["kind"] == "sample" and not row["validate"]]
+    assert Counter(row["step"] for row in written) == dict.fromkeys(range(1, 5), 32)
+    assert Counter((row["step"], row["generated_step"]) for row in written).keys() == {(1, 1), (2, 1), (3, 2), (4, 3)}
+    trained = {row["uid"]: row["step"] for row in rows if row["kind"] == "advantage"}
+    assert {row["uid"]: row["step"] for row in written} == trained
+
+
+def test_the_console_has_one_line_for_each_step_with_failures(run: Run) -> None:
+    for step in range(1, 5):
+        check_failure_line(run, f"step {step}", run.steps[step])
 
 
 def test_a_checkpoint_keeps_the_rollouts_that_wait_for_rewards(

@@ -47,7 +47,7 @@ def test_judging_is_not_longer_than_the_rewards_that_arrived_were_out() -> None:
 
 
 def test_a_reward_that_was_out_before_the_step_is_hidden_for_that_time() -> None:
-    metrics = overlap_metrics(3, generation=0.2, waiting=1.69, judging=judging_s([(0, 3.01)]))
+    metrics = overlap_metrics(3, generation=0.2, waiting=1.69, judged=[(0, 3.01)])
     assert metrics["reward_pipeline/judging_s"] == pytest.approx(3.01)
     assert metrics["reward_pipeline/hidden_share"] == pytest.approx(1 - 1.69 / 3.01)
     # The floor of a step is not longer than the step.
@@ -56,10 +56,11 @@ def test_a_reward_that_was_out_before_the_step_is_hidden_for_that_time() -> None
 
 
 def test_the_metrics_of_a_step_by_hand() -> None:
-    metrics = overlap_metrics(10, generation=3, waiting=1, judging=4)
+    metrics = overlap_metrics(10, generation=3, waiting=1, judged=[(0, 4)])
     assert metrics == {
         "reward_pipeline/generation_s": 3,
         "reward_pipeline/judging_s": 4,
+        "reward_pipeline/pending_s": 4,
         "reward_pipeline/training_s": 6,
         "reward_pipeline/waiting_for_rewards_s": 1,
         "reward_pipeline/waiting_share": pytest.approx(0.1),
@@ -67,7 +68,7 @@ def test_the_metrics_of_a_step_by_hand() -> None:
         "reward_pipeline/floor_s": 9,
         "reward_pipeline/over_floor": pytest.approx(1 / 9),
     }
-    judging_takes_longest = overlap_metrics(22, generation=3, waiting=13, judging=20)
+    judging_takes_longest = overlap_metrics(22, generation=3, waiting=13, judged=[(0, 20)])
     assert judging_takes_longest["reward_pipeline/floor_s"] == 20
     assert judging_takes_longest["reward_pipeline/over_floor"] == pytest.approx(0.1)
     assert judging_takes_longest["reward_pipeline/hidden_share"] == pytest.approx(0.35)
@@ -79,7 +80,8 @@ seconds = st.just(0.0) | st.floats(min_value=1e-3, max_value=1e6)
 @given(seconds, seconds, seconds, seconds)
 def test_shares_stay_between_0_and_1(generation: float, waiting: float, training: float, judging: float) -> None:
     step = generation + waiting + training
-    metrics = overlap_metrics(step, generation=generation, waiting=waiting, judging=judging)
+    metrics = overlap_metrics(step, generation=generation, waiting=waiting, judged=[(0, judging)])
     assert all(math.isfinite(value) for value in metrics.values())
-    assert 0 <= metrics["reward_pipeline/hidden_share"] <= 1
+    assert ("reward_pipeline/hidden_share" in metrics) is (judging > 0)  # nothing was pending
+    assert 0 <= metrics.get("reward_pipeline/hidden_share", 0) <= 1
     assert 0 <= metrics["reward_pipeline/waiting_share"] <= 1 + 1e-9

@@ -26,6 +26,7 @@ from tests.verl import rewards
 from tests.verl.checks import (
     advantages_by_uid,
     check_events,
+    check_failure_line,
     check_health,
     check_reward_metrics,
     check_scores,
@@ -116,6 +117,13 @@ def test_outcomes_reach_the_metrics(mixed_run: Run) -> None:
         assert metrics["reward_loop/score/mean"] == pytest.approx(statistics.mean(scores))
         ragged = [n % 10 for n in numbers if n % 7 > 1 and n % 3 == 0]
         assert metrics["reward_loop/key_0/mean"] == pytest.approx(statistics.mean(ragged))
+
+
+def test_the_console_has_one_line_for_each_step_and_validation_with_failures(mixed_run: Run) -> None:
+    for step in (1, 2, 3):
+        check_failure_line(mixed_run, f"step {step}", mixed_run.steps[step])
+    for step in (0, 3):
+        check_failure_line(mixed_run, f"validation of step {step}", mixed_run.steps[step], "val-aux/reward_outcome")
 
 
 def test_validation_means_are_over_the_scored_samples(mixed_run: Run) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from reward_loop.errors import ConfigError
+from reward_loop.records.events import overlap_event
 from reward_loop.view import phases as module
 from reward_loop.view.phases import PhaseReader
 from tests.view.made_up import phases, rollout, write
@@ -106,7 +107,25 @@ def test_an_update_reads_only_new_events_of_a_growing_folder(tmp_path: Path, mon
     whole = write(tmp_path / "whole", SYNC + rest + ROLLOUTS, [])
     assert reader.steps() == read(whole)
     assert read(whole)[2]["waiting_s"] == pytest.approx(7.0)
-    assert read(whole)[1]["hidden_share"] == pytest.approx(1 - 4.2 / 6)  # `c_0` was pending until the end of the step
+    assert read(whole)[1]["hidden_share"] == pytest.approx(1 - 4.2 / 5)
+    assert read(whole)[2]["hidden_share"] == pytest.approx(1 - 7 / 8)  # `c_0` was requested in the step before
+
+
+def test_a_reward_counts_in_the_step_that_trains_on_it(tmp_path: Path) -> None:
+    events = [
+        *phases(1, ("gen", 0.0, 2.0, "rollouts"), ("wait_reward", 2.0, 3.0, "rewards"), ("step", 0.0, 10.0)),
+        *phases(2, ("wait_reward", 10.0, 11.0, "rewards"), ("step", 10.0, 20.0)),
+        rollout("a_0", 0.0, 1.0, 1.0, 3.0),
+        rollout("b_0", 1.0, 2.0, 2.0, 9.0, step=2, generated_step=1),
+        rollout("c_0", 1.0, 2.0, 9.0, 11.0, step=None, generated_step=1),  # known is only when it arrived
+    ]
+    found = read(write(tmp_path, events, []))
+    assert [found[step]["hidden_share"] for step in (1, 2)] == pytest.approx([1 - 1 / 2, 1 - 1 / 9])
+
+
+def test_what_the_trainer_has_measured_is_shown(tmp_path: Path) -> None:
+    found = read(write(tmp_path, [*SYNC, *ROLLOUTS, overlap_event(1, waiting_s=1.0, pending_s=10.0)], []))
+    assert (found[1]["waiting_s"], found[1]["hidden_share"]) == (1.0, pytest.approx(0.9))
 
 
 def test_a_step_that_a_resumed_run_repeats_has_the_phases_of_the_resumed_run(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from greenlet import getcurrent, greenlet
 
 from reward_loop.errors import RewardLoopError
+from reward_loop.records.overlap import hidden_share
 
 __all__ = ["Generation", "GenerationBatch", "Judging", "Lookahead", "pausing"]
 
@@ -111,9 +112,10 @@ class Judging:
         return self._ended - self._began
 
     @property
-    def hidden_share(self) -> float:
-        """The share of the judging time during which the training did not wait; 1 if nothing took time."""
-        return max(0.0, 1 - self.waiting_s / self.judging_s) if self.judging_s > 0 else 1.0
+    def hidden_share(self) -> float | None:
+        """The share of the judging time in which the training did not wait, see `hidden_share`: until the last function
+        has returned, at least one reward of the batch is pending."""
+        return hidden_share(self.waiting_s, self.judging_s)
 
     def rewards(self, index: int) -> Any:
         """Wait for the rewards of a function, and log what the functions have logged so far.
@@ -137,7 +139,8 @@ class Judging:
         if not self._left and self._log_metric is not None:
             self._log_metric("overlap/waiting_seconds", self.waiting_s)
             self._log_metric("overlap/judging_seconds", self.judging_s)
-            self._log_metric("overlap/hidden_share", self.hidden_share)
+            if self.hidden_share is not None:
+                self._log_metric("overlap/hidden_share", self.hidden_share)
         return rewards
 
     def cancel(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from reward_loop.adapters.trl.generation import Judging, Lookahead
+from reward_loop.records.overlap import hidden_share
 
 
 def walk(count: int, every: int, accumulation: int, steps: int) -> list[tuple[Any, Any, int]]:
@@ -83,7 +84,7 @@ def test_functions_start_at_once_and_their_logs_are_deferred(loop: asyncio.Abstr
         "overlap/judging_seconds",
         "overlap/hidden_share",
     ]
-    assert judging.hidden_share == max(0.0, 1 - judging.waiting_s / judging.judging_s)
+    assert judging.hidden_share == hidden_share(judging.waiting_s, judging.judging_s)
 
 
 def test_an_error_of_one_function_cancels_the_others(loop: asyncio.AbstractEventLoop) -> None:
