@@ -157,9 +157,9 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
             }
         )
 
-    @app.get("/api/overview", dependencies=_only())
-    def overview() -> Response:
-        return _json(summaries.overview())
+    @app.get("/api/overview", dependencies=_only("validate"))
+    def overview(validate: bool = False) -> Response:
+        return _json(summaries.overview(validate))
 
     @app.get("/api/samples", dependencies=_only(*SAMPLES_PARAMETERS))
     def page(request: Request) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,11 @@ from reward_loop.view.index import Index, rows_of
 __all__ = ["Summaries", "judges", "without_samples"]
 
 BINS = 20
-"""The number of intervals of a histogram."""
+"""The number of intervals of a histogram of many different values."""
+
+MOST_VALUES = 41
+"""Up to this number of equally spaced values, a histogram has a bar for each: intervals of another width would leave
+some of the bars empty."""
 
 _MISSING = "CREATE OR REPLACE TEMP TABLE missing AS SELECT step, validate FROM summaries WHERE content IS NULL"
 _CHOSEN = (
@@ -68,24 +73,31 @@ FROM exchanges e JOIN missing ON e.step IS NOT DISTINCT FROM missing.step AND e.
 GROUP BY ALL
 """
 
-_OUTCOMES = "SELECT outcome, count(*) AS count FROM samples GROUP BY outcome ORDER BY count DESC"
+_OUTCOMES = "SELECT outcome, count(*) AS count FROM samples WHERE validate = ? GROUP BY outcome ORDER BY count DESC"
 _CAUSES = """
 WITH failures AS (
     SELECT id, cause, regexp_replace(split_part(error, chr(10), 1), '^[^:]*: ', '') AS line
-    FROM samples WHERE outcome = 'failed' AND error IS NOT NULL
+    FROM samples WHERE validate = ? AND outcome = 'failed' AND error IS NOT NULL
 )
 SELECT coalesce(cause, line) AS cause, arg_min(line, id) AS error, count(*) AS count, min(id) AS id
 FROM failures GROUP BY coalesce(cause, line) ORDER BY count DESC, 1 LIMIT 10
 """
-_SLOWEST = "SELECT id, uid, total_s FROM samples WHERE total_s IS NOT NULL ORDER BY total_s DESC LIMIT 10"
+_SLOWEST = """
+SELECT id, uid, total_s FROM samples WHERE validate = ? AND total_s IS NOT NULL ORDER BY total_s DESC LIMIT 10
+"""
 _REWARDS = f"""
-WITH known AS (SELECT reward FROM samples WHERE isfinite(reward)),
+WITH known AS (SELECT reward FROM samples WHERE validate = ? AND isfinite(reward)),
     ends AS (SELECT min(reward) AS low, max(reward) AS high FROM known)
 SELECT low, high,
     CASE WHEN high > low THEN least(floor((reward - low) / (high - low) * {BINS}), {BINS} - 1) ELSE 0
         END::INTEGER AS bin,
     count(*) AS n
 FROM known, ends GROUP BY ALL ORDER BY bin
+"""
+
+_REWARD_VALUES = f"""
+SELECT reward AS value, count(*) AS n FROM samples WHERE validate = ? AND isfinite(reward) GROUP BY reward
+QUALIFY count(*) OVER () <= {MOST_VALUES} ORDER BY value
 """
 
 _QUANTILES = ("p10", "p50", "p90")
@@ -135,37 +147,49 @@ class Summaries:
         ]
 
     def run(self) -> dict[str, Any]:
-        """Return the summary of all samples."""
+        """Return the summary of all samples. ``training`` and ``validation`` have counts; ``None`` without samples."""
         self.compute()
         steps = self._all()
-        outcomes: Counter[str] = Counter()
-        for step in steps:
-            outcomes.update({name: step[name] for name in ("scored", "unscored", "failed")})
+        training, validation = (_counts(step for step in steps if step["validate"] is kind) for kind in (False, True))
         return {
             "samples": sum(step["count"] for step in steps),
             "first_time": min((step["first_time"] for step in steps), default=None),
             "last_time": max((step["last_time"] for step in steps), default=None),
             "steps": sorted({step["step"] for step in steps if step["step"] is not None}),
-            "validation": any(step["validate"] for step in steps),
+            "training": training,
+            "validation": validation,
             "components": _united(step["components"] for step in steps),
-            "outcomes": dict(outcomes),
             "functions": _united(step["functions"] for step in steps),
             "data_sources": _united(step["data_sources"] for step in steps),
             "models": _united(step["models"] for step in steps),
         }
 
-    def overview(self) -> dict[str, Any]:
-        """Return what a run without training steps shows: causes of failures, slowest samples, histogram of rewards."""
+    def overview(self, validate: bool) -> dict[str, Any]:
+        """Return what a run without training steps shows: causes of failures, slowest samples, histogram of rewards.
+
+        Args:
+            validate: whether to return those of validation, or those of training.
+        """
+        queries = {"outcomes": _OUTCOMES, "causes": _CAUSES, "slowest": _SLOWEST}
+        rewards, values = (self._index.rows(query, [validate]) for query in (_REWARDS, _REWARD_VALUES))
         return {
-            "outcomes": self._index.rows(_OUTCOMES),
-            "causes": self._index.rows(_CAUSES),
-            "slowest": self._index.rows(_SLOWEST),
-            "rewards": _histogram(self._index.rows(_REWARDS)),
+            **{name: self._index.rows(query, [validate]) for name, query in queries.items()},
+            "rewards": _histogram(rewards, values),
         }
 
     def _all(self) -> list[dict[str, Any]]:
         rows = self._index.rows("SELECT step, validate, content FROM summaries ORDER BY step NULLS LAST, validate")
         return [{"step": row["step"], "validate": row["validate"], **orjson.loads(row["content"])} for row in rows]
+
+
+def _counts(steps: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the number of samples of some steps, and of each outcome; ``None`` if there are none."""
+    outcomes: Counter[str] = Counter()
+    samples = 0
+    for step in steps:
+        samples += step["count"]
+        outcomes.update({name: step[name] for name in ("scored", "unscored", "failed")})
+    return {"samples": samples, "outcomes": dict(outcomes)} if samples else None
 
 
 def without_samples(step: int) -> dict[str, Any]:
@@ -253,6 +277,10 @@ SELECT judge, low, high,
     count(*) AS n
 FROM calls JOIN ends USING (judge) WHERE {value} IS NOT NULL GROUP BY ALL
 """
+_VALUES = f"""
+SELECT judge, score AS value, count(*) AS n FROM calls WHERE score IS NOT NULL GROUP BY judge, score
+QUALIFY count(*) OVER (PARTITION BY judge) <= {MOST_VALUES} ORDER BY judge, value
+"""
 _SLOWEST_OF_JUDGES = """
 SELECT rowid AS row, id FROM samples WHERE rowid IN (SELECT arg_max(sample, seconds) FROM calls GROUP BY judge)
 """
@@ -300,10 +328,14 @@ def _statistics(index: Index, chosen: SampleFilter) -> tuple[list[dict[str, Any]
             row |= _quantiles(row.pop("quantiles"))
             found[row.pop("judge")]["by_step"].append(row)
         sizes, scores = (_by_judge(rows(_HISTOGRAM.format(value=name, bins=BINS))) for name in ("size", "score"))
+        values = _by_judge(rows(_VALUES))
         for judge, row in found.items():
             histogram = _histogram(sizes[judge])
-            row["seconds"]["histogram"] = histogram | {"edges": [math.exp(edge) for edge in histogram["edges"]]}
-            row["verdicts"] = _histogram(scores[judge])
+            row["seconds"]["histogram"] = {
+                name: numbers if name == "counts" else [math.exp(number) for number in numbers]
+                for name, numbers in histogram.items()
+            }
+            row["verdicts"] = _histogram(scores[judge], values[judge])
         names = {row["row"]: row["id"] for row in rows(_SLOWEST_OF_JUDGES)}
         for row in found.values():
             row["slowest"] = names.get(row["slowest"])
@@ -323,13 +355,41 @@ def _quantiles(values: Sequence[float] | None) -> dict[str, float | None]:
     return dict(zip(_TIMES, values or (None, None), strict=True))
 
 
-def _histogram(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the edges and counts of a histogram whose rows have the ends of its range, a bin and a count."""
+def _histogram(rows: Sequence[Mapping[str, Any]], values: Sequence[Mapping[str, Any]] = ()) -> dict[str, list[Any]]:
+    """Return the edges and counts of a histogram.
+
+    Args:
+        rows: of each interval that contains values, the ends of the whole range, its number and its count.
+        values: all different values in their order, each with its count, if there are few. If they are equally spaced,
+            each place has a bar, and the histogram has their ``centers``, as that of a single value.
+    """
     if not rows:
         return {"edges": [], "counts": []}
+    if rows[0]["low"] == rows[0]["high"]:
+        value = rows[0]["low"]
+        return {"edges": [value, value], "counts": [rows[0]["n"]], "centers": [value]}
+    if centers := _equally_spaced([row["value"] for row in values]):
+        amounts = {round((row["value"] - centers[0]) / (centers[1] - centers[0])): row["n"] for row in values}
+        half = (centers[1] - centers[0]) / 2
+        edges = [centers[0] - half, *(center + half for center in centers)]
+        return {"edges": edges, "counts": [amounts.get(i, 0) for i in range(len(centers))], "centers": centers}
     low, high = rows[0]["low"], rows[0]["high"]
-    counts = [0] * (BINS if high > low else 1)
+    counts = [0] * BINS
     for row in rows:
         counts[row["bin"]] = row["n"]
     edges = [low + (high - low) * number / len(counts) for number in range(len(counts))] + [high]
     return {"edges": edges, "counts": counts}
+
+
+def _equally_spaced(values: Sequence[float]) -> list[float]:
+    """Return the places of values that are multiples of their smallest distance, also those between them.
+
+    Empty if they are not, or if these are too many places.
+    """
+    if len(values) < 2:
+        return []
+    step = min(later - sooner for sooner, later in itertools.pairwise(values))
+    places = [(value - values[0]) / step for value in values]
+    if places[-1] > MOST_VALUES - 1 or any(abs(place - round(place)) > 1e-6 for place in places):
+        return []
+    return [values[0] + (values[-1] - values[0]) * i / round(places[-1]) for i in range(round(places[-1]) + 1)]

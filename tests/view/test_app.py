@@ -90,8 +90,8 @@ def test_run(client: TestClient, folder: Path) -> None:
     assert run["folder"] == str(folder)
     assert run["samples"] == 20
     assert run["steps"] == [1, 2, 3]
-    assert run["validation"] is True
-    assert run["outcomes"] == {"scored": 17, "unscored": 0, "failed": 3}
+    assert run["training"] == {"samples": 19, "outcomes": {"scored": 16, "unscored": 0, "failed": 3}}
+    assert run["validation"] == {"samples": 1, "outcomes": {"scored": 1, "unscored": 0, "failed": 0}}
     assert run["components"] == ["a/b", "acc", "text"]
     assert run["functions"] == ["compute_score (reward.py)"]
     assert set(run["data_sources"]) >= {"code", "math"}
@@ -452,9 +452,46 @@ def test_the_overview_of_samples_without_a_step(tmp_path: Path) -> None:
         {"cause": "f raised KeyError: 'x'", "error": "f raised KeyError: 'x'", "count": 3, "id": "id-f0"}
     ]
     assert [row["uid"] for row in found["slowest"][:2]] == ["u8", "u7"]
-    assert len(found["rewards"]["edges"]) == 21
-    assert [n for n in found["rewards"]["counts"] if n] == [3, 3, 3]
-    assert (found["rewards"]["edges"][0], found["rewards"]["edges"][-1]) == (0.0, 2.0)
+    assert found["rewards"] == {"edges": [-0.5, 0.5, 1.5, 2.5], "counts": [3, 3, 3], "centers": [0, 1, 2]}
+
+
+JUDGE = {"model": "m", "url": "u", "seconds": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("scores", "centers", "counts"),
+    [
+        ([1, 2, 2, 4, 10], list(range(1, 11)), [1, 2, 0, 1, 0, 0, 0, 0, 0, 1]),  # no verdict is 3, or 5 to 9
+        ([0.1, 0.3, 0.2, 0.7], [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7], [1, 1, 1, 0, 0, 0, 1]),
+        ([0, 1], [0, 1], [1, 1]),
+        ([1, 1, 1], [1], [3]),  # the axis has one number, not 1 and 1
+    ],
+)
+def test_a_histogram_of_equally_spaced_verdicts_has_a_bar_for_each(
+    tmp_path: Path, scores: list[float], centers: list[float], counts: list[int]
+) -> None:
+    rows = [
+        made_up.row(
+            f"u{i}", 0.0, 1.0, judges=[{"id": f"e{i}", "model": "m", "url": "u", "seconds": 1.0, "score": score}]
+        )
+        for i, score in enumerate(scores)
+    ]
+    made_up.write(tmp_path / "scored", [], rows)
+    with serving(tmp_path / "scored") as client:
+        (judge,) = get(client, "judges")["rows"]
+    assert judge["verdicts"]["centers"] == pytest.approx(centers)
+    assert judge["verdicts"]["counts"] == counts
+    assert len(judge["verdicts"]["edges"]) == len(counts) + 1
+
+
+def test_a_histogram_of_many_different_verdicts_has_intervals(tmp_path: Path) -> None:
+    judges = [JUDGE | {"id": f"e{i}", "score": i**1.5} for i in range(100)]
+    rows = [made_up.row(f"u{i}", 0.0, 1.0, judges=[judge]) for i, judge in enumerate(judges)]
+    made_up.write(tmp_path / "scored", [], rows)
+    with serving(tmp_path / "scored") as client:
+        (judge,) = get(client, "judges")["rows"]
+    assert "centers" not in judge["verdicts"]
+    assert (len(judge["verdicts"]["counts"]), sum(judge["verdicts"]["counts"])) == (20, 100)
 
 
 def test_a_sample_is_in_the_step_that_trains_on_it(tmp_path: Path) -> None:

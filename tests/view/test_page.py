@@ -596,10 +596,68 @@ def test_a_scored_file_has_an_overview(tmp_path: Path, chromium: Browser, monkey
         for heading in ("Rewards", "Outcomes", "Slowest samples"):
             assert page.get_by_role("heading", name=heading).count() == 1
         assert page.get_by_role("link", name="Timeline").count() == 0
-        assert ATTACK in page.locator("td", has_text="raised").inner_text()
+        for cell in page.locator("td", has_text="raised").all():  # the cause, and the first error
+            assert ATTACK in cell.inner_text()
         if target := os.environ.get("SCREENSHOT"):
             page.screenshot(path=target, full_page=True)
-        page.get_by_role("link", name="example").click()
+        page.locator("td a", has_text="raised").first.click()
         page.wait_for_selector(".view.sample h1")
+        page.close()
+    assert problems == []
+
+
+def test_training_and_validation_are_apart_on_every_page(
+    tmp_path: Path, chromium: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    rows = []
+    for i, verdict in enumerate([1, 2, 2, 4, 10]):
+        judge = {"id": f"e{i}", "model": "grader", "url": "u", "seconds": 1.0, "score": verdict}
+        silent = {"id": f"s{i}", "model": "silent", "url": "v", "seconds": 1.0, "unscored": "no verdict"}
+        rows.append(made_up.row(f"a_{i}", 0.0, 1.0, step=1, reward=10.0, judges=[judge, silent]))
+    rows += [made_up.row(f"v{i}_0", 0.0, 1.0, step=1, reward=0.5, validate=True) for i in range(3)]
+    made_up.write(tmp_path / "run", [], rows)
+    problems: list[str] = []
+
+    def figure(name: str) -> str:
+        return page.locator(".figures > *", has_text=re.compile(f"^{name}")).first.inner_text()
+
+    with server(tmp_path / "run") as address:
+        page = chromium.new_page(viewport={"width": 1366, "height": 1000}, base_url=address)
+        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.goto("/#/run")
+        page.get_by_role("link", name="Validation").wait_for()
+        assert re.search(r"\b5\b", figure("Samples"))
+        assert "10.000" in figure("Reward, last step")
+        page.get_by_role("link", name="Validation").click()
+        page.wait_for_function("document.querySelector('.figures').innerText.includes('0.500')")
+        assert re.search(r"\b3\b", figure("Samples"))
+
+        page.goto("/#/samples")
+        page.wait_for_selector("text=5 samples of all steps")
+        page.wait_for_selector(".pane.groups .tabulator-row")
+        assert page.locator(".pane.groups .tabulator-row").count() == 1
+        page.get_by_role("link", name="Validation").click()
+        page.wait_for_selector("text=3 samples of all steps")
+        page.wait_for_selector("text=v0")
+        assert page.locator(".pane.groups .tabulator-row").count() == 3
+        if target := os.environ.get("SCREENSHOT"):
+            page.screenshot(path=f"{target.removesuffix('.png')}-samples.png", full_page=True)
+
+        page.goto("/#/judges")
+        page.get_by_role("heading", name="grader").wait_for()
+        grader = page.locator(".judge", has_text="grader")
+        bars = grader.get_by_role("img", name="Scores of the verdicts").locator("rect")
+        titles = [bar.text_content() for bar in bars.all()]
+        assert titles == [f"{verdict}: {n}" for verdict, n in enumerate([1, 2, 0, 1, 0, 0, 0, 0, 0, 1], start=1)]
+        assert grader.get_by_role("img", name="Latency").locator("text").all_text_contents() == ["1.00 s"]
+        without = page.locator(".judge", has_text="silent").locator("figure", has_text="Scores by step")
+        assert "No values." in without.inner_text()
+        assert without.locator("canvas").count() == 0
+        if target:
+            page.screenshot(path=f"{target.removesuffix('.png')}-judges.png", full_page=True)
+        page.get_by_role("link", name="Validation").click()
+        page.wait_for_selector("text=No requests to judges")
         page.close()
     assert problems == []

@@ -2,7 +2,7 @@
 
 import uPlot from "./vendor/uplot-1.6.32/uPlot.esm.js";
 import { el, property, withProperty } from "./dom.js";
-import { number, short } from "./format.js";
+import { count, number, short } from "./format.js";
 
 /**
  * @typedef {Object} Series
@@ -69,6 +69,15 @@ export class Chart {
     this.series = series;
     this.marks = marks;
     const shape = JSON.stringify([steps.length > POINTS_UP_TO, ...series.map((one) => one.label)]);
+    if (!series.some((one) => one.values.some((value) => value !== null))) {
+      this.shape = "";
+      this.plot?.destroy();
+      this.plot = null;
+      this.canvas.replaceChildren(el("p", { class: "hint" }, "No values."));
+      this.showValues(null);
+      return;
+    }
+    if (!this.plot) this.canvas.replaceChildren();
     const data = [steps, ...(this.isStacked ? stacked(series) : series.map((one) => one.values))];
     if (shape === this.shape) {
       const isZoomed = !this.reset.hidden;
@@ -101,7 +110,11 @@ export class Chart {
       scales: { x: { time: false, range: padded }, y: { range: this.range ? () => this.range : vertical } },
       axes: [
         axis({ size: 30, incrs: WHOLE }),
-        axis({ size: axisWidth, values: (_, ticks) => ticks.map((tick) => short(this.format(tick))) }),
+        axis({
+          size: axisWidth,
+          values: (_, ticks) => ticks.map((tick) => short(this.format(tick))),
+          ...(this.format === count ? { incrs: WHOLE } : {}),
+        }),
       ],
       series: [{}, ...this.series.map((one, i) => line(one, i, hasPoints, this.isStacked))],
       bands: bands(this.series),

@@ -41,7 +41,7 @@ export function filters(run, query, changed) {
     "form",
     { class: "filters", role: "search", onsubmit: (event) => event.preventDefault() },
     text,
-    choice(query, set, "outcome", "Outcome", "All outcomes", Object.keys(run.outcomes)),
+    choice(query, set, "outcome", "Outcome", "All outcomes", ["scored", "unscored", "failed"]),
     run.data_sources.length > 1
       ? choice(query, set, "data_source", "Data source", "All data sources", run.data_sources)
       : null,

@@ -7,13 +7,20 @@ import { count, fixed, number, percent, seconds, UNKNOWN } from "./format.js";
 import { histogram } from "./histogram.js";
 import { link, open } from "./router.js";
 import { visible } from "./text.js";
+import { isValidation, toggle } from "./validation.js";
 
 const MOST_CARDS = 12;
 
 /** Shows the judges of the run. */
-export async function showJudges(view, { query }) {
+export async function showJudges(view, { query }, run) {
+  const validate = isValidation(query, run);
   const parts = {
-    head: el("div", { class: "title" }, el("h1", {}, "Judges")),
+    head: el(
+      "div",
+      { class: "title" },
+      el("h1", {}, "Judges"),
+      run.validation ? toggle("judges", validate, query) : null,
+    ),
     table: el("div"),
     cards: el("div", { class: "cards" }),
     slowest: el("div"),
@@ -22,7 +29,7 @@ export async function showJudges(view, { query }) {
   let charts = [];
 
   async function refresh() {
-    const { rows, slowest } = await get("judges", query);
+    const { rows, slowest } = await get("judges", { ...query, validate });
     rows.sort((a, b) => b.calls - a.calls);
     charts.forEach((chart) => chart.close());
     charts = [];

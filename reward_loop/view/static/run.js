@@ -9,6 +9,7 @@ import { histogram } from "./histogram.js";
 import { link, open } from "./router.js";
 import { judgeHint } from "./samples_table.js";
 import { visible } from "./text.js";
+import { isValidation, toggle } from "./validation.js";
 
 const MOST_COMPONENTS = 8;
 /** The largest number of components in the table of the steps. */
@@ -116,7 +117,7 @@ const CHARTS = [
 
 /** Shows the run. */
 export async function showRun(view, route, run) {
-  const validate = route.query.validate === "1";
+  const validate = isValidation(route.query, run);
   const parts = { head: el("div"), warnings: el("div"), charts: el("div", { class: "charts" }), steps: el("div") };
   view.append(parts.head, parts.warnings, parts.charts, parts.steps);
   const charts = new Map();
@@ -125,10 +126,11 @@ export async function showRun(view, route, run) {
     const requests = [get("steps", { validate }), get("health")];
     const [{ rows: all }, { warnings, reference }] = await Promise.all(requests);
     const rows = all.filter((row) => row.step !== null);
-    parts.head.replaceChildren(...head(run, rows, validate, rows.length ? null : all[0]));
+    const part = (validate ? run.validation : run.training) ?? { samples: 0, outcomes: {} };
+    parts.head.replaceChildren(...head(run, part, rows, validate, rows.length ? null : all[0]));
     parts.warnings.replaceChildren(...warningList(warnings));
     showCharts(parts.charts, charts, rows, { ...run, reference }, warnings, validate);
-    parts.steps.replaceChildren(rows.length ? stepTable(rows, run, validate) : await noSteps(run, all[0]));
+    parts.steps.replaceChildren(rows.length ? stepTable(rows, run, validate) : await noSteps(run, part, all[0], validate));
   }
 
   await refresh();
@@ -136,11 +138,11 @@ export async function showRun(view, route, run) {
 }
 
 /** Returns the title and the figures; `alone` is the summary of samples without a step, if there are no others. */
-function head(run, rows, validate, alone) {
+function head(run, part, rows, validate, alone) {
   const scored = rows.filter((row) => row.count);
   const last = scored.at(-1);
   const overlapped = rows.findLast((row) => row.hidden_share !== null);
-  const unscored = run.samples - (run.outcomes.scored ?? 0);
+  const unscored = part.samples - (part.outcomes.scored ?? 0);
   const about = [
     names(run.functions),
     run.models.length ? `judges: ${names(run.models)}` : "",
@@ -151,15 +153,15 @@ function head(run, rows, validate, alone) {
       "div",
       { class: "title" },
       el("h1", {}, "Run"),
-      run.validation ? toggle(validate) : null,
+      run.validation ? toggle("run", validate) : null,
       el("p", { class: "about" }, about.filter(Boolean).join(" · ")),
     ),
     figures([
-      ["Samples", count(run.samples), run.incomplete ? `${plural(run.incomplete, "line")} incomplete` : null],
+      ["Samples", count(part.samples), run.incomplete ? `${plural(run.incomplete, "line")} incomplete` : null],
       ["Steps", count(rows.length), rows.length ? `${rows[0].step} to ${rows.at(-1).step}` : null],
       alone && ["Reward", fixed(alone.reward?.mean), `standard deviation ${fixed(alone.reward?.std)}`],
       last && ["Reward, last step", fixed(last.reward?.mean), change(scored)],
-      ["Without a score", percent(run.samples ? unscored / run.samples : null), plural(unscored, "sample")],
+      ["Without a score", percent(part.samples ? unscored / part.samples : null), plural(unscored, "sample")],
       last && [
         "Judge time, last step",
         seconds(last.judge_s?.p95),
@@ -178,20 +180,6 @@ function head(run, rows, validate, alone) {
 function names(list) {
   const shown = list.slice(0, MOST_NAMES).map(visible).join(", ");
   return list.length > MOST_NAMES ? `${shown} and ${count(list.length - MOST_NAMES)} more` : shown;
-}
-
-function toggle(validate) {
-  const choices = [
-    ["Training", {}, !validate],
-    ["Validation", { validate: 1 }, validate],
-  ];
-  return el(
-    "span",
-    { class: "segments" },
-    choices.map(([label, query, isChosen]) =>
-      el("a", { href: link("run", [], query), "aria-current": isChosen ? "true" : null }, label),
-    ),
-  );
 }
 
 /** Returns how the mean reward has changed since the first step. */
@@ -300,13 +288,13 @@ function stepTable(rows, run, validate) {
 }
 
 /** Returns what samples without a training step have in common; `summary` is their summary. */
-async function noSteps(run, summary) {
+async function noSteps(run, part, summary, validate) {
   if (!run.samples)
     return empty(
       "No samples yet",
       "The folder has no complete row. This page shows samples as soon as they are written.",
     );
-  const { outcomes, causes, slowest, rewards } = await get("overview");
+  const { outcomes, causes, slowest, rewards } = await get("overview", { validate });
   const means = Object.entries(summary?.components ?? {}).map(([name, mean]) => [visible(name), number(mean)]);
   return el(
     "div",
@@ -314,15 +302,15 @@ async function noSteps(run, summary) {
     el(
       "p",
       { class: "hint" },
-      "These samples were scored outside of a training run. ",
-      el("a", { href: link("samples") }, `Show the ${plural(run.samples, "sample")}`),
+      run.events ? "No training step has ended. " : "These samples were scored outside of a training run. ",
+      el("a", { href: link("samples", [], { validate: validate ? 1 : null }) }, `Show the ${plural(part.samples, "sample")}`),
       run.models.length ? [" · ", el("a", { href: link("judges") }, "Show the judges")] : "",
     ),
     el("div", { class: "charts" }, histogram("Rewards", rewards)),
     section(
       "Outcomes",
       ["Outcome", ">Samples"],
-      outcomes.map((row) => [el("a", { href: link("samples", [], { outcome: row.outcome }) }, row.outcome), count(row.count)]),
+      outcomes.map((row) => [el("a", { href: link("samples", [], { validate: validate ? 1 : null, outcome: row.outcome }) }, row.outcome), count(row.count)]),
     ),
     section("Components", ["Component", ">Mean"], means),
     section(

@@ -63,6 +63,7 @@ export async function showSample(view, { args: [id], query }, run) {
     return [
       has("prompt") ? part("Prompt", shown("prompt", conversation), modes()) : null,
       has("response") ? part("Response", shown("response", textBlock), has("prompt") ? null : modes()) : null,
+      has("solution_str") ? part("Response as the function received it", textBlock(recorded.solution_str)) : null,
       has("ground_truth") ? part("Ground truth", textBlock(recorded.ground_truth)) : null,
       Object.keys(recorded.extra_info ?? {}).length ? part("Extra info", textBlock(recorded.extra_info)) : null,
       ...long,
@@ -94,7 +95,7 @@ function above(row, query) {
 }
 
 function groupLink({ group, step, validate }) {
-  if (step === null || step === undefined) return link("samples", [], { group });
+  if (step === null || step === undefined) return link("samples", [], { group, validate: validate ? 1 : null });
   return link("step", [step], { group, validate: validate ? 1 : null });
 }
 
@@ -270,7 +271,7 @@ function compareWithNext({ row, group }) {
 
 function fields(row, run) {
   const entries = [
-    ["Step", row.generated_step == null ? row.step : `${row.step}, generated in step ${row.generated_step}`],
+    ["Step", row.generated_step == null || row.generated_step === row.step ? row.step : `${row.step}, generated in step ${row.generated_step}`],
     ["Data source", row.data_source],
     ["Function", run.functions.length > 1 || row.function ? row.function : null],
     ["Scored at", time(row.time)],

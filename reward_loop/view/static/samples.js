@@ -6,17 +6,18 @@ import { filters } from "./filters.js";
 import { count, fixed, number, percent, plural, seconds } from "./format.js";
 import { groupsTable } from "./groups_table.js";
 import { link, open, replace } from "./router.js";
+import { isValidation, toggle } from "./validation.js";
 import { judgeHint, rewardRange, samplesTable, spreadText } from "./samples_table.js";
 
 /** Shows the samples of the step that the route names, or all samples. */
 export async function showSamples(view, route, run) {
   const step = route.name === "step" ? route.args[0] : null;
   const { validate, sort, order, focus, ...query } = route.query;
-  const isValidation = validate === "1";
-  const { rows } = await get("steps", { validate: isValidation });
+  const showsValidation = isValidation({ validate }, run);
+  const { rows } = await get("steps", { validate: showsValidation });
   const row = rows.find((one) => String(one.step) === step);
   const range = rewardRange(row ? [row] : rows);
-  const scope = { step, validate: step === null ? null : isValidation };
+  const scope = { step, validate: "where.uid" in query ? null : showsValidation };
   const order_ = { sort, order };
 
   const totals = { groups: el("span", { class: "total" }), samples: el("span", { class: "total" }) };
@@ -28,7 +29,7 @@ export async function showSamples(view, route, run) {
   const panes = { groups: el("div", { class: "table" }), samples: el("div", { class: "table" }) };
   const form = filters(run, query, () => (remember(), markGroup(), tables.samples.setData()));
   view.append(
-    head(step, isValidation, run, row),
+    head(step, showsValidation, run, row),
     ...(row ? [summary(row)] : []),
     el(
       "div",
@@ -112,17 +113,22 @@ function stepShortcuts(step, run, validate) {
   ];
 }
 
-function head(step, isValidation, run, row) {
+function head(step, validate, run, row) {
   if (step === null) {
     return el(
       "div",
       { class: "title" },
       el("h1", {}, "Samples"),
-      el("p", { class: "about" }, `${plural(run.samples, "sample")} of all steps`),
+      run.validation ? toggle("samples", validate) : null,
+      el(
+        "p",
+        { class: "about" },
+        `${plural((validate ? run.validation : run.training)?.samples ?? 0, "sample")} of all steps`,
+      ),
     );
   }
   const { previous, next } = neighbours(step, run);
-  const query = isValidation ? { validate: 1 } : {};
+  const query = validate ? { validate: 1 } : {};
   const go = (target, label, text) =>
     el(
       "a",
@@ -132,17 +138,17 @@ function head(step, isValidation, run, row) {
   return el(
     "div",
     { class: "title" },
-    el("h1", {}, `Step ${step}`, isValidation ? el("span", { class: "tag" }, "validation") : null),
+    el("h1", {}, `Step ${step}`, validate ? el("span", { class: "tag" }, "validation") : null),
     el("span", { class: "buttons" }, go(previous, "Previous step", "←"), go(next, "Next step", "→")),
     run.validation
       ? el(
           "a",
-          { class: "button", href: link("step", [step], isValidation ? {} : { validate: 1 }) },
-          isValidation ? "Training" : "Validation",
+          { class: "button", href: link("step", [step], validate ? {} : { validate: 1 }) },
+          validate ? "Training" : "Validation",
         )
       : null,
     run.events ? el("a", { class: "button", href: link("timeline", [step]) }, "Timeline") : null,
-    isValidation ? null : el("a", { class: "button", href: link("pairs", [step]) }, "Best and worst"),
+    validate ? null : el("a", { class: "button", href: link("pairs", [step]) }, "Best and worst"),
     ...(row?.warnings ?? []).map((warning) => el("p", { class: "note warn" }, warning)),
   );
 }
