@@ -24,7 +24,7 @@ uses(
     "trace_span(name, start_time_ns, end_time_ns, attributes)",
 )
 
-_REPORTED = RESERVED_KEYS - {"reward_error"}
+_REPORTED = RESERVED_KEYS - {"reward_error", "reward_cause"}
 """Keys of ``reward_extra_info``. Errors may contain surrogates from the model's text, which OTLP cannot encode."""
 
 

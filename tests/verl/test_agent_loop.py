@@ -318,7 +318,7 @@ async def test_an_agent_loop_gets_its_reward_from_the_reward_workers(worker: Any
     worker.loop = loop
     await run(worker)
     assert worker.sent == [], "a session with a score is not judged again"
-    fields = {"ground_truth": "4", "group": UID, "group_size": 2, "step": 3}
+    fields = {"ground_truth": "4", "group": UID, "group_size": 2, "step": 3, "generated_step": 3}
     assert client.samples == [RewardSample("answer", uid=f"q_{number}", **fields) for number in range(2)]
 
 

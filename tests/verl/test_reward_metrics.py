@@ -19,6 +19,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 
+from reward_loop.config import RewardLoopConfig
 from reward_loop.verl import tq_rows, trainer
 from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward, only_numbers
 from reward_loop.verl.trainer import NothingToLearnError, with_reward_loop
@@ -348,6 +349,7 @@ def validated(
     columns["reward_masked"] = [score is None for _, _, score, _ in samples]
     columns["reward_outcome"] = ["failed" if score is None else "scored" for _, _, score, _ in samples]
     run: Any = object.__new__(RewardLoopTrainer)
+    run._settings, run.global_steps = SimpleNamespace(options=RewardLoopConfig()), 3
     sources, uids = [source for source, *_ in samples], [uid for _, uid, *_ in samples]
     sizes = dict.fromkeys(zip(sources, uids, strict=True), size + lost)
     return run._val_metrics_update(sources, uids, columns, [2] * len(samples), expected_acc_counts=sizes)
