@@ -37,7 +37,7 @@ class Failures:
         if outcome == Outcome.SCORED:
             return False
         before = len(self._causes)
-        self._causes.add(cause, error or f"{outcome} without a cause")
+        self._causes.add(cause or (None if error else f"{outcome} without a cause"), error or "")
         return len(self._causes) > before
 
     def line(self, see: str | None = None) -> str | None:
@@ -53,10 +53,10 @@ class Failures:
         line += f" of {counted(self._outcomes.total(), 'sample')}"
         count, cause, error = self._causes.most_common()[0]
         if len(self._causes) > 1:
-            line += f", {count} by {cause}, the most frequent of {len(self._causes)} causes"
-        else:
-            line += f", by {cause}"
-        line += f"; first: {on_one_line(error)}"
+            line += f"; the most frequent of {len(self._causes)} causes, {counted(count, 'time')}"
+        line += f": {cause}"
+        if error:
+            line += f"; first: {on_one_line(error)}"
         return f"{line}. To see them: {see}" if see else line
 
 

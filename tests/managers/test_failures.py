@@ -47,7 +47,7 @@ async def test_a_cause_with_data_in_its_text_is_one_cause(isolation: str) -> Non
     assert line is not None
     where = f"in compute_score ({__file__}:{line_of('float(solution_str)')})"
     assert line.startswith(
-        f"19 failed and 2 unscored of 23 samples, 15 by ValueError {where}, the most frequent of 3 causes; first: "
+        f"19 failed and 2 unscored of 23 samples; the most frequent of 3 causes, 15 times: ValueError {where}; first: "
         "sample u0: compute_score (test_failures.py) raised ValueError: could not convert string to float: 'no number:"
     )
     assert line.endswith(". To see them: reward-loop view rewards")
@@ -59,6 +59,12 @@ async def test_without_a_missing_score_there_is_no_line() -> None:
     assert Failures.of([{}, {"reward_outcome": None}]).line() is None  # of a manager that reports no outcome
 
 
+async def test_an_unscored_sample_has_no_error_to_show() -> None:
+    line = Failures.of(await rewards(["none", "1"])).line()
+    assert line == "1 unscored of 2 samples: no score from compute_score (test_failures.py)"
+    assert Failures.of([{"reward_outcome": "failed"}]).line() == "1 failed of 1 sample: failed without a cause"
+
+
 async def test_one_cause_with_a_long_message_of_several_lines_is_one_short_line() -> None:
     info = {
         "reward_outcome": "failed",
@@ -67,7 +73,7 @@ async def test_one_cause_with_a_long_message_of_several_lines_is_one_short_line(
     }
     line = Failures.of([info] * 3).line()
     assert line is not None
-    assert line.startswith("3 failed of 3 samples, by KeyError; first: sample a: xxx")
+    assert line.startswith("3 failed of 3 samples: KeyError; first: sample a: xxx")
     assert (len(line) < 400, "\n" in line) == (True, False)
 
 

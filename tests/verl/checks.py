@@ -91,8 +91,8 @@ def check_failure_line(run: Run, of: str, metrics: dict[str, Any], prefix: str =
     counts = {name: int(metrics[f"{prefix}/{name}"]) for name in ("failed", "unscored", "scored")}
     without = " and ".join(f"{counts[name]} {name}" for name in ("failed", "unscored") if counts[name])
     (line,) = lines
-    assert f"{of}: {without} of {sum(counts.values())} samples, " in line
-    assert re.search(rf"by (ValueError in compute_score \({rewards.__file__}:\d+\)|no score from )", line)
+    assert f"{of}: {without} of {sum(counts.values())} samples" in line
+    assert re.search(rf": (ValueError in compute_score \({rewards.__file__}:\d+\)|no score from )", line)
     assert f"reward-loop view {run.directory / 'checkpoints' / 'rewards'}" in line
 
 

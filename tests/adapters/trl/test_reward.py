@@ -75,7 +75,7 @@ async def test_a_batch_with_failures_is_one_line_on_the_console(caplog: pytest.L
         answers = ["1", "crash", "crash", "2"]
         await reward(["p"] * 4, answers, ground_truth=["1"] * 4, trainer_state=STATE)
         (line,) = [record.message for record in caplog.records]
-        assert line.startswith("judge, step 7: 2 failed of 4 samples, by ValueError in equals (")
+        assert line.startswith("judge, step 7: 2 failed of 4 samples: ValueError in equals (")
         assert "the judge is broken" in line
         await reward(["p"], ["1"], ground_truth=["1"], trainer_state=STATE)
         assert len(caplog.records) == 1
