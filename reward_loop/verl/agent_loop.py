@@ -41,6 +41,7 @@ from reward_loop.records.events import rollout_event
 from reward_loop.records.writer import MAX_BYTES
 from reward_loop.types import Outcome, Reward, RewardSample
 from reward_loop.verl.compat import overrides, uses
+from reward_loop.verl.tq_rows import REQUESTED
 from reward_loop.verl.trajectory_keys import FAILURE, GENERATED, JUDGED
 
 __all__ = ["RewardAgentLoopWorker"]
@@ -218,6 +219,8 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
             return await super()._compute_score(outputs, kwargs, **options)
         if outputs[-1].reward_score is not None and session.requested is not None:
             raise ConfigError(f"the agent loop set a reward_score and called score_later for rollout {session.name}")
+        if session.requested is not None:
+            outputs[-1].extra_fields[REQUESTED] = session.requested  # to judge it again after a death
         if outputs[-1].reward_score is None and self.reward_loop_worker_handles is not None:
             # `_agent_loop_postprocess` waits for the task after verl has written the trajectory.
             columns = {**kwargs, "group_size": session.prompt.size}

@@ -142,11 +142,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
     @overrides(PPOTrainerSync)
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
-        prompts, trajectories = read_tags()
-        stale = [key for key in trajectories if uid_of(key) not in prompts]
-        if stale:
-            # The checkpoint was written before the batch of its step was cleared.
-            tq.kv_clear(keys=stale, partition_id="train")
+        prompts, _ = read_tags()
         self._submitted = list(prompts)
 
     @overrides(PPOTrainerSync)

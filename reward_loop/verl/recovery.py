@@ -1,4 +1,4 @@
-"""The recovery from the death of an agent loop worker.
+"""The recovery from the death of an agent loop worker, and of a whole run that is resumed from its checkpoint.
 
 The worker had some of the prompts, and the death lost what it had in memory. What is in TransferQueue is kept:
 
@@ -15,28 +15,49 @@ not generated               ``pending``, ``running`` its trajectories are delete
 
 The tags are read after the replacement has started. Writes that the dead worker had sent have arrived by then, so none
 of them can follow the deletion.
+
+A resumed run finds the prompts in TransferQueue that its checkpoint has saved. The causes of old failures may be gone:
+
+======================================== ==============================================================================
+The prompt                               Resume
+======================================== ==============================================================================
+has all rollouts, or is ``finished``     the rollouts stay. Those with a score keep it; all others are judged again:
+                                         failed, unscored, or open when the checkpoint was saved
+has all rollouts, but an agent loop has  it is generated again: the reward cannot be computed from the trajectory
+set a reward without a score itself
+lacks rollouts: not generated, or failed it is generated again
+does not exist: the checkpoint has only  the trajectories are deleted: they were trained on
+its trajectories
+======================================== ==============================================================================
+
+In verl's mode ``sync``, checkpoints contain no prompts: the next step draws them from the data again.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 
+from reward_loop.types import Reward
 from reward_loop.verl.agent_loop_manager import RewardAgentLoopManager
 from reward_loop.verl.compat import uses
 from reward_loop.verl.tq_rows import (
     field_names,
+    read_rewards,
+    read_rows,
     read_sessions,
+    read_tags,
     read_trajectories,
     select,
     unfinished_prompts,
     write_rewards,
 )
-from reward_loop.verl.trajectory_keys import GENERATED, session_of, uid_of
+from reward_loop.verl.trajectory_keys import FAILURE, GENERATED, JUDGED, session_of, uid_of
 from reward_loop.verl.workers import RewardWorkers
 
 __all__ = ["Recovery"]
@@ -47,10 +68,10 @@ logger = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Replaces agent loop workers that have died, and repeats what is lost.
+    """Replaces agent loop workers that have died, and repeats what is lost, also by the end of the run before.
 
     Args:
-        manager: starts the replacements; has the prompts of each worker.
+        manager: starts the replacements; has the prompts of each worker. ``None`` if workers are not replaced.
         reward_workers: compute the rewards that are missing.
         rollouts: for each partition, the number of rollouts of a prompt without a column ``__rollout_n__``.
         judges: whether agent loop workers have rollouts judged.
@@ -58,7 +79,7 @@ class Recovery:
 
     def __init__(
         self,
-        manager: RewardAgentLoopManager,
+        manager: RewardAgentLoopManager | None,
         reward_workers: RewardWorkers,
         *,
         rollouts: Mapping[str, int],
@@ -78,7 +99,7 @@ class Recovery:
 
     def poll(self, step: int) -> None:
         """Call `recover` for the deaths since the last call, if there are any."""
-        if dead := self._manager.dead_workers():
+        if self._manager is not None and (dead := self._manager.dead_workers()):
             self.recover(dead, step)
 
     def recover(self, dead: Collection[int], step: int) -> None:
@@ -88,10 +109,12 @@ class Recovery:
             RewardLoopError: a replacement did not start; too many workers died while they had the same prompt; or the
                 run must stop because of a reward.
         """
+        manager = self._manager
+        assert manager is not None, "workers are not replaced"
         logger.warning("agent loop worker %s died: it is being replaced", ", ".join(map(str, dead)))
-        received = self._manager.prompts_of(dead)
+        received = manager.prompts_of(dead)
         self._reward_workers.abandon(received)
-        self._manager.replace(dead, self._reward_workers.client.options.worker_start_timeout_s)
+        manager.replace(dead, self._reward_workers.client.options.worker_start_timeout_s)
         # Calls of the dead worker may have arrived after the first request to abandon them.
         self._reward_workers.abandon(received)
         again: set[str] = set()
@@ -99,11 +122,11 @@ class Recovery:
         for partition, uids in unfinished_prompts().items():
             lost = read_trajectories(received & uids, partition)
             generated = {uid_of(key) for key, tag in zip(lost.keys, lost.tags, strict=True) if tag.get(GENERATED)}
-            self._judge(lost, generated)
+            self._complete(lost, generated)
             self._reset(lost, (received & uids) - generated, step)
             judged |= generated
             again |= (received & uids) - generated
-        self._manager.send_again(again, step)
+        manager.send_again(again, step)
         self._counts["agent_loop_workers_replaced"] += len(dead)
         self._counts["prompts_generated_again"] += len(again)
         self._counts["prompts_judged_again"] += len(judged)
@@ -119,10 +142,10 @@ class Recovery:
         partition = trajectories.partition_id
         if stale := [key for key in trajectories.keys if uid_of(key) in uids]:
             tq.kv_clear(keys=stale, partition_id=partition)
-        tag = {"is_prompt": True, "status": "pending", "global_steps": step}
+        tag = {"is_prompt": True, "status": "pending", "global_steps": step, FAILURE: None}
         tq.kv_batch_put(keys=list(uids), partition_id=partition, tags=[dict(tag) for _ in uids])
 
-    def _judge(self, trajectories: KVBatchMeta, uids: Collection[str]) -> None:
+    def _complete(self, trajectories: KVBatchMeta, uids: Collection[str]) -> None:
         """Compute the missing rewards of these prompts, and mark the prompts as finished."""
         if not uids:
             return
@@ -130,25 +153,103 @@ class Recovery:
         rows = [i for i, key in enumerate(trajectories.keys) if uid_of(key) in uids]
         trajectories = select(trajectories, rows)
         if self._judges:
-            self._judge_missing(trajectories)
-        sessions: dict[str, set[str]] = defaultdict(set)
-        for key in trajectories.keys:
-            sessions[uid_of(key)].add(session_of(key)[0])
-        tags = [
-            {"status": "finished" if len(sessions[uid]) == self._count(uid, partition) else "failure"} for uid in uids
-        ]
+            self._judge(trajectories, _without_reward(trajectories))
+        counts = _session_counts(trajectories.keys)
+        tags = [{"status": "finished" if counts[uid] == self._size(uid, partition) else "failure"} for uid in uids]
         tq.kv_batch_put(keys=list(uids), partition_id=partition, tags=tags)
 
-    def _count(self, uid: str, partition: str) -> int:
+    def _size(self, uid: str, partition: str) -> int:
+        assert self._manager is not None
         row = self._manager.prompt(uid)
         return int(row["__rollout_n__"][0]) if "__rollout_n__" in row else self._rollouts[partition]
 
-    def _judge_missing(self, trajectories: KVBatchMeta) -> None:
-        """Compute the rewards of those trajectories that have none in TransferQueue."""
-        tagged = zip(trajectories.keys, trajectories.tags, strict=True)
-        partition = trajectories.partition_id
-        missing = [i for i, row in enumerate(tagged) if "rm_scores" not in field_names(*row, partition)]
-        if missing:
-            batch = select(trajectories, missing)
-            keys, rows = read_sessions(batch)
-            write_rewards(batch, keys, self._reward_workers.finish_batch(self._reward_workers.start_batch(rows)))
+    def _judge(self, trajectories: KVBatchMeta, keys: Collection[str]) -> None:
+        """Compute the rewards of some of these trajectories.
+
+        If the manager compares the rollouts of a prompt, it gets all rollouts of these prompts. A group that
+        ``post_process_scores`` has changed gets its former scores back, because the new ones belong to it.
+        """
+        if not keys:
+            return
+        prompts, by_group = {uid_of(key) for key in keys}, self._reward_workers.client.by_group
+        affected = [i for i, key in enumerate(trajectories.keys) if uid_of(key) in prompts]
+        judged = [i for i in affected if by_group or trajectories.keys[i] in keys]
+        batch, others = select(trajectories, judged), select(trajectories, sorted(set(affected).difference(judged)))
+        began = time.time()
+        sessions, samples = read_sessions(batch)
+        write_rewards(batch, sessions, self._reward_workers.finish_batch(self._reward_workers.start_batch(samples)))
+        tags = [{JUDGED: [began, time.time()]} for _ in batch.keys]
+        tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, tags=tags)
+        changed = {key: reward for key, reward in read_rewards(others).items() if reward.post_processed}
+        before = [Reward(reward_score=old.raw_score, reward_extra_info=dict(old.info)) for old in changed.values()]
+        write_rewards(others, list(changed), before)
+
+    def resume(self) -> None:
+        """Complete the prompts that verl has loaded from a checkpoint, except those that must be generated again.
+
+        These become ``pending``. To be called before verl sends such prompts to the agent loop workers.
+
+        Raises:
+            RewardLoopError: the run must stop because of a reward.
+        """
+        prompts, rows = read_tags()
+        if stale := [key for key in rows if uid_of(key) not in prompts]:
+            # The checkpoint was written before the batch of its step was cleared.
+            tq.kv_clear(keys=stale, partition_id="train")
+        if not prompts:
+            return
+        counts, sizes = _session_counts(rows), self._sizes(prompts)
+        complete = {uid for uid, tag in prompts.items() if tag["status"] == "finished" or counts[uid] >= sizes[uid]}
+        batch, missing = read_trajectories(complete), set[str]()
+        if self._judges:
+            missing, by_loop = _without_score(batch)
+            complete -= {uid_of(key) for key in by_loop}
+            missing = {key for key in missing if uid_of(key) in complete}
+        logger.warning(
+            "the checkpoint has %d prompts: %d are generated again; of the %d rollouts of the others, %d have no score "
+            "and are judged again",
+            *(len(prompts), len(prompts) - len(complete)),
+            *(sum(counts[uid] for uid in complete), _session_counts(missing).total()),
+        )
+        self._judge(batch, missing)
+        self._counts["prompts_generated_again"] += len(prompts) - len(complete)
+        self._counts["prompts_judged_again"] += len({uid_of(key) for key in missing})
+        tags = [{"status": "finished" if uid in complete else "pending", FAILURE: None} for uid in prompts]
+        tq.kv_batch_put(keys=list(prompts), partition_id="train", tags=tags)
+
+    def _sizes(self, prompts: Mapping[str, dict]) -> dict[str, int]:
+        """Return the number of rollouts of each prompt of a checkpoint, which contains the data of the prompts."""
+        uid, tag = next(iter(prompts.items()))
+        if "__rollout_n__" not in field_names(uid, tag, "train"):
+            return dict.fromkeys(prompts, self._rollouts["train"])
+        sizes = read_rows(list(prompts), "train", "__rollout_n__")
+        return {uid: int(size) for uid, (size,) in zip(prompts, sizes, strict=True)}
+
+
+def _session_counts(keys: Iterable[str]) -> Counter[str]:
+    """Return the number of rollouts with these trajectories, by prompt."""
+    return Counter(uid_of(session) for session in {session_of(key)[0] for key in keys})
+
+
+def _without_reward(trajectories: KVBatchMeta) -> set[str]:
+    """Return the keys of those trajectories that have no reward in TransferQueue."""
+    partition = trajectories.partition_id
+    return {
+        key
+        for key, tag in zip(trajectories.keys, trajectories.tags, strict=True)
+        if JUDGED not in tag and "rm_scores" not in field_names(key, tag, partition)
+    }
+
+
+def _without_score(trajectories: KVBatchMeta) -> tuple[set[str], set[str]]:
+    """Return the keys of those trajectories that have no score.
+
+    Returns:
+        Those that reward workers can judge; and those whose reward was set by their agent loop.
+    """
+    missing = _without_reward(trajectories)
+    judged = [i for i, key in enumerate(trajectories.keys) if key not in missing]
+    tags = dict(zip(trajectories.keys, trajectories.tags, strict=True))
+    unscored = {key for key, reward in read_rewards(select(trajectories, judged)).items() if not reward.is_scored}
+    by_loop = {key for key in unscored if JUDGED not in tags[key]}
+    return missing | (unscored - by_loop), by_loop

@@ -20,13 +20,14 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.protocol import DataProto
 
 from reward_loop.managers.base import VALIDATE
-from reward_loop.types import Reward
+from reward_loop.types import Reward, RewardSample
 from reward_loop.verl.compat import uses
 from reward_loop.verl.reward_metrics import TrajectoryReward
 from reward_loop.verl.trajectory_keys import FAILURE, session_of, uid_of
 
 __all__ = [
     "MASKS",
+    "REQUESTED",
     "copy",
     "field_names",
     "last_failure",
@@ -160,7 +161,7 @@ def read_tags() -> tuple[dict[str, dict], dict[str, dict]]:
 def last_failure() -> str:
     """Return a sentence about the latest rollout of the training prompts that failed without a trajectory."""
     prompts, _ = read_tags()
-    failure = next((tag[FAILURE] for tag in reversed(prompts.values()) if FAILURE in tag), None)
+    failure = next((tag[FAILURE] for tag in reversed(prompts.values()) if tag.get(FAILURE)), None)
     return f"The last rollout that failed is {failure}" if failure else "See the log of the agent loop workers"
 
 
@@ -194,6 +195,10 @@ RAW_SCORE = "raw_score"
 """Key of a trajectory's ``extra_fields``: its score before ``post_process_scores``. Only groups that have been
 post-processed have it."""
 
+REQUESTED = "reward_sample"
+"""Key of a trajectory's ``extra_fields``: the sample that the agent loop requested to be judged in its place, see
+`score_later`."""
+
 TENSORS = ("prompts", "responses", "input_ids", "position_ids")
 
 AGENT_OUTPUT = frozenset({*TENSORS, "num_turns", "extra_fields"})
@@ -205,11 +210,12 @@ NOT_FOR_REWARDS = frozenset(AgentLoopOutput.model_fields).union(
 """Columns that an agent loop writes; all other columns come from the data set."""
 
 
-def read_sessions(batch: Any) -> tuple[list[str], list[DataProto]]:
+def read_sessions(batch: Any) -> tuple[list[str], list[DataProto | RewardSample]]:
     """Return the rollouts of a batch in the form in which the agent loop sends them to a reward worker.
 
     Returns:
-        The key of each session's last output; and a ``DataProto`` for each session, with one row per output.
+        The key of each session's last output; and for each session, a ``DataProto`` with one row per output, or the
+        sample that its agent loop requested to be judged.
     """
     # Only these: images and routed experts are large.
     names = [
@@ -224,16 +230,15 @@ def read_sessions(batch: Any) -> tuple[list[str], list[DataProto]]:
     sessions: dict[str, list[str]] = defaultdict(list)
     for key in batch.keys:
         sessions[session_of(key)[0]].append(key)
-    rows = []
+    samples: list[DataProto | RewardSample] = []
     for keys in sessions.values():
         keys.sort(key=session_of)
-        rows.append(_as_data_proto([outputs[key] for key in keys]))
-        if batch.partition_id == "val":
-            rows[-1].non_tensor_batch[VALIDATE] = np.array([True] * len(keys))
-    return [keys[-1] for keys in sessions.values()], rows
+        requested = outputs[keys[-1]].get("extra_fields", {}).get(REQUESTED)
+        samples.append(requested or _as_data_proto([outputs[key] for key in keys], batch.partition_id))
+    return [keys[-1] for keys in sessions.values()], samples
 
 
-def _as_data_proto(outputs: Sequence[Mapping[str, Any]]) -> DataProto:
+def _as_data_proto(outputs: Sequence[Mapping[str, Any]], partition_id: str) -> DataProto:
     tensors = {name: [output[name] for output in outputs] for name in TENSORS}
     tensors["attention_mask"] = [torch.ones_like(ids) for ids in tensors["input_ids"]]
     columns = {
@@ -242,8 +247,14 @@ def _as_data_proto(outputs: Sequence[Mapping[str, Any]]) -> DataProto:
         if not isinstance(value, torch.Tensor)
     }
     columns["__num_turns__"] = columns.pop("num_turns", [None for _ in outputs])
-    columns["tool_extra_fields"] = columns.pop("extra_fields", [{} for _ in outputs])
+    # A sample that is judged again has a reward already, which is not part of what its agent loop returned.
+    columns["tool_extra_fields"] = [
+        {name: value for name, value in extra.items() if name not in (INFO, RAW_SCORE)}
+        for extra in columns.pop("extra_fields", [{} for _ in outputs])
+    ]
     columns["response_len"] = [len(response) for response in tensors["responses"]]
+    if partition_id == "val":
+        columns[VALIDATE] = [True for _ in outputs]
     padded = {name: pad_sequence(values, batch_first=True) for name, values in tensors.items()}
     return DataProto(
         batch=TensorDict(padded, batch_size=len(outputs)),
@@ -315,5 +326,6 @@ def write_rewards(
         score[-1:] = by_session[session]["reward_score"]
         scores.append(score)
         info = by_session[session]["reward_extra_info"]
-        extra_fields.append({**extra, **raw.get(session, {}), "reward_extra_info": info})
+        extra = {name: value for name, value in extra.items() if name != RAW_SCORE}
+        extra_fields.append({**extra, **raw.get(session, {}), INFO: info})
     write_rows(rows, batch.partition_id, rm_scores=scores, extra_fields=extra_fields)

@@ -42,6 +42,7 @@ from reward_loop.verl.reward_metrics import (
 )
 from reward_loop.verl.services import RewardServices
 from reward_loop.verl.step_health import StepHealth
+from reward_loop.verl.tq_checkpoint import repeating_requests
 from reward_loop.verl.tq_rows import (
     MASKS,
     copy,
@@ -107,7 +108,7 @@ class RewardLoopTrainer(RecordingTrainer):
     """
 
     recovery: Recovery | None = None
-    """``None`` before `fit`, and with an agent loop manager that cannot replace workers."""
+    """``None`` before `fit`."""
 
     def __init__(self, config: DictConfig, rewards: RewardServices) -> None:
         self._settings = rewards.settings
@@ -158,17 +159,27 @@ class RewardLoopTrainer(RecordingTrainer):
         return SimpleNamespace(reward_loop_worker_handles=handles)
 
     @overrides(PPOTrainer)
+    def _load_checkpoint(self) -> None:
+        with repeating_requests():
+            super()._load_checkpoint()
+
+    @overrides(PPOTrainer)
+    def _save_checkpoint(self) -> None:
+        with repeating_requests():
+            super()._save_checkpoint()
+
+    @overrides(PPOTrainer)
     def fit(self, agent_loop_manager: Any) -> None:
         """Train, and then stop the agent loop workers and the reward workers. Dead agent loop workers are replaced.
 
         Rollouts for later steps may still be judged at the end. They would fail when the limiter of the job stops with
         this process.
         """
-        if isinstance(agent_loop_manager, RewardAgentLoopManager):
-            rollout, judges = self.config.actor_rollout_ref.rollout, self.get_reward_handles() is not None
-            rollouts = {"train": rollout.n, "val": rollout.val_kwargs.n}
-            self.recovery = Recovery(agent_loop_manager, self.reward_workers, rollouts=rollouts, judges=judges)
-            self.replay_buffer.checks.append(self._replace_dead_workers)
+        rollout, judges = self.config.actor_rollout_ref.rollout, self.get_reward_handles() is not None
+        rollouts = {"train": rollout.n, "val": rollout.val_kwargs.n}
+        replaceable = agent_loop_manager if isinstance(agent_loop_manager, RewardAgentLoopManager) else None
+        self.recovery = Recovery(replaceable, self.reward_workers, rollouts=rollouts, judges=judges)
+        self.replay_buffer.checks.append(self._replace_dead_workers)
         try:
             with self._checking_fatal_errors():  # also of a validation before the first step
                 super().fit(agent_loop_manager)
@@ -177,6 +188,16 @@ class RewardLoopTrainer(RecordingTrainer):
         for worker in getattr(agent_loop_manager, "agent_loop_workers", ()):  # a manager of the user may have others
             ray.kill(worker)
         self.reward_workers.stop()
+
+    @overrides(PPOTrainer)
+    def _reissue_inflight_prompts(self, partition_id: str = "train") -> int:
+        """Have the prompts of a checkpoint completed: their rollouts are judged again or generated again.
+
+        verl would keep failed rewards, and the run would end with the error of the one before.
+        """
+        assert self.recovery is not None
+        self.recovery.resume()
+        return super()._reissue_inflight_prompts(partition_id)
 
     @overrides(PPOTrainer)
     def step(self, metrics: dict, timing_raw: dict) -> Any:

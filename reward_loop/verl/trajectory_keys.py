@@ -18,7 +18,7 @@ JUDGED = "judged"
 """Tag of a trajectory whose reward is written: the times at which judging began and at which the reward was written."""
 
 FAILURE = "error"
-"""Tag of a prompt: the latest session that failed without a trajectory, and its error."""
+"""Tag of a prompt: the latest session that failed without a trajectory, and its error; ``None`` after a resume."""
 
 
 def uid_of(key: str) -> str:

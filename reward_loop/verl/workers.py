@@ -7,6 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Collection, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,9 +19,9 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardLoopError
 from reward_loop.limits.permit import REWARD_MODEL
 from reward_loop.limits.shared_time import MAX_SHARED_S
-from reward_loop.types import Reward
+from reward_loop.types import Reward, RewardSample
 from reward_loop.verl.cluster import RouterAddress, worker_nodes
-from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient, SentSample, raise_if_lost
+from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient, SentSample, prompt_of, raise_if_lost
 from reward_loop.verl.reward_worker import RewardWorker
 from reward_loop.verl.run_scorer import worker_name
 from reward_loop.verl.settings import RewardSettings
@@ -106,8 +107,12 @@ def longest_quiet_s(options: RewardLoopConfig, *, by_group: bool) -> float | Non
     return total
 
 
-def _group_of(row: Any) -> str:
-    return str(row.non_tensor_batch["uid"][-1])
+def _in_group(sample: Any, size: int) -> Any:
+    """Return a sample with the number of rollouts of its prompt, for managers that need the whole group."""
+    if isinstance(sample, RewardSample):
+        return replace(sample, group_size=size)
+    sample.non_tensor_batch["group_size"] = np.array([size] * len(sample), dtype=object)
+    return sample
 
 
 class RewardWorkers:
@@ -217,15 +222,14 @@ class RewardWorkers:
         ray.wait([worker.stop.remote() for worker in self.handles], num_returns=len(self.handles), timeout=BUSY_S)
 
     def start_batch(self, rows: Sequence[Any]) -> list[SentSample]:
-        """Send ``rows``, one ``DataProto`` per rollout, to the workers; return the input of :meth:`finish_batch`.
+        """Send ``rows``, the rollouts of `read_sessions`, to the workers; return the input of :meth:`finish_batch`.
 
         The rollouts of a prompt must all be in ``rows``, if the manager needs whole groups. Those that failed are not
         awaited: the others are the group.
         """
         if self.client.by_group:
-            sizes = Counter(_group_of(row) for row in rows)
-            for row in rows:
-                row.non_tensor_batch["group_size"] = np.array([sizes[_group_of(row)]] * len(row), dtype=object)
+            sizes = Counter(map(prompt_of, rows))
+            rows = [_in_group(row, sizes[prompt_of(row)]) for row in rows]
         return [self.client.send(row) for row in rows]
 
     def finish_batch(self, pending: Sequence[SentSample]) -> list[Reward]:

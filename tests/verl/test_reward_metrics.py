@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import NonTensorStack, TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
@@ -24,6 +23,7 @@ from reward_loop.verl import tq_rows, trainer
 from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward, only_numbers
 from reward_loop.verl.trainer import NothingToLearnError, with_reward_loop
 from tests.verl.configs import resolved
+from tests.verl.fake_queue import FakeQueue
 
 pytestmark = pytest.mark.integration  # imports verl
 
@@ -77,48 +77,9 @@ def test_an_integer_beyond_the_range_of_a_float_has_no_metric() -> None:
     assert "reward_loop/huge/mean" not in metrics
 
 
-class Queue:
-    """TransferQueue as a dict of rows."""
-
-    def __init__(self) -> None:
-        self.rows: dict[str, dict[str, Any]] = {}
-        self.fetched: list[set[str]] = []
-
-    def put(self, key: str, score: float, info: dict[str, Any], tokens: int = 3) -> None:
-        scores = torch.zeros(tokens)
-        scores[-1] = score
-        self.rows[key] = {
-            "responses": torch.ones(tokens, dtype=torch.long),
-            "response_mask": torch.ones(tokens, dtype=torch.long),
-            "rm_scores": scores,
-            "extra_fields": {"reward_extra_info": info},
-        }
-
-    def kv_batch_get(self, keys: list[str], partition_id: str, select_fields: list[str] | None = None) -> Any:
-        fields = list(self.rows[keys[0]]) if select_fields is None else select_fields
-        self.fetched.append(set(fields))
-        columns: dict[str, Any] = {}
-        for field in fields:
-            if any(field not in self.rows[key] for key in keys):
-                continue  # as TransferQueue, which returns the fields that all rows have
-            values = [self.rows[key][field] for key in keys]
-            tensors = isinstance(values[0], torch.Tensor)
-            columns[field] = (
-                torch.nested.as_nested_tensor(values, layout=torch.jagged) if tensors else NonTensorStack(*values)
-            )
-        return TensorDict(columns, batch_size=len(keys))
-
-    def kv_batch_put(self, keys: list[str], partition_id: str, fields: Any = None, tags: Any = None) -> Any:
-        for field in () if fields is None else fields.keys():
-            values = fields[field].unbind() if isinstance(fields.get(field), torch.Tensor) else list(fields[field])
-            for key, value in zip(keys, values, strict=True):
-                self.rows[key][field] = getattr(value, "data", value) if field == "extra_fields" else value
-        return SimpleNamespace(fields=list(self.rows[keys[0]]))
-
-
 @pytest.fixture
-def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
-    queue = Queue()
+def queue(monkeypatch: pytest.MonkeyPatch) -> FakeQueue:
+    queue = FakeQueue()
     monkeypatch.setattr(tq_rows, "tq", queue)
     return queue
 
@@ -133,7 +94,7 @@ class Run:
     def __init__(
         self,
         monkeypatch: pytest.MonkeyPatch,
-        queue: Queue,
+        queue: FakeQueue,
         parts: list[list[list[float | None]]],
         post_process: Callable[[list[float]], list[float]] | None = None,
         *overrides: str,
@@ -197,7 +158,7 @@ class Run:
 
 
 def test_scores_and_rewards_of_a_step_are_means_over_the_samples_that_are_trained_on(
-    monkeypatch: pytest.MonkeyPatch, queue: Queue
+    monkeypatch: pytest.MonkeyPatch, queue: FakeQueue
 ) -> None:
     # In the last group one sample is left, which has no baseline and is not trained on.
     parts: list[list[list[float | None]]] = [[[0.5, 1.0, None]], [[0.25, 0.75, 0.5], [None, None, 0.9]]]
@@ -210,7 +171,7 @@ def test_scores_and_rewards_of_a_step_are_means_over_the_samples_that_are_traine
 
 
 def test_the_score_is_that_after_post_processing_and_the_raw_score_that_before(
-    monkeypatch: pytest.MonkeyPatch, queue: Queue
+    monkeypatch: pytest.MonkeyPatch, queue: FakeQueue
 ) -> None:
     run = Run(monkeypatch, queue, [[[0.5, 1.0, None]]], lambda scores: [10 * score for score in scores])
     metrics = run.step()
@@ -219,7 +180,7 @@ def test_the_score_is_that_after_post_processing_and_the_raw_score_that_before(
     assert [float(queue.rows[f"p0g0_{i}_0"]["rm_scores"].sum()) for i in range(3)] == [5.0, 10.0, 0.0]
 
 
-def test_a_group_is_post_processed_once(monkeypatch: pytest.MonkeyPatch, queue: Queue) -> None:
+def test_a_group_is_post_processed_once(monkeypatch: pytest.MonkeyPatch, queue: FakeQueue) -> None:
     run = Run(monkeypatch, queue, [[[0.5, 1.0]]], lambda scores: [10 * score for score in scores])
     batch = run.sample()
     run.trainer._rewards_to_filter_by(batch, "acc")
@@ -233,7 +194,7 @@ def test_a_group_is_post_processed_once(monkeypatch: pytest.MonkeyPatch, queue: 
 
 
 def test_counts_of_a_steps_parts_are_added_and_means_are_over_all_samples(
-    monkeypatch: pytest.MonkeyPatch, queue: Queue
+    monkeypatch: pytest.MonkeyPatch, queue: FakeQueue
 ) -> None:
     """verl would take the mean of the counts, the sum of `summary` and the smallest of `terminated`."""
     metrics = Run(monkeypatch, queue, [[[0.2, 0.6, None]], [[0.6, 0.6, 0.6]]]).step()
@@ -242,7 +203,7 @@ def test_counts_of_a_steps_parts_are_added_and_means_are_over_all_samples(
     assert metrics["reward_loop/summary/mean"] == metrics["reward_loop/terminated/mean"] == mean
 
 
-def test_a_part_without_a_score_does_not_end_the_step(monkeypatch: pytest.MonkeyPatch, queue: Queue) -> None:
+def test_a_part_without_a_score_does_not_end_the_step(monkeypatch: pytest.MonkeyPatch, queue: FakeQueue) -> None:
     for parts, empty in (([[[None, None]], [[0.0, 1.0]]], 0), ([[[0.0, 1.0]], [[None, None]]], 1)):
         run = Run(monkeypatch, queue, parts)
         metrics = run.step()
@@ -253,14 +214,14 @@ def test_a_part_without_a_score_does_not_end_the_step(monkeypatch: pytest.Monkey
             assert f"p{empty}g0_{session}_0" in run.trainer._left_out
 
 
-def test_a_step_without_any_score_ends_the_run(monkeypatch: pytest.MonkeyPatch, queue: Queue) -> None:
+def test_a_step_without_any_score_ends_the_run(monkeypatch: pytest.MonkeyPatch, queue: FakeQueue) -> None:
     run = Run(monkeypatch, queue, [[[None, None]], [[None, None]]])
     with pytest.raises(NothingToLearnError, match=r"no sample of step 1 has a score .* failed: no judge"):
         run.step()
     assert not run.updated
 
 
-def test_only_the_columns_that_a_reward_worker_receives_are_fetched(queue: Queue) -> None:
+def test_only_the_columns_that_a_reward_worker_receives_are_fetched(queue: FakeQueue) -> None:
     ids = torch.arange(4)
     row: dict[str, Any] = {
         **dict.fromkeys(("prompts", "responses", "input_ids", "position_ids"), ids),
@@ -285,7 +246,7 @@ def test_only_the_columns_that_a_reward_worker_receives_are_fetched(queue: Queue
     assert data.non_tensor_batch["choices"][0].tolist() == ["yes", "no"]
 
 
-def test_sessions_are_read_if_the_trainer_has_computed_log_probabilities_of_some_of_them(queue: Queue) -> None:
+def test_sessions_are_read_if_the_trainer_has_computed_log_probabilities_of_some_of_them(queue: FakeQueue) -> None:
     """As after the loss of a worker, while others have published their trajectories."""
     ids = torch.arange(4)
     columns = {**dict.fromkeys(("prompts", "responses", "input_ids", "position_ids"), ids), "uid": "a"}
@@ -294,7 +255,7 @@ def test_sessions_are_read_if_the_trainer_has_computed_log_probabilities_of_some
     assert [row.non_tensor_batch["uid"][0] for row in rows] == ["a", "b"]
 
 
-def test_rows_that_an_agent_loop_manager_has_written_itself_have_rewards(queue: Queue) -> None:
+def test_rows_that_an_agent_loop_manager_has_written_itself_have_rewards(queue: FakeQueue) -> None:
     """As those of verl's uni-agent, beside rows with a raw score that were read before."""
     queue.put("a_0_0", 0.5, SCORED)
     for key, info in (("b_0_0", {**SCORED, "acc": 1.0}), ("c_0_0", FAILED), ("d_0_0", None)):
@@ -319,7 +280,7 @@ def test_rows_that_an_agent_loop_manager_has_written_itself_have_rewards(queue: 
 
 @pytest.mark.parametrize(("partition", "validates"), [("val", [True, True]), ("train", None)])
 def test_a_batch_that_is_scored_after_the_rollout_is_marked_if_it_belongs_to_a_validation(
-    queue: Queue, partition: str, validates: list[bool] | None
+    queue: FakeQueue, partition: str, validates: list[bool] | None
 ) -> None:
     ids = torch.arange(4)
     columns = {**dict.fromkeys(("prompts", "responses", "input_ids", "position_ids"), ids), "uid": "a"}
@@ -502,6 +463,8 @@ def test_workers_end_after_training_and_before_the_limits_do(monkeypatch: pytest
     monkeypatch.setattr(trainer.ray, "kill", ended.append)
     run: Any = object.__new__(RewardLoopTrainer)
     run._settings, run._records = resolved(), None
+    run.config, run.get_reward_handles = run._settings.config, list
+    run.replay_buffer = SimpleNamespace(checks=[])
     run._health = SimpleNamespace(flush=lambda: None)
     run.reward_workers = SimpleNamespace(
         check_fatal_errors=list, check_fatal_errors_briefly=list, stop=lambda: ended.append("reward workers")

@@ -48,7 +48,7 @@ COMMAND = ("main_ppo", "task_runner")
 TRAINING = (
     *("agent_loop", "agent_loop_manager", "cluster", "colocated", "gdpo", "managers", "pipeline", "recording_trainer"),
     *("recovery", "replay_buffer", "reward_changes", "reward_spans", "separate_async", "step_batch", "task_runner"),
-    *("tq_rows", "trainer"),
+    *("tq_checkpoint", "tq_rows", "trainer"),
 )
 """Those that the task runner, the trainer and the workers import."""
 
