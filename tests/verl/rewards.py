@@ -265,11 +265,48 @@ def plain(solution_str: str, ground_truth: str, extra_info: dict) -> float:
     return score
 
 
-def kills_the_trainer(solution_str: str, ground_truth: str, extra_info: dict) -> float:
-    """As :func:`plain`. When two steps are over, it kills the command that trains."""
-    if _is_over(2) and _is_first("killed-trainer"):
-        os.kill(int(_beside_the_log("trainer").read_text()), signal.SIGKILL)
-    return plain(solution_str, ground_truth, extra_info)
+BATCH = 8
+"""The prompts of a step, for `Away`."""
+
+
+class Away(Mixed):
+    """As :class:`Mixed`, without shuffling. The judge is away twice. When the rollouts of step 3 are judged, a quarter
+    of them fail and a quarter are open until step 2 has a checkpoint; then the command that trains is killed.
+    After that, the rollouts of step 4 fail until the file ``judge-is-back`` exists."""
+
+    def __init__(self) -> None:
+        self._arrived = 0
+        self._all_have_arrived = asyncio.Event()
+
+    async def compute_score(self, solution_str: str, ground_truth: str, extra_info: dict) -> dict | None:
+        if extra_info["split"] != "train":
+            return await super().compute_score(solution_str, ground_truth, extra_info)
+        step, kind = extra_info["index"] // BATCH + 1, number(solution_str) % 4
+        if step == 2 and _is_first("held"):
+            await self._all_have_arrived.wait()  # so that the checkpoint has rewards of step 3
+        if step == 3 and not _beside_the_log("killed-trainer").exists():
+            self._arrived += 1
+            if self._arrived == 4 * BATCH:
+                self._all_have_arrived.set()
+            if kind == 1:
+                await self._kill_the_trainer(solution_str, ground_truth)
+        away = not _beside_the_log("killed-trainer" if step == 3 else "judge-is-back").exists()
+        if away and (step == 4 or (step == 3 and kind == 0)):
+            _log(output=solution_str, gts=ground_truth, score=None, outcome="away", split="train")
+            raise RuntimeError("the judge is away")
+        return await super().compute_score(solution_str, ground_truth, extra_info)
+
+    async def _kill_the_trainer(self, solution_str: str, ground_truth: str) -> None:
+        _log(output=solution_str, gts=ground_truth, score=None, outcome="open", split="train")
+        dumped = _beside_the_log("rollouts") / "2.jsonl"  # verl writes it after the checkpoint
+        async with asyncio.timeout(280):
+            while True:
+                if dumped.exists() and dumped.read_text().endswith("\n"):
+                    break
+                await asyncio.sleep(0.02)
+        if _is_first("killed-trainer"):
+            os.kill(int(_beside_the_log("trainer").read_text()), signal.SIGKILL)
+        await asyncio.Event().wait()  # until this process ends, too
 
 
 def rare(solution_str: str, extra_info: dict) -> float:

@@ -1,46 +1,178 @@
-"""The records of a run of verl that was killed."""
+"""A run of verl that was killed while rollouts were failed or open, and what the same command makes of its checkpoint:
+a run that ends because the judge is away again, and one that trains to the end."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from starlette.testclient import TestClient
 
 from reward_loop.records.reader import RecordsReader
 from reward_loop.view.app import create_app
 from reward_loop.view.index import Index
 from reward_loop.view.phases import PhaseReader
-from tests.verl.runs import train
+from tests.verl import rewards
+from tests.verl.checks import advantages_by_uid, check_reward_metrics, check_scores, groups
+from tests.verl.minibatches import Update, recording, updates
+from tests.verl.recompute import learnt
+from tests.verl.runs import Run, train, write_data
 
 pytestmark = pytest.mark.integration
 
+STEPS = range(1, 6)
+ROWS = 4 * rewards.BATCH
 
-def test_the_viewer_shows_a_run_that_was_killed(
-    tmp_path: Path, tiny_generative_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+
+@dataclass
+class Part:
+    """One of the commands. They share a directory, whose metrics are those of the last one."""
+
+    run: Run
+    steps: dict[int, dict[str, Any]]
+    updates: list[Update]
+    calls: list[dict[str, Any]]
+    """Those of this command."""
+
+    def checkpoint(self) -> tuple[int, ...]:
+        """The prompts that the command found in its checkpoint: all of them, and those that are generated again; the
+        rollouts of the others, and those that are judged again."""
+        (line,) = re.findall(r"the checkpoint has .* and are judged again", self.run.output)
+        return tuple(map(int, re.findall(r"\d+", line)))
+
+
+def command(directory: Path, policy: Path, part: str, returncode: int | None) -> Part:
+    (directory / part).mkdir()
+    before = len(Run(None, "", directory).calls) if (directory / "calls.jsonl").exists() else 0
     run = train(
-        tmp_path / "run",
-        tiny_generative_model,
-        "trainer.total_training_steps=1000",
+        directory,
+        policy,
+        "trainer.v1.trainer_mode=reward_pipeline",
+        f"trainer.total_training_steps={STEPS[-1]}",
+        "trainer.save_freq=1",
         "trainer.val_before_train=False",
-        function="kills_the_trainer",
-        returncode=None,
+        "data.shuffle=False",
+        "reward_loop.max_failed_share=1.0",  # a step without a score ends the run, after the checkpoint before
+        function="Away",
+        environment=recording(directory / part),
+        returncode=returncode,
     )
-    folder = run.directory / "checkpoints" / "rewards"
-    recorded = {row["uid"]: row for row in RecordsReader(folder).rows()}
+    return Part(run, run.steps, updates(directory / part), run.calls[before:])
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Part:
+    directory = tmp_path_factory.mktemp("killed")
+    write_data(directory, prompts=len(STEPS) * rewards.BATCH)
+    return command(directory, tiny_generative_model, "killed", None)
+
+
+@pytest.fixture(scope="module")
+def ended(killed: Part, tiny_generative_model: Path) -> Part:
+    return command(killed.run.directory, tiny_generative_model, "ended", 1)
+
+
+@pytest.fixture(scope="module")
+def resumed(ended: Part, tiny_generative_model: Path) -> Part:
+    (ended.run.directory / "judge-is-back").touch()
+    return command(ended.run.directory, tiny_generative_model, "resumed", 0)
+
+
+def step_of(call: dict[str, Any]) -> int:
+    return (int(call["gts"]) - 1) // 2 // rewards.BATCH + 1
+
+
+def samples(calls: list[dict[str, Any]], step: int, *outcomes: str) -> Counter[tuple[str, str]]:
+    """The responses of a step in these calls, with these outcomes."""
+    return Counter(
+        (call["output"], call["gts"])
+        for call in calls
+        if call["split"] == "train" and step_of(call) == step and (not outcomes or call["outcome"] in outcomes)
+    )
+
+
+def records(run: Run, step: int) -> dict[str, dict[str, Any]]:
+    """The latest record of each rollout of a step, by its name."""
+    names = {row["uid"].rsplit("_", 1)[0] for row in run.rollouts(step)}
+    rows = RecordsReader(run.directory / "checkpoints" / "rewards").rows()
+    return {row["uid"]: row for row in rows if row["uid"] in names}
+
+
+def test_the_viewer_shows_a_run_that_was_killed(killed: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = killed.run.directory / "checkpoints" / "rewards"
     for step in (1, 2):
-        for rollout in run.rollouts(step):
-            record = recorded[rollout["uid"].rsplit("_", 1)[0]]
-            assert (record["step"], record["outcome"]) == (step, "scored")
-            assert record["reward"] == pytest.approx(rollout["score"])
+        recorded = records(killed.run, step)
+        assert len(recorded) == ROWS
+        for rollout in killed.run.rollouts(step):
+            record, number = recorded[rollout["uid"].rsplit("_", 1)[0]], rewards.number(rollout["output"])
+            assert (record["step"], record["outcome"]) == (step, {0: "unscored", 1: "failed"}.get(number % 7, "scored"))
+            assert (record["reward"] or 0.0) == pytest.approx(rollout["score"])
     assert PhaseReader(folder).steps()[1]["phases"]["update_actor"] == pytest.approx(
-        run.steps[1]["timing_s/update_actor"], abs=1e-3
+        killed.steps[1]["timing_s/update_actor"], abs=1e-3
     )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with Index(folder) as index:
         index.update()
         with TestClient(create_app(index)) as viewer:
-            assert viewer.get("/api/run").json()["samples"] == len(recorded)
+            assert viewer.get("/api/run").json()["samples"] == len({row["uid"] for row in RecordsReader(folder).rows()})
             shown = viewer.get("/api/samples?step=2&limit=1").json()["rows"][0]
             assert viewer.get(f"/api/sample/{shown['id']}").json()["texts"]["response"]
+
+
+def test_the_same_command_judges_again_what_had_no_score_and_keeps_the_rest(killed: Part, ended: Part) -> None:
+    lost = samples(killed.calls, 3, "away", "open")
+    assert samples(killed.calls, 3, "away")
+    assert samples(killed.calls, 3, "open")
+    prompts, generated_again, rollouts, judged_again = ended.checkpoint()
+    assert (prompts, generated_again, rollouts) == (rewards.BATCH, 0, ROWS)
+    again = samples(ended.calls, 3)
+    assert again.total() == judged_again < ROWS
+    # The function fails on some samples itself, and gives others no score.
+    assert lost + samples(killed.calls, 3, "failed", "unscored") <= again
+    assert ended.steps[3]["reward_loop/prompts_judged_again"] > 0
+    assert samples(killed.calls, 3) | again == samples(killed.calls, 3), "a rollout was generated again"
+    check_scores(ended.run.rollouts(3))
+    check_reward_metrics(ended.steps[3], ended.run.rollouts(3))
+
+
+def test_a_run_whose_judge_stays_away_ends(ended: Part) -> None:
+    assert sorted(ended.steps) == [3]
+    assert "no sample of step 4 has a score to learn from" in ended.run.output
+    assert "the judge is away" in ended.run.output
+    assert samples(ended.calls, 4, "away").total() == ROWS
+
+
+def test_with_the_judge_back_the_same_command_trains_to_the_end(ended: Part, resumed: Part) -> None:
+    assert resumed.checkpoint() == (rewards.BATCH, 0, ROWS, ROWS)
+    assert sorted(resumed.steps) == [4, 5]
+    assert samples(resumed.calls, 4) == samples(ended.calls, 4), "other rollouts than those of the checkpoint"
+    for step in (4, 5):
+        check_scores(resumed.run.rollouts(step))
+        check_reward_metrics(resumed.steps[step], resumed.run.rollouts(step))
+
+
+def test_over_all_commands_each_sample_is_trained_on_once_with_its_score(
+    killed: Part, ended: Part, resumed: Part
+) -> None:
+    expected: dict[tuple[str, int], float] = {}
+    for step in STEPS:
+        rollouts = resumed.run.rollouts(step)
+        assert len({row["uid"] for row in rollouts}) == ROWS
+        assert {step_of(row) for row in rollouts} == {step}
+        assert len(groups(rollouts)) == rewards.BATCH
+        for uid, advantage in advantages_by_uid(rollouts).items():
+            prompt, session, _ = uid.rsplit("_", 2)
+            expected[prompt, int(session)] = advantage
+    trained: Counter[tuple[str, int]] = Counter()
+    for update in killed.updates + ended.updates + resumed.updates:
+        for row in learnt(update):
+            session = update.keys[row]
+            trained[session] += 1
+            advantages = update.rows["advantages"][row].double()
+            assert torch.allclose(advantages, torch.full_like(advantages, expected[session]), atol=1e-4)
+    assert trained == Counter(dict.fromkeys(expected, 1))

@@ -191,39 +191,6 @@ def test_the_console_has_one_line_for_each_step_with_failures(run: Run) -> None:
         check_failure_line(run, f"step {step}", run.steps[step])
 
 
-def test_a_checkpoint_keeps_the_rollouts_that_wait_for_rewards(
-    run: Run, tmp_path: Path, tiny_generative_model: Path
-) -> None:
-    resumed = train(
-        tmp_path,
-        tiny_generative_model,
-        MODE,
-        "data.shuffle=False",
-        "trainer.total_training_steps=4",
-        "trainer.val_before_train=False",
-        "trainer.n_gpus_per_node=2",
-        "trainer.resume_mode=resume_path",
-        f"trainer.resume_from_path={run.directory}/checkpoints/global_step_2",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-        function="Slow",
-    )
-    assert resumed.returncode == 0, resumed.output[-5000:]
-    assert sorted(resumed.steps) == [3, 4]
-    for step in (3, 4):
-        rollouts = resumed.rollouts(step)
-        assert len(rollouts) == 8 * 4
-        check_scores(rollouts)
-        advantages = expected_advantages(rollouts)
-        assert resumed.steps[step]["critic/advantages/max"] == pytest.approx(max(advantages), abs=1e-4)
-    # The prompts of step 3 were in the checkpoint; nothing was drawn from the data twice.
-    assert signature_of_prompts(resumed, 3) == signature_of_prompts(run, 3)
-    assert signature_of_prompts(resumed, 4) == signature_of_prompts(run, 4)
-
-
-def signature_of_prompts(run: Run, step: int) -> list[str]:
-    return sorted(row["input"] for row in run.rollouts(step))
-
-
 @pytest.fixture(scope="module")
 def picky_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
     """Groups without a signal and groups that failed are replaced; some are short, some have more rows than `n`. After
