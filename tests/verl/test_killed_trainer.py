@@ -47,7 +47,7 @@ class Part:
 
 
 def command(directory: Path, policy: Path, part: str, returncode: int | None) -> Part:
-    (directory / part).mkdir()
+    (directory / part).mkdir(exist_ok=True)
     before = len(Run(None, "", directory).calls) if (directory / "calls.jsonl").exists() else 0
     run = train(
         directory,
