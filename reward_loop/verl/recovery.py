@@ -166,14 +166,15 @@ class Recovery:
     def _judge(self, trajectories: KVBatchMeta, keys: Collection[str]) -> None:
         """Compute the rewards of some of these trajectories.
 
-        If the manager compares the rollouts of a prompt, it gets all rollouts of these prompts. A group that
-        ``post_process_scores`` has changed gets its former scores back, because the new ones belong to it.
+        If the manager compares the rollouts of a prompt, it gets all of them, except those whose agent loop has set the
+        reward. A group that ``post_process_scores`` has changed gets its former scores back: it is changed again, with
+        the new ones.
         """
         if not keys:
             return
         prompts, by_group = {uid_of(key) for key in keys}, self._reward_workers.client.by_group
         affected = [i for i, key in enumerate(trajectories.keys) if uid_of(key) in prompts]
-        judged = [i for i in affected if by_group or trajectories.keys[i] in keys]
+        judged = [i for i in affected if trajectories.keys[i] in keys or (by_group and JUDGED in trajectories.tags[i])]
         batch, others = select(trajectories, judged), select(trajectories, sorted(set(affected).difference(judged)))
         began = time.time()
         sessions, samples = read_sessions(batch)

@@ -20,6 +20,7 @@ from reward_loop.types import Reward, RewardSample
 from reward_loop.verl import agent_loop
 from reward_loop.verl.agent_loop import RewardAgentLoopWorker, _open_records
 from reward_loop.verl.separate_async import QueueAgentLoopWorker
+from reward_loop.verl.tq_rows import REQUESTED
 
 pytestmark = pytest.mark.integration  # it imports verl
 
@@ -339,6 +340,8 @@ async def test_a_reward_that_an_agent_loop_requests_for_later_arrives_after_the_
     assert [row["rm_scores"] for row in rows] == [1.0, 2.0]
     infos = [row["extra_fields"]["reward_extra_info"] for row in rows]
     assert [info.get("reward_masked", False) for info in infos] == [False, True]
+    # Kept, so that the rollout can be judged again.
+    assert [row["extra_fields"][REQUESTED].solution_str for row in rows] == ["answer", "answer"]
     assert all(tag.get("judged") for key, tag in queue.tags.items() if key != UID)
     for event in await events(worker):
         assert event["end"] <= event["scoring"] <= event["scored"]

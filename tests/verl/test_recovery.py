@@ -347,8 +347,10 @@ def test_a_manager_that_compares_rollouts_gets_the_whole_prompt_again(queue: Que
         queue.reward(f"{uid}_0_0", 0.5)
         queue.reward(f"{uid}_1_0", 0.5)
     queue.reward("a_1_0", 0.0, "failed")
-    assert resume(queue, by_group=True).judged == ["a_0", "a_1"]
-    assert queue.scores() == {"a_0_0": NEW, "a_1_0": NEW, "b_0_0": 0.5, "b_1_0": 0.5}
+    queue.prompt("c", "running", 0, 1, generated=True)
+    queue.reward("c_0_0", 0.5, judged=False)  # by the agent loop
+    assert resume(queue, by_group=True).judged == ["a_0", "a_1", "c_1"]
+    assert queue.scores() == {"a_0_0": NEW, "a_1_0": NEW, "b_0_0": 0.5, "b_1_0": 0.5, "c_0_0": 0.5, "c_1_0": NEW}
 
 
 def test_scores_that_were_post_processed_without_the_failed_one_are_post_processed_again(queue: Queue) -> None:

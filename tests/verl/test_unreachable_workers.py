@@ -13,8 +13,10 @@ from ray.exceptions import ActorUnavailableError
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardFunctionError, RewardLoopError
+from reward_loop.types import RewardSample
 from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient
 from reward_loop.verl.workers import RewardWorkers
+from tests.verl.rollouts import rollout
 
 pytestmark = pytest.mark.integration  # it imports verl
 
@@ -115,6 +117,17 @@ def test_the_samples_of_a_batch_wait_until_their_worker_is_reachable(monkeypatch
     group = workers(monkeypatch, alive, lost)
     assert group.finish_batch(group.start_batch([None] * 4)) == [REWARD] * 4
     assert (alive.calls.count("compute_score"), lost.calls.count("compute_score")) == (2, 5)
+
+
+def test_a_batch_of_rollouts_and_of_requested_samples_says_how_large_their_groups_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = workers(monkeypatch, Worker())
+    group.client.by_group = True
+    requested = RewardSample("4", uid="a_1", group="a", group_size=4)
+    sent = [sample.data for sample in group.start_batch([rollout("1", uid="a"), requested, rollout("1", uid="b")])]
+    assert sent[1].group_size == 2
+    assert [sent[i].non_tensor_batch["group_size"].tolist() for i in (0, 2)] == [[2], [1]]
 
 
 def test_the_samples_of_a_batch_whose_worker_dies_repeatedly_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
