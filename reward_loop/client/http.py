@@ -22,6 +22,7 @@ from reward_loop._util.text import shorten
 from reward_loop._util.transient import retry_after_seconds
 from reward_loop.client.exchange import Exchange
 from reward_loop.errors import ConfigError, RequestError
+from reward_loop.limits.call import Call
 from reward_loop.limits.lease import report_failure
 from reward_loop.limits.process_call import WorkerCall, call_here
 from reward_loop.records import current, hide, waiting_for
@@ -82,7 +83,7 @@ async def post(
         path: the endpoint, such as ``/v1/chat/completions``.
         body: the JSON body of the request.
         timeout: seconds until the whole answer is received, including the wait for a connection; ``None`` for no
-            limit.
+            limit. Longer while the judge of a run is full; see `Limits.patience`.
         api_key_env: the name of the environment variable with the service's API key.
         max_reply_bytes: the longest answer, in bytes after decompression.
 
@@ -95,6 +96,8 @@ async def post(
     headers = {"content-type": "application/json", **_authorization(api_key_env)}
     if not is_base_url and (group := _group()):
         headers[GROUP_HEADER] = blake2b(group.encode(errors="replace"), digest_size=8).hexdigest()
+    if timeout is not None and not is_base_url and isinstance(call := call_here(), Call):
+        timeout *= call.patience  # Like the call's own deadline: the run's judge may be full.
     exchange = _begin(url, body, api_key_env)
     started = time.perf_counter()
     try:

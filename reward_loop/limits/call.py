@@ -112,6 +112,11 @@ class Call:
             self._measured_at = waited
         return waited + self.shared_s
 
+    @property
+    def patience(self) -> float:
+        """How many times its deadline the call may take; see `Limits.patience`."""
+        return self.limits.patience if self._whole and self._whole[-1].name == REWARD_MODEL else 1.0
+
     @contextlib.contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
         if not self._waits:
@@ -226,6 +231,8 @@ class Call:
         """
         self.abandoned = self.abandoned or abandoned
         for permit in self._whole:
+            if permit.name == REWARD_MODEL and self.timeout is not None and self.started is not None:
+                permit.share = (time.monotonic() - self.started - self.waited_inside) / self.timeout
             permit.leave(accepted, retry_after)
         for request in self._requests:
             give_up(request)
@@ -292,9 +299,12 @@ class Deadlines:
     def _expire(self, call: Call, deadline: float) -> None:
         if call.future.done():
             return
-        left = deadline + call.lost_s() - time.monotonic()
+        assert call.timeout is not None
+        more = (call.patience - 1) * call.timeout
+        left = deadline + call.lost_s() + more - time.monotonic()
         if left > 0:
             self.loop.call_later(max(left, _SHARING_S if call.shared_s else 0.01), self._expire, call, deadline)
         else:
             call.abandoned = True
-            call.future.set_exception(TimeoutError(str(call.shared or "")))
+            extended = f", and {more:.3g} s more, since the reward model is full" if more else ""
+            call.future.set_exception(TimeoutError(f"{extended}{call.shared or ''}"))

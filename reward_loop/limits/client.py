@@ -81,7 +81,7 @@ class RemoteLimits(Limits):
     def release(self, permit: Permit, accepted: bool | None, retry_after: float | None) -> None:
         # Without an entry, the service has ended the permit, for example when the connection was lost.
         if self._open.pop(permit.id, None) is not None:
-            self._connect().send("leave", permit.id, accepted, retry_after)
+            self._connect().send("leave", permit.id, accepted, retry_after, permit.share)
 
     def spend(self, cost: float, tokens: float) -> None:
         self._connect().send("spend", cost, tokens)
@@ -200,6 +200,8 @@ class RemoteLimits(Limits):
                 self.max_waits, self.is_known = rest[0], True
             elif what == "spent":
                 self.spent = rest[0]
+            elif what == "patience":
+                self.patience = rest[0]
             elif what == "stop":
                 self.stopped = rest[0]
             elif (answer := self._answers.get(rest[0])) is not None and not answer.done():

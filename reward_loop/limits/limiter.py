@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from reward_loop.config import LimitConfig
 from reward_loop.errors import BudgetSpentError, LimitError
-from reward_loop.limits.permit import Permit
+from reward_loop.limits.permit import REWARD_MODEL, Permit
 
 __all__ = ["PERIOD_S", "AdaptiveConcurrency", "Limiter", "Rate", "Waiting"]
 
@@ -44,8 +44,31 @@ second. A power of two, so that times are exact floats."""
 INITIAL = 20
 """Initial limit of adaptive concurrency, as in inspect_ai."""
 
+FIRST = 2
+"""Initial limit of `reward_model`, and the limit while the judge answers nothing: with few calls, a judge is fastest.
+Not 1, since a call that hangs must not stop all others."""
+
 SLOW_START = 2.0
 """Growth factor of the limit per round until the first refusal, as in TCP slow start (RFC 5681)."""
+
+FAST_START = 8.0
+"""The largest growth factor per round, if calls use little of their deadlines: with the usual 300 s, a judge then has
+500 calls in flight after three rounds."""
+
+FULL = 0.5
+"""The limit stops growing when a call uses more than this share of its deadline, if the last growth was the cause. In a
+queue, the latency is at most proportional to the calls in flight, so a limit of twice the size still meets it."""
+
+UNAFFECTED = 1.5
+"""The last growth was not the cause if the slowest call takes at most this many times as long as before it: twice the
+calls then had a third more throughput. So a judge that thinks for long, but has free places, gets more calls."""
+
+PATIENCE = 4.0
+"""A call hangs only if it takes this many times as long as the slowest of the latest answered calls. A growth of the
+limit doubles the latency at most; the rest is for a judge that becomes slower, because others use its machine."""
+
+SILENCE = 3
+"""After this number of deadlines that pass without any answer in between, the limit starts again at `FIRST`."""
 
 GROWTH = 1.05
 """Growth factor of the limit per round after the first refusal, at least by one call; as in inspect_ai."""
@@ -181,10 +204,14 @@ class AdaptiveConcurrency:
     Some services refuse a share of the calls whatever the load is. Refusals count as overload only if the latest
     `WINDOW` responses have clearly more than this *background*: the share that the service still refuses after a cut.
     If a cut does not lower the share, it is undone.
+
+    For the run's own judge, the limit also follows the latency, as *shares*: the part of its deadline that a call has
+    used. The limit starts at `FIRST`, and grows while the slowest call of the round shows free places: see `FULL` and
+    `UNAFFECTED`. It does not shrink if calls become slower, but `patience` gives them more time.
     """
 
-    def __init__(self, maximum: int | None = None) -> None:
-        self.limit = float(INITIAL)
+    def __init__(self, maximum: int | None = None, initial: int = INITIAL) -> None:
+        self.limit = float(initial)
         self.not_before = 0.0
         """No call is granted before this time, by the service's ``Retry-After``."""
         self.background = BACKGROUND
@@ -198,6 +225,14 @@ class AdaptiveConcurrency:
         self._slow_start = True
         self._answers = 0
         self._cool_down_until = 0.0
+        self._slowest = self._slowest_before = 0.0
+        """The largest share of the latest answers, at most twice as many as the limit: of the newer and the older
+        half."""
+        self._newer = 0
+        self._at_growth = math.inf
+        """The largest share before the last growth; infinity before the first one."""
+        self._expired = 0
+        """The number of deadlines that have passed since the last answer."""
         self.bound(maximum)
 
     def bound(self, maximum: int | None) -> None:
@@ -211,13 +246,29 @@ class AdaptiveConcurrency:
         return max(1, int(self.limit))
 
     @property
+    def patience(self) -> float:
+        """How many times its deadline a call may take, at least 1."""
+        return max(1.0, PATIENCE * max(self._slowest, self._slowest_before))
+
+    @property
     def refused_share(self) -> float:
         """The share of refusals in the latest responses."""
         return sum(self._latest) / len(self._latest) if self._latest else 0.0
 
-    def answered(self, now: float, in_flight: int) -> None:
-        """Record an answer of the service. ``in_flight`` is the number of calls in flight, including this one."""
+    def answered(self, now: float, in_flight: int, share: float = 0.0) -> None:
+        """Record an answer of the service.
+
+        Args:
+            now: the time.
+            in_flight: the number of calls in flight, including this one.
+            share: the part of its deadline that the call has used; 0 if that is unknown.
+        """
         self._count(False)
+        self._expired = 0
+        self._newer += 1
+        if self._newer > self.calls:
+            self._newer, self._slowest_before, self._slowest = 1, self._slowest, 0.0
+        self._slowest = max(self._slowest, share)
         if self._cut is not None and len(self._latest) == WINDOW:
             if self._is_overloaded():
                 self._latest.clear()  # an overload that has just ended must not count for the background
@@ -231,8 +282,20 @@ class AdaptiveConcurrency:
         if self._answers < self.calls:
             return
         self._answers = 0
-        grown = self.limit * SLOW_START if self._slow_start else max(self.limit * GROWTH, self.limit + 1)
+        slowest = self._slowest
+        if slowest > max(FULL, UNAFFECTED * self._at_growth):
+            return
+        self._at_growth = slowest
+        start = min(max(SLOW_START, FULL / slowest), FAST_START) if slowest else SLOW_START
+        grown = self.limit * start if self._slow_start else max(self.limit * GROWTH, self.limit + 1)
         self.limit = min(grown, self._maximum)
+
+    def expired(self) -> None:
+        """Record that a deadline has passed without an answer."""
+        self._expired += 1
+        if self._expired >= SILENCE:
+            self.limit, self._slow_start, self._answers = float(FIRST), True, 0
+            self._slowest, self._slowest_before, self._at_growth = 0.0, 0.0, math.inf
 
     def refused(self, now: float, in_flight: int, retry_after: float | None = None) -> None:
         """Record a refusal of the service (HTTP 429), with its ``Retry-After`` in seconds."""
@@ -300,7 +363,8 @@ class Limiter:
         if not config.adaptive:
             self._adaptive = None
         elif self._adaptive is None:
-            self._adaptive = AdaptiveConcurrency(config.max_concurrent)
+            initial = FIRST if self.name == REWARD_MODEL else INITIAL
+            self._adaptive = AdaptiveConcurrency(config.max_concurrent, initial)
         else:
             self._adaptive.bound(config.max_concurrent)
         for waiting in list(itertools.chain.from_iterable(self._queues.values())):
@@ -325,6 +389,11 @@ class Limiter:
     def waiting(self) -> int:
         """The number of waiting calls."""
         return sum(not waiting.request.done() for queue in self._queues.values() for waiting in queue)
+
+    @property
+    def patience(self) -> float:
+        """See `AdaptiveConcurrency`; 1 for a fixed limit."""
+        return 1.0 if self._adaptive is None else self._adaptive.patience
 
     @property
     def max_in_flight(self) -> float:
@@ -417,11 +486,15 @@ class Limiter:
             self._tokens.change(now, permit.charge, tokens - permit.tokens)
         permit.tokens = tokens
 
-    def leave(self, now: float, accepted: bool | None = None, retry_after: float | None = None) -> None:
-        """End a call, with the arguments of `Permit.leave`. Call `advance` afterwards."""
+    def leave(
+        self, now: float, accepted: bool | None = None, retry_after: float | None = None, share: float = 0.0
+    ) -> None:
+        """End a call, with the arguments of `Permit.leave` and `Permit.share`. Call `advance` afterwards."""
         if self._adaptive is not None:
             if accepted:
-                self._adaptive.answered(now, self.in_flight)
+                self._adaptive.answered(now, self.in_flight, share)
+            elif accepted is None and share >= 1:
+                self._adaptive.expired()
             elif accepted is False:
                 self._adaptive.refused(now, self.in_flight, retry_after)
             if self._adaptive.background > BACKGROUND and not self._background_is_logged:

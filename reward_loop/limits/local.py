@@ -15,13 +15,16 @@ from reward_loop._util.text import did_you_mean, listing
 from reward_loop.config import LimitConfig, RewardLoopConfig, parse
 from reward_loop.errors import BudgetSpentError, ConfigError, JobServiceError, LimitError
 from reward_loop.limits.limiter import PERIOD_S, Limiter, Waiting
-from reward_loop.limits.permit import WHOLE_CALL, Limits, Permit, live
+from reward_loop.limits.permit import REWARD_MODEL, WHOLE_CALL, Limits, Permit, live
 from reward_loop.records import answers
 
 __all__ = ["LocalLimits"]
 
 LOOP_TIMEOUT_S = 4.0
 """Seconds to wait for an event loop to report its limits; shorter than the timeout of ``reward-loop limits``."""
+
+MIN_CHANGE = 0.1
+"""The smallest relative change of `Limits.patience`: each change is sent to all workers."""
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +40,8 @@ class LocalLimits(Limits):
         self._period = period
         self._limiters = {name: Limiter(name, config, period) for name, config in options.limits.items()}
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self.on_patience: Callable[[float], None] = lambda patience: None
+        """Called when `patience` has changed."""
 
     def request(self, name: str, tokens: float = 0, traffic_class: str = "train") -> asyncio.Future[Permit]:
         loop = self.check_loop()
@@ -66,7 +71,11 @@ class LocalLimits(Limits):
         self._advance(permit.name)
 
     def release(self, permit: Permit, accepted: bool | None, retry_after: float | None) -> None:
-        self._limiters[permit.name].leave(time.monotonic(), accepted, retry_after)
+        limiter = self._limiters[permit.name]
+        limiter.leave(time.monotonic(), accepted, retry_after, permit.share)
+        if permit.name == REWARD_MODEL and abs(limiter.patience - self.patience) > MIN_CHANGE * self.patience:
+            self.patience = limiter.patience
+            self.on_patience(self.patience)
         self._advance(permit.name)
 
     def spend(self, cost: float, tokens: float) -> None:

@@ -63,7 +63,7 @@ class Permit:
         id: the number of the permit on the connection to its owner.
     """
 
-    __slots__ = ("_answer", "charge", "has_left", "id", "limits", "name", "reported", "tokens")
+    __slots__ = ("_answer", "charge", "has_left", "id", "limits", "name", "reported", "share", "tokens")
 
     def __init__(self, limits: Holder | None, name: str, tokens: float = 0, id: int = 0) -> None:
         self.limits = limits
@@ -74,6 +74,8 @@ class Permit:
         """Whether the permit has ended."""
         self.reported = 0.0
         """The tokens used so far."""
+        self.share = 0.0
+        """The part of its deadline that the call has used, set before `leave` for the limit `REWARD_MODEL`."""
         self.charge: Any = None
         """The limiter's record of the tokens."""
         self._answer: tuple[bool | None, float | None] = (True, None)
@@ -129,6 +131,9 @@ class Limits(Holder, ABC):
     """Name of the limit -> maximum seconds that a call may wait; ``None`` for no maximum."""
     is_known: bool = True
     """Whether `max_waits` has the limits of the job; if not, `status` gets them."""
+    patience: float = 1.0
+    """How many times its deadline a call that holds a permit of `REWARD_MODEL` may take: more than 1 while the judge of
+    the run answers slowly; see `AdaptiveConcurrency`."""
     spent: str | None = None
     """Why no more calls are made, once the budget is used up."""
 

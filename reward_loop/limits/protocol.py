@@ -9,7 +9,7 @@ When a connection ends, its permits end too; their requests and tokens stay coun
     client                                          service
     ["request", id, name, tokens, traffic_class]    ["grant", id] or ["refuse", id, error type, message]
     ["used", id, tokens]
-    ["leave", id, accepted, retry_after]
+    ["leave", id, accepted, retry_after, share]     ["patience", factor] to all clients, if it has changed
     ["spend", cost, tokens]                         ["spent", why] to all clients, if the budget is now used up
     (after authentication)                          ["limits", max_waits]; also ["spent", why], ["stop", why] if set
     ["count", failed, error, cause, of]             ["stop", why] to all clients, if the run must stop

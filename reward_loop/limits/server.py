@@ -31,6 +31,7 @@ class LimitServer:
 
     def __init__(self, options: RewardLoopConfig, period: float = PERIOD_S) -> None:
         self.limits = LocalLimits(options, period)
+        self.limits.on_patience = partial(self._send_to_all, "patience")
         self.token = secrets.token_urlsafe(24)
         self.stopped: str | None = None
         """Why the run must stop, once too many samples have failed."""
@@ -84,6 +85,7 @@ class LimitServer:
             self._connections[messages] = task
             try:
                 messages.send("limits", self.limits.max_waits)
+                messages.send("patience", self.limits.patience)
                 if self.limits.spent:
                     messages.send("spent", self.limits.spent)
                 if self.stopped:
@@ -194,10 +196,11 @@ class _Connection:
         if (request := self._requests.get(number)) is not None and _is_granted(request):
             request.result().used(tokens)
 
-    def _leave(self, number: int, accepted: bool | None, retry_after: float | None) -> None:
+    def _leave(self, number: int, accepted: bool | None, retry_after: float | None, share: float) -> None:
         if (request := self._requests.pop(number, None)) is None:
             return
         if _is_granted(request):
+            request.result().share = share
             request.result().leave(accepted, retry_after)
         else:
             give_up(request)

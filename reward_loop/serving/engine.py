@@ -23,7 +23,6 @@ __all__ = [
     "interpreter",
     "normalised",
     "origin",
-    "sequences",
     "version",
 ]
 
@@ -34,10 +33,6 @@ STANDARD_ENVIRONMENT = {
     "TORCHELASTIC_USE_AGENT_STORE": "False",
 }
 """Environment variables for vLLM and SGLang."""
-
-MAX_SEQUENCES = 256
-"""The largest number of sequences for which a GPU of a judge is assumed to have memory at the same time. verl's default
-for ``max_num_seqs`` is 1024, for which the cache of a large model has no room."""
 
 _GPU_COUNTS = frozenset(
     {
@@ -90,26 +85,10 @@ class Engine(ABC):
         """Return the number of GPUs of one server."""
         return 0
 
-    @abstractmethod
-    def batch_size(self, model: ServedModelConfig) -> int:
-        """Return how many requests one server computes at the same time; further ones wait in its queue."""
-
 
 def normalised(engine_args: Mapping[str, Any]) -> dict[str, Any]:
     """Return `engine_args` with one spelling of each option: ``--max-num-seqs`` becomes ``max_num_seqs``."""
     return {str(name).lstrip("-").replace("-", "_"): value for name, value in engine_args.items()}
-
-
-def sequences(model: ServedModelConfig, option: str) -> int:
-    """Return how many sequences all data-parallel ranks of a server compute at the same time.
-
-    Args:
-        model: the configuration of the model.
-        option: the name of the engine's bound in `engine_args`.
-    """
-    given = normalised(model.engine_args).get(option)
-    bound = int(given) if isinstance(given, int | str) and str(given).isdecimal() else MAX_SEQUENCES
-    return min(bound, MAX_SEQUENCES) * model.data_parallel_size
 
 
 def flags(model: ServedModelConfig, options: Mapping[str, Any], reserved: frozenset[str]) -> list[str]:

@@ -15,7 +15,6 @@ from reward_loop.serving.engine import (
     interpreter,
     normalised,
     origin,
-    sequences,
     version,
 )
 
@@ -80,9 +79,6 @@ class Vllm(Engine):
     def gpus(self, model: ServedModelConfig) -> int:
         return 0 if self._on_cpu(model) else model.tensor_parallel_size * model.data_parallel_size
 
-    def batch_size(self, model: ServedModelConfig) -> int:
-        return sequences(model, "max_num_seqs")
-
     def _on_cpu(self, model: ServedModelConfig) -> bool:
         """Return whether the installed vLLM runs on the CPU. vLLM selects its platform by the same version string.
 
@@ -145,9 +141,6 @@ class Sglang(Engine):
         shares = normalised(model.engine_args).get("enable_dp_attention") is True
         return model.tensor_parallel_size * (1 if shares else model.data_parallel_size)
 
-    def batch_size(self, model: ServedModelConfig) -> int:
-        return sequences(model, "max_running_requests")
-
     def _on_cpu(self, model: ServedModelConfig) -> bool:
         device = normalised(model.engine_args).get("device")
         return device == "cpu" or model.env.get("SGLANG_USE_CPU_ENGINE") == "1"
@@ -176,9 +169,6 @@ class Transformers(Engine):
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
         } | model.env
-
-    def batch_size(self, model: ServedModelConfig) -> int:
-        return model.max_batch_size
 
 
 ENGINES: dict[str, Engine] = {"vllm": Vllm(), "sglang": Sglang(), "transformers": Transformers()}

@@ -13,7 +13,7 @@ from reward_loop.errors import ConfigError
 from reward_loop.router.config import BackendConfig
 from reward_loop.serving.engines import ENGINES
 
-__all__ = ["ModelKind", "architectures", "check_path", "model_kind", "requests_at_a_time", "served_models"]
+__all__ = ["ModelKind", "architectures", "check_path", "model_kind", "served_models"]
 
 ModelKind = Literal["generative", "discriminative"]
 """A language model that generates text, or a model with a classification head that returns logits."""
@@ -41,14 +41,6 @@ def served_models(config: RewardModelConfig) -> list[ServedModelConfig]:
         if name and names.count(name) > 1:
             raise ConfigError(f"two models have the name {name!r}: set served_model_name of one of them")
     return models
-
-
-def requests_at_a_time(config: RewardModelConfig) -> int | None:
-    """Return how many requests all servers compute at the same time; ``None`` with external servers: it is unknown."""
-    models = [*_without_key(config), *config.models.values()]
-    if any(model.engine == "external" for model in models):
-        return None
-    return sum(ENGINES[model.engine].batch_size(model) * model.replicas for model in models)
 
 
 def check_path(path: str, option: str) -> None:

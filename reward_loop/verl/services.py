@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -14,9 +13,7 @@ from omegaconf import DictConfig
 from reward_loop.config import LimitConfig, RewardModelConfig
 from reward_loop.limits.permit import REWARD_MODEL
 from reward_loop.limits.server import serve_limits
-from reward_loop.scoring import ListScoringFunction
 from reward_loop.serving.manager import serve_reward_model
-from reward_loop.serving.models import requests_at_a_time
 from reward_loop.serving.reservation import GpuReservation
 from reward_loop.verl.cluster import RouterAddress, accelerator, for_platform, groups_of_trainer, router_address
 from reward_loop.verl.resolve import read
@@ -25,12 +22,7 @@ from reward_loop.verl.settings import RewardSettings
 if TYPE_CHECKING:
     from reward_loop.verl.colocated import ColocatedRewardModel
 
-__all__ = ["RewardServices", "reward_services", "with_places"]
-
-logger = logging.getLogger(__name__)
-
-PLACES = 2
-"""How many times as many function calls ask the reward model as its servers compute at the same time."""
+__all__ = ["RewardServices", "reward_services", "with_adaptive_limit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,45 +61,25 @@ def reward_services(config: DictConfig) -> Iterator[RewardServices]:
             served = stack.enter_context(serve_reward_model(model, _reservation(config, model)))
             router = stack.enter_context(router_address(served.reward_router_address, model, settings.num_workers))
         if model is not None:
-            settings = with_places(settings, model)
+            settings = with_adaptive_limit(settings)
         if settings.options.job is None:
             settings = settings.with_job(stack.enter_context(serve_limits(settings.options, _address_of_node())))
         yield RewardServices(settings, router, colocated)
 
 
-def with_places(settings: RewardSettings, model: RewardModelConfig) -> RewardSettings:
-    """Return the settings with a limit on the function calls that ask the reward model at the same time.
+def with_adaptive_limit(settings: RewardSettings) -> RewardSettings:
+    """Return the settings with an adaptive limit on the function calls that ask the reward model at the same time.
 
     Without it, all rollouts of a batch ask at once, and wait in the queues of the servers while their deadlines run.
-    The limit is `PLACES` times what the servers compute at the same time: so each server has a next batch, and a
-    function may spend half of its time elsewhere. It does not apply to external servers, whose bound is unknown, with a
-    limiter service of the user, or if the user has set the limit.
+    What the user has set of the limit stays. With a limiter service of the user, the limits are those of the service.
     """
     options = settings.options
-    at_a_time = requests_at_a_time(model)
-    if at_a_time is None or REWARD_MODEL in options.limits or options.job is not None:
+    if options.job is not None:
         return settings
-    places = max(1, PLACES * at_a_time // _samples_of_a_call(settings))
-    logger.info(
-        "at most %d calls of the reward function ask the reward model at a time, since its servers compute %d requests "
-        "at a time; other calls wait before their deadlines start (reward_loop.limits.%s.max_concurrent)",
-        places,
-        at_a_time,
-        REWARD_MODEL,
-    )
     # Without `max_wait`: a call waits only while others run, and these have deadlines.
-    limits = {**options.limits, REWARD_MODEL: LimitConfig(max_concurrent=places, max_wait=None)}
-    return replace(settings, options=options.model_copy(update={"limits": limits}))
-
-
-def _samples_of_a_call(settings: RewardSettings) -> int:
-    """Return the largest number of samples that one call of the function scores."""
-    manager = settings.manager.load()
-    if getattr(manager, "function_type", None) is not ListScoringFunction:
-        return 1
-    if getattr(manager, "needs_group", False):
-        return int(settings.config.actor_rollout_ref.rollout.n)
-    return settings.options.batch.max_batch_size
+    given = options.limits[REWARD_MODEL].model_dump(exclude_unset=True) if REWARD_MODEL in options.limits else {}
+    limit = LimitConfig(**{"adaptive": True, "max_wait": None, **given})
+    return replace(settings, options=options.model_copy(update={"limits": {**options.limits, REWARD_MODEL: limit}}))
 
 
 def _reservation(config: DictConfig, model: RewardModelConfig) -> GpuReservation | None:

@@ -15,7 +15,7 @@ from reward_loop.errors import ConfigError
 from reward_loop.serving import engines
 from reward_loop.serving.engines import ENGINES
 from reward_loop.serving.gpus import GpuShares
-from reward_loop.serving.models import requests_at_a_time, served_models
+from reward_loop.serving.models import served_models
 
 
 @pytest.fixture
@@ -237,23 +237,3 @@ def test_without_gpus_none_is_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(subprocess, "run", missing)
     with pytest.raises(ConfigError, match=r"0 are free here: .* HIP_VISIBLE_DEVICES .* ASCEND_RT_VISIBLE_DEVICES"):
         GpuShares().share(1, 1, {}, "a")
-
-
-OTHER = {"small": ServedModelConfig(model_path="/n", max_batch_size=4)}
-
-
-@pytest.mark.parametrize(
-    ("options", "requests"),
-    [
-        ({"engine": "transformers", "max_batch_size": 5, "replicas": 3}, 15),
-        ({"engine": "vllm", "replicas": 2, "data_parallel_size": 2}, 4 * 256),
-        ({"engine": "vllm", "engine_args": {"--max-num-seqs": 32}}, 32),
-        ({"engine": "vllm", "engine_args": {"max_num_seqs": 1024}}, 256),
-        ({"engine": "sglang", "engine_args": {"max_running_requests": "48"}, "tensor_parallel_size": 2}, 48),
-        ({"max_batch_size": 2, "models": OTHER}, 6),
-        ({"model_path": None, "models": OTHER}, 4),
-        ({"model_path": None, "engine": "external", "urls": ("http://h:1",)}, None),
-    ],
-)
-def test_what_servers_compute_at_a_time(options: dict[str, Any], requests: int | None) -> None:
-    assert requests_at_a_time(RewardModelConfig(**{"model_path": "/m", **options})) == requests
