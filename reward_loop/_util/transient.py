@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from email.utils import parsedate_to_datetime
-from time import time
 from typing import Any
 
-__all__ = ["is_refusal", "is_transient", "retry_after", "retry_after_seconds", "status_of"]
+from reward_loop._util.refusals import REFUSAL_STATUS, asked_pause, is_out_of_credit, retry_after_seconds
+
+__all__ = ["is_refusal", "is_transient", "out_of_credit", "retry_after", "retry_after_seconds", "status_of"]
 
 REQUEST_BREAKS_SERVERS = "request_breaks_servers"
 """The ``code`` of the router's error answer to a request that broke several servers. Nothing repeats such a request."""
@@ -18,9 +17,6 @@ REQUEST_BREAKS_SERVERS = "request_breaks_servers"
 TRANSIENT_STATUS = frozenset({408, 409, 425, 429})
 """Transient in addition to 5xx: request timeout, conflict, too early, too many requests. The clients of OpenAI and
 Anthropic retry these, except 425."""
-
-REFUSAL_STATUS = frozenset({429, 529})
-"""Too many requests (429), and Anthropic's status for an overloaded service (529)."""
 
 _TRANSIENT = {
     "aiohttp": {"ClientConnectionError", "ClientPayloadError"},
@@ -54,6 +50,8 @@ def is_transient(error: BaseException) -> bool:
     them are.
     """
     causes = list(_causes(error))
+    if out_of_credit(error):
+        return False
     for cause in causes:
         transient = _attribute(cause, "transient")  # TransientError and RequestError have it
         if isinstance(transient, bool):
@@ -67,6 +65,14 @@ def is_transient(error: BaseException) -> bool:
     if any(_is_one_of(cause, _PERMANENT) for cause in causes):
         return False
     return any(isinstance(cause, ConnectionError | TimeoutError) or _is_one_of(cause, _TRANSIENT) for cause in causes)
+
+
+def out_of_credit(error: BaseException) -> bool:
+    """Return whether a service answered that its account has no credit left: every other call would fail, too."""
+    return any(
+        is_out_of_credit(_status(cause), _texts(cause)) or any(map(out_of_credit, _parts(cause)))
+        for cause in _causes(error)
+    )
 
 
 def is_refusal(error: BaseException) -> bool:
@@ -97,7 +103,7 @@ def retry_after(error: BaseException) -> float | None:
         response = _attribute(cause, "response")
         for headers in (_attribute(cause, "headers"), _attribute(response, "headers")):
             if _attribute(headers, "get") is not None:
-                seconds = _seconds(headers)
+                seconds = _seconds(headers, status_of(error))
                 if seconds is not None:
                     return seconds
     return None
@@ -146,29 +152,16 @@ def _is_one_of(error: BaseException, names: Mapping[str, set[str]]) -> bool:
     return any(cls.__name__ in names.get(cls.__module__.partition(".")[0], ()) for cls in type(error).__mro__)
 
 
-def _seconds(headers: Any) -> float | None:
-    def header(name: str) -> str | None:
-        value = headers.get(name) or headers.get(name.lower())
-        return None if value is None else str(value)
-
+def _seconds(headers: Any, status: int | None) -> float | None:
     with contextlib.suppress(Exception):  # headers of unknown types: an error here must not hide the user's error
-        milliseconds = retry_after_seconds(header("Retry-After-Ms"))  # sent by OpenAI
-        return retry_after_seconds(header("Retry-After")) if milliseconds is None else milliseconds / 1000
+        return asked_pause(headers, status)
     return None
 
 
-def retry_after_seconds(value: str | None) -> float | None:
-    """Return the seconds from now that a ``Retry-After`` header asks to wait (RFC 9110, 10.2.3).
-
-    The header is a number or a date. A time in the past is 0, a header that is missing or not valid ``None``.
-    """
-    if value is None:
-        return None
-    try:
-        seconds = float(value)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(value).timestamp() - time()
-        except (ValueError, OverflowError):  # no date; a year beyond the range of dates
-            return None
-    return max(0.0, seconds) if math.isfinite(seconds) else None
+def _texts(error: BaseException) -> str:
+    """Return the message of an error, with the body of the answer if the client keeps it."""
+    response = _attribute(error, "response")
+    parts = (error, _attribute(error, "body"), _attribute(response, "text"))  # openai and anthropic; httpx, requests
+    with contextlib.suppress(Exception):
+        return "\n".join(str(part) for part in parts if part is not None and not callable(part))
+    return ""

@@ -18,9 +18,10 @@ from urllib.request import getproxies, proxy_bypass
 import aiohttp
 
 from reward_loop._util.json import decode, encode
+from reward_loop._util.refusals import asked_pause
 from reward_loop._util.text import shorten
-from reward_loop._util.transient import retry_after_seconds
 from reward_loop.client.exchange import Exchange
+from reward_loop.client.places import in_a_place
 from reward_loop.errors import ConfigError, RequestError
 from reward_loop.limits.call import Call
 from reward_loop.limits.lease import report_failure
@@ -161,8 +162,12 @@ async def _post(
                 proxy=_proxy(url) if is_base_url else None,  # No proxy for `host:port`: it is in the cluster.
                 timeout=aiohttp.ClientTimeout(total=None),
             )
-            async with asyncio.timeout(timeout):
-                response, data = await _send_and_read(send, max_reply_bytes, 0 if is_base_url else _MAX_RESENDS)
+
+            async def once() -> tuple[aiohttp.ClientResponse, bytes]:
+                async with asyncio.timeout(timeout):
+                    return await _send_and_read(send, max_reply_bytes, 0 if is_base_url else _MAX_RESENDS)
+
+            response, data = await in_a_place(url, once)
         exchange.update(status=response.status, backend=response.headers.get(BACKEND_HEADER))
     except _ReplyTooLongError as error:
         exchange.update(status=error.status)
@@ -188,7 +193,7 @@ async def _post(
         raise RequestError(
             f"{what} was answered with status {response.status}: {_shown(data)}",
             status=response.status,
-            retry_after=retry_after_seconds(response.headers.get("Retry-After")),
+            retry_after=asked_pause(response.headers, response.status),
         )
     if answer is None and data.strip() != b"null":
         raise RequestError(f"{what}: the answer is not JSON: {_shown(data)}", status=200)

@@ -26,7 +26,7 @@ gets the lock."""
 class Call:
     """One attempt to call a reward function, for a sample or a batch; the running event loop is that of the limits.
 
-    Waits for limits do not count towards the deadline. `_waiting` alone measures them; the deadline, the outcome and
+    Waits for limits do not count towards the deadline. `waiting` alone measures them; the deadline, the outcome and
     ``reward-loop stuck`` use it.
 
     Args:
@@ -118,7 +118,7 @@ class Call:
         return self.limits.patience if self._whole and self._whole[-1].name == REWARD_MODEL else 1.0
 
     @contextlib.contextmanager
-    def _waiting(self, what: str) -> Iterator[None]:
+    def waiting(self, what: str) -> Iterator[None]:
         if not self._waits:
             self._waiting_since = time.monotonic()
         self._waits += 1
@@ -199,7 +199,7 @@ class Call:
         return request
 
     async def _granted(self, name: str, request: asyncio.Future[Permit], what: str) -> Permit:
-        with self._waiting(what):
+        with self.waiting(what):
             return await self.limits.granted(name, request)
 
     def spend(self, cost: float, tokens: float) -> None:

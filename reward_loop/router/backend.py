@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from reward_loop._util.places import Places
 from reward_loop.errors import ServerError
 from reward_loop.router.config import BackendConfig, RequestKind
 from reward_loop.router.http_client import BrokenError, StaleError, Upstream, UpstreamError
@@ -93,8 +94,8 @@ class Backend:
     """Why the server is out of use: its latest failure, or that of its latest health check; ``None`` in use."""
     requests: int = 0
     """The number of requests sent so far."""
-    in_flight: int = 0
-    """The number of requests in flight."""
+    places: Places = field(default_factory=Places)
+    """How many requests it takes at a time, and how many are in flight."""
     models: tuple[str, ...] = ()
     """The names of the models that it serves; empty if unknown."""
     cards: list[dict[str, Any]] = field(default_factory=list)
@@ -131,6 +132,11 @@ class Backend:
         return self.config.url
 
     @property
+    def in_flight(self) -> int:
+        """The number of requests in flight."""
+        return self.places.in_flight
+
+    @property
     def cooling_down(self) -> bool:
         """Whether the server is cooling down after a 429 or 503."""
         return self.cools_down_until > time.monotonic()
@@ -138,11 +144,11 @@ class Backend:
     def begin(self) -> None:
         """Count a request that is being sent."""
         self.requests += 1
-        self.in_flight += 1
+        self.places.begin()
 
     def end(self, status: int, seconds: float) -> None:
         """Count the end of a request, with the status of its answer (0 if there was none) and its duration."""
-        self.in_flight -= 1
+        self.places.end(answered=0 < status < 500 and status != 429)
         if not self.in_flight:
             self.idle.set()
         if status:

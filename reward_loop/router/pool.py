@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Container, Iterable
 from typing import Self
 
@@ -117,6 +117,10 @@ class BackendPool:
         self._wanted: set[str] = set()
         """Names of models that were unknown when a request used them, and are now known."""
         self._changed = asyncio.Event()
+        self._some_full = False
+        """Whether the places of any server are known."""
+        self._waiting: defaultdict[Route, deque[asyncio.Future[None]]] = defaultdict(deque)
+        """The requests that wait for a free place at a full server, by route, in order."""
         self._watches: dict[Backend, asyncio.Task[None]] = {}
         self._tasks = asyncio.TaskGroup()
 
@@ -152,7 +156,9 @@ class BackendPool:
     def pick(self, route: Route = ANY, key: int | None = None, avoid: Container[Backend] = ()) -> Backend | None:
         """Return a server that is available now and not in `avoid`, or ``None``; for arguments, see `acquire`."""
         group = self.group(route)
-        ready = [backend for backend in group.ready if backend not in avoid] if avoid else group.ready
+        ready = group.ready
+        if avoid or self._some_full:
+            ready = [backend for backend in ready if backend not in avoid and backend.places.has_free]
         return group.policy.choose(ready, key) if ready else None
 
     def has_other(self, route: Route, avoid: Container[Backend]) -> bool:
@@ -160,7 +166,7 @@ class BackendPool:
         return any(backend not in avoid for backend in self.group(route).ready)
 
     async def acquire(self, route: Route = ANY, key: int | None = None, avoid: Container[Backend] = ()) -> Backend:
-        """Return a server for a request; wait while all servers are down.
+        """Return a server for a request; wait while all servers are down or full.
 
         Args:
             route: which servers can answer the request.
@@ -171,11 +177,18 @@ class BackendPool:
             Refusal: 503 if all servers are lost or removed; 429 if no server is available, and at least one is cooling
                 down.
         """
+        has_turn = False
         while True:
-            backend = self.pick(route, key, avoid) or self.pick(route, key)
-            if backend:
-                return backend
+            # Without its turn, a request stays behind those that wait for a place.
+            if has_turn or not (self._waiting and self._waiting.get(route)):
+                backend = self.pick(route, key, avoid) or self.pick(route, key)
+                if backend:
+                    return backend
             members = self.group(route).members
+            if any(backend.state is BackendState.UP and not backend.cooling_down for backend in members):
+                await self._turn(route, first=has_turn)
+                has_turn = True
+                continue
             if all(backend.state is BackendState.LOST for backend in members):
                 raise Refusal(503, f"no reward model server is available: {self.describe(members)}")
             cooling = [backend.cools_down_until for backend in members if backend.cooling_down]
@@ -234,6 +247,42 @@ class BackendPool:
             # One millisecond later, so that the cool-down has ended for certain.
             asyncio.get_running_loop().call_later(seconds + 0.001, self._refresh)
         self._refresh()
+
+    def is_full(self, backend: Backend) -> bool:
+        """Record that a server in use refused a request; return whether it is full of other requests.
+
+        Call `freed` after the end of each request, of refused ones, too.
+        """
+        self._some_full = True
+        return backend.places.refused()
+
+    def freed(self, backend: Backend) -> None:
+        """Let waiting requests have the free places of a server."""
+        if not self._waiting:
+            return
+        for route, waiting in self._waiting.items():
+            free = backend.places.number - backend.in_flight if backend.can_answer(route) else 0
+            while waiting and free > 0:
+                turn = waiting.popleft()
+                if not turn.done():  # else it was cancelled
+                    turn.set_result(None)
+                    free -= 1
+
+    async def _turn(self, route: Route, *, first: bool) -> None:
+        """Wait until a place may be free, or a server has changed its state; in turn, or as the first one."""
+        turn = asyncio.get_running_loop().create_future()
+        waiting = self._waiting[route]
+        waiting.appendleft(turn) if first else waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # the place goes to the next one
+                for backend in self.group(route).members:
+                    self.freed(backend)
+            raise
+        finally:
+            if not waiting and self._waiting.get(route) is waiting:
+                del self._waiting[route]
 
     def mark_unhealthy(self, backend: Backend, reason: str) -> None:
         """Take a server in use out of use until a health check succeeds."""
@@ -350,6 +399,11 @@ class BackendPool:
         self._groups.clear()
         self._changed.set()
         self._changed = asyncio.Event()
+        for waiting in self._waiting.values():
+            for turn in waiting:
+                if not turn.done():
+                    turn.set_result(None)
+            waiting.clear()
 
     # Health
 

@@ -8,6 +8,7 @@ import random
 
 import orjson
 
+from reward_loop._util.places import FULL_STATUS
 from reward_loop._util.transient import retry_after_seconds
 from reward_loop.router.backend import Backend, Route
 from reward_loop.router.breaking import BreakingRequests, Suspect
@@ -54,6 +55,8 @@ class Proxy:
     ============================= ============================================================================
     Attempt ended with            Then
     ============================= ============================================================================
+    429, 503 without Retry-After  while the server works on other requests, it is full: the request waits for a
+                                  free place, as far as `Places` knows them; not counted
     429, 500, 502, 503, 504       retried if another server is available and the retry budget allows it;
                                   else the answer is passed on
     another status                the answer is passed on
@@ -179,6 +182,9 @@ class Proxy:
             try:
                 answer = await backend.upstream.request(*message)
                 status = answer.status
+                if status in FULL_STATUS and find(answer.headers, b"retry-after") is None and pool.is_full(backend):
+                    answer.close()
+                    continue
                 if status in _WORTH_A_RETRY:
                     attempts += 1
                     retry = self._may_retry(backend, answer, route, [*failed, backend], attempts)
@@ -220,6 +226,7 @@ class Proxy:
                 attempts += isinstance(error, BrokenError)
             finally:
                 backend.end(status, loop.time() - began)
+                pool.freed(backend)
             failed.append(backend)
             if isinstance(failure, BrokenError) and not isinstance(failure, MovedError):
                 await suspect.broke(backend, loop.time() - began, is_alone and number == backend.requests)

@@ -10,13 +10,14 @@ from numbers import Real
 from typing import Any
 
 from reward_loop._util.text import first_line, listing, shorten
-from reward_loop._util.transient import retry_after
+from reward_loop._util.transient import out_of_credit, retry_after
 from reward_loop.errors import (
     BudgetSpentError,
     ConfigError,
     InvalidScoreError,
     JobServiceError,
     RewardFunctionError,
+    RewardLoopError,
     ScoringError,
     UnscoredError,
     describe,
@@ -82,6 +83,11 @@ def _problem(call: CallOutcome, sample: RewardSample, function: str) -> ScoringE
         return None
     if isinstance(cause, JobServiceError):
         raise cause
+    if out_of_credit(cause):
+        raise RewardLoopError(
+            f"{describe(sample)}: {function} calls a service whose account has no credit left, so the run stops. Add "
+            f"credit or raise the account's limit, and resume the run. The function raised {describe_exception(cause)}"
+        ) from cause
     if isinstance(cause, ConfigError):  # every other sample would fail, too
         raise ConfigError(f"{describe(sample)}: {function} raised {describe_exception(cause)}") from cause
     problem = RewardFunctionError(

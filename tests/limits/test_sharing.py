@@ -241,11 +241,11 @@ async def test_a_failed_request_that_the_function_handles_does_not_grow_an_adapt
     limits = {name: {"adaptive": True} for name in ("default", "service", "judge")}
     scoring = ScoringFunction(handles, options=RewardLoopConfig(limits=limits, retry=NO_RETRY))
     async with FakeJudge("0.5") as judge:
-        judge.script(*(Status(503) for _ in range(40)))
+        judge.script(*(Status(500) for _ in range(40)))
         await asyncio.gather(*(scoring(SAMPLE, reward_router_address=judge.address) for _ in range(40)))
         found = await status(scoring.limits)
         assert {found[name]["max_in_flight"] for name in limits} == {20}
-        judge.script(*(Status(429) for _ in range(WINDOW // 10)))
+        judge.script(*(Status(429, retry_after=0) for _ in range(WINDOW // 10)))
         await asyncio.gather(*(scoring(SAMPLE, reward_router_address=judge.address) for _ in range(WINDOW // 10)))
     found = await status(scoring.limits)
     assert {found[name]["max_in_flight"] for name in limits} == {16}

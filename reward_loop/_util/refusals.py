@@ -1,0 +1,115 @@
+"""Reads from an HTTP answer how long a service asks to wait, and whether waiting helps at all."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from time import time
+
+__all__ = ["REFUSAL_STATUS", "asked_pause", "is_out_of_credit", "retry_after_seconds"]
+
+REFUSAL_STATUS = frozenset({429, 529})
+"""Too many requests (429), and Anthropic's status for an overloaded service (529)."""
+
+_RESET = re.compile(r"(?:x-)?ratelimit-reset(?:-.+)?|anthropic-(?:priority-|fast-)?ratelimit-.+-reset")
+"""The headers with the time at which a limit is full again."""
+
+_UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|us|µs|ns|d|h|m|s)")
+
+_EPOCH_S = 1e9
+"""Larger numbers in a reset header are not seconds from now, but since 1970."""
+_EPOCH_MS = 1e11
+"""Still larger ones are milliseconds since 1970."""
+
+_NO_CREDIT = (
+    "insufficient_quota",
+    "billing_hard_limit_reached",
+    "billing_not_active",
+    "credit balance is too low",
+    "insufficient_credit",
+    "insufficient credit",
+    "insufficient_balance",
+    "insufficient balance",
+)
+_NO_CREDIT_STATUS = frozenset({400, 403, 429})
+
+
+def is_out_of_credit(status: int | None, text: str) -> bool:
+    """Return whether an answer says that the account of the service has no credit left; no retry changes that.
+
+    Args:
+        status: the HTTP status; 402 (payment required) needs no text.
+        text: the body of the answer, or the message of an exception.
+    """
+    if status not in _NO_CREDIT_STATUS:
+        return status == 402
+    text = text.lower()
+    return any(words in text for words in _NO_CREDIT)
+
+
+def asked_pause(headers: Mapping[str, str], status: int | None = None) -> float | None:
+    """Return the seconds that an answer asks to wait; ``None`` if it does not, or no value is valid.
+
+    The first of these headers counts: ``Retry-After-Ms``, ``Retry-After``, and for a refusal the resets of rate limits:
+    of the limits without anything left (``remaining``), the last one. Other answers of a service have these, too.
+    """
+    given = {str(name).lower(): str(value) for name, value in headers.items()}
+    if (milliseconds := retry_after_seconds(given.get("retry-after-ms"))) is not None:
+        return milliseconds / 1000
+    if (seconds := retry_after_seconds(given.get("retry-after"))) is not None:
+        return seconds
+    if status not in REFUSAL_STATUS:
+        return None
+    resets = {name: reset for name in given if _RESET.fullmatch(name) and (reset := _reset(given[name])) is not None}
+    used_up = [
+        reset for name, reset in resets.items() if _remaining(given.get(name.replace("reset", "remaining"))) <= 0
+    ]
+    return max(used_up, default=min(resets.values(), default=None))
+
+
+def retry_after_seconds(value: str | None) -> float | None:
+    """Return the seconds from now that a ``Retry-After`` header asks to wait (RFC 9110, 10.2.3).
+
+    The header is a number or a date: of any form of RFC 9110, with another offset, or ISO 8601; without a zone, in UTC.
+    A time in the past is 0, a header that is missing or not valid ``None``.
+    """
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        date = _date(value.strip())
+        seconds = math.nan if date is None else date.timestamp() - time()
+    return max(0.0, seconds) if math.isfinite(seconds) else None
+
+
+def _reset(value: str) -> float | None:
+    """Return the seconds until a reset: a duration such as ``6m0s``, seconds from now or since 1970, or a date."""
+    value = value.strip()
+    if _PART.sub("", value) == "" and value:
+        return sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(value))
+    seconds = retry_after_seconds(value)
+    if seconds is None or seconds <= _EPOCH_S or not value.replace(".", "", 1).isdigit():
+        return seconds
+    return max(0.0, (seconds / 1000 if seconds > _EPOCH_MS else seconds) - time())
+
+
+def _remaining(value: str | None) -> float:
+    try:
+        return float(value or 0)
+    except ValueError:
+        return 0.0
+
+
+def _date(text: str) -> datetime | None:
+    for parse in (parsedate_to_datetime, datetime.fromisoformat):
+        try:
+            date = parse(text)
+            return date if date.tzinfo else date.replace(tzinfo=UTC)
+        except (ValueError, OverflowError, TypeError):
+            continue
+    return None

@@ -1,0 +1,78 @@
+"""Requests to servers that are full, and say so without a ``Retry-After``."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+from aiohttp import web
+
+from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
+from reward_loop.client import chat_complete
+from tests.clock import until
+
+ANSWER = {"choices": [{"message": {"content": "1"}, "finish_reason": "stop"}]}
+SECONDS = 0.1
+
+
+class Engine:
+    """A server with 8 places."""
+
+    def __init__(self, status):
+        self.status, self.now, self.counts = status, 0, Counter()
+
+    async def chat(self, request):
+        await request.read()
+        if self.now >= 8:
+            self.counts["refused"] += 1
+            return web.json_response({"error": "full"}, status=self.status)
+        self.now += 1
+        await asyncio.sleep(SECONDS)
+        self.now -= 1
+        self.counts["accepted"] += 1
+        return web.json_response(ANSWER)
+
+    async def __aenter__(self):
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self.chat)
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.address = f"127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *_):
+        await self._runner.cleanup()
+
+
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("is_url", [False, True])
+async def test_requests_wait_for_a_free_place_outside_the_deadline(status, is_url):
+    async with Engine(status) as engine:
+        address = f"http://{engine.address}/v1" if is_url else engine.address
+
+        async def judge(solution_str):
+            await chat_complete(address, solution_str)
+            return 1.0
+
+        # 160 calls of 0.1 s in 8 places take at least 2 s.
+        options = RewardLoopConfig(timeout=1.2, retry={"max_attempts": 1})
+        function = ScoringFunction(judge, options=options)
+        results = await asyncio.gather(*(function(RewardSample(str(number))) for number in range(160)))
+        assert Counter(str(result.outcome) for result in results) == {"scored": 160}
+        assert max(result.wait_seconds for result in results) > 0.8
+        # All come at once, so each is refused once; then nearly none.
+        assert engine.counts["refused"] < 1.3 * engine.counts["accepted"]
+
+
+async def test_a_server_that_is_full_of_the_requests_of_others_is_asked_again_after_a_pause():
+    async with Engine(429) as engine:
+        await chat_complete(engine.address, "first")
+        engine.now = 8
+
+        async def leave():
+            await until(lambda: engine.counts["refused"] == 3)
+            engine.now = 0
+
+        leaving = asyncio.create_task(leave())
+        assert (await chat_complete(engine.address, "second")).text == "1"
+        await leaving
