@@ -17,6 +17,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 
+from reward_loop._util.api_keys import api_key_of
 from reward_loop._util.json import decode, encode
 from reward_loop._util.refusals import asked_pause
 from reward_loop._util.text import shorten
@@ -122,7 +123,7 @@ def _group() -> str | None:
 
 def _begin(url: str, body: Mapping[str, Any], api_key_env: str | None) -> Exchange:
     parts = urlsplit(url)
-    for secret in (api_key_env and os.environ.get(api_key_env, "").strip(), parts.password):
+    for secret in (api_key_env and api_key_of(api_key_env), parts.password):
         if secret:
             hide(secret)
     return Exchange(
@@ -318,8 +319,8 @@ async def _keep(loop: asyncio.AbstractEventLoop) -> AsyncGenerator[aiohttp.Clien
 def _authorization(variable: str | None) -> dict[str, str]:
     if variable is None:
         return {}
-    key = os.environ.get(variable, "").strip()
-    if not key:
+    key = api_key_of(variable)
+    if key is None:
         raise ConfigError(f"the environment variable {variable}, which should hold the API key, is not set")
     return {"authorization": f"Bearer {key}"}
 

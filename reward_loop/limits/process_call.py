@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import queue
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from reward_loop._util.api_keys import api_key_of
 from reward_loop.errors import LimitError
 from reward_loop.limits.call import Call, Deadlines, current_call
 from reward_loop.limits.permit import ABANDONED, Permit, give_up
@@ -179,8 +179,8 @@ class ServedCall:
             case ("answer", accepted, retry_after):
                 self._call.answer(accepted, retry_after)
             case ("exchange", fields):
-                if (variable := fields.get("api_key_env")) and (key := os.environ.get(variable)):
-                    hide(key.strip())
+                if (variable := fields.get("api_key_env")) and (key := api_key_of(variable)):
+                    hide(key)
                 if self._call.sample is not None:
                     self._call.sample.exchange({**fields, "attempt": self._call.attempt})
 
