@@ -10,13 +10,12 @@ import resource
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from hashlib import blake2b
-from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 
+from reward_loop._util.addresses import proxy_of, url_of
 from reward_loop._util.api_keys import api_key_of
 from reward_loop._util.json import decode, encode
 from reward_loop._util.refusals import asked_pause
@@ -29,7 +28,7 @@ from reward_loop.limits.lease import report_failure
 from reward_loop.limits.process_call import WorkerCall, call_here
 from reward_loop.records import current, hide, waiting_for
 
-__all__ = ["BACKEND_HEADER", "GROUP_HEADER", "MAX_REPLY_BYTES", "post", "shared_session", "url_of"]
+__all__ = ["BACKEND_HEADER", "GROUP_HEADER", "MAX_REPLY_BYTES", "post", "shared_session"]
 
 MAX_REPLY_BYTES = 64 * 1024 * 1024
 """The default limit on the length of a reply, in bytes after decompression."""
@@ -160,7 +159,7 @@ async def _post(
                 url,
                 data=encode(body),
                 headers=headers,
-                proxy=_proxy(url) if is_base_url else None,  # No proxy for `host:port`: it is in the cluster.
+                proxy=proxy_of(url) if is_base_url else None,  # No proxy for `host:port`: it is in the cluster.
                 timeout=aiohttp.ClientTimeout(total=None),
             )
 
@@ -264,32 +263,6 @@ async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
     return b"".join(chunks)
 
 
-def url_of(address: str | None, path: str) -> str:
-    """Return the URL of an endpoint.
-
-    If the address is a base URL with a path, that path replaces the ``/v1`` of the endpoint:
-    ``https://api.openai.com/v1`` and ``/v1/models`` give ``https://api.openai.com/v1/models``.
-
-    Args:
-        address: ``host:port``, or a base URL.
-        path: the endpoint, such as ``/v1/chat/completions``.
-
-    Raises:
-        ConfigError: the address is missing or invalid.
-    """
-    if not address:
-        raise ConfigError(
-            "no address to send the request to: reward_router_address is None, since no reward model is served; "
-            "configure one, or name a service by its base URL"
-        )
-    base = address.rstrip("/") if "://" in address else f"http://{address}"
-    try:
-        has_path = bool(urlsplit(base).path)
-    except ValueError as error:
-        raise ConfigError(f"{address}: this is not a valid address; give `host:port` or a base URL") from error
-    return base + (path.removeprefix("/v1") if has_path and "://" in address else path)
-
-
 async def shared_session() -> aiohttp.ClientSession:
     """Return the HTTP session of the running event loop.
 
@@ -323,25 +296,6 @@ def _authorization(variable: str | None) -> dict[str, str]:
     if key is None:
         raise ConfigError(f"the environment variable {variable}, which should hold the API key, is not set")
     return {"authorization": f"Bearer {key}"}
-
-
-def _proxy(url: str) -> str | None:
-    """Return the proxy from ``http_proxy``, ``https_proxy`` and ``no_proxy``; ``None`` for loopback addresses."""
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    if _is_loopback(host) or proxy_bypass(parts.netloc.rpartition("@")[2]):
-        return None
-    proxy = getproxies().get(parts.scheme)
-    return f"http://{proxy}" if proxy and "://" not in proxy else proxy
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _shown(data: bytes) -> str:

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from reward_loop._util.addresses import checked_address
 from reward_loop._util.json import encode
 from reward_loop._util.text import listing
 from reward_loop.client.chat import Reply, complete
@@ -142,8 +143,8 @@ class Judge:
             request: other fields of the request, such as ``seed`` or ``top_p``. A field that is ``None`` is left out.
 
         Raises:
-            ConfigError: a field of `fence` is not in the template, the verdict has no expected score, or there are no
-                attempts.
+            ConfigError: a field of `fence` is not in the template, the verdict has no expected score, the address is
+                invalid, or there are no attempts.
         """
         self._template = _Template(template)
         self.fields = frozenset(self._template.get_identifiers())
@@ -161,7 +162,7 @@ class Judge:
         self._fence = frozenset(fence)
         self._verdict = verdict
         self._system = system
-        self._address = address
+        self._address = address and checked_address(address)
         self._model = model
         self._limit = limit
         self._attempts = attempts

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from reward_loop._util.addresses import checked_address
 from reward_loop._util.text import shorten
 from reward_loop.audit import Audit
 from reward_loop.config import RewardLoopConfig, parse
@@ -90,14 +91,14 @@ class RewardLoopManagerBase:
                 ``compute_score`` if it is a `function_type` object with the same limit options, otherwise new ones.
 
         Raises:
-            ConfigError: an option is invalid.
+            ConfigError: an option or the address is invalid.
             FunctionLoadError: the function requires an argument that the reward loop does not provide.
         """
         self.config = config
         self.options = self.read_options(config)
         self.tokenizer = tokenizer
         self.compute_score = compute_score
-        self.reward_router_address = reward_router_address
+        self.reward_router_address = reward_router_address and checked_address(reward_router_address)
         self.reward_model_tokenizer = reward_model_tokenizer
         self._decoder = None if tokenizer is None else ResponseDecoder(tokenizer)
         limits = limits or _limits_of(compute_score, self.options)

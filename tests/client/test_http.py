@@ -18,33 +18,13 @@ import pytest
 
 from reward_loop import NaiveRewardLoopManager, RewardSample
 from reward_loop.client import Judge, Number, chat_complete, classify, http
-from reward_loop.client.http import GROUP_HEADER, post, shared_session, url_of
+from reward_loop.client.http import GROUP_HEADER, post, shared_session
 from reward_loop.errors import ConfigError, RequestError
 from reward_loop.managers import BatchRewardLoopManager
 from reward_loop.records import ActiveSample, active_samples
 from reward_loop.testing import BadJson, Body, Drop, FakeJudge, Stall, Status
 from tests.gsm8k import ROOT
 from tests.servers import refusing, serving, until
-
-
-@pytest.mark.parametrize(
-    ("address", "url"),
-    [
-        ("127.0.0.1:8000", "http://127.0.0.1:8000/v1/chat/completions"),
-        ("[::1]:8000", "http://[::1]:8000/v1/chat/completions"),
-        ("http://judge:8000/", "http://judge:8000/v1/chat/completions"),
-        ("https://api.openai.com/v1", "https://api.openai.com/v1/chat/completions"),
-        ("https://host/openai/v2/", "https://host/openai/v2/chat/completions"),
-    ],
-)
-def test_addresses(address: str, url: str) -> None:
-    assert url_of(address, "/v1/chat/completions") == url
-
-
-@pytest.mark.parametrize("address", [None, ""])
-def test_a_missing_address_is_an_error_that_names_the_option(address: str | None) -> None:
-    with pytest.raises(ConfigError, match="reward_router_address"):
-        url_of(address, "/classify")
 
 
 @pytest.mark.parametrize(
@@ -228,33 +208,6 @@ def set_proxies(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
         monkeypatch.delenv(name.upper(), raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-
-
-@pytest.mark.parametrize(
-    ("url", "proxy"),
-    [
-        ("http://judge.example/v1/chat/completions", "http://proxy:3128"),
-        ("http://10.0.0.1:8000/classify", "http://proxy:3128"),
-        ("https://api.openai.com/v1/chat/completions", "http://secure:3129"),
-        ("http://localhost:8000/classify", None),
-        ("http://127.0.0.2:8000/classify", None),
-        ("http://[::1]:8000/classify", None),
-        ("https://internal.example/v1/chat/completions", None),
-        ("http://gpu.internal.example:8000/classify", None),
-        ("http://other.example:8000/classify", None),
-        ("http://other.example:8001/classify", "http://proxy:3128"),
-    ],
-)
-def test_the_proxy_of_an_address(monkeypatch: pytest.MonkeyPatch, url: str, proxy: str | None) -> None:
-    from reward_loop.client.http import _proxy
-
-    set_proxies(
-        monkeypatch,
-        HTTP_PROXY="proxy:3128",
-        https_proxy="http://secure:3129",
-        NO_PROXY="internal.example,other.example:8000",
-    )
-    assert _proxy(url) == proxy
 
 
 async def test_http_requests_go_through_the_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
