@@ -11,7 +11,7 @@ from reward_loop.client import chat_complete
 from tests.clock import until
 
 ANSWER = {"choices": [{"message": {"content": "1"}, "finish_reason": "stop"}]}
-SECONDS = 0.25
+SECONDS = 0.5
 
 
 class Engine:
@@ -44,8 +44,7 @@ class Engine:
         await self._runner.cleanup()
 
 
-@pytest.mark.parametrize("status", [429, 503])
-@pytest.mark.parametrize("is_url", [False, True])
+@pytest.mark.parametrize(("status", "is_url"), [(429, True), (503, False)])
 async def test_requests_wait_for_a_free_place_outside_the_deadline(status, is_url):
     async with Engine(status) as engine:
         address = f"http://{engine.address}/v1" if is_url else engine.address
@@ -54,12 +53,12 @@ async def test_requests_wait_for_a_free_place_outside_the_deadline(status, is_ur
             await chat_complete(address, solution_str)
             return 1.0
 
-        # 96 calls of 0.25 s in 8 places take at least 3 s.
-        options = RewardLoopConfig(timeout=2, retry={"max_attempts": 1})
+        # 64 calls of 0.5 s in 8 places take at least 4 s.
+        options = RewardLoopConfig(timeout=3, retry={"max_attempts": 1})
         function = ScoringFunction(judge, options=options)
-        results = await asyncio.gather(*(function(RewardSample(str(number))) for number in range(96)))
-        assert Counter(str(result.outcome) for result in results) == {"scored": 96}
-        assert max(result.wait_seconds for result in results) > 2
+        results = await asyncio.gather(*(function(RewardSample(str(number))) for number in range(64)))
+        assert Counter(str(result.outcome) for result in results) == {"scored": 64}
+        assert max(result.wait_seconds for result in results) > 3
         # All come at once, so each is refused once; then nearly none.
         assert engine.counts["refused"] < 1.3 * engine.counts["accepted"]
 
