@@ -189,7 +189,16 @@ class TransientError(RewardLoopError):
 
 
 class JobServiceError(RewardLoopError):
-    """The shared service of a job's workers is unreachable. It keeps the limits, so no call is made without it."""
+    """The shared service of a job's workers is unreachable. It keeps the limits, so no call is made without it.
+
+    Args:
+        message: what happened.
+        unreachable: the name of the service; ``None`` if waiting for it makes no sense.
+    """
+
+    def __init__(self, message: str = "", unreachable: str | None = "the limiter service") -> None:
+        super().__init__(message)
+        self.unreachable = unreachable
 
 
 class IncompleteGroupError(ScoringError):
@@ -215,21 +224,35 @@ class ServerError(RewardLoopError):
 class RequestError(ServerError):
     """A request to a model server failed. The message contains URL, model, status and the start of the response."""
 
-    def __init__(self, message: str, *, status: int | None = None, retry_after: float | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int | None = None,
+        retry_after: float | None = None,
+        unreachable: str | None = None,
+        final: bool = False,
+    ) -> None:
         """Create the error.
 
         Args:
             message: what happened.
             status: HTTP status of the response; ``None`` if there was no response.
             retry_after: seconds to wait before the next attempt, as requested by the server.
+            unreachable: the address, if the server could not be reached.
+            final: whether the request must not be repeated, or has been repeated as often as allowed.
         """
         super().__init__(message)
         self.status = status
         self.retry_after = retry_after
+        self.unreachable = unreachable
+        self.final = final
 
     @property
     def transient(self) -> bool:
         """Whether a retry may succeed: no response, a malformed one, too many requests, or a server error."""
+        if self.final:
+            return False
         return self.status is None or self.status in (200, 408, 409, 425, 429) or self.status >= 500
 
 

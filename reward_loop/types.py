@@ -39,6 +39,7 @@ RESERVED_KEYS = frozenset(
         "reward_attempts",
         "reward_wait_seconds",
         "reward_queue_seconds",
+        "reward_outage_seconds",
     }
 )
 """Keys of ``reward_extra_info`` that the reward loop sets; a function must not return them."""
@@ -156,6 +157,8 @@ class RewardResult:
     """For an unscored or failed sample: the policy, if it differs from that in the run's options."""
     queue_seconds: float = 0.0
     """Time in seconds that a sync function waited for a free thread or process, summed over all attempts."""
+    outage_seconds: float = 0.0
+    """Time in seconds spent waiting for a judge that could not be reached; part of `wait_seconds`."""
 
     @property
     def cause(self) -> str | None:

@@ -1,15 +1,33 @@
-"""Classifies exceptions: whether a retry may succeed, whether the service is overloaded, and how long to wait."""
+"""Classifies exceptions: whether a retry may succeed, whether the service is overloaded or away, how long to wait."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from reward_loop._util.refusals import REFUSAL_STATUS, asked_pause, is_out_of_credit, retry_after_seconds
 
-__all__ = ["is_refusal", "is_transient", "out_of_credit", "retry_after", "retry_after_seconds", "status_of"]
+__all__ = [
+    "DOWN_STATUS",
+    "NO_SERVER_UP",
+    "REQUEST_BREAKS_SERVERS",
+    "address_of",
+    "error_code",
+    "is_refusal",
+    "is_transient",
+    "out_of_credit",
+    "retry_after",
+    "retry_after_seconds",
+    "status_of",
+    "unreachable",
+]
+
+NO_SERVER_UP = "no_server_up"
+"""The ``code`` of the router's error answer while no server is up: an outage."""
 
 REQUEST_BREAKS_SERVERS = "request_breaks_servers"
 """The ``code`` of the router's error answer to a request that broke several servers. Nothing repeats such a request."""
@@ -17,6 +35,9 @@ REQUEST_BREAKS_SERVERS = "request_breaks_servers"
 TRANSIENT_STATUS = frozenset({408, 409, 425, 429})
 """Transient in addition to 5xx: request timeout, conflict, too early, too many requests. The clients of OpenAI and
 Anthropic retry these, except 425."""
+
+DOWN_STATUS = frozenset({502, 503, 504, 529})
+"""Answers of a service, or of the gateway before it, that is down or overloaded. Repeated ones are an outage."""
 
 _TRANSIENT = {
     "aiohttp": {"ClientConnectionError", "ClientPayloadError"},
@@ -41,6 +62,97 @@ _PERMANENT = {
 """Exception classes that a retry does not change, although some of them are subclasses of those in `_TRANSIENT`."""
 
 
+_UNREACHABLE = {
+    "aiohttp": {
+        *("ClientConnectorError", "ClientOSError", "ConnectionTimeoutError"),
+        *("ServerDisconnectedError", "ClientPayloadError"),
+    },
+    "asyncio": {"IncompleteReadError"},
+    "httpx": {"NetworkError", "ConnectTimeout", "ProxyError", "RemoteProtocolError"},
+    "httpcore": {"NetworkError", "ConnectTimeout", "ProxyError", "RemoteProtocolError"},
+    "requests": {"ConnectionError", "ConnectTimeout", "ChunkedEncodingError"},
+    "urllib3": {"NewConnectionError", "ConnectTimeoutError", "ProtocolError"},
+    "http": {"IncompleteRead", "RemoteDisconnected"},
+    "socket": {"gaierror"},
+}
+"""The exception classes of servers that cannot be connected to, or end the connection without an answer."""
+
+_UNREACHABLE_ERRNO = frozenset(
+    {
+        *(errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE, errno.ETIMEDOUT),
+        *(errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.ENETRESET),
+    }
+)
+
+_LOST = (ConnectionRefusedError, ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
+"""Not `ConnectionError` itself, which no system call raises: functions raise it for errors of their own."""
+
+
+def unreachable(error: BaseException) -> str | None:
+    """Return the address of the server that could not be reached; ``None`` if the error has another cause.
+
+    Unreachable are servers that refuse or reset connections, hosts without an address or a route, and connections that
+    are not established in time. An answer, even an error, is none of these; nor is an answer that takes too long. The
+    address is ``""`` if the error does not have it. A group of exceptions counts if one of its parts does, and a retry
+    of the others may succeed.
+    """
+    causes = list(_causes(error))
+    for cause in causes:
+        address = _attribute(cause, "unreachable")
+        if isinstance(address, str):
+            return address
+        if isinstance(_attribute(cause, "transient"), bool):
+            return None
+    for cause in causes:
+        if isinstance(cause, BaseExceptionGroup):
+            found = [address for part in cause.exceptions if (address := unreachable(part)) is not None]
+            return found[0] if found and is_transient(cause) else None
+    if status_of(error) is not None or not any(map(_is_unreachable, causes)):
+        return None
+    if any(_is_one_of(cause, _PERMANENT) for cause in causes) and not any(map(_is_cut_off, causes)):
+        return None
+    return address_of(error)
+
+
+def _is_unreachable(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno in _UNREACHABLE_ERRNO:
+        return True
+    return isinstance(error, _LOST) or _is_one_of(error, _UNREACHABLE) or _is_cut_off(error)
+
+
+def _is_cut_off(error: BaseException) -> bool:
+    """Return whether a TLS connection ended within the handshake. Other TLS errors are permanent."""
+    return type(error).__name__ in ("SSLEOFError", "SSLZeroReturnError")
+
+
+def address_of(error: BaseException) -> str:
+    """Return the server that an error of a client is about, as ``scheme://host:port``; ``""`` if the error has none."""
+    for cause in _causes(error):
+        for owner, name in ((_attribute(cause, "request"), "url"), (_attribute(cause, "request_info"), "real_url")):
+            if (url := _attribute(owner, name)) is not None:
+                parts = urlsplit(str(url))
+                return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+        host, port = _attribute(cause, "host"), _attribute(cause, "port")
+        if isinstance(host, str) and isinstance(port, int):
+            return f"{host}:{port}"
+    return ""
+
+
+def _breaks_servers(error: BaseException) -> bool:
+    """Return whether the router refused the request for good. Each client keeps the body of an answer elsewhere."""
+    body = _attribute(error, "body")  # openai
+    read = _attribute(_attribute(error, "response"), "json")
+    with contextlib.suppress(Exception):  # a coroutine, a body that is not JSON
+        body = read() if body is None and callable(read) else body
+    return error_code(body) == REQUEST_BREAKS_SERVERS
+
+
+def error_code(answer: Any) -> Any:
+    """Return the ``code`` of a decoded error answer, as in ``{"error": {"code": ...}}``; ``None`` without one."""
+    error = answer.get("error") if isinstance(answer, Mapping) else None
+    return next((part["code"] for part in (error, answer) if isinstance(part, Mapping) and "code" in part), None)
+
+
 def is_transient(error: BaseException) -> bool:
     """Return whether a retry of the call may succeed.
 
@@ -61,8 +173,8 @@ def is_transient(error: BaseException) -> bool:
             return all(map(is_transient, cause.exceptions))
     status = status_of(error)
     if status is not None:
-        return status in TRANSIENT_STATUS or 500 <= status <= 599
-    if any(_is_one_of(cause, _PERMANENT) for cause in causes):
+        return (status in TRANSIENT_STATUS or 500 <= status <= 599) and not any(map(_breaks_servers, causes))
+    if any(_is_one_of(cause, _PERMANENT) for cause in causes) and not any(map(_is_cut_off, causes)):
         return False
     return any(isinstance(cause, ConnectionError | TimeoutError) or _is_one_of(cause, _TRANSIENT) for cause in causes)
 
@@ -140,7 +252,7 @@ def _status(error: BaseException) -> int | None:
         (error, "status"),
         (response, "status_code"),
         (response, "status"),
-        (error, "code"),  # urllib's HTTPError
+        (None if type(error).__module__.startswith("aiohttp") else error, "code"),  # urllib's HTTPError
     ):
         status = _attribute(owner, name)
         if isinstance(status, int) and 100 <= status <= 599:
@@ -149,7 +261,9 @@ def _status(error: BaseException) -> int | None:
 
 
 def _is_one_of(error: BaseException, names: Mapping[str, set[str]]) -> bool:
-    return any(cls.__name__ in names.get(cls.__module__.partition(".")[0], ()) for cls in type(error).__mro__)
+    # openai 3 has its own copies of httpx and httpcore, httpx2 and httpcore2.
+    packages = [(cls.__name__, cls.__module__.partition(".")[0].removesuffix("2")) for cls in type(error).__mro__]
+    return any(name in names.get(package, ()) for name, package in packages)
 
 
 def _seconds(headers: Any, status: int | None) -> float | None:

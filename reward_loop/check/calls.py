@@ -96,6 +96,7 @@ class Calls:
             "on_failed": "mask",
             "on_unscored": "mask",
             "max_threads": concurrency,
+            "outage_timeout_s": 0.0,  # an unreachable judge is what the check is to find
             "batch": options.batch.model_copy(update={"max_batch_size": samples}),
             "cache": CacheConfig(),
             "audit": AuditConfig(),

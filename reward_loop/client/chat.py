@@ -10,6 +10,7 @@ from typing import Any
 from reward_loop._util.text import shorten
 from reward_loop.client.exchange import Exchange
 from reward_loop.client.http import MAX_REPLY_BYTES, post
+from reward_loop.client.repeats import repeated
 from reward_loop.errors import ConfigError
 from reward_loop.limits.lease import book_tokens
 
@@ -91,7 +92,7 @@ async def chat_complete(
         ConfigError: the address is missing or invalid, the API key is not set, or a field is not supported.
     """
     options = {"timeout": timeout, "api_key_env": api_key_env, "max_reply_bytes": max_reply_bytes}
-    reply, exchange = await complete(address, prompt, model, options, request)
+    reply, exchange = await repeated(lambda: complete(address, prompt, model, options, request), address)
     exchange.end()
     return reply
 

@@ -8,6 +8,7 @@ from typing import Any
 from reward_loop._util.text import shorten
 from reward_loop.client.chat import book_usage
 from reward_loop.client.http import MAX_REPLY_BYTES, post
+from reward_loop.client.repeats import repeated
 
 __all__ = ["classify", "score"]
 
@@ -42,9 +43,12 @@ async def classify(
     # returns logits. Each ignores the fields of the other.
     given = {"input": text, "text": text} if isinstance(text, str) else {"messages": list(text)}
     body = {**given, "use_activation": False, **({"model": model} if model else {})}
-    answer, exchange = await post(
-        address, "/classify", body, timeout=timeout, api_key_env=api_key_env, max_reply_bytes=max_reply_bytes
-    )
+    options = {"timeout": timeout, "api_key_env": api_key_env, "max_reply_bytes": max_reply_bytes}
+    return await repeated(lambda: _classify(address, body, options), address)
+
+
+async def _classify(address: str | None, body: Mapping[str, Any], options: Mapping[str, Any]) -> float | list[float]:
+    answer, exchange = await post(address, "/classify", body, **options)
     book_usage(answer, exchange)
     book_usage(answer, exchange, "meta_info")  # SGLang
     try:
@@ -91,9 +95,12 @@ async def score(
         ConfigError: the address is missing or invalid, or the API key is not set.
     """
     body = {"query": query, "documents": list(documents), **({"model": model} if model else {}), **request}
-    answer, exchange = await post(
-        address, "/v1/rerank", body, timeout=timeout, api_key_env=api_key_env, max_reply_bytes=max_reply_bytes
-    )
+    options = {"timeout": timeout, "api_key_env": api_key_env, "max_reply_bytes": max_reply_bytes}
+    return await repeated(lambda: _score(address, body, options), address)
+
+
+async def _score(address: str | None, body: Mapping[str, Any], options: Mapping[str, Any]) -> list[float]:
+    answer, exchange = await post(address, "/v1/rerank", body, **options)
     book_usage(answer, exchange)
     try:
         # vLLM, Jina and Cohere send a mapping with `results`; SGLang sends a list of results, each with token counts.
@@ -105,7 +112,7 @@ async def score(
             int(result["index"]): float(result["relevance_score" if "relevance_score" in result else "score"])
             for result in results
         }
-        ordered = [scores[index] for index in range(len(documents))]
+        ordered = [scores[index] for index in range(len(body["documents"]))]
     except (KeyError, TypeError, ValueError, AttributeError):
         raise exchange.failed(
             f"{address} sent an answer without a score for each document: {shorten(answer, 500)}"

@@ -20,6 +20,7 @@ from reward_loop._util.api_keys import api_key_of
 from reward_loop._util.json import decode, encode
 from reward_loop._util.refusals import asked_pause
 from reward_loop._util.text import shorten
+from reward_loop._util.transient import NO_SERVER_UP, REQUEST_BREAKS_SERVERS, error_code, unreachable
 from reward_loop.client.exchange import Exchange
 from reward_loop.client.places import in_a_place
 from reward_loop.errors import ConfigError, RequestError
@@ -28,13 +29,17 @@ from reward_loop.limits.lease import report_failure
 from reward_loop.limits.process_call import WorkerCall, call_here
 from reward_loop.records import current, hide, waiting_for
 
-__all__ = ["BACKEND_HEADER", "GROUP_HEADER", "MAX_REPLY_BYTES", "post", "shared_session"]
+__all__ = ["BACKEND_HEADER", "GROUP_HEADER", "MAX_REPLY_BYTES", "post", "server_of", "shared_session"]
 
 MAX_REPLY_BYTES = 64 * 1024 * 1024
 """The default limit on the length of a reply, in bytes after decompression."""
 
-_MAX_RESENDS = 3
-"""How many times a request to ``host:port`` is sent again after its connection was lost."""
+_MAX_RESENDS = 1
+"""How many times a request to ``host:port`` is sent again after its connection was lost. Further losses are an
+outage: see the table in `scoring/retry.py`."""
+
+_CONNECT_S = 10.0
+"""Seconds to establish a connection. An address that does not answer at all then counts as unreachable."""
 
 _KEEPALIVE_S = 3.0  # uvicorn, which vLLM and SGLang run in, closes idle connections after 5 s
 
@@ -51,6 +56,10 @@ BACKEND_HEADER = "x-reward-loop-backend"
 
 GROUP_HEADER = "x-reward-loop-group"
 """The header with a hash of the sample's group, for the router's policy ``affinity``. Services do not receive it."""
+
+
+NO_WAIT_HEADER = "x-reward-loop-no-wait"
+"""The header with which the router refuses a request while no server is up: in the router, the deadline would run."""
 
 
 class _ReplyTooLongError(Exception):
@@ -76,8 +85,8 @@ async def post(
     requests wait for a connection.
 
     If the connection to a ``host:port`` is lost before the answer is complete, for example because the router was
-    killed, the request is sent again, up to three times within the timeout. Requests to a base URL are not: a service
-    might compute, and charge for, the same request twice.
+    killed, the request is sent again, once and within the timeout. Requests to a base URL are not: a service might
+    compute, and charge for, the same request twice.
 
     Args:
         address: ``host:port`` as in ``reward_router_address``, or the base URL of a service.
@@ -97,11 +106,15 @@ async def post(
     headers = {"content-type": "application/json", **_authorization(api_key_env)}
     if not is_base_url and (group := _group()):
         headers[GROUP_HEADER] = blake2b(group.encode(errors="replace"), digest_size=8).hexdigest()
-    if timeout is not None and not is_base_url and isinstance(call := call_here(), Call):
+    call = None if is_base_url else call_here()
+    if timeout is not None and isinstance(call, Call):
         timeout *= call.patience  # Like the call's own deadline: the run's judge may be full.
+    if call is not None and call.request_retries.waits_for_outages:
+        headers[NO_WAIT_HEADER] = "1"
     exchange = _begin(url, body, api_key_env)
     started = time.perf_counter()
     try:
+        _raise_if_away(url)
         answer = await _post(exchange, url, is_base_url, headers, body, timeout, max_reply_bytes)
     except BaseException as error:
         exchange.end(seconds=time.perf_counter() - started, error=_cause(error))
@@ -110,6 +123,27 @@ async def post(
         raise
     exchange.update(seconds=time.perf_counter() - started)
     return answer, exchange
+
+
+def _raise_if_away(url: str) -> None:
+    """Raise the error of an outage for a new call, without a request. Calls that the outage lets through may ask.
+
+    Otherwise, all samples that begin in an outage would knock at the door of the judge.
+    """
+    call, server = call_here(), server_of(url)
+    if isinstance(call, Call) and call.attempt == 1 and call.limits.outages(call.loop).is_away(server):
+        raise RequestError(f"POST {url} was not sent: {server} cannot be reached at present", unreachable=server)
+
+
+def _record_answer(url: str) -> None:
+    if isinstance(call := call_here(), Call):
+        call.limits.outages(call.loop).answered(server_of(url))
+
+
+def server_of(url: str) -> str:
+    """Return scheme, host and port of a URL: the name of its server in an outage."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
 
 
 def _group() -> str | None:
@@ -160,7 +194,7 @@ async def _post(
                 data=encode(body),
                 headers=headers,
                 proxy=proxy_of(url) if is_base_url else None,  # No proxy for `host:port`: it is in the cluster.
-                timeout=aiohttp.ClientTimeout(total=None),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
             )
 
             async def once() -> tuple[aiohttp.ClientResponse, bytes]:
@@ -178,23 +212,30 @@ async def _post(
         ) from None
     except aiohttp.RedirectClientError as error:
         raise RequestError(f"{what} was redirected to {error}, which is not a valid URL") from error
+    except aiohttp.ConnectionTimeoutError as error:
+        raise RequestError(f"{what}: no connection within {_CONNECT_S:g} s", unreachable=server_of(url)) from error
     except TimeoutError as error:
         raise RequestError(f"{what}: no answer within {timeout:g} s") from error
     except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
         raise ConfigError(f"{what}: this is not a valid address; give `host:port` or a base URL") from error
     except (aiohttp.ClientError, OSError) as error:
-        raise RequestError(f"{what}: {type(error).__name__}: {error}") from error
+        away = None if unreachable(error) is None else server_of(url)
+        raise RequestError(f"{what}: {type(error).__name__}: {error}", unreachable=away) from error
     try:
         answer = decode(data)
     except ValueError:
         answer = None
     exchange.update(response=data.decode("utf-8", "backslashreplace") if answer is None else answer)
     if response.status != 200:
+        code = error_code(answer)
         raise RequestError(
             f"{what} was answered with status {response.status}: {_shown(data)}",
             status=response.status,
             retry_after=asked_pause(response.headers, response.status),
+            unreachable=server_of(url) if code == NO_SERVER_UP else None,
+            final=code == REQUEST_BREAKS_SERVERS,
         )
+    _record_answer(url)
     if answer is None and data.strip() != b"null":
         raise RequestError(f"{what}: the answer is not JSON: {_shown(data)}", status=200)
     return answer

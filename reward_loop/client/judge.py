@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
 import string
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
@@ -19,16 +17,12 @@ from reward_loop.client.expected import LOGPROBS, expected_score
 from reward_loop.client.fence import fenced, without_fenced
 from reward_loop.client.grammar import folded
 from reward_loop.client.http import MAX_REPLY_BYTES
+from reward_loop.client.repeats import repeated
 from reward_loop.client.verdicts import Choice, NoVerdictError, Number, Ratings, Verdict
-from reward_loop.errors import ConfigError, RequestError
+from reward_loop.errors import ConfigError
 from reward_loop.limits.lease import limit as limited
-from reward_loop.records import current, waiting_for
 
 __all__ = ["Judge", "Judgement"]
-
-_FIRST_PAUSE_S = 0.5
-_LONGEST_PAUSE_S = 30.0
-"""A service that asks for a longer pause is left to the retries of the function, whose pauses have no deadline."""
 
 
 class _Template(string.Template):
@@ -98,7 +92,7 @@ class Judge:
         address: str | None = None,
         model: str | None = None,
         limit: str | None = None,
-        attempts: int = 1,
+        attempts: int | None = None,
         timeout: float | None = 300.0,
         api_key_env: str | None = None,
         max_reply_bytes: int = MAX_REPLY_BYTES,
@@ -125,10 +119,10 @@ class Judge:
             model: the model's name; needed if the address serves several models.
             limit: the name of the limit in ``reward_loop.limits`` for each request; by default only
                 ``limits.default`` applies, to the whole function.
-            attempts: the largest number of attempts of a request that fails with a transient error. The pauses between
-                them, also those that the service asks for, count towards the function's deadline. After the last
-                attempt, or if the service asks for a pause of more than 30 s, the error is raised; then
-                ``reward_loop.retry`` may repeat the whole function.
+            attempts: the largest number of attempts of a request that fails with a transient error, or that a busy
+                service refuses. The pauses between them do not count towards the function's deadline. By default
+                ``reward_loop.retry.max_attempts``, without refused requests: for those, and after a pause of more than
+                30 s that the service asks for, the whole function is called again.
             timeout: seconds until the reply is received; ``None`` for no limit but the deadline of the reward function.
             api_key_env: the name of the environment variable with the service's API key.
             max_reply_bytes: the longest answer of the server, in bytes after decompression; a longer one is an error.
@@ -151,7 +145,7 @@ class Judge:
         """The names of the placeholders."""
         if unknown := set(fence) - self.fields:
             raise ConfigError(f"fence: the template has no field {listing(unknown)}, only {listing(self.fields)}")
-        if attempts < 1:
+        if attempts is not None and attempts < 1:
             raise ConfigError(f"attempts={attempts}: a judge needs at least 1 attempt")
         self._weighted: Number | Choice | None = None
         if expected:
@@ -237,20 +231,11 @@ class Judge:
         return judgement
 
     async def _ask(self, address: str | None, messages: list[dict[str, str]]) -> tuple[Reply, Exchange]:
-        """Send the request, again after each transient error while there are attempts left."""
-        attempt = 0
-        while True:
-            attempt += 1
-            try:
-                async with nullcontext() if self._limit is None else limited(self._limit):
-                    return await complete(address, messages, self._model, self._options, self._request)
-            except RequestError as error:
-                pause = (error.retry_after or 0.0) + random.uniform(0, _FIRST_PAUSE_S * 2 ** (attempt - 1))
-                if attempt == self._attempts or not error.transient or pause > _LONGEST_PAUSE_S:
-                    raise
-            # The permit is released during the pause.
-            with waiting_for(current(), "the pause before the next attempt of a request"):
-                await asyncio.sleep(pause)
+        async def send() -> tuple[Reply, Exchange]:
+            async with nullcontext() if self._limit is None else limited(self._limit):
+                return await complete(address, messages, self._model, self._options, self._request)
+
+        return await repeated(send, address, self._attempts)
 
     def _judge(self, prompt: str, reply: Reply, marks: Sequence[str]) -> Judgement:
         if reply.cut_off or (reply.finish_reason == "tool_calls" and not self._request.get("tools")):

@@ -400,6 +400,10 @@ class RewardLoopConfig(Config):
     audit: AuditConfig = Field(default_factory=AuditConfig)
     """Probes of the judge, see docs/health.md."""
 
+    outage_timeout_s: float = Field(default=600.0, ge=0, allow_inf_nan=False)
+    """Seconds for which calls wait for a judge, or a service of the run, that cannot be reached, before their samples
+    fail, see docs/outcomes.md. ``0``: an unreachable judge is a transient failure, for `retry`."""
+
     batch: BatchConfig = Field(default_factory=BatchConfig)
     """For the manager ``batch``."""
 

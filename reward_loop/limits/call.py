@@ -9,14 +9,25 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 from reward_loop.errors import BudgetSpentError, LimitError
 from reward_loop.limits.permit import ABANDONED, REWARD_MODEL, WHOLE_CALL, Limits, Permit, give_up
 from reward_loop.limits.shared_time import SharedTime
-from reward_loop.records import current, waiting_for
+from reward_loop.records import current
 
-__all__ = ["Call", "Deadlines", "current_call"]
+__all__ = ["Call", "Deadlines", "RequestRetries", "current_call"]
+
+
+class RequestRetries(NamedTuple):
+    """How the requests of a function are repeated."""
+
+    max_attempts: int
+    """The largest number of attempts of a request."""
+    first_pause_s: float
+    waits_for_outages: bool
+    """Whether the function is called again after an outage."""
+
 
 _SHARING_S = 3.0
 """The shortest time in seconds between two looks at a call that shares the global lock: within it, each of many threads
@@ -117,18 +128,37 @@ class Call:
         """How many times its deadline the call may take; see `Limits.patience`."""
         return self.limits.patience if self._whole and self._whole[-1].name == REWARD_MODEL else 1.0
 
+    @property
+    def request_retries(self) -> RequestRetries:
+        """How requests of the function are repeated."""
+        options = self.limits.options
+        waits = options.outage_timeout_s > 0 and self.traffic_class != "probe"
+        return RequestRetries(options.retry.max_attempts, options.retry.initial_wait, waits)
+
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
+        """Stop the clock of the deadline in the block; see `begin_wait`."""
+        self.begin_wait(what)
+        try:
+            yield
+        finally:
+            self.end_wait(what)
+
+    def begin_wait(self, what: str) -> None:
+        """Stop the clock of the deadline, on the call's event loop, until `end_wait`."""
         if not self._waits:
             self._waiting_since = time.monotonic()
         self._waits += 1
-        try:
-            with waiting_for(self.sample, what):
-                yield
-        finally:
-            self._waits -= 1
-            if not self._waits:
-                self._waited += time.monotonic() - self._waiting_since
+        if self.sample is not None:
+            self.sample.ask(what)
+
+    def end_wait(self, what: str) -> None:
+        """End a wait for `what`."""
+        self._waits -= 1
+        if not self._waits:
+            self._waited += time.monotonic() - self._waiting_since
+        if self.sample is not None:
+            self.sample.answered(what)
 
     async def enter(self, names: list[str]) -> None:
         """Acquire the permits of the whole call, in this order, of the limits that are configured.

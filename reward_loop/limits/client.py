@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import time
 from typing import Any
 
 from reward_loop._util.framing import frame, read_frame
@@ -18,7 +19,7 @@ from reward_loop.types import Outcome, RewardResult
 __all__ = ["RemoteLimits", "open_limits"]
 
 TIMEOUT_S = 30.0
-"""Seconds to connect to the service, or to get a response. After that, the run stops."""
+"""Seconds to connect to the service, or to get a response. After that, the service is away."""
 
 
 def open_limits(options: RewardLoopConfig) -> Limits:
@@ -47,6 +48,7 @@ class RemoteLimits(Limits):
             self._address = host, int(port)
         except ValueError:
             raise ConfigError("reward_loop.job: expected host:port:token, the address of a limiter service") from None
+        super().__init__()
         self.name = f"{host}:{port}"
         self.options = options or RewardLoopConfig(job=address)
         self.max_waits = {}
@@ -56,6 +58,10 @@ class RemoteLimits(Limits):
         self._messages: Messages | None = None
         self._connection: asyncio.Task[None] | None = None
         self._lost: JobServiceError | None = None
+        self._unsent: list[tuple[Any, ...]] = []
+        """What happened while `_lost` was set, for the service."""
+        self._away_since: float | None = None
+        """When the service stopped answering, by `time.monotonic`."""
         self._numbers = itertools.count()
         self._open: dict[int, tuple[Permit, asyncio.Future[Permit]]] = {}
         """The permits that are requested or held, by their id."""
@@ -84,31 +90,43 @@ class RemoteLimits(Limits):
             self._connect().send("leave", permit.id, accepted, retry_after, permit.share)
 
     def spend(self, cost: float, tokens: float) -> None:
-        self._connect().send("spend", cost, tokens)
+        self._report("spend", cost, tokens)
 
     def count(self, result: RewardResult, of: str = "") -> None:
         """Count one sample for the failure bound of the job, or its component ``of``.
 
         Raises:
             TooManyFailuresError: the service has counted too many failures; raised at one of the next samples.
-            JobServiceError: the service is unreachable.
+            JobServiceError: the service has been unreachable for longer than ``outage_timeout_s``.
         """
         if self.stopped is not None:
             raise TooManyFailuresError(self.stopped)
         lost = self._lost
-        messages = self._connect()
-        if lost is not None:
-            raise lost
         # The error may contain model output with surrogates, which UTF-8 cannot encode.
         texts = (result.error, result.cause)
         error, cause = (text and text.encode("utf-8", "backslashreplace").decode() for text in texts)
-        messages.send("count", result.outcome is Outcome.FAILED, error, cause, of)
+        self._report("count", result.outcome is Outcome.FAILED, error, cause, of)
+        if lost is not None and not self._is_awaited(lost):
+            raise lost
+
+    def _report(self, *message: Any) -> None:
+        """Send a message that needs no answer, or keep it until the service is back."""
+        messages = self._connect()
+        if self._lost is None:
+            messages.send(*message)
+        else:
+            self._unsent.append(message)
+
+    def _is_awaited(self, error: JobServiceError) -> bool:
+        """Return whether calls wait for the service, so that the run goes on."""
+        away_s = 0.0 if self._away_since is None else time.monotonic() - self._away_since
+        return error.unreachable is not None and away_s < self.options.outage_timeout_s
 
     async def why_stopped(self) -> str | None:
         try:
             await self.status()  # the service has then counted all samples that were sent before
         except JobServiceError as error:
-            return str(error)
+            return None if self._is_awaited(error) else str(error)
         return None if self.stopped is None else f"TooManyFailuresError: {self.stopped}"
 
     async def configure(self, name: str, changes: dict[str, Any]) -> None:
@@ -148,7 +166,7 @@ class RemoteLimits(Limits):
 
     async def _run(self, messages: Messages) -> None:
         writer: asyncio.StreamWriter | None = None
-        why, closed = "the connection has ended", False
+        why, closed, awaited = "the connection has ended", False, True
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 reader, writer = await asyncio.open_connection(*self._address)
@@ -156,14 +174,18 @@ class RemoteLimits(Limits):
                 writer.write(frame(proof(self._token, await read_frame(reader, MAX_LENGTH))))
                 first = await read_frame(reader, MAX_LENGTH)
             if not first:
+                awaited = False
                 raise ConnectionError("the service does not accept the token")
             self._receive(decode(first))
             self._lost = None
+            for message in self._unsent:
+                messages.send(*message)
+            self._unsent.clear()
             messages.connect(writer)
             while True:
                 self._receive(await receive(reader))
         except asyncio.CancelledError:
-            closed, why = True, "this process has closed the connection"
+            closed, awaited, why = True, False, "this process has closed the connection"
         except EOFError:
             pass
         except TimeoutError:
@@ -171,7 +193,7 @@ class RemoteLimits(Limits):
         except (OSError, ValueError) as error:
             why = str(error) or type(error).__name__
         finally:
-            lost = self._unreachable(why)
+            lost = self._unreachable(why, awaited)
             if self._messages is messages:
                 self._messages = None
                 self._lost = None if closed else lost
@@ -186,6 +208,7 @@ class RemoteLimits(Limits):
                 writer.close()
 
     def _receive(self, messages: list[list[Any]]) -> None:
+        self._away_since = None
         for what, *rest in messages:
             if what == "grant":
                 permit, request = self._open.get(rest[0], (None, None))
@@ -207,9 +230,12 @@ class RemoteLimits(Limits):
             elif (answer := self._answers.get(rest[0])) is not None and not answer.done():
                 answer.set_result(rest[1])
 
-    def _unreachable(self, why: str) -> JobServiceError:
+    def _unreachable(self, why: str, awaited: bool = True) -> JobServiceError:
+        if self._away_since is None:
+            self._away_since = time.monotonic()
         return JobServiceError(
             f"the limiter service at {self.name} is unreachable ({why}). It keeps the limits of all workers of the "
             "job, so no calls are made without it. It runs in the process that started the job: check that process "
-            "first"
+            "first",
+            f"{self.name}, the limiter service" if awaited else None,
         )

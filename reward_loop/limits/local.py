@@ -33,6 +33,7 @@ class LocalLimits(Limits):
     """Keeps limits and budget in this process. Requests and tokens are counted over ``period`` seconds."""
 
     def __init__(self, options: RewardLoopConfig, period: float = PERIOD_S) -> None:
+        super().__init__()
         self.options = options
         self.name = f"process {os.getpid()}"
         self.cost = self.tokens = 0.0

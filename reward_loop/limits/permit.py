@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from reward_loop._util.transient import is_refusal, retry_after
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import LimitError
+from reward_loop.limits.outages import Outages
 
 __all__ = [
     "ABANDONED",
@@ -136,6 +137,18 @@ class Limits(Holder, ABC):
     the run answers slowly; see `AdaptiveConcurrency`."""
     spent: str | None = None
     """Why no more calls are made, once the budget is used up."""
+
+    def __init__(self) -> None:
+        self._outages: dict[asyncio.AbstractEventLoop, Outages] = {}
+
+    def outages(self, loop: asyncio.AbstractEventLoop) -> Outages:
+        """Return the outages of an event loop. Callable from any thread for the loop of a running call."""
+        outages = self._outages.get(loop)
+        if outages is None:
+            for ended in [other for other in self._outages if other.is_closed()]:
+                del self._outages[ended]
+            outages = self._outages[loop] = Outages(self.options.outage_timeout_s, loop)
+        return outages
 
     def bind(self) -> asyncio.AbstractEventLoop:
         """Bind to the running event loop, unless an earlier one still runs; return the event loop in use."""

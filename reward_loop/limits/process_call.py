@@ -8,6 +8,7 @@ the call before it:
     ["leave", number, accepted, retry_after]
     ["spend", cost, tokens]
     ["answer", accepted, retry_after]       how the service responded to a request of the call
+    ["wait", what], ["go on", what]         the clock of the deadline stops in between
     ["exchange", fields]                    an exchange with a model server, for the record of the sample
 
 All permits of a call end with the call.
@@ -18,19 +19,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from reward_loop._util.api_keys import api_key_of
 from reward_loop.errors import LimitError
-from reward_loop.limits.call import Call, Deadlines, current_call
+from reward_loop.limits.call import Call, Deadlines, RequestRetries, current_call
 from reward_loop.limits.permit import ABANDONED, Permit, give_up
 from reward_loop.limits.protocol import MAX_LENGTH, refusal
 from reward_loop.processes import worker
 from reward_loop.records import TEXT_FIELDS, encode_record, hide
 
-__all__ = ["ServedCall", "WorkerCall", "call_here"]
+__all__ = ["ServedCall", "WorkerCall", "call_here", "pausing"]
 
 _MAX_EXCHANGE = MAX_LENGTH // 2
 
@@ -42,13 +43,17 @@ class WorkerCall:
         channel: the channel to the process that made the call.
         is_recorded: whether the sample has a record.
         group: the group of the sample.
+        request_retries: see `Call.request_retries`.
     """
 
-    def __init__(self, channel: worker.Channel, is_recorded: bool, group: str | None) -> None:
+    def __init__(
+        self, channel: worker.Channel, is_recorded: bool, group: str | None, request_retries: RequestRetries
+    ) -> None:
         self._channel = channel
         self._number = channel.call
         self.is_recorded = is_recorded
         self.group = group
+        self.request_retries = request_retries
 
     async def acquire(self, name: str, tokens: float) -> Permit:
         """Acquire a permit, on the function's own event loop; raises as `Limits.acquire` does."""
@@ -114,6 +119,14 @@ class WorkerCall:
             fields = {**small, "record_error": f"{size} bytes are too long for a record"}
         self._tell("exchange", dict(fields))
 
+    def begin_wait(self, what: str) -> None:
+        """Stop the clock of the deadline until `end_wait`."""
+        self._tell("wait", what)
+
+    def end_wait(self, what: str) -> None:
+        """End a wait for `what`."""
+        self._tell("go on", what)
+
     def run(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call a function that uses this object, at once in this thread."""
         function(*arguments)
@@ -135,6 +148,16 @@ def call_here() -> Call | WorkerCall | None:
     return current_call.get()
 
 
+@contextlib.contextmanager
+def pausing(call: Call | WorkerCall, what: str) -> Iterator[None]:
+    """Stop the clock of the call's deadline within ``with``, in any thread of the function."""
+    call.run(call.begin_wait, what)
+    try:
+        yield
+    finally:
+        call.run(call.end_wait, what)
+
+
 class ServedCall:
     """Serves a call in a worker process; see `processes.connection.Caller`.
 
@@ -145,8 +168,10 @@ class ServedCall:
 
     def __init__(self, call: Call, deadlines: Deadlines) -> None:
         sample = call.sample
-        self.context = (False, None) if sample is None else (sample.is_recorded, sample.sample.group)
+        recorded = (False, None) if sample is None else (sample.is_recorded, sample.sample.group)
+        self.context = (*recorded, call.request_retries)
         self._call = call
+        self._pauses: list[str] = []
         self._deadlines = deadlines
         self._waiting: dict[int, asyncio.Task[Permit]] = {}
         self._permits: dict[int, Permit] = {}
@@ -178,6 +203,12 @@ class ServedCall:
                 self._call.spend(cost, tokens)
             case ("answer", accepted, retry_after):
                 self._call.answer(accepted, retry_after)
+            case ("wait", what):
+                self._call.begin_wait(what)
+                self._pauses.append(what)
+            case ("go on", what):
+                self._pauses.remove(what)
+                self._call.end_wait(what)
             case ("exchange", fields):
                 if (variable := fields.get("api_key_env")) and (key := api_key_of(variable)):
                     hide(key)
@@ -195,6 +226,9 @@ class ServedCall:
 
     def close(self) -> None:
         """Stop serving: the function has ended. `Call.end` ends its permits."""
+        for what in self._pauses:
+            self._call.end_wait(what)
+        self._pauses.clear()
         waiting, self._waiting = self._waiting, {}
         for task in waiting.values():
             task.cancel()

@@ -142,7 +142,8 @@ class RewardLoopManagerBase:
         Returns:
             ``{"reward_score": float, "reward_extra_info": dict}``, as in verl. The extra info contains what the
             function returned, and always ``reward_outcome``, ``reward_masked``, ``reward_error``, ``reward_cause``,
-            ``reward_attempts``, ``reward_seconds``, ``reward_wait_seconds`` and ``reward_queue_seconds``;
+            ``reward_attempts``, ``reward_seconds``, ``reward_wait_seconds``, ``reward_queue_seconds`` and
+            ``reward_outage_seconds``;
             docs/outcomes.md describes them.
 
         Raises:

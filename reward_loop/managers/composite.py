@@ -120,6 +120,7 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
             seconds=sum(result.seconds for result in called),
             wait_seconds=sum(result.wait_seconds for result in called),
             queue_seconds=sum(result.queue_seconds for result in called),
+            outage_seconds=sum(result.outage_seconds for result in called),
             attempts=max(result.attempts for result in called),
         )
 

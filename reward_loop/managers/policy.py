@@ -24,8 +24,8 @@ def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
     """Convert a result to a reward, the return value of ``run_single``.
 
     ``reward_extra_info`` contains the extra info that the function returned, and always ``reward_outcome``,
-    ``reward_masked``, ``reward_seconds``, ``reward_wait_seconds``, ``reward_queue_seconds``, ``reward_attempts``,
-    ``reward_error`` and ``reward_cause``. A masked sample has the score 0.
+    ``reward_masked``, ``reward_seconds``, ``reward_wait_seconds``, ``reward_queue_seconds``, ``reward_outage_seconds``,
+    ``reward_attempts``, ``reward_error`` and ``reward_cause``. A masked sample has the score 0.
 
     Raises:
         ScoringError: the sample has no score, and the policy is ``raise``.
@@ -48,6 +48,7 @@ def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
             reward_attempts=result.attempts,
             reward_error=result.error or "",
             reward_cause=result.cause or "",
+            reward_outage_seconds=result.outage_seconds,
         ),
     }
 
@@ -73,6 +74,7 @@ def result_of(reward: Reward) -> RewardResult:
         attempts=info.get("reward_attempts", 1),
         wait_seconds=info.get("reward_wait_seconds", 0.0),
         queue_seconds=info.get("reward_queue_seconds", 0.0),
+        outage_seconds=info.get("reward_outage_seconds", 0.0),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from reward_loop._util.import_hint import import_hint
 from reward_loop._util.text import last_user_frame, user_lines
-from reward_loop._util.transient import is_refusal, is_transient, retry_after, status_of
+from reward_loop._util.transient import is_refusal, is_transient, retry_after, status_of, unreachable
 from reward_loop.errors import ScoringError
 
 __all__ = ["CallOutcome", "RemoteError", "cause_of", "describe_exception", "outcome_of"]
@@ -29,12 +29,20 @@ class RemoteError(Exception):
         transient: whether a retry may succeed.
         status: the HTTP status of the service's response; 429 if any exception in the chain is a refusal.
         retry_after: the seconds that the service asked to wait.
+        unreachable: what `unreachable` returned in the process.
     """
 
     def __init__(
-        self, description: str, cause: str, transient: bool, status: int | None, retry_after: float | None
+        self,
+        description: str,
+        cause: str,
+        transient: bool,
+        status: int | None,
+        retry_after: float | None,
+        unreachable: str | None = None,
     ) -> None:
         super().__init__(description)
+        self.unreachable = unreachable
         self.description = description
         self.cause = cause
         self.transient = transient
@@ -45,10 +53,24 @@ class RemoteError(Exception):
     def of(cls, error: BaseException) -> RemoteError:
         """Return the `RemoteError` that represents an exception."""
         status = 429 if is_refusal(error) else status_of(error)
-        return cls(describe_exception(error), cause_of(error), is_transient(error), status, retry_after(error))
+        return cls(
+            describe_exception(error),
+            cause_of(error),
+            is_transient(error),
+            status,
+            retry_after(error),
+            unreachable(error),
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RemoteError, (self.description, self.cause, self.transient, self.status, self.retry_after)
+        return RemoteError, (
+            self.description,
+            self.cause,
+            self.transient,
+            self.status,
+            self.retry_after,
+            self.unreachable,
+        )
 
 
 @dataclass(slots=True)
@@ -67,6 +89,10 @@ class CallOutcome:
     """The number of calls of the function."""
     waited: float = 0.0
     """Seconds of waiting for limits and between attempts."""
+    outage: float = 0.0
+    """Seconds of waiting for a judge that could not be reached; part of `waited`."""
+    note: str = ""
+    """What the message of a failed sample says below the exception."""
     queued: float = 0.0
     """Seconds of waiting for a free thread or process."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reward_loop.records.active import ActiveBatch, ActiveSample, active_samples, current, waiting_for
+from reward_loop.records.active import OUTAGE, ActiveBatch, ActiveSample, active_samples, current, waiting_for
 from reward_loop.records.rows import (
     TEXT_FIELDS,
     exchanges_of,
@@ -15,6 +15,7 @@ from reward_loop.records.watchdog import answers, watch
 from reward_loop.records.writer import Records, cleaned, encode_record, hide, records
 
 __all__ = [
+    "OUTAGE",
     "TEXT_FIELDS",
     "ActiveBatch",
     "ActiveSample",

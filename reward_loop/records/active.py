@@ -12,12 +12,16 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from reward_loop.types import RewardSample
 
-__all__ = ["ActiveBatch", "ActiveSample", "active_samples", "current", "waiting_for"]
+__all__ = ["OUTAGE", "ActiveBatch", "ActiveSample", "active_samples", "current", "waiting_for"]
 
 
 MAX_COPIES = 256
 """Maximum number of copies of exchanges (samples x exchanges) of one batch call. Up to this number, each sample of the
 batch gets all exchanges; above it, only the first sample gets them, since the copies would fill the disk."""
+
+
+OUTAGE = "the end of the outage of"
+"""The beginning of the text with which `ActiveSample.asking` names a wait for a judge that cannot be reached."""
 
 
 class Queued(Protocol):

@@ -94,6 +94,7 @@ def sample_row(
         "prompt_tokens": active.prompt_tokens,
         "completion_tokens": active.completion_tokens,
         "cost": active.cost or None,
+        **({"outage_s": result.outage_seconds} if result.outage_seconds else {}),
         **({"over_budget": True} if isinstance(result.exception, BudgetSpentError) else {}),
     }
 

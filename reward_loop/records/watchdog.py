@@ -25,7 +25,7 @@ from typing import Any
 from reward_loop._util.framing import frame, receive_frame
 from reward_loop._util.loop_pulse import LoopPulse
 from reward_loop.errors import ConfigError
-from reward_loop.records.active import ActiveSample, active_samples
+from reward_loop.records.active import OUTAGE, ActiveSample, active_samples
 
 __all__ = ["answers", "ask", "processes", "report", "watch", "why"]
 
@@ -201,7 +201,7 @@ class _Watchdog:
         self._look_at_loops(now, bool(samples))
         for sample in samples:
             bound = sample.watchdog_s
-            if bound is not None and now - sample.started > bound:
+            if bound is not None and now - sample.started > bound and not _waits_for_outage(sample):
                 slow.setdefault(bound, []).append(sample)
         self._logged = {bound: at for bound, at in self._logged.items() if bound in slow}
         for bound, samples in slow.items():
@@ -238,6 +238,11 @@ class _Watchdog:
 def _waits_for_limits_only(sample: ActiveSample) -> bool:
     waits = sample.waits()
     return bool(waits) and all("limit '" in what for what in waits)
+
+
+def _waits_for_outage(sample: ActiveSample) -> bool:
+    """Return whether the sample waits for the end of an outage, which has its own lines in the log."""
+    return any(what.startswith(OUTAGE) for what in sample.waits())
 
 
 def _line(call: dict[str, Any]) -> str:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from functools import lru_cache
 
-__all__ = ["BACKEND", "GROUP", "HOP_BY_HOP", "RawHeader", "end_to_end", "find", "named_by_connection", "to_wire"]
+__all__ = [
+    "BACKEND",
+    "GROUP",
+    "HOP_BY_HOP",
+    "NO_WAIT",
+    "RawHeader",
+    "end_to_end",
+    "find",
+    "named_by_connection",
+    "to_wire",
+]
 
 RawHeader = tuple[bytes, bytes]
 """The name of a header, in lower case, and its value."""
@@ -15,6 +25,9 @@ BACKEND = b"x-reward-loop-backend"
 
 GROUP = b"x-reward-loop-group"
 """The header of a request whose value is the same for all requests with the same beginning of their prompts."""
+
+NO_WAIT = b"x-reward-loop-no-wait"
+"""The header of a request that is refused while no server is up, because the client waits itself."""
 
 HOP_BY_HOP = frozenset(
     {

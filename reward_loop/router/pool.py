@@ -28,6 +28,7 @@ from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Container, Iterable
 from typing import Self
 
+from reward_loop._util.transient import NO_SERVER_UP
 from reward_loop.router.backend import (
     ANY,
     AsleepError,
@@ -165,17 +166,20 @@ class BackendPool:
         """Return whether `pick` would return a server that is not in `avoid`, without a turn of the policy."""
         return any(backend not in avoid for backend in self.group(route).ready)
 
-    async def acquire(self, route: Route = ANY, key: int | None = None, avoid: Container[Backend] = ()) -> Backend:
+    async def acquire(
+        self, route: Route = ANY, key: int | None = None, avoid: Container[Backend] = (), *, wait: bool = True
+    ) -> Backend:
         """Return a server for a request; wait while all servers are down or full.
 
         Args:
             route: which servers can answer the request.
             key: the routing key of the request; see `Policy.key`.
             avoid: servers to choose only if no other server is available.
+            wait: whether to wait.
 
         Raises:
-            Refusal: 503 if all servers are lost or removed; 429 if no server is available, and at least one is cooling
-                down.
+            Refusal: 503 if all servers are lost or removed, or if all are down and the request must not wait; 429 if no
+                server is available, and at least one is cooling down.
         """
         has_turn = False
         while True:
@@ -190,11 +194,14 @@ class BackendPool:
                 has_turn = True
                 continue
             if all(backend.state is BackendState.LOST for backend in members):
-                raise Refusal(503, f"no reward model server is available: {self.describe(members)}")
+                message = f"no reward model server is available: {self.describe(members)}"
+                raise Refusal(503, message, code=NO_SERVER_UP)
             cooling = [backend.cools_down_until for backend in members if backend.cooling_down]
             if cooling:
                 message = f"all servers are overloaded: {self.describe(members)}"
                 raise Refusal(429, message, retry_after_s=min(cooling) - time.monotonic())
+            if not wait:
+                raise Refusal(503, f"no reward model server is up: {self.describe(members)}", code=NO_SERVER_UP)
             await self._changed.wait()
 
     async def ask_for_model(self, name: str) -> None:

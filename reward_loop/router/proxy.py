@@ -14,7 +14,7 @@ from reward_loop.router.backend import Backend, Route
 from reward_loop.router.breaking import BreakingRequests, Suspect
 from reward_loop.router.client_request import ClientRequest, WaitsFor
 from reward_loop.router.config import RouterConfig
-from reward_loop.router.headers import BACKEND, HOP_BY_HOP, RawHeader, find, named_by_connection, to_wire
+from reward_loop.router.headers import BACKEND, HOP_BY_HOP, NO_WAIT, RawHeader, find, named_by_connection, to_wire
 from reward_loop.router.http_client import (
     NO_BODY,
     Answer,
@@ -79,7 +79,7 @@ class Proxy:
     429    all servers are cooling down after a 429 or 503
     501    the request asks for a WebSocket
     502    the last of `max_attempts` attempts lost its connection
-    503    no server was available, or the waiting queue is full
+    503    no server was available, or none is up and the request has the header `NO_WAIT`, or the queue is full
     504    the server did not answer before the deadline
     ====== ==========================================================
     """
@@ -170,9 +170,10 @@ class Proxy:
         failed: list[Backend] = []
         attempts = 0
         asked_for_models = False
+        wait = find(client.headers, NO_WAIT) is None
         while True:
             client.waits_for = WaitsFor.SERVER
-            backend = await pool.acquire(route, key, failed)
+            backend = await pool.acquire(route, key, failed, wait=wait)
             backend.begin()
             number, is_alone = backend.requests, backend.in_flight == 1
             client.waits_for = backend.url

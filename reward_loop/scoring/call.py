@@ -1,6 +1,6 @@
 """Call the user's function with given arguments. What goes wrong is returned as data, in a `CallOutcome`.
 
-    _call           retried? `Retry.again` makes further attempts
+    _call           failed? `Retry.again` makes further attempts, and waits for the end of outages
       _attempt      limited? It acquires the function's limits first. Where? On the event loop (`_run_on_loop`), or by
                     `_call_sync` in a thread or a process
 
@@ -21,6 +21,7 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import (
     BudgetSpentError,
     ConfigError,
+    JobServiceError,
     LimitError,
     RewardCrashedError,
     RewardTimeoutError,
@@ -191,18 +192,26 @@ class UserFunction:
             self._executor.close()
 
     async def _call(self, arguments: dict[str, Any], traffic_class: str) -> CallOutcome:
-        """Call the function, and again after transient errors."""
+        """Call the function, and again after transient errors and outages."""
         started = time.monotonic()
         outcome = await self._attempt(arguments, traffic_class)
-        if self._retry.applies_to(outcome):
+        outages = self.limits.outages(asyncio.get_running_loop())
+        if outcome.exception is not None:
             again = functools.partial(self._attempt, arguments, traffic_class)
-            outcome = await self._retry.again(outcome, again, started)
+            # A probe does not wait: it is not worth a probe of the judge that is back.
+            waits = outages if outages.timeout_s and traffic_class != "probe" else None
+            outcome = await self._retry.again(outcome, again, started, waits, self.name)
+        if outcome.exception is None:
+            outages.answered(f"of {self.name}")
         return outcome
 
     async def _attempt(self, arguments: dict[str, Any], traffic_class: str, attempt: int = 1) -> CallOutcome:
         """Call the function once, under its limits if they are configured."""
         if not self.limits.is_known:
-            await self.limits.status()
+            try:
+                await self.limits.status()
+            except JobServiceError as error:
+                return CallOutcome(None, error, 0.0, attempts=0)
         if self.limits.spent is not None:
             return CallOutcome.without_call(BudgetSpentError(_not_called(self.limits.spent, attempt)))
         call = Call(self.limits, self.timeout, traffic_class, attempt)
@@ -212,6 +221,9 @@ class UserFunction:
             except (LimitError, BudgetSpentError) as error:
                 call.end(abandoned=True)
                 return CallOutcome.without_call(type(error)(_not_called(str(error), attempt)), call.waited)
+            except JobServiceError as error:
+                call.end(abandoned=True)
+                return CallOutcome(None, error, 0.0, attempts=0, waited=call.waited)
             except BaseException:
                 call.end(abandoned=True)
                 raise

@@ -70,6 +70,7 @@ def to_result(call: CallOutcome, sample: RewardSample, function: str) -> RewardR
         attempts=call.attempts,
         wait_seconds=call.waited,
         queue_seconds=call.queued,
+        outage_seconds=call.outage,
         exception=problem,
     )
 
@@ -91,7 +92,7 @@ def _problem(call: CallOutcome, sample: RewardSample, function: str) -> ScoringE
     if isinstance(cause, ConfigError):  # every other sample would fail, too
         raise ConfigError(f"{describe(sample)}: {function} raised {describe_exception(cause)}") from cause
     problem = RewardFunctionError(
-        f"raised {describe_exception(cause)}{_advice(cause)}",
+        f"raised {describe_exception(cause)}{call.note or _advice(cause)}",
         sample=sample,
         function=function,
         attempts=call.attempts,

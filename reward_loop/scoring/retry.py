@@ -1,11 +1,37 @@
-"""Retries of calls that failed with a transient error.
+"""Calls of a function that are made again, and the rule which part of the library repeats what.
 
-Invariants:
+Each cause is repeated in one place only:
+
+============================================== ==================================== ===================================
+Cause                                          Repeated by                          Bound
+============================================== ==================================== ===================================
+A server answered nothing, 429 or 5xx to the   the router (`router/proxy.py`), on   ``max_attempts`` of the router and
+router, and another one is up                  another server                       its retry budget
+A connection to ``host:port`` was lost         `client/http.py`, the request        once
+408, 409, 425, 5xx, or an unusable answer, to  the client (`client/repeats.py`),    ``retry.max_attempts`` requests, or
+a request of `reward_loop.client`              the request                          ``attempts`` of a `Judge`
+429, 529 or ``Retry-After``: a busy service    the function: its permits must be    ``retry.max_seconds``
+                                               free meanwhile. Only a `Judge` with
+                                               ``attempts`` repeats its request first
+The judge, or the limiter service, cannot be   the function, after the outage       ``outage_timeout_s``
+reached (`limits/outages.py`); 502, 503, 504
+again and again
+Another transient error of the function: of    the function                         ``retry.max_attempts`` calls within
+its own client, `TransientError`                                                    ``retry.max_seconds``
+A process of the run died                      verl/reward_client.py,               ``MAX_TASK_RETRIES``
+                                               verl/recovery.py: the sample
+============================================== ==================================== ===================================
+
+What one place has repeated as often as allowed, no other repeats: such a `RequestError` is ``final``. Also final is an
+answer with the code `REQUEST_BREAKS_SERVERS`.
+
+Invariants of the repeated calls of a function:
 
 - An attempt that the service refused or asked to repeat later (HTTP 429, 529, or a ``Retry-After``) does not use up
-  `max_attempts`: a busy service loses no sample. All other failed attempts do.
+  `max_attempts`: a busy service loses no sample. Nor does an attempt in an outage, unless the judge has answered other
+  calls since the attempt before: then the sample is the cause. All other failed attempts do.
 - The pauses between attempts grow, also those that the service asked for, so the number of refused attempts is small.
-- `max_seconds` ends all of it. Time spent waiting for limits does not count: other samples use it.
+- `max_seconds` ends all of it. Time spent waiting for limits or in an outage does not count.
 """
 
 from __future__ import annotations
@@ -15,8 +41,18 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 
-from reward_loop._util.transient import is_refusal, is_transient, retry_after
+from reward_loop._util.transient import (
+    DOWN_STATUS,
+    address_of,
+    is_refusal,
+    is_transient,
+    retry_after,
+    status_of,
+    unreachable,
+)
 from reward_loop.config import RetryConfig
+from reward_loop.errors import RewardTimeoutError
+from reward_loop.limits.outages import Outage, Outages
 from reward_loop.processes.outcome import CallOutcome
 from reward_loop.records import current, waiting_for
 
@@ -24,7 +60,7 @@ __all__ = ["Retry"]
 
 
 class Retry:
-    """Retries a call with exponential backoff while it fails with a transient error.
+    """Repeats a call with exponential backoff while it fails with a transient error, and after outages.
 
     Args:
         config: the maximum number of attempts, the maximum total time, and the backoff.
@@ -35,31 +71,62 @@ class Retry:
         self.config = config
         self._sleep = sleep or _sleep
 
-    def applies_to(self, outcome: CallOutcome) -> bool:
-        """Return whether a call failed with a transient error, and more than one attempt is configured."""
-        return outcome.exception is not None and self.config.max_attempts > 1 and is_transient(outcome.exception)
-
     async def again(
-        self, first: CallOutcome, attempt: Callable[[int], Awaitable[CallOutcome]], started: float
+        self,
+        first: CallOutcome,
+        attempt: Callable[[int], Awaitable[CallOutcome]],
+        started: float,
+        outages: Outages | None = None,
+        function: str = "",
     ) -> CallOutcome:
-        """Retry until an attempt succeeds or fails permanently, or the attempts or the total time are used up.
+        """Repeat until an attempt succeeds or fails permanently, or the attempts or the total time are used up.
 
         Args:
             first: the outcome of the first attempt.
             attempt: makes one more attempt; it receives the attempt's number, from 2.
             started: start of the first attempt by `time.monotonic`; `config.max_seconds` counts from there.
+            outages: the outages that the call waits for; ``None`` to treat them as other transient errors.
+            function: the name of the function, which stands for an address that its errors do not have.
 
         Returns:
             The outcome of the last attempt, successful or not, with the times and calls of all attempts.
         """
         outcomes = [first]
         longest = min(self.config.initial_wait, self.config.max_wait)
-        while self.applies_to(outcomes[-1]):
+        counted, outage_s = 0, 0.0
+        outage: Outage | None = None
+        answers = lost = 0
+        while (error := outcomes[-1].exception) is not None:
+            away = None if outages is None else self._away(error, counted, function)
+            if outages is not None and away is not None:
+                before, outage = outage, outages.failed(away)
+                # If the judge has answered others since the last attempt, this sample may be what it cannot answer.
+                lost += outage is before and outage.answers > answers
+                if lost >= max(1, self.config.max_attempts - 1):
+                    break
+                answers, began = outage.answers, time.monotonic()
+                has_turn = await outage.turn()
+                outage_s += time.monotonic() - began
+                if not has_turn:
+                    outcomes[-1].note = outage.given_up()
+                    break
+                try:
+                    outcomes.append(await attempt(len(outcomes) + 1))
+                    again = outcomes[-1]
+                    if again.exception is not None and self._away(again.exception, counted, function) == away:
+                        outages.failed(away)
+                    elif not isinstance(again.error, RewardTimeoutError):  # that may be a connection without a timeout
+                        outages.answered(away)
+                finally:
+                    outages.ended(outage)
+                continue
+            if self.config.max_attempts == 1 or not is_transient(error):
+                break
             # The random time spreads the retries of all samples that the service refused at the same moment.
-            pause = _asked_pause(outcomes[-1]) + random.uniform(0, longest)
+            pause = (retry_after(error) or 0.0) + random.uniform(0, longest)
             longest = min(2 * longest, self.config.max_wait)
-            counted = sum(not _is_postponed(outcome) for outcome in outcomes)
-            elapsed = time.monotonic() - started - sum(outcome.waited for outcome in outcomes)
+            counted += not _is_postponed(error)
+            elapsed = time.monotonic() - started - outage_s - sum(outcome.waited for outcome in outcomes)
             if counted >= self.config.max_attempts or elapsed + pause >= self.config.max_seconds:
                 break
             await self._sleep(pause)
@@ -69,17 +136,24 @@ class Retry:
         last.seconds = sum(outcome.seconds for outcome in outcomes)
         last.queued = sum(outcome.queued for outcome in outcomes)
         last.waited = max(0.0, time.monotonic() - started - last.seconds - last.queued)
+        last.outage = outage_s
         return last
 
+    def _away(self, error: BaseException, counted: int, function: str) -> str | None:
+        """Return the name of the judge that could not be reached, also by the last of several attempts.
 
-def _asked_pause(outcome: CallOutcome) -> float:
-    """Return the seconds that the service asked to wait."""
-    return 0.0 if outcome.exception is None else retry_after(outcome.exception) or 0.0
+        ``None`` if the error has another cause.
+        """
+        address = unreachable(error)
+        is_last = counted + 1 >= self.config.max_attempts
+        if address is None and is_last and status_of(error) in DOWN_STATUS and not _is_postponed(error):
+            address = address_of(error) if is_transient(error) else None
+        return None if address is None else address or f"of {function}"
 
 
-def _is_postponed(outcome: CallOutcome) -> bool:
+def _is_postponed(error: BaseException) -> bool:
     """Return whether the service refused the call, or asked to repeat it later."""
-    return outcome.exception is not None and (is_refusal(outcome.exception) or _asked_pause(outcome) > 0)
+    return is_refusal(error) or bool(retry_after(error))
 
 
 async def _sleep(seconds: float) -> None:

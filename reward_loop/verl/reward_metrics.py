@@ -102,9 +102,13 @@ class StepRewards:
     def metrics(self) -> dict[str, float]:
         """Return the metrics for verl's logger: outcomes, means of the returned numbers, seconds and attempts.
 
+        ``reward_loop/outage/samples`` waited for a judge that could not be reached, the longest of them for
+        ``reward_loop/outage/seconds``.
+
         Keys may differ between samples: a mean covers the samples that have the key.
         """
         samples = self.samples().values()
+        outages = [sample.info.get("reward_outage_seconds") or 0.0 for sample in samples]
         outcomes = Counter(sample.info.get("reward_outcome") for sample in samples)
         measured: dict[str, list[float]] = defaultdict(list)
         returned: dict[str, list[float]] = defaultdict(list)
@@ -122,6 +126,8 @@ class StepRewards:
         for name, values in measured.items():
             metrics[f"reward_loop/{name}/mean"] = float(np.mean(values))
             metrics[f"reward_loop/{name}/max"] = float(np.max(values))
+        metrics["reward_loop/outage/samples"] = float(sum(seconds > 0 for seconds in outages))
+        metrics["reward_loop/outage/seconds"] = float(max(outages, default=0.0))
         return metrics | self.seconds
 
 

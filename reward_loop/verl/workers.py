@@ -91,14 +91,14 @@ def longest_quiet_s(options: RewardLoopConfig, *, by_group: bool) -> float | Non
     A sample waits for a thread, or for a place at the reward model, only while another sample runs, and for another
     permit no longer than ``max_wait`` of the limit. The components of a composite may run one after the other, and an
     incomplete group fails only after its timeout. The samples of a worker that dies start again when it has restarted,
-    within ``worker_answer_timeout_s``.
+    within ``worker_answer_timeout_s``. In an outage, all samples wait.
 
     Args:
         options: the options of the run.
         by_group: whether the manager waits for all rollouts of a prompt.
     """
     waits = [limit.max_wait for name, limit in options.limits.items() if name != REWARD_MODEL]
-    total = options.worker_answer_timeout_s + (options.group.timeout if by_group else 0.0)
+    total = options.worker_answer_timeout_s + options.outage_timeout_s + (options.group.timeout if by_group else 0.0)
     for call in options.components.values() or [options]:
         timeout = call.timeout or options.timeout
         if timeout is None or None in waits:
@@ -265,9 +265,9 @@ class RewardWorkers:
                 if patience is not None and quiet > patience:
                     raise RewardLoopError(
                         f"{len(left)} of {len(calls)} rewards are missing, and none arrived for {quiet:.0f} s. With "
-                        "reward_loop.timeout, retry.max_seconds, group.timeout, the max_wait of the limits and "
-                        f"worker_answer_timeout_s, one should arrive within {patience:g} s: does the reward manager "
-                        "wait without a deadline?"
+                        "reward_loop.timeout, retry.max_seconds, outage_timeout_s, group.timeout, the max_wait of the "
+                        f"limits and worker_answer_timeout_s, one should arrive within {patience:g} s: does the reward "
+                        "manager wait without a deadline?"
                     )
         return await asyncio.gather(*calls)
 

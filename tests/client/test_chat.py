@@ -87,8 +87,8 @@ async def test_a_busy_judge_is_asked_again() -> None:
         judge.script(Status(429, retry_after=0.001), BadJson(), Drop(), NoChoices(), Status(400))
         function = ScoringFunction(compute_score, options=options)
         result = await function(RewardSample("x"), reward_router_address=judge.address)
-        # The request that was dropped is sent again within its attempt.
-        assert (result.outcome, result.attempts) == ("failed", 4)
+        # The client repeats each request, and only the refusal is left to the retries of the function.
+        assert (result.outcome, result.attempts, len(judge.requests)) == ("failed", 2, 5)
         assert "status 400" in (result.error or "")
         result = await function(RewardSample("x"), reward_router_address=judge.address)
         assert (result.score, result.attempts) == (0.5, 1)

@@ -1,14 +1,15 @@
 from __future__ import annotations
 
+import asyncio
 import re
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from reward_loop import RewardLoopConfig, RewardResult, RewardSample, ScoringFunction
-from reward_loop.client import Choice, Judge, Number, Order, Ratings
-from reward_loop.client import judge as judge_module
+from reward_loop.client import Choice, Judge, Number, Order, Ratings, repeats
 from reward_loop.errors import ConfigError, RequestError
+from reward_loop.limits.call import RequestRetries
 from reward_loop.records import ActiveSample
 from reward_loop.testing import Answer, Body, FakeJudge, Status
 
@@ -218,10 +219,7 @@ async def test_a_list_of_a_parquet_file_is_a_conversation_too() -> None:
     assert Judge("{{history}}", Number(1, 10)).render(history=history) == "[user]\nHi"
 
 
-async def test_one_request_is_sent_again_after_a_transient_error_and_not_the_whole_function(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(judge_module, "_FIRST_PAUSE_S", 0.001)
+async def test_one_request_is_sent_again_after_a_transient_error_and_not_the_whole_function() -> None:
     async with FakeJudge("Score: 7") as server:
         judge = Judge("{{answer}}", Number(1, 10), address=server.address, attempts=3, limit="judge")
 
@@ -229,7 +227,7 @@ async def test_one_request_is_sent_again_after_a_transient_error_and_not_the_who
             return sum([(await judge(answer=solution_str)).score or 0.0 for _ in range(3)])
 
         server.script("Score: 1", Status(503), Status(429, retry_after=0.001), "Score: 2")
-        options = RewardLoopConfig(limits={"judge": {"max_concurrent": 1}})
+        options = RewardLoopConfig(limits={"judge": {"max_concurrent": 1}}, retry={"initial_wait": 0.001})
         result = await ScoringFunction(compute_score, options=options)(RewardSample("4"))
         assert (result.score, result.attempts, len(server.requests)) == (10.0, 1, 5)
 
@@ -245,7 +243,7 @@ async def test_one_request_is_sent_again_after_a_transient_error_and_not_the_who
 async def test_an_error_is_raised_after_the_last_attempt(
     faults: list[Status], requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(judge_module, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(repeats, "_NO_CALL", RequestRetries(1, 0.001, waits_for_outages=False))
     async with FakeJudge("Score: 7") as server:
         server.script(*faults)
         with pytest.raises(RequestError):
@@ -253,17 +251,41 @@ async def test_an_error_is_raised_after_the_last_attempt(
         assert len(server.requests) == requests
 
 
-async def test_the_deadline_of_the_sample_ends_the_attempts() -> None:
+JUDGE_WITH_ATTEMPTS = Judge("{{answer}}", Number(1, 10), attempts=2)
+
+
+async def asked(reward_router_address: str) -> float | None:
+    return (await JUDGE_WITH_ATTEMPTS(reward_router_address, answer="4")).score
+
+
+def asked_in_a_thread(reward_router_address: str) -> float | None:
+    return asyncio.run(asked(reward_router_address))
+
+
+@pytest.mark.parametrize(
+    ("function", "isolation"), [(asked, "thread"), (asked_in_a_thread, "thread"), (asked_in_a_thread, "process")]
+)
+async def test_the_pause_between_two_requests_does_not_count_towards_the_deadline(
+    function: Any, isolation: Literal["thread", "process"]
+) -> None:
     async with FakeJudge("Score: 7") as server:
-        server.script(Status(503, retry_after=20))
-        judge = Judge("{{answer}}", Number(1, 10), address=server.address, attempts=5)
+        scoring = ScoringFunction(function, timeout=2.0, isolation=isolation)
+        assert (await scoring(RewardSample("4"), reward_router_address=server.address)).score == 7  # the process starts
+        server.script(Status(503, retry_after=2.5))
+        result = await scoring(RewardSample("4"), reward_router_address=server.address)
+        await asyncio.to_thread(scoring.close)
+    assert (result.score, result.attempts) == (7.0, 1)
+    assert result.wait_seconds >= 2.5
+    assert result.seconds < 2
 
-        async def compute_score(solution_str: str) -> float | None:
-            return (await judge(answer=solution_str)).score
 
-        result = await ScoringFunction(compute_score, timeout=0.2)(RewardSample("4"))
-    assert result.outcome == "failed"
-    assert "0.2 s" in str(result.error)
+async def test_what_the_client_repeated_to_no_avail_is_not_repeated_by_the_function() -> None:
+    async with FakeJudge("Score: 7") as server:
+        server.script(*[Status(500)] * 20)
+        result = await ScoringFunction(asked, options=RewardLoopConfig(retry={"initial_wait": 0.001}))(
+            RewardSample("4"), reward_router_address=server.address
+        )
+        assert (result.outcome, result.attempts, len(server.requests)) == ("failed", 1, 2)
 
 
 async def test_the_ratings_of_criteria_are_components() -> None:

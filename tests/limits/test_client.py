@@ -199,7 +199,7 @@ async def test_a_client_that_dies_releases_its_permits(serve):
 
 async def test_a_service_that_goes_is_an_error_and_not_a_hang():
     service = LimitServer(options(max_concurrent=1))
-    job = RemoteLimits(await service.start())
+    job = RemoteLimits(await service.start(), RewardLoopConfig(outage_timeout_s=0))
     await job.acquire("judge")
     waiting = asyncio.create_task(job.acquire("judge"))
     await until(lambda: service.limits.snapshot()["limits"]["judge"]["waiting"] == 1)

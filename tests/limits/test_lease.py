@@ -26,6 +26,7 @@ from reward_loop import (
 )
 from reward_loop._util.sockets import reserve
 from reward_loop.limits.limiter import WINDOW
+from reward_loop.limits.server import LimitServer
 from tests.clock import advance, until
 from tests.counting import Counting
 
@@ -477,9 +478,34 @@ async def test_workers_that_have_only_the_address_of_the_service_share_a_limit(n
 async def test_without_its_service_a_run_stops():
     with reserve("127.0.0.1") as reservation:
         address = f"127.0.0.1:{reservation.getsockname()[1]}:token"
-    function, _ = scoring(plain_async, job=address)
+    function, _ = scoring(plain_async, job=address, outage_timeout_s=0.2)
     with pytest.raises(JobServiceError):
         await function(SAMPLE)
+
+
+async def test_calls_wait_for_their_service_and_failures_are_counted_when_it_is_back():
+    config = RewardLoopConfig(limits={"default": {"max_concurrent": 4}})
+    service = LimitServer(config)
+    address = await service.start()
+    function, _ = scoring(plain_async, job=address)
+    assert (await function(SAMPLE)).outcome == "scored"
+    await service.stop()
+    await until(lambda: function.limits._lost is not None)
+    waiting = asyncio.create_task(function(SAMPLE))
+    outages = function.limits.outages(asyncio.get_running_loop())
+    await until(lambda: outages.samples == 1)
+    function.limits.count(True, "sample u1 failed")
+    assert await function.limits.why_stopped() is None
+    back = LimitServer(config)
+    back.token = service.token
+    await back.start(port=int(address.split(":")[1]))
+    result = await waiting
+    assert (result.outcome, result.attempts) == ("scored", 1)
+    assert result.outage_seconds > 0
+    await until(lambda: back._failures)
+    assert list(back._failures[""]._failed) == [True]
+    function.limits.close()
+    await back.stop()
 
 
 def test_a_process_that_the_function_forks_is_outside():

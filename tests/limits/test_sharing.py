@@ -124,7 +124,7 @@ async def test_tokens_count_where_the_answer_cannot_be_read(answer, monkeypatch)
                 await request
         return 1.0
 
-    scoring = ScoringFunction(asks)
+    scoring = ScoringFunction(asks, options=RewardLoopConfig(retry={"max_attempts": 1}))
     assert (await scoring(SAMPLE)).error is None
     assert scoring.limits.tokens == 21
 
@@ -171,12 +171,12 @@ async def test_a_client_that_has_reconnected_counts_again(serve):
     held = await limits.acquire("judge")
     await service.disconnect()
     await until(lambda: limits._lost is not None)
-    with pytest.raises(reward_loop.JobServiceError):
-        limits.count(RewardResult(Outcome.SCORED, 1.0))
+    limits.count(RewardResult(Outcome.FAILED, error="sample u1 failed"))  # it is sent when the service is back
     (await limits.acquire("judge")).leave()
     held.leave()  # of the old connection: ended already
     limits.count(RewardResult(Outcome.SCORED, 1.0))
     assert (await status(limits))["judge"]["in_flight"] == 0
+    assert list(service._failures[""]._failed) == [True, False]
 
 
 class Unavailable(Exception):
@@ -220,6 +220,7 @@ async def test_an_outage_does_not_grow_an_adaptive_limit(function, remote, serve
         limits=limits,
         timeout=0.01 if function is hangs else 60,
         retry=NO_RETRY,
+        outage_timeout_s=0,
         job=address if remote else None,
         isolation="process" if function is breaks_within_judge_in_process else "thread",
     )

@@ -172,7 +172,7 @@ async def test_without_the_service_of_its_limits_a_run_stops(make, gate):
     service = LimitServer(RewardLoopConfig(limits=limits))
     address = await service.start()
     await service.stop()
-    manager = make({"form": {"gate": gate}, "accuracy": {}}, limits=limits, job=address)
+    manager = make({"form": {"gate": gate}, "accuracy": {}}, limits=limits, job=address, outage_timeout_s=0)
     with pytest.raises(JobServiceError, match="unreachable"):
         await run(manager, "<4>")
 

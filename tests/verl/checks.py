@@ -6,6 +6,7 @@ import itertools
 import re
 import statistics
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from reward_loop.records.reader import RecordsReader
 from reward_loop.view.phases import PhaseReader
 from reward_loop.view.timeline import timeline
 from tests.verl import rewards
+from tests.verl.away import AWAY_S
 from tests.verl.runs import Run
 
 
@@ -169,3 +171,18 @@ def check_timeline(folder: Path, step: int, metrics: dict[str, Any]) -> set[str]
     assert covered == pytest.approx(metrics["timing_s/step"], rel=0.05)
     assert "bounded the step" in found["bound"]
     return {lane["kind"] for lane in found["lanes"]}
+
+
+def check_outage(run: Run, steps: Iterable[int]) -> None:
+    """Check that samples waited for the judge of `away.py`, visibly, and that none failed because of it."""
+    metrics = [run.steps[step] for step in steps]
+    assert sum(step["reward_loop/outage/samples"] for step in metrics) > 0
+    assert AWAY_S - 2 < max(step["reward_loop/outage/seconds"] for step in metrics) < AWAY_S + 30
+    assert re.search(r"judge http://127.0.0.1:\d+ unreachable since \d+ s, \d+ samples? wait", run.output)
+    assert re.search(r"judge http://127.0.0.1:\d+ is back after \d+ s, \d+ samples? go on", run.output)
+    rows = list(RecordsReader(run.directory / "checkpoints" / "rewards").rows())
+    failed = [row["error"] for row in rows if row["outcome"] == "failed"]
+    assert not [error for error in failed if "ValueError: no score for" not in error]
+    recorded = [row for row in rows if row.get("outage_s")]
+    assert len(recorded) >= sum(step["reward_loop/outage/samples"] for step in metrics)
+    assert all(row["outage_s"] <= row["wait_s"] for row in recorded)

@@ -41,6 +41,8 @@ class Mixed:
     training, who is not the best of the group gets half."""
 
     async def compute_score(self, solution_str: str, ground_truth: str, extra_info: dict) -> dict | None:
+        if judge := os.environ.get("REWARD_JUDGE"):  # see `away.py`
+            await chat_complete(judge, solution_str)
         value = number(solution_str)
         score: float | None = (value % 100) / 100
         outcome = "scored"

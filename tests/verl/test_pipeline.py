@@ -18,9 +18,11 @@ from reward_loop.records.overlap import seconds_of
 from reward_loop.view.app import create_app
 from reward_loop.view.index import Index
 from reward_loop.view.phases import PhaseReader
+from tests.verl.away import judge_that_goes_away
 from tests.verl.checks import (
     check_events,
     check_failure_line,
+    check_outage,
     check_reward_metrics,
     check_scores,
     expected_advantages,
@@ -51,29 +53,36 @@ CORRECTION = "algorithm.rollout_correction"
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
     """Both overlaps, two ranks, two agent loop workers, four mini-batches a step, a judge that takes its time and
-    scores whole groups, two epochs, warm-ups, verl's correction for off-policy rollouts, and a critic beside it all."""
-    return train(
-        tmp_path_factory.mktemp("pipeline"),
-        tiny_generative_model,
-        MODE,
-        "data.shuffle=False",
-        "trainer.total_training_steps=4",
-        "trainer.save_freq=2",
-        "trainer.test_freq=4",
-        "trainer.n_gpus_per_node=2",
-        "actor_rollout_ref.rollout.agent.num_workers=2",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-        "actor_rollout_ref.actor.ppo_epochs=2",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
-        "actor_rollout_ref.actor.optim.lr_warmup_steps=16",
-        "actor_rollout_ref.rollout.calculate_log_probs=True",
-        f"{CORRECTION}.rollout_is=token",
-        "critic.enable=True",
-        f"critic.model.path={tiny_generative_model}",
-        "critic.optim.lr=1e-3",
-        "critic.optim.lr_warmup_steps=8",
-        function="Slow",
-    )
+    scores whole groups, two epochs, warm-ups, verl's correction for off-policy rollouts, and a critic beside it all.
+    The judge is away for some time in the second step."""
+    with judge_that_goes_away(after=50) as judge:
+        return train(
+            tmp_path_factory.mktemp("pipeline"),
+            tiny_generative_model,
+            MODE,
+            "data.shuffle=False",
+            "trainer.total_training_steps=4",
+            "trainer.save_freq=2",
+            "trainer.test_freq=4",
+            "trainer.n_gpus_per_node=2",
+            "actor_rollout_ref.rollout.agent.num_workers=2",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            "actor_rollout_ref.actor.ppo_epochs=2",
+            "actor_rollout_ref.actor.optim.lr=1e-3",
+            "actor_rollout_ref.actor.optim.lr_warmup_steps=16",
+            "actor_rollout_ref.rollout.calculate_log_probs=True",
+            f"{CORRECTION}.rollout_is=token",
+            "critic.enable=True",
+            f"critic.model.path={tiny_generative_model}",
+            "critic.optim.lr=1e-3",
+            "critic.optim.lr_warmup_steps=8",
+            function="Slow",
+            environment={"REWARD_JUDGE": judge},
+        )
+
+
+def test_samples_wait_while_the_judge_is_away(run: Run) -> None:
+    check_outage(run, range(1, 5))
 
 
 def test_every_sample_is_scored_and_trained_on_exactly_once(run: Run) -> None:

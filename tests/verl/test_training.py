@@ -23,11 +23,13 @@ from reward_loop.view.index import Index
 from reward_loop.view.phases import PhaseReader
 from reward_loop.view.timeline import timeline
 from tests.verl import rewards
+from tests.verl.away import judge_that_goes_away
 from tests.verl.checks import (
     advantages_by_uid,
     check_events,
     check_failure_line,
     check_health,
+    check_outage,
     check_reward_metrics,
     check_scores,
     expected_advantages,
@@ -64,29 +66,35 @@ TABLE_SIZE = 8
 def mixed_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
     """Two data-parallel ranks, a reference model, validation, a checkpoint; some samples unscored, some failed.
 
-    Samples are logged as tables."""
+    Samples are logged as tables. The judge is away for some time in the second step."""
     directory = tmp_path_factory.mktemp("mixed")
-    return train(
-        directory,
-        tiny_generative_model,
-        "trainer.total_training_steps=3",
-        "trainer.save_freq=2",
-        "trainer.test_freq=3",
-        "trainer.n_gpus_per_node=2",
-        "actor_rollout_ref.actor.use_kl_loss=True",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
-        "reward.num_workers=2",
-        "reward_loop.health.patience=1",
-        "reward_loop.health.masked_share=0",
-        f"reward_loop.log_samples={TABLE_SIZE}",
-        "trainer.logger=[console,file,wandb]",
-        *agent_loop("seeded"),
-        function="Mixed",
-        environment={
-            "WANDB_MODE": "offline",
-            "WANDB_DIR": str(directory),
-        },
-    )
+    with judge_that_goes_away(after=68) as judge:
+        return train(
+            directory,
+            tiny_generative_model,
+            "trainer.total_training_steps=3",
+            "trainer.save_freq=2",
+            "trainer.test_freq=3",
+            "trainer.n_gpus_per_node=2",
+            "actor_rollout_ref.actor.use_kl_loss=True",
+            "actor_rollout_ref.actor.optim.lr=1e-3",
+            "reward.num_workers=2",
+            "reward_loop.health.patience=1",
+            "reward_loop.health.masked_share=0",
+            f"reward_loop.log_samples={TABLE_SIZE}",
+            "trainer.logger=[console,file,wandb]",
+            *agent_loop("seeded"),
+            function="Mixed",
+            environment={
+                "WANDB_MODE": "offline",
+                "WANDB_DIR": str(directory),
+                "REWARD_JUDGE": judge,
+            },
+        )
+
+
+def test_samples_wait_while_the_judge_is_away(mixed_run: Run) -> None:
+    check_outage(mixed_run, range(1, 4))
 
 
 def test_every_sample_is_scored_exactly_once(mixed_run: Run) -> None:

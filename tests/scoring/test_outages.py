@@ -1,0 +1,444 @@
+"""Judges that cannot be reached, through real clients and sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+import struct
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import httpx
+import openai
+import pytest
+import requests
+
+from reward_loop import Outcome, RewardLoopConfig, RewardSample, ScoringFunction
+from reward_loop._util.sockets import listen
+from reward_loop._util.transient import NO_SERVER_UP, REQUEST_BREAKS_SERVERS
+from reward_loop.client import chat_complete, classify
+from reward_loop.limits import outages
+from tests.clock import until
+
+ANSWER = b'{"choices": [{"message": {"content": "7"}}], "data": [{"probs": [7]}]}'
+
+Peer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
+
+
+def http(status: int, body: bytes = ANSWER, headers: str = "") -> bytes:
+    return b"HTTP/1.1 %d X\r\ncontent-length: %d\r\ncontent-type: application/json\r\nconnection: close\r\n%s\r\n%s" % (
+        *(status, len(body), headers.encode(), body),
+    )
+
+
+def answers(status: int, body: bytes = ANSWER, headers: str = "") -> Peer:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(http(status, body, headers))
+
+    return answer
+
+
+async def read_request(reader: asyncio.StreamReader) -> None:
+    head = await reader.readuntil(b"\r\n\r\n")
+    lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+    await reader.readexactly(int(lengths[0].partition(b":")[2]) if lengths else 0)
+
+
+def error(code: str) -> bytes:
+    return b'{"error": {"message": "no", "code": "%s"}}' % code.encode()
+
+
+async def resets(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await read_request(reader)
+    connection = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+
+async def closes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await read_request(reader)
+
+
+async def cuts_within_the_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await read_request(reader)
+    writer.write(http(200)[:-5])
+
+
+async def cuts_the_handshake(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read(20)
+
+
+class Judge:
+    """A server on one port that is first away in some way, and then answers."""
+
+    def __init__(self) -> None:
+        listener = listen("127.0.0.1")
+        self.port = listener.getsockname()[1]
+        listener.close()
+        self.address = f"127.0.0.1:{self.port}"
+        self.connections = 0
+        self._server: asyncio.Server | None = None
+
+    async def be(self, peer: Peer | None) -> None:
+        """Treat connections in this way from now on; ``None``: refuse them."""
+        await self.stop()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self.connections += 1
+            assert peer is not None
+            with contextlib.suppress(OSError, EOFError):
+                await peer(reader, writer)
+                await writer.drain()
+            writer.close()
+
+        if peer is not None:
+            self._server = await asyncio.start_server(serve, "127.0.0.1", self.port)
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+            self._server = None
+
+
+@pytest.fixture
+async def judge() -> AsyncIterator[Judge]:
+    judge = Judge()
+    yield judge
+    await judge.stop()
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_FIRST_PAUSE_S", "_LONGEST_PAUSE_S", "_RETURN_INTERVAL_S"):
+        monkeypatch.setattr(outages, name, 0.02)
+
+
+async def by_our_client(solution_str: str, reward_router_address: str) -> float:
+    return float((await chat_complete(reward_router_address, solution_str, timeout=60)).text)
+
+
+async def by_our_client_with_a_base_url(solution_str: str, reward_router_address: str) -> float:
+    return float((await chat_complete(f"http://{reward_router_address}/v1", solution_str, timeout=60)).text)
+
+
+async def by_classify(solution_str: str, reward_router_address: str) -> Any:
+    return await classify(reward_router_address, solution_str)
+
+
+def in_a_thread(solution_str: str, reward_router_address: str) -> float:
+    return asyncio.run(by_our_client(solution_str, reward_router_address))
+
+
+async def by_aiohttp(solution_str: str, reward_router_address: str) -> float:
+    async with (
+        aiohttp.ClientSession(raise_for_status=True) as session,
+        session.post(f"http://{reward_router_address}/v1/chat/completions", json={"messages": []}) as response,
+    ):
+        return float((await response.json())["choices"][0]["message"]["content"])
+
+
+async def by_httpx(solution_str: str, reward_router_address: str) -> float:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        response = await client.post(f"http://{reward_router_address}/v1/chat/completions", json={})
+    return float(response.raise_for_status().json()["choices"][0]["message"]["content"])
+
+
+def by_requests(solution_str: str, reward_router_address: str) -> float:
+    response = requests.post(f"http://{reward_router_address}/v1/chat/completions", json={}, timeout=60)
+    response.raise_for_status()
+    return float(response.json()["choices"][0]["message"]["content"])
+
+
+async def by_openai(solution_str: str, reward_router_address: str) -> float:
+    client = openai.AsyncOpenAI(
+        api_key="x",
+        base_url=f"http://{reward_router_address}/v1",
+        max_retries=0,
+        http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
+    )
+    async with client:
+        reply = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
+    return float(reply.choices[0].message.content or "")
+
+
+CLIENTS = (
+    by_our_client, by_our_client_with_a_base_url, by_classify, in_a_thread, by_aiohttp, by_httpx, by_requests, by_openai
+)  # fmt: skip
+
+KINDS: dict[str, Peer | None] = {
+    "refused": None,
+    "reset": resets,
+    "closed": closes,
+    "cut within the answer": cuts_within_the_answer,
+    "502": answers(502),
+    "503": answers(503),
+    "504": answers(504),
+}
+
+
+def scoring(function: Any, timeout: float = 20.0, **options: Any) -> ScoringFunction:
+    options = {"retry": {"initial_wait": 0.001}, **options}
+    return ScoringFunction(function, options=RewardLoopConfig(timeout=timeout, **options))
+
+
+async def waiting(count: int, function: ScoringFunction) -> None:
+    """Wait until this number of samples wait for the end of an outage, or have their turn."""
+    outages = function.limits.outages(asyncio.get_running_loop())
+    async with asyncio.timeout(10):
+        await until(lambda: outages.samples == count)
+
+
+async def scored(function: ScoringFunction, judge: Judge, count: int = 1) -> list[Any]:
+    from reward_loop import NaiveRewardLoopManager
+
+    manager = NaiveRewardLoopManager(
+        function.limits.options, compute_score=function, reward_router_address=judge.address
+    )
+    return await asyncio.gather(*(manager.score(RewardSample("4", uid=f"u{i}")) for i in range(count)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("client", CLIENTS)
+async def test_samples_wait_for_a_judge_that_is_away(client: Any, kind: str, judge: Judge) -> None:
+    await judge.be(KINDS[kind])
+    function = scoring(client)
+    samples = asyncio.create_task(scored(function, judge, 3))
+    await waiting(3, function)
+    await judge.be(answers(200))
+    results = await samples
+    assert [(result.outcome, result.score) for result in results] == [(Outcome.SCORED, 7.0)] * 3
+    for result in results:
+        assert 0 < result.outage_seconds <= result.wait_seconds
+        assert result.attempts > 1
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+async def test_the_wait_is_not_part_of_the_deadline_and_holds_no_permit(isolation: str, judge: Judge) -> None:
+    function = scoring(
+        in_a_thread, 2.0, isolation=isolation, max_threads=1, max_processes=1, limits={"default": {"max_concurrent": 1}}
+    )
+    samples = asyncio.create_task(scored(function, judge, 2))
+    await waiting(2, function)
+    began = asyncio.get_running_loop().time()
+    await asyncio.sleep(2.5)  # longer than the deadline
+    status = await function.limits.status()
+    await judge.be(answers(200))
+    results = await samples
+    await asyncio.to_thread(function.close)
+    assert status["limits"]["default"]["in_flight"] <= 1  # the probe
+    assert [result.score for result in results] == [7.0, 7.0]
+    assert min(result.outage_seconds for result in results) > 2
+    assert asyncio.get_running_loop().time() - began < 20
+
+
+async def test_one_call_at_a_time_asks_whether_the_judge_is_back(judge: Judge, monkeypatch: Any) -> None:
+    monkeypatch.setattr(outages, "_FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr(outages, "_LONGEST_PAUSE_S", 0.1)
+    at_once = most = 0
+
+    async def closes_slowly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        await asyncio.sleep(0.05)
+        at_once -= 1
+
+    await judge.be(None)
+    function = scoring(by_our_client)
+    samples = asyncio.create_task(scored(function, judge, 50))
+    await waiting(50, function)
+    await judge.be(closes_slowly)
+    await until(lambda: judge.connections >= 6)
+    assert most == 1
+    # A sample that begins in the outage does not ask.
+    function = scoring(by_our_client)
+    await judge.be(answers(200))
+    assert [result.score for result in await samples] == [7.0] * 50
+    assert function is not None
+
+
+async def test_calls_come_back_paced(judge: Judge, monkeypatch: Any) -> None:
+    monkeypatch.setattr(outages, "_RETURN_INTERVAL_S", 0.2)
+    function = scoring(by_our_client)
+    samples = asyncio.create_task(scored(function, judge, 15))
+    await waiting(15, function)
+    await judge.be(answers(200))
+    await until(lambda: judge.connections >= 2)
+    assert judge.connections < 15
+    assert [result.score for result in await samples] == [7.0] * 15
+    assert judge.connections == 15
+
+
+async def test_after_the_bound_samples_fail_with_the_address_the_duration_and_the_option(judge: Judge) -> None:
+    function = scoring(by_our_client, outage_timeout_s=0.3)
+    results = await scored(function, judge, 2)
+    for result in results:
+        assert result.outcome is Outcome.FAILED
+        assert f"judge http://{judge.address} could not be reached for 0 s; calls wait at most 0.3 s" in result.error
+        assert "reward_loop.outage_timeout_s" in result.error
+        assert "has not answered since the start" in result.error
+    # The next sample asks once, and does not wait for another 0.3 s.
+    (late,) = await scored(function, judge)
+    assert (late.outcome, late.attempts) == (Outcome.FAILED, 1)
+    await judge.be(answers(200))
+    (result,) = await scored(function, judge)
+    assert result.score == 7
+    await judge.be(None)
+    again = asyncio.create_task(scored(function, judge))
+    await waiting(1, function)  # this is another outage
+    await judge.be(answers(200))
+    assert (await again)[0].score == 7
+
+
+async def test_without_a_bound_an_unreachable_judge_is_a_transient_error(judge: Judge) -> None:
+    (result,) = await scored(scoring(by_our_client, outage_timeout_s=0), judge)
+    assert (result.outcome, result.attempts, result.outage_seconds) == (Outcome.FAILED, 3, 0.0)
+
+
+async def test_a_cancelled_sample_leaves_the_outage(judge: Judge) -> None:
+    function = scoring(by_our_client)
+    first, second = (asyncio.create_task(scored(function, judge)) for _ in range(2))
+    await waiting(2, function)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    await judge.be(answers(200))
+    assert (await second)[0].score == 7
+
+
+async def test_a_sample_that_the_judge_cannot_answer_fails_while_others_are_answered(judge: Judge) -> None:
+    """Its request resets the connection each time, as one that crashes its server."""
+
+    async def picky(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+        body = await reader.readexactly(int(length.partition(b":")[2]))
+        if b"poison" not in body:
+            writer.write(http(200))
+
+    await judge.be(picky)
+    function = scoring(by_our_client)
+    poison = asyncio.create_task(function(RewardSample("poison"), reward_router_address=judge.address))
+    while not poison.done():
+        assert (await function(RewardSample("4"), reward_router_address=judge.address)).score == 7
+        await asyncio.sleep(0.01)
+    result = poison.result()
+    assert result.outcome is Outcome.FAILED
+    assert 3 <= result.attempts < 20
+
+
+async def test_the_console_has_one_line_for_all_samples_and_one_when_the_judge_is_back(
+    judge: Judge, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(outages, "_QUIET_S", 0.2)
+    await judge.be(answers(200))
+    function = scoring(by_our_client)
+    await scored(function, judge)
+    await judge.be(None)
+    caplog.set_level(logging.WARNING)
+    samples = asyncio.create_task(scored(function, judge, 8))
+    await until(lambda: "unreachable" in caplog.text)
+    await judge.be(answers(200))
+    await samples
+    lines = [record.getMessage() for record in caplog.records if record.name == outages.__name__]
+    assert lines == [
+        f"judge http://{judge.address} unreachable since 0 s, 8 samples wait, for at most 600 s "
+        "(reward_loop.outage_timeout_s)",
+        f"judge http://{judge.address} is back after 0 s, 8 samples go on",
+    ]
+
+
+async def test_a_judge_that_never_answered_is_named_at_once(judge: Judge, caplog: pytest.LogCaptureFixture) -> None:
+    function = scoring(by_our_client)
+    samples = asyncio.create_task(scored(function, judge))
+    await until(lambda: "is the address right?" in caplog.text)
+    await judge.be(answers(200))
+    await samples
+
+
+@pytest.mark.parametrize("name", ["no-such-host.invalid:1", "https"])
+async def test_dns_failures_and_cut_handshakes_are_outages(name: str, judge: Judge) -> None:
+    await judge.be(cuts_the_handshake)
+    url = f"https://{judge.address}/v1" if name == "https" else name
+
+    async def compute_score() -> float:
+        return float((await chat_complete(url, "?")).text)
+
+    (result,) = await scored(scoring(compute_score, outage_timeout_s=0.2), judge)
+    assert "could not be reached for" in result.error, result.error
+    assert result.attempts > 1
+
+
+async def test_a_wrong_certificate_is_not_an_outage() -> None:
+    key: Any = SimpleNamespace(host="judge", port=443, is_ssl=True, ssl=True)
+    error = aiohttp.ClientConnectorCertificateError(key, ssl.SSLCertVerificationError(1, "self-signed"))
+
+    async def compute_score() -> float:
+        raise error
+
+    result = await scoring(compute_score)(RewardSample("4"))
+    assert (result.outcome, result.attempts) == (Outcome.FAILED, 1)
+
+
+async def test_a_connection_that_is_not_established_in_time_is_an_outage(monkeypatch: Any, judge: Judge) -> None:
+    monkeypatch.setattr("reward_loop.client.http._CONNECT_S", 0.1)
+    full = socket.socket()
+    full.bind(("127.0.0.1", 0))
+    full.listen(0)
+    address = f"127.0.0.1:{full.getsockname()[1]}"
+    fillers = [socket.socket() for _ in range(4)]
+    for filler in fillers:  # the queue of connections is full: further ones get no answer
+        filler.setblocking(False)
+        filler.connect_ex(full.getsockname())
+
+    async def compute_score() -> float:
+        return float((await chat_complete(address, "?")).text)
+
+    (result,) = await scored(scoring(compute_score, outage_timeout_s=0.5), judge)
+    for opened in (full, *fillers):
+        opened.close()
+    assert "no connection within 0.1 s" in result.error
+    assert "could not be reached for" in result.error
+
+
+async def test_the_router_says_that_no_server_is_up(judge: Judge) -> None:
+    await judge.be(answers(503, error(NO_SERVER_UP)))
+    function = scoring(by_our_client, retry={"max_attempts": 1})
+    samples = asyncio.create_task(scored(function, judge))
+    await waiting(1, function)
+    await judge.be(answers(200))
+    assert (await samples)[0].score == 7
+
+
+@pytest.mark.parametrize("client", [by_our_client, by_httpx, by_requests, by_openai])
+@pytest.mark.parametrize("status", [400, 502])
+async def test_a_request_that_breaks_servers_is_final(client: Any, status: int, judge: Judge) -> None:
+    await judge.be(answers(status, error(REQUEST_BREAKS_SERVERS)))
+    (result,) = await scored(scoring(client), judge)
+    assert (result.outcome, result.attempts, judge.connections) == (Outcome.FAILED, 1, 1)
+
+
+async def test_errors_without_an_address_stand_for_the_function_itself() -> None:
+    is_away = True
+
+    async def compute_score(solution_str: str) -> float:
+        if is_away or solution_str == "never":
+            raise ConnectionResetError
+        return 1.0
+
+    function = scoring(compute_score)
+    samples = [asyncio.create_task(function(RewardSample(text))) for text in ("4", "never", "4")]
+    await asyncio.sleep(0.2)
+    assert not any(sample.done() for sample in samples)
+    is_away = False
+    while not samples[1].done():
+        assert (await function(RewardSample("4"))).score == 1
+        await asyncio.sleep(0.01)
+    assert [(await sample).score for sample in samples] == [1.0, None, 1.0]
