@@ -26,6 +26,7 @@ from reward_loop import (
     TooManyFailuresError,
     load_function,
 )
+from reward_loop.client import chat_complete
 from reward_loop.client.http import post
 from reward_loop.managers import GroupRewardLoopManager
 from reward_loop.offline.fields import Fields, check_fields
@@ -37,6 +38,7 @@ from reward_loop.records.notes import Notes
 from reward_loop.records.reader import RecordsReader
 from reward_loop.records.report import Report
 from tests.gsm8k import DATA, ROOT, needs_gsm8k
+from tests.verl.away import judge_that_goes_away
 
 
 def exact(solution_str, ground_truth):
@@ -440,6 +442,18 @@ def fails_for(*failing):
 
     calls = judge.calls = Counter()
     return judge
+
+
+def test_rows_wait_while_the_judge_is_away(tmp_path):
+    source = write_jsonl(tmp_path / "in.jsonl", ROWS)
+    with judge_that_goes_away(after=4, seconds=1.0) as address:
+
+        async def judge(solution_str):
+            return float((await chat_complete(address, solution_str)).text)
+
+        done = score(source, tmp_path / "out", judge)
+    assert (done.outcomes, done.report.samples) == ({"scored": 12}, 12)
+    assert any(row.get("outage_s", 0) > 0.5 for row in RecordsReader(tmp_path / "out").rows())
 
 
 def test_failed_rows_of_a_finished_run_are_scored_again_where_asked(tmp_path):

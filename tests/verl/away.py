@@ -21,11 +21,12 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextlib.contextmanager
-def judge_that_goes_away(after: int) -> Iterator[str]:
+def judge_that_goes_away(after: int, seconds: float = AWAY_S) -> Iterator[str]:
     """Serve a judge in a thread; yields its address.
 
     Args:
-        after: the number of answers after which it goes away for `AWAY_S` seconds, once.
+        after: the number of answers after which it goes away, once.
+        seconds: for how long.
     """
     lock, answers = threading.Lock(), 0
     due, over = threading.Event(), threading.Event()
@@ -34,6 +35,8 @@ def judge_that_goes_away(after: int) -> Iterator[str]:
         def do_POST(self) -> None:
             nonlocal answers
             self.rfile.read(int(self.headers["content-length"]))
+            if due.is_set() and self.server is first:  # it is about to close its socket
+                return
             with lock:
                 answers += 1
                 if answers == after:
@@ -52,7 +55,7 @@ def judge_that_goes_away(after: int) -> Iterator[str]:
         due.wait()
         server.shutdown()
         server.server_close()
-        if not over.wait(AWAY_S):
+        if not over.wait(seconds):
             with _Server(server.server_address, Handler) as again:
                 threading.Thread(target=again.serve_forever).start()
                 over.wait()
