@@ -43,8 +43,8 @@ async def test_below_the_quorum_without_a_failure_a_response_is_unscored() -> No
     ("faults", "calls"),
     [
         ([Status(401), Status(401)], 1),  # permanent: not called again
-        ([Status(500), Status(500)], 2),  # transient
-        ([Status(500), Status(401)], 2),  # two of the three suffice, so another call may reach the quorum
+        ([Status(429, 0.01), Status(429, 0.01)], 2),  # transient
+        ([Status(429, 0.01), Status(401)], 2),  # two of the three suffice, so another call may reach the quorum
     ],
 )
 async def test_below_the_quorum_with_a_failure_a_sample_fails_and_a_transient_failure_is_retried(

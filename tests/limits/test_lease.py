@@ -20,6 +20,7 @@ from reward_loop import (
     NaiveRewardLoopManager,
     Outcome,
     RewardLoopConfig,
+    RewardResult,
     RewardSample,
     RewardTimeoutError,
     ScoringFunction,
@@ -494,7 +495,7 @@ async def test_calls_wait_for_their_service_and_failures_are_counted_when_it_is_
     waiting = asyncio.create_task(function(SAMPLE))
     outages = function.limits.outages(asyncio.get_running_loop())
     await until(lambda: outages.samples == 1)
-    function.limits.count(True, "sample u1 failed")
+    function.limits.count(RewardResult(Outcome.FAILED, None, error="sample u1 failed"))
     assert await function.limits.why_stopped() is None
     back = LimitServer(config)
     back.token = service.token

@@ -171,7 +171,7 @@ async def test_a_client_that_has_reconnected_counts_again(serve):
     held = await limits.acquire("judge")
     await service.disconnect()
     await until(lambda: limits._lost is not None)
-    limits.count(RewardResult(Outcome.FAILED, error="sample u1 failed"))  # it is sent when the service is back
+    limits.count(RewardResult(Outcome.FAILED, None, error="sample u1 failed"))  # it is sent when the service is back
     (await limits.acquire("judge")).leave()
     held.leave()  # of the old connection: ended already
     limits.count(RewardResult(Outcome.SCORED, 1.0))
