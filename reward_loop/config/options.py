@@ -342,6 +342,10 @@ class RewardLoopConfig(Config):
     """The maximum memory of a worker process and of the processes that it started, in megabytes (2^20 bytes). A worker
     process that exceeds it is killed, and its sample fails. By default there is no limit."""
 
+    max_calls_per_process: int | None = Field(default=None, ge=1)
+    """The number of calls after which a worker process is replaced, for functions that spoil their process in a way
+    that is not restored, see docs/reward-functions.md. By default processes are kept."""
+
     max_failed_share: float = Field(default=0.5, ge=0, le=1)
     """The run stops when more than this share of the latest samples failed; 1 disables the check."""
 

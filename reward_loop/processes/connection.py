@@ -209,6 +209,8 @@ def _death(content: memoryview) -> str:
         return f"ended its worker process with exit status {report.code}{_at(report)}"
     name = name_of(-report.code)
     hint = ", perhaps by the kernel because memory ran out" if name == "SIGKILL" else ""
+    if report.limit:
+        hint = f": {report.limit}"
     return f"crashed: its worker process was killed by {name}{hint}{_at(report)}"
 
 

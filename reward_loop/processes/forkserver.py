@@ -22,6 +22,7 @@ adopts them. Every child of the fork server that is not a live worker is therefo
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import re
@@ -51,6 +52,8 @@ _MEMORY_SECONDS = 0.05
 _LINGER_SECONDS = 2.0
 """Seconds that a report waits for the worker's descendants to die. Uninterruptible sleep can delay their death."""
 _STACK_LINES = 8
+_CPU_ROUNDING_SECONDS = 0.1
+"""The kernel compares the CPU time with its limit at clock ticks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,8 @@ class Report:
     memory_mb: float | None
     """The memory of the worker and its descendants (in 2^20 bytes) if it was killed for exceeding the limit."""
     max_memory_mb: int | None
+    limit: str
+    """The resource limit for which the kernel killed the worker; ``""`` if it was none."""
     stack: str
     """Traceback lines of the user's code if the worker crashed or passed its deadline; ``""`` if it wrote none."""
 
@@ -218,15 +223,16 @@ class _ForkServer:
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if not pid:
-                    break
+            while (dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                cpu_limit = _cpu_limit(dead.si_pid)  # the kernel forgets it with the process
+                pid, status, usage = os.wait4(dead.si_pid, 0)
                 if child := self._alive.pop(pid, None):
                     with contextlib.suppress(KeyError):
                         self._poll.unregister(child.channel)
                     code = os.waitstatus_to_exitcode(status)
-                    child.report = Report(code, child.memory_mb, self._max_memory_mb, _read_stack(child.stack_fd))
+                    limit = _limit_of(code, usage.ru_utime + usage.ru_stime, cpu_limit)
+                    stack = _read_stack(child.stack_fd)
+                    child.report = Report(code, child.memory_mb, self._max_memory_mb, limit, stack)
                     child.report_by = time.monotonic() + _LINGER_SECONDS
                     self._dead.append(child)
         orphans = [pid for pid in children(os.getpid()) if pid not in self._alive]
@@ -270,6 +276,28 @@ def _read_stack(fd: int) -> str:
             break
         lines.append(line)
     return "\n".join(lines[:_STACK_LINES])
+
+
+def _cpu_limit(pid: int) -> float:
+    """Return the seconds of CPU time that a dead process, not yet reaped, was allowed to use."""
+    try:
+        with open(f"/proc/{pid}/limits") as file:
+            found = re.search(r"^Max cpu time\s+(\d+)\s", file.read(), re.MULTILINE)
+    except OSError:
+        return math.inf
+    return int(found[1]) if found else math.inf
+
+
+def _limit_of(code: int, cpu_seconds: float, cpu_limit: float) -> str:
+    """Return which resource limit the kernel has enforced by the signal that killed a worker, or ``""``."""
+    if code in (-signal.SIGXCPU, -signal.SIGKILL) and cpu_seconds >= cpu_limit - _CPU_ROUNDING_SECONDS:
+        return (
+            f"it used {cpu_seconds:.1f} s of CPU time in all its calls, and RLIMIT_CPU allows {cpu_limit:g} s. The "
+            "function (`resource.setrlimit`) or the shell (`ulimit -t`) sets this limit; use `timeout` instead"
+        )
+    if code == -signal.SIGXFSZ:
+        return "it wrote a file larger than RLIMIT_FSIZE (`resource.setrlimit`, or `ulimit -f`) allows"
+    return ""
 
 
 def _own_memory_mb(pid: int) -> float:

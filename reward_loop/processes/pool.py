@@ -56,6 +56,7 @@ class WorkerProcesses:
         files: modules loaded from files, which cannot be imported by name alone: name -> path.
         max_processes: the maximum number of concurrent calls; by default the number of cores.
         max_memory_mb: the memory limit (in 2^20 bytes) of a process with its descendants; by default none.
+        max_calls: the number of calls after which a process is replaced; by default never.
 
     Raises:
         FunctionLoadError: the function cannot be pickled.
@@ -69,11 +70,12 @@ class WorkerProcesses:
         files: Mapping[str, str] | None = None,
         max_processes: int | None = None,
         max_memory_mb: int | None = None,
+        max_calls: int | None = None,
     ) -> None:
         self.max_processes = max_processes or usable_cores()
         self.max_memory_mb = max_memory_mb
         try:
-            setup = pickle.dumps(Setup(files or {}, cloudpickle.dumps(function), self.max_processes))
+            setup = pickle.dumps(Setup(files or {}, cloudpickle.dumps(function), self.max_processes, max_calls))
         except Exception as error:
             raise FunctionLoadError(
                 f"{name} cannot run in a worker process, because it cannot be pickled: {type(error).__name__}: "

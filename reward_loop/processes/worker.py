@@ -7,6 +7,7 @@ messages to the caller, and wait for answers, in any thread.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import faulthandler
 import importlib.abc
 import importlib.machinery
@@ -27,6 +28,7 @@ from typing import Any, NoReturn
 from reward_loop._util.framing import frame, receive_frame
 from reward_loop.errors import RewardFunctionError
 from reward_loop.processes.outcome import CallOutcome, RemoteError, describe_exception, outcome_of
+from reward_loop.processes.state import ProcessState
 
 __all__ = [
     "ANSWER",
@@ -95,6 +97,8 @@ class Setup:
     """The pickled function."""
     processes: int
     """The maximum number of processes of the pool."""
+    max_calls: int | None
+    """The number of calls after which the worker is replaced."""
 
 
 _CATCHABLE_SIGNALS = signal.valid_signals() - {
@@ -218,28 +222,37 @@ def serve(connection: socket.socket, stack_fd: int, max_memory_mb: int | None) -
     # Opened once: opening this file takes longer than all other work between two calls.
     memory_fd = os.open("/proc/self/statm", os.O_RDONLY)
     pid, folder, had_streams, first_mb = os.getpid(), os.open(".", os.O_PATH), _settle_streams(), None
-    fchdir = os.fchdir  # graders that run generated code set it, and other functions of `os`, to None
+    fchdir, getpid, setitimer = os.fchdir, os.getpid, signal.setitimer  # graders of generated code set them to None
     global channel
     channel = to_pool = Channel(connection)
     os.register_at_fork(after_in_child=_detach)
-    function, failure = _load(to_pool.receive())
+    function, max_calls, failure = _load(to_pool.receive())
+    _settle_streams()
+    state = ProcessState()
     while True:
         arguments = to_pool.next_call()
         if failure is None:
             to_pool.send(STARTED)
         outcome = failure or _call(function, arguments)
-        if os.getpid() != pid:
+        if getpid() != pid:
             os._exit(0)  # The function forked, and this is the child process.
-        # Reset the state that the function may have changed: alarms, working directory, streams.
+        # Reset what the function may have left behind: first what could disturb the answer, then, while the pool reads
+        # the answer, the rest.
         for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
-            signal.setitimer(timer, 0)
+            setitimer(timer, 0)
         fchdir(folder)
         memory_mb = _memory_mb(memory_fd)
         first_mb = first_mb or memory_mb
         spoiled = _settle_streams() < had_streams or memory_mb - first_mb > max_growth_mb
-        to_pool.send(ENDED_LAST if failure or spoiled else ENDED, _pack(outcome))
-        if failure or spoiled:
-            os._exit(0)
+        is_last = failure is not None or spoiled or to_pool.call == max_calls
+        kind = ENDED_LAST if is_last else ENDED
+        try:
+            to_pool.send(kind, _pack(outcome))
+        except Exception:  # the function has replaced something that sending needs
+            state.restore()
+            to_pool.send(kind, _pack(outcome))
+        if is_last or not state.restore():
+            os._exit(0)  # if the pool has already sent the next call, it sends that to another worker
 
 
 def unpack(answer: bytes | memoryview) -> CallOutcome:
@@ -301,16 +314,16 @@ def _dumps(value: Any) -> bytes:
         return cloudpickle.dumps(value)
 
 
-def _load(setup: bytes) -> tuple[Callable[..., Any], CallOutcome | None]:
+def _load(setup: bytes) -> tuple[Callable[..., Any], int | None, CallOutcome | None]:
     try:
         made: Setup = pickle.loads(setup)
         global processes
         processes = made.processes
         sys.meta_path.append(_Files(made.files))
-        return pickle.loads(made.function), None
+        return pickle.loads(made.function), made.max_calls, None
     except BaseException as error:
         problem = f"cannot be loaded in a worker process: {describe_exception(error)}"
-        return _load, CallOutcome(None, None, 0.0, RewardFunctionError(problem))
+        return _load, None, CallOutcome(None, None, 0.0, RewardFunctionError(problem))
 
 
 def _call(function: Callable[..., Any], arguments: bytes) -> CallOutcome:
@@ -320,7 +333,8 @@ def _call(function: Callable[..., Any], arguments: bytes) -> CallOutcome:
     except Exception as error:
         problem = f"received arguments that cannot be unpickled in a worker process: {type(error).__name__}: {error}"
         return CallOutcome(None, None, 0.0, RewardFunctionError(problem))
-    return outcome_of(function, kwargs)
+    # In a context of its own: what the call sets in context variables, such as numpy's `errstate`, ends with it.
+    return contextvars.copy_context().run(outcome_of, function, kwargs)
 
 
 class _Files(importlib.abc.MetaPathFinder):

@@ -120,8 +120,9 @@ class UserFunction:
         self._target = function if isinstance(function, Target) else resolve(function, reward_kwargs)
         self._threads = DaemonThreads(options.max_threads)
         self._executor: DaemonThreads | WorkerProcesses = self._threads
+        self._max_calls_per_process = options.max_calls_per_process
         if is_isolated(self._target) or (options.isolation == "process" and not self._target.is_async):
-            self._executor = in_processes(self._target, Isolation(options.max_processes, options.max_memory_mb))
+            self.isolate(options.max_processes, options.max_memory_mb)
         self._sync_calls = 0
         """The number of sync calls, without probes, that run or wait for a free thread or process."""
         self._deadlines: Deadlines | None = None
@@ -175,7 +176,8 @@ class UserFunction:
             FunctionLoadError: the function is async, or cannot be pickled.
         """
         self._close_processes()
-        self._executor = in_processes(self._target, Isolation(max_processes, max_memory_mb))
+        isolation = Isolation(max_processes, max_memory_mb, self._max_calls_per_process)
+        self._executor = in_processes(self._target, isolation)
 
     def close(self) -> None:
         """Stop the idle worker processes, and close the limits that the function created itself.

@@ -28,10 +28,12 @@ class Isolation:
     Args:
         max_processes: the maximum number of concurrent calls; by default the number of cores.
         max_memory_mb: the memory limit (in 2^20 bytes) of a process with its child processes; by default none.
+        max_calls_per_process: the number of calls after which a process is replaced; by default never.
     """
 
     max_processes: int | None = None
     max_memory_mb: int | None = None
+    max_calls_per_process: int | None = None
 
 
 @overload
@@ -39,11 +41,18 @@ def isolated(function: F, /) -> F: ...
 
 
 @overload
-def isolated(*, max_processes: int | None = None, max_memory_mb: int | None = None) -> Callable[[F], F]: ...
+def isolated(
+    *, max_processes: int | None = None, max_memory_mb: int | None = None, max_calls_per_process: int | None = None
+) -> Callable[[F], F]: ...
 
 
 def isolated(
-    function: F | None = None, /, *, max_processes: int | None = None, max_memory_mb: int | None = None
+    function: F | None = None,
+    /,
+    *,
+    max_processes: int | None = None,
+    max_memory_mb: int | None = None,
+    max_calls_per_process: int | None = None,
 ) -> F | Callable[[F], F]:
     """Mark a sync reward function or class to run in worker processes, which are killed at the deadline.
 
@@ -53,6 +62,7 @@ def isolated(
         function: the function or class, if used as ``@isolated`` without arguments.
         max_processes: the maximum number of concurrent calls.
         max_memory_mb: the memory limit (in 2^20 bytes) of a process with its child processes.
+        max_calls_per_process: the number of calls after which a process is replaced.
 
     Example::
 
@@ -61,7 +71,7 @@ def isolated(
     """
 
     def mark(function: F) -> F:
-        setattr(function, _MARK, Isolation(max_processes, max_memory_mb))
+        setattr(function, _MARK, Isolation(max_processes, max_memory_mb, max_calls_per_process))
         return function
 
     return mark if function is None else mark(function)
@@ -108,6 +118,7 @@ def in_processes(target: Target, options: Isolation) -> WorkerProcesses:
         files=file_modules(),
         max_processes=mark.max_processes or options.max_processes,
         max_memory_mb=mark.max_memory_mb or options.max_memory_mb,
+        max_calls=mark.max_calls_per_process or options.max_calls_per_process,
     )
 
 

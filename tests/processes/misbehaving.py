@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import dataclasses
+import decimal
 import faulthandler
+import gc
+import io
+import locale
+import logging
 import os
+import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +204,94 @@ def disables_the_operating_system() -> Any:
             setattr(module, name, None)
     faulthandler.disable()
     return {"score": 1.0, "pid": os.getpid()}
+
+
+CHANGES: dict[str, Callable[[], Any]] = {
+    "limit of files": lambda: resource.setrlimit(
+        resource.RLIMIT_NOFILE, (16, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    ),
+    "hard limit": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 4096)),
+    "environment": lambda: (os.environ.clear(), os.environ.update({"NEW": "1", "TZ": "Asia/Tokyo"}), time.tzset()),
+    "umask": lambda: os.umask(0o777),
+    "handlers": lambda: (signal.signal(signal.SIGCHLD, signal.SIG_IGN), signal.signal(signal.SIGALRM, print)),
+    "blocked signals": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM}),
+    "folder": lambda: os.chdir("/"),
+    "os": lambda: [setattr(os, name, None) for name in ("getpid", "fchdir", "kill", "umask", "environ", "_exit")],
+    "builtins": lambda: [setattr(builtins, name, None) for name in ("len", "zip", "open", "dict", "isinstance")],
+    "a builtin that lies": lambda: setattr(builtins, "round", lambda number, digits=0: 1.0),
+    "subprocess": lambda: (setattr(subprocess, "Popen", None), setattr(shutil, "rmtree", None)),
+    "a deleted name": lambda: delattr(os, "getcwd"),
+    "sys": lambda: (setattr(sys, "argv", None), setattr(sys, "exit", None), setattr(sys, "stdin", None)),
+    "modules": lambda: (sys.modules.update(resource=None), sys.modules.pop("shutil"), setattr(os, "kill", None)),
+    "import path": lambda: sys.path.clear(),
+    "import hooks": lambda: sys.meta_path.clear(),
+    "recursion limit": lambda: sys.setrecursionlimit(60),
+    "digits of integers": lambda: sys.set_int_max_str_digits(700),
+    "decimal context": lambda: (
+        setattr(decimal.getcontext(), "prec", 2),
+        decimal.getcontext().traps.update({decimal.Inexact: True}),
+    ),
+    "locale": lambda: locale.setlocale(locale.LC_ALL, "C.UTF-8"),
+    "warnings": lambda: warnings.simplefilter("error"),
+    "streams": lambda: (setattr(sys, "stdout", None), setattr(sys, "stderr", io.StringIO())),
+    "logging": lambda: logging.disable(logging.CRITICAL),
+    "garbage collector": lambda: (gc.disable(), gc.set_threshold(0)),
+    "sockets": lambda: socket.setdefaulttimeout(0.001),
+    "trace": lambda: sys.setprofile(lambda *_: None),
+}
+"""Changes of the process that a reward function may leave behind."""
+
+
+def changes(what: str) -> float:
+    CHANGES[what]()
+    return 1.0
+
+
+def state() -> dict[str, Any]:
+    """Returns the state of the process that `CHANGES` change, and its id."""
+    limits = [resource.getrlimit(limit) for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)]
+    mask = os.umask(0o22)
+    os.umask(mask)
+    handlers = [str(signal.getsignal(number)) for number in (signal.SIGCHLD, signal.SIGALRM)]
+    found = [
+        *(limits, dict(os.environ), time.tzname, mask, handlers, os.getcwd(), decimal.getcontext()),
+        *(len(signal.pthread_sigmask(signal.SIG_BLOCK, ())), round(2.0), subprocess.run(["true"]).returncode),
+        *(os.kill, shutil.rmtree, sys.argv, sys.exit, sys.stdin.name, sys.stdout.name, sys.stderr.name),
+        *(sys.modules["resource"], sys.path, len(sys.meta_path), sys.getrecursionlimit()),
+        *(sys.get_int_max_str_digits(), locale.setlocale(locale.LC_ALL), warnings.filters),
+        *(logging.root.manager.disable, gc.isenabled(), gc.get_threshold(), socket.getdefaulttimeout()),
+        sys.getprofile(),
+    ]
+    return {"score": 1.0, "state": repr(found), "pid": os.getpid()}
+
+
+def works_for(seconds: float, limit: int) -> float:
+    """Limits its CPU time, as graders of code do, and uses some."""
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+    return 1.0
+
+
+def writes(path: str) -> float:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    Path(path).write_bytes(b"0" * 100)
+    return 1.0
+
+
+def leaves_numpy_strict() -> float:
+    import numpy
+
+    numpy.seterr(all="raise")
+    return 1.0
+
+
+def divides_by_zero() -> float:
+    import numpy
+
+    return float(numpy.array(1.0) / 0.0 > 0)
 
 
 def comes_back_twice() -> float:

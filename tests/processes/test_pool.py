@@ -29,7 +29,7 @@ from reward_loop.processes import connection, forkserver
 from reward_loop.processes.outcome import RemoteError
 from tests.clock import advance
 from tests.descriptors import left_open
-from tests.processes.misbehaving import act, process_id
+from tests.processes.misbehaving import CHANGES, act, process_id
 
 pytestmark = pytest.mark.integration  # starts processes
 
@@ -60,9 +60,9 @@ def isolate():
     made = []
 
     def new(function=act, **options):
-        made.append(
-            ScoringFunction(function, **{"isolation": "process", "max_processes": 1, "timeout": 120, **options})
-        )
+        if "options" not in options:
+            options = {"isolation": "process", "max_processes": 1, "timeout": 120, **options}
+        made.append(ScoringFunction(function, **options))
         return made[-1]
 
     yield new
@@ -282,6 +282,53 @@ async def test_alarms_timers_and_the_working_directory_are_reset_after_a_call(on
         assert (await one(sample("alarm_left"))).score == 0.0
     await one(sample("changes_folder"))
     assert (await one(sample("is_in", folder=os.getcwd()))).score == 1.0
+
+
+async def test_what_a_call_changes_in_its_process_is_restored(isolate):
+    scoring = isolate()
+    first = (await scoring(sample("state"))).extra_info
+    for what in CHANGES:
+        assert (await scoring(sample("changes", what=what))).error is None, what
+        result = await scoring(sample("state"))
+        assert result.error is None, what
+        assert result.extra_info["state"] == first["state"], what
+        if what == "hard limit":  # only root can raise it: the process was replaced
+            first = result.extra_info
+        assert result.extra_info["pid"] == first["pid"], what
+
+
+async def test_settings_of_numpy_end_with_the_call(one):
+    pytest.importorskip("numpy", minversion="2.0")  # earlier versions keep them for each thread
+    await one(sample("leaves_numpy_strict"))
+    assert (await one(sample("divides_by_zero"))).score == 1.0
+
+
+async def test_a_function_that_limits_its_processor_time_gets_a_new_process_for_each_call(isolate):
+    scoring = isolate()
+    results = [await scoring(sample("works_for", seconds=0.5, limit=1)) for _ in range(4)]
+    assert [result.error for result in results] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("does", "message"),
+    [
+        ({"solution_str": "works_for", "extra_info": {"seconds": 9, "limit": 1}}, "killed by SIGKILL: it used 1"),
+        ({"solution_str": "writes", "extra_info": {"path": "large"}}, "killed by SIGXFSZ: it wrote a file larger"),
+    ],
+)
+async def test_the_message_names_the_resource_limit_that_killed_the_process(one, tmp_path, does, message):
+    if "path" in does["extra_info"]:
+        does["extra_info"]["path"] = str(tmp_path / "large")
+    result = await one(RewardSample(**does))
+    assert message in result.error
+    assert "memory" not in result.error
+    assert (await one(sample("works"))).score == 1.0
+
+
+async def test_a_process_is_replaced_after_its_number_of_calls(isolate):
+    scoring = isolate(options=RewardLoopConfig(isolation="process", max_processes=1, max_calls_per_process=3))
+    pids = [(await scoring(sample("process_id"))).score for _ in range(7)]
+    assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [3, 3, 1]
 
 
 @pytest.mark.parametrize("does", ["leaks", "starts_one_that_leaks"])

@@ -1,0 +1,190 @@
+"""The state of a worker process that a call may change, and that would change the results of later calls."""
+
+from __future__ import annotations
+
+import decimal
+import gc
+import locale
+import logging
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["ProcessState"]
+
+_MODULES = (os, sys, subprocess, shutil, signal, sys.modules["builtins"])
+"""Modules in which graders of generated code set functions to ``None``, or replace them."""
+
+_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_CORE, resource.RLIMIT_CPU, resource.RLIMIT_DATA, resource.RLIMIT_FSIZE,
+           resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_STACK)  # fmt: skip
+_SIGNALS = (signal.SIGALRM, signal.SIGCHLD, signal.SIGPIPE, signal.SIGTERM)
+"""The signals whose handlers are compared; each takes half a microsecond."""
+
+_MAX_NEW_THREADS = 64
+"""A worker whose calls have left more threads behind is replaced."""
+
+
+class ProcessState:
+    """The state of the process before its first call, to which `restore` returns.
+
+    Covered are resource limits, environment, umask, signal handlers and mask, the names of `_MODULES`, ``sys.path``,
+    settings of the interpreter (`_settings`), decimal context, time zone and warning filters. The worker itself
+    restores working directory, timers and streams. Not covered are files, child processes, random generators, and the
+    user's own modules.
+
+    The functions that `restore` uses are kept here: a call may set them to ``None``.
+    """
+
+    def __init__(self) -> None:
+        self._names = [(vars(module), dict(vars(module))) for module in _MODULES]
+        self._modules = dict(sys.modules)
+        lists: list[list[Any]] = [sys.path, sys.meta_path, sys.path_hooks]
+        self._lists = [(found, list(found)) for found in lists]
+        self._getrlimit, self._setrlimit = resource.getrlimit, resource.setrlimit
+        self._limits = self._current_limits()
+        self._umask, self._mask = os.umask, os.umask(0)
+        self._umask(self._mask)
+        self._getsignal, self._signal, self._sigmask = signal.getsignal, signal.signal, signal.pthread_sigmask
+        self._handlers = [self._getsignal(number) for number in _SIGNALS]
+        self._blocked = self._sigmask(signal.SIG_BLOCK, ())
+        self._environment = dict(os.environ)
+        self._watch = _watch_environment()
+        self._getcontext, self._decimal = decimal.getcontext, decimal.getcontext().copy()
+        self._decimal_fields = _fields(self._decimal)
+        self._settings = _settings()
+        self._values = [get() for get, _ in self._settings]
+        self._catching, self._filters = _catch_warnings()
+        self._active_threads, self._threads = threading.active_count, threading.active_count()
+        self._tzset = time.tzset
+
+    def restore(self) -> bool:
+        """Undo what a call has changed; return false if the process must be replaced instead.
+
+        A function that limits its CPU time expects a new process: the limit counts the time of all calls before.
+        """
+        changed = False
+        for names, before in self._names:
+            if names != before:
+                changed = True
+                _restore_names(names, before)
+        for found, before_list in self._lists:
+            if found != before_list:
+                changed = True
+                found[:] = before_list
+        if changed or len(sys.modules) < len(self._modules):
+            for name, module in self._modules.items():
+                if sys.modules.get(name) is None:
+                    sys.modules[name] = module
+        self._umask(self._mask)
+        self._sigmask(signal.SIG_SETMASK, self._blocked)
+        handlers = [self._getsignal(number) for number in _SIGNALS]
+        if handlers != self._handlers:
+            for number, handler in zip(_SIGNALS, self._handlers, strict=True):
+                if handler is not None:  # not set by Python
+                    self._signal(number, handler)
+        if self._watch.changed:
+            self._restore_environment()
+        if _fields(self._getcontext()) != self._decimal_fields:
+            decimal.setcontext(self._decimal.copy())
+        for (get, set_), value in zip(self._settings, self._values, strict=True):
+            if get() != value:
+                set_(value)
+        if warnings.filters != self._filters:
+            self._catching.__exit__(None, None, None)
+            self._catching, self._filters = _catch_warnings()
+        return self._restore_limits() and self._active_threads() - self._threads <= _MAX_NEW_THREADS
+
+    def _current_limits(self) -> list[tuple[int, int]]:
+        return [self._getrlimit(limit) for limit in _LIMITS]
+
+    def _restore_limits(self) -> bool:
+        limits = self._current_limits()
+        if limits == self._limits:
+            return True
+        for limit, now, before in zip(_LIMITS, limits, self._limits, strict=True):
+            if now != before:
+                if limit == resource.RLIMIT_CPU:
+                    return False
+                try:
+                    self._setrlimit(limit, before)
+                except (OSError, ValueError):  # only root may raise a hard limit
+                    return False
+        return True
+
+    def _restore_environment(self) -> None:
+        zone = os.environ.get("TZ")
+        for name in os.environ.keys() - self._environment.keys():
+            del os.environ[name]
+        os.environ.update(self._environment)
+        if zone != self._environment.get("TZ"):
+            self._tzset()
+        self._watch.changed = False
+
+
+class _Watch:
+    """Whether the environment may have changed. To compare it after each call would take 20 microseconds."""
+
+    def __init__(self) -> None:
+        self.changed = False
+
+
+def _watch_environment() -> _Watch:
+    """Return an object whose ``changed`` becomes true when `os.environ` is changed."""
+    watch = _Watch()
+    kind: Any = type(os.environ)
+
+    class Watched(kind):
+        def __setitem__(self, name: str, value: str) -> None:
+            watch.changed = True
+            super().__setitem__(name, value)
+
+        def __delitem__(self, name: str) -> None:
+            watch.changed = True
+            super().__delitem__(name)
+
+    Watched.__name__ = Watched.__qualname__ = kind.__name__
+    os.environ.__class__ = Watched
+    return watch
+
+
+def _restore_names(names: dict[str, Any], before: dict[str, Any]) -> None:
+    for name, value in before.items():
+        if names.get(name, before) is not value:
+            names[name] = value
+    for name in names.keys() - before.keys():  # names that are new stay: modules that a call imports may need them
+        before[name] = names[name]
+
+
+def _fields(context: decimal.Context) -> tuple[Any, ...]:
+    return (context.prec, context.rounding, context.Emin, context.Emax, context.capitals, context.clamp, context.traps)
+
+
+def _catch_warnings() -> tuple[warnings.catch_warnings[None], list[Any]]:
+    catching = warnings.catch_warnings()
+    catching.__enter__()
+    return catching, list(warnings.filters)
+
+
+def _settings() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """Return the functions that read and write settings of the interpreter."""
+    return [
+        (sys.getrecursionlimit, sys.setrecursionlimit),
+        (sys.get_int_max_str_digits, sys.set_int_max_str_digits),
+        (sys.getswitchinterval, sys.setswitchinterval),
+        (sys.gettrace, sys.settrace),
+        (sys.getprofile, sys.setprofile),
+        (socket.getdefaulttimeout, socket.setdefaulttimeout),
+        (gc.isenabled, lambda on: (gc.enable if on else gc.disable)()),
+        (gc.get_threshold, lambda threshold: gc.set_threshold(*threshold)),
+        (lambda: locale.setlocale(locale.LC_ALL), lambda name: locale.setlocale(locale.LC_ALL, name)),
+        (lambda: logging.root.manager.disable, logging.disable),
+    ]
