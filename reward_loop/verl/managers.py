@@ -31,12 +31,12 @@ from reward_loop.scoring.isolation import SplitSemaphore
 from reward_loop.scoring.results import normalise
 from reward_loop.types import Outcome, RewardResult, RewardSample
 from reward_loop.verl.compat import uses
+from reward_loop.verl.own_scorers import default_compute_score, guard
 from reward_loop.verl.settings import RewardSettings
 
 __all__ = ["DiscriminativeRewardLoopManager", "VerlManager", "build_manager", "score_by_model"]
 
 uses(__name__, "verl.trainer.ppo.reward", "load_reward_manager(config, tokenizer)")
-uses(__name__, "verl.utils.reward_score", "default_compute_score(data_source, solution_str, ground_truth)")
 uses(__name__, "verl.utils", "hf_tokenizer(name_or_path)")
 uses(__name__, "verl.utils.fs", "copy_to_local(src)")
 
@@ -57,6 +57,8 @@ def build_manager(
     """
     from verl.utils import hf_tokenizer
     from verl.utils.fs import copy_to_local
+
+    guard()  # also for managers and functions that call verl's scorers themselves
 
     def tokenizer(path: str | None) -> Any:
         return hf_tokenizer(copy_to_local(path), trust_remote_code=True)
@@ -184,8 +186,6 @@ def _scoring_function(
     if settings.function is not None:
         reward_kwargs = settings.function.kwargs
     elif issubclass(cls.function_type, ScoringFunction):
-        from verl.utils.reward_score import default_compute_score
-
         function, reward_kwargs = default_compute_score, _sandbox_kwargs(settings)
     else:
         raise ConfigError(

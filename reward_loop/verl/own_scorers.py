@@ -1,0 +1,244 @@
+"""verl's own scorers, without the ways in which one answer changes the scores of others.
+
+- ``prime_math`` passes the model's answer to `eval`, directly and through sympy's parser
+  (https://github.com/verl-project/verl/issues/7603). Here, an arithmetic expression is computed from its syntax tree,
+  and sympy gets only expressions of numbers, symbols and sympy's own functions. Another answer cannot be parsed: it is
+  wrong unless its text is the right one.
+- ``math_verify`` returns 0 for each call after a process of its pool has died
+  (https://github.com/verl-project/verl/issues/8011). Here, the pool is replaced and the call made again; an answer that
+  kills three processes fails, and so does a call whose deadline passes before a process was free.
+
+`guard` changes the modules as they are imported, so that it holds however a function reaches them.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import BrokenExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from reward_loop.verl.compat import uses
+
+__all__ = ["default_compute_score", "guard"]
+
+_GRADER = "verl.utils.reward_score.prime_math.grader"
+_PRIME_MATH = "verl.utils.reward_score.prime_math"
+_MATH_VERIFY = "verl.utils.reward_score.math_verify"
+
+uses(__name__, "verl.utils.reward_score", "default_compute_score(data_source, solution_str, ground_truth)")
+uses(__name__, _GRADER, "handle_pi", "symbolic_equal", "parse_expr", "simplify", "N")
+uses(__name__, _PRIME_MATH, "sympy_parser")
+uses(__name__, _MATH_VERIFY, "_verify_in_subprocess(ground_truth_boxed, model_output)", "_get_pool()", "_pool",
+     "_pool_lock", "TimeoutException")  # fmt: skip
+
+_MAX_BITS = 4096
+"""The largest size of an integer that `_arithmetic` computes."""
+_MAX_CHARACTERS = 2000
+_POOLS = 3
+"""The number of pools in which an answer is verified before it fails."""
+
+_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+_NODES = (ast.Expression, ast.Call, ast.Name, ast.Load, ast.Constant, ast.BinOp, ast.UnaryOp, ast.Tuple, ast.List,
+          ast.Compare, ast.keyword, ast.operator, ast.unaryop, ast.cmpop)  # fmt: skip
+"""The parts of an expression that sympy may evaluate. Attributes, subscripts and comprehensions are missing."""
+_NAMED = ("Symbol", "Function", "Integer", "Float", "Rational")
+"""The functions to which sympy's parser passes a text. Every other function would parse it, and so evaluate it."""
+
+
+def default_compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **options: Any
+) -> Any:
+    """Return the score of verl's function of the same name, whose modules are guarded. Arguments are those of verl."""
+    from verl.utils.reward_score import default_compute_score as of_verl
+
+    return of_verl(data_source, solution_str, ground_truth, extra_info, **options)
+
+
+def guard() -> None:
+    """Guard verl's scorers in this process: those that are imported now, and the others when they are imported."""
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    sys.meta_path.insert(0, _Finder())
+    for name, change in _CHANGES.items():
+        if (module := sys.modules.get(name)) is not None:
+            change(module)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds verl's scorers, and changes each after it has been executed."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in _CHANGES:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, _CHANGES[fullname])
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, loader: Any, change: Callable[[Any], None]) -> None:
+        self._loader = loader
+        self._change = change
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._change(module)
+
+
+def _guard_grader(grader: Any) -> None:
+    simplify, number = grader.simplify, grader.N
+    grader.eval = _arithmetic  # a name of the module comes before the builtin
+    grader.parse_expr = _parse
+    grader.simplify = lambda expression, *args, **options: simplify(_parsed(expression), *args, **options)
+    grader.N = lambda expression, *args, **options: number(_parsed(expression), *args, **options)
+
+
+def _guard_prime_math(prime_math: Any) -> None:
+    parser = prime_math.sympy_parser
+    prime_math.sympy_parser = SimpleNamespace(**{**vars(parser), "parse_expr": _parse})
+
+
+def _guard_math_verify(math_verify: Any) -> None:
+    verify = math_verify._verify_in_subprocess
+
+    def compute_score(model_output: str, ground_truth: str, timeout_score: float = 0, timeout: float = 30.0) -> float:
+        for _ in range(_POOLS):
+            pool = math_verify._get_pool()
+            future = None
+            try:
+                future = pool.submit(verify, "\\boxed{" + ground_truth + "}", model_output)
+                score: float = future.result(timeout=timeout)
+                return score
+            except BrokenExecutor:
+                with math_verify._pool_lock:
+                    if math_verify._pool is pool:  # another thread may have replaced it
+                        math_verify._pool = None
+                pool.shutdown(wait=False)
+            except math_verify.TimeoutException:
+                return timeout_score
+            except FutureTimeoutError:
+                if future is not None and future.cancel():
+                    raise TimeoutError(f"verl's math_verify had no free process for {timeout:g} s") from None
+                return timeout_score
+        raise RuntimeError(f"verl's math_verify lost its processes {_POOLS} times on this answer")
+
+    math_verify.compute_score = compute_score
+
+
+_CHANGES: dict[str, Callable[[Any], None]] = {
+    _GRADER: _guard_grader,
+    _PRIME_MATH: _guard_prime_math,
+    _MATH_VERIFY: _guard_math_verify,
+}
+
+
+def _arithmetic(text: Any) -> Any:
+    """Return the value of an arithmetic expression, or a tuple or list of them, as `eval` does.
+
+    Raises:
+        ValueError: the text contains anything else, or its value would be very large.
+    """
+    if not isinstance(text, str) or len(text) > _MAX_CHARACTERS:
+        raise ValueError("not an arithmetic expression")
+    return _value(ast.parse(text.strip(), mode="eval").body)
+
+
+def _value(node: ast.AST) -> Any:
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return number
+        case ast.Tuple(elts=items):
+            return tuple(map(_value, items))
+        case ast.List(elts=items):
+            return [_value(item) for item in items]
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_number(operand))
+        case ast.BinOp(op=op, left=left, right=right) if type(op) in _OPERATORS:
+            first, second = _number(left), _number(right)
+            power = abs(second) if isinstance(op, ast.Pow) else 1
+            if isinstance(first, int) and first.bit_length() * power > _MAX_BITS:
+                raise ValueError("the number is too large")
+            return _OPERATORS[type(op)](first, second)
+    raise ValueError(f"not an arithmetic expression: {type(node).__name__}")
+
+
+def _number(node: ast.AST) -> int | float:
+    value = _value(node)
+    if isinstance(value, int | float):
+        return value
+    raise ValueError("not a number")
+
+
+def _parsed(expression: Any) -> Any:
+    """Return an expression of sympy, from a text by `_parse`: sympy's functions would evaluate it."""
+    return _parse(expression) if isinstance(expression, str) else expression
+
+
+def _parse(text: str, *, transformations: Any = None) -> Any:
+    """Return what sympy's `parse_expr` returns for an expression of numbers, symbols and functions of sympy.
+
+    Raises:
+        ValueError: the text contains anything else.
+    """
+    parser = importlib.import_module("sympy.parsing.sympy_parser")
+
+    if not isinstance(text, str) or len(text) > _MAX_CHARACTERS or any(mark in text for mark in ("'", '"', "__")):
+        raise ValueError("not an expression of numbers and symbols")
+    names = _sympy_names()
+    code = parser.stringify_expr(text, {}, names, transformations or parser.standard_transformations)
+    tree = ast.parse(code, mode="eval")
+    texts = 0
+    for node in ast.walk(tree):
+        if not isinstance(node, _NODES) or (isinstance(node, ast.Name) and node.id not in names):
+            raise ValueError(f"not an expression of numbers and symbols: {type(node).__name__}")
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _NAMED:
+            texts -= sum(_is_text(argument) for argument in node.args)
+        texts += _is_text(node)
+    if texts:
+        raise ValueError("not an expression of numbers and symbols: it contains a text")
+    return parser.eval_expr(code, {}, names)
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str | bytes)
+
+
+def _sympy_names() -> dict[str, Any]:
+    """Return sympy's classes of expressions, its constants and its mathematical functions, by name."""
+    sympy = importlib.import_module("sympy")
+
+    def is_mathematical(value: Any) -> bool:
+        return isinstance(value, sympy.Basic) or (isinstance(value, type) and issubclass(value, sympy.Basic))
+
+    names = {name: value for name, value in vars(sympy).items() if is_mathematical(value)}
+    functions = ("sqrt", "root", "cbrt", "real_root", "Matrix")
+    return {**names, **{name: getattr(sympy, name) for name in functions}, "__builtins__": {}}
+
+
+guard()  # also in the worker processes that import `default_compute_score`
