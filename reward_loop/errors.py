@@ -13,6 +13,7 @@
     │   ├── BudgetSpentError        the run's budget is used up
     │   └── IncompleteGroupError    the other samples of the group did not arrive in time
     ├── TransientError              raised by reward functions: the call failed, and a retry may succeed
+    ├── BrokenScorerError           a function gives wrong scores, and cannot be replaced
     ├── JobServiceError             the job's shared service (limits) is unreachable
     ├── TooManyFailuresError        the share of failed samples exceeded its bound
     ├── RewardsCancelledError       a batch of rewards was cancelled before it was complete
@@ -31,6 +32,7 @@ from __future__ import annotations
 from typing import Protocol, Self
 
 __all__ = [
+    "BrokenScorerError",
     "BudgetSpentError",
     "ConfigError",
     "FunctionLoadError",
@@ -61,6 +63,10 @@ class RewardLoopError(Exception):
 
 class ConfigError(RewardLoopError):
     """An option is unknown, missing, malformed, or contradicts another option."""
+
+
+class BrokenScorerError(RewardLoopError):
+    """A function no longer distinguishes a known right answer from a wrong one, and cannot be moved to a process."""
 
 
 class FunctionLoadError(RewardLoopError):

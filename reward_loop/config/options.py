@@ -20,6 +20,7 @@ __all__ = [
     "HealthConfig",
     "LimitConfig",
     "PolicyName",
+    "ProofConfig",
     "RecordConfig",
     "RetryConfig",
     "RewardLoopConfig",
@@ -311,6 +312,19 @@ class ComponentConfig(Config):
     """Its score under the policy ``default``."""
 
 
+class ProofConfig(Config):
+    """Proofs that a sync function without a judge can still tell a right answer from a wrong one, see
+    docs/outcomes.md."""
+
+    every: int | None = Field(default=128, ge=1)
+    """The largest number of results of a process, for each data source, from one proof to the next; ``null`` for no
+    proofs."""
+
+    in_threads: Literal["process", "stop"] = "process"
+    """What happens to a function in threads that fails a proof: ``process`` moves it into worker processes, and stops
+    the run only if it cannot run there; ``stop`` stops the run."""
+
+
 class RewardLoopConfig(Config):
     """How samples are scored, and what happens to samples without a score."""
 
@@ -345,6 +359,9 @@ class RewardLoopConfig(Config):
     max_calls_per_process: int | None = Field(default=None, ge=1)
     """The number of calls after which a worker process is replaced, for functions that spoil their process in a way
     that is not restored, see docs/reward-functions.md. By default processes are kept."""
+
+    proofs: ProofConfig = Field(default_factory=ProofConfig)
+    """Proofs that a function still gives right scores."""
 
     max_failed_share: float = Field(default=0.5, ge=0, le=1)
     """The run stops when more than this share of the latest samples failed; 1 disables the check."""

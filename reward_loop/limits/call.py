@@ -60,6 +60,7 @@ class Call:
         "attempt",
         "budget_error",
         "future",
+        "has_ended",
         "limits",
         "loop",
         "sample",
@@ -85,6 +86,8 @@ class Call:
         """What the function loses to other threads; ``None`` if it does not run in a thread."""
         self.shared_s = self._measured_at = 0.0
         self.abandoned = False
+        self.has_ended = False
+        """Whether the function has ended, although `future` is not done: its outcome waits for a proof."""
         self.budget_error: BudgetSpentError | None = None
         """Why a permit was refused within the function, if the budget is used up."""
         self.sample = current()
@@ -327,7 +330,7 @@ class Deadlines:
         del self._calls[timeout]
 
     def _expire(self, call: Call, deadline: float) -> None:
-        if call.future.done():
+        if call.future.done() or call.has_ended:
             return
         assert call.timeout is not None
         more = (call.patience - 1) * call.timeout

@@ -69,6 +69,9 @@ class WorkerConnection:
         """The number of calls that were sent; see `worker.Channel.call`."""
         self.usable = False
         """Whether the worker is idle and can run another call."""
+        self.is_closed = False
+        self.place: Any = None
+        """What `pool.Prover` keeps about the worker."""
 
     async def call(self, content: bytes, caller: Caller) -> CallOutcome:
         """Run one call.
@@ -122,6 +125,7 @@ class WorkerConnection:
 
     def close(self) -> None:
         """Close the connection; the fork server then kills the worker if it is alive."""
+        self.is_closed = True
         # Shut down before closing: a forked copy of this process may hold a copy of the socket.
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)

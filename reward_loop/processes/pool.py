@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import logging
 import os
 import pickle
 import socket
@@ -19,19 +21,21 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, Protocol
 
 import cloudpickle
 
 from reward_loop._util.framing import frame
 from reward_loop._util.process import ParentDeathPipe
-from reward_loop.errors import FunctionLoadError, RewardFunctionError
+from reward_loop.errors import FunctionLoadError, RewardCrashedError, RewardFunctionError
 from reward_loop.processes.connection import Caller, DiedIdleError, WorkerConnection
 from reward_loop.processes.outcome import CallOutcome
 from reward_loop.processes.worker import Setup
 
-__all__ = ["WorkerProcesses", "usable_cores"]
+logger = logging.getLogger(__name__)
+
+__all__ = ["Prover", "WorkerProcesses", "usable_cores"]
 
 _STOP_SECONDS = 5.0
 """Seconds for the fork server to stop with its workers."""
@@ -40,6 +44,34 @@ _STOP_SECONDS = 5.0
 def usable_cores() -> int:
     """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+class Prover(Protocol):
+    """Finds out whether a worker still gives right scores; see `reward_loop.scoring.proofs`."""
+
+    timeout: float
+    """The deadline of each call of a proof, in seconds."""
+
+    def new_place(self, due: Callable[[], None]) -> Any:
+        """Return what the prover keeps about a new worker; ``due`` is called when results have waited for a proof."""
+
+    def is_suspect(self, place: Any) -> bool:
+        """Return whether a worker has returned results since its last proof."""
+
+    def hold(self, place: Any, outcome: CallOutcome) -> Awaitable[CallOutcome] | None:
+        """Have an outcome wait for the next proof; return ``None`` if it needs none."""
+
+    def is_due(self, place: Any, next_seconds: float, is_last: bool) -> bool:
+        """Return whether a worker must be proven now: its next call may take ``next_seconds``, or was its last."""
+
+    async def prove(self, place: Any, score: Callable[[Mapping[str, Any]], Awaitable[CallOutcome]]) -> bool:
+        """Prove a worker, which scores answers by ``score``; return whether it is clean."""
+
+    def ended(self, place: Any) -> None:
+        """Discard what an ended worker returned since its last proof."""
+
+    def start(self, work: Coroutine[Any, Any, None]) -> object:
+        """Start a task that the prover owns."""
 
 
 class WorkerProcesses:
@@ -89,14 +121,19 @@ class WorkerProcesses:
         self._idle: list[WorkerConnection] = []
         self._working = 0
         self._end: weakref.finalize[Any, Any] | None = None
+        self.prover: Prover | None = None
         _pools.add(self)
 
-    async def run(self, arguments: Mapping[str, Any], caller: Caller) -> CallOutcome:
+    async def run(
+        self, arguments: Mapping[str, Any], caller: Caller, *, is_proof: bool = False, alone: bool = False
+    ) -> CallOutcome:
         """Call the function in a process as soon as a slot is free.
 
         Args:
             arguments: the keyword arguments of the function.
             caller: gets the start of the function and its messages.
+            is_proof: whether the call is part of a proof, so that its result needs none.
+            alone: whether the process is proven before and after the call, which may break it.
 
         Raises:
             TimeoutError: the deadline passed. The message contains the stack of the user's code.
@@ -112,15 +149,69 @@ class WorkerProcesses:
                 worker = self._idle.pop() if self._idle else self._start()
                 self._working += 1
                 try:
-                    return await worker.call(content, caller)
+                    if alone and self.prover is not None and self.prover.is_suspect(worker.place):
+                        await self._prove(worker, self.prover)
+                        if not worker.usable:
+                            continue
+                    outcome = await worker.call(content, caller)
+                    proven = None
+                    if self.prover is not None and not is_proof:
+                        proven = self.prover.hold(worker.place, outcome)
+                        is_last = not worker.usable
+                        if (alone and not is_last) or self.prover.is_due(worker.place, outcome.seconds, is_last):
+                            await self._prove(worker, self.prover)
+                    break
                 except DiedIdleError:
                     continue
                 finally:
-                    self._working -= 1
-                    if worker.usable:
-                        self._idle.append(worker)
-                    else:
-                        worker.close()
+                    self._give_back(worker)
+        return outcome if proven is None else await proven
+
+    async def score_proof(self, arguments: Mapping[str, Any], timeout: float) -> CallOutcome:
+        """Score an answer of a proof in any process; raises as `run`."""
+        return await self.run(arguments, _Deadline(timeout), is_proof=True)
+
+    def _give_back(self, worker: WorkerConnection) -> None:
+        self._working -= 1
+        if worker.usable:
+            self._idle.append(worker)
+        else:
+            worker.close()
+            if self.prover is not None:
+                self.prover.ended(worker.place)
+
+    async def _prove(self, worker: WorkerConnection, prover: Prover) -> None:
+        """Prove a worker that runs no call. It is not usable any more if the proof fails."""
+
+        async def score(arguments: Mapping[str, Any]) -> CallOutcome:
+            return await worker.call(_dumps(((False, None), arguments)), _Deadline(prover.timeout))
+
+        try:
+            is_clean = await prover.prove(worker.place, score)
+        except (TimeoutError, RewardCrashedError, DiedIdleError):
+            is_clean = False
+        except Exception:  # results must not wait for ever
+            logger.exception("a proof could not be made")
+            is_clean = False
+        worker.usable = worker.usable and is_clean
+
+    def _become_due(self, worker: WorkerConnection, prover: Prover) -> None:
+        """Prove a worker now if it is idle; otherwise `run` proves it after its call."""
+        if worker.is_closed:
+            prover.ended(worker.place)
+        elif worker in self._idle:
+            prover.start(self._prove_idle(worker, prover))
+
+    async def _prove_idle(self, worker: WorkerConnection, prover: Prover) -> None:
+        async with self._slots_here():
+            if worker not in self._idle:
+                return
+            self._idle.remove(worker)
+            self._working += 1
+            try:
+                await self._prove(worker, prover)
+            finally:
+                self._give_back(worker)
 
     def close(self) -> None:
         """Stop the idle processes, and the fork server if no call is in flight. A later call starts new ones."""
@@ -152,7 +243,10 @@ class WorkerProcesses:
                     self._end = weakref.finalize(self, _end, self._server, self._idle)
                     self._server.fork(theirs)
                 unless_started.pop_all()
-        return WorkerConnection(ours, self._setup)
+        worker = WorkerConnection(ours, self._setup)
+        if self.prover is not None:
+            worker.place = self.prover.new_place(functools.partial(self._become_due, worker, self.prover))
+        return worker
 
     def _forget(self) -> None:
         """Reset the state in a forked copy of this process: the worker processes belong to the original."""
@@ -178,6 +272,27 @@ def _forget_all() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all)
+
+
+class _Deadline:
+    """The caller of a call of a proof, which kills the worker after ``timeout`` seconds."""
+
+    context = (False, None)
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+
+    def begin(self, ended: asyncio.Future[Any]) -> None:
+        timer = asyncio.get_running_loop().call_later(self._timeout, _expire, ended)
+        ended.add_done_callback(lambda _: timer.cancel())
+
+    def told(self, message: tuple[Any, ...], answer: Callable[[int, Any], None]) -> None:
+        """Ignore a message of the function: functions that use limits or judges are not proven."""
+
+
+def _expire(ended: asyncio.Future[Any]) -> None:
+    if not ended.done():
+        ended.set_exception(TimeoutError())
 
 
 class _ForkServerProcess:

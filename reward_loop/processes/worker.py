@@ -63,7 +63,7 @@ STARTED, TOLD, ENDED, ENDED_LAST, DIED = b"S", b"T", b"E", b"L", b"D"
 - `STARTED`: the function starts.
 - `TOLD`: a message of the function to the caller, with the number of its call.
 - `ENDED`: the outcome; the worker is idle.
-- `ENDED_LAST`: the outcome; the worker exits.
+- `ENDED_LAST`: the outcome; the worker must be replaced. It may be proven first, see `reward_loop.scoring.proofs`.
 - `DIED`: a `Report` on how the worker died; sent by the fork server.
 """
 
@@ -244,14 +244,14 @@ def serve(connection: socket.socket, stack_fd: int, max_memory_mb: int | None) -
         memory_mb = _memory_mb(memory_fd)
         first_mb = first_mb or memory_mb
         spoiled = _settle_streams() < had_streams or memory_mb - first_mb > max_growth_mb
-        is_last = failure is not None or spoiled or to_pool.call == max_calls
+        is_last = failure is not None or spoiled or (max_calls is not None and to_pool.call >= max_calls)
         kind = ENDED_LAST if is_last else ENDED
         try:
             to_pool.send(kind, _pack(outcome))
         except Exception:  # the function has replaced something that sending needs
             state.restore()
             to_pool.send(kind, _pack(outcome))
-        if is_last or not state.restore():
+        if failure or not state.restore():
             os._exit(0)  # if the pool has already sent the next call, it sends that to another worker
 
 

@@ -151,7 +151,8 @@ def _show_warnings(warnings: Sequence[Values], out: Console) -> None:
         return
     out.print(f"\n{counted(len(warnings), 'warning')} of the health monitors:")
     for warning in warnings[:_PARTS]:
-        message = f"step {warning['step']}, {warning['monitor']}: {warning['message']}"
+        step = "" if warning["step"] is None else f"step {warning['step']}, "
+        message = f"{step}{warning['monitor']}: {warning['message']}"
         if warning["samples"]:
             message += f" Samples: {'; '.join(warning['samples'])}."
         out.print(f"- {escape(message)}")

@@ -24,6 +24,7 @@ from reward_loop.errors import (
     JobServiceError,
     LimitError,
     RewardCrashedError,
+    RewardFunctionError,
     RewardTimeoutError,
 )
 from reward_loop.limits.call import Call, Deadlines, current_call
@@ -35,6 +36,8 @@ from reward_loop.processes.outcome import CallOutcome, outcome_of
 from reward_loop.processes.pool import WorkerProcesses
 from reward_loop.scoring.cache import Cache
 from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
+from reward_loop.scoring.proofs import Proofs
+from reward_loop.scoring.proving import Proving
 from reward_loop.scoring.retry import Retry
 from reward_loop.scoring.signature import Target, resolve
 from reward_loop.scoring.threads import DaemonThreads
@@ -52,8 +55,15 @@ class _Unset:
 _UNSET: Any = _Unset()
 
 
+_MAX_SCORED_AGAIN = 2
+"""The number of times that a sample is scored again because of a failed proof."""
+
+
 class UserFunction:
     """The user's function with its deadline, retries and limits, whether it scores one sample in a call or several."""
+
+    _scores_single_samples = True
+    """Whether a call is for one sample; only then there are proofs."""
 
     def __init__(
         self,
@@ -121,6 +131,9 @@ class UserFunction:
         self._threads = DaemonThreads(options.max_threads)
         self._executor: DaemonThreads | WorkerProcesses = self._threads
         self._max_calls_per_process = options.max_calls_per_process
+        self._proving: Proving | None = None
+        if self._scores_single_samples and _is_provable(self._target, options):
+            self._proving = Proving(self._target, options, self.isolate)
         if is_isolated(self._target) or (options.isolation == "process" and not self._target.is_async):
             self.isolate(options.max_processes, options.max_memory_mb)
         self._sync_calls = 0
@@ -152,6 +165,11 @@ class UserFunction:
         """Whether the function runs in worker processes."""
         return isinstance(self._executor, WorkerProcesses)
 
+    @property
+    def proofs(self) -> Proofs | None:
+        """The proofs of the function; ``None`` if it has none."""
+        return None if self._proving is None else self._proving.proofs
+
     def has_room(self, probes: int) -> bool:
         """Return whether half of the threads or processes stay free during one more probe, beside ``probes`` others."""
         executor = self._executor
@@ -178,6 +196,8 @@ class UserFunction:
         self._close_processes()
         isolation = Isolation(max_processes, max_memory_mb, self._max_calls_per_process)
         self._executor = in_processes(self._target, isolation)
+        if self._proving is not None:
+            self._executor.prover, self._proving.pool = self._proving, self._executor
 
     def close(self) -> None:
         """Stop the idle worker processes, and close the limits that the function created itself.
@@ -203,11 +223,29 @@ class UserFunction:
             # A probe does not wait: it is not worth a probe of the judge that is back.
             waits = outages if outages.timeout_s and traffic_class != "probe" else None
             outcome = await self._retry.again(outcome, again, started, waits, self.name)
+        if outcome.is_discarded:
+            outcome = await self._score_again(arguments, traffic_class)
         if outcome.exception is None:
             outages.answered(f"of {self.name}")
         return outcome
 
-    async def _attempt(self, arguments: dict[str, Any], traffic_class: str, attempt: int = 1) -> CallOutcome:
+    async def _score_again(self, arguments: dict[str, Any], traffic_class: str) -> CallOutcome:
+        """Score a sample again whose result was discarded: the process that returned it failed its proof.
+
+        Its call may be the one that broke the process. So it has a proven process to itself, until the next proof.
+        """
+        assert self._proving is not None
+        for _ in range(_MAX_SCORED_AGAIN):
+            self._proving.proofs.counts.rescored += 1
+            outcome = await self._attempt(arguments, traffic_class, alone=True)
+            if not outcome.is_discarded:
+                return outcome
+        problem = "breaks its process: after the call, a known right answer scored no more than a wrong one"
+        return CallOutcome(None, None, outcome.seconds, RewardFunctionError(problem))
+
+    async def _attempt(
+        self, arguments: dict[str, Any], traffic_class: str, attempt: int = 1, alone: bool = False
+    ) -> CallOutcome:
         """Call the function once, under its limits if they are configured."""
         if not self.limits.is_known:
             try:
@@ -242,7 +280,7 @@ class UserFunction:
                 counted = traffic_class != "probe"
                 self._sync_calls += counted
                 try:
-                    outcome = await self._call_sync(call, arguments, deadlines)
+                    outcome = await self._call_sync(call, arguments, deadlines, alone)
                 finally:
                     self._sync_calls -= counted
             else:
@@ -276,26 +314,32 @@ class UserFunction:
             active.called(self._target.name, outcome.seconds, outcome.queued, inside, problem)
         return outcome
 
-    async def _call_sync(self, call: Call, arguments: dict[str, Any], deadlines: Deadlines) -> CallOutcome:
+    async def _call_sync(self, call: Call, arguments: dict[str, Any], deadlines: Deadlines, alone: bool) -> CallOutcome:
         """Call a sync function in a thread or a process. If it returns an awaitable, await it on the event loop."""
         if call.sample is not None:
             call.sample.queue("a free process" if self.in_processes else "a free thread", call)
         if isinstance(self._executor, DaemonThreads):
-            return await self._call_in_thread(call, self._target.call, arguments, deadlines)
+            hold = None if self._proving is None else self._proving.hold_in_threads
+            return await self._call_in_thread(call, self._target.call, arguments, deadlines, hold)
         served = ServedCall(call, deadlines)
         try:
-            return await self._executor.run(arguments, served)
+            return await self._executor.run(arguments, served, alone=alone)
         finally:
             served.close()
 
     async def _call_in_thread(
-        self, call: Call, function: Callable[..., Any], arguments: Mapping[str, Any], deadlines: Deadlines
+        self,
+        call: Call,
+        function: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        deadlines: Deadlines,
+        hold: Callable[[asyncio.Future[CallOutcome], CallOutcome], bool] | None = None,
     ) -> CallOutcome:
         deadlines.watch(call)
-        outcome = await self._threads.run(functools.partial(_begin, call, function, arguments), call.future)
+        outcome = await self._threads.run(functools.partial(_begin, call, function, arguments), call.future, hold)
         if outcome.exception is None and inspect.isawaitable(outcome.value):
             seconds, awaitable = outcome.seconds, outcome.value
-            call.future = call.loop.create_future()
+            call.future, call.has_ended = call.loop.create_future(), False
             deadlines.continue_with(call)
             task = call.loop.create_task(_run_on_loop(call, lambda: awaitable, {}))
             try:
@@ -319,6 +363,14 @@ class UserFunction:
         return CallOutcome.without_call(RewardCrashedError(problem))
 
 
+def _is_provable(target: Target, options: RewardLoopConfig) -> bool:
+    """Return whether a function has proofs: they are on, and it is sync, reads a ground truth and uses no service."""
+    if target.is_async or options.proofs.every is None or not {"solution_str", "ground_truth"} <= target.passes:
+        return False
+    budget = options.budget
+    return not (options.limits or budget.max_cost or budget.max_tokens or "reward_router_address" in target.requires)
+
+
 def _not_called(why: str, attempt: int) -> str:
     return f"was not called{' again' if attempt > 1 else ''}: {why}"
 
@@ -327,7 +379,9 @@ def _begin(call: Call, function: Callable[..., Any], arguments: Mapping[str, Any
     if call.timeout is not None and hasattr(time, "pthread_getcpuclockid"):  # not on macOS
         call.shared = SharedTime()
     call.begin()
-    return outcome_of(function, arguments)
+    outcome = outcome_of(function, arguments)
+    call.has_ended = True
+    return outcome
 
 
 async def _run_on_loop(call: Call, function: Callable[..., Awaitable[Any]], arguments: Mapping[str, Any]) -> None:

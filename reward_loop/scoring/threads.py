@@ -52,7 +52,12 @@ class DaemonThreads:
         self._coming = False
         self._home: _Home | None = None
 
-    async def run(self, function: Callable[[], T], future: asyncio.Future[T] | None = None) -> T:
+    async def run(
+        self,
+        function: Callable[[], T],
+        future: asyncio.Future[T] | None = None,
+        hold: Callable[[asyncio.Future[T], T], bool] | None = None,
+    ) -> T:
         """Call the function in a thread as soon as one is free.
 
         The call is abandoned if the awaiting task is cancelled, or if ``future`` gets an exception before.
@@ -60,6 +65,7 @@ class DaemonThreads:
         Args:
             function: the function to call, without arguments.
             future: gets the function's return value or exception; by default a new one.
+            hold: called with the future and the return value; if it returns true, it sets the future later.
 
         Returns:
             The function's return value. Its exceptions propagate.
@@ -69,7 +75,7 @@ class DaemonThreads:
         if home is None or home.loop is not loop:
             # This object may outlive several loops (asyncio.run more than once).
             home = self._home = _Home(loop)
-        job = _Job(function, home, loop.create_future() if future is None else future)
+        job = _Job(function, home, loop.create_future() if future is None else future, hold)
         if not home.submitted:
             loop.call_soon(self._hand_over, home)
         home.submitted.append(job)
@@ -169,12 +175,21 @@ os.register_at_fork(after_in_child=_begin_all)
 
 
 class _Job:
-    __slots__ = ("abandoned", "context", "ended", "error", "function", "future", "has_started", "home", "result")
+    __slots__ = (
+        *("abandoned", "context", "ended", "error", "function", "future", "has_started", "hold", "home", "result"),
+    )
 
-    def __init__(self, function: Callable[[], Any], home: _Home, future: asyncio.Future[Any]) -> None:
+    def __init__(
+        self,
+        function: Callable[[], Any],
+        home: _Home,
+        future: asyncio.Future[Any],
+        hold: Callable[[asyncio.Future[Any], Any], bool] | None,
+    ) -> None:
         self.function = function
         self.home = home
         self.future = future
+        self.hold = hold
         self.has_started = False
         self.context = contextvars.copy_context()
         self.result: Any = None
@@ -218,6 +233,7 @@ class _Home:
             if job.future.done():
                 continue
             if job.error is None:
-                job.future.set_result(job.result)
+                if job.hold is None or not job.hold(job.future, job.result):
+                    job.future.set_result(job.result)
             else:
                 job.future.set_exception(job.error)

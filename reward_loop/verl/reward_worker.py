@@ -21,6 +21,7 @@ from reward_loop.managers.post_process import PostProcess, fail_reward
 from reward_loop.managers.recording import open_records
 from reward_loop.records import watch
 from reward_loop.records.writer import ExchangeCounts
+from reward_loop.scoring.proofs import ProofCounts
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Reward, RewardSample
 from reward_loop.verl.cluster import RouterAddress, address_on_this_node
 from reward_loop.verl.managers import build_manager
@@ -151,6 +152,10 @@ class RewardWorker:
     async def audit_counts(self) -> AuditCounts:
         """Return the counts of probes since the last call, see `Audit.take`."""
         return AuditCounts() if self._manager.audit is None else self._manager.audit.take()
+
+    async def proof_counts(self) -> ProofCounts | None:
+        """Return what proofs have found since the last call; ``None`` if the function has none."""
+        return self._manager.proof_counts()
 
     async def has_post_process(self) -> bool:
         """Return whether the user's class has ``post_process_scores``."""

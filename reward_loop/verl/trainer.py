@@ -292,6 +292,8 @@ class RewardLoopTrainer(RecordingTrainer):
         if self._settings.options.audit.is_on:
             audit = self.reward_workers.audit_counts()
             metrics.update(audit.metrics())
+        if self._settings.options.proofs.every is not None and (proofs := self.reward_workers.proof_counts()):
+            metrics.update(proofs.metrics())
         metrics.update(self._health.metrics(self.global_steps, self._rewards, audit))
         # After this, verl writes the step's rollouts to a file, and deletes them from TransferQueue.
         batch.keys.extend(self._left_out)

@@ -19,6 +19,7 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardLoopError
 from reward_loop.limits.permit import REWARD_MODEL
 from reward_loop.limits.shared_time import MAX_SHARED_S
+from reward_loop.scoring.proofs import ProofCounts
 from reward_loop.types import Reward, RewardSample
 from reward_loop.verl.cluster import RouterAddress, worker_nodes
 from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient, SentSample, prompt_of, raise_if_lost
@@ -147,6 +148,7 @@ class RewardWorkers:
         self._polled_at = 0.0
         self._exchange_counts = _Requests(self.handles, "exchange_counts")
         self._audit_counts = _Requests(self.handles, "audit_counts")
+        self._proof_counts = _Requests(self.handles, "proof_counts")
 
     def wait_until_ready(self) -> None:
         """Wait until every worker has loaded the tokenizer and the user's function.
@@ -204,6 +206,12 @@ class RewardWorkers:
         """Return the counts of probes since the last call, in the same way as `exchange_counts`."""
         self._audit_counts.send()
         return AuditCounts.merged(self._audit_counts.answers(COUNTS_S))
+
+    def proof_counts(self) -> ProofCounts | None:
+        """Return what proofs have found since the last call, in the same way as `exchange_counts`."""
+        self._proof_counts.send()
+        counts = [count for count in self._proof_counts.answers(COUNTS_S) if count is not None]
+        return sum(counts, ProofCounts()) if counts else None
 
     def abandon(self, uids: Collection[str]) -> None:
         """Cancel the scoring of the rollouts of these prompts, because the process that requested it has died.

@@ -142,7 +142,8 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
             known = {} if validate else phases.steps()
         warnings: dict[Any, list[str]] = defaultdict(list)
         for warning in () if validate else read_health(index.folder):
-            warnings[warning["step"]].append(warning["message"])
+            if warning["step"] is not None:
+                warnings[warning["step"]].append(warning["message"])
         rows = summaries.steps(validate)
         if others := (known.keys() | warnings.keys()) - {row["step"] for row in rows}:
             # With generation ahead, the samples of a step have the number of an earlier one.

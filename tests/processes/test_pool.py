@@ -312,7 +312,7 @@ async def test_a_function_that_limits_its_processor_time_gets_a_new_process_for_
 @pytest.mark.parametrize(
     ("does", "message"),
     [
-        ({"solution_str": "works_for", "extra_info": {"seconds": 9, "limit": 1}}, "killed by SIGKILL: it used 1"),
+        ({"solution_str": "works_for", "extra_info": {"seconds": 9, "limit": 1}}, "killed by SIGKILL: it used "),
         ({"solution_str": "writes", "extra_info": {"path": "large"}}, "killed by SIGXFSZ: it wrote a file larger"),
     ],
 )
