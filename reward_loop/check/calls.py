@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from reward_loop._util.loop_pulse import line_on_loop
-from reward_loop.config import AuditConfig, CacheConfig, RewardLoopConfig
+from reward_loop.config import AuditConfig, CacheConfig, ProofConfig, RewardLoopConfig
 from reward_loop.errors import ConfigError
 from reward_loop.managers import CompositeRewardLoopManager, RewardLoopManagerBase
 from reward_loop.managers.scorer import load_scorer, reward_of
@@ -100,6 +100,7 @@ class Calls:
             "batch": options.batch.model_copy(update={"max_batch_size": samples}),
             "cache": CacheConfig(),
             "audit": AuditConfig(),
+            "proofs": ProofConfig(every=None),
         }
         scorer = load_scorer(
             function,
@@ -115,6 +116,8 @@ class Calls:
         is_composite = isinstance(self._manager, CompositeRewardLoopManager)
         self.functions: dict[str, Any] = self._manager.functions if is_composite else {"": scorer.function}
         """The functions by name of their component; the name is empty if the manager is not a composite."""
+        self.requires: frozenset[str] = frozenset().union(*(one.requires for one in self.functions.values()))
+        """The fields of a sample that the functions require."""
         self.is_async = any(one.is_async for one in self.functions.values())
         self.in_processes = any(one.in_processes for one in self.functions.values())
 

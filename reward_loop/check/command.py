@@ -77,7 +77,8 @@ def check(
     with concurrent calls, and with an empty, a huge and a malformed response.
     The report names problems of a run, and how to fix them: rows that fail,
     concurrent calls that change each other's results, an async function that
-    blocks the event loop, and results that differ from call to call.
+    blocks the event loop, results that differ from call to call, or between
+    threads and processes, and right answers that score no more than wrong ones.
 
     [bold]Examples[/]
 
@@ -86,8 +87,8 @@ def check(
       reward-loop check --manager composite rollouts.jsonl -O components.form.path=rewards.py:form
       -O components.form.weight=0.1 -O components.accuracy.path=rewards.py:accuracy
 
-    With 8 rows, the function is called about 35 times, with 20 rows and --judge
-    up to 280 times; requests to a paid judge cost money. Its output goes to stderr.
+    With 8 rows, the function is called about 75 times, with 20 rows and --judge
+    up to 320 times; requests to a paid judge cost money. Its output goes to stderr.
 
     Exit status: 0 no problems, 1 a problem was found, or the function cannot be
     called with the arguments that a run passes, 2 wrong usage, 130 Ctrl-C.

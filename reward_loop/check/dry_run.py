@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from reward_loop._util.text import cut, duration
+from reward_loop._util.text import cut, duration, shorten
 from reward_loop.audit.labelled import LabelledAnswers
 from reward_loop.check.calls import Callee, Calls, Finding, Row, StepTimer
 from reward_loop.check.judge import ProbedKind, probe_judge
 from reward_loop.config import RewardLoopConfig
-from reward_loop.errors import ConfigError
+from reward_loop.errors import ConfigError, FunctionLoadError
+from reward_loop.scoring.proofs import TEMPLATES, KnownAnswers, find_pair, right_answers
 from reward_loop.types import RewardSample
 
 __all__ = ["Finding", "Report", "check"]
@@ -31,6 +33,7 @@ _HUGE_CHARACTERS = 1_000_000
 _HUGE_TIMEOUT_S = 30.0
 _STUCK_S = 30.0
 """The seconds for which a call may block the event loop before the check ends. No deadline holds meanwhile."""
+_MAX_SOURCES = 4
 _MALFORMED = '\x00\ufffd \\boxed{1 {{ ((( ``` <think> {"a": [1, "\u202e\U0001f600 #### $$ %s %d \\x \n\r\n\t'
 _OWN_LOOP = "the function runs its own event loop: make it `async def` and use await"
 _ADVICE = {
@@ -70,12 +73,14 @@ async def check(
     concurrency: int = 16,
     max_blocked_s: float = MAX_BLOCKED_S,
     judge: bool = False,
+    in_process: bool = True,
     on_step: Callable[[str], None] = lambda step: None,
     on_stuck: Callable[[], None] = lambda: None,
 ) -> Report:
     """Call a reward function in the ways that a run may call it, and report what goes wrong.
 
-    The function is called about ``2 * len(samples) + concurrency + 3`` times. A batch function is called about
+    The function is called about ``2 * len(samples) + concurrency + 3`` times, and a sync one about 40 times more, for
+    answers that are known to be right or wrong, and in a process. A batch function is called about
     ``concurrency / len(samples) + 5`` times, each time with all samples.
 
     Args:
@@ -90,6 +95,7 @@ async def check(
         max_blocked_s: maximum time in seconds for which a call may block the event loop.
         judge: whether to also make probes of the judge, which are `most_calls` further calls at most, and to score the
             labelled answers of ``options.audit``.
+        in_process: whether to compare calls of a sync function in threads with calls in a worker process.
         on_step: called with a description of each step before it starts.
         on_stuck: called in another thread when a call has blocked the event loop for 30 s, or its deadline if that is
             shorter. It may end the check by an exception in the thread of the loop.
@@ -120,12 +126,27 @@ async def check(
             labelled = LabelledAnswers(options.audit.labelled, every=1).due(None, (0, 1))
     stuck_s = min([_STUCK_S, *(one.timeout for one in calls.functions.values() if one.timeout)])
     checks = _Checks(calls, samples, concurrency, max_blocked_s, stuck_s, on_stuck)
+    in_worker = None
+    if in_process and checks.scores_by_rule and not calls.in_processes:
+        isolated = options.model_copy(update={"isolation": "process", "max_processes": 1})
+        in_worker = functools.partial(
+            Calls,
+            function,
+            len(samples),
+            manager=manager,
+            options=isolated,
+            reward_kwargs=reward_kwargs,
+            router_address=router_address,
+            concurrency=concurrency,
+        )
     report = Report(calls.callees(), calls.is_batched)
     try:
         for step, find in (
             ("the samples", checks.samples_score),
             ("the samples again", checks.scores_again),
             ("concurrent calls", checks.concurrent_calls),
+            ("right and wrong answers", checks.known_answers),
+            ("calls in a process", functools.partial(checks.calls_in_a_process, in_worker)),
             ("unusual responses", checks.unusual_responses),
         ):
             on_step(step)
@@ -161,6 +182,10 @@ class _Checks:
         self.samples = samples
         self.concurrency = concurrency
         self.max_blocked_s = max_blocked_s
+        self.scores_by_rule = not (calls.is_async or calls.is_batched) and "ground_truth" in calls.requires
+        """Whether the function compares an answer with the ground truth itself, without asking a judge."""
+        self.known: list[KnownAnswers] = []
+        """A right and a wrong answer of each data source."""
         self.first: list[Row] = []
         """The results of the first round."""
         self.deterministic = True
@@ -241,6 +266,66 @@ class _Checks:
         )
         return [Finding(name, "problem", text)]
 
+    async def known_answers(self) -> list[Finding]:
+        """Check that an answer made from the ground truth scores more than that of another sample."""
+        if not self.scores_by_rule:
+            return []
+        name, found = "right and wrong answers", []
+        sources = list(dict.fromkeys(sample.data_source for sample in self.samples))
+        for source in sources[:_MAX_SOURCES]:
+            samples = [sample for sample in self.samples if sample.data_source == source]
+            truths = [sample.ground_truth for sample in samples]
+            pair = await find_pair(samples[0], truths, self._score)
+            about = f"data source {source!r}: " if len(sources) > 1 else ""
+            if isinstance(pair, str):
+                text = f"{about}{pair}. Tried were {len(TEMPLATES)} forms, such as \\boxed{{}} and ####"
+                found.append(Finding(name, "note", text))
+                continue
+            self.known.append(pair)
+            shown = [shorten(answer.solution_str, 40) for answer in (pair.right, pair.wrong)]
+            best = max((row.score for row in self.first if row.score is not None), default=pair.score)
+            text = f"{about}{shown[0]} scores {pair.score:g}, and {shown[1]} scores {pair.wrong_score:g}"
+            if pair.score < best:
+                text += f"; a row scores {best:g}"
+            found.append(Finding(name, "ok", text))
+        return found
+
+    async def _score(self, answer: RewardSample) -> float | None:
+        (row,) = await self.calls.run([answer])
+        return row.score
+
+    async def calls_in_a_process(self, in_worker: Callable[[], Calls] | None) -> list[Finding]:
+        """Check that calls in threads and in a worker process have the same results."""
+        if in_worker is None:
+            return []
+        name = "threads and processes"
+        if not self.deterministic:
+            return [Finding(name, "skipped", "results are not compared, because they differ between calls")]
+        answers = [replace(self.samples[0], solution_str=text) for text in right_answers(self.samples[0])]
+        answers = [*self.samples, *answers]
+        try:
+            calls = in_worker()
+        except FunctionLoadError as error:
+            return [Finding(name, "skipped", str(error))]
+        try:
+            others = await calls.run_each(answers, 1)
+        finally:
+            await asyncio.to_thread(calls.close)
+        rows = [*self.first, *await self.calls.run_each(answers[len(self.samples) :], 1)]
+        pairs = zip(answers, rows, others, strict=True)
+        changed = [(answer, one, other) for answer, one, other in pairs if not one.same(other)]
+        if not changed:
+            return [Finding(name, "ok", f"{len(answers)} calls have the same results in a worker process")]
+        answer, one, other = changed[0]
+        text = (
+            f"{len(changed)} of {len(answers)} answers have other results in a worker process; "
+            f"{shorten(answer.solution_str, 60)}: {one.shown} in a thread, {other.shown} in a process"
+        )
+        if other.outcome == "failed":
+            return [Finding(name, "note", f"{text}. {_explained(other.error)}")]
+        text += ". Signals, such as alarms of Math-Verify, only work in a process: set isolation=process"
+        return [Finding(name, "problem", text)]
+
     async def unusual_responses(self) -> list[Finding]:
         text = self.samples[0].solution_str or "x"
         responses = {
@@ -263,6 +348,8 @@ class _Checks:
                     if others and all(other.outcome == "failed" for other in others):
                         advice += f". The {len(others)} other samples of the call also failed"
                     found.append(Finding(name, "problem", f"{_explained(row.error)}\n{advice}"))
+                elif row.score is not None and any(row.score >= pair.score for pair in self.known[:1]):
+                    found.append(Finding(name, "problem", f"{row.shown}, no less than a right answer"))
                 else:
                     found.append(Finding(name, "ok", f"{row.shown}, in {duration(row.seconds)}"))
         finally:

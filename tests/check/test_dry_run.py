@@ -20,7 +20,10 @@ from reward_loop.check.dry_run import Report, check
 from reward_loop.config import parse
 
 SAMPLES = [RewardSample(f"2+2 is {i}", ground_truth=["4"], uid=f"q{i}", extra_info={"a": [1]}) for i in range(5)]
-QUIET = {"max_blocked_s": 600.0}  # whatever else the machine does, nothing counts as blocking
+QUIET: dict[str, Any] = {
+    "max_blocked_s": 600.0,
+    "in_process": False,
+}  # whatever else the machine does, nothing counts as blocking
 
 
 async def found(function: Any, **options: Any) -> tuple[Report, dict[str, tuple[str, str]]]:
@@ -47,11 +50,12 @@ async def test_a_sync_function_without_problems() -> None:
         "deterministic",
         "event loop",
         "threads",
+        "right and wrong answers",
         "an empty response",
         "a huge response",
         "a malformed response",
     ]
-    assert len(steps) == 4
+    assert len(steps) == 6
 
 
 async def test_an_async_class_without_problems() -> None:
@@ -297,3 +301,52 @@ async def test_options_are_those_of_the_run() -> None:
     assert "there is no limit 'judge'; did you mean 'jugde'" in findings["samples"][1]
     report, _ = await found(limited, options=RewardLoopConfig(limits={"judge": {"max_concurrent": 2}}))
     assert report.problems == []
+
+
+def accepts_everything(solution_str: str, ground_truth: list[str]) -> float:
+    return 1.0 if not solution_str or ground_truth[0] in solution_str else 0.0
+
+
+async def test_an_empty_response_that_scores_as_much_as_a_right_answer_is_a_problem() -> None:
+    _, findings = await found(accepts_everything)
+    assert findings["right and wrong answers"][0] == "ok"
+    assert findings["an empty response"] == ("problem", "scored 1, no less than a right answer")
+
+
+def reads_no_usual_form(solution_str: str, ground_truth: list[str]) -> float:
+    return float(solution_str == f"({ground_truth[0]})")
+
+
+async def test_a_function_for_which_no_right_answer_is_found_is_noted() -> None:
+    _, findings = await found(reads_no_usual_form)
+    status, text = findings["right and wrong answers"]
+    assert status == "note"
+    assert "no answer made from the ground truth scores more than a wrong one" in text
+
+
+def swallows_the_error_of_signals(solution_str: str, ground_truth: list[str]) -> float:
+    """Like a function that catches what math-verify raises in threads."""
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    except ValueError:
+        return 0.0
+    return float(solution_str.endswith(ground_truth[0]))
+
+
+@pytest.mark.integration
+async def test_a_function_that_scores_0_in_threads_only_is_a_problem() -> None:
+    """https://github.com/verl-project/verl/issues/3407"""
+    report, findings = await found(swallows_the_error_of_signals, in_process=True)
+    status, text = findings["threads and processes"]
+    assert status == "problem"
+    assert "scored 0 in a thread, scored 1 in a process. Signals" in text
+    options = RewardLoopConfig(isolation="process", max_processes=1)
+    report, findings = await found(swallows_the_error_of_signals, in_process=True, options=options)
+    assert report.problems == []
+    assert "threads and processes" not in findings
+
+
+@pytest.mark.integration
+async def test_a_function_with_the_same_results_in_a_process() -> None:
+    _, findings = await found(fine, in_process=True)
+    assert findings["threads and processes"] == ("ok", "15 calls have the same results in a worker process")
