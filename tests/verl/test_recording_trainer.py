@@ -46,7 +46,9 @@ def trainer(tmp_path: Path) -> Any:
     made._settings, made._colocated = resolved(f"reward_loop.log_dir={tmp_path}"), None
     made._records, made._rewards = Records(tmp_path), StepRewards()
     made._health = SimpleNamespace(metrics=lambda step, rewards, audit: {})
-    made.reward_workers = SimpleNamespace(check_fatal_errors=list, check_fatal_errors_briefly=list, stop=list)
+    made.reward_workers = SimpleNamespace(
+        check_fatal_errors=list, check_fatal_errors_briefly=list, stop=list, proof_counts=lambda: None
+    )
     made.global_steps, made._left_out = 7, {}
     return made
 

@@ -119,6 +119,7 @@ class Run:
         self.trainer.prepare_step = dict
         self.trainer.replay_buffer = SimpleNamespace(classified_groups=lambda partition_id: ())
         self.trainer.reward_workers = SimpleNamespace(
+            proof_counts=lambda: None,
             check_fatal_errors_briefly=lambda: None,
             post_process=lambda groups, names: [self._processed(group, post_process) for group in groups],
         )
