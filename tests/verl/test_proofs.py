@@ -21,9 +21,10 @@ def test_no_forged_score_is_trained_on(tmp_path: Path, tiny_generative_model: Pa
     forging = 0
     for step in (1, 2):
         rows, metrics = run.rollouts(step), run.steps[step]
-        assert [row["score"] for row in rows] == [0.0] * 32, "a forged score is 1"
+        # Only the responses that break the scorer are masked; a forged score would be 1.
+        assert [row["score"] for row in rows] == [None if rewards.forges(row["output"]) else 0.0 for row in rows]
         broken = sum(rewards.forges(row["output"]) for row in rows)
-        assert metrics["reward_loop/failed"] == broken, "only the responses that break the scorer are masked"
+        assert metrics["reward_loop/failed"] == broken
         assert metrics["reward_loop/scored"] == 32 - broken
         assert (
             (metrics["reward_loop/proofs/failed"] > 0) == (metrics["reward_loop/proofs/rescored"] > 0) == (broken > 0)
