@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,8 +10,14 @@ from reward_loop._util.text import shorten
 from reward_loop.client.chat import book_usage
 from reward_loop.client.http import MAX_REPLY_BYTES, post
 from reward_loop.client.repeats import repeated
+from reward_loop.errors import RequestError
 
 __all__ = ["classify", "score"]
+
+logger = logging.getLogger(__name__)
+
+_ROUNDING = 1e-3
+"""The largest difference of values that are the same but for rounding, as of bfloat16."""
 
 
 async def classify(
@@ -44,22 +51,66 @@ async def classify(
     given = {"input": text, "text": text} if isinstance(text, str) else {"messages": list(text)}
     body = {**given, "use_activation": False, **({"model": model} if model else {})}
     options = {"timeout": timeout, "api_key_env": api_key_env, "max_reply_bytes": max_reply_bytes}
-    return await repeated(lambda: _classify(address, body, options), address)
+    logits, has_activation = await repeated(lambda: _classify(address, body, options), address)
+    if has_activation and (address, model) not in _checked and _may_be_probabilities(logits):
+        await _check_activation(address, model, body, options, logits)
+    return logits[0] if len(logits) == 1 else logits
 
 
-async def _classify(address: str | None, body: Mapping[str, Any], options: Mapping[str, Any]) -> float | list[float]:
+_checked: set[tuple[str | None, str | None]] = set()
+"""The servers and models that were asked whether they heed ``use_activation``."""
+
+
+def _may_be_probabilities(values: Sequence[float]) -> bool:
+    return all(0 <= value <= 1 for value in values) and (len(values) == 1 or abs(sum(values) - 1) < _ROUNDING)
+
+
+async def _check_activation(
+    address: str | None, model: str | None, body: Mapping[str, Any], options: Mapping[str, Any], values: list[float]
+) -> None:
+    """Log a warning if a server ignores ``use_activation``: it would return probabilities in place of logits.
+
+    Values between 0 and 1 may also be logits. So the same text is asked for with the activation: equal values are
+    probabilities, since a sigmoid or softmax changes every logit but those of one class whose softmax is 1.
+    """
+    _checked.add((address, model))
+    try:
+        activated, _ = await _classify(address, {**body, "use_activation": True}, options)
+    except RequestError as error:
+        logger.debug("%s was not asked whether it heeds use_activation: %s", address, error)
+        return
+    if len(activated) == len(values) and all(
+        abs(one - other) < _ROUNDING for one, other in zip(activated, values, strict=True)
+    ):
+        logger.warning(
+            "%s%s returns the same values between 0 and 1 with and without use_activation: they are probabilities, not "
+            "logits. Start the server without the activation (vLLM: --pooler-config '{\"use_activation\": false}'), or "
+            "use a version that heeds the field",
+            address,
+            "" if model is None else f" ({model})",
+        )
+
+
+async def _classify(
+    address: str | None, body: Mapping[str, Any], options: Mapping[str, Any]
+) -> tuple[list[float], bool]:
+    """Return the values of an answer, and whether it is of a server that has an activation."""
     answer, exchange = await post(address, "/classify", body, **options)
     book_usage(answer, exchange)
     book_usage(answer, exchange, "meta_info")  # SGLang
     try:
-        logits = answer["data"][0]["probs"] if "data" in answer else answer["embedding"]
-        logits = [float(logit) for logit in logits]
+        found = answer["data"][0] if "data" in answer else answer
+        # `probs` of vLLM's /classify, `data` of its /pooling, `score` of its /v1/score, `embedding` of SGLang.
+        values = next(found[name] for name in ("probs", "data", "score", "embedding") if name in found)
+        while isinstance(values, list) and len(values) == 1 and isinstance(values[0], list):
+            (values,) = values
+        logits = [float(logit) for logit in (values if isinstance(values, list) else [values])]
         if not logits:
             raise ValueError("no logits")
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, StopIteration):
         raise exchange.failed(f"{address} sent an answer without logits: {shorten(answer, 500)}") from None
     exchange.end(verdict=logits, score=logits[0] if len(logits) == 1 else None)
-    return logits[0] if len(logits) == 1 else logits
+    return logits, "data" in answer  # SGLang has none
 
 
 async def score(
@@ -103,8 +154,9 @@ async def _score(address: str | None, body: Mapping[str, Any], options: Mapping[
     answer, exchange = await post(address, "/v1/rerank", body, **options)
     book_usage(answer, exchange)
     try:
-        # vLLM, Jina and Cohere send a mapping with `results`; SGLang sends a list of results, each with token counts.
-        results = answer["results"] if isinstance(answer, Mapping) else answer
+        # vLLM, Jina and Cohere send a mapping with `results`, vLLM's /v1/score one with `data`; SGLang sends a list of
+        # results, each with token counts.
+        results = answer["results" if "results" in answer else "data"] if isinstance(answer, Mapping) else answer
         if not isinstance(answer, Mapping):
             for result in results:
                 book_usage(result, exchange, "meta_info")

@@ -34,6 +34,47 @@ async def test_the_shape_of_sglangs_native_classify() -> None:
     assert call.prompt_tokens == 9
 
 
+@pytest.mark.parametrize(
+    ("found", "logits"),
+    [
+        ({"probs": [-2.5]}, -2.5),
+        ({"data": [[-2.5]], "object": "pooling"}, -2.5),
+        ({"data": [-2.5, 3.0], "object": "pooling"}, [-2.5, 3.0]),
+        ({"data": -2.5, "object": "pooling"}, -2.5),
+        ({"score": -2.5, "object": "score"}, -2.5),
+        ({"embedding": [-2.5, 3.0]}, [-2.5, 3.0]),
+    ],
+)
+async def test_the_shapes_of_vllms_answers(found: dict[str, Any], logits: Any) -> None:
+    async with FakeJudge() as judge:
+        judge.script(Body({"object": "list", "data": [{"index": 0, **found}], "usage": {"prompt_tokens": 1}}))
+        assert await classify(judge.address, "x") == logits
+
+
+@pytest.mark.parametrize(
+    ("values", "warned"),
+    [
+        ([[0.9], [0.9]], True),
+        ([[0.25, 0.75], [0.25, 0.75]], True),
+        ([[0.4], [0.6]], False),  # a logit, and its sigmoid
+        ([[0.25, 0.75], [0.38, 0.62]], False),
+        ([[-1.0]], False),  # no second request
+        ([[0.25, 0.5]], False),
+    ],
+)
+async def test_a_server_that_ignores_the_activation_is_named(
+    values: list[list[float]], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with FakeJudge() as judge:
+        judge.script(*(Logits(tuple(given)) for given in values), *(Logits((0.5,)) for _ in range(3)))
+        await classify(judge.address, "x")
+        assert len(judge.requests) == len(values)
+        assert ("probabilities, not logits" in caplog.text) is warned
+        if len(values) > 1:
+            await classify(judge.address, "y")
+            assert len(judge.requests) == len(values) + 1  # the server is asked once
+
+
 async def test_an_answer_without_logits_is_an_error() -> None:
     async with FakeJudge() as judge:
         judge.script(NoChoices(), NoChoices())
@@ -48,8 +89,9 @@ async def test_an_answer_without_logits_is_an_error() -> None:
     [
         {"results": [{"index": 1, "relevance_score": 0.1}, {"index": 0, "relevance_score": 0.9}]},
         [{"index": 1, "score": 0.1, "document": "b"}, {"index": 0, "score": 0.9, "document": "a"}],
+        {"object": "list", "data": [{"index": 1, "score": 0.1}, {"index": 0, "score": 0.9}]},
     ],
-    ids=["vllm", "sglang"],
+    ids=["vllm", "sglang", "vllm's score"],
 )
 async def test_documents_are_scored_in_their_order(answer: Any) -> None:
     async with FakeJudge() as judge:
