@@ -62,6 +62,8 @@ class RemoteLimits(Limits):
         """What happened while `_lost` was set, for the service."""
         self._away_since: float | None = None
         """When the service stopped answering, by `time.monotonic`."""
+        self._received = 0
+        """How many times messages arrived."""
         self._numbers = itertools.count()
         self._open: dict[int, tuple[Permit, asyncio.Future[Permit]]] = {}
         """The permits that are requested or held, by their id."""
@@ -166,6 +168,7 @@ class RemoteLimits(Limits):
 
     async def _run(self, messages: Messages) -> None:
         writer: asyncio.StreamWriter | None = None
+        watch: asyncio.Task[None] | None = None
         why, closed, awaited = "the connection has ended", False, True
         try:
             async with asyncio.timeout(TIMEOUT_S):
@@ -182,6 +185,7 @@ class RemoteLimits(Limits):
                 messages.send(*message)
             self._unsent.clear()
             messages.connect(writer)
+            watch = asyncio.create_task(self._end_if_frozen(messages, writer))
             while True:
                 self._receive(await receive(reader))
         except asyncio.CancelledError:
@@ -193,6 +197,10 @@ class RemoteLimits(Limits):
         except (OSError, ValueError) as error:
             why = str(error) or type(error).__name__
         finally:
+            if watch is not None:
+                if watch.done() and not watch.cancelled():
+                    why = f"no answer within {TIMEOUT_S:g} s"
+                watch.cancel()
             lost = self._unreachable(why, awaited)
             if self._messages is messages:
                 self._messages = None
@@ -207,7 +215,23 @@ class RemoteLimits(Limits):
             if writer is not None:
                 writer.close()
 
+    async def _end_if_frozen(self, messages: Messages, writer: asyncio.StreamWriter) -> None:
+        """Close the connection if calls wait for a permit and the service does not answer even a question.
+
+        A permit may come late because a limit is used up, so a wait alone shows nothing.
+        """
+        while True:
+            received = self._received
+            await asyncio.sleep(TIMEOUT_S / 2)
+            if received == self._received and any(not request.done() for _, request in self._open.values()):
+                messages.send("status", -1)  # no call waits for the answer
+                await asyncio.sleep(TIMEOUT_S / 2)
+                if received == self._received:
+                    writer.transport.abort()
+                    return
+
     def _receive(self, messages: list[list[Any]]) -> None:
+        self._received += 1
         self._away_since = None
         for what, *rest in messages:
             if what == "grant":

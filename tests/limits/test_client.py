@@ -13,7 +13,7 @@ from reward_loop import (
 )
 from reward_loop._util.framing import frame, read_frame
 from reward_loop.config import RewardLoopConfig
-from reward_loop.limits import local
+from reward_loop.limits import client, local, server
 from reward_loop.limits.client import RemoteLimits, open_limits
 from reward_loop.limits.failures import SharedFailureBound
 from reward_loop.limits.local import LocalLimits
@@ -211,6 +211,27 @@ async def test_a_service_that_goes_is_an_error_and_not_a_hang():
     with pytest.raises(JobServiceError):
         job.count(RewardResult(Outcome.SCORED, 1.0))
     job.close()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+async def test_a_frozen_service_is_found_and_a_full_limit_is_not_taken_for_one(frozen, serve, monkeypatch):
+    monkeypatch.setattr(client, "TIMEOUT_S", 0.2)
+    _, address = await serve(options(max_concurrent=1))
+    limits = RemoteLimits(address)
+    held = await limits.acquire("judge")
+    waiting = asyncio.create_task(limits.acquire("judge"))
+    if frozen:  # as by SIGSTOP: its connections stay open
+        never = asyncio.Event()
+        monkeypatch.setattr(server, "receive", lambda reader: never.wait())
+        await limits.status()  # the last message that it receives
+        with pytest.raises(JobServiceError, match=r"no answer within 0.2 s"):
+            await waiting
+        never.set()
+    else:
+        await asyncio.sleep(0.6)
+        held.leave()
+        (await waiting).leave()
+    limits.close()
 
 
 async def test_a_service_that_goes_as_it_greets_is_an_error_too(monkeypatch):
