@@ -52,7 +52,8 @@ class Place(NamedTuple):
 class RecordFiles:
     """The files that one process writes into a records folder.
 
-    An error of the file system loses records; a warning is logged once until writing succeeds again.
+    An error of the file system loses records. A warning is logged once, and the number of lost records when writing
+    succeeds again.
 
     Args:
         folder: the records folder; it is created.
@@ -66,12 +67,23 @@ class RecordFiles:
         self._numbers = {TEXTS: 0, EXCHANGES: 0}
         self.failure: OSError | None = None
         """The first error since it was last set to ``None``."""
+        self.lost = 0
+        """The number of records lost since rows were last written, or since :meth:`log_lost`."""
         self._failing: set[Path] = set()
         """The folders in which the last write failed."""
 
     def add_rows(self, lines: Sequence[bytes]) -> None:
         """Append lines to the file of rows."""
-        self._append(self.path, b"".join(lines))
+        if self._append(self.path, b"".join(lines)) is None:
+            self.lost += len(lines)
+        else:
+            self.log_lost("records are written again")
+
+    def log_lost(self, now: str) -> None:
+        """Log how many records were lost, if any; ``now`` is the beginning of the message."""
+        if self.lost:
+            lost, self.lost = self.lost, 0
+            logger.warning("%s: %d were lost; the samples themselves were scored (%s)", now, lost, self.folder)
 
     def add_events(self, lines: Sequence[bytes]) -> None:
         """Append lines to the file of events."""

@@ -130,6 +130,7 @@ class Records:
             if not self._drops:
                 logger.warning("records of samples are lost: %s cannot be written fast enough", self.path)
             self._drops = True
+            self._files.lost += 1
             self.failure = self.failure or TimeoutError(f"{self.path} cannot be written fast enough")
             return
         self._waiting.append(record)
@@ -154,7 +155,11 @@ class Records:
                 return
             self._started = True
         threading.Thread(target=self._run, name="reward-records", daemon=True).start()
-        atexit.register(self.flush)
+        atexit.register(self._close)
+
+    def _close(self) -> None:
+        self.flush()
+        self._files.log_lost("records were lost until the end")
 
     def _run(self) -> None:
         while True:

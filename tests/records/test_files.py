@@ -195,6 +195,7 @@ def test_what_cannot_be_written_costs_nothing_else_and_one_warning(
         found._files.path = path
         found.write({"uid": "kept"})
         assert found.flush()
+        assert "records are written again: 3 were lost" in caplog.text
     assert [row["uid"] for row in read(path)] == (["kept"] if sub_folder is None else list("abc"))
 
 
@@ -222,6 +223,7 @@ def test_records_that_cannot_be_written_in_time_are_dropped(
     assert found.flush(60)
     assert [row["uid"] for row in read(found.path)] == ["first", *map(str, range(9)), "last"]
     assert sum("cannot be written fast enough" in record.message for record in caplog.records) == 1
+    assert "records are written again: 41 were lost" in caplog.text
 
 
 @pytest.mark.integration
