@@ -63,7 +63,7 @@ async def test_extra_info_that_json_lacks_is_converted() -> None:
 
     async with client_of(scorer(with_strange_values)) as client:
         info = (await post(client, "/score", {"solution_str": "4"}))["reward_extra_info"]
-    assert (info["nan"], info["set"], info["bytes"]) == (None, [1], "x")
+    assert (info["nan"], info["set"], info["bytes"]) == (None, [1], {"$bytes": "eA=="})
 
 
 async def test_a_manager_that_raises_or_returns_nan_is_not_answered_with_a_number() -> None:
