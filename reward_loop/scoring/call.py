@@ -215,6 +215,15 @@ class UserFunction:
 
     async def _call(self, arguments: dict[str, Any], traffic_class: str) -> CallOutcome:
         """Call the function, and again after transient errors and outages."""
+        if self.proofs is None:
+            return await self._call_again(arguments, traffic_class)
+        self.proofs.begin()
+        try:
+            return await self._call_again(arguments, traffic_class)
+        finally:
+            self.proofs.end()
+
+    async def _call_again(self, arguments: dict[str, Any], traffic_class: str) -> CallOutcome:
         started = time.monotonic()
         outcome = await self._attempt(arguments, traffic_class)
         outages = self.limits.outages(asyncio.get_running_loop())

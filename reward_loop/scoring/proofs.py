@@ -14,7 +14,8 @@ replaced   Its results are discarded, and the samples scored again elsewhere
 
 A proof is due after `ProofConfig.every` results for each data source, or when a result has waited for 50 times as long
 as a proof takes. So proofs take at most 2 % of the calls, or of the time of the process; up to `_MAX_HOLD_S`, because
-groups wait for these results.
+groups wait for these results. And it is due at once when all calls in flight wait for proofs: nothing else is computed
+then, and a training step must not wait for its last results.
 """
 
 from __future__ import annotations
@@ -184,6 +185,10 @@ class Proofs:
         self.tried: set[str] = set()
         """The data sources for which answers have been looked for."""
         self._seconds = 0.0
+        self._in_flight = 0
+        """The number of calls of samples that have not returned, those whose results wait for a proof included."""
+        self._holding: set[Place] = set()
+        """The places with results that wait."""
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -215,6 +220,29 @@ class Proofs:
         task.add_done_callback(self._tasks.discard)
         return task
 
+    def begin(self) -> None:
+        """Count the call of a sample; `end` follows."""
+        self._in_flight += 1
+
+    def end(self) -> None:
+        """Count the end of the call of a sample."""
+        self._in_flight -= 1
+        if self._holding:
+            self._prove_if_idle()
+
+    def _prove_if_idle(self) -> None:
+        """Let all proofs become due if no call computes: all wait for proofs."""
+        held = 0
+        for place in self._holding:
+            held += len(place.results)
+        if not held:
+            self._holding.clear()
+        elif self._in_flight <= held:
+            for place in self._holding:
+                if place.results and not place.is_due and place.loop is not None:
+                    place.is_due = True
+                    place.loop.call_soon(place.due)
+
     def hold(self, place: Place, future: asyncio.Future[CallOutcome], outcome: CallOutcome) -> None:
         """Have a result wait for the next proof. `Place.due` is called when it has waited for `hold_s`."""
         loop = future.get_loop()
@@ -224,6 +252,8 @@ class Proofs:
         if place.timer is None:
             place.since = time.monotonic()
             place.timer = loop.call_later(self.hold_s, self._become_due, place)
+        self._holding.add(place)
+        self._prove_if_idle()
 
     def is_due(self, place: Place, next_seconds: float = 0.0) -> bool:
         """Return whether a place must be proven now, before its next call, which may take ``next_seconds``."""

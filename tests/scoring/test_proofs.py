@@ -127,6 +127,18 @@ async def test_a_single_sample_does_not_wait_for_others(scoring):
     assert function.proofs.take().made == 1
 
 
+@pytest.mark.integration
+@pytest.mark.parametrize("isolation", ["process", "thread"])
+async def test_the_last_results_of_a_burst_do_not_wait(scoring, isolation, monkeypatch):
+    monkeypatch.setattr(proofs, "_MIN_HOLD_S", 3600.0)
+    monkeypatch.setattr(proofs, "_MAX_HOLD_S", 3600.0)
+    function = scoring(scorers.can_be_forged, isolation=isolation)
+    async with asyncio.timeout(60):
+        for _ in range(3):
+            assert not wrongly_scored(rows()[:40], await score_all(function, rows()[:40]))
+    assert function.proofs.take().made <= 3 * 4  # not one for each sample
+
+
 async def test_off(scoring):
     function = scoring(scorers.is_right, proofs={"every": None})
     await function(rows()[0])
