@@ -111,7 +111,7 @@ def test_the_viewer_shows_a_run_that_was_killed(killed: Part, tmp_path: Path, mo
         for rollout in killed.run.rollouts(step):
             record, number = recorded[rollout["uid"].rsplit("_", 1)[0]], rewards.number(rollout["output"])
             assert (record["step"], record["outcome"]) == (step, {0: "unscored", 1: "failed"}.get(number % 7, "scored"))
-            assert (record["reward"] or 0.0) == pytest.approx(rollout["score"])
+            assert record["reward"] == pytest.approx(rollout["score"])
     assert PhaseReader(folder).steps()[1]["phases"]["update_actor"] == pytest.approx(
         killed.steps[1]["timing_s/update_actor"], abs=1e-3
     )
