@@ -128,7 +128,7 @@ async def post(
 def _raise_if_away(url: str) -> None:
     """Raise the error of an outage for a new call, without a request. Calls that the outage lets through may ask.
 
-    Otherwise, all samples that begin in an outage would knock at the door of the judge.
+    Otherwise, each sample that begins in an outage would send a request that fails.
     """
     call, server = call_here(), server_of(url)
     if isinstance(call, Call) and call.attempt == 1 and call.limits.outages(call.loop).is_away(server):

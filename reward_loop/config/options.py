@@ -76,13 +76,14 @@ class RetryConfig(Config):
     """When a failed call is made again."""
 
     max_attempts: int = Field(default=3, ge=1)
-    """The largest number of calls of the function for a sample. Only transient failures are retried: a broken
-    connection, a timeout of the client, HTTP 408, 409, 425, 429 and 5xx. A call that the service refused (429, 529), or
-    asked to repeat later (``Retry-After``), does not count. ``1`` retries nothing."""
+    """The largest number of calls of the function for a sample, and of attempts of a request of `reward_loop.client`.
+    Only transient failures are retried: a timeout of the client, HTTP 408, 409, 425, 429 and 5xx. A call that the
+    service refused (429, 529), or asked to repeat later (``Retry-After``), does not count, nor does a call in an
+    outage. ``1``: calls are repeated only after an outage."""
 
     max_seconds: float = Field(default=600.0, gt=0)
-    """No attempt starts later than this many seconds after the first one. Time spent waiting for limits does not
-    count."""
+    """No attempt starts later than this many seconds after the first one. Time spent waiting for limits or in an
+    outage does not count."""
 
     initial_wait: float = Field(default=0.5, ge=0)
     """Seconds of the first pause. It doubles with each attempt; the actual pause is random, between 0 and this
@@ -314,7 +315,7 @@ class ComponentConfig(Config):
 
 class ProofConfig(Config):
     """Proofs that a sync function without a judge can still tell a right answer from a wrong one, see
-    docs/outcomes.md."""
+    docs/proofs.md."""
 
     every: int | None = Field(default=128, ge=1)
     """The largest number of results of a process, for each data source, from one proof to the next; ``null`` for no
@@ -361,7 +362,7 @@ class RewardLoopConfig(Config):
     that is not restored, see docs/reward-functions.md. By default processes are kept."""
 
     proofs: ProofConfig = Field(default_factory=ProofConfig)
-    """Proofs that a function still gives right scores."""
+    """Proofs that a function still gives right scores, see docs/proofs.md."""
 
     max_failed_share: float = Field(default=0.5, ge=0, le=1)
     """The run stops when more than this share of the latest samples failed; 1 disables the check."""

@@ -325,7 +325,7 @@ class Proofs:
         if why is not None:
             self.counts.unproven += 1
             logger.info(
-                "%s, data source %r: its scores are not proven, see docs/outcomes.md: %s", self._name, source, why
+                "%s, data source %r: its scores are not proven, see docs/proofs.md: %s", self._name, source, why
             )
 
     async def _find(self, source: str, sample: RewardSample, score: Score) -> str | None:
