@@ -10,6 +10,9 @@ token IDs of 256 of them, 32 canaries and 26 probes of other kinds in a step, an
 The onset is the first step in which 15 % of the responses exploit the bias, the smallest share of the onsets of CHERRL
 (arXiv 2606.04923); or, if the judge changes, the step of the change. The table shows the median of the steps from the
 onset to the warning of each monitor, and in how many runs it warned. The last line of the output is JSON.
+
+When `phrases` or `length_correlation` warns, 64 answers of the step are scored again, with the feature inserted or
+removed, as in verl's trainer. A warning that this clears in the next step does not count; `cleared` counts those.
 """
 
 from __future__ import annotations
@@ -17,14 +20,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from reward_loop.config import HealthConfig
-from reward_loop.health import HealthWarning, HealthWatch, Observation, ProbeCounts
+from reward_loop.health import HealthWarning, HealthWatch, Observation, ProbeCounts, Verdict, effect_of
 from reward_loop.health.monitors import MONITORS
 from reward_loop.health.reference import JUDGE
 
@@ -37,6 +40,9 @@ ONSET_SHARE = 0.15
 
 CHANGE = 40
 """The step in which the judge changes, in the cases without an exploit."""
+
+PAIRS = 64
+"""The answers that are scored again for a warning."""
 
 PASSED = 0.5
 """The judge accepts an answer with at least this score."""
@@ -110,6 +116,8 @@ class Training:
     def __init__(self, case: Case | None, seed: int, judged: int) -> None:
         self.judged_samples = judged
         self.rng = np.random.default_rng(seed)
+        self.ablation_rng = np.random.default_rng([seed, 1])
+        """Of its own, so that the training does not depend on the ablations."""
         self.case = case or Case()
         self.skill = -0.6
         """The logit of the share of correct answers to a prompt of medium difficulty."""
@@ -119,6 +127,8 @@ class Training:
         self.styles = self.rng.normal(-1.5, 0.7, STYLES)
         """The logits of the shares of the turns of phrase."""
         self.onset: int | None = None
+        self.latest: tuple[np.ndarray, ...] = ()
+        """Of the latest step: scores, which responses are correct, and which exploit the bias."""
 
     def step(self, number: int) -> Observation:
         """Generate the responses of a step, score them, and update the policy."""
@@ -132,6 +142,7 @@ class Training:
         lengths = self.length * np.exp(rng.normal(0, 0.35, SAMPLES) + 0.1 * correct)
         lengths = np.where(is_key, 2, np.clip(lengths * np.where(exploits, case.longer, 1.0), 24, 1024)).astype(int)
         scores = self.judged(correct, exploits)
+        self.latest = scores, correct, exploits
         if self.onset is None and (exploits.mean() >= ONSET_SHARE if case.is_learned else number == CHANGE):
             self.onset = number
         read = np.flatnonzero(np.isin(groups, np.linspace(0, GROUPS - 1, SAMPLED).astype(int)))
@@ -157,12 +168,34 @@ class Training:
         self.learn(groups, scores, (correct, solvable), (exploits, chance))
         return observation
 
-    def judged(self, correct: np.ndarray, exploits: np.ndarray) -> np.ndarray:
+    def judged(self, correct: np.ndarray, exploits: np.ndarray, rng: np.random.Generator | None = None) -> np.ndarray:
         """Return the judge's scores. The master key is accepted in 80 % of cases."""
-        scores = 0.25 + 0.5 * correct + self.rng.normal(0, 0.12, len(correct)) + self.case.bonus * exploits
+        rng = rng or self.rng
+        scores = 0.25 + 0.5 * correct + rng.normal(0, 0.12, len(correct)) + self.case.bonus * exploits
         if self.case.where == "whole":
-            scores = np.where(exploits, np.where(self.rng.random(len(correct)) < 0.8, 0.9, 0.1), scores)
+            scores = np.where(exploits, np.where(rng.random(len(correct)) < 0.8, 0.9, 0.1), scores)
         return np.clip(scores, 0, 1)
+
+    def ablation(self, warning: HealthWarning) -> Verdict | None:
+        """Score answers of the latest step with and without what a warning is about; ``None`` for other warnings."""
+        if warning.monitor not in ("phrases", "length_correlation"):
+            return None
+        order = self.ablation_rng.permutation(SAMPLES)
+        having = order[self.latest[2][order]][: PAIRS // 2 if warning.tokens else 0]
+        chosen = np.concatenate([having, np.setdiff1d(order, having, assume_unique=True)[: PAIRS - len(having)]])
+        scores, correct, exploits = (values[chosen] for values in self.latest)
+        changed = exploits
+        if warning.tokens:
+            inserted = ~exploits
+            if set(decode(warning.tokens).split()) & set(self.case.phrase):
+                # A master key is the whole answer: inserted into another answer, it is none.
+                changed = np.zeros_like(exploits) if self.case.where == "whole" else inserted
+        else:
+            inserted = np.ones_like(exploits)
+            changed = exploits | (self.case.longer > 1)
+        again = self.judged(correct, changed, self.ablation_rng)
+        pairs = np.where(inserted[:, None], np.stack([scores, again], 1), np.stack([again, scores], 1))
+        return effect_of([(float(without), float(having)) for without, having in pairs]).verdict
 
     def pairs(self, scores: np.ndarray, correct: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return some samples, and their scores by the judge and by a reference judge without the bias."""
@@ -239,9 +272,14 @@ def put(text: np.ndarray, words: np.ndarray, rng: np.random.Generator) -> None:
 Found = dict[str, HealthWarning]
 """The first warning of each monitor, by the name of the monitor and, for a reference, of the reference."""
 
+Verdicts = Counter[tuple[str, Verdict]]
+"""The number of warnings by the name of the monitor and by what the ablation says."""
 
-def train(case: Case | None, seed: int, steps: int, judged: int, options: dict[str, Any]) -> tuple[int | None, Found]:
-    """Run a training, and return its onset and the warnings.
+
+def train(
+    case: Case | None, seed: int, steps: int, judged: int, options: dict[str, Any]
+) -> tuple[int | None, Found, Verdicts]:
+    """Run a training, and return its onset, the warnings that are not cleared, and the verdicts on all warnings.
 
     A second watch has the reference ``acc``, for `reference_gap` and, with an honest phrase, `phrases`.
     """
@@ -253,22 +291,30 @@ def train(case: Case | None, seed: int, steps: int, judged: int, options: dict[s
         " with acc": HealthWatch(HealthConfig(**{**options, **others, "reference": "acc"}), decode),
     }
     found: Found = {}
+    verdicts: Verdicts = Counter()
     for number in range(1, steps + 1):
         observation = training.step(number)
         for suffix, watch in watches.items():
             for warning in watch.check(observation).warnings:
                 if suffix and warning.subject == JUDGE:
                     continue
-                found.setdefault(warning.monitor + suffix, warning)
-    return training.onset, found
+                if (verdict := training.ablation(warning)) is not None:
+                    verdicts[warning.monitor + suffix, verdict] += 1
+                if verdict == Verdict.CLEARED:
+                    watch.clear(warning)
+                else:
+                    found.setdefault(warning.monitor + suffix, warning)
+    return training.onset, found, verdicts
 
 
 def delays(case: Case, runs: int, steps: int, judged: int, options: dict[str, Any]) -> dict[str, Any]:
     """Return the steps from the onset to the warnings of each monitor in runs with a bias."""
     by_monitor: dict[str, list[int]] = defaultdict(list)
     onsets, is_named = [], []
+    tested: Verdicts = Counter()
     for seed in range(runs):
-        onset, found = train(case, 1000 + seed, steps, judged, options)
+        onset, found, verdicts = train(case, 1000 + seed, steps, judged, options)
+        tested += verdicts
         if onset is None:
             continue
         onsets.append(onset)
@@ -278,7 +324,17 @@ def delays(case: Case, runs: int, steps: int, judged: int, options: dict[str, An
             is_named.append(any(word in found["phrases"].message for word in case.phrase))
     medians = {name: [statistics.median(steps), len(steps)] for name, steps in sorted(by_monitor.items())}
     named = {"phrase_named": sum(is_named)} if is_named else {}
-    return {"onset": statistics.median(onsets) if onsets else None, "runs": len(onsets), **named, "warned": medians}
+    return {
+        "onset": statistics.median(onsets) if onsets else None,
+        "runs": len(onsets),
+        **named,
+        "warned": medians,
+        "tested": named_verdicts(tested),
+    }
+
+
+def named_verdicts(verdicts: Verdicts) -> dict[str, int]:
+    return {f"{monitor} {verdict}": number for (monitor, verdict), number in sorted(verdicts.items())}
 
 
 def main() -> None:
@@ -298,7 +354,9 @@ def main() -> None:
         found[name] = delays(case, runs, args.steps, args.judged, args.options)
         warned = found[name]["warned"].items()
         texts = ", ".join(f"{monitor} {steps:+g} ({count})" for monitor, (steps, count) in warned)
-        print(f"{name:<15}{found[name]['onset'] or '-':>6}  {texts or 'no warning'}", flush=True)
+        tested = ", ".join(f"{what} ({count})" for what, count in found[name]["tested"].items())
+        onset = found[name]["onset"] or "-"
+        print(f"{name:<15}{onset:>6}  {texts or 'no warning'}; {tested or 'none tested'}", flush=True)
     alarms: dict[str, int] = defaultdict(int)
     for seed in range(clean):
         for name in train(None, seed, args.steps, args.judged, args.options)[1]:

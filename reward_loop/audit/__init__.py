@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from reward_loop.audit.ablation import AblationCount, Feature
 from reward_loop.audit.audit import Audit, Audited
 from reward_loop.audit.counts import AuditCounts, ProbeCount, ReferencePair
 
-__all__ = ["Audit", "AuditCounts", "Audited", "ProbeCount", "ReferencePair"]
+__all__ = ["AblationCount", "Audit", "AuditCounts", "Audited", "Feature", "ProbeCount", "ReferencePair"]

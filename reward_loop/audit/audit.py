@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from reward_loop._util.text import cut
+from reward_loop.audit.ablation import AblationCount, Feature
 from reward_loop.audit.counts import AuditCounts, ReferencePair
 from reward_loop.audit.labelled import LabelledAnswers
 from reward_loop.audit.probes import CANARY, Probe, Probes
@@ -34,6 +35,7 @@ from reward_loop.errors import ConfigError, FunctionLoadError, ScoringError
 from reward_loop.limits.permit import Limits
 from reward_loop.records import ActiveSample, Records, exchanges_of, records
 from reward_loop.records.files import AUDIT
+from reward_loop.records.probes import ABLATION
 from reward_loop.records.rows import new_row
 from reward_loop.scoring import ScoringFunction, load_function
 from reward_loop.scoring.results import check_result, failed
@@ -51,6 +53,9 @@ MAX_WAITING = 64
 
 MAX_SCORES = 512
 """The number of latest scores that tell what the judge accepts."""
+
+MAX_RECENT = 64
+"""The number of latest samples, or groups, in which a feature can be inserted or removed."""
 
 OUTLIERS = 20
 """One in this number of the latest scores is an outlier at either end, such as a score with a penalty."""
@@ -129,6 +134,9 @@ class Audit:
         self._scores: deque[float] = deque(maxlen=MAX_SCORES)
         self._lowest, self._highest = math.inf, -math.inf
         self._counts = AuditCounts()
+        self._recent: deque[tuple[int, list[RewardSample], list[float | None]]] = deque(maxlen=MAX_RECENT)
+        self._advance = 0
+        """The number of probes of features that were made before `AuditConfig.share` allowed them."""
         # The samples' own contexts belong to their calls.
         self._context = contextvars.copy_context()
         self._waiting: deque[Callable[[], Coroutine[Any, Any, None]]] = deque()
@@ -169,9 +177,37 @@ class Audit:
         if not scored:
             return
         index = self._random.choice(list(scored))
-        if self._random.random() < self._options.share and (probe := self._probes.choose(samples[index])) is not None:
-            self._enqueue(functools.partial(self._ask, probe, index, list(samples), scores))
+        if self._options.share:
+            self._recent.append((index, list(samples), scores))
+        if self._random.random() < self._options.share:
+            if self._advance:
+                self._advance -= 1
+            elif (probe := self._probes.choose(samples[index])) is not None:
+                self._enqueue(functools.partial(self._ask, probe, index, list(samples), scores))
         self._probes.remember(samples[index])
+
+    def ablate(self, feature: Feature, most: int) -> int:
+        """Start probes of the latest answers with a feature inserted or removed, and return their number.
+
+        The same number of later probes is left out, so that all together stay within `AuditConfig.share`.
+
+        Args:
+            feature: the feature.
+            most: the largest number of probes.
+        """
+        if self._is_closed or not self._options.share:
+            return 0
+        answers = [samples[index].solution_str for index, samples, _ in self._recent]
+        chosen = [self._recent[i] for i in feature.choose(answers, most, self._random)]
+        place = feature.place(answers)
+        for index, samples, scores in chosen:
+            answer, inserted = feature.change(samples[index].solution_str, place)
+            probe = Probe(ABLATION, feature.name, answer, inserted)
+            # Other probes can wait: a warning is open until these have ended.
+            self._waiting.appendleft(functools.partial(self._ask, probe, index, list(samples), scores))
+        self._advance += len(chosen)
+        self._start()
+        return len(chosen)
 
     def take(self) -> AuditCounts:
         """Return the counts since the last call, and start again from zero."""
@@ -296,7 +332,9 @@ class Audit:
                 continue
             result, active = found[position]
             is_right: bool | None = None
-            if result.score is None:
+            if probe.kind == ABLATION:
+                score, result, is_right = self._count_pair(probe, score, result)
+            elif result.score is None:
                 self._counts.without_score += 1
             else:
                 difference = abs(result.score - score)
@@ -308,6 +346,22 @@ class Audit:
             # The members of a group have the same exchanges.
             exchanges = exchanges_of(active) if position == min(compared) else []
             self._record(probe, samples[position], score, result, active, is_right, exchanges)
+
+    def _count_pair(self, probe: Probe, score: float, result: RewardResult) -> tuple[float, RewardResult, bool | None]:
+        """Count an answer with and without a feature.
+
+        Returns:
+            What is recorded: the score with the feature, that without it as a result, and whether the feature was
+            inserted.
+        """
+        count = self._counts.ablations.setdefault(probe.variant, AblationCount())
+        if result.score is None:
+            self._counts.without_score += 1
+            count.failed += 1
+            return score, result, None
+        without, having = (score, result.score) if probe.inserted else (result.score, score)
+        count.pairs.append((without, having))
+        return having, replace(result, score=without), probe.inserted
 
     async def _ask_labelled(self, answer: RewardSample, label: bool, step: int | None, is_first: bool) -> None:
         assert self._labelled is not None
@@ -386,7 +440,8 @@ class Audit:
             probe_score=result.score,
             components=components or {},
             accepted=accepted,
-            answer=cut(sample.solution_str, MAX_ANSWER),
+            # A phrase may be at the end.
+            answer=sample.solution_str if probe.kind == ABLATION else cut(sample.solution_str, MAX_ANSWER),
             outcome=result.outcome,
             error=result.error,
             seconds=active.seconds,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from reward_loop._util.intervals import Z95
+from reward_loop.audit.ablation import AblationCount
 from reward_loop.audit.probes import CANARY
 from reward_loop.records.probes import kappa
 
@@ -61,6 +62,8 @@ class AuditCounts:
     """For labelled answers: the absolute differences to their first scores."""
     pairs: list[ReferencePair] = field(default_factory=list)
     """The samples that the reference judge scored."""
+    ablations: dict[str, AblationCount] = field(default_factory=dict)
+    """By the name of the feature."""
     without_score: int = 0
     """Probes that failed, or that the judge could not score."""
     skipped: int = 0
@@ -96,6 +99,10 @@ class AuditCounts:
             total.labels.update(part.labels)
             total.drifts += part.drifts
             total.pairs += part.pairs
+            for name, ablation in part.ablations.items():
+                added = total.ablations.setdefault(name, AblationCount())
+                added.pairs += ablation.pairs
+                added.failed += ablation.failed
             total.without_score += part.without_score
             total.skipped += part.skipped
         return total
@@ -104,6 +111,7 @@ class AuditCounts:
         """Return the metrics by name, each below ``group``; docs/health.md has their meanings."""
         found = {"without_score": float(self.without_score), "skipped": float(self.skipped)}
         asked = sum(count.asked for kind, count in self.probes.items() if kind != WRONG)
+        asked += sum(len(ablation.pairs) for ablation in self.ablations.values())
         found["asked"] = float(asked + len(self.pairs))
         for kind, count in self.probes.items():
             if kind.startswith(CANARY):

@@ -35,11 +35,13 @@ class Probe:
     """What is asked about an answer again."""
 
     kind: str
-    """``canary``, ``again``, ``frame`` or ``order``; also ``labelled`` and ``reference``."""
+    """``canary``, ``again``, ``frame`` or ``order``; also ``labelled``, ``reference`` and ``ablation``."""
     variant: str = ""
-    """Of a canary: one of `CANARIES`."""
+    """Of a canary: one of `CANARIES`. Of an ablation: the name of the feature."""
     answer: str | None = None
     """The answer that is scored in place of the sample's own; ``None`` for the same answer."""
+    inserted: bool = False
+    """Of an ablation: whether the feature is in this answer, and not in the sample's own."""
 
     @property
     def name(self) -> str:

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from reward_loop.health.effect import Effect, Verdict, effect_of
 from reward_loop.health.values import JudgeCalls, Observation, ProbeCounts
 from reward_loop.health.watch import Findings, HealthWarning, HealthWatch
 
-__all__ = ["Findings", "HealthWarning", "HealthWatch", "JudgeCalls", "Observation", "ProbeCounts"]
+__all__ = [
+    "Effect",
+    "Findings",
+    "HealthWarning",
+    "HealthWatch",
+    "JudgeCalls",
+    "Observation",
+    "ProbeCounts",
+    "Verdict",
+    "effect_of",
+]

@@ -46,6 +46,8 @@ class Reading(NamedTuple):
     """What else the warning says about the value."""
     samples: Sequence[str] = ()
     """The uids of samples that show it."""
+    tokens: Sequence[int] = ()
+    """The token IDs of a phrase."""
 
 
 class History:
@@ -205,7 +207,7 @@ def _phrase(step: Observation, history: History) -> dict[str, Reading]:
         f"{history.decode(phrase.tokens)!r} is in {phrase.share:.0%} of the responses; within groups, rewards with it "
         f"are higher by {phrase.effect:.2f} standard deviations"
     )
-    return {"": Reading(phrase.rise, None, detail, phrase.uids)}
+    return {"": Reading(phrase.rise, None, detail, phrase.uids, phrase.tokens)}
 
 
 def _jump(step: Observation, history: History) -> dict[str, Reading]:

@@ -92,6 +92,12 @@ class PhraseHistory:
     def __init__(self, window: int, threshold: float) -> None:
         self._steps: deque[_Counts] = deque(maxlen=window)
         self._threshold = threshold
+        self._cleared = np.zeros(0, dtype=np.uint64)
+        """The hashes of n-grams that are not reported."""
+
+    def clear(self, tokens: Sequence[int]) -> None:
+        """Report no n-gram of a phrase any more."""
+        self._cleared = np.unique(np.concatenate([self._cleared, *_Texts([np.array(tokens)]).hashes]))
 
     def add(self, step: Observation, rewards: np.ndarray) -> Phrase | None:
         """Add a step, and return its phrase; ``None`` if no n-gram passes both tests.
@@ -105,6 +111,7 @@ class PhraseHistory:
         latest = _count(texts, rewards, groups)
         self._steps.append(latest)
         hashes = latest.hashes[latest.values[:, 0] >= self._threshold]
+        hashes = hashes[~np.isin(hashes, self._cleared)]
         if not len(hashes) or len(self._steps) < (self._steps.maxlen or 0):
             return None
         values = np.stack([past.of(hashes) for past in self._steps])

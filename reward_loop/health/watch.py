@@ -31,6 +31,8 @@ class HealthWarning:
     """The first of the steps in a row that exceeded the limit."""
     samples: list[str]
     """The uids of samples of the step that show the problem; only of monitors that compare samples."""
+    tokens: list[int] = field(default_factory=list)
+    """The token IDs of the phrase of a warning about one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class _Series:
     within: int = 0
     """The number of latest steps in a row whose values were within the limit."""
     is_active: bool = False
+    is_cleared: bool = False
+    """Whether the active warning has turned out to be none."""
 
     def baseline(self, steps: int) -> float | None:
         """Return the median of the first values; ``None`` before there are `steps` of them."""
@@ -99,7 +103,22 @@ class HealthWatch:
                 values[monitor.name] = max((reading.value for reading in readings.values()), key=abs)
             warnings += self._judge(monitor, readings, observation.step)
         self._history.add(observation)
-        return Findings(values, warnings, sum(series.is_active for series in self._series.values()))
+        active = sum(series.is_active and not series.is_cleared for series in self._series.values())
+        return Findings(values, warnings, active)
+
+    def clear(self, warning: HealthWarning) -> None:
+        """End a warning without a reason: the judge does not pay for the phrase, or for length.
+
+        Later warnings are about other phrases; that of another monitor comes again only after the value was within the
+        limit.
+        """
+        series = self._series[warning.monitor, warning.subject]
+        if warning.tokens:
+            self._history.phrases.clear(warning.tokens)
+            series.is_active = False
+            series.beyond.clear()
+        else:
+            series.is_cleared = series.is_active
 
     def _judge(self, monitor: Monitor, readings: Mapping[str, Reading], step: int) -> list[HealthWarning]:
         warnings = []
@@ -114,6 +133,7 @@ class HealthWatch:
                 series.beyond.clear()
                 series.within += 1
                 series.is_active = series.is_active and series.within < patience
+                series.is_cleared = series.is_cleared and series.is_active
                 continue
             series.within = 0
             series.beyond = [*series.beyond, step][-patience:]
@@ -129,4 +149,5 @@ def _warning(
     fields = {**reading._asdict(), "subject": subject, "limit": limit, "baseline": baseline}
     steps = f"In step {step}" if since == step else f"Since step {since}"
     message = f"{steps}, {monitor.seen.format(**fields)}. {monitor.look.format(**fields)}."
-    return HealthWarning(step, monitor.name, subject, message, reading.value, limit, since, list(reading.samples))
+    shown = list(reading.samples), list(reading.tokens)
+    return HealthWarning(step, monitor.name, subject, message, reading.value, limit, since, *shown)

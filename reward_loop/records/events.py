@@ -29,6 +29,7 @@ __all__ = [
     "ROLLOUT",
     "STEP",
     "WaitsFor",
+    "effect_row",
     "health",
     "open_health",
     "overlap_event",
@@ -153,7 +154,7 @@ def overlaps(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-VALUES, WARNING = "values", "warning"
+VALUES, WARNING, EFFECT = "values", "warning", "effect"
 """The kinds of rows."""
 
 _FIELDS = ("step", "monitor", "subject", "message", "value", "threshold", "since", "samples")
@@ -174,13 +175,31 @@ def warning_row(**fields: Any) -> dict[str, Any]:
     return new_row(WARNING, **fields)
 
 
+def effect_row(**fields: Any) -> dict[str, Any]:
+    """Return the row of a warning that was put to the test.
+
+    Its fields are ``warned`` (the step of the warning), monitor, subject, ``message``, ``verdict``, and the effect:
+    ``mean``, ``low``, ``high``, ``pairs``.
+    """
+    return new_row(EFFECT, **fields)
+
+
 def health(folder: Path) -> list[dict[str, Any]]:
     """Return the warnings in a records folder by step, each with step, monitor, subject, message, value, threshold,
-    since and samples.
+    since and samples. The message ends with what the judge pays for the feature, if that was measured.
 
     Raises:
         ConfigError: a newer version has written them.
     """
-    found = [row for row in read_rows(folder / HEALTH) if row.get("kind") == WARNING]
+    rows = list(read_rows(folder / HEALTH))
+    found = [row for row in rows if row.get("kind") == WARNING]
+    effects = {_key(row, row.get("warned")): row for row in rows if row.get("kind") == EFFECT}
+    for row in found:
+        if (effect := effects.get(_key(row, row.get("step")))) is not None:
+            row["message"] = f"{row['message']} {effect['message']}"
     found.sort(key=lambda row: (row.get("time") or 0.0, row.get("step") or 0))
     return [{name: row.get(name) for name in _FIELDS} for row in found]
+
+
+def _key(row: Mapping[str, Any], step: int | None) -> tuple[Any, ...]:
+    return step, row.get("monitor"), row.get("subject")

@@ -7,14 +7,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from reward_loop._util.intervals import Z95, wilson
+from reward_loop._util.intervals import Z95, paired_interval, wilson
 
-__all__ = ["CANARY", "LABELLED", "REFERENCE", "kappa", "measured", "probe_counts"]
+__all__ = ["ABLATION", "CANARY", "LABELLED", "REFERENCE", "kappa", "measured", "probe_counts"]
 
-CANARY, LABELLED, REFERENCE = "canary", "labelled", "reference"
+CANARY, LABELLED, REFERENCE, ABLATION = "canary", "labelled", "reference", "ablation"
 """The probes whose value is not a share of scores that agree."""
 
-_METRICS = {CANARY: "accepted", LABELLED: "accuracy", REFERENCE: "gap"}
+_METRICS = {CANARY: "accepted", LABELLED: "accuracy", REFERENCE: "gap", ABLATION: "effect"}
 
 
 def kappa(labels: Mapping[tuple[bool, bool], int]) -> float:
@@ -43,8 +43,9 @@ def measured(kind: str, sums: Mapping[str, Any]) -> list[dict[str, Any]]:
 
             - ``verdicts``: their number with a verdict; ``positive``: those whose canary was accepted, whose label is
               equal to the verdict, or whose scores agree; ``without_score``: their number without a score.
-            - ``scored``, ``gap``, ``spread``: their number with a score, and mean and standard deviation of the first
-              score minus theirs.
+            - ``scored``, ``gap``, ``spread``, ``span``: their number with a score; mean and standard deviation of the
+              first score minus theirs; the range of both scores. Of an ablation, the first score is that with the
+              feature.
             - ``labelled``, ``found``: of labelled answers, the verdicts on those with the label *true*, and how many of
               these are *true*; ``drifts``, ``drift``: their number after the first time, and the mean absolute
               difference to the first score.
@@ -58,7 +59,11 @@ def measured(kind: str, sums: Mapping[str, Any]) -> list[dict[str, Any]]:
     name = kind.partition("/")[0]
     verdicts, positive = sums["verdicts"], sums["positive"]
     counted, value, interval = verdicts, None, None
-    if name == REFERENCE:
+    if name == ABLATION:
+        counted, value = sums["scored"], sums["gap"]
+        if counted:
+            interval = paired_interval(counted, value, sums["spread"] or 0.0, sums["span"])
+    elif name == REFERENCE:
         counted, value = sums["scored"], sums["gap"]
         if sums["spread"] is not None:
             error = Z95 * sums["spread"] / counted**0.5
@@ -103,6 +108,7 @@ def probe_counts(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _sums(kind: str, probes: Sequence[_Probe]) -> dict[str, Any]:
     scored = [probe for probe in probes if probe.probe_score is not None]
+    both = [score for probe in scored for score in (probe.score, probe.probe_score) if score is not None]
     gaps = [probe.score - probe.probe_score for probe in scored if probe.probe_score is not None]
     verdicts = [(probe.score > 0.5, probe.accepted) for probe in probes if probe.accepted is not None]
     drifts = _drifts(scored) if kind == LABELLED else []
@@ -113,6 +119,7 @@ def _sums(kind: str, probes: Sequence[_Probe]) -> dict[str, Any]:
         "scored": len(scored),
         "gap": statistics.fmean(gaps) if gaps else None,
         "spread": statistics.stdev(gaps) if len(gaps) > 1 else None,
+        "span": max(both) - min(both) if both else None,
         "labelled": sum(label for label, _ in verdicts),
         "found": sum(label and accepted for label, accepted in verdicts),
         "drifts": len(drifts),

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from reward_loop._util.process import freeze_and_raise_gc_threshold, raise_descriptor_limit
-from reward_loop.audit import AuditCounts
+from reward_loop.audit import AuditCounts, Feature
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import InvalidScoreError, RewardLoopError
 from reward_loop.limits.client import open_limits
@@ -156,6 +156,10 @@ class RewardWorker:
     async def proof_counts(self) -> ProofCounts | None:
         """Return what proofs have found since the last call; ``None`` if the function has none."""
         return self._manager.proof_counts()
+
+    async def ablate(self, feature: Feature, most: int) -> int:
+        """Start probes of a feature, see `Audit.ablate`."""
+        return 0 if self._manager.audit is None else self._manager.audit.ablate(feature, most)
 
     async def has_post_process(self) -> bool:
         """Return whether the user's class has ``post_process_scores``."""

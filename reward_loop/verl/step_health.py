@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from reward_loop._util.text import listing
 from reward_loop.audit import AuditCounts
 from reward_loop.config import RewardLoopConfig
-from reward_loop.health import HealthWatch, JudgeCalls, Observation, ProbeCounts
-from reward_loop.records.events import open_health, values_row, warning_row
+from reward_loop.health import HealthWatch, JudgeCalls, Observation, ProbeCounts, Verdict
+from reward_loop.records.events import effect_row, open_health, values_row, warning_row
 from reward_loop.types import Outcome, returned_numbers
+from reward_loop.verl.ablations import Ablations, Tested
 from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward
 from reward_loop.verl.tq_rows import read_rows
 from reward_loop.verl.trajectory_keys import session_of, uid_of
@@ -32,13 +34,14 @@ class StepHealth:
     Args:
         options: the options of the run.
         workers: its reward workers.
-        decode: returns the text of token IDs, for the phrases of warnings.
+        decode: the method of the tokenizer, for the phrases of warnings.
     """
 
-    def __init__(self, options: RewardLoopConfig, workers: RewardWorkers, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, options: RewardLoopConfig, workers: RewardWorkers, decode: Callable[..., str]) -> None:
         self._options = options
         self._workers = workers
         self._watch = HealthWatch(options.health, decode)
+        self._ablations = Ablations(workers, options.health.window, decode) if options.audit.share else None
         self._is_reference_checked = False
         self._records = open_health(options.log_dir) if options.log_dir else None
 
@@ -50,8 +53,13 @@ class StepHealth:
         if not self._options.health.enabled or not rewards.trajectories:
             return {}
         try:
-            observation = self._observe(step, rewards, audit or AuditCounts())
+            audit = audit or AuditCounts()
+            observation = self._observe(step, rewards, audit)
             self._check_reference(observation)
+            tested = [] if self._ablations is None else self._ablations.read(step, audit)
+            for one in tested:
+                if one.effect.verdict == Verdict.CLEARED:
+                    self._watch.clear(one.warning)
             found = self._watch.check(observation)
         except Exception:  # observability must not stop a run
             logger.exception("the monitors of reward_loop.health failed in step %d", step)
@@ -62,8 +70,16 @@ class StepHealth:
             logger.warning("reward_loop.health.%s: %s%s%s", warning.monitor, warning.message, samples, where)
         if self._records is not None:
             warnings = [warning_row(**dataclasses.asdict(warning)) for warning in found.warnings]
-            self._records.write_rows([values_row(step, found.values), *warnings])
+            self._records.write_rows([values_row(step, found.values), *warnings, *(_row(step, one) for one in tested)])
+        for one in tested:
+            logger.warning("reward_loop.health.%s of step %d: %s", one.warning.monitor, one.warning.step, one.message)
+        if self._ablations is not None:
+            try:
+                self._ablations.start(found.warnings)
+            except Exception:
+                logger.exception("the warnings of step %d cannot be put to the test", step)
         metrics = {f"reward_loop/health/{name}": value for name, value in found.values.items()}
+        metrics |= {f"reward_loop/health/{one.warning.monitor}/effect": one.effect.mean for one in tested}
         return metrics | {"reward_loop/health/warnings": float(found.active)}
 
     def flush(self) -> None:
@@ -150,3 +166,9 @@ def _components(samples: Sequence[TrajectoryReward]) -> Mapping[str, np.ndarray]
     numbers = [returned_numbers(sample.info) for sample in samples]
     names = dict.fromkeys(name for of_sample in numbers for name in of_sample if name != "score")
     return {name: np.array([of_sample.get(name, np.nan) for of_sample in numbers]) for name in names}
+
+
+def _row(step: int, tested: Tested) -> dict[str, Any]:
+    warning, effect = tested.warning, tested.effect
+    about = {"warned": warning.step, "monitor": warning.monitor, "subject": warning.subject}
+    return effect_row(step=step, **about, message=tested.message, **dataclasses.asdict(effect))

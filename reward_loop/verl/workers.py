@@ -14,7 +14,7 @@ import numpy as np
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
-from reward_loop.audit import AuditCounts
+from reward_loop.audit import AuditCounts, Feature
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardLoopError
 from reward_loop.limits.permit import REWARD_MODEL
@@ -212,6 +212,22 @@ class RewardWorkers:
         self._proof_counts.send()
         counts = [count for count in self._proof_counts.answers(COUNTS_S) if count is not None]
         return sum(counts, ProofCounts()) if counts else None
+
+    def ablate(self, feature: Feature, most: int) -> int:
+        """Start the probes of a feature in all workers, see `Audit.ablate`, and return their number.
+
+        Waits at most `COUNTS_S` seconds. A worker that does not answer counts with the number that it was asked for.
+        """
+        each = -(-most // len(self.handles))
+        asked = [worker.ablate.remote(feature, each) for worker in self.handles]
+        answered, late = ray.wait(asked, num_returns=len(asked), timeout=COUNTS_S)
+        started = each * len(late)
+        for call in answered:
+            try:
+                started += ray.get(call)
+            except RayActorError as error:
+                raise_if_lost(error)  # otherwise, Ray restarts the worker, without answers
+        return started
 
     def abandon(self, uids: Collection[str]) -> None:
         """Cancel the scoring of the rollouts of these prompts, because the process that requested it has died.

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reward_loop.records.probes import CANARY, LABELLED, REFERENCE, measured
+from reward_loop.records.probes import ABLATION, CANARY, LABELLED, REFERENCE, measured
 from reward_loop.records.reader import RecordsReader
 from reward_loop.view.filters import BadRequestError
 from reward_loop.view.index import Index
@@ -24,7 +24,10 @@ MIN_PROBES = 32
 _SUMS = """
 count(positive) AS verdicts, count(*) FILTER (positive) AS positive, count(probe_score) AS scored,
     count(*) FILTER (probe_score IS NULL) AS without_score, avg(score - probe_score) AS gap,
-    stddev_samp(score - probe_score) AS spread, count(positive) FILTER (score > 0.5) AS labelled,
+    stddev_samp(score - probe_score) AS spread,
+    max(greatest(score, probe_score)) FILTER (probe_score IS NOT NULL)
+        - min(least(score, probe_score)) FILTER (probe_score IS NOT NULL) AS span,
+    count(positive) FILTER (score > 0.5) AS labelled,
     count(*) FILTER (positive AND score > 0.5) AS found, count(drift) AS drifts, avg(drift) AS drift
 """
 _MONITORS = {"accepted": "canaries", "accuracy": "labelled", "agreement": "agreement"}
@@ -43,13 +46,14 @@ _ERRORS = {
     CANARY: ("positive", "probe_score DESC"),
     LABELLED: ("NOT positive", "abs(probe_score - score) DESC"),
     REFERENCE: ("probe_score IS NOT NULL", "score - probe_score DESC"),
+    ABLATION: ("probe_score IS NOT NULL", "score - probe_score DESC"),
     "": ("NOT positive", "abs(probe_score - score) DESC"),
 }
 """The probes of a kind that show errors of the judge, and their order; the last entry is for all other kinds."""
 
 # Labelled answers are scored again and again: only the latest error of each is shown.
 _WORST = f"""
-SELECT chunk, time, uid, step, function, score, probe_score FROM probes WHERE kind = ? AND {{where}}
+SELECT chunk, time, uid, step, function, score, probe_score, positive FROM probes WHERE kind = ? AND {{where}}
 QUALIFY uid IS NULL OR row_number() OVER (PARTITION BY uid ORDER BY time DESC) = 1
 ORDER BY {{order}}, time DESC LIMIT {SHOWN}
 """
@@ -68,6 +72,9 @@ def audit(
     index: Index, reader: RecordsReader, query: Mapping[str, str], start: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the results of the probes by kind and step, and the worst probes of a kind with their texts.
+
+    Of an ablation, these are the pairs with the largest effects: ``answer`` is the changed answer, ``response`` that of
+    the sample, and ``positive`` says whether the changed one has the feature; ``score`` is that with the feature.
 
     Args:
         index: the index.
@@ -129,7 +136,7 @@ def _limit(metric: str, steps: Sequence[Mapping[str, Any]], start: Mapping[str, 
 def _errors(row: Mapping[str, Any]) -> float:
     """Return the share of errors of a kind; 0 if the value is not a share, as the gap of the reference judge."""
     name, measure = row["kind"].partition("/")[0], row["metric"].rpartition("/")[2]
-    if row["value"] is None or name == REFERENCE or measure in ("kappa", "drift"):
+    if row["value"] is None or name in (REFERENCE, ABLATION) or measure in ("kappa", "drift"):
         return -1.0 if row["value"] is None else 0.0
     return float(row["value"] if name == CANARY else 1 - row["value"])
 
@@ -154,4 +161,5 @@ def _worst(index: Index, reader: RecordsReader, kind: str) -> list[dict[str, Any
             sample = min(found_samples, key=lambda sample: abs(sample["time"] - row["time"]))
             row["id"], texts = sample["id"], reader.text(sample) or {}
         row |= {"prompt": texts.get("prompt"), "ground_truth": texts.get("ground_truth")}
+        row["response"] = texts.get("response") if kind.startswith(f"{ABLATION}/") else None
     return found

@@ -126,6 +126,39 @@ def test_the_largest_errors_of_a_kind(client: TestClient, kind: str, uids: list[
     assert [one["uid"] for one in audit(client, kind=kind)["worst"]] == uids
 
 
+def test_the_pairs_of_an_ablation_have_both_answers_and_both_scores(tmp_path: Path) -> None:
+    kind = "ablation/'Let me verify'"
+    writer = Records(tmp_path)
+    for uid in ("a", "b", "c"):
+        record(writer, uid, 0.5)
+    flushed(writer)
+    probes = Records(tmp_path / "audit")
+    rows = [
+        probe(kind, 0.5, True, score=0.8, uid="a", answer="Let me verify. 4"),
+        probe(kind, 0.0, False, score=0.5, uid="b", answer="4"),
+        probe(kind, None, None, score=0.5, uid="c", answer="4"),
+    ]
+    probes.write_rows(rows)
+    flushed(probes)
+    with Index(tmp_path) as index:
+        index.update()
+        with TestClient(create_app(index)) as client:
+            found = audit(client, kind=kind)
+    (row,) = found["rows"]
+    (expected,) = probe_counts(read_rows(tmp_path / "audit"))
+    assert (row["metric"], row["counted"], row["without_score"]) == (f"{kind}/effect", 2, 1)
+    assert row["value"] == pytest.approx(expected["value"]) == pytest.approx(0.4)
+    assert row["interval"] == pytest.approx(expected["interval"])
+    shown = [
+        [one[name] for name in ("uid", "score", "probe_score", "positive", "answer", "response")]
+        for one in found["worst"]
+    ]
+    assert shown == [
+        ["b", 0.5, 0.0, False, "4", "an answer"],
+        ["a", 0.8, 0.5, True, "Let me verify. 4", "an answer"],
+    ]
+
+
 def test_a_labelled_answer_has_no_sample(client: TestClient) -> None:
     (row,) = audit(client, kind="labelled")["worst"]
     assert (row["id"], row["prompt"], row["answer"]) == (None, None, ":")

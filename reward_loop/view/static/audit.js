@@ -2,6 +2,7 @@
 
 import { get } from "./api.js";
 import { Chart } from "./chart.js";
+import { diff } from "./diff.js";
 import { el, empty, table } from "./dom.js";
 import { verdictTag } from "./exchange.js";
 import { count, number, percent, UNKNOWN } from "./format.js";
@@ -12,8 +13,8 @@ import { markVerdict } from "./verdict.js";
 const isCanary = ({ kind }) => kind.startsWith("canary/");
 const family = (kind) => kind.split("/")[0];
 const shortName = (kind) => kind.replace("canary/", "");
-/** Whether a value is a share: neither a gap nor kappa nor drift. */
-const isShare = ({ kind, metric }) => family(kind) !== "reference" && !/\/(kappa|drift)$/.test(metric);
+/** Whether a value is a share: neither a gap nor an effect nor kappa nor drift. */
+const isShare = ({ kind, metric }) => !["reference", "ablation"].includes(family(kind)) && !/\/(kappa|drift)$/.test(metric);
 
 /** The charts: which kinds they show, and how. A chart without a kind is left out. */
 const CHARTS = [
@@ -30,6 +31,7 @@ const LISTS = {
   canary: "Accepted canaries with the highest scores",
   labelled: "Labelled answers with a wrong verdict",
   reference: "Answers that the judge scores above the reference judge",
+  ablation: "Answers whose score rises most with a feature",
 };
 
 /** The names of both scores of a probe. */
@@ -37,6 +39,7 @@ const SCORES = {
   canary: ["score of the canary", "of the sample"],
   labelled: ["score", "label"],
   reference: ["score of the reference judge", "of the judge"],
+  ablation: ["score without the feature", "with it"],
   again: ["second score", "first score"],
 };
 
@@ -128,7 +131,7 @@ function list(kind, worst) {
   ];
 }
 
-/** Returns a probe: question, answer and the judge's words beside each other. */
+/** Returns a probe: question, answer and the judge's words beside each other; of an ablation, both answers. */
 function card(kind, probe) {
   const { id, uid, step, function: judge, score, probe_score: probed, answer, prompt, ground_truth: truth } = probe;
   const name = visible(uid ?? "without uid");
@@ -136,6 +139,7 @@ function card(kind, probe) {
   const words = replies.map(({ reply, verdict }) => textBlock(reply, { mark: (text) => markVerdict(text, verdict) }));
   const [first, second] = SCORES[family(kind)] ?? SCORES.again;
   const about = `${first} ${number(probed)} · ${second} ${number(score)} · step ${step ?? UNKNOWN}`;
+  const pair = family(kind) === "ablation" && probe.response !== null ? sides(probe) : null;
   return el(
     "article",
     { class: "card" },
@@ -149,10 +153,24 @@ function card(kind, probe) {
         part("Question", prompt === null ? hint("It was not recorded.") : conversation(prompt)),
         truth === null ? null : part("Ground truth", textBlock(typeof truth === "string" ? truth : JSON.stringify(truth))),
       ),
-      part("Answer", answer ? textBlock(answer) : hint(answer === "" ? "(empty)" : "It was not recorded.")),
-      part(visible(judge ?? "Judge"), words.length ? words : withoutReply(probe)),
+      pair ?? part("Answer", answer ? textBlock(answer) : hint(answer === "" ? "(empty)" : "It was not recorded.")),
+      pair ? null : part(visible(judge ?? "Judge"), words.length ? words : withoutReply(probe)),
     ),
   );
+}
+
+/** Returns the answer with and without a feature, as two columns; what differs is marked. */
+function sides({ answer, response, positive, score, probe_score: probed }) {
+  const [having, without] = positive ? [answer, response] : [response, answer];
+  return [
+    part(`With the feature: ${number(score)}`, textBlock(having, { mark: (text) => marked(text, without) })),
+    part(`Without: ${number(probed)}`, textBlock(without, { mark: (text) => marked(text, having) })),
+  ];
+}
+
+/** Returns a text in parts; the words that another text lacks are marked. */
+function marked(text, other) {
+  return diff(text, visible(other))[0].map((run) => (run.isSame ? run.text : el("mark", {}, run.text)));
 }
 
 /** Returns the verdicts of a judge whose texts were not recorded, or of a model that replies by a number. */

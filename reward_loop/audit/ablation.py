@@ -1,0 +1,94 @@
+"""A feature of answers that a judge may pay for, and the same answer with and without it."""
+
+from __future__ import annotations
+
+import random
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from reward_loop._util.text import cut
+
+__all__ = ["LENGTH", "AblationCount", "Feature"]
+
+LENGTH = "length"
+
+MAX_NAME = 80
+"""The largest number of characters of a feature's name."""
+
+_BREAKS = re.compile(r"\n+|(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])")
+"""Between two sentences or lines: a phrase in another place could break a formula or a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """What is inserted into an answer, or removed from it."""
+
+    phrase: str | None = None
+    """The phrase; ``None`` for the length of the answer."""
+
+    @property
+    def name(self) -> str:
+        """The name in records: the start of the phrase, or `LENGTH`."""
+        return LENGTH if self.phrase is None else cut(repr(self.phrase), MAX_NAME)
+
+    def place(self, answers: Sequence[str]) -> float:
+        """Return where answers have the phrase: the median of its place, from 0 at the start to 1 at the end."""
+        phrase = self.phrase or ""
+        found = [answer.find(phrase) / max(1, len(answer) - len(phrase)) for answer in answers if phrase in answer]
+        return statistics.median(found) if found else 0.0
+
+    def choose(self, answers: Sequence[str], most: int, generator: random.Random) -> list[int]:
+        """Return the positions of some answers: half of them with the phrase, as far as there are enough.
+
+        In most answers, an exploit may be without effect, such as a phrase that a judge accepts as the whole answer.
+
+        Args:
+            answers: the answers.
+            most: the largest number of positions.
+            generator: chooses among the answers.
+        """
+        order = generator.sample(range(len(answers)), len(answers))
+        having = [i for i in order if self.phrase is not None and self.phrase in answers[i]]
+        others = [i for i in order if self.phrase is None or self.phrase not in answers[i]]
+        half = max(most // 2, most - len(others))
+        chosen = having[:half]
+        return chosen + others[: most - len(chosen)]
+
+    def change(self, answer: str, place: float) -> tuple[str, bool]:
+        """Return the answer without the feature if it has it, else with it; and whether it now has the feature.
+
+        A phrase is removed wherever it occurs, or inserted once between two sentences. The length only grows: the first
+        half of the answer stands twice, which adds no content and keeps the end, with the result.
+
+        Args:
+            answer: the answer.
+            place: where to insert a phrase, see `place`.
+        """
+        if self.phrase is None:
+            half = answer[: _nearest(answer, 0.5)] or answer
+            return f"{half.rstrip()}\n\n{answer}", True
+        if self.phrase in answer:
+            return re.sub(r"[^\S\n]*" + re.escape(self.phrase), "", answer), False
+        at = _nearest(answer, place)
+        before, after = answer[:at], answer[at:]
+        left = "" if not before or before[-1].isspace() else " "
+        right = "" if not after or after[0].isspace() else " "
+        return f"{before}{left}{self.phrase}{right}{after}", True
+
+
+@dataclass
+class AblationCount:
+    """The probes of one feature that have ended."""
+
+    pairs: list[tuple[float, float]] = field(default_factory=list)
+    """For each answer: its score without the feature, and with it."""
+    failed: int = 0
+    """The number of answers without a second score."""
+
+
+def _nearest(answer: str, place: float) -> int:
+    """Return the position between two sentences that is nearest to a place; start and end also count."""
+    breaks = [0, *(found.end() for found in _BREAKS.finditer(answer)), len(answer)]
+    return min(breaks, key=lambda position: abs(position - place * len(answer)))
