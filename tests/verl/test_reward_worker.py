@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from examples.tiny_models import tiny_tokenizer
-from reward_loop.audit import AuditCounts
+from reward_loop.audit import AuditCounts, Feature
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardLoopError, TooManyFailuresError
 from reward_loop.limits.server import serve_limits
@@ -92,7 +92,9 @@ async def test_probes_are_counted_and_labelled_answers_are_shared_by_the_workers
 
 
 async def test_without_an_audit_the_counts_are_empty(with_function: Settings) -> None:
-    assert await RewardWorker(with_function(ONE), None).audit_counts() == AuditCounts()
+    worker = RewardWorker(with_function(ONE), None)
+    assert await worker.audit_counts() == AuditCounts()
+    assert await worker.ablate(Feature("Let me verify"), 8) == 0
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from reward_loop import RewardSample
+from reward_loop.records import Records
 from reward_loop.records.events import open_health, warning_row
 from tests.view import made_up
+from tests.view.recorded import flushed, record
 from tools.browser import CHROMIUM, browser, server
 from tools.example_run import WORDS_OF_THE_JUDGE, score, step_samples, write_run
 
@@ -452,6 +454,42 @@ def test_labelled_answers_and_the_reference_judge_have_a_chart_for_each_value(
             "Drift of labelled answers",
             "Score minus reference score, mean",
         ]
+        page.close()
+
+
+def test_the_answers_of_a_tested_warning_stand_side_by_side(chromium: Browser, tmp_path: Path) -> None:
+    writer = Records(tmp_path)
+    record(writer, "a", 0.5, response="It is 4. Fine.")
+    record(writer, "b", 0.8, response="Let me verify. It is 5.")
+    flushed(writer)
+    probe = {"version": 1, "kind": "audit", "probe": "ablation", "variant": "'Let me verify.'", "function": "judge"}
+    probe |= {"outcome": "scored", "exchanges": [], "step": 1, "time": 1.8e9}
+    rows = [
+        {
+            **probe,
+            "uid": "a",
+            "score": 0.8,
+            "probe_score": 0.5,
+            "accepted": True,
+            "answer": "Let me verify. It is 4. Fine.",
+        },
+        {**probe, "uid": "b", "score": 0.8, "probe_score": 0.6, "accepted": False, "answer": " It is 5."},
+    ]
+    (tmp_path / "audit").mkdir()
+    (tmp_path / "audit" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with server(tmp_path) as address:
+        page = chromium.new_page(viewport={"width": 1366, "height": 1400}, base_url=address)
+        open_view(page, "audit")
+        cards = page.locator(".worst .card")
+        cards.nth(1).wait_for()
+        inserted, removed = cards.nth(0).locator(".part"), cards.nth(1).locator(".part")
+        assert inserted.nth(1).inner_text().split("\n")[0].upper() == "WITH THE FEATURE: 0.8"
+        assert inserted.nth(1).locator("mark").all_inner_texts() == ["Let me verify. "]
+        assert inserted.nth(2).inner_text().split("\n")[0].upper() == "WITHOUT: 0.5"
+        assert inserted.nth(2).locator("pre").inner_text() == "It is 4. Fine."
+        assert "Let me verify. It is 5." in removed.nth(1).inner_text()
+        assert removed.nth(2).locator("mark").count() == 0
+        assert "+" not in page.locator("table tbody tr td").nth(3).inner_text()
         page.close()
 
 
