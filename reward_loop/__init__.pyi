@@ -6,6 +6,7 @@ from reward_loop.agent.environment import score as score
 from reward_loop.agent.environment import score_later as score_later
 from reward_loop.agent.environment import scorer as scorer
 from reward_loop.config import RewardLoopConfig as RewardLoopConfig
+from reward_loop.errors import BrokenScorerError as BrokenScorerError
 from reward_loop.errors import BudgetSpentError as BudgetSpentError
 from reward_loop.errors import ConfigError as ConfigError
 from reward_loop.errors import FunctionLoadError as FunctionLoadError

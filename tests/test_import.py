@@ -7,6 +7,7 @@ import reward_loop
 
 PUBLIC = [
     "BlockingRewardAgent",
+    "BrokenScorerError",
     "BudgetSpentError",
     "ComputeScore",
     "ConfigError",

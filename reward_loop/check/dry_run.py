@@ -182,7 +182,8 @@ class _Checks:
         self.samples = samples
         self.concurrency = concurrency
         self.max_blocked_s = max_blocked_s
-        self.scores_by_rule = not (calls.is_async or calls.is_batched) and "ground_truth" in calls.requires
+        is_plain = not (calls.is_async or calls.is_batched or "reward_router_address" in calls.requires)
+        self.scores_by_rule = is_plain and "ground_truth" in calls.requires
         """Whether the function compares an answer with the ground truth itself, without asking a judge."""
         self.known: list[KnownAnswers] = []
         """A right and a wrong answer of each data source."""

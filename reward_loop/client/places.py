@@ -25,7 +25,8 @@ _LONGEST_PAUSE_S = 1.0
 """The pauses of a process without any request in flight at the server, which is full of those of others."""
 
 _GIVE_UP = 10
-"""The number of refusals in a row, without an answer to this process, after which the server counts as broken."""
+"""The number of refusals in a row, without an answer to this process, after which the server counts as broken; and of
+refusals of one request, which the server may refuse whatever its load is."""
 
 Answer = tuple[aiohttp.ClientResponse, bytes]
 
@@ -82,12 +83,13 @@ async def in_a_place(url: str, send: Callable[[], Awaitable[Answer]]) -> Answer:
         send: sends the request, and returns the answer with its body.
 
     Returns:
-        the answer; one with a status of `FULL_STATUS` only if it has a ``Retry-After``, or if the server is broken.
+        the answer; one with a status of `FULL_STATUS` only if it has a ``Retry-After``, if the server is broken, or if
+        it has refused this request ten times.
     """
     server = _server(url)
-    refused = False
+    refused = 0
     while True:
-        await server.enter(refused=refused)
+        await server.enter(refused=refused > 0)
         answered, pause = False, 0.0
         try:
             response, data = await send()
@@ -97,6 +99,8 @@ async def in_a_place(url: str, send: Callable[[], Awaitable[Answer]]) -> Answer:
             if not _is_full(response, data):
                 return response, data
             report_failure(RequestError("", status=response.status))  # to the limits that adapt
+            if refused >= _GIVE_UP:
+                return response, data
             if not server.places.refused():
                 server.refusals += 1
                 if server.refusals > _GIVE_UP:
@@ -104,7 +108,7 @@ async def in_a_place(url: str, send: Callable[[], Awaitable[Answer]]) -> Answer:
                 pause = min(_FIRST_PAUSE_S * 2**server.refusals, _LONGEST_PAUSE_S) * random.uniform(0.5, 1)
         finally:
             server.leave(answered)
-        refused = True
+        refused += 1
         if pause:
             with _outside_the_deadline("a free place at the server"):
                 await asyncio.sleep(pause)

@@ -377,7 +377,10 @@ def _is_provable(target: Target, options: RewardLoopConfig) -> bool:
     if target.is_async or options.proofs.every is None or not {"solution_str", "ground_truth"} <= target.passes:
         return False
     budget = options.budget
-    return not (options.limits or budget.max_cost or budget.max_tokens or "reward_router_address" in target.requires)
+    # A run that serves a reward model has this limit, also for functions that do not ask the model.
+    asks = target.passes if REWARD_MODEL in options.limits else target.requires
+    is_limited = options.limits.keys() - {REWARD_MODEL} or budget.max_cost or budget.max_tokens
+    return not (is_limited or "reward_router_address" in asks)
 
 
 def _not_called(why: str, attempt: int) -> str:

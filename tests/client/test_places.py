@@ -8,6 +8,7 @@ from aiohttp import web
 
 from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop.client import chat_complete
+from reward_loop.errors import RequestError
 from tests.clock import until
 
 ANSWER = {"choices": [{"message": {"content": "1"}, "finish_reason": "stop"}]}
@@ -75,3 +76,28 @@ async def test_a_server_that_is_full_of_the_requests_of_others_is_asked_again_af
         leaving = asyncio.create_task(leave())
         assert (await chat_complete(engine.address, "second")).text == "1"
         await leaving
+
+
+async def test_a_request_that_is_refused_whatever_the_load_ends(monkeypatch):
+    monkeypatch.setattr("tests.client.test_places.SECONDS", 0.02)
+    stop = asyncio.Event()
+
+    class Picky(Engine):
+        async def chat(self, request):
+            if "poison" in await request.text():
+                self.counts["poison"] += 1
+                return web.json_response({"error": "no"}, status=503)
+            return await super().chat(request)
+
+    async with Picky(503) as engine, asyncio.timeout(30), asyncio.TaskGroup() as others:
+
+        async def ask() -> None:
+            while not stop.is_set():
+                await chat_complete(engine.address, "x")
+
+        for _ in range(4):
+            others.create_task(ask())
+        with pytest.raises(RequestError, match="status 503"):
+            await chat_complete(engine.address, "poison")
+        stop.set()
+    assert engine.counts["poison"] <= 10
