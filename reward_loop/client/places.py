@@ -99,7 +99,7 @@ async def in_a_place(url: str, send: Callable[[], Awaitable[Answer]]) -> Answer:
             if not _is_full(response, data):
                 return response, data
             report_failure(RequestError("", status=response.status))  # to the limits that adapt
-            if refused >= _GIVE_UP:
+            if refused + 1 >= _GIVE_UP:
                 return response, data
             if not server.places.refused():
                 server.refusals += 1
