@@ -14,7 +14,7 @@ __all__ = ["REFUSAL_STATUS", "asked_pause", "is_out_of_credit", "retry_after_sec
 REFUSAL_STATUS = frozenset({429, 529})
 """Too many requests (429), and Anthropic's status for an overloaded service (529)."""
 
-_RESET = re.compile(r"(?:x-)?ratelimit-reset(?:-.+)?|anthropic-(?:priority-|fast-)?ratelimit-.+-reset")
+_RESET = re.compile(r"(?:x-)?rate-?limit-reset(?:-.+)?|anthropic-(?:priority-|fast-)?ratelimit-.+-reset")
 """The headers with the time at which a limit is full again."""
 
 _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
@@ -25,17 +25,16 @@ _EPOCH_S = 1e9
 _EPOCH_MS = 1e11
 """Still larger ones are milliseconds since 1970."""
 
-_NO_CREDIT = (
-    "insufficient_quota",
-    "billing_hard_limit_reached",
-    "billing_not_active",
-    "credit balance is too low",
-    "insufficient_credit",
-    "insufficient credit",
-    "insufficient_balance",
-    "insufficient balance",
+_NO_CREDIT = re.compile(
+    r"insufficient[ _-]?(quota|credit|balance|funds)|balance is insufficient|credit balance is too low"
+    r"|billing[ _-]?(hard[ _-]?limit[ _-]?reached|not[ _-]?active|error)|exceeded_current_quota_error|account_?overdue"
+    r"|arrearage|used all available credits|reached (its|your|the) (monthly )?spending limit",
+    re.IGNORECASE,
 )
-_NO_CREDIT_STATUS = frozenset({400, 403, 429})
+_NO_CREDIT_STATUS = frozenset({401, 403, 412, 429})
+
+_NO_CREDIT_400 = re.compile(r"credit balance is too low|arrearage|insufficient_quota|billing_", re.IGNORECASE)
+"""Anthropic and Alibaba answer 400. Fewer words count there, since such an answer may repeat parts of the request."""
 
 
 def is_out_of_credit(status: int | None, text: str) -> bool:
@@ -45,21 +44,22 @@ def is_out_of_credit(status: int | None, text: str) -> bool:
         status: the HTTP status; 402 (payment required) needs no text.
         text: the body of the answer, or the message of an exception.
     """
-    if status not in _NO_CREDIT_STATUS:
-        return status == 402
-    text = text.lower()
-    return any(words in text for words in _NO_CREDIT)
+    if status == 400:
+        return bool(_NO_CREDIT_400.search(text))
+    return status == 402 or (status in _NO_CREDIT_STATUS and bool(_NO_CREDIT.search(text)))
 
 
 def asked_pause(headers: Mapping[str, str], status: int | None = None) -> float | None:
     """Return the seconds that an answer asks to wait; ``None`` if it does not, or no value is valid.
 
-    The first of these headers counts: ``Retry-After-Ms``, ``Retry-After``, and for a refusal the resets of rate limits:
-    of the limits without anything left (``remaining``), the last one. Other answers of a service have these, too.
+    The first of these headers counts: ``Retry-After-Ms``, ``X-Ms-Retry-After-Ms``, ``Retry-After``, and for a refusal
+    the resets of rate limits: of the limits without anything left (``remaining``), the last one. Other answers of a
+    service have these, too.
     """
     given = {str(name).lower(): str(value) for name, value in headers.items()}
-    if (milliseconds := retry_after_seconds(given.get("retry-after-ms"))) is not None:
-        return milliseconds / 1000
+    for name in ("retry-after-ms", "x-ms-retry-after-ms"):  # the second one is Azure's
+        if (milliseconds := retry_after_seconds(given.get(name))) is not None:
+            return milliseconds / 1000
     if (seconds := retry_after_seconds(given.get("retry-after"))) is not None:
         return seconds
     if status not in REFUSAL_STATUS:
@@ -90,8 +90,9 @@ def retry_after_seconds(value: str | None) -> float | None:
 def _reset(value: str) -> float | None:
     """Return the seconds until a reset: a duration such as ``6m0s``, seconds from now or since 1970, or a date."""
     value = value.strip()
-    if _PART.sub("", value) == "" and value:
-        return sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(value))
+    duration = value.lower().replace(" ", "")
+    if _PART.sub("", duration) == "" and duration:
+        return sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(duration))
     seconds = retry_after_seconds(value)
     if seconds is None or seconds <= _EPOCH_S or not value.replace(".", "", 1).isdigit():
         return seconds

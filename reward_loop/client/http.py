@@ -103,7 +103,7 @@ async def post(
     """
     url = url_of(address, path)
     is_base_url = "://" in (address or "")
-    headers = {"content-type": "application/json", **_authorization(api_key_env)}
+    headers = {"content-type": "application/json", **_authorization(api_key_env, url)}
     if not is_base_url and (group := _group()):
         headers[GROUP_HEADER] = blake2b(group.encode(errors="replace"), digest_size=8).hexdigest()
     call = None if is_base_url else call_here()
@@ -132,7 +132,9 @@ def _raise_if_away(url: str) -> None:
     """
     call, server = call_here(), server_of(url)
     if isinstance(call, Call) and call.attempt == 1 and call.limits.outages(call.loop).is_away(server):
-        raise RequestError(f"POST {url} was not sent: {server} cannot be reached at present", unreachable=server)
+        raise RequestError(
+            f"POST {_shown_url(url)} was not sent: {server} cannot be reached at present", unreachable=server
+        )
 
 
 def _record_answer(url: str) -> None:
@@ -144,6 +146,12 @@ def server_of(url: str) -> str:
     """Return scheme, host and port of a URL: the name of its server in an outage."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+
+
+def _shown_url(url: str) -> str:
+    """Return a URL without what may be secret: user, password and query."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
 
 
 def _group() -> str | None:
@@ -161,7 +169,7 @@ def _begin(url: str, body: Mapping[str, Any], api_key_env: str | None) -> Exchan
             hide(secret)
     return Exchange(
         time=time.time(),
-        url=parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl(),
+        url=_shown_url(url),
         model=body.get("model"),
         messages=body.get("messages"),
         request={name: value for name, value in body.items() if name != "messages"},
@@ -184,7 +192,7 @@ async def _post(
     timeout: float | None,
     max_reply_bytes: int,
 ) -> Any:
-    what = f"POST {url}" + (f" (model {body['model']})" if body.get("model") else "")
+    what = f"POST {_shown_url(url)}" + (f" (model {body['model']})" if body.get("model") else "")
     try:
         with waiting_for(current(), what):
             session = await shared_session()
@@ -330,9 +338,11 @@ async def _keep(loop: asyncio.AbstractEventLoop) -> AsyncGenerator[aiohttp.Clien
             _sessions.pop(loop, None)
 
 
-def _authorization(variable: str | None) -> dict[str, str]:
+def _authorization(variable: str | None, url: str) -> dict[str, str]:
     if variable is None:
         return {}
+    if "@" in urlsplit(url).netloc:
+        raise ConfigError(f"{server_of(url)} has a user in its address and an API key ({variable}): remove one of them")
     key = api_key_of(variable)
     if key is None:
         raise ConfigError(f"the environment variable {variable}, which should hold the API key, is not set")

@@ -9,7 +9,7 @@ import random
 import orjson
 
 from reward_loop._util.places import FULL_STATUS
-from reward_loop._util.transient import retry_after_seconds
+from reward_loop._util.refusals import asked_pause
 from reward_loop.router.backend import Backend, Route
 from reward_loop.router.breaking import BreakingRequests, Suspect
 from reward_loop.router.client_request import ClientRequest, WaitsFor
@@ -43,7 +43,7 @@ _FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 2.0
 
 _PAUSE_S = 1.0
-"""The cool-down after a 429 without a valid ``Retry-After``, in seconds."""
+"""The cool-down after a 429, or an invalid ``Retry-After``, in seconds."""
 _LONGEST_PAUSE_S = 60.0
 
 
@@ -183,7 +183,7 @@ class Proxy:
             try:
                 answer = await backend.upstream.request(*message)
                 status = answer.status
-                if status in FULL_STATUS and find(answer.headers, b"retry-after") is None and pool.is_full(backend):
+                if status in FULL_STATUS and _asked_pause(answer) is None and pool.is_full(backend):
                     answer.close()
                     continue
                 if status in _WORTH_A_RETRY:
@@ -250,9 +250,9 @@ class Proxy:
 
     def _may_retry(self, backend: Backend, answer: Answer, route: Route, failed: list[Backend], attempts: int) -> bool:
         """Record an error answer of a server; return whether to retry the request on another server."""
-        pause = find(answer.headers, b"retry-after")
-        if answer.status == 429 or (answer.status == 503 and pause):
-            self._pool.cool_down(backend, _pause(pause))
+        pause = _asked_pause(answer)
+        if answer.status == 429 or (answer.status == 503 and pause is not None):
+            self._pool.cool_down(backend, _PAUSE_S if pause is None else min(pause, _LONGEST_PAUSE_S))
         else:
             self._pool.failed(backend, f"status {answer.status}")
         return attempts < self._max_attempts and self._pool.has_other(route, failed) and self.budget.spend()
@@ -303,7 +303,7 @@ async def _pass_on(client: ClientRequest, answer: Answer) -> None:
     client.answer(answer.status, headers, body)
 
 
-def _pause(retry_after: bytes | None) -> float:
-    """Return the cool-down of an overloaded server, in seconds."""
-    seconds = None if retry_after is None else retry_after_seconds(retry_after.decode("latin-1"))
-    return _PAUSE_S if seconds is None else min(seconds, _LONGEST_PAUSE_S)
+def _asked_pause(answer: Answer) -> float | None:
+    """Return the seconds that a server asks to wait; ``None`` if it does not."""
+    pause = asked_pause({name.decode(): value.decode("latin-1") for name, value in answer.headers}, answer.status)
+    return _PAUSE_S if pause is None and find(answer.headers, b"retry-after") else pause

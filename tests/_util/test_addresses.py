@@ -25,6 +25,9 @@ AZURE = "https://x.openai.azure.com/openai/deployments/d"
         (f"{AZURE}?api-version=2024-10-21", f"{AZURE}/chat/completions?api-version=2024-10-21"),
         (f"{AZURE}/?api-version=1", f"{AZURE}/chat/completions?api-version=1"),
         (f"{AZURE}/chat/completions?api-version=1", f"{AZURE}/chat/completions?api-version=1"),
+        ("https://host/models?api-version=1", "https://host/models/chat/completions?api-version=1"),
+        ("HTTP://Judge:8000/v1", "http://Judge:8000/v1/chat/completions"),
+        ("me:password@[::1]:8000/", "http://me:password@[::1]:8000/v1/chat/completions"),
         ("https://host?key=1", "https://host/v1/chat/completions?key=1"),
     ],
 )
@@ -62,6 +65,21 @@ def test_a_missing_address_is_an_error_that_names_the_option(address):
         "judge:8000?a=b",
         "http://judge:8000/v1#part",
         "http://judge:8000 http://other:8000",
+        "https://host/v1/completions",
+        "https://host/v1/responses",
+        "https://host/v1/chat",
+        "https://host/v1/models",
+        "api.openai.com/v1",
+        "judge",
+        "None",
+        "[::1]",
+        "http://judge..example:80",
+        "http://{host}:80",
+        "http://a,b:80",
+        "http://judge\\x:80",
+        "\ufeffjudge:8000",
+        "judge\u200b:8000",
+        "unix:///tmp/socket",
         "/v1",
     ],
 )
@@ -75,15 +93,33 @@ def test_a_malformed_address_is_an_error_before_the_first_row(address):
             use()
 
 
-def test_an_error_does_not_show_a_password():
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://me:secret@judge:8000/#x",
+        "me:secret@judge:8000/x",
+        "http://me:a@secret@judge:0",
+        "http://me:sec/secret@judge",
+    ],
+)
+def test_an_error_does_not_show_a_password(address):
     with pytest.raises(ConfigError) as raised:
-        url_of("http://me:secret@judge:8000/#x", CHAT)
-    assert "secret" not in str(raised.value)
+        url_of(address, "/classify")
+    assert "sec" not in str(raised.value)
 
 
 def test_a_manager_gives_the_function_the_plain_address():
     manager = NaiveRewardLoopManager(compute_score=lambda solution_str: 1.0, reward_router_address="judge:8000/v1/")
     assert manager.reward_router_address == "judge:8000"
+
+
+@pytest.fixture
+def proxies(monkeypatch):
+    for variable in ("http_proxy", "https_proxy", "no_proxy", "all_proxy"):
+        monkeypatch.delenv(variable, raising=False)
+        monkeypatch.delenv(variable.upper(), raising=False)
+    monkeypatch.setenv("HTTP_PROXY", "proxy:3128")
+    monkeypatch.setenv("https_proxy", "http://secure:3129")
 
 
 @pytest.mark.parametrize(
@@ -108,11 +144,58 @@ def test_a_manager_gives_the_function_the_plain_address():
     ],
 )
 @pytest.mark.parametrize("name", ["NO_PROXY", "no_proxy"])
-def test_the_proxy_of_an_address(monkeypatch, name, url, proxy):
-    for variable in ("http_proxy", "https_proxy", "no_proxy", "all_proxy"):
-        monkeypatch.delenv(variable, raising=False)
-        monkeypatch.delenv(variable.upper(), raising=False)
-    monkeypatch.setenv("HTTP_PROXY", "proxy:3128")
-    monkeypatch.setenv("https_proxy", "http://secure:3129")
+def test_the_proxy_of_an_address(monkeypatch, proxies, name, url, proxy):
     monkeypatch.setenv(name, "internal.example,other.example:8000, 10.1.0.0/16,192.168.7.8,fd00::/8")
     assert proxy_of(url) == proxy
+
+
+@pytest.mark.parametrize(
+    ("no_proxy", "url"),
+    [
+        ("10.0.0.0/8 fd00::/8", "http://10.2.3.4"),
+        ("10.0.0.0/8,\tfd00::/8", "http://[fd00::1]:80"),
+        ("10.0.0.0/255.0.0.0", "http://10.2.3.4"),
+        ("10.0.0.0/8", "http://[::ffff:10.2.3.4]:80"),
+        ("10.0.0.0/8", "http://me:password@10.2.3.4:80/"),
+        ("[fd00::]/8", "http://[fd00::1]"),
+        ("[fd00::1]:8000", "http://[fd00:0::1]:8000"),
+        ("10.1.2.3:80", "http://10.1.2.3"),
+        ("judge:443", "https://judge/v1"),
+        (".corp", "http://JUDGE.Corp"),
+        (".corp", "http://judge.corp."),
+        (".corp.", "http://judge.corp"),
+        ("*.corp", "http://a.judge.corp:8000"),
+        ("*", "http://judge.corp"),
+        (" * ", "http://judge.corp"),
+        ("other, *", "http://10.1.2.3"),
+        ("", "http://localhost.:8000"),
+        ("", "http://[::ffff:127.0.0.1]:8000"),
+    ],
+)
+def test_forms_of_no_proxy(monkeypatch, proxies, no_proxy, url):
+    monkeypatch.setenv("NO_PROXY", no_proxy)
+    assert proxy_of(url) is None
+
+
+@pytest.mark.parametrize(
+    ("no_proxy", "url"),
+    [
+        (".corp", "http://xcorp"),
+        ("judge:80", "http://judge:8000"),
+        ("[fd00::1]:8000", "http://[fd00::1]:8001"),
+        ("0.0.0.0/0", "http://[fd00::1]"),
+        (",", "http://judge"),
+        ("10.0.0.0/99", "http://10.2.3.4"),
+    ],
+)
+def test_what_no_proxy_does_not_include(monkeypatch, proxies, no_proxy, url):
+    monkeypatch.setenv("NO_PROXY", no_proxy)
+    assert proxy_of(url) == "http://proxy:3128"
+
+
+def test_the_proxy_is_an_http_proxy(monkeypatch, proxies):
+    monkeypatch.setenv("HTTP_PROXY", " ")
+    assert proxy_of("http://judge") is None
+    monkeypatch.setenv("HTTP_PROXY", "socks5://me:secret@proxy:1080")
+    with pytest.raises(ConfigError, match="http_proxy names a proxy of type socks5"):
+        proxy_of("http://judge")

@@ -131,6 +131,25 @@ async def test_a_server_that_asks_for_a_pause_gets_it(said: str, seconds: float)
         assert first.state is BackendState.UP
 
 
+@pytest.mark.parametrize(
+    ("status", "header", "seconds"),
+    [
+        (503, (b"retry-after-ms", b"7000"), 7),
+        (429, (b"x-ratelimit-reset-requests", b"7s"), 7),
+        (429, (b"x-ratelimit-reset-tokens", b"6m0s"), 60),
+    ],
+)
+async def test_other_headers_that_ask_for_a_pause(status: int, header: tuple[bytes, bytes], seconds: float) -> None:
+    refusal = answer(status)
+    refusal.headers.append(header)
+    async with calling(Scripted(refusal), Scripted(answer(200))) as caller:
+        before = time.monotonic()
+        for _ in range(2):
+            assert await caller.ask() == 200
+        first = caller.pool.backends[0]
+        assert before + seconds <= first.cools_down_until <= time.monotonic() + seconds
+
+
 async def test_without_the_budget_an_answer_is_passed_on_and_a_broken_connection_is_not() -> None:
     async with calling(Scripted(answer(500)), Scripted(answer(500)), retry_share=0) as caller:
         assert await caller.ask() == 500
