@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 
 from reward_loop.errors import ConfigError
 
@@ -14,7 +13,7 @@ def api_key_of(variable: str) -> str | None:
     """Return the API key in an environment variable; ``None`` if it is unset or blank.
 
     Raises:
-        ConfigError: the key contains a control character.
+        ConfigError: the key contains an invisible character.
     """
     return checked_api_key(os.environ.get(variable, ""), f"the environment variable {variable}")
 
@@ -27,9 +26,9 @@ def checked_api_key(key: str, where: str) -> str | None:
         where: what contains the key, for the message.
 
     Raises:
-        ConfigError: the key contains a control character, which no HTTP header can contain.
+        ConfigError: the key contains an invisible character, such as a line break, which no HTTP header can contain.
     """
-    key = key.strip()
-    if re.search(r"[\x00-\x1f\x7f]", key):
-        raise ConfigError(f"{where} contains a line break or another control character: an API key is a single line")
+    key = key.strip().removeprefix("\ufeff").strip()  # the mark at the beginning of some files
+    if not key.isprintable():
+        raise ConfigError(f"{where} contains a line break or another invisible character: an API key is a single line")
     return key or None

@@ -13,7 +13,6 @@ import functools
 import ipaddress
 import socket
 from collections.abc import Collection
-from urllib.parse import urlsplit
 
 __all__ = ["is_foreign_origin", "is_known_host", "own_names"]
 
@@ -25,7 +24,11 @@ def is_foreign_origin(origin: str | None, host: str) -> bool:
         origin: the ``Origin`` header; ``None`` if the request has none, as those of programs.
         host: the ``Host`` header.
     """
-    return origin is not None and urlsplit(origin).netloc.lower() != host.lower()
+    if origin is None:
+        return False
+    scheme, _, netloc = origin.lower().partition("://")
+    port = {"http": ":80", "https": ":443"}.get(scheme)
+    return port is None or not netloc or netloc.removesuffix(port) != host.lower().removesuffix(port)
 
 
 def is_known_host(host: str, names: Collection[str], any_address: bool) -> bool:
@@ -38,6 +41,7 @@ def is_known_host(host: str, names: Collection[str], any_address: bool) -> bool:
     """
     before, _, port = host.rpartition(":")
     name = (before if port.isdecimal() else host).strip("[]").lower()
+    name = name.removesuffix(".")  # which ends a name that is complete, as "localhost."
     if name in names or not any_address:
         return name in names
     try:

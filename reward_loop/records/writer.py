@@ -275,6 +275,9 @@ _HIDDEN = b"[API key]"
 
 _LONE_SURROGATE = re.compile(rb"(?<!\\)((?:\\\\)*)\\(u[dD][89a-fA-F][0-9a-fA-F]{2})")
 
+_WRITTEN = {"\n": "n", "\r": "r", "\t": "t"}
+"""How JSON writes the line breaks of a secret, after a backslash."""
+
 _secrets: dict[str, re.Pattern[bytes]] = {}
 
 
@@ -283,9 +286,10 @@ def hide(secret: str) -> None:
 
     Headers are never recorded. But a server may repeat a key in an error message, and a function in its result.
     """
+    secret = secret.strip()  # The environment variable of a key may end in a newline, which is not sent.
     if len(secret) >= MIN_LENGTH and secret not in _secrets:
         # A line may contain an error message that quotes the JSON of an answer: quotes are escaped several times.
-        pattern = "".join(char if char.isalnum() else rf"\\*{re.escape(char)}" for char in secret)
+        pattern = "".join(char if char.isalnum() else rf"\\*{_WRITTEN.get(char, re.escape(char))}" for char in secret)
         _secrets[secret] = re.compile(pattern.encode())
 
 

@@ -134,7 +134,10 @@ class Router:
         """Refuse a request that a web page may have sent; with an API key, which pages do not have, none is refused."""
         if self._credentials is not None:
             return
-        host, origin = ((find(client.headers, name) or b"").decode("latin-1") for name in (b"host", b"origin"))
+        host, origin = (
+            b", ".join(value for field, value in client.headers if field == name).decode("latin-1")
+            for name in (b"host", b"origin")
+        )
         if not is_known_host(host or "localhost", own_names(), any_address=True):
             raise Refusal(403, f"unknown host name {host[:100]!r}: use the IP address of the router, or set an API key")
         if client.method not in ("GET", "HEAD") and is_foreign_origin(origin or None, host):

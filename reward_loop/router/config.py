@@ -6,8 +6,9 @@ import re
 from ipaddress import IPv6Address
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
+from reward_loop._util.api_keys import checked_api_key
 from reward_loop.config import Config, PolicyName
 
 __all__ = [
@@ -139,3 +140,8 @@ class RouterConfig(Config):
 
     worker_api_key: str | None = Field(default=None, min_length=1, repr=False)
     """The API key that is sent to the servers as a bearer token, instead of the client's."""
+
+    @field_validator("api_key", "worker_api_key")
+    @classmethod
+    def _is_a_key(cls, key: str | None, info: ValidationInfo) -> str | None:
+        return key and checked_api_key(key, str(info.field_name))

@@ -76,7 +76,7 @@ def _app(pool: BackendPool, proxy: Proxy) -> FastAPI:
     async def remove(url: str) -> None:
         await pool.remove(find(url))
 
-    @app.get("/workers/hung")
+    @app.post("/workers/hung")  # no GET, which any web page may send: the URL is returned only once
     async def next_hung() -> str:
         """Wait until a server is hung, and return its URL; its owner restarts it."""
         return (await pool.hung.get()).url

@@ -104,7 +104,7 @@ class RouterClient:
         options: dict[str, Any] = {"timeout": aiohttp.ClientTimeout(total=None), "headers": _authorization()}
         async with (
             aiohttp.ClientSession(self.url, raise_for_status=True, **options) as session,
-            session.get("/workers/hung") as response,
+            session.post("/workers/hung") as response,
         ):
             return str(await response.json())
 

@@ -341,11 +341,12 @@ class Guard:
     def _rejected(self, scope: Scope) -> Response | None:
         """Return the error for a rejected request; ``None`` for an accepted one."""
         headers = Headers(scope=scope)
-        if not is_known_host(headers.get("host", ""), self._hosts, self._any_address):
+        host, origin = (", ".join(headers.getlist(name)) for name in ("host", "origin"))
+        if not is_known_host(host, self._hosts, self._any_address):
             return JSONResponse({"error": "Unknown host name: open the address that reward-loop view printed."}, 400)
         if scope["method"] not in ("GET", "HEAD"):
-            origin, size = headers.get("origin"), headers.get("content-length", "")
-            if is_foreign_origin(origin, headers["host"]):
+            size = headers.get("content-length", "")
+            if is_foreign_origin(origin or None, host):
                 return JSONResponse({"error": "Pages of other servers cannot change anything here."}, 403)
             if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
                 return JSONResponse({"error": "The body must be JSON: set Content-Type: application/json."}, 415)
@@ -366,4 +367,4 @@ class Guard:
 
     def _is_key(self, given: str) -> bool:
         assert self._key is not None
-        return hmac.compare_digest(given.encode(), self._key.encode())
+        return hmac.compare_digest(given.encode(errors="replace"), self._key.encode())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from reward_loop._util.json import decode
 from reward_loop.records import configuration
 from reward_loop.records.configuration import (
     MAX_VALUE,
@@ -17,6 +19,7 @@ from reward_loop.records.configuration import (
     open_configuration,
     public_options,
 )
+from reward_loop.records.writer import encode_record
 
 FIRST: dict[str, Any] = {"trainer": {"nnodes": 1, "logger": ["console"]}, "reward": {"path": None}, "empty": {}}
 
@@ -92,6 +95,17 @@ def test_the_value_of_a_secret_environment_variable_is_hidden_in_any_option(
     assert writer.flush()
     assert "0123456789" not in writer.path.read_text()
     assert configurations(tmp_path)[0]["options"] == {"kwargs.judge": "[API key]"}
+
+
+@pytest.mark.parametrize("written", ["a-newline-key\n", "two-lines\r\nof-a\tsecret", 'quo"ted\\key'])
+def test_a_secret_is_hidden_as_it_is_sent_and_as_json_writes_it(written: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTHER_API_KEY", written)
+    hide_environment()
+    secret = written.strip()
+    assert decode(encode_record({"a": f"x {secret} y", "b": json.dumps(secret)})) == {
+        "a": "x [API key] y",
+        "b": '"[API key]"',
+    }
 
 
 def test_working_directory_and_paths_are_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,3 +57,10 @@ def test_keys_are_not_shown() -> None:
 def test_the_routers_explanation_arrives_before_the_client_gives_up() -> None:
     client = inspect.signature(http.post).parameters["timeout"].default
     assert RouterConfig().request_timeout_s == RewardModelConfig().request_timeout_s < client
+
+
+def test_keys_have_no_white_space_around_them() -> None:
+    config = RouterConfig(api_key="secret\n", worker_api_key=" other\r\n")
+    assert (config.api_key, config.worker_api_key) == ("secret", "other")
+    with pytest.raises(ConfigError, match="worker_api_key contains a line break"):
+        RouterConfig(worker_api_key="one\ntwo")

@@ -120,6 +120,17 @@ async def test_errors_of_the_control_plane_have_the_shape_of_the_others(
         ({"Host": "127.0.0.1.evil.example:80"}, 403),
         ({"Host": "localhost:8080", "Origin": "http://localhost:8080"}, 200),
         ({"Host": "10.0.0.7:8080"}, 200),
+        ({"Host": "localhost.:8080"}, 200),
+        ({"Host": "localhost:80", "Origin": "http://localhost"}, 200),
+        ({"Host": "localhost", "Origin": "http://localhost:80"}, 200),
+        ({"Host": "localhost:8080", "Origin": "http://[::1"}, 403),
+        ({"Host": "localhost:8080", "Origin": "http://localhost:8080, http://evil.example"}, 403),
+        ({"Host": "localhost:8080", "Origin": "http://localhost:8081"}, 403),
+        ({"Host": "abc", "Origin": "chrome-extension://abc"}, 403),
+        ({"Host": "", "Origin": "null"}, 403),
+        ({"Host": "localhost:8080", "X-Forwarded-Host": "evil.example", "Origin": "http://evil.example"}, 403),
+        ({"Host": "localhost", "X-Forwarded-Host": "evil.example"}, 200),
+        ({"Host": "2130706433"}, 403),
         ({"Host": "[::1]:8080"}, 200),
         ({"Host": socket.gethostname().upper()}, 200),
         ({}, 200),
@@ -133,6 +144,15 @@ async def test_web_pages_cannot_use_the_control_plane(headers: dict[str, str], s
         assert [backend["state"] for backend in await listed(session)] == ["up" if status == 403 else "lost", "up"]
         async with session.post(CHAT, headers=headers) as response:
             assert response.status == 200
+
+
+async def test_a_page_cannot_take_the_report_of_a_hung_server() -> None:
+    async with routed(model_server("a")) as (_, _, session):
+        # A browser sends no Origin with a GET, as of an image.
+        async with session.get("/workers/hung", timeout=aiohttp.ClientTimeout(total=5)) as response:
+            assert response.status == 405
+        async with session.post("/workers/hung", headers={"Origin": "http://evil.example"}) as response:
+            assert response.status == 403
 
 
 async def test_with_a_key_any_host_name_is_accepted() -> None:

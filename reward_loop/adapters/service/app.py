@@ -250,9 +250,9 @@ class Gate:
             )
 
     def _refuse_web_pages(self, headers: Headers) -> None:
-        host = headers.get("host", "localhost")
-        known = is_known_host(host, own_names(), any_address=True)
-        if not known or is_foreign_origin(headers.get("origin"), host):
+        host, origin = (", ".join(headers.getlist(name)) for name in ("host", "origin"))
+        known = is_known_host(host or "localhost", own_names(), any_address=True)
+        if not known or is_foreign_origin(origin or None, host):
             raise ServiceError(
                 403, "requests of web pages are refused: use the IP address of the service, or set --api-key-env"
             )
