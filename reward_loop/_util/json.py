@@ -9,7 +9,9 @@ text, finite numbers, bools, ``None``          the same
 NaN and infinities                             ``None``
 bytes                                          `BYTES`; `with_bytes` returns the bytes
 tuples, sets, numpy arrays, torch tensors      lists; arrays and tensors without an axis numbers
-mappings                                       dicts, whose keys are text
+mappings, dataclasses                          dicts, whose keys are text: ``str()`` of the key, and its type if another
+                                               key has this text
+enums; dates and times                         their value; text in the form of ISO 8601
 integers beyond the range of float             text, of more than about 4,200 digits hexadecimal
 values of other types                          their ``str()``
 ============================================== ==========================================
@@ -18,10 +20,15 @@ values of other types                          their ``str()``
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import math
+import re
 import sys
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from datetime import date, datetime, time
+from enum import Enum
 from typing import Any
 
 import orjson
@@ -29,7 +36,11 @@ import orjson
 __all__ = ["BYTES", "MISSING", "decode", "encode", "encode_fast", "look_up", "to_json", "with_bytes"]
 
 BYTES = "$bytes"
-"""Bytes are written as an object with this key, and their base64 as its value."""
+"""Bytes are written as an object with this key, and their base64 as its value. Objects that have only this key, or one
+that is the same with more ``$`` before it, are written with one ``$`` more."""
+
+_BEGIN_OF_BYTES = b'{"$bytes":'
+_LIKE_BYTES = re.compile(r"\$+bytes")
 
 _DIGITS = bytes(48 if 48 <= byte <= 57 else byte for byte in range(256))
 """A table for `bytes.translate` that makes all digits 0."""
@@ -41,7 +52,7 @@ _MAX_BITS = 14_000
 _MAX_DEPTH = 200
 """Values below this number of containers are written as text. orjson's limit is 254."""
 
-_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+_OPTIONS = orjson.OPT_SERIALIZE_NUMPY
 
 
 def encode(value: Any) -> bytes:
@@ -56,9 +67,12 @@ def encode_fast(value: Any) -> bytes:
     """Encode a value with orjson.
 
     Raises:
-        TypeError: it contains a lone surrogate, an integer beyond 64 bits, or a key of an unsupported type.
+        TypeError: it contains a lone surrogate, an integer beyond 64 bits, a key that is not text, or bytes.
     """
-    return orjson.dumps(value, default=_known, option=_OPTIONS)
+    encoded = orjson.dumps(value, default=_known, option=_OPTIONS)
+    if _BEGIN_OF_BYTES in encoded:  # or an object of the user that looks the same
+        raise TypeError("bytes")
+    return encoded
 
 
 def to_json(value: Any) -> bytes:
@@ -99,8 +113,11 @@ def _refuse(constant: str) -> Any:
 def with_bytes(value: Any) -> Any:
     """Return a decoded value with bytes in place of the objects that stand for them, see `BYTES`."""
     if isinstance(value, dict):
-        if value.keys() == {BYTES} and isinstance(value[BYTES], str):
-            return base64.b64decode(value[BYTES])
+        if len(value) == 1 and _LIKE_BYTES.fullmatch(key := next(iter(value))):
+            if key != BYTES:
+                return {key[1:]: with_bytes(value[key])}
+            with contextlib.suppress(ValueError, TypeError):  # another program has written it
+                return base64.b64decode(value[BYTES], validate=True)
         return {key: with_bytes(item) for key, item in value.items()}
     return [with_bytes(item) for item in value] if isinstance(value, list) else value
 
@@ -115,11 +132,27 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return float(value) if math.isfinite(value) else None
     if depth > _MAX_DEPTH:  # it may contain itself
         return _text(value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return {BYTES: base64.b64encode(value).decode()}
     if isinstance(value, Mapping):
-        return {_text(key): _plain(item, depth + 1) for key, item in value.items()}
+        return _with_text_keys(value, depth)
     if isinstance(value, list | tuple):
         return [_plain(item, depth + 1) for item in value]
     return _plain(_known(value), depth + 1)
+
+
+def _with_text_keys(value: Mapping[Any, Any], depth: int) -> dict[str, Any]:
+    """Return a mapping as `to_json` writes it. Keys that are text stay as they are; others may get their type."""
+    plain = {_text(key): _plain(item, depth + 1) for key, item in value.items() if isinstance(key, str)}
+    if len(value) == 1 and plain and _LIKE_BYTES.fullmatch(key := next(iter(plain))):
+        return {f"${key}": plain[key]}
+    for key, item in value.items():
+        if not isinstance(key, str):
+            text = _text(key)
+            while text in plain:
+                text += f" ({type(key).__name__})"
+            plain[text] = _plain(item, depth + 1)
+    return plain
 
 
 def _known(value: Any) -> Any:
@@ -128,6 +161,17 @@ def _known(value: Any) -> Any:
         return dict(value)
     if isinstance(value, set | frozenset):
         return list(value)
+    # orjson writes these three itself; `to_json` does not.
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if type(value) in (datetime, date, time):
+        return value.isoformat()
+    if isinstance(value, memoryview):
+        return value.tobytes()
+    if getattr(getattr(value, "dtype", None), "kind", None) == "M":  # `tolist` of nanoseconds returns integers
+        value = value.astype("datetime64[us]")
     if callable(getattr(value, "tolist", None)):
         try:
             return value.tolist()

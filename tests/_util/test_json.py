@@ -1,5 +1,7 @@
+import dataclasses
 import datetime
 import decimal
+import enum
 import json
 import math
 import sys
@@ -112,16 +114,56 @@ def test_odd_values_of_python_and_numpy_are_encoded(value: Any) -> None:
         assert list(json.loads(encoded)) == ["value"]
 
 
+@dataclasses.dataclass
+class Data:
+    a: int
+    b: Any
+
+
+class Color(enum.Enum):
+    RED = "red"
+
+
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [
+        (memoryview(b"a\xff"), b"a\xff"),
+        (np.array([b"a", b"b"]), [b"a", b"b"]),
+        ({"a": [bytearray(b"\xff"), {"b": np.bytes_(b"c")}]}, {"a": [b"\xff", {"b": b"c"}]}),
+        ({"$bytes": "AAAA"}, {"$bytes": "AAAA"}),
+        ({"$bytes": "no base64"}, {"$bytes": "no base64"}),
+        ({"$bytes": b"x"}, {"$bytes": b"x"}),
+        ({"$$bytes": {"$bytes": 1}}, {"$$bytes": {"$bytes": 1}}),
+        ({"$bytes": "AAAA", "b": 1}, {"$bytes": "AAAA", "b": 1}),
+        ({1: "a", "1": "b", np.int64(1): "c"}, {"1": "b", "1 (int)": "c"}),
+        ({1.0: "a", "1.0": "b"}, {"1.0": "b", "1.0 (float)": "a"}),
+        ({None: 1, "None": 2, "null": 3}, {"None": 2, "null": 3, "None (NoneType)": 1}),
+        (Data(2**70, b"x"), {"a": 2**70, "b": b"x"}),
+        (Data(1, "x"), {"a": 1, "b": "x"}),
+        ([2**70, Color.RED], [2**70, "red"]),
+        ([2**70, datetime.datetime(2026, 1, 2, 3)], [2**70, "2026-01-02T03:00:00"]),
+        ([2**70, np.datetime64("2026-01-02T03", "ns")], [2**70, "2026-01-02T03:00:00"]),
+        ({"a": -0.0, "b": np.array(2**63, dtype=np.uint64)}, {"a": -0.0, "b": 2**63}),
+    ],
+)
+def test_values_come_back_alike_whatever_is_beside_them(value: Any, read: Any) -> None:
+    for encoded in (encode(value), to_json(value)):
+        assert repr(with_bytes(decode(encoded))) == repr(read)
+
+
+def test_an_object_that_another_program_wrote_stays_as_it_is() -> None:
+    assert with_bytes({"$bytes": "no base64"}) == {"$bytes": "no base64"}
+
+
 @given(VALUES)
 def test_integers_and_bytes_come_back_as_they_were(value: Any) -> None:
     read = with_bytes(decode(encode({"value": value})))["value"]
 
     def compare(one: Any, other: Any) -> None:
         if isinstance(one, dict):
-            assert {str(key) for key in one} == set(other)
+            assert len(one) == len(other)
             for key in one:
-                if str(key) == key or str(key) not in one:
-                    compare(one[key], other[str(key)])
+                compare(one[key], other[str(key) if str(key) == key or str(key) not in one else f"{key} (int)"])
         elif isinstance(one, list | tuple):
             for left, right in zip(one, other, strict=True):
                 compare(left, right)
