@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -138,24 +139,40 @@ def test_an_output_in_the_folder_that_is_read_is_an_error(folder: Path, argument
 
 
 def test_what_was_recorded_comes_back_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    big, code = 2**64 + 1, b"\x00\xff byte"
+    big, code, alike = 2**64 + 1, b"\x00\xff byte", {"$bytes": "AAAA"}
     (tmp_path / "exact.py").write_text(
         "def compute_score(ground_truth, extra_info):\n"
         f"    assert ground_truth == {big} and type(ground_truth) is int\n"
-        f"    assert extra_info == {{'code': {code!r}, 'nested': [{{'code': b''}}], 'pair': [1, 2], 'nan': None}}\n"
-        "    return {'score': 1.0, 'seed': ground_truth}\n"
+        f"    assert extra_info == {{'code': {code!r}, 'nested': [{{'code': b''}}], 'pair': [1, 2], 'nan': None, "
+        f"'alike': {alike!r}}}\n"
+        "    return {'score': 1.0, 'seed': ground_truth, 'code': b'x'}\n"
     )
     manager = NaiveRewardLoopManager(
-        RewardLoopConfig(log_dir=str(tmp_path / "run")), compute_score=lambda ground_truth: {"score": 1, "seed": big}
+        RewardLoopConfig(log_dir=str(tmp_path / "run.parquet")),
+        compute_score=lambda ground_truth: {"score": 1, "seed": big},
     )
-    info = {"code": code, "nested": [{"code": b""}], "pair": (1, 2), "nan": float("nan")}
+    info = {"code": code, "nested": [{"code": b""}], "pair": (1, 2), "nan": float("nan"), "alike": alike}
     asyncio.run(manager.run_single(RewardSample("x", "d", big, info, uid="a")))
-    records(tmp_path / "run").flush()
+    records(tmp_path / "run.parquet").flush()  # a folder may have any name
     monkeypatch.chdir(tmp_path)
-    run("score", "run", "exact.py:compute_score", "-o", "again")
-    for folder in ("run", "again"):
+    run("score", "run.parquet", "exact.py:compute_score", "-o", "again")
+    for folder in ("run.parquet", "again"):
         (row,) = RecordsReader(tmp_path / folder).rows()
         assert (row["score"], row["components"]["seed"]) == (1.0, big)
     run("export", "again", "-o", "out.jsonl")
     (exported,) = (json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines())
-    assert (exported["gts"], exported["seed"]) == (big, big)
+    assert (exported["gts"], exported["seed"], exported["code"]) == (big, big, {"$bytes": "eA=="})
+
+
+def test_bytes_beside_text_are_not_mixed_up_in_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = NaiveRewardLoopManager(
+        RewardLoopConfig(log_dir=str(tmp_path / "run")), compute_score=lambda solution_str: 1
+    )
+    for uid, truth in (("a", b"x"), ("b", "x")):
+        asyncio.run(manager.run_single(RewardSample("x", "d", truth, uid=uid)))
+    records(tmp_path / "run").flush()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one.py").write_text("def compute_score(solution_str):\n    return 1.0\n")
+    run("score", "run", "one.py:compute_score", "-o", "again", "--export", "out.parquet")
+    rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    assert sorted(row["ground_truth"] for row in rows) == ['"x"', '{"$bytes": "eA=="}']

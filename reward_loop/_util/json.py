@@ -36,10 +36,8 @@ import orjson
 __all__ = ["BYTES", "MISSING", "decode", "encode", "encode_fast", "look_up", "to_json", "with_bytes"]
 
 BYTES = "$bytes"
-"""Bytes are written as an object with this key, and their base64 as its value. Objects that have only this key, or one
-that is the same with more ``$`` before it, are written with one ``$`` more."""
+"""Bytes are written as an object with this key, and their base64 as its value."""
 
-_BEGIN_OF_BYTES = b'{"$bytes":'
 _LIKE_BYTES = re.compile(r"\$+bytes")
 
 _DIGITS = bytes(48 if 48 <= byte <= 57 else byte for byte in range(256))
@@ -67,18 +65,20 @@ def encode_fast(value: Any) -> bytes:
     """Encode a value with orjson.
 
     Raises:
-        TypeError: it contains a lone surrogate, an integer beyond 64 bits, a key that is not text, or bytes.
+        TypeError: it contains a lone surrogate, an integer beyond 64 bits, or a key that is not text.
     """
-    encoded = orjson.dumps(value, default=_known, option=_OPTIONS)
-    if _BEGIN_OF_BYTES in encoded:  # or an object of the user that looks the same
-        raise TypeError("bytes")
-    return encoded
+    return orjson.dumps(value, default=_known, option=_OPTIONS)
 
 
-def to_json(value: Any) -> bytes:
-    """Encode a value as one line of strict UTF-8 JSON."""
+def to_json(value: Any, *, escape: bool = False) -> bytes:
+    """Encode a value as one line of strict UTF-8 JSON.
+
+    Args:
+        value: the value.
+        escape: whether objects that look like those of bytes, but are not, get a ``$`` more in front of their key.
+    """
     # A lone surrogate cannot be encoded as UTF-8; backslashreplace writes it as a JSON escape.
-    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
+    return json.dumps(_plain(value, escape), ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
 
 
 def decode(text: bytes | str, *, nan: bool = False) -> Any:
@@ -111,7 +111,7 @@ def _refuse(constant: str) -> Any:
 
 
 def with_bytes(value: Any) -> Any:
-    """Return a decoded value with bytes in place of the objects that stand for them, see `BYTES`."""
+    """Return a decoded value with bytes in place of the objects that stand for them, see `BYTES`; undoes the escape."""
     if isinstance(value, dict):
         if len(value) == 1 and _LIKE_BYTES.fullmatch(key := next(iter(value))):
             if key != BYTES:
@@ -122,7 +122,7 @@ def with_bytes(value: Any) -> Any:
     return [with_bytes(item) for item in value] if isinstance(value, list) else value
 
 
-def _plain(value: Any, depth: int = 0) -> Any:
+def _plain(value: Any, escape: bool, depth: int = 0) -> Any:
     """Return a value made of the types that JSON has, as `to_json` writes it."""
     if isinstance(value, int) and abs(value) > sys.float_info.max:  # most readers refuse it as a number
         return str(value) if value.bit_length() <= _MAX_BITS else hex(value)
@@ -135,23 +135,23 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, bytes | bytearray | memoryview):
         return {BYTES: base64.b64encode(value).decode()}
     if isinstance(value, Mapping):
-        return _with_text_keys(value, depth)
+        return _with_text_keys(value, escape, depth)
     if isinstance(value, list | tuple):
-        return [_plain(item, depth + 1) for item in value]
-    return _plain(_known(value), depth + 1)
+        return [_plain(item, escape, depth + 1) for item in value]
+    return _plain(_known(value), escape, depth + 1)
 
 
-def _with_text_keys(value: Mapping[Any, Any], depth: int) -> dict[str, Any]:
+def _with_text_keys(value: Mapping[Any, Any], escape: bool, depth: int) -> dict[str, Any]:
     """Return a mapping as `to_json` writes it. Keys that are text stay as they are; others may get their type."""
-    plain = {_text(key): _plain(item, depth + 1) for key, item in value.items() if isinstance(key, str)}
-    if len(value) == 1 and plain and _LIKE_BYTES.fullmatch(key := next(iter(plain))):
+    plain = {_text(key): _plain(item, escape, depth + 1) for key, item in value.items() if isinstance(key, str)}
+    if escape and len(value) == 1 and plain and _LIKE_BYTES.fullmatch(key := next(iter(plain))):
         return {f"${key}": plain[key]}
     for key, item in value.items():
         if not isinstance(key, str):
             text = _text(key)
             while text in plain:
                 text += f" ({type(key).__name__})"
-            plain[text] = _plain(item, depth + 1)
+            plain[text] = _plain(item, escape, depth + 1)
     return plain
 
 

@@ -251,7 +251,8 @@ def _array(pa: Any, values: list[Any]) -> Any:
     # column is written as JSON text.
     with contextlib.suppress(pa.ArrowException, OverflowError):
         array = pa.array(_encodable(values))
-        if not _has_empty_struct(pa, array.type):
+        mixes = pa.types.is_binary(array.type) and any(isinstance(value, str) for value in values)
+        if not mixes and not _has_empty_struct(pa, array.type):
             return array
     return pa.array([None if value is None else to_json(value).decode() for value in values])
 

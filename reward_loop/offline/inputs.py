@@ -98,8 +98,8 @@ class Inputs:
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether the file has a parquet suffix."""
-    return path.suffix.lower() in (".parquet", ".pq")
+    """Whether the file has a parquet suffix. Folders, such as of records, may have any name."""
+    return path.suffix.lower() in (".parquet", ".pq") and not path.is_dir()
 
 
 def is_compressed(path: Path) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reward_loop._util.json import decode, encode_fast, to_json
+from reward_loop._util.json import BYTES, decode, encode_fast, to_json
 from reward_loop.records.files import EXCHANGES, TEXTS, Place, RecordFiles
 from reward_loop.records.rows import TEXT_FIELDS, VERSION
 
@@ -278,6 +278,9 @@ _LONE_SURROGATE = re.compile(rb"(?<!\\)((?:\\\\)*)\\(u[dD][89a-fA-F][0-9a-fA-F]{
 _WRITTEN = {"\n": "n", "\r": "r", "\t": "t"}
 """How JSON writes the line breaks of a secret, after a backslash."""
 
+_BYTES = f'{BYTES}":'.encode()
+"""In lines with bytes, and with objects of the user that look the same."""
+
 _secrets: dict[str, re.Pattern[bytes]] = {}
 
 
@@ -311,9 +314,12 @@ def encode_record(record: Mapping[str, Any]) -> bytes:
 
 def _without_lone_surrogates(record: Mapping[str, Any]) -> bytes:
     try:
-        return encode_fast(record)  # it rejects them; to search for them would take longer than to encode the record
+        line = encode_fast(record)  # it rejects them; to search for them would take longer than to encode the record
+        if _BYTES not in line:
+            return line
     except TypeError:
-        return _LONE_SURROGATE.sub(rb"\1\\\\\2", to_json(record))
+        pass
+    return _LONE_SURROGATE.sub(rb"\1\\\\\2", to_json(record, escape=True))
 
 
 def cleaned(record: Mapping[str, Any]) -> dict[str, Any]:

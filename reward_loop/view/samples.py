@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from reward_loop._util.json import decode
+from reward_loop._util.json import decode, encode
 from reward_loop.records.notes import Notes
 from reward_loop.records.reader import RecordsReader, parse_line
 from reward_loop.records.report import Price
@@ -326,7 +326,7 @@ def _reply_contains(lines: bytes, needle: bytes) -> bool:
 
 
 def _contains(value: Any, needle: bytes) -> bool:
-    return value is not None and needle in _folded(orjson.dumps(value))
+    return value is not None and needle in _folded(encode(value))
 
 
 def _parsed(lines: bytes) -> Iterator[Mapping[str, Any]]:

@@ -168,6 +168,15 @@ def test_text_search_finds_prompts_responses_and_replies(client: TestClient) -> 
     assert get(client, "samples", text="nowhere") == {"total": 0, "offset": 0, "rows": []}
 
 
+def test_text_search_reads_prompts_with_integers_of_any_length(tmp_path: Path) -> None:
+    writer = Records(tmp_path)
+    record(writer, "a", prompt=[{"role": "user", "content": "needle", "seed": 2**64 + 1}])
+    flushed(writer)
+    with serving(tmp_path) as client:
+        assert uids(get(client, "samples", text="needle")) == ["a"]
+        assert uids(get(client, "samples", text=str(2**64 + 1))) == ["a"]
+
+
 def test_a_sample_has_its_whole_row_texts_exchanges_and_group(client: TestClient, folder: Path) -> None:
     (row,) = (row for row in RecordsReader(folder).rows() if row["uid"] == "1-0")
     found = get(client, f"sample/{row['id']}")

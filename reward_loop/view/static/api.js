@@ -29,11 +29,22 @@ async function request(address, options) {
   } catch {
     throw new ApiError("The server does not answer. Does the command reward-loop view still run?");
   }
-  const answer = await response.json().catch(() => null);
+  const answer = await response
+    .text()
+    .then(parse)
+    .catch(() => null);
   if (response.ok && answer !== null) return answer;
   throw new ApiError(
     typeof answer?.error === "string" ? answer.error : `The server answered with status ${response.status}.`,
   );
+}
+
+const LONG_INTEGERS = /"(?:[^"\\]|\\.)*"|(?<![\d.eE+-])-?\d{16,}(?![\d.eE])/g;
+
+/** Parses JSON. Integers of 16 digits and more become text, because a number of JavaScript would round them. */
+export function parse(text) {
+  if (!/\d{16}/.test(text)) return JSON.parse(text);
+  return JSON.parse(text.replace(LONG_INTEGERS, (found) => (found.startsWith('"') ? found : `"${found}"`)));
 }
 
 /**

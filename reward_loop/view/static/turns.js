@@ -1,5 +1,6 @@
 /** The turns of a conversation: a role with its texts, reasoning, and calls of tools beside their results. */
 
+import { parse } from "./api.js";
 import { diff } from "./diff.js";
 import { el } from "./dom.js";
 import { plural } from "./format.js";
@@ -73,7 +74,7 @@ function blocksOf({ kind, text, name, result }) {
 function readable(text) {
   let given = null;
   try {
-    given = JSON.parse(text);
+    given = parse(text);
   } catch {
     return text;
   }
