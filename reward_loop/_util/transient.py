@@ -181,10 +181,13 @@ def is_transient(error: BaseException) -> bool:
 
 def out_of_credit(error: BaseException) -> bool:
     """Return whether a service answered that its account has no credit left: every other call would fail, too."""
-    return any(
-        is_out_of_credit(_status(cause), _texts(cause)) or any(map(out_of_credit, _parts(cause)))
-        for cause in _causes(error)
-    )
+    for cause in _causes(error):
+        known = _attribute(cause, "out_of_credit")  # RemoteError has it; its text contains lines of code
+        if known if isinstance(known, bool) else is_out_of_credit(_status(cause), _texts(cause)):
+            return True
+        if any(map(out_of_credit, _parts(cause))):
+            return True
+    return False
 
 
 def is_refusal(error: BaseException) -> bool:

@@ -142,6 +142,11 @@ def _record_answer(url: str) -> None:
         call.limits.outages(call.loop).answered(server_of(url))
 
 
+def _has_answered(url: str) -> bool:
+    call = call_here()
+    return isinstance(call, Call) and call.limits.outages(call.loop).has_answered(server_of(url))
+
+
 def server_of(url: str) -> str:
     """Return scheme, host and port of a URL: the name of its server in an outage."""
     parts = urlsplit(url)
@@ -243,9 +248,11 @@ async def _post(
             unreachable=server_of(url) if code == NO_SERVER_UP else None,
             final=code == REQUEST_BREAKS_SERVERS,
         )
-    _record_answer(url)
     if answer is None and data.strip() != b"null":
-        raise RequestError(f"{what}: the answer is not JSON: {_shown(data)}", status=200)
+        # A server that has answered does not turn into web pages: this is a gateway's, while the server is away.
+        away = server_of(url) if response.content_type == "text/html" and _has_answered(url) else None
+        raise RequestError(f"{what}: the answer is not JSON: {_shown(data)}", status=200, unreachable=away)
+    _record_answer(url)
     return answer
 
 

@@ -90,6 +90,10 @@ class Outages:
             elif not self.loop.is_closed():
                 self.loop.call_soon_threadsafe(self._answered, address)
 
+    def has_answered(self, address: str) -> bool:
+        """Return whether an address has answered since the start of this process. Callable from any thread."""
+        return address in self._reached
+
     def _answered(self, address: str) -> None:
         if (outage := self._open.get(address)) is not None:
             outage.answered()

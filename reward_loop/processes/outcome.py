@@ -9,7 +9,7 @@ from typing import Any
 
 from reward_loop._util.import_hint import import_hint
 from reward_loop._util.text import last_user_frame, user_lines
-from reward_loop._util.transient import is_refusal, is_transient, retry_after, status_of, unreachable
+from reward_loop._util.transient import is_refusal, is_transient, out_of_credit, retry_after, status_of, unreachable
 from reward_loop.errors import ScoringError
 
 __all__ = ["CallOutcome", "RemoteError", "cause_of", "describe_exception", "outcome_of"]
@@ -30,6 +30,7 @@ class RemoteError(Exception):
         status: the HTTP status of the service's response; 429 if any exception in the chain is a refusal.
         retry_after: the seconds that the service asked to wait.
         unreachable: what `unreachable` returned in the process.
+        out_of_credit: what `out_of_credit` returned in the process: the body of the answer stays there.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class RemoteError(Exception):
         status: int | None,
         retry_after: float | None,
         unreachable: str | None = None,
+        out_of_credit: bool = False,
     ) -> None:
         super().__init__(description)
+        self.out_of_credit = out_of_credit
         self.unreachable = unreachable
         self.description = description
         self.cause = cause
@@ -60,6 +63,7 @@ class RemoteError(Exception):
             status,
             retry_after(error),
             unreachable(error),
+            out_of_credit(error),
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -70,6 +74,7 @@ class RemoteError(Exception):
             self.status,
             self.retry_after,
             self.unreachable,
+            self.out_of_credit,
         )
 
 

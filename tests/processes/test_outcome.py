@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import pickle
 
+import httpx
 import pytest
 
-from reward_loop._util.transient import is_refusal, is_transient, retry_after, status_of
+from reward_loop._util.transient import is_refusal, is_transient, out_of_credit, retry_after, status_of
 from reward_loop.processes.outcome import RemoteError, cause_of, describe_exception
 from tests.processes.misbehaving import StatusError
 
@@ -29,6 +30,20 @@ def test_whether_a_retry_may_succeed_is_the_same_after_pickling(status: int, tra
     assert (is_transient(error), is_refusal(error), retry_after(error)) == (transient, refusal, 7.0)
     assert refusal or status_of(remote) == status
     assert describe_exception(remote) == "StatusError: the service says no"
+
+
+def test_whether_a_service_has_no_credit_is_read_from_its_answer_and_not_from_lines_of_code() -> None:
+    def refuses(body: str) -> httpx.HTTPStatusError:
+        answer = httpx.Response(429, text=body, request=httpx.Request("POST", "http://judge"))
+        with pytest.raises(httpx.HTTPStatusError) as raised:
+            answer.raise_for_status() and "insufficient_quota"
+        return raised.value
+
+    for body, expected in (('{"error": {"code": "insufficient_quota"}}', True), ("slow down", False)):
+        error = refuses(body)
+        remote = received(error)
+        assert (out_of_credit(error), out_of_credit(remote)) == (expected, expected)
+        assert "insufficient_quota" in describe_exception(remote)
 
 
 def test_the_cause_decides_also_after_pickling() -> None:

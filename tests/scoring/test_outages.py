@@ -276,6 +276,27 @@ async def test_calls_come_back_paced(judge: Judge, monkeypatch: Any) -> None:
     assert judge.connections == 15
 
 
+async def test_the_page_of_a_gateway_is_not_an_answer_of_the_judge(judge: Judge) -> None:
+    async def gateway(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 6\r\nconnection: close\r\n\r\n<html>"
+        )
+
+    function = scoring(by_our_client)
+    await judge.be(gateway)
+    (result,) = await scored(function, judge)
+    assert result.outcome is Outcome.FAILED  # the address may be wrong
+    assert "not JSON: '<html>'" in result.error
+    await judge.be(answers(200))
+    assert (await scored(function, judge))[0].score == 7
+    await judge.be(gateway)
+    samples = asyncio.create_task(scored(function, judge, 2))
+    await waiting(2, function)
+    await judge.be(answers(200))
+    assert [result.score for result in await samples] == [7.0, 7.0]
+
+
 async def test_after_the_bound_samples_fail_with_the_address_the_duration_and_the_option(judge: Judge) -> None:
     function = scoring(by_our_client, outage_timeout_s=0.3)
     results = await scored(function, judge, 2)
