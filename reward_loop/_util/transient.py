@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -115,8 +116,11 @@ def unreachable(error: BaseException) -> str | None:
 
 
 def _is_unreachable(error: BaseException) -> bool:
-    if isinstance(error, OSError) and error.errno in _UNREACHABLE_ERRNO:
-        return True
+    if isinstance(error, OSError):
+        # asyncio joins the errors of a host's addresses, such as ::1 and 127.0.0.1, in a text.
+        joined = re.findall(r"\[Errno (\d+)\]", str(error)) if error.errno is None and type(error) is OSError else ()
+        if error.errno in _UNREACHABLE_ERRNO or (joined and all(int(one) in _UNREACHABLE_ERRNO for one in joined)):
+            return True
     return isinstance(error, _LOST) or _is_one_of(error, _UNREACHABLE) or _is_cut_off(error)
 
 
@@ -176,7 +180,10 @@ def is_transient(error: BaseException) -> bool:
         return (status in TRANSIENT_STATUS or 500 <= status <= 599) and not any(map(_breaks_servers, causes))
     if any(_is_one_of(cause, _PERMANENT) for cause in causes) and not any(map(_is_cut_off, causes)):
         return False
-    return any(isinstance(cause, ConnectionError | TimeoutError) or _is_one_of(cause, _TRANSIENT) for cause in causes)
+    return any(
+        isinstance(cause, ConnectionError | TimeoutError) or _is_one_of(cause, _TRANSIENT) or _is_unreachable(cause)
+        for cause in causes
+    )
 
 
 def out_of_credit(error: BaseException) -> bool:

@@ -12,7 +12,7 @@ import pytest
 from multidict import CIMultiDict
 from yarl import URL
 
-from reward_loop._util.transient import is_refusal, is_transient, retry_after, retry_after_seconds
+from reward_loop._util.transient import is_refusal, is_transient, retry_after, retry_after_seconds, unreachable
 from reward_loop.errors import RequestError, TransientError
 
 REQUEST = httpx.Request("POST", "http://judge")
@@ -125,6 +125,26 @@ PERMANENT = [
 @pytest.mark.parametrize("error", TRANSIENT, ids=repr)
 def test_transient_errors(error):
     assert is_transient(error)
+
+
+JOINED = "Multiple exceptions: [Errno 111] Connect call failed ('::1', 1, 0, 0), [Errno {}] x"
+
+
+@pytest.mark.parametrize(
+    ("error", "away"),
+    [
+        (socket.gaierror(-3, "Temporary failure in name resolution"), True),
+        (OSError(113, "No route to host"), True),
+        (OSError(JOINED.format(111)), True),  # of asyncio, for a host with two addresses
+        (OSError(JOINED.format(24)), False),
+        (OSError("the model wrote [Errno]"), False),
+        (OSError(24, "Too many open files"), False),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("wrap", [lambda error: error, lambda error: ExceptionGroup("", [error])])
+def test_servers_that_cannot_be_reached(error, away, wrap):
+    assert (unreachable(wrap(error)) is not None, is_transient(wrap(error))) == (away, away)
 
 
 @pytest.mark.parametrize("error", PERMANENT, ids=repr)
