@@ -361,10 +361,15 @@ class Guard:
             return answer
         kind, _, token = headers.get("authorization", "").partition(" ")
         cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
-        if self._is_key(cookie) or (kind.lower() == "bearer" and self._is_key(token)):
+        if self._is_key(cookie) or (kind.lower() == "bearer" and self._is_key(_utf8(token))):
             return None
         return JSONResponse({"error": "This server needs its key: open /?key=KEY, or send it as a bearer token."}, 401)
 
     def _is_key(self, given: str) -> bool:
         assert self._key is not None
         return hmac.compare_digest(given.encode(errors="replace"), self._key.encode())
+
+
+def _utf8(value: str) -> str:
+    """Return the text of a header that is UTF-8. Starlette decodes headers as Latin-1."""
+    return value.encode("latin-1").decode("utf-8", "replace")

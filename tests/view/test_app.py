@@ -697,16 +697,17 @@ def test_a_host_name_that_is_not_the_servers_is_rejected(client: TestClient) -> 
     assert client.get("/api/run", headers={"host": "LOCALHOST:1234"}).status_code == 200
 
 
-def test_the_key_is_needed_and_may_be_a_cookie(folder: Path) -> None:
+@pytest.mark.parametrize("key", ["a secret key", 'k;é",y'])
+def test_the_key_is_needed_and_may_be_a_cookie(folder: Path, key: str) -> None:
     with Index(folder) as index:
         index.update()
-        guarded = Guard(create_app(index), {"localhost"}, "a secret key")
+        guarded = Guard(create_app(index), {"localhost"}, key)
         with TestClient(guarded, base_url="http://localhost", follow_redirects=False) as client:
             for path in ("/api/run", "/", "/?key=wrong", "/api/changes"):
                 assert client.get(path).status_code == 401
             assert client.get("/api/run", headers={"authorization": "Bearer wrong"}).status_code == 401
-            assert client.get("/api/run", headers={"authorization": "Bearer a secret key"}).status_code == 200
-            answer = client.get("/?key=a%20secret%20key")
+            assert client.get("/api/run", headers={"authorization": f"Bearer {key}".encode()}).status_code == 200
+            answer = client.get("/", params={"key": key})
             assert (answer.status_code, answer.headers["location"]) == (303, "/")
             assert "HttpOnly" in answer.headers["set-cookie"]
             assert client.get("/api/run").status_code == 200  # with the cookie
