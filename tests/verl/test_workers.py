@@ -216,6 +216,7 @@ def test_a_batch_whose_rewards_do_not_come_is_not_awaited_for_ever(
     deadlines = (
         "reward_loop.timeout=0.1",
         "reward_loop.retry.max_seconds=0.1",
+        "reward_loop.outage_timeout_s=0",
         "reward_loop.worker_answer_timeout_s=5",
     )
     workers.client.options = with_function(HANGS, ONE_WORKER, *deadlines).options
