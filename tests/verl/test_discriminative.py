@@ -72,7 +72,7 @@ async def test_the_model_reads_what_it_would_read_in_verl(
 
 
 async def test_a_probe_has_the_input_of_its_own_answer(overrides: list[str]) -> None:
-    async with FakeJudge() as judge:
+    async with FakeJudge(logit=lambda text: 2.0) as judge:
         settings = resolved(*overrides, "reward_loop.audit={share: 1.0, probes: [empty]}")
         worker = RewardWorker(settings, RouterAddress(judge.address))
         await worker.compute_score(rollout("2" + IM_END, raw_prompt=PROMPT))

@@ -86,7 +86,7 @@ def openrlhf(service: RewardService, options: DialectOptions) -> APIRouter:
         numbers = numbers_of(scored, "OpenRLHF")
         reply = {"rewards": numbers, "scores": numbers, "extra_logs": _extra_logs(scored)}
         # OpenRLHF makes tensors of the lists: NaN can be in one, null cannot. Its parser, Python's, accepts NaN.
-        return Response(json.dumps(reply), media_type="application/json")
+        return Response(json.dumps(reply, separators=(",", ":")), media_type="application/json")
 
     return router
 

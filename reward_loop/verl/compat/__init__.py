@@ -42,7 +42,7 @@ SUPPORTED = ("0.9.1",)
 """The releases of verl that the tests train with, oldest first. A newer release is tried with ``make test VERL=...``
 before it is added here."""
 
-COMMAND = ("main_ppo", "task_runner")
+COMMAND = ("data_check", "main_ppo", "task_runner")
 """The modules of ``reward_loop.verl`` that use verl before Ray starts."""
 
 TRAINING = (
