@@ -112,7 +112,7 @@ class Trainer(RewardPipelineTrainer):
         self.dropped = 0
         self._random, self._numbers = Random(1), 0
 
-    def _submit(self, count: int) -> None:
+    def _submit(self, count: int, step: int) -> None:
         for _ in range(count):
             self._numbers += 1
             uid = f"p{self._numbers}"

@@ -97,7 +97,7 @@ class Trainer(RewardPipelineTrainer):
     def on_sample_begin(self) -> None:
         self.done.append("generate")
 
-    def _submit(self, count: int) -> None:
+    def _submit(self, count: int, step: int) -> None:
         self.replay_buffer.submit(self.sizes)
 
     def _finish_generation(self, metrics: dict, timing_raw: dict) -> StepBatch:
@@ -301,7 +301,7 @@ def test_off_policy_steps_is_the_age_of_the_oldest_rollout(
     monkeypatch.setattr(pipeline.tq, "kv_clear", lambda **_: None)
     trainer = Trainer(PIPELINE, EVEN, "abcd")
     trainer.config.trainer.critic_warmup = 9
-    trainer.global_steps, trainer._judging_s, trainer._left_out = 3, 0.0, {}
+    trainer.global_steps, trainer._judged, trainer._left_out = 3, [], {}
     tags = [*({"min_global_steps": version} for version in versions), {"is_padding": True}]
     batch = StepBatch([], KVBatchMeta(keys=[f"{row}_0_0" for row in range(5)], tags=tags), {}, [], trained=[0, 1, 2, 3])
     metrics: dict[str, float] = {}
@@ -363,7 +363,7 @@ class Failing(RewardPipelineTrainer):
         self._replaces, self._filters = True, False
         self.replay_buffer: Any = FailingBuffer(self)
 
-    def _submit(self, count: int) -> None:
+    def _submit(self, count: int, step: int) -> None:
         for _ in range(count):
             self._submitted.append(f"p{self.submitted}")
             self.submitted += 1
@@ -387,7 +387,7 @@ def _failures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_groups_that_always_fail_are_not_replaced_for_ever() -> None:
     trainer = Failing(max_refills=3)
-    trainer._submit(2)
+    trainer._submit(2, 1)
     with pytest.raises(RewardLoopError, match=r"2 groups failed.*3 times.*max_refills=3.*p7_0: KeyError: 'tool'"):
         trainer.run()
     assert trainer.submitted == 2 + 3 * 2
@@ -402,7 +402,7 @@ class Late(Failing):
         self.replay_buffer.submit("ab")
         self.replay_buffer.running, self.replay_buffer.order = {"b"}, ["b"]
 
-    def _submit(self, count: int) -> None:
+    def _submit(self, count: int, step: int) -> None:
         if count:
             self._submitted.append("c")
             self.replay_buffer.submit("c")
@@ -435,7 +435,7 @@ class FilteringBuffer(FailingBuffer):
 
 def test_no_more_batches_are_generated_for_a_step_than_allowed() -> None:
     trainer = Filtering(max_num_gen_batches=3)
-    trainer._submit(2)
+    trainer._submit(2, 1)
     with pytest.raises(RewardLoopError, match=r"filtered out 6 groups in step 1.*same acc.*max_num_gen_batches=3"):
         trainer.run()
     assert trainer.submitted == 3 * 2
@@ -443,7 +443,7 @@ def test_no_more_batches_are_generated_for_a_step_than_allowed() -> None:
 
 def test_by_default_groups_are_filtered_for_ever() -> None:
     trainer = Filtering(max_num_gen_batches=0)
-    trainer._submit(2)
+    trainer._submit(2, 1)
     with pytest.raises(InterruptedError):
         trainer.run()
     assert trainer.submitted == 22
