@@ -599,7 +599,6 @@ async def test_math_verify(one, answer, gold, score):
     assert (await one(sample("verifies", answer=answer, gold=gold))).score == score
 
 
-@pytest.mark.skip(reason="a defect: the first call does not return; verl's pool of processes within a worker process")
 async def test_verls_own_use_of_math_verify(isolate):
     pytest.importorskip("math_verify")
     pytest.importorskip("verl")
