@@ -643,7 +643,7 @@ async def test_retry_after_of_an_exception_that_cannot_be_unpickled_is_obeyed(tm
 
 
 async def test_errors_have_the_fields_of_their_message(one):
-    result = await one(sample("raises_status", path=os.devnull, status=503, retry_after=0))
+    result = await one(sample("raises_status", path=os.devnull, status=500, retry_after=0))
     error = result.exception
     assert (error.sample_uid, error.function, error.attempts, error.retry_after) == ("u7", one.name, 4, 0.0)
     assert str(error) == f"sample u7: {one.name} was called 4 times; the last call {error.problem}"
