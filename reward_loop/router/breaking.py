@@ -87,6 +87,11 @@ class Suspect:
             Refusal: the request breaks servers.
         """
         now = time.monotonic()
+        # The socket of a dead server can accept connections until it is restarted, so one death may break several.
+        same = [(server, began, ended) for server, began, ended in self._broken if server is backend]
+        if same and backend.healthy_at < same[-1][2]:
+            self._broken.remove(same[-1])
+            seconds = now - same[-1][1]
         self._broken.append((backend, now - seconds, now))
         if len(self._broken) < 2:
             self._remember(self._broken)

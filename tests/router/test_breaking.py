@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -22,15 +23,21 @@ class Engine:
     Args:
         dies_with: what its clients get when it dies: a closed connection, or the status 500.
         together: requests in flight at the same time before it does anything, until it dies.
+        resets: new connections that the socket of the dead server accepts and resets, at each death.
     """
 
-    def __init__(self, dies_with: int | None = None, together: int = 1) -> None:
+    def __init__(self, dies_with: int | None = None, together: int = 1, resets: int = 0) -> None:
         with reserve("127.0.0.1") as reservation:
             self.url = url_of(reservation)
             self._address = reservation.getsockname()
         self.deaths = 0
+        self.harmless_after = math.inf
+        """The number of deaths after which nothing kills it."""
         self._dies_with = dies_with
         self._together = together
+        self._resets = resets
+        self._to_reset = 0
+        self._has_reset = asyncio.Event()
         self._open: set[asyncio.StreamWriter] = set()
         self._waiting = 0
         self._enough = asyncio.Event()
@@ -57,11 +64,22 @@ class Engine:
         if self._dies_with:
             for writer in list(self._open):
                 writer.write(b"HTTP/1.1 %d Error\r\ncontent-length: 0\r\n\r\n" % self._dies_with)
+        if self._resets:
+            self._to_reset, self._has_reset = self._resets, asyncio.Event()
+            for writer in list(self._open):
+                writer.transport.abort()
+            await self._has_reset.wait()
         self._close()
         await asyncio.sleep(0.2)  # as long as a restart takes
         await self.start()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._to_reset:
+            self._to_reset -= 1
+            writer.transport.abort()
+            if not self._to_reset:
+                self._has_reset.set()
+            return
         self._open.add(writer)
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
@@ -75,7 +93,7 @@ class Engine:
                     if self._waiting >= self._together:
                         self._enough.set()
                     await self._enough.wait()
-                if POISON in body:
+                if POISON in body and self.deaths < self.harmless_after:
                     task = asyncio.create_task(self._die())
                     self._tasks.add(task)
                     return
@@ -117,6 +135,16 @@ async def test_a_request_that_breaks_two_servers_is_refused_for_good(
         assert sum(engine.deaths for engine in found) == 2
         assert set(statuses) <= {422, 500}
         assert await post(url, CHAT, b"harmless") == (200, b"harmless")
+
+
+@pytest.mark.parametrize("used_connections", [False, True])
+async def test_a_death_that_breaks_two_connections_counts_once(used_connections: bool) -> None:
+    async with engines(1, resets=1) as (url, [engine]):
+        if used_connections:
+            await asyncio.gather(*(post(url, CHAT, b"harmless") for _ in range(4)))
+        engine.harmless_after = 1
+        assert await post(url, CHAT, POISON) == (200, POISON)
+        assert engine.deaths == 1
 
 
 async def test_other_requests_on_the_servers_that_died_are_answered() -> None:

@@ -65,7 +65,7 @@ def test_no_judging_is_hidden(run: Run) -> None:
         assert metrics["reward_loop/scored"] == 8 * 4
         assert 0 < metrics["reward_loop/model_wake_s"] < metrics["reward_pipeline/waiting_for_rewards_s"]
         assert 0 < metrics["reward_loop/model_sleep_s"] < metrics["reward_pipeline/waiting_for_rewards_s"]
-        assert metrics["reward_pipeline/hidden_share"] == 0
+        assert metrics["reward_pipeline/hidden_share"] == pytest.approx(0, abs=1e-3)
         assert metrics["reward_pipeline/off_policy_steps"] == 0
         assert metrics["actor/grad_norm"] > 0
 

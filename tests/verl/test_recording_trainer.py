@@ -172,7 +172,12 @@ def test_a_table_of_samples_is_logged_with_the_metrics_of_the_step(
     trainer._health.flush = lambda: None
     info = {"reward_outcome": "scored", "format": 1.0}
     trainer._rewards.trajectories["q_0_0"] = TrajectoryReward(info, reward=0.75, raw_score=0.5)
-    trainer.config = SimpleNamespace(trainer=SimpleNamespace(logger=["console", "wandb"]))
+    rollout = SimpleNamespace(n=1, val_kwargs=SimpleNamespace(n=1))
+    trainer.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=None)
+    trainer.replay_buffer = SimpleNamespace(checks=[])
+    trainer.config = SimpleNamespace(
+        trainer=SimpleNamespace(logger=["console", "wandb"]), actor_rollout_ref=SimpleNamespace(rollout=rollout)
+    )
     trainer.tokenizer = SimpleNamespace(decode=decode)
     trainer.fit(SimpleNamespace(agent_loop_workers=[]))
     row = [7, "lowest", "q_0", "[8, 9]", "[1, 2, 0]", 0.5, 0.75, "scored", '{"format": 1.0}', ""]

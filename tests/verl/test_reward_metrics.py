@@ -63,6 +63,8 @@ def test_metrics_of_samples_whose_keys_differ() -> None:
         "reward_loop/queue_seconds/max": 0.25,
         "reward_loop/attempts/mean": 2.0,
         "reward_loop/attempts/max": 2.0,
+        "reward_loop/outage/samples": 0.0,
+        "reward_loop/outage/seconds": 0.0,
         "reward_loop/score/mean": 2.0,
         "reward_loop/format/mean": 1.0,
         "reward_loop/judge/mean": 0.5,

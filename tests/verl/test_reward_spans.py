@@ -83,6 +83,7 @@ async def test_each_sample_is_a_span_beside_those_of_the_rollout(
         "reward_seconds": 0.0,
         "reward_wait_seconds": 0.0,
         "reward_queue_seconds": 0.0,
+        "reward_outage_seconds": 0.0,
     }
     assert 0 < scored["attributes"]["reward_seconds"] < 1
     attributes = failed["attributes"]
