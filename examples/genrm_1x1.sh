@@ -6,8 +6,8 @@
 #   python examples/gsm8k/prepare.py
 #   bash examples/genrm_1x1.sh [more options of verl]
 #
-# On one H100, with other models and sizes, the judge of these options started and slept, and the rollout began to load;
-# no step was run. `python -m benchmarks.gpu --only colocated` tries it in minutes, with small random models.
+# On one H100, these options of devices and engines were run with small random models: `python -m benchmarks.gpu --only
+# colocated` repeats it in minutes. With the models below, the script was never run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
