@@ -114,6 +114,8 @@ class RewardLoopManagerBase:
         """Asks the judge about a share of the samples again, see docs/health.md. The manager closes it."""
         if self.options.audit.is_on:
             self.audit = Audit(self)
+        # Read once: OmegaConf needs more time for it than a whole sample takes otherwise.
+        self._trainer_mode = verl_options(self.config, TRAINER_MODE)
         filters = verl_options(self.config, "algorithm.filter_groups") or {}
         self._filter_metric = filters.get("metric") if filters.get("enable") else None
         """The key of the extra info by which verl filters groups; ``None`` also if it filters by the reward itself."""
@@ -225,7 +227,7 @@ class RewardLoopManagerBase:
             group_size=row.get("group_size"),
             validate=bool(row.get(VALIDATE, False)),
             prompt=row.get("raw_prompt"),
-            step=training_step_of(row, verl_options(self.config, TRAINER_MODE)),
+            step=training_step_of(row, self._trainer_mode),
             generated_step=generated_step_of(row),
             turns=turns,
         )

@@ -392,3 +392,19 @@ async def test_records_keep_what_the_policy_wrote_if_to_sample_changes_it(tmp_pa
     assert dump_line(row, text)["output"] == whole
     (again,) = Inputs.open([str(folder)]).rows()
     assert Fields().to_sample(again).solution_str == whole  # for a re-scoring
+
+
+async def test_the_configuration_of_verl_is_not_read_for_each_sample():
+    class Config(dict):
+        reads = 0
+
+        def get(self, *key):
+            Config.reads += 1
+            return super().get(*key)
+
+    config = Config(trainer=Config(v1=Config(trainer_mode="sync")))
+    manager = NaiveRewardLoopManager(config=config, tokenizer=Tokenizer(), compute_score=lambda solution_str: 1.0)
+    Config.reads = 0
+    for _ in range(3):
+        assert (await manager.run_single(one_row()))["reward_score"] == 1.0
+    assert Config.reads == 0
