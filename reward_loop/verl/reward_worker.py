@@ -26,7 +26,6 @@ from reward_loop.types import PART_KEYS, RESERVED_KEYS, Reward, RewardSample
 from reward_loop.verl.cluster import RouterAddress, address_on_this_node
 from reward_loop.verl.managers import build_manager
 from reward_loop.verl.reward_client import prompt_of
-from reward_loop.verl.reward_spans import RewardSpans
 from reward_loop.verl.settings import RewardSettings
 
 __all__ = ["RewardWorker"]
@@ -64,7 +63,6 @@ class RewardWorker:
         self._running: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)
         """Prompt uid -> the calls of `compute_score` for its rollouts."""
         self._is_stopped = False
-        self._spans = RewardSpans.of(settings.config, position)
         freeze_and_raise_gc_threshold()
         watch()  # so that `reward-loop stuck` also lists an idle worker
 
@@ -87,8 +85,7 @@ class RewardWorker:
         try:
             if self._is_stopped:
                 await asyncio.Event().wait()  # until the worker ends
-            scoring = self._manager.run_single(data)
-            reward = await (scoring if self._spans is None else self._spans.around(data, scoring))
+            reward = await self._manager.run_single(data)
         except asyncio.CancelledError:
             if self._is_stopped:
                 await asyncio.Event().wait()
