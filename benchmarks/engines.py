@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +20,41 @@ from typing import Any, Protocol
 
 from reward_loop import BlockingRewardAgent, NaiveRewardLoopManager, RewardSample
 from reward_loop.agent.filter_forecast import FilterForecast
-from reward_loop.agent.simulation import Latency, Workload, parse_latency
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The parts of a training step. Times are in seconds."""
+
+    batch: int = 1024
+    """Prompts per step; each is a group."""
+    responses: int = 5
+    """Responses per prompt."""
+    judge: tuple[float, float] = (1.0, 40.0)
+    """The shortest and the longest judging time of one response."""
+    concurrency: int = 256
+    """The number of responses that are judged at a time."""
+    generation: float = 103.0
+    training: float = 100.0
+    """All updates of a step together."""
+    mini_batches: int = 4
+    steps: int = 100
+
+    @property
+    def samples(self) -> int:
+        """Samples per step."""
+        return self.batch * self.responses
+
+    @property
+    def gpu_seconds(self) -> float:
+        """The step time if judging took no time."""
+        return self.generation + self.training
+
+    def draws(self, step: int) -> list[float]:
+        """Return the judging times of a step; they are the same in every mode and every run."""
+        rng = random.Random(f"0:{step}")
+        return [rng.uniform(*self.judge) for _ in range(self.samples)]
+
 
 RECIPE = Workload()
 """1,024 prompts with 5 responses each, 4 mini-batches, judge latency uniform in 1 to 40 s, 256 concurrent calls,
@@ -37,14 +72,14 @@ def scaled_down(steps: int, faster: float, fewer: int, more_calls: int = 1) -> W
         fewer: divides the number of prompts and the concurrency.
         more_calls: multiplies the concurrency, which shortens judging.
     """
-    judge = parse_latency("uniform:1:40")
+    low, high = RECIPE.judge
     return replace(
         RECIPE,
         batch=RECIPE.batch // fewer,
         concurrency=RECIPE.concurrency * more_calls // fewer,
         generation=RECIPE.generation / faster,
         training=RECIPE.training / faster,
-        judge=Latency(judge.name, judge.mean / faster, lambda rng: judge.draw(rng) / faster),
+        judge=(low / faster, high / faster),
         steps=steps,
     )
 
@@ -153,7 +188,7 @@ def train_filtered(agent: Ours, load: Workload, share: float, progress: Any, *, 
         progress()
     counted = len(ends) - SETTLING - 1
     prompts = (consumed[-2] - consumed[SETTLING - 1]) / counted / load.batch
-    judging = prompts * load.samples * load.judge.mean / load.concurrency
+    judging = prompts * load.samples * statistics.mean(load.judge) / load.concurrency
     return Steps((ends[-2] - ends[SETTLING - 1]) / counted, max(prompts * load.generation + load.training, judging))
 
 
@@ -178,7 +213,7 @@ class _FilteredRollout:
             part = min(count, self._load.batch // PARTS)
             end += self._load.generation * part / self._load.batch
             time.sleep(max(0.0, end - time.perf_counter()))  # the engine does not wait for the submission
-            latencies = [self._load.judge.draw(self._random) for _ in range(part * self._load.responses)]
+            latencies = [self._random.uniform(*self._load.judge) for _ in range(part * self._load.responses)]
             self._batches.append((self._count, self._agent.submit(self._agent.rollouts(latencies)), 0))
             self.submitted += range(self._count, self._count + part)
             self._count += part

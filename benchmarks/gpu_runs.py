@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -313,7 +314,7 @@ class GpuRuns:
     def _entry(self, mode: str) -> list[str]:
         """Return the environment, the module and the mode of a run."""
         environment = {
-            "JUDGE_LATENCY": training.JUDGE,
+            "JUDGE_LATENCY": json.dumps(training.LATENCY),
             "JUDGE_CONCURRENCY": self._size.judged_at_a_time,
             "JUDGE_SCALE": self._judge.file,
         } | (CPU_ENVIRONMENT if self._cpu else {})

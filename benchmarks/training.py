@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import sys
@@ -14,7 +15,6 @@ from typing import Self
 
 from examples.tiny_models import build_tiny_model
 from examples.training import TrainingProcess, read_metrics, write_dataset
-from reward_loop.agent.simulation import parse_latency
 from reward_loop.verl.cpu.setup import CPU_ENVIRONMENT
 from reward_loop.verl.mode_options import PIPELINE_MODE
 from reward_loop.verl.settings import CONFIG_DIR, verl_config_dir
@@ -23,7 +23,7 @@ __all__ = [
     "BLOCK",
     "FIRST",
     "INTERVALS",
-    "JUDGE",
+    "LATENCY",
     "MODES",
     "POLL_S",
     "PROMPTS",
@@ -45,8 +45,8 @@ __all__ = [
 
 HERE = Path(__file__).parent
 PROMPTS, RESPONSES = 32, 4
-JUDGE, CONCURRENCY = "uniform:0.1:0.4", 8
-"""Latency distribution of a judge call in seconds, before scaling, and the maximum number of concurrent calls."""
+LATENCY, CONCURRENCY = (0.1, 0.4), 8
+"""The shortest and the longest judge call in seconds, before scaling, and the maximum number of concurrent calls."""
 FIRST = 2
 """Number of steps at the start of a run that are not counted, because they load and allocate."""
 SETTLING = 3
@@ -169,7 +169,7 @@ class Steps:
 
 def seconds_of_judging(scale: float, samples: int = PROMPTS * RESPONSES, concurrency: int = CONCURRENCY) -> float:
     """Return R: the mean judging time of a step at full concurrency, in seconds."""
-    return scale * samples * parse_latency(JUDGE).mean / concurrency
+    return scale * samples * statistics.mean(LATENCY) / concurrency
 
 
 def write_scale(file: Path, scale: float) -> None:
@@ -229,7 +229,7 @@ def prepare(folder: Path) -> None:
 
 def command(mode: Mode, folder: Path, output: Path, steps: int, *overrides: str, **environment: object) -> list[str]:
     """Return the command that trains with the policy and prompts in ``folder`` and the judge ``judge.py``."""
-    variables = CPU_ENVIRONMENT | {"JUDGE_LATENCY": JUDGE, "JUDGE_CONCURRENCY": CONCURRENCY} | environment
+    variables = CPU_ENVIRONMENT | {"JUDGE_LATENCY": json.dumps(LATENCY), "JUDGE_CONCURRENCY": CONCURRENCY} | environment
     return [
         *("env", *(f"{name}={value}" for name, value in variables.items())),
         *(sys.executable, *mode.command),

@@ -17,7 +17,6 @@ from reward_loop import __version__
 from reward_loop._util import cli_options, process, signals
 from reward_loop._util.standard_streams import console, open_standard_streams
 from reward_loop.adapters.service.command import serve
-from reward_loop.agent.simulation import simulate
 from reward_loop.check.command import check
 from reward_loop.errors import ConfigError, FunctionLoadError, RewardLoopError
 from reward_loop.limits.command import limits
@@ -156,5 +155,5 @@ def _root(
     """Rewards that never block RL training of language models."""
 
 
-for command in (check, score, route, serve, report, compare, view, export, trace, stuck, limits, simulate):
+for command in (check, score, route, serve, report, compare, view, export, trace, stuck, limits):
     app.command()(command)

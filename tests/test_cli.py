@@ -549,7 +549,7 @@ def test_the_process_of_a_command_collects_garbage_less_often(folder):
 
 def test_a_full_disk_is_reported_when_a_command_prints():
     with open("/dev/full", "w") as full:
-        arguments = [sys.executable, "-m", "reward_loop", "simulate", "--steps", "1"]
+        arguments = [sys.executable, "-m", "reward_loop", "stuck", "--json"]
         done = subprocess.run(arguments, stdout=full, stderr=subprocess.PIPE, env=ENVIRONMENT, text=True, timeout=300)
     assert done.returncode == 1
     assert "No space left on device" in done.stderr
@@ -696,30 +696,3 @@ def test_ctrl_c_ends_a_function_that_blocks_the_event_loop_and_names_its_line(fo
     if source is not CATCHES_ALL:
         assert "rerun the command to resume" in errors
         assert not any(path.read_bytes() for path in (folder / "rollouts.scored").glob("*.jsonl"))
-
-
-SIMULATE = ("simulate", "--batch=8", "--responses=2", "--judge=constant:4", "--concurrency=8", "--steps=5")
-SHORT = ("--generation=3", "--training=4", "--mini-batches=2")
-
-
-def test_simulate_shows_every_mode():
-    shown = run(*SIMULATE, *SHORT)
-    assert "baseline 13.5 12.0 12.5% 6.5 s" in shown
-    for part in ("mini-batch", "off-policy", "both", "G + T = 7.0 s; R = 8.0 s", "From about 10 at a time"):
-        assert part in shown
-    assert "bound the step: more" in run(*SIMULATE, "--generation", "30")
-    baseline, *_, both = json.loads(run(*SIMULATE, *SHORT, "--json"))
-    assert (baseline["mode"], both["mode"]) == ("baseline", "both")
-    assert [baseline[name] for name in ("step_s", "floor_s", "over_floor", "waiting_s")] == [13.5, 12, 0.125, 6.5]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--judge", "normal:1"), "invalid judge latency"),
-        (("--batch", "0"), "--batch: "),
-        (("--mini-batches", "9"), "would be empty"),
-    ],
-)
-def test_invalid_options_of_simulate_are_refused(arguments, message):
-    assert message in run(*SIMULATE, *arguments, code=2)

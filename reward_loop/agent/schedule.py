@@ -1,7 +1,6 @@
 """The order of the parts of a training step, with the two overlaps.
 
-A pure object without clock or rewards. verl's trainer executes its actions, and so does the simulation, with a virtual
-clock.
+A pure object without clock or rewards: verl's trainer executes its actions.
 """
 
 from __future__ import annotations
@@ -9,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from reward_loop._util.text import did_you_mean
 from reward_loop.errors import ConfigError
 
-__all__ = ["MODES", "Action", "Generate", "Prepare", "Schedule", "Train", "Wait"]
+__all__ = ["Action", "Generate", "Prepare", "Schedule", "Train", "Wait"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +46,6 @@ class Train:
 
 Action = Generate | Prepare | Wait | Train
 
-MODES = {
-    "baseline": (False, False),
-    "mini-batch": (True, False),
-    "off-policy": (False, True),
-    "both": (True, True),
-}
-"""The modes by name: mini-batch pipeline, one-step off-policy."""
-
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -74,18 +64,6 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.mini_batches < 1:
             raise ConfigError(f"mini_batches: at least 1, got {self.mini_batches}")
-
-    @classmethod
-    def of_mode(cls, mode: str, mini_batches: int) -> Schedule:
-        """Return the schedule of one of `MODES`.
-
-        Raises:
-            ConfigError: the mode is unknown.
-        """
-        if mode not in MODES:
-            raise ConfigError(f"unknown mode {mode!r}{did_you_mean(mode, MODES) or '.'} Known: {', '.join(MODES)}")
-        pipeline, off_policy = MODES[mode]
-        return cls(mini_batches, pipeline, off_policy)
 
     @property
     def overlaps(self) -> bool:

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reward_loop import ConfigError
-from reward_loop.agent.schedule import MODES, Generate, Prepare, Schedule, Train, Wait
+from reward_loop.agent.schedule import Generate, Prepare, Schedule, Train, Wait
 
 
 def actions(schedule, steps, ready=lambda step: 0, **options):
@@ -56,15 +56,14 @@ def test_a_resumed_run_does_not_generate_again():
     assert [action for action in done if isinstance(action, Generate)] == [Generate(8)]
 
 
-@given(st.sampled_from(sorted(MODES)), st.integers(1, 5), st.integers(1, 5), st.randoms())
-def test_each_part_happens_once_and_in_order(mode, steps, mini_batches, rng):
+@given(st.builds(Schedule, st.integers(1, 5), st.booleans(), st.booleans()), st.integers(1, 5), st.randoms())
+def test_each_part_happens_once_and_in_order(schedule, steps, rng):
     seen = {}
 
     def ready(step):
-        seen[step] = rng.randint(seen.get(step, 0), mini_batches)
+        seen[step] = rng.randint(seen.get(step, 0), schedule.mini_batches)
         return seen[step]
 
-    schedule = Schedule.of_mode(mode, mini_batches)
     generated, prepared, trained, waited = [], [], [], {}
     for action in schedule.actions(steps, lambda step: max(ready(step), waited.get(step, 0))):
         match action:
@@ -81,11 +80,9 @@ def test_each_part_happens_once_and_in_order(mode, steps, mini_batches, rng):
                 assert trained.count(step) == first
                 trained += [step] * count
     assert generated == prepared == list(range(steps))
-    assert trained == [step for step in range(steps) for _ in range(mini_batches)]
+    assert trained == [step for step in range(steps) for _ in range(schedule.mini_batches)]
 
 
-def test_unknown_modes_are_refused():
-    with pytest.raises(ConfigError, match="did you mean 'both'"):
-        Schedule.of_mode("bothh", 1)
+def test_a_step_without_mini_batches_is_refused():
     with pytest.raises(ConfigError, match="mini_batches"):
         Schedule(0)
