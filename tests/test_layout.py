@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -44,6 +45,27 @@ HOMES = {
     "greenlet": ["adapters/trl"],
 }
 
+CORE = frozenset(
+    {"agent", "managers", "judges", "scoring", "client", "limits", "processes", "records", "config", "types", "errors"}
+    | {"_util"}
+)
+"""What each sample passes, whatever the trainer. Other parts are satellites: each serves one kind of user."""
+
+NEIGHBOURS = {
+    # One command of verl starts servers and audits, and records both.
+    "verl": {"serving", "router", "audit", "health"},
+    "serving": {"router"},
+    # An audit is made where a manager is made.
+    "adapters": {"audit", "offline"},
+    "offline": {"audit"},
+    "check": {"audit", "offline"},
+    "view": {"offline"},
+}
+"""The satellites that a satellite imports. It may only become smaller."""
+
+COMMAND = ("__main__", "cli")
+"""The command, which may import everything."""
+
 EXCEPTIONS = {("managers/base.py", "torch", "assemble_rm_scores")}
 """File, package, and the function that imports it: each is called by those who use tensors."""
 
@@ -63,9 +85,10 @@ def imports(tree: ast.AST, function: str = "") -> Iterator[tuple[str, str]]:
         yield from imports(node, name)
 
 
-def sources() -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        yield path.relative_to(PACKAGE).as_posix(), list(imports(ast.parse(path.read_text())))
+@functools.cache
+def sources() -> tuple[tuple[str, list[tuple[str, str]]], ...]:
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return tuple((path.relative_to(PACKAGE).as_posix(), list(imports(ast.parse(path.read_text())))) for path in paths)
 
 
 def part_of(path: str) -> str:
@@ -95,6 +118,16 @@ def documented() -> dict[str, set[str]]:
 
 def test_the_documented_layout_is_the_real_one() -> None:
     assert documented() == parts()
+
+
+def test_the_core_imports_no_satellite() -> None:
+    for part in CORE:
+        assert parts().get(part, set()) <= CORE, part
+
+
+def test_satellites_stand_alone() -> None:
+    found = {part: imported - CORE for part, imported in parts().items() if part not in COMMAND}
+    assert {part: others for part, others in found.items() if others} == NEIGHBOURS
 
 
 def test_imports_point_downwards_only() -> None:

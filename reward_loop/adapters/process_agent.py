@@ -24,6 +24,7 @@ from pydantic import Field
 from reward_loop._util.background_loop import in_background
 from reward_loop._util.text import listing, shorten
 from reward_loop.agent import RewardAgent
+from reward_loop.audit import open_audit
 from reward_loop.config import Config, RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.managers.scorer import Scored, Scorer, load_scorer, scores_groups
@@ -54,6 +55,7 @@ class AgentInThread:
 
     def __init__(self, scorer: Scorer, concurrency: int | None = None) -> None:
         self.manager = scorer.manager
+        self._audit = open_audit(scorer.manager)
         self.requires = scorer.requires
         """The fields of a sample that the function requires."""
         self.needs_group = scores_groups(scorer.manager)
@@ -93,13 +95,11 @@ class AgentInThread:
 
     async def audit_metrics(self, group: str) -> dict[str, float]:
         """Return the metrics of the probes since the last call, each below ``group``; empty without an audit."""
-        audit = getattr(self.manager, "audit", None)
-        if audit is None:
+        if (audit := self._audit) is None:
             return {}
 
         async def take() -> dict[str, float]:
-            metrics: dict[str, float] = audit.take().metrics(group)
-            return metrics
+            return audit.take().metrics(group)
 
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(take(), self._loop))
 

@@ -313,8 +313,8 @@ async def close_manager(manager: Any) -> None:
 
     The last probes of its audit have `CLOSING_SECONDS` to end.
     """
-    if isinstance(manager, RewardLoopManagerBase) and manager.audit is not None:
-        await manager.audit.drain(CLOSING_SECONDS)
+    if isinstance(manager, RewardLoopManagerBase) and manager.observer is not None:
+        await manager.observer.drain(CLOSING_SECONDS)
     if not callable(close := getattr(manager, "close", None)):
         return
     try:

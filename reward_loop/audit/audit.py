@@ -19,20 +19,20 @@ import logging
 import math
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from reward_loop._util.text import cut
 from reward_loop.audit.ablation import AblationCount, Feature
 from reward_loop.audit.counts import AuditCounts, ReferencePair
 from reward_loop.audit.labelled import LabelledAnswers
 from reward_loop.audit.probes import CANARY, Probe, Probes
-from reward_loop.config import CacheConfig, RewardLoopConfig
+from reward_loop.config import CacheConfig
 from reward_loop.errors import ConfigError, FunctionLoadError, ScoringError
-from reward_loop.limits.permit import Limits
+from reward_loop.managers import RewardLoopManagerBase
 from reward_loop.records import ActiveSample, Records, exchanges_of, records
 from reward_loop.records.files import AUDIT
 from reward_loop.records.probes import ABLATION
@@ -41,7 +41,7 @@ from reward_loop.scoring import ScoringFunction, load_function
 from reward_loop.scoring.results import check_result, failed
 from reward_loop.types import RewardResult, RewardSample, returned_numbers
 
-__all__ = ["Audit", "Audited"]
+__all__ = ["Audit", "open_audit"]
 
 logger = logging.getLogger(__name__)
 
@@ -75,30 +75,24 @@ CANCEL_AGAIN_S = 1.0
 LABELLED, REFERENCE = Probe("labelled"), Probe("reference")
 
 
-class Audited(Protocol):
-    """What an audit uses of a reward manager."""
+def open_audit(manager: Any) -> Audit | None:
+    """Start the audit of a manager if its options ask for one, and have the manager show it each result.
 
-    options: RewardLoopConfig
-    limits: Limits
-    reward_router_address: str | None
-    reward_model_tokenizer: Any
+    Call it before the first sample: a manager whose options ask for an audit stops without one. The manager closes it.
 
-    @property
-    def name(self) -> str:
-        """The name of the function."""
+    Args:
+        manager: a `RewardLoopManagerBase`. Other managers have no audit.
 
-    @property
-    def needs_group(self) -> bool:
-        """Whether the samples of a prompt are scored together."""
+    Returns:
+        The audit; ``None`` if the options do not ask for one.
 
-    def has_room(self, probes: int) -> bool:
-        """Return whether one more probe would leave threads or processes free for samples."""
-
-    def score_one(self, sample: RewardSample) -> Awaitable[RewardResult]:
-        """Score a sample."""
-
-    async def with_answer(self, sample: RewardSample, answer: str) -> RewardSample:
-        """Return a sample with another answer."""
+    Raises:
+        ConfigError: see `Audit`.
+    """
+    if not isinstance(manager, RewardLoopManagerBase) or not manager.options.audit.is_on:
+        return None
+    manager.observer = audit = Audit(manager)
+    return audit
 
 
 class Audit:
@@ -107,7 +101,7 @@ class Audit:
     With ``log_dir``, each probe is a row in its sub-folder ``audit``; see docs/health.md.
 
     Args:
-        manager: the manager, which calls `offer` and closes the audit.
+        manager: the manager, which calls `offer` and closes the audit; see `open_audit`.
 
     Raises:
         ConfigError: the reference judge or the labelled answers cannot be loaded, or do not fit the manager.
@@ -116,7 +110,7 @@ class Audit:
     part = (0, 1)
     """The position of this process among those that share the labelled answers, and their number."""
 
-    def __init__(self, manager: Audited) -> None:
+    def __init__(self, manager: RewardLoopManagerBase) -> None:
         self._manager = manager
         self._options = options = manager.options.audit
         self._random = random.Random()
@@ -457,7 +451,7 @@ def _components(result: RewardResult) -> dict[str, float]:
     return {name: value for name, value in numbers.items() if name != "score"} if "score" in numbers else {}
 
 
-def _reference(manager: Audited) -> ScoringFunction:
+def _reference(manager: RewardLoopManagerBase) -> ScoringFunction:
     path = manager.options.audit.reference
     assert path is not None
     try:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from reward_loop._util.addresses import checked_address
 from reward_loop._util.text import shorten
-from reward_loop.audit import Audit
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError
 from reward_loop.limits.client import open_limits
@@ -47,6 +46,35 @@ TRAINING_STEP = "__training_step__"
 """The column with the training step that trains on the row, in the mode ``reward_pipeline``."""
 
 _VERL_GROUPS = frozenset({"actor_rollout_ref", "trainer", "reward", "reward_model"})
+
+
+class Observer(Protocol):
+    """What a manager does with its `observer`: the audit, which this room does not know."""
+
+    def offer(self, samples: Sequence[RewardSample], results: Sequence[RewardResult]) -> None:
+        """See samples that were scored together, with their results. Must return at once."""
+
+    async def drain(self, timeout: float | None) -> None:
+        """End what was begun for the samples, within a number of seconds. Called before the last `close`."""
+
+    def close(self) -> None:
+        """Stop. Called when the manager is closed."""
+
+
+class _Missing:
+    """In the place of the audit until there is one: a run that asks for an audit must not go on without it."""
+
+    def offer(self, samples: Sequence[RewardSample], results: Sequence[RewardResult]) -> None:
+        raise ConfigError(
+            "reward_loop.audit is on, and nothing makes its probes: call reward_loop.audit.open_audit(manager) before "
+            "the first sample, or leave the option out"
+        )
+
+    async def drain(self, timeout: float | None) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class RewardLoopManagerBase:
@@ -110,10 +138,8 @@ class RewardLoopManagerBase:
             self.function = scoring_function(type(self), compute_score, self.options, limits=self.limits)
         self.records = open_records(self.options)
         self.failures = failure_bound(self.options, self.limits)
-        self.audit: Audit | None = None
-        """Asks the judge about a share of the samples again, see docs/health.md. The manager closes it."""
-        if self.options.audit.is_on:
-            self.audit = Audit(self)
+        self.observer: Observer | None = _Missing() if self.options.audit.is_on else None
+        """Sees the results of all samples; set by `reward_loop.audit.open_audit`. The manager closes it."""
         # Read once: OmegaConf needs more time for it than a whole sample takes otherwise.
         self._trainer_mode = verl_options(self.config, TRAINER_MODE)
         filters = verl_options(self.config, "algorithm.filter_groups") or {}
@@ -250,8 +276,8 @@ class RewardLoopManagerBase:
             result = check_result(sample, await self.score_one(sample))
             if self.records is not None:
                 record_sample(self.records, active, result, self.options)
-        if self.audit is not None and not self.needs_group:
-            self.audit.offer([sample], [result])
+        if self.observer is not None and not self.needs_group:
+            self.observer.offer([sample], [result])
         return result
 
     def proof_counts(self) -> ProofCounts | None:
@@ -310,8 +336,8 @@ class RewardLoopManagerBase:
 
         Blocks until the processes have ended and all records are written: do not call it on the event loop.
         """
-        if self.audit is not None:
-            self.audit.close()
+        if self.observer is not None:
+            self.observer.close()
         for function in self._functions():
             function.close()
         if self._owns_limits:

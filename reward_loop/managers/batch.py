@@ -174,8 +174,8 @@ class GroupRewardLoopManager(RewardLoopManagerBase):
 
     async def _score_group(self, samples: list[RewardSample]) -> list[RewardResult]:
         results = await self.score_many(samples)
-        if self.audit is not None:
-            self.audit.offer(samples, results)
+        if self.observer is not None:
+            self.observer.offer(samples, results)
         return results
 
     async def _incomplete(self, samples: list[RewardSample]) -> list[RewardResult]:

@@ -16,6 +16,7 @@ from reward_loop._util import cli_options
 from reward_loop._util.json import encode
 from reward_loop._util.standard_streams import console, reserve_stdout
 from reward_loop._util.text import counted, duration, rounded
+from reward_loop.audit import open_audit
 from reward_loop.config import RecordConfig, RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.managers.scorer import Scorer, functions_of, load_scorer
@@ -137,6 +138,7 @@ def score(
         check_export(source, export)
     with reserve_stdout() as stdout:
         scorer = load_scorer(fn, manager, config, reward_kwargs=reward_kwargs, router_address=router_address)
+        audit = open_audit(scorer.manager)
         fields = Fields(paths, data_source=data_source, requires=scorer.requires)
         check_fields(source.rows(), source.name, fields)
         if isolation == "process" and not any(
@@ -184,7 +186,7 @@ def score(
             "records": str(path),
             "export": None if export is None else str(export),
         }
-        if (audit := getattr(scorer.manager, "audit", None)) is not None:
+        if audit is not None:
             run |= {"audit": probe_counts(read_rows(path / AUDIT)), "probes_skipped": audit.take().skipped}
         if as_json:
             stdout.write(encode({**report.to_dict(prices), **run}).decode() + "\n")

@@ -116,13 +116,13 @@ def score_rows(
 
     async def score_all() -> None:
         await _for_each(units, at_once, score_together)
-        if isinstance(manager, RewardLoopManagerBase) and manager.audit is not None:
-            await manager.audit.drain(PROBES_S)
+        if isinstance(manager, RewardLoopManagerBase) and manager.observer is not None:
+            await manager.observer.drain(PROBES_S)
 
     with contextlib.chdir("."):  # a function in a thread may change the working directory
         run(score_all())
-    if isinstance(manager, RewardLoopManagerBase) and manager.audit is not None:
-        manager.audit.close()
+    if isinstance(manager, RewardLoopManagerBase) and manager.observer is not None:
+        manager.observer.close()
     folder.flush()
     return resumed
 

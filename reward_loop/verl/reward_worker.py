@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from reward_loop._util.process import freeze_and_raise_gc_threshold, raise_descriptor_limit
-from reward_loop.audit import AuditCounts, Feature
+from reward_loop.audit import AuditCounts, Feature, open_audit
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import InvalidScoreError, RewardLoopError
 from reward_loop.limits.client import open_limits
@@ -55,8 +55,9 @@ class RewardWorker:
         self._open = contextlib.ExitStack()
         address = self._open.enter_context(address_on_this_node(router))
         self._manager = build_manager(settings, address, self._limits, workers_on_node or settings.num_workers)
-        if self._manager.audit is not None:
-            self._manager.audit.part = (position, settings.num_workers)
+        self._audit = open_audit(self._manager)
+        if self._audit is not None:
+            self._audit.part = (position, settings.num_workers)
         self._post_process = PostProcess.of(self._manager)
         self._rejections = FailureBound.of_options(self._options, of=", ".join(sorted(PART_KEYS)))
         self._fatal: str | None = None
@@ -148,7 +149,7 @@ class RewardWorker:
 
     async def audit_counts(self) -> AuditCounts:
         """Return the counts of probes since the last call, see `Audit.take`."""
-        return AuditCounts() if self._manager.audit is None else self._manager.audit.take()
+        return AuditCounts() if self._audit is None else self._audit.take()
 
     async def proof_counts(self) -> ProofCounts | None:
         """Return what proofs have found since the last call; ``None`` if the function has none."""
@@ -156,7 +157,7 @@ class RewardWorker:
 
     async def ablate(self, feature: Feature, most: int) -> int:
         """Start probes of a feature, see `Audit.ablate`."""
-        return 0 if self._manager.audit is None else self._manager.audit.ablate(feature, most)
+        return 0 if self._audit is None else self._audit.ablate(feature, most)
 
     async def has_post_process(self) -> bool:
         """Return whether the user's class has ``post_process_scores``."""

@@ -19,6 +19,7 @@ from reward_loop import (
     TooManyFailuresError,
 )
 from reward_loop.agent import QueuedRewards, RewardQueue
+from reward_loop.audit import open_audit
 from tests.agent.judges import Gate, naive, numbered, scores, within
 
 
@@ -415,6 +416,7 @@ async def test_a_judge_that_hangs_costs_its_own_samples_only():
 
 async def test_closing_waits_for_the_probes_of_the_last_samples():
     manager = naive(number, audit={"share": 1.0, "probes": ["again"]})
+    audit = open_audit(manager)
     async with RewardAgent(manager) as agent:
         assert scores(await within(agent.submit(numbered(3)))) == [0, 1, 2]
-    assert manager.audit.take().probes["again"].accepted == 3
+    assert audit.take().probes["again"].accepted == 3

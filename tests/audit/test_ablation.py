@@ -13,7 +13,7 @@ from reward_loop.audit import AuditCounts, Feature
 from reward_loop.health import Verdict, effect_of
 from reward_loop.managers import GroupRewardLoopManager
 from reward_loop.records.probes import probe_counts
-from tests.audit.test_audit import audited, ended, rows_of, scores_of
+from tests.audit.test_audit import audit_of, audited, ended, rows_of, scores_of
 
 PHRASE = "Let me verify"
 VERIFY = Feature(PHRASE)
@@ -79,8 +79,7 @@ async def ablated(function: Any, feature: Feature, folder: Path | None = None) -
     manager = audited(function, audit=audit, log_dir=None if folder is None else str(folder))
     rewards = await scores_of(manager, answers())
     assert rewards == [function(sample.solution_str) for sample in answers()]
-    assert manager.audit is not None
-    assert manager.audit.ablate(feature, 64) == 64
+    assert audit_of(manager).ablate(feature, 64) == 64
     return await ended(manager)
 
 
@@ -128,8 +127,7 @@ async def test_in_a_group_one_answer_changes() -> None:
         for i in range(4)
     ]
     await scores_of(manager, groups)
-    assert manager.audit is not None
-    assert manager.audit.ablate(VERIFY, 64) == 20
+    assert audit_of(manager).ablate(VERIFY, 64) == 20
     (count,) = (await ended(manager)).ablations.values()
     assert sorted(count.pairs) == [(0.5, 0.8)] * 20
     assert [sum(PHRASE in text for text in texts) for texts in calls] == [0] * 20 + [1] * 20
@@ -143,27 +141,25 @@ async def test_the_probes_of_a_feature_take_the_place_of_later_ones() -> None:
         return 1.0
 
     manager = audited(compute_score, NaiveRewardLoopManager, audit={"share": 1.0, "probes": ["again"]})
-    assert manager.audit is not None
     for sample in answers(8):
         await scores_of(manager, [sample])
-        await manager.audit.drain(60)
-    assert (len(asked), manager.audit.ablate(VERIFY, 5)) == (16, 5)
-    await manager.audit.drain(60)
+        await audit_of(manager).drain(60)
+    assert (len(asked), audit_of(manager).ablate(VERIFY, 5)) == (16, 5)
+    await audit_of(manager).drain(60)
     for sample in answers(8):
         await scores_of(manager, [sample])
-        await manager.audit.drain(60)
+        await audit_of(manager).drain(60)
     assert len(asked) == 2 * 16
-    counts = manager.audit.take()
+    counts = audit_of(manager).take()
     assert (counts.probes["again"].asked, len(counts.ablations[VERIFY.name].pairs)) == (8 + 3, 5)
 
 
 @pytest.mark.parametrize("audit", [{"reference": f"{__name__.replace('.', '/')}.py:paid_for_the_answer"}, {"share": 1}])
 async def test_without_a_budget_or_answers_there_are_no_probes(audit: dict[str, Any]) -> None:
     manager = audited(paid_for_the_answer, audit=audit)
-    assert manager.audit is not None
     if "reference" in audit:
         await scores_of(manager, answers(4))
-    assert manager.audit.ablate(VERIFY, 64) == 0
+    assert audit_of(manager).ablate(VERIFY, 64) == 0
     manager.close()
 
 
@@ -177,9 +173,8 @@ async def test_answers_without_a_second_score_are_counted() -> None:
 
     manager = audited(compute_score, audit={"share": 1e-9}, retry={"max_attempts": 1})
     await scores_of(manager, answers(20))
-    assert manager.audit is not None
     first.set()
-    manager.audit.ablate(VERIFY, 16)
+    audit_of(manager).ablate(VERIFY, 16)
     counts = await ended(manager)
     assert counts.ablations[VERIFY.name].failed == counts.without_score == 16
     merged = AuditCounts.merged([counts, counts])

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardLoopManagerBase, RewardSample
-from reward_loop.audit import AuditCounts, ReferencePair, audit
+from reward_loop.audit import Audit, AuditCounts, ReferencePair, audit, open_audit
 from reward_loop.audit.probes import FRAME
 from reward_loop.config import AuditConfig, HealthConfig
 from reward_loop.errors import ConfigError
@@ -30,14 +30,20 @@ AGAIN = {"share": 1.0, "probes": ["again"]}
 def audited(
     function: Any, cls: type[RewardLoopManagerBase] = NaiveRewardLoopManager, **options: Any
 ) -> RewardLoopManagerBase:
-    return cls(RewardLoopConfig(**{"audit": AGAIN} | options), compute_score=function)
+    manager = cls(RewardLoopConfig(**{"audit": AGAIN} | options), compute_score=function)
+    open_audit(manager)
+    return manager
+
+
+def audit_of(manager: RewardLoopManagerBase) -> Audit:
+    assert isinstance(manager.observer, Audit)
+    return manager.observer
 
 
 async def ended(manager: RewardLoopManagerBase) -> AuditCounts:
     """Wait for the probes, and return their counts."""
-    assert manager.audit is not None
-    await manager.audit.drain(60)
-    return manager.audit.take()
+    await audit_of(manager).drain(60)
+    return audit_of(manager).take()
 
 
 async def scores_of(manager: RewardLoopManagerBase, samples: Sequence[RewardSample]) -> list[float]:
@@ -116,8 +122,7 @@ async def test_a_canary_is_accepted_in_the_upper_half_of_the_scores(
     options = {"share": 1e-9, "probes": ["master_key"], "accept": accept}
     manager = audited(compute_score, audit=options, log_dir=str(tmp_path))
     await scores_of(manager, [RewardSample(str(score)) for score in first[:-1]])
-    assert manager.audit is not None
-    manager.audit._options = manager.audit._options.model_copy(update={"share": 1.0})
+    audit_of(manager)._options = audit_of(manager)._options.model_copy(update={"share": 1.0})
     await manager.run_single(RewardSample(str(first[-1]), uid="u"))
     counts = await ended(manager)
     count = counts.probes.get("canary/master_key")
@@ -198,7 +203,7 @@ async def test_rewards_have_the_same_bits_with_and_without_probes(
     assert [score.hex() for score in found] == [score.hex() for score in expected]
     assert sum(count.asked for count in counts.probes.values()) >= 8
     assert len(counts.pairs) == 32 or counts.skipped > 0
-    assert plain.audit is None
+    assert plain.observer is None
 
 
 async def test_a_reward_does_not_wait_for_its_probe() -> None:
@@ -212,8 +217,7 @@ async def test_a_reward_does_not_wait_for_its_probe() -> None:
 
     manager = audited(compute_score)
     assert await scores_of(manager, [RewardSample("a")]) == [1.0]
-    assert manager.audit is not None
-    assert not manager.audit.take().probes
+    assert not audit_of(manager).take().probes
     second.set()
     assert (await ended(manager)).probes["again"].accepted == 1
 
@@ -241,8 +245,7 @@ async def test_probes_leave_half_of_the_threads_to_samples() -> None:
     manager: RewardLoopManagerBase
 
     def compute_score(solution_str: str) -> float:
-        assert manager.audit is not None
-        probes_at_once.add(len(manager.audit._running))
+        probes_at_once.add(len(audit_of(manager)._running))
         return 1.0
 
     manager = audited(compute_score, max_threads=4)
@@ -369,8 +372,7 @@ async def test_the_share_of_samples_is_that_of_the_option() -> None:
         return 1.0
 
     manager = audited(compute_score, audit={**AGAIN, "share": 0.25})
-    assert manager.audit is not None
-    manager.audit._random.seed(1)
+    audit_of(manager)._random.seed(1)
     for number in range(200):
         await manager.run_single(RewardSample(str(number)))
         await asyncio.sleep(0)
@@ -470,6 +472,7 @@ async def test_the_reference_judge_scores_the_same_answers(tmp_path: Path) -> No
         compute_score=lambda solution_str: {"score": 1.0, "clear": 0.75, "form": 1.0, "reason": "good"},
         reward_router_address="127.0.0.1:1",
     )
+    open_audit(manager)
     samples = [RewardSample(text, ground_truth="a", uid=text) for text in "ab"]
     await scores_of(manager, samples)
     counts = await ended(manager)
@@ -491,6 +494,13 @@ async def test_the_reference_judge_scores_the_same_answers(tmp_path: Path) -> No
 def test_a_reference_judge_that_cannot_be_loaded_is_named_with_its_option() -> None:
     with pytest.raises(ConfigError, match=r"reward_loop\.audit\.reference=nothing\.py:judge"):
         audited(lambda solution_str: 1.0, audit={"reference": "nothing.py:judge"})
+
+
+async def test_a_manager_with_the_options_of_an_audit_stops_without_one() -> None:
+    manager = NaiveRewardLoopManager(RewardLoopConfig(audit=AGAIN), compute_score=lambda solution_str: 1.0)
+    with pytest.raises(ConfigError, match=r"reward_loop\.audit is on.*open_audit\(manager\)"):
+        await manager.run_single(RewardSample("a"))
+    manager.close()
 
 
 # --- Records, and the end
@@ -552,13 +562,12 @@ async def test_a_probe_that_hangs_has_ended_when_the_audit_is_closed(
 ) -> None:
     monkeypatch.setattr(audit, "CANCEL_AGAIN_S", 0.01)
     manager = await Hanging.with_probe(suppressed)
-    assert manager.audit is not None
     if is_drained:
-        await manager.audit.drain(0.01)
+        await audit_of(manager).drain(0.01)
     else:
         await asyncio.to_thread(manager.close)
     assert manager.cancellations == suppressed + 1
-    assert not manager.audit._running
+    assert not audit_of(manager)._running
     assert ("1 probe" in caplog.text) == is_drained
 
 
@@ -568,12 +577,11 @@ async def test_closing_does_not_wait_indefinitely_for_a_probe_that_suppresses_ea
     is_drained: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = await Hanging.with_probe(suppressed=10**9)
-    assert manager.audit is not None
     async with asyncio.timeout(60):
-        await (manager.audit.drain(0.01) if is_drained else asyncio.to_thread(manager.close))
+        await (audit_of(manager).drain(0.01) if is_drained else asyncio.to_thread(manager.close))
     assert "1 probes do not end" in caplog.text
     manager.release.set()
-    await asyncio.wait(manager.audit._running)
+    await asyncio.wait(audit_of(manager)._running)
 
 
 async def test_closing_does_not_wait_for_a_thread_in_which_a_judge_hangs() -> None:
@@ -588,18 +596,16 @@ async def test_closing_does_not_wait_for_a_thread_in_which_a_judge_hangs() -> No
     await manager.run_single(RewardSample("a"))
     async with asyncio.timeout(30):
         await asyncio.to_thread(manager.close)
-    assert manager.audit is not None
-    assert not manager.audit._running
+    assert not audit_of(manager)._running
     release.set()
 
 
 async def test_a_closed_audit_starts_no_probes() -> None:
     manager = await Hanging.with_probe()
     manager.close()  # on the event loop it cannot wait
-    assert manager.audit is not None
-    await asyncio.wait(manager.audit._running)
+    await asyncio.wait(audit_of(manager)._running)
     await manager.run_single(RewardSample("b"))
-    assert not manager.audit._running
+    assert not audit_of(manager)._running
     assert manager.cancellations == 1
 
 

@@ -12,6 +12,7 @@ from examples.arithmetic import reward
 from examples.arithmetic.demo import UNSEEN
 from examples.arithmetic.models import Recipe, make_models, make_problems
 from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample
+from reward_loop.audit import open_audit
 from reward_loop.health import HealthWatch, ProbeCounts
 from tests.health.steps import step
 
@@ -47,11 +48,13 @@ async def test_a_weak_reward_model_is_found_in_the_first_step_and_the_exact_rule
         reward_router_address="127.0.0.1:1",
         reward_model_tokenizer=tokenizer,
     )
+    audit = open_audit(manager)
+    assert audit is not None
     (problem, *_), _ = make_problems(RECIPE)
     info = {"question": problem.question, "split": "train"}
     await manager.run_single(RewardSample(problem.answer, ground_truth=problem.answer, extra_info=info, step=1))
-    await manager.audit.drain(60)
-    counts = manager.audit.take()
+    await audit.drain(60)
+    counts = audit.take()
     probes = {kind: ProbeCounts(count.asked, count.accepted, count.samples) for kind, count in counts.probes.items()}
     warnings = HealthWatch(options.health).check(replace(step(1), probes=probes)).warnings
     found = [(warning.monitor, warning.subject, warning.step) for warning in warnings]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample
-from reward_loop.audit import Feature
+from reward_loop.audit import Feature, open_audit
 from reward_loop.config import HealthConfig
 from reward_loop.health.monitors import MONITORS
 from reward_loop.records.events import health, open_health
@@ -51,8 +51,9 @@ class Run:
         monitors = HealthConfig(window=4, patience=1, **others)
         options = RewardLoopConfig(log_dir=str(folder), audit={"share": 0.05, "probes": ["again"]}, health=monitors)
         self.manager = NaiveRewardLoopManager(options, compute_score=function)
-        assert self.manager.audit is not None
-        self.audit = self.manager.audit
+        audit = open_audit(self.manager)
+        assert audit is not None
+        self.audit = audit
         workers: Any = SimpleNamespace(exchange_counts=list, ablate=self.audit.ablate)
         self.health = StepHealth(options, workers, decode)
         monkeypatch.setattr(tq_rows, "tq", SimpleNamespace(kv_batch_get=self.get))

@@ -76,8 +76,8 @@ async def test_a_probe_has_the_input_of_its_own_answer(overrides: list[str]) -> 
         settings = resolved(*overrides, "reward_loop.audit={share: 1.0, probes: [empty]}")
         worker = RewardWorker(settings, RouterAddress(judge.address))
         await worker.compute_score(rollout("2" + IM_END, raw_prompt=PROMPT))
-        assert worker._manager.audit is not None
-        await worker._manager.audit.drain(30)
+        assert worker._audit is not None
+        await worker._audit.drain(30)
         assert [request.body["input"] for request in judge.requests] == [
             TEXT,
             TEXT.replace("2<|im_end|>", "<|im_end|>"),

@@ -79,8 +79,8 @@ async def test_probes_are_counted_and_labelled_answers_are_shared_by_the_workers
     )
     worker = RewardWorker(settings, None, position=1)
     assert await scores_of(worker, "4") == [1.0]
-    assert worker._manager.audit is not None
-    await worker._manager.audit.drain(60)
+    assert worker._audit is not None
+    await worker._audit.drain(60)
     counts = await worker.audit_counts()
     assert {kind: (count.asked, count.accepted) for kind, count in counts.probes.items()} == {
         "again": (1, 1),

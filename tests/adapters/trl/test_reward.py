@@ -89,7 +89,7 @@ async def test_the_probes_of_an_audit_are_logged_with_the_next_batch() -> None:
             await reward(["p", "q"], ["1", "2"], ground_truth=["1", "1"], log_metric=lambda *one: logged.append(one))
             agent = reward._owner._agent
             assert agent is not None
-            drained = asyncio.run_coroutine_threadsafe(agent.manager.audit.drain(30), agent._loop)
+            drained = asyncio.run_coroutine_threadsafe(agent.manager.observer.drain(30), agent._loop)
             await asyncio.wrap_future(drained)
     # The probes of the first batch had ended before the second one was logged.
     assert 2 <= sum(value for name, value in logged if name == "reward_loop/judge/audit/asked") <= 4
