@@ -26,10 +26,12 @@ from typing import Any
 
 import numpy as np
 
+from reward_loop.audit.effect import Verdict, effect_of
+from reward_loop.audit.monitors import MONITORS
+from reward_loop.audit.reference import JUDGE
+from reward_loop.audit.values import Observation, ProbeCounts
+from reward_loop.audit.watch import HealthWarning, HealthWatch
 from reward_loop.config import HealthConfig
-from reward_loop.health import HealthWarning, HealthWatch, Observation, ProbeCounts, Verdict, effect_of
-from reward_loop.health.monitors import MONITORS
-from reward_loop.health.reference import JUDGE
 
 GROUPS, SIZE, SAMPLED = 64, 8, 32
 """The groups of a step, the samples of a group, and the groups whose responses are read."""

@@ -17,10 +17,10 @@ from reward_loop import __version__
 from reward_loop._util import cli_options, process, signals
 from reward_loop._util.standard_streams import console, open_standard_streams
 from reward_loop.adapters.service.command import serve
-from reward_loop.check.command import check
 from reward_loop.errors import ConfigError, FunctionLoadError, RewardLoopError
 from reward_loop.limits.command import limits
 from reward_loop.managers import registry
+from reward_loop.offline.check_command import check
 from reward_loop.offline.command import score
 from reward_loop.offline.compare_command import compare
 from reward_loop.offline.export import export

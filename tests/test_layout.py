@@ -35,7 +35,7 @@ HOMES = {
     "ray": RAY,
     "torch": MODELS,
     "transformers": MODELS,
-    "numpy": ["verl", "health", "agent/ray_agent.py"],
+    "numpy": ["verl", "audit", "agent/ray_agent.py"],
     "pyarrow": ["offline/inputs.py"],
     "datasets": ["verl/data_check.py"],
     "duckdb": ["view"],
@@ -53,12 +53,11 @@ CORE = frozenset(
 
 NEIGHBOURS = {
     # One command of verl starts servers and audits, and records both.
-    "verl": {"serving", "router", "audit", "health"},
+    "verl": {"serving", "router", "audit"},
     "serving": {"router"},
     # An audit is made where a manager is made.
     "adapters": {"audit", "offline"},
     "offline": {"audit"},
-    "check": {"audit", "offline"},
     "view": {"offline"},
 }
 """The satellites that a satellite imports. It may only become smaller."""

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from reward_loop.audit import AblationCount, AuditCounts, Feature
-from reward_loop.health import Effect, HealthWarning, effect_of
+from reward_loop.audit.effect import Effect, effect_of
+from reward_loop.audit.watch import HealthWarning
 from reward_loop.verl.workers import RewardWorkers
 
 __all__ = ["Ablations", "Tested"]

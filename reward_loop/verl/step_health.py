@@ -11,8 +11,10 @@ import numpy as np
 
 from reward_loop._util.text import listing
 from reward_loop.audit import AuditCounts
+from reward_loop.audit.effect import Verdict
+from reward_loop.audit.values import JudgeCalls, Observation, ProbeCounts
+from reward_loop.audit.watch import HealthWatch
 from reward_loop.config import RewardLoopConfig
-from reward_loop.health import HealthWatch, JudgeCalls, Observation, ProbeCounts, Verdict
 from reward_loop.records.events import effect_row, open_health, values_row, warning_row
 from reward_loop.types import Outcome, returned_numbers
 from reward_loop.verl.ablations import Ablations, Tested

@@ -13,8 +13,9 @@ from examples.arithmetic.demo import UNSEEN
 from examples.arithmetic.models import Recipe, make_models, make_problems
 from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample
 from reward_loop.audit import open_audit
-from reward_loop.health import HealthWatch, ProbeCounts
-from tests.health.steps import step
+from reward_loop.audit.values import ProbeCounts
+from reward_loop.audit.watch import HealthWatch
+from tests.audit.steps import step
 
 RECIPE = Recipe(
     hidden_size=32, layers=2, held_out=64, batch_size=64, steps=40, bound=0.0, forgetting_steps=1, unseen=UNSEEN

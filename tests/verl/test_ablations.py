@@ -14,8 +14,8 @@ import torch
 
 from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample
 from reward_loop.audit import Feature, open_audit
+from reward_loop.audit.monitors import MONITORS
 from reward_loop.config import HealthConfig
-from reward_loop.health.monitors import MONITORS
 from reward_loop.records.events import health, open_health
 from reward_loop.verl import tq_rows
 from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from reward_loop.audit.monitors import MONITORS
+from reward_loop.audit.reference import JUDGE
+from reward_loop.audit.values import Observation
+from reward_loop.audit.watch import HealthWarning, HealthWatch
 from reward_loop.config import HealthConfig
-from reward_loop.health import HealthWarning, HealthWatch, Observation
-from reward_loop.health.monitors import MONITORS
-from reward_loop.health.reference import JUDGE
-from tests.health.steps import demo_steps
+from tests.audit.steps import demo_steps
 
 GROUPS, SIZE = 64, 4
 ONLY: dict[str, Any] = {m.name: None for m in MONITORS if m.name != "reference_gap"} | {"reference": "acc"}

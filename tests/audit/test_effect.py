@@ -8,12 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from reward_loop.audit.effect import Verdict, effect_of
+from reward_loop.audit.monitors import MONITORS
+from reward_loop.audit.watch import HealthWarning, HealthWatch
 from reward_loop.config import HealthConfig
-from reward_loop.health import HealthWarning, HealthWatch, Verdict, effect_of
-from reward_loop.health.monitors import MONITORS
-from tests.health.steps import step
-from tests.health.test_phrases import PHRASE, steps
-from tests.health.test_watch import length_paid
+from tests.audit.steps import step
+from tests.audit.test_phrases import PHRASE, steps
+from tests.audit.test_watch import length_paid
 
 
 def pairs_of(paid: float, count: int = 64, noise: float = 0.1) -> list[tuple[float, float]]:

@@ -19,13 +19,13 @@ from reward_loop._util.json import encode
 from reward_loop._util.signals import LoopBlocked, end_blocking_code, run
 from reward_loop._util.standard_streams import console, reserve_stdout
 from reward_loop._util.text import cut, duration, shorten
-from reward_loop.check import dry_run
-from reward_loop.check.calls import Callee, Finding
-from reward_loop.check.dry_run import AWAIT, Report
-from reward_loop.check.judge import most_calls
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, FunctionLoadError
 from reward_loop.managers.scorer import Scorer, functions_of, load_scorer
+from reward_loop.offline import check as dry_run
+from reward_loop.offline.check import AWAIT, Report
+from reward_loop.offline.check_calls import Callee, Finding
+from reward_loop.offline.check_judge import most_calls
 from reward_loop.offline.fields import Fields
 from reward_loop.offline.inputs import Inputs
 from reward_loop.scoring import load_function

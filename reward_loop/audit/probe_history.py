@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from reward_loop._util.intervals import wilson
-from reward_loop.health.values import ProbeCounts
+from reward_loop.audit.values import ProbeCounts
 
 __all__ = ["CANARY", "LABELLED", "ProbeHistory", "fall", "wilson_lower"]
 

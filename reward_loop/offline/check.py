@@ -11,10 +11,10 @@ from typing import Any
 
 from reward_loop._util.text import cut, duration, shorten
 from reward_loop.audit.labelled import LabelledAnswers
-from reward_loop.check.calls import Callee, Calls, Finding, Row, StepTimer
-from reward_loop.check.judge import ProbedKind, probe_judge
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, FunctionLoadError
+from reward_loop.offline.check_calls import Callee, Calls, Finding, Row, StepTimer
+from reward_loop.offline.check_judge import ProbedKind, probe_judge
 from reward_loop.scoring.proofs import TEMPLATES, KnownAnswers, find_pair, right_answers
 from reward_loop.types import RewardSample
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reward_loop.health.reference import MOST_SAMPLES, rises
-from reward_loop.health.values import Observation
+from reward_loop.audit.reference import MOST_SAMPLES, rises
+from reward_loop.audit.values import Observation
 
 __all__ = ["Phrase", "PhraseHistory", "unexplained_rewards"]
 

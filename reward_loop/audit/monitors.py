@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reward_loop.config import HealthConfig
-from reward_loop.health.phrases import PhraseHistory, unexplained_rewards
-from reward_loop.health.probes import CANARY, LABELLED, ProbeHistory, fall, wilson_lower
-from reward_loop.health.reference import JUDGE, MOST_SAMPLES, StepMeans, divergence, judged_too_high, step_means
-from reward_loop.health.values import (
+from reward_loop.audit.phrases import PhraseHistory, unexplained_rewards
+from reward_loop.audit.probe_history import CANARY, LABELLED, ProbeHistory, fall, wilson_lower
+from reward_loop.audit.reference import JUDGE, MOST_SAMPLES, StepMeans, divergence, judged_too_high, step_means
+from reward_loop.audit.values import (
     Observation,
     Pool,
     ProbeCounts,
@@ -29,6 +28,7 @@ from reward_loop.health.values import (
     unparsable_verdicts,
     zero_variance_groups,
 )
+from reward_loop.config import HealthConfig
 
 __all__ = ["MONITORS", "History", "Monitor", "Reading"]
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from reward_loop.check.calls import StepTimer
+from reward_loop.offline.check_calls import StepTimer
 
 
 @pytest.mark.filterwarnings("error")

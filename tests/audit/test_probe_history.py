@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from reward_loop.audit.monitors import MONITORS
+from reward_loop.audit.probe_history import ProbeHistory, fall, wilson_lower
+from reward_loop.audit.values import ProbeCounts
+from reward_loop.audit.watch import HealthWarning, HealthWatch
 from reward_loop.config import HealthConfig
-from reward_loop.health import HealthWarning, HealthWatch, ProbeCounts
-from reward_loop.health.monitors import MONITORS
-from reward_loop.health.probes import ProbeHistory, fall, wilson_lower
-from tests.health.steps import step
+from tests.audit.steps import step
 
 BASE = step(1)
 PROBES = ("canaries", "agreement", "labelled")

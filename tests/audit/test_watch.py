@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from reward_loop.audit.monitors import MONITORS
+from reward_loop.audit.values import JudgeCalls, Observation, ProbeCounts
+from reward_loop.audit.watch import HealthWarning, HealthWatch
 from reward_loop.config import HealthConfig
-from reward_loop.health import HealthWarning, HealthWatch, JudgeCalls, Observation, ProbeCounts
-from reward_loop.health.monitors import MONITORS
-from tests.health.steps import GROUPS, SIZE, demo_steps, step
+from tests.audit.steps import GROUPS, SIZE, demo_steps, step
 
 COUNT = GROUPS * SIZE
 ONSET = 11

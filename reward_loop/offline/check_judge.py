@@ -9,8 +9,8 @@ from random import Random
 from reward_loop._util.intervals import wilson
 from reward_loop._util.text import shorten
 from reward_loop.audit.probes import CANARY, Probe, Probes, question_of
-from reward_loop.check.calls import Calls, Finding, Row
 from reward_loop.config import RewardLoopConfig
+from reward_loop.offline.check_calls import Calls, Finding, Row
 from reward_loop.types import RewardSample
 
 __all__ = ["ProbedKind", "most_calls", "probe_judge"]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reward_loop.health.values import Observation
+from reward_loop.audit.values import Observation
 
 __all__ = ["JUDGE", "Divergence", "StepMeans", "divergence", "judged_too_high", "rises", "step_means"]
 

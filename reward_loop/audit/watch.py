@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from reward_loop.audit.monitors import MONITORS, Decode, History, Monitor, Reading
+from reward_loop.audit.values import Observation
 from reward_loop.config import HealthConfig
-from reward_loop.health.monitors import MONITORS, Decode, History, Monitor, Reading
-from reward_loop.health.values import Observation
 
 __all__ = ["Findings", "HealthWarning", "HealthWatch"]
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from reward_loop.audit.monitors import MONITORS
+from reward_loop.audit.phrases import unexplained_rewards
+from reward_loop.audit.values import Observation
+from reward_loop.audit.watch import HealthWarning, HealthWatch
 from reward_loop.config import HealthConfig
-from reward_loop.health import HealthWarning, HealthWatch, Observation
-from reward_loop.health.monitors import MONITORS
-from reward_loop.health.phrases import unexplained_rewards
 
 GROUPS, SIZE, STEPS = 32, 8, 28
 COUNT = GROUPS * SIZE

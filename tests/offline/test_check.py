@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from reward_loop import ConfigError, FunctionLoadError, RewardLoopConfig, RewardSample, limit
-from reward_loop.check import calls
-from reward_loop.check.dry_run import Report, check
 from reward_loop.config import parse
+from reward_loop.offline import check_calls as calls
+from reward_loop.offline.check import Report, check
 
 SAMPLES = [RewardSample(f"2+2 is {i}", ground_truth=["4"], uid=f"q{i}", extra_info={"a": [1]}) for i in range(5)]
 QUIET: dict[str, Any] = {

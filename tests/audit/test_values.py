@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from reward_loop.health import JudgeCalls
-from reward_loop.health.values import (
+from reward_loop.audit.values import (
+    JudgeCalls,
     Pool,
     component_saturation,
     component_share,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from reward_loop.health import JudgeCalls, Observation
+from reward_loop.audit.values import JudgeCalls, Observation
 
 GROUPS, SIZE = 64, 8
 

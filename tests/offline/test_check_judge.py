@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from reward_loop import ConfigError, RewardLoopConfig, RewardSample
-from reward_loop.check.dry_run import Report, check
-from reward_loop.check.judge import most_calls
 from reward_loop.config import AuditConfig, parse
+from reward_loop.offline.check import Report, check
+from reward_loop.offline.check_judge import most_calls
 
 SAMPLES = [
     RewardSample(

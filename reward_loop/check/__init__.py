@@ -1,1 +1,0 @@
-"""Checks a reward function before a run (``reward-loop check``)."""
