@@ -26,6 +26,7 @@ from reward_loop import (
     TooManyFailuresError,
     load_function,
 )
+from reward_loop.audit import open_audit
 from reward_loop.client import chat_complete
 from reward_loop.client.http import post
 from reward_loop.managers import GroupRewardLoopManager
@@ -92,6 +93,7 @@ def score(
     if manager is None:
         options = {**(config or {}), "log_dir": str(output)}
         manager = NaiveRewardLoopManager(config=options, compute_score=function)
+        open_audit(manager)
     fields = fields or Fields(requires=getattr(manager, "requires", frozenset()))
     inputs = source if isinstance(source, Inputs) else Inputs.open([str(source)])
     check_fields(inputs.rows(), inputs.name, fields)
