@@ -29,19 +29,14 @@ import json
 import os
 import re
 import shutil
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-from benchmarks.report import Report
+from benchmarks.report import Report, run_benchmark
 from examples.training import STOP_WITHIN_S, TrainingProcess
 
 DEADLINES = {
@@ -200,7 +195,7 @@ def main() -> int:
         parser.error("verl is not installed: pip install '.[verl]'")
     if not options.cpu:
         if shutil.which("nvidia-smi") is None:
-            parser.error("there is no NVIDIA GPU (no nvidia-smi); --cpu rehearses the stages on the CPU")
+            parser.error("no NVIDIA GPU was found (no nvidia-smi); --cpu rehearses the stages on the CPU")
         if importlib.util.find_spec("vllm") is None:
             parser.error("vLLM is not installed: pip install 'verl[vllm]==0.9.1'")
         gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
@@ -208,35 +203,17 @@ def main() -> int:
             parser.error("CUDA_VISIBLE_DEVICES is empty: unset it, or name a GPU")
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
-    signal.signal(signal.SIGTERM, _interrupt)
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    if options.cpu:
-        console.print("A rehearsal on the CPU: the figures say nothing about a GPU.", style="yellow")
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
-    started = time.monotonic()
-    try:
-        with (
-            Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
-            tempfile.TemporaryDirectory(prefix="gpu-") as inputs,
-        ):
-            report = Report(console, progress)
-            report.figures["device"] = "cpu" if options.cpu else "cuda"
-            output = options.output.resolve()
+
+    def measure(report: Report) -> None:
+        until = time.monotonic() + 60 * options.minutes - STOP_WITHIN_S
+        report.figures["device"] = "cpu" if options.cpu else "cuda"
+        output = options.output.resolve()
+        with tempfile.TemporaryDirectory(prefix="gpu-") as inputs:
             found = stages(report, Path(inputs), output, cpu=options.cpu, more=tuple(options.verl))
-            chosen = {name: found[name] for name in DEADLINES if name in (options.only or DEADLINES)}
-            run(report, chosen, output, started + 60 * options.minutes - STOP_WITHIN_S)
-    except KeyboardInterrupt:
-        console.print("Interrupted; all processes have ended.")
-        return 130
-    report.figures["seconds"] = round(time.monotonic() - started, 1)
-    console.print()
-    console.print(report.table(), highlight=False)
-    print(json.dumps(report.figures))
-    return 1 if report.figures["failed"] else 0
+            run(report, {name: found[name] for name in DEADLINES if name in (options.only or DEADLINES)}, output, until)
 
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    rehearsal = "A rehearsal on the CPU: the figures say nothing about a GPU."
+    return run_benchmark(measure, rehearsal if options.cpu else None)
 
 
 if __name__ == "__main__":

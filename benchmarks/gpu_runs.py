@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +84,13 @@ class Size:
     tokens: int
     """The longest response."""
     judged_at_a_time: int
-    first: int
-    """Number of steps at the start of a run that are not counted, because they load and allocate."""
-    counted: int
-    """Number of counted steps of each mode."""
-    colocated: int
-    """Number of steps with a judge on the trainer's GPU."""
     learning: Settings
+    first: int = 1
+    """Number of steps at the start of a run that are not counted, because they load and allocate."""
+    counted: int = 1
+    """Number of counted steps of each mode."""
+    colocated: int = 1
+    """Number of steps with a judge on the trainer's GPU."""
 
     @property
     def samples(self) -> int:
@@ -111,27 +111,9 @@ GPU = Size(
     colocated=3,
     learning=Settings(steps=12, test_every=12, judge_latency=0.0),
 )
-CPU = Size(
-    model={},
-    prompts=4,
-    responses=2,
-    mini_batch=2,
-    tokens=4,
-    judged_at_a_time=2,
-    first=1,
-    counted=1,
-    colocated=1,
-    learning=Settings(
-        steps=1,
-        prompts=8,
-        answers=2,
-        test_every=1,
-        validate=8,
-        judge_latency=0.0,
-        health_window=4,
-        recipe=Recipe(steps=10, forgetting_steps=2, bound=0.0, rounds=1),
-    ),
-)
+FEW = Recipe(steps=10, forgetting_steps=2, bound=0.0, rounds=1)
+REHEARSAL = replace(GPU.learning, steps=1, test_every=1, prompts=8, answers=2, validate=8, health_window=4, recipe=FEW)
+CPU = Size(model={}, prompts=4, responses=2, mini_batch=2, tokens=4, judged_at_a_time=2, learning=REHEARSAL)
 MODEL_TOKENS = 2048
 
 

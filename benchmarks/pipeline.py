@@ -19,20 +19,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
-import signal
 import sys
 import tempfile
-import time
 from pathlib import Path
-from types import FrameType
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import cost, engines
-from benchmarks.report import Report
+from benchmarks.report import Report, run_benchmark
 from benchmarks.verl_runs import VerlRuns
 
 IN_FLIGHT = 20_000
@@ -170,31 +163,20 @@ def main() -> int:
         parser.error("--verl: verl is not installed: pip install '.[verl]'")
     if options.keep and options.keep.exists():
         parser.error(f"--keep: {options.keep} already exists")
-    signal.signal(signal.SIGTERM, _interrupt)
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    if os.getloadavg()[0] > BUSY * (os.cpu_count() or 1):
-        console.print("Other processes keep this machine busy: the figures will be too high.", style="yellow")
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
-    started = time.monotonic()
-    try:
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            report = Report(console, progress)
-            if "engines" in parts:
-                sleeping_engines(report, options.quick)
-            if "filter" in parts:
-                filtered_groups(report, options.quick)
-            if "cost" in parts:
-                sample_cost(report, options.quick, with_verl)
-            if with_verl:
-                _run_verl(report, parts, options)
-    except KeyboardInterrupt:
-        console.print("Interrupted; all processes have ended.")
-        return 130
-    report.figures["seconds"] = round(time.monotonic() - started, 1)
-    console.print()
-    console.print(report.table(), highlight=False)
-    print(json.dumps(report.figures))
-    return 0
+
+    def measure(report: Report) -> None:
+        if "engines" in parts:
+            sleeping_engines(report, options.quick)
+        if "filter" in parts:
+            filtered_groups(report, options.quick)
+        if "cost" in parts:
+            sample_cost(report, options.quick, with_verl)
+        if with_verl:
+            _run_verl(report, parts, options)
+
+    is_busy = os.getloadavg()[0] > BUSY * (os.cpu_count() or 1)
+    warning = "Other processes keep this machine busy: the figures will be too high."
+    return run_benchmark(measure, warning if is_busy else None)
 
 
 def _run_verl(report: Report, parts: set[str], options: argparse.Namespace) -> None:
@@ -215,10 +197,6 @@ def _run_verl(report: Report, parts: set[str], options: argparse.Namespace) -> N
                 runs.faults()
         except TrainingFailedError as error:
             sys.exit(str(error))
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-__all__ = ["Report"]
+__all__ = ["Report", "run_benchmark"]
 
 
 class Report:
@@ -38,3 +44,33 @@ class Report:
         if not self.console.is_terminal:
             self.console.print(f"{description} ...", highlight=False, markup=False)
         return self.progress.add_task(description, total=total)
+
+
+def run_benchmark(measure: Callable[[Report], None], warning: str | None = None) -> int:
+    """Measure, and print the table of the report and, as the last line, its figures as JSON.
+
+    Returns:
+        the exit status: 1 if the figure ``failed`` names a part, 130 after Ctrl-C or SIGTERM.
+    """
+    signal.signal(signal.SIGTERM, _interrupt)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    if warning:
+        console.print(warning, style="yellow")
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
+    started = time.monotonic()
+    try:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            report = Report(console, progress)
+            measure(report)
+    except KeyboardInterrupt:
+        console.print("Interrupted; all processes have ended.")
+        return 130
+    report.figures["seconds"] = round(time.monotonic() - started, 1)
+    console.print()
+    console.print(report.table(), highlight=False)
+    print(json.dumps(report.figures))
+    return 1 if report.figures.get("failed") else 0
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

@@ -107,19 +107,20 @@ async def check(
             the file of labelled answers is invalid.
     """
     if not samples:
-        raise ConfigError("there are no samples to try the function on")
+        raise ConfigError("no samples were given: the check needs at least one")
     if broken := [f"{sample.uid}: {sample.error}" for sample in samples if sample.error]:
         raise ConfigError(f"{len(broken)} of {len(samples)} samples are broken. {broken[0]}")
     options = options or RewardLoopConfig()
-    calls = Calls(
+    calls_with = functools.partial(
+        Calls,
         function,
         len(samples),
         manager=manager,
-        options=options,
         reward_kwargs=reward_kwargs,
         router_address=router_address,
         concurrency=concurrency,
     )
+    calls = calls_with(options=options)
     labelled = []
     if judge:
         calls.check_probes()
@@ -130,16 +131,7 @@ async def check(
     in_worker = None
     if in_process and checks.scores_by_rule and not calls.in_processes:
         isolated = options.model_copy(update={"isolation": "process", "max_processes": 1})
-        in_worker = functools.partial(
-            Calls,
-            function,
-            len(samples),
-            manager=manager,
-            options=isolated,
-            reward_kwargs=reward_kwargs,
-            router_address=router_address,
-            concurrency=concurrency,
-        )
+        in_worker = functools.partial(calls_with, options=isolated)
     report = Report(calls.callees(), calls.is_batched)
     try:
         for step, find in (
