@@ -1,6 +1,6 @@
 """Creates models with random weights and their tokenizer without downloads or a GPU; tiny ones in under a second.
 
-``python -m examples.tiny_models FOLDER`` saves one.
+``python -m examples.tiny_models FOLDER --data .`` saves one, and data to try a run with it.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 from typing import Any, Literal
+
+from examples.training import write_dataset
 
 PAD = "<|pad|>"
 IM_START = "<|im_start|>"
@@ -94,12 +96,18 @@ def build_tiny_model(
 
 
 def main() -> None:
-    """Save a model to the folder on the command line."""
+    """Save a model, and data, to the folders on the command line."""
     parser = argparse.ArgumentParser(description="Save a tiny model with random weights, and its tokenizer.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kind", choices=["generative", "discriminative"], default="generative")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="also write train.parquet and val.parquet there")
     arguments = parser.parse_args()
     print(f"The model is in {build_tiny_model(arguments.folder, arguments.kind)}")
+    if arguments.data is not None:
+        arguments.data.mkdir(parents=True, exist_ok=True)
+        for split, numbers in (("train", range(64)), ("val", range(64, 72))):
+            problems = [(f"{number} + 1 =", str(number + 1)) for number in numbers]
+            write_dataset(arguments.data / f"{split}.parquet", "sums", split, problems)
 
 
 if __name__ == "__main__":

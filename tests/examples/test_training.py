@@ -33,6 +33,22 @@ def test_verl_reads_the_data(tmp_path: Path) -> None:
     assert row["extra_info"] == {"index": 1, "split": "train", "question": "3+4="}
 
 
+def test_a_model_and_data_to_try_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    from examples import tiny_models
+
+    built: list[tuple[Path, str]] = []
+    monkeypatch.setattr(tiny_models, "build_tiny_model", lambda *of: built.append(of))
+    monkeypatch.setattr(sys, "argv", ["tiny_models", str(tmp_path / "model"), "--data", str(tmp_path / "data")])
+    tiny_models.main()
+    assert built == [(tmp_path / "model", "generative")]
+    train, val = (parquet.read_table(tmp_path / "data" / f"{split}.parquet").to_pylist() for split in ("train", "val"))
+    assert (len(train), len(val)) == (64, 8)
+    assert train[1]["prompt"] == [{"role": "user", "content": "1 + 1 ="}]
+    assert train[1]["reward_model"]["ground_truth"] == "2"
+    assert not {row["prompt"][0]["content"] for row in train} & {row["prompt"][0]["content"] for row in val}
+
+
 def test_an_incomplete_line_of_the_metrics_is_omitted(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     assert read_metrics(file) == []
