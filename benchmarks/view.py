@@ -302,7 +302,7 @@ def console_errors(viewer: Viewer, count: int) -> dict[str, Any]:
     from tools.browser import CHROMIUM, browser
 
     if CHROMIUM is None:
-        return {"console_errors": None, "note": "console_errors: there is no Chromium"}
+        return {"console_errors": None, "note": "console_errors: Chromium was not found"}
     step = max(1, count // STEP) - 1
     (row,) = viewer.get("samples", step=step, limit=1, text="word")["rows"]  # with texts
     errors: list[str] = []

@@ -120,13 +120,13 @@ def test_two_folders_of_records_are_compared_by_uid(tmp_path: Path) -> None:
     assert "changed 1 of 2" in shown
     assert "A and extra_info.label 1 100.0%" in shown
     assert "has 1 record with the uid of another one: the latest counts" in shown
-    assert "There is no kappa for scores that are all equal" in shown
+    assert "Kappa is undefined for scores that are all equal" in shown
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["a", "none"], "none is not a folder of records: there is no such folder"),
+        (["a", "none"], "none is not a folder of records: it does not exist"),
         (["a", "plain.jsonl"], "plain.jsonl is not a folder of records: it is a file"),
         (["a", "a", "--on", "udi"], "have no value in the field 'udi'; did you mean 'uid'?"),
         (["a", "a", "--label", "lab"], "neither a nor a has a field 'lab'"),

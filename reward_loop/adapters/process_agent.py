@@ -284,7 +284,7 @@ def load_config(source: Source = None) -> AdapterConfig:
     source = source or os.environ.get(ENVIRONMENT)
     if not source:
         raise ConfigError(
-            f"there are no options for the rewards: set the environment variable {ENVIRONMENT} to the path of a YAML "
+            f"the rewards have no options: set the environment variable {ENVIRONMENT} to the path of a YAML "
             "or JSON file, such as {function: reward.py:compute_score}"
         )
     if isinstance(source, Mapping):

@@ -58,7 +58,7 @@ class _Series:
     """The number of latest steps in a row whose values were within the limit."""
     is_active: bool = False
     is_cleared: bool = False
-    """Whether the active warning has turned out to be none."""
+    """Whether a test has cleared the active warning."""
 
     def baseline(self, steps: int) -> float | None:
         """Return the median of the first values; ``None`` before there are `steps` of them."""

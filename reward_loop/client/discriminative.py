@@ -58,7 +58,7 @@ async def classify(
 
 
 _checked: set[tuple[str | None, str | None]] = set()
-"""The servers and models that were asked whether they heed ``use_activation``."""
+"""The servers and models whose support of ``use_activation`` was checked."""
 
 
 def _may_be_probabilities(values: Sequence[float]) -> bool:
@@ -77,7 +77,7 @@ async def _check_activation(
     try:
         activated, _ = await _classify(address, {**body, "use_activation": True}, options)
     except RequestError as error:
-        logger.debug("%s was not asked whether it heeds use_activation: %s", address, error)
+        logger.debug("whether %s supports use_activation could not be checked: %s", address, error)
         return
     if len(activated) == len(values) and all(
         abs(one - other) < _ROUNDING for one, other in zip(activated, values, strict=True)
@@ -85,7 +85,7 @@ async def _check_activation(
         logger.warning(
             "%s%s returns the same values between 0 and 1 with and without use_activation: they are probabilities, not "
             "logits. Start the server without the activation (vLLM: --pooler-config '{\"use_activation\": false}'), or "
-            "use a version that heeds the field",
+            "use a version that supports the field",
             address,
             "" if model is None else f" ({model})",
         )

@@ -121,17 +121,17 @@ def final_text(reply: str) -> str:
         NoVerdictError: the reply ends within its reasoning.
     """
     if sum(map(reply.count, "<\u25c1&[")) > _MOST_BRACKETS:
-        raise NoVerdictError(f"it has more than {_MOST_BRACKETS} brackets, each of which may begin reasoning")
+        raise NoVerdictError(f"the reply has more than {_MOST_BRACKETS} brackets, each of which may begin reasoning")
     begins: list[int] = []
     blanks: list[tuple[int, int]] = []
     if _BARE_CHANNEL.match(reply):
         final = reply.rfind(_BARE_FINAL)
         if final < 0 or _BARE_CHANNEL.match(reply, final + len(_BARE_FINAL)):
-            raise NoVerdictError(f"it ends in reasoning, which begins with {_shown(reply, 0)}")
+            raise NoVerdictError(f"the reply ends in reasoning, which begins with {_shown(reply, 0)}")
         blanks.append((0, final + len(_BARE_FINAL)))
     for index, tag in enumerate(_TAG.finditer(reply)):
         if index == _MOST_TAGS:
-            raise NoVerdictError(f"it has more than {_MOST_TAGS} tags of reasoning")
+            raise NoVerdictError(f"the reply has more than {_MOST_TAGS} tags of reasoning")
         if not (tag["close"] or tag["mistral"] or tag["final"]):
             begins.append(tag.start())
         elif tag["final"] or len(begins) < 2:
@@ -140,7 +140,7 @@ def final_text(reply: str) -> str:
         else:
             begins.pop()
     if begins:
-        raise NoVerdictError(f"it ends in reasoning, which begins with {_shown(reply, begins[0])}")
+        raise NoVerdictError(f"the reply ends in reasoning, which begins with {_shown(reply, begins[0])}")
     parts: list[str] = []
     end = 0
     for begin, next_end in blanks:
@@ -230,9 +230,9 @@ def check_last(found: Candidate, drafts: Sequence[Candidate | None], quoted: boo
             continue
         is_near = index == 0 and _BETWEEN.fullmatch(found.text, draft.end, found.begin)
         if is_near and not is_quoted(found.text, draft.begin, found.text[draft.begin : draft.start]):
-            raise NoVerdictError(f"there are two different verdicts: {_shown(found.text, draft.begin)}")
+            raise NoVerdictError(f"the reply has two different verdicts: {_shown(found.text, draft.begin)}")
         if quoted:
-            raise NoVerdictError(f"others differ from the last verdict, which may be a quote: {found.shown}")
+            raise NoVerdictError(f"the last verdict may be a quote, and an earlier one differs: {found.shown}")
     if quoted and (len(drafts) == MOST_DRAFTS or not _ENDS.match(found.text, found.end)):
         raise NoVerdictError(f"the last verdict may be a quote: {found.shown}")
 
@@ -306,7 +306,7 @@ class Grammar:
             return self._alone(text)
         markers = self._last_markers(text)
         if not markers:
-            raise NoVerdictError(f"there is no {self._after!r} in it")
+            raise NoVerdictError(f"no {self._after!r} was found in the reply")
         last = markers[-1]
         found = self._at(text, last)
         self._check_clause(found, last.end())
@@ -332,7 +332,7 @@ class Grammar:
         match = self._value.match(text, marker.end())
         if match is None:
             shown = _shown(text, marker.end())
-            raise NoVerdictError(f"there is no single {self._what} after the last {self._after!r}: {shown}")
+            raise NoVerdictError(f"no single {self._what} follows the last {self._after!r}: {shown}")
         return Candidate(text, marker.start(), match.start("value"), match.end(), *self._convert(match))
 
     def _draft(self, text: str, marker: re.Match[str]) -> Candidate | None:
@@ -403,7 +403,7 @@ class Grammar:
         found = self._at_end(text)
         if found is None:
             shown = _shown(text, text.rfind("\n") + 1)
-            raise NoVerdictError(f"there is no {self._what} alone in the last line: {shown}")
+            raise NoVerdictError(f"the last line is not a single {self._what}: {shown}")
         # A line in a code block or between quotation marks.
         if is_quoted(text, found.begin) or text.count("`", 0, found.begin) % 2:
             raise NoVerdictError(f"the last line may be a quote: {found.shown}")

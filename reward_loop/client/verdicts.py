@@ -252,7 +252,7 @@ class Json:
         found, checked = self._object(reply)
         score = checked.get(self._field) if isinstance(checked, Mapping) else None
         if not isinstance(score, int | float) or not abs(score) <= sys.float_info.max:
-            raise NoVerdictError(f"its {self._field!r} is {shorten(score)}, which is not a number")
+            raise NoVerdictError(f"{self._field!r} in the JSON object is {shorten(score)}, which is not a number")
         _check_number(found, self._field, score)
         return checked, float(score)
 
@@ -359,7 +359,7 @@ def _check_number(found: Mapping[str, Any], name: str, score: Any) -> None:
     """Check that a number of the validated object is one in the reply, too: pydantic converts texts and booleans."""
     given = found.get(name, score)  # a field may have another name in the reply, or be computed
     if isinstance(given, str) or isinstance(given, bool) != isinstance(score, bool):
-        raise NoVerdictError(f"its {name!r} is {shorten(given)}, which is not a number")
+        raise NoVerdictError(f"{name!r} in the JSON object is {shorten(given)}, which is not a number")
 
 
 def _last_object(reply: str) -> dict[str, Any]:
@@ -374,7 +374,7 @@ def _last_object(reply: str) -> dict[str, Any]:
     text = final_text(reply)
     places = [place for place in _in_braces(text) if ":" in text[slice(*place)]]
     if not places:
-        raise NoVerdictError("there is no JSON object in it")
+        raise NoVerdictError("no JSON object was found in the reply")
     found = _decoded(text, *places[-1])
     if found.verdict is None:
         raise NoVerdictError(f"the last JSON object is broken: {found.shown}")
@@ -412,7 +412,7 @@ def _in_braces(text: str) -> Iterator[tuple[int, int]]:
             if not depth:
                 yield start, position
     else:
-        raise NoVerdictError(f"it has more than {_MOST_BRACES} braces and strings")
+        raise NoVerdictError(f"the reply has more than {_MOST_BRACES} braces and strings")
     if depth:
         raise NoVerdictError(f"the last JSON object is broken: {shorten(text[start : start + 80])}")
 
@@ -437,5 +437,5 @@ def _refuse(constant: str) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len({_squeezed(name) for name in found}) < len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key is repeated")
     return found

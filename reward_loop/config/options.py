@@ -358,8 +358,8 @@ class RewardLoopConfig(Config):
     process that exceeds it is killed, and its sample fails. By default there is no limit."""
 
     max_calls_per_process: int | None = Field(default=None, ge=1)
-    """The number of calls after which a worker process is replaced, for functions that spoil their process in a way
-    that is not restored, see docs/reward-functions.md. By default processes are kept."""
+    """The number of calls after which a worker process is replaced, for functions that change their process in a way
+    that is not undone, see docs/reward-functions.md. By default processes are kept."""
 
     proofs: ProofConfig = Field(default_factory=ProofConfig)
     """Proofs that a function still gives right scores, see docs/proofs.md."""

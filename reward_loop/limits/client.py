@@ -120,7 +120,7 @@ class RemoteLimits(Limits):
             self._unsent.append(message)
 
     def _is_awaited(self, error: JobServiceError) -> bool:
-        """Return whether calls wait for the service, so that the run goes on."""
+        """Return whether calls wait until the service is reachable again, instead of failing."""
         away_s = 0.0 if self._away_since is None else time.monotonic() - self._away_since
         return error.unreachable is not None and away_s < self.options.outage_timeout_s
 

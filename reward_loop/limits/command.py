@@ -78,7 +78,7 @@ def limits(
     if not matching:
         known = {limit for job in jobs.values() for limit in job.limits}
         assert name is not None
-        raise ConfigError(f"there is no limit {name!r}{did_you_mean(name, known) or '.'} Configured: {listing(known)}")
+        raise ConfigError(f"unknown limit {name!r}{did_you_mean(name, known) or '.'} Configured: {listing(known)}")
     if wanted:
         assert name is not None
         if len(matching) > 1:

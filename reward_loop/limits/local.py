@@ -52,7 +52,7 @@ class LocalLimits(Limits):
         if limiter is None:
             known = self._limiters.keys() - WHOLE_CALL
             raise LimitError(
-                f"there is no limit {name!r}{did_you_mean(name, known) or '.'} Configured in "
+                f"unknown limit {name!r}{did_you_mean(name, known) or '.'} Configured in "
                 f"reward_loop.limits: {listing(known) or 'none'}"
             )
         permit = Permit(self, name, tokens or limiter.config.estimated_tokens_per_request)
@@ -111,7 +111,7 @@ class LocalLimits(Limits):
         """Do the same as `configure`, without awaiting."""
         limiter = self._limiters.get(name)
         if limiter is None:
-            raise ConfigError(f"there is no limit {name!r}{did_you_mean(name, self._limiters)}")
+            raise ConfigError(f"unknown limit {name!r}{did_you_mean(name, self._limiters)}")
         config = parse(LimitConfig, {**limiter.config.model_dump(), **changes}, f"limits.{name}")
         limiter.configure(config)
         self._advance(name)

@@ -48,7 +48,7 @@ _LOG_INTERVAL_S = 60.0
 _FORGET_S = 60.0
 """A failure this long after the last one is a new outage if no call waited in between."""
 
-_NEVER_REACHED = "It has not answered since the start of this process: is the address right?"
+_NEVER_REACHED = "This address has never answered this process: check the address."
 
 
 class Outages:
@@ -225,7 +225,7 @@ class Outage:
             self._timer = self._loop.call_later(_CONNECTED_S, self._return)
 
     def _return(self) -> None:
-        """Let the waiting calls go on: one, then two, then four at each interval."""
+        """Give the waiting calls their turn: one, then two, then four at each interval."""
         if not self.is_back:
             self.is_back, self._batch, self._pause = True, 1, _FIRST_PAUSE_S
             self._log_return()
@@ -237,7 +237,7 @@ class Outage:
             self._timer = self._loop.call_later(_RETURN_INTERVAL_S, self._return)
 
     def _give_turn(self) -> bool:
-        """Let the call go on that has waited longest; return False if none waits."""
+        """Give the call that has waited longest its turn; return False if none waits."""
         while self._waiting:
             future = self._waiting.popleft()
             if not future.done():  # else it was cancelled, and its task has not run since
@@ -272,14 +272,16 @@ class Outage:
         self._is_logged = True
         hint = "" if self._was_reached else f". {_NEVER_REACHED}"
         logger.warning(
-            "judge %s unreachable since %.0f s, %d samples wait, for at most %g s (reward_loop.outage_timeout_s)%s",
+            "judge %s unreachable for %.0f s, %d samples wait, for at most %g s (reward_loop.outage_timeout_s)%s",
             *(self.address, self.seconds, self.samples, self._timeout_s, hint),
         )
 
     def _log_return(self) -> None:
         self._stop_log()
         if self._is_logged:
-            logger.warning("judge %s is back after %.0f s, %d samples go on", self.address, self.seconds, self.samples)
+            logger.warning(
+                "judge %s answers again after %.0f s, %d samples continue", self.address, self.seconds, self.samples
+            )
         self._is_logged = False
 
 

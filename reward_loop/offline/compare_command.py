@@ -111,8 +111,8 @@ def _show_agreement(rows: dict[str, Agreement], out: Console) -> None:
     out.print(table)
     if any(values.kappa is None and values.pairs for values in rows.values()):
         out.print(
-            f"There is no kappa for scores that are all equal, or have more than {MAX_CATEGORIES} different values: "
-            "then give --threshold"
+            f"Kappa is undefined for scores that are all equal, and is not computed for more than {MAX_CATEGORIES} "
+            "different values: give --threshold"
         )
 
 

@@ -102,7 +102,7 @@ class RecordsReader:
         """Lines that could not be read in the last pass over the rows: of processes that were killed, or are writing
         them."""
         if not folder.is_dir():
-            why = "it is a file" if folder.exists() else "there is no such folder"
+            why = "it is a file" if folder.exists() else "it does not exist"
             raise NoRecordsError(f"{folder} is not a folder of records: {why}")
         if not any(True for _ in self._lines()):
             raise NoRecordsError(

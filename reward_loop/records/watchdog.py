@@ -125,7 +125,7 @@ def why(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "it does not answer: some code may be keeping Python's global lock"
     if isinstance(error, ConnectionRefusedError):
-        return "there is no such process of this user, or it scores no samples"
+        return "no process of this user with this ID scores samples"
     return str(error)
 
 

@@ -1,10 +1,10 @@
-"""Requests that break servers: a request that crashes its engine would take down one server after another.
+"""Requests that break servers: sent again and again, such a request would crash one server after another.
 
 - A request that was alone on two servers when they died is refused for good.
 - If other requests were in flight too, any of them may be the cause. Those with two dead servers are then sent one at a
   time, and one whose server dies again is refused for good; the others are answered.
-- A connection that was only reset is no death: the owner of the server reports its death, or a health check fails.
-- Requests are remembered by path and body, because callers repeat requests too.
+- A reset connection does not count. A server has died if its owner reports the death, or if a health check fails.
+- Requests are remembered by path and body, because clients also repeat requests.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class BreakingRequests:
 
 
 class Suspect:
-    """A request, as long as it may be what breaks servers. For arguments, see `BreakingRequests`."""
+    """A request that may break servers. For arguments, see `BreakingRequests.suspect`."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Suspect:
             return
         if was_alone or self._has_turn:
             message = (
-                f"this request breaks servers: {' and '.join(died)} died while they had it, so it is not sent again. "
+                f"this request breaks servers: {' and '.join(died)} died of it. It is not sent again. "
                 f"{self._client.name}, {shorten(self._body.decode(errors='replace'))}"
             )
             refusal = Refusal(422, message, code=REQUEST_BREAKS_SERVERS)

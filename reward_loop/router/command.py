@@ -60,7 +60,8 @@ def route(
     hang_timeout: Annotated[
         float | None,
         typer.Option(
-            help="A healthy server that computes nothing for this time in seconds is taken out of use. Default: never."
+            help="A server whose health checks succeed, but that computes nothing for this time in seconds, is taken "
+            "out of use. Default: never."
         ),
     ] = None,
     max_failures: Annotated[

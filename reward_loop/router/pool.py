@@ -324,7 +324,7 @@ class BackendPool:
         backend.upstream.break_off(reason)
 
     async def has_died(self, backend: Backend, began: float, ended: float) -> bool:
-        """Return whether a server has died since a request began there; a connection that was only reset is no death.
+        """Return whether a server has died since a request began there; a reset connection alone is not a death.
 
         A health check decides, unless one has been made after the end of the request.
 
@@ -493,7 +493,9 @@ class BackendPool:
                 await ask_for_one_token(backend)
         except TimeoutError:
             if backend.upstream.reads == backend.silent_reads and backend.in_flight:
-                self.mark_unhealthy(backend, f"hung: it is healthy, and computed nothing for {timeout_s:g} s")
+                self.mark_unhealthy(
+                    backend, f"hung: health checks succeed, but it computed nothing for {timeout_s:g} s"
+                )
                 backend.hung = backend.frozen = True
                 self.hung.put_nowait(backend)
                 self.on_frozen(backend)

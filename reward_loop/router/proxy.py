@@ -239,7 +239,7 @@ class Proxy:
                 await _back_off(len(failed))
 
     async def _route_after_404(self, backend: Backend, route: Route, body: bytes) -> Route | None:
-        """Return the route of a request whose model a server does not have, if other servers turn out to have it."""
+        """Return the route of a request whose model a server does not have, if other servers have it."""
         model = None if route.kind is None else model_of(body)
         if model is None:
             return None

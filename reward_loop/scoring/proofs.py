@@ -1,7 +1,7 @@
-"""Proofs: a function that runs in threads or worker processes shows again and again that it can tell right from wrong.
+"""Proofs: while a function runs in threads or worker processes, known answers show whether its scores are still right.
 
-An answer can break a scorer, or it breaks by itself, and then gives wrong scores without an error. A proof scores a
-known right and a known wrong answer of each data source, in the process that scores the samples. The results of a
+A scorer can break, for example by one answer, and then return wrong scores without an error. A proof scores a known
+right and a known wrong answer of each data source, in the process that scores the samples. The results of a
 process wait for its next proof, so a result is used only if a later proof was clean.
 
 =========  ===========================================================================================================

@@ -106,28 +106,30 @@ class Proving:
                 if problem is not None or not self.proofs.is_due(place):
                     break
         except Exception as error:
-            problem = f"its proof could not be made: {error!r}"
+            problem = f"the proof could not be made: {error!r}"
         finally:
             place.is_proving = False
         if problem is not None:
             self._replace_threads(place, problem)
 
     def _replace_threads(self, place: Place, problem: str) -> None:
-        why = f"{self._target.name} no longer tells right from wrong: {problem}"
+        why = f"{self._target.name} failed a proof, so its scores may be wrong: {problem}"
         try:
             if self._options.proofs.in_threads == "stop":
                 raise FunctionLoadError("reward_loop.proofs.in_threads=stop")
             self._isolate(self._options.max_processes, self._options.max_memory_mb)
         except FunctionLoadError as error:
             self._error = BrokenScorerError(
-                f"{why}. An answer may have changed the state of this process. Run the function in worker processes "
-                f"(isolation=process), which are replaced. ({error})"
+                f"{why}. An answer may have changed the state of this process. Set isolation=process: worker processes "
+                f"that fail a proof are replaced. ({error})"
             )
             self._warn(str(self._error))
             place.end(self._error)
         else:
             self.proofs.counts.replaced += 1
-            self._warn(f"{why}. It now runs in worker processes, and {len(place.results)} samples are scored again")
+            self._warn(
+                f"{why}. The function now runs in worker processes, and {len(place.results)} samples are scored again"
+            )
             place.end()
 
     def _warn(self, message: str) -> None:
@@ -182,8 +184,8 @@ class Proving:
         problem = await self.proofs.prove(place, score_answer, raising_fails=True)
         if problem is not None:
             self._warn(
-                f"a worker process of {self._target.name} no longer tells right from wrong: {problem}. It is replaced, "
-                f"and {len(place.results)} samples are scored again"
+                f"a worker process of {self._target.name} failed a proof, so its scores may be wrong: {problem}. The "
+                f"process is replaced, and {len(place.results)} samples are scored again"
             )
         return problem is None
 

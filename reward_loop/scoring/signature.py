@@ -139,7 +139,7 @@ def resolve(
     if missing := required - set(provided) - set(call_kwargs):
         raise FunctionLoadError(
             f"{name} requires {listing(missing)}, which the reward loop does not provide"
-            f"{_form_of(missing, provided) or did_you_mean(min(missing), provided) or '.'} It provides "
+            f"{_form_of(missing, provided) or did_you_mean(min(missing), provided) or '.'} The reward loop provides "
             f"{', '.join(provided)}; give others a default, or a value in reward_kwargs"
         )
     bound = _bound_names(function) | set(call_kwargs)

@@ -39,8 +39,8 @@ def log_folder(log_dir: str | None) -> Path:
                 f"log_dir={log_dir!r}: this folder cannot be created: {error.strerror}. Set log_dir to another folder"
             ) from error
         raise ConfigError(
-            f"log_dir is not set, and there is no temporary folder for the logs of servers: {error}. Set log_dir to a "
-            "folder that can be written, or the environment variable TMPDIR"
+            f"no temporary folder for the logs of servers can be created: {error}. Set log_dir, or the environment "
+            "variable TMPDIR, to a folder that can be written"
         ) from error
     return folder
 

@@ -90,8 +90,8 @@ class RewardModelManager:
         models = await asyncio.to_thread(served_models, self._config)
         if self._config.placement == "colocated":
             raise ConfigError(
-                "placement='colocated': verl starts servers on its trainer's GPUs (python -m "
-                "reward_loop.verl.main_ppo), and there is no such run here; set placement='local' or 'ray'"
+                "placement='colocated' is only for verl runs (python -m reward_loop.verl.main_ppo), which start the "
+                "servers on the trainer's GPUs; set placement='local' or 'ray'"
             )
         try:
             await self._start(models)
@@ -179,7 +179,9 @@ class RewardModelManager:
                 continue
             for server, supervisor in supervised.items():
                 if server.url == hung:
-                    supervisor.restart(f"it computed nothing for {self._config.hang_timeout_s:g} s, and is healthy")
+                    supervisor.restart(
+                        f"hung: health checks succeed, but it computed nothing for {self._config.hang_timeout_s:g} s"
+                    )
 
     async def _launches(self, specs: list[list[ServerSpec]]) -> Iterable[Launch]:
         if self._config.placement == "local":

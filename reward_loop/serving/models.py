@@ -141,13 +141,11 @@ def architectures(path: str | Path, option: str) -> list[str]:
     elif re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
         config = _of_the_hub(str(path), option)
     else:
-        raise ConfigError(f"{option}: there is no directory {str(path)!r}")
+        raise ConfigError(f"{option}: the directory {str(path)!r} does not exist")
     try:
         return [str(name) for name in json.loads(config.read_text())["architectures"] or ()]
     except FileNotFoundError:
-        raise ConfigError(
-            f"{option}: there is no config.json in {str(config.parent)!r}, so it is not a model"
-        ) from None
+        raise ConfigError(f"{option}: {str(config.parent)!r} is not a model: it has no config.json") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{option}: cannot read `architectures` from {config}: {problem}") from error
@@ -159,7 +157,7 @@ def _of_the_hub(name: str, option: str) -> Path:
         from huggingface_hub import hf_hub_download, try_to_load_from_cache
     except ImportError:
         raise ConfigError(
-            f"{option}: there is no directory {name!r}; for a model of the hub: pip install huggingface_hub"
+            f"{option}: the directory {name!r} does not exist; for a model of the hub: pip install huggingface_hub"
         ) from None
     cached = try_to_load_from_cache(name, "config.json")
     if isinstance(cached, str):
@@ -170,7 +168,7 @@ def _of_the_hub(name: str, option: str) -> Path:
     except (OSError, ValueError) as error:
         cause = str(error).strip().split("\n")[0] or type(error).__name__
         raise ConfigError(
-            f"{option}: there is no directory {name!r}, nor a model of that name in the Hugging Face cache, and the "
+            f"{option}: {name!r} is neither a directory nor a model in the Hugging Face cache, and the "
             f"download from the hub failed: {cause} Download the model first, or check the network, HF_HUB_OFFLINE, "
             "and HF_TOKEN for a private or gated model"
         ) from error

@@ -168,7 +168,10 @@ class Supervisor:
             pause = _pause_s(len(restarts))
             if len(restarts) >= self._max_restarts:
                 pause = max(pause, restarts[0] + self._window_s - now)
-                logger.error("%d restarts within %g s are the limit", len(restarts), self._window_s)
+                logger.error(
+                    "the limit of %d restarts within %g s is reached (max_restarts, restart_window_s)",
+                    *(len(restarts), self._window_s),
+                )
             restarts.append(now + pause)
             logger.warning("restarting in %.1f s: %s", pause, error)
             await self._on_down(_first_line(error))

@@ -1,4 +1,4 @@
-"""Warnings that are put to the test: the judge scores the same answers with and without what a warning is about."""
+"""Tests of warnings: the judge scores the same answers with and without what a warning is about."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAIRS = 64
 
 @dataclass(frozen=True, slots=True)
 class Tested:
-    """A warning that was put to the test."""
+    """A warning that was tested."""
 
     warning: HealthWarning
     effect: Effect

@@ -112,7 +112,7 @@ def _problems(
         requires = _DEFAULT_REQUIRES if function is None else declared(function)
         for index, row in enumerate(first):
             if missing := [_MISSING[one] for one in sorted(requires & _MISSING.keys()) if not _has(row, one)]:
-                yield f"{what}, row {index}: {name} requires {listing(missing)}. Its columns are {listing(row)}"
+                yield f"{what}, row {index}: {name} requires {listing(missing)}. The row has {listing(row)}"
                 break
         else:
             if function is not None and (keys := _keys_read(function)):
@@ -134,7 +134,7 @@ def _has(row: Mapping[str, Any], name: str) -> bool:
 def _problem_of_row(row: Mapping[str, Any], prompt: str) -> str | None:
     if prompt not in row:
         similar = did_you_mean(prompt, row) or "."
-        return f"no column {prompt!r} with the prompt{similar} Set data.prompt_key. Its columns are {listing(row)}"
+        return f"no column {prompt!r} with the prompt{similar} Set data.prompt_key. The row has {listing(row)}"
     for name in ("reward_model", "extra_info"):
         if not isinstance(row.get(name) or {}, Mapping):
             return f"the column {name} must be an object with named fields, not {shorten(row[name], 60)}"

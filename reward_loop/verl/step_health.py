@@ -79,7 +79,7 @@ class StepHealth:
             try:
                 self._ablations.start(found.warnings)
             except Exception:
-                logger.exception("the warnings of step %d cannot be put to the test", step)
+                logger.exception("the warnings of step %d cannot be tested", step)
         metrics = {f"reward_loop/health/{name}": value for name, value in found.values.items()}
         metrics |= {f"reward_loop/health/{one.warning.monitor}/effect": one.effect.mean for one in tested}
         return metrics | {"reward_loop/health/warnings": float(found.active)}

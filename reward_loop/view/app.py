@@ -174,14 +174,14 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
     def sample(name: str, request: Request) -> Response:
         found = samples.sample(name, request.query_params)
         if found is None:
-            raise HTTPException(404, f"There is no sample {name}.")
+            raise HTTPException(404, f"Sample {name} was not found.")
         return _json(found)
 
     @app.post("/api/note/{name:path}", dependencies=_only())
     def note(name: str, text: Annotated[str, Body(embed=True, max_length=MAX_NOTE)]) -> Response:
         try:
             if not samples.write_note(name, text.strip()):
-                raise HTTPException(404, f"There is no sample {name}.")
+                raise HTTPException(404, f"Sample {name} was not found.")
         except OSError as error:
             raise HTTPException(507, f"The note cannot be saved in {error.filename}: {error.strerror}") from None
         return _json({"note": text.strip() or None})
@@ -215,7 +215,7 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
             a, b = (_sample_of(path, sample, on) for path in (index.folder, Path(other)))
         if a is None or b is None:
             raise HTTPException(
-                404, f"There is no sample with {on} {sample} in {index.folder if a is None else other}."
+                404, f"No sample with {on} {sample} was found in {index.folder if a is None else other}."
             )
         return _json({"a": a, "b": b})
 

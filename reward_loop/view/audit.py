@@ -96,7 +96,7 @@ def audit(
     names = [row["kind"] for row in kinds]
     kind = query.get("kind") or max(kinds, key=_errors, default={"kind": None})["kind"]
     if kind is not None and kind not in names:
-        raise BadRequestError(f"There are no probes of the kind {kind!r}. Kinds: {', '.join(dict.fromkeys(names))}")
+        raise BadRequestError(f"No probes of the kind {kind!r} were found. Kinds: {', '.join(dict.fromkeys(names))}")
     return {
         "rows": [
             {

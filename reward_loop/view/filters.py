@@ -93,14 +93,14 @@ def check_parameters(query: Mapping[str, str], known: Collection[str]) -> None:
         prefix, dot, _ = name.partition(".")
         if name not in known and not (dot and f"{prefix}.FIELD" in known):
             raise BadRequestError(
-                f"There is no parameter {name!r}{did_you_mean(name, known) or '.'} Parameters: {listing(known)}"
+                f"Unknown parameter {name!r}{did_you_mean(name, known) or '.'} Parameters: {listing(known)}"
             )
 
 
 def _check_field(name: str, known: Collection[str] = (*NUMBERS, *TEXTS, *FLAGS)) -> None:
     if name not in known and not (name.startswith(_COMPONENT) and len(name) > len(_COMPONENT)):
         raise BadRequestError(
-            f"There is no field {name!r}{did_you_mean(name, known) or '.'} Fields: {listing(known)}, components.NAME"
+            f"Unknown field {name!r}{did_you_mean(name, known) or '.'} Fields: {listing(known)}, components.NAME"
         )
 
 

@@ -88,7 +88,7 @@ async def test_scorers_nest_and_end_with_their_blocks() -> None:
         async with reward_loop.scorer(lambda solution_str: 2.0):
             assert (await reward_loop.score("x"))["reward_score"] == 2
         assert (await reward_loop.score("x"))["reward_score"] == 1
-    with pytest.raises(ConfigError, match=r"no current scorer: open one with `async with reward_loop\.scorer"):
+    with pytest.raises(ConfigError, match=r"no scorer is open here: open one with `async with reward_loop\.scorer"):
         await reward_loop.score("x")
 
 

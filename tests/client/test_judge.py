@@ -173,7 +173,7 @@ async def test_each_request_of_a_judge_takes_a_permit_of_its_limit() -> None:
         result = await scored(judge={"requests_per_minute": 1, "max_wait": 0.05})
         assert "limit 'judge'" in (result.error or "")
         assert len(server.requests) == 1
-        assert "no limit 'judge'" in ((await scored(other={"max_concurrent": 1})).error or "")
+        assert "unknown limit 'judge'" in ((await scored(other={"max_concurrent": 1})).error or "")
 
 
 async def test_a_judge_that_refuses_more_often_than_there_are_attempts_loses_no_sample() -> None:

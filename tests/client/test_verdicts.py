@@ -100,7 +100,7 @@ def test_a_choice_in_brackets_and_one_alone() -> None:
     assert Choice({"A": 1, "B": 0, "C": 0.5}, after="[[").read("[[A]] is short, so [[B]]") == ("B", 0)
     alone = Choice({"yes": 1, "no": 0}, after=None)
     assert alone.read("Hm.\n**Yes.**") == ("yes", 1)
-    with pytest.raises(NoVerdictError, match="alone in the last line"):
+    with pytest.raises(NoVerdictError, match="the last line is not a single"):
         alone.read("yes and no")
 
 

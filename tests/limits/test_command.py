@@ -138,8 +138,8 @@ def test_the_help_names_all_options_of_a_limit() -> None:
 def test_wrong_usage_is_an_error_that_names_the_fix(jobs: Jobs) -> None:
     process = jobs.start()
     asked(process)
-    assert "there is no limit 'juge'; did you mean 'judge'? Configured: judge" in jobs.limits("juge", code=2)
-    assert "there is no limit 'search'. Configured: judge" in jobs.limits("search", "max_concurrent=1", code=2)
+    assert "unknown limit 'juge'; did you mean 'judge'? Configured: judge" in jobs.limits("juge", code=2)
+    assert "unknown limit 'search'. Configured: judge" in jobs.limits("search", "max_concurrent=1", code=2)
     assert "unknown option; did you mean 'max_concurrent'" in jobs.limits("judge", "max_concurent=2", code=2)
     assert "limits.judge.max_concurrent: Input should be greater than or equal to 1; got 0" in jobs.limits(
         "judge", "max_concurrent=0", code=2

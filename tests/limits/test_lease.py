@@ -179,7 +179,7 @@ async def test_refusals_shrink_an_adaptive_limit(function, name, isolation):
 async def test_an_unknown_limit_is_an_error_unless_there_are_no_limits(function, isolation):
     limited, _ = scoring(function, isolation, limits={"juge": {"max_concurrent": 1}})
     (result,) = await score(limited)
-    assert "no limit 'judge'; did you mean 'juge'" in result.error
+    assert "unknown limit 'judge'; did you mean 'juge'" in result.error
     unlimited, _ = scoring(function, isolation)
     assert (await score(unlimited))[0].score == 1
 

@@ -298,7 +298,7 @@ async def test_options_are_those_of_the_run() -> None:
 
     options = RewardLoopConfig(limits={"jugde": {"max_concurrent": 2}}, on_failed="raise")
     _, findings = await found(limited, options=options)
-    assert "there is no limit 'judge'; did you mean 'jugde'" in findings["samples"][1]
+    assert "unknown limit 'judge'; did you mean 'jugde'" in findings["samples"][1]
     report, _ = await found(limited, options=RewardLoopConfig(limits={"judge": {"max_concurrent": 2}}))
     assert report.problems == []
 

@@ -49,7 +49,7 @@ def test_a_process_that_does_not_answer_is_reported() -> None:
     assert f"process {pid}: it does not answer" in done.output
     done = runner.invoke(app, ["stuck", str(pid)])
     assert done.exit_code == 1
-    assert "there is no such process of this user" in done.output
+    assert "no process of this user with this ID scores samples" in done.output
 
 
 @pytest.mark.usefixtures("wide")

@@ -73,7 +73,7 @@ async def test_an_exchange_is_recorded_word_for_word(tmp_path: Path, function: A
     [
         (
             Answer("no idea"),
-            {"status": 200, "reply": "no idea", "score": None, "unscored": "there is no 'Score:' in it"},
+            {"status": 200, "reply": "no idea", "score": None, "unscored": "no 'Score:' was found in the reply"},
         ),
         (Answer("Score: 7", "length"), {"finish_reason": "length", "score": None}),
         (Status(400, message="too long"), {"status": 400, "response": {"error": {"message": "too long"}}}),

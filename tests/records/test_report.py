@@ -210,7 +210,7 @@ def summary_of(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
-        (lambda path: None, "there is no such folder"),
+        (lambda path: None, "it does not exist"),
         (lambda path: path.write_text("x"), "it is a file"),
         (lambda path: path.mkdir(), "contains no records"),
         (lambda path: write(path, end='{"version": 1'), "contains no records"),

@@ -304,7 +304,7 @@ async def test_after_the_bound_samples_fail_with_the_address_the_duration_and_th
         assert result.outcome is Outcome.FAILED
         assert f"judge http://{judge.address} could not be reached for 0 s; calls wait at most 0.3 s" in result.error
         assert "reward_loop.outage_timeout_s" in result.error
-        assert "has not answered since the start" in result.error
+        assert "has never answered this process: check the address" in result.error
     # The next sample asks once, and does not wait for another 0.3 s.
     (late,) = await scored(function, judge)
     assert (late.outcome, late.attempts) == (Outcome.FAILED, 1)
@@ -370,16 +370,16 @@ async def test_the_console_has_one_line_for_all_samples_and_one_when_the_judge_i
     await samples
     lines = [record.getMessage() for record in caplog.records if record.name == outages.__name__]
     assert lines == [
-        f"judge http://{judge.address} unreachable since 0 s, 8 samples wait, for at most 600 s "
+        f"judge http://{judge.address} unreachable for 0 s, 8 samples wait, for at most 600 s "
         "(reward_loop.outage_timeout_s)",
-        f"judge http://{judge.address} is back after 0 s, 8 samples go on",
+        f"judge http://{judge.address} answers again after 0 s, 8 samples continue",
     ]
 
 
 async def test_a_judge_that_never_answered_is_named_at_once(judge: Judge, caplog: pytest.LogCaptureFixture) -> None:
     function = scoring(by_our_client)
     samples = asyncio.create_task(scored(function, judge))
-    await until(lambda: "is the address right?" in caplog.text)
+    await until(lambda: "check the address" in caplog.text)
     await judge.be(answers(200))
     await samples
 

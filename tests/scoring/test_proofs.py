@@ -62,7 +62,7 @@ async def test_only_the_answer_that_breaks_the_scorer_has_no_score(scoring, isol
     assert results[100].outcome is Outcome.FAILED
     assert "breaks its process: after the call, a known right answer scored no more than a wrong" in results[100].error
     assert function.in_processes
-    assert "no longer tells right from wrong: data source 'sums'" in caplog.text
+    assert "failed a proof, so its scores may be wrong: data source 'sums'" in caplog.text
     counts = function.proofs.take()
     assert counts.failed >= 2
     assert counts.rescored >= 2
@@ -97,7 +97,7 @@ async def test_a_process_that_ends_before_its_proof_is_not_believed(scoring):
 async def test_a_function_that_cannot_run_in_a_process_stops_the_run(scoring):
     function = scoring(scorers.cannot_be_sent())
     samples = rows(row100="forge")
-    with pytest.raises(BrokenScorerError, match=r"no longer tells right from wrong: .*cannot be pickled"):
+    with pytest.raises(BrokenScorerError, match=r"failed a proof, .*cannot be pickled"):
         await score_all(function, samples)
     with pytest.raises(BrokenScorerError):
         await function(samples[0])
@@ -105,7 +105,7 @@ async def test_a_function_that_cannot_run_in_a_process_stops_the_run(scoring):
 
 async def test_the_run_stops_if_moving_is_not_allowed(scoring):
     function = scoring(scorers.can_be_forged, proofs={"in_threads": "stop"})
-    with pytest.raises(BrokenScorerError, match="Run the function in worker processes"):
+    with pytest.raises(BrokenScorerError, match="Set isolation=process"):
         await score_all(function, rows(row7="forge"))
 
 

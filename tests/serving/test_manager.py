@@ -225,7 +225,7 @@ async def test_the_router_passes_requests_to_servers_that_someone_else_runs(conf
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model_path": "/no/such/model", "log_dir": "/no/such/logs"}, "model_path: there is no directory '/no/such/"),
+        ({"model_path": "/no/such/model", "log_dir": "/no/such/logs"}, "model_path: the directory '/no/such/"),
         ({"kind": "discriminative"}, r"kind='discriminative'.* is generative"),
         ({"placement": "colocated"}, r"placement='colocated': .* set placement='local' or 'ray'"),
     ],

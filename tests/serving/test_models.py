@@ -37,9 +37,9 @@ def test_a_model_that_classifies_tokens_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^model_path: there is no directory '/no/such/model'$"):
+    with pytest.raises(ConfigError, match=r"^model_path: the directory '/no/such/model' does not exist$"):
         model_kind("/no/such/model", "model_path")
-    with pytest.raises(ConfigError, match=r"no config\.json in"):
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
         model_kind(tmp_path, "model_path")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"cannot read `architectures` from .*config\.json: JSONDecodeError"):
@@ -65,5 +65,5 @@ def test_a_model_that_is_not_in_the_cache_is_downloaded(tmp_path: Path, monkeypa
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "empty"))
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     assert model_kind("org/judge", "model_path") == "discriminative"
-    with pytest.raises(ConfigError, match=r"^model_path: there is no directory 'org/other', nor a model .* 404"):
+    with pytest.raises(ConfigError, match=r"^model_path: 'org/other' is neither a directory nor a model .* 404"):
         model_kind("org/other", "model_path")

@@ -373,4 +373,4 @@ async def test_there_is_no_scorer_where_rewards_are_computed_after_the_rollout(w
 
     worker.loop = loop
     await run(worker)
-    assert all("there is no current scorer" in str(error) for error in worker.ended)
+    assert all("no scorer is open here" in str(error) for error in worker.ended)

@@ -32,7 +32,7 @@ def test_no_forged_score_is_trained_on(tmp_path: Path, tiny_generative_model: Pa
         forging += broken
     assert forging
     warnings = health(tmp_path / "checkpoints" / "rewards")
-    assert "no longer tells right from wrong" in next(one for one in warnings if one["monitor"] == "proofs")["message"]
+    assert "failed a proof" in next(one for one in warnings if one["monitor"] == "proofs")["message"]
 
 
 SCRIPT = """

@@ -638,7 +638,7 @@ def test_an_unknown_parameter_of_any_route_is_an_error_that_lists_the_valid_ones
 ) -> None:
     answer = client.get(f"/api/{route}?outcom=failed")
     assert answer.status_code == 400
-    assert "There is no parameter 'outcom'" in answer.json()["error"]
+    assert "Unknown parameter 'outcom'" in answer.json()["error"]
     assert f" Parameters: {known}" in answer.json()["error"]
 
 

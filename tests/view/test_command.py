@@ -101,7 +101,7 @@ def test_an_address_that_others_can_reach_is_refused_without_a_key(folder: Path)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["nowhere"], "no such folder"),
+        (["nowhere"], "it does not exist"),
         (["empty"], "contains no records"),
         (["rewards", "--api-key-env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE: this environment variable is not set"),
         (["rewards", "--host", "999.1.1.1"], "--host 999.1.1.1"),

@@ -325,7 +325,7 @@ def test_a_folder_without_records_is_an_error(tmp_path: Path, name: str) -> None
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
     with (
-        pytest.raises(NoRecordsError, match=r"no such folder|contains no records|it is a file"),
+        pytest.raises(NoRecordsError, match=r"it does not exist|contains no records|it is a file"),
         Index(tmp_path / name),
     ):
         pass

@@ -199,5 +199,5 @@ def test_an_unknown_step_and_a_folder_without_records_are_errors(tmp_path: Path)
     write(tmp_path / "rewards", SYNC, ROWS)
     with pytest.raises(ConfigError, match="no records of step 9"):
         timeline(tmp_path / "rewards", 9)
-    with pytest.raises(NoRecordsError, match="no such folder"):
+    with pytest.raises(NoRecordsError, match="it does not exist"):
         timeline(tmp_path / "none", 1)

@@ -50,7 +50,7 @@ def create_app(model: EmbeddedModel) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def no_route(request: Request, error: HTTPException) -> JSONResponse:
-        return await api_error(request, ApiError(404, f"there is no {request.method} {request.scope['path']}"))
+        return await api_error(request, ApiError(404, f"unknown request: {request.method} {request.scope['path']}"))
 
     @app.exception_handler(ClientDisconnect)
     async def disconnected(request: Request, error: ClientDisconnect) -> Response:
