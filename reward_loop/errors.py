@@ -91,7 +91,7 @@ class ScoringError(RewardLoopError):
         function: name and file of the function.
         attempts: number of calls of the function for the sample.
         retry_after: seconds to wait before the next call, as requested by the service.
-        cause: what failures are grouped by; by default the type of this error, and the function.
+        cause: the key by which failures are grouped; by default the type of this error, and the function.
     """
 
     problem: str
@@ -101,7 +101,8 @@ class ScoringError(RewardLoopError):
     attempts: int | None = None
     retry_after: float | None = None
     cause: str
-    """What failures are grouped by: for an exception of the user's function, its type and the line that raised it."""
+    """The key by which failures are grouped: for an exception of the user's function, its type and the line that raised
+    it."""
 
     _counts_attempts = True
     """Whether the problem is the result of a call. If so, the message contains the number of calls."""

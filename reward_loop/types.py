@@ -162,7 +162,7 @@ class RewardResult:
 
     @property
     def cause(self) -> str | None:
-        """What samples without a score are grouped by, see `ScoringError`; ``None`` if it is scored, or not known."""
+        """The key by which samples without a score are grouped, see `ScoringError`; ``None`` if unknown or scored."""
         return None if self.exception is None else self.exception.cause
 
 

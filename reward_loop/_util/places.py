@@ -7,7 +7,7 @@ import math
 __all__ = ["FULL_STATUS", "Places"]
 
 FULL_STATUS = frozenset({429, 503, 529})
-"""HTTP statuses of a full server. One with a ``Retry-After`` says itself when it takes more requests."""
+"""HTTP statuses of a full server, unless the answer has a ``Retry-After``."""
 
 ROUNDS = 4
 """More requests are tried after this many times as many answers as there are places. Of a server with `n` places, about

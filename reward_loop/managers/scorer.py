@@ -143,7 +143,7 @@ class Scored:
 
     @property
     def cause(self) -> str | None:
-        """What samples without a score are grouped by, see `ScoringError`; ``None`` if it is not known."""
+        """The key by which samples without a score are grouped, see `ScoringError`; ``None`` if it is not known."""
         return self.extra_info.get("reward_cause") or None
 
     @property

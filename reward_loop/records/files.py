@@ -83,7 +83,7 @@ class RecordFiles:
         """Log how many records were lost, if any; ``now`` is the beginning of the message."""
         if self.lost:
             lost, self.lost = self.lost, 0
-            logger.warning("%s: %d were lost; the samples themselves were scored (%s)", now, lost, self.folder)
+            logger.warning("%s: %d were lost; their samples were scored (%s)", now, lost, self.folder)
 
     def add_events(self, lines: Sequence[bytes]) -> None:
         """Append lines to the file of events."""

@@ -124,8 +124,7 @@ def _joins_running_ray(config: DictConfig) -> bool:
 
 
 def _prepare_to_join(ray_init: DictConfig, environment: Mapping[str, str]) -> None:
-    """Make the options of ``ray.init`` fit for a running cluster. Without the environment, its workers would get only
-    that of ``ray start``.
+    """Make the options of ``ray.init`` fit for a running cluster, whose workers have the environment of ``ray start``.
 
     Raises:
         ConfigError: an option sets resources of a node, which are fixed when the node starts.
