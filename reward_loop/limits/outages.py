@@ -25,6 +25,7 @@ import random
 import time
 from collections import deque
 
+from reward_loop._util.text import counted
 from reward_loop.records import OUTAGE, ActiveBatch, current, waiting_for
 
 __all__ = ["Outage", "Outages"]
@@ -272,15 +273,16 @@ class Outage:
         self._is_logged = True
         hint = "" if self._was_reached else f". {_NEVER_REACHED}"
         logger.warning(
-            "judge %s unreachable for %.0f s, %d samples wait, for at most %g s (reward_loop.outage_timeout_s)%s",
-            *(self.address, self.seconds, self.samples, self._timeout_s, hint),
+            "judge %s unreachable for %.0f s, %s waiting, for at most %g s (reward_loop.outage_timeout_s)%s",
+            *(self.address, self.seconds, counted(self.samples, "sample"), self._timeout_s, hint),
         )
 
     def _log_return(self) -> None:
         self._stop_log()
         if self._is_logged:
             logger.warning(
-                "judge %s answers again after %.0f s, %d samples continue", self.address, self.seconds, self.samples
+                "judge %s answers again after %.0f s, continuing with %s",
+                *(self.address, self.seconds, counted(self.samples, "sample")),
             )
         self._is_logged = False
 

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
+from reward_loop._util.text import counted
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import BrokenScorerError, FunctionLoadError, RewardCrashedError
 from reward_loop.processes.outcome import CallOutcome, outcome_of
@@ -128,7 +129,8 @@ class Proving:
         else:
             self.proofs.counts.replaced += 1
             self._warn(
-                f"{why}. The function now runs in worker processes, and {len(place.results)} samples are scored again"
+                f"{why}. The function now runs in worker processes; {counted(len(place.results), 'sample')} will be "
+                "scored again"
             )
             place.end()
 
@@ -185,7 +187,7 @@ class Proving:
         if problem is not None:
             self._warn(
                 f"a worker process of {self._target.name} failed a proof, so its scores may be wrong: {problem}. The "
-                f"process is replaced, and {len(place.results)} samples are scored again"
+                f"process is replaced; {counted(len(place.results), 'sample')} will be scored again"
             )
         return problem is None
 

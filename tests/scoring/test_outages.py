@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import socket
 import ssl
 import struct
@@ -234,7 +235,7 @@ async def test_the_wait_is_not_part_of_the_deadline_and_holds_no_permit(isolatio
     await asyncio.to_thread(function.close)
     assert status["limits"]["default"]["in_flight"] <= 1  # the probe
     assert [result.score for result in results] == [7.0, 7.0]
-    assert min(result.outage_seconds for result in results) > 2
+    assert min(result.outage_seconds for result in results) > 1  # the calls of the probes do not count
     assert asyncio.get_running_loop().time() - began < 20
 
 
@@ -302,7 +303,8 @@ async def test_after_the_bound_samples_fail_with_the_address_the_duration_and_th
     results = await scored(function, judge, 2)
     for result in results:
         assert result.outcome is Outcome.FAILED
-        assert f"judge http://{judge.address} could not be reached for 0 s; calls wait at most 0.3 s" in result.error
+        away = rf"judge http://{judge.address} could not be reached for \d+ s; calls wait at most 0\.3 s"
+        assert re.search(away, result.error), result.error
         assert "reward_loop.outage_timeout_s" in result.error
         assert "has never answered this process: check the address" in result.error
     # The next sample asks once, and does not wait for another 0.3 s.
@@ -369,10 +371,10 @@ async def test_the_console_has_one_line_for_all_samples_and_one_when_the_judge_i
     await judge.be(answers(200))
     await samples
     lines = [record.getMessage() for record in caplog.records if record.name == outages.__name__]
-    assert lines == [
-        f"judge http://{judge.address} unreachable for 0 s, 8 samples wait, for at most 600 s "
+    assert [re.sub(r"\d+ s,", "N s,", line, count=1) for line in lines] == [
+        f"judge http://{judge.address} unreachable for N s, 8 samples waiting, for at most 600 s "
         "(reward_loop.outage_timeout_s)",
-        f"judge http://{judge.address} answers again after 0 s, 8 samples continue",
+        f"judge http://{judge.address} answers again after N s, continuing with 8 samples",
     ]
 
 

@@ -178,8 +178,8 @@ def check_outage(run: Run, steps: Iterable[int]) -> None:
     metrics = [run.steps[step] for step in steps]
     assert sum(step["reward_loop/outage/samples"] for step in metrics) > 0
     assert AWAY_S - 2 < max(step["reward_loop/outage/seconds"] for step in metrics) < AWAY_S + 30
-    assert re.search(r"judge http://127.0.0.1:\d+ unreachable for \d+ s, \d+ samples? wait", run.output)
-    assert re.search(r"judge http://127.0.0.1:\d+ answers again after \d+ s, \d+ samples? continue", run.output)
+    assert re.search(r"judge http://127.0.0.1:\d+ unreachable for \d+ s, \d+ samples? waiting", run.output)
+    assert re.search(r"judge http://127.0.0.1:\d+ answers again after \d+ s, continuing with \d+ samples?", run.output)
     rows = list(RecordsReader(run.directory / "checkpoints" / "rewards").rows())
     failed = [row["error"] for row in rows if row["outcome"] == "failed"]
     assert not [error for error in failed if "ValueError: no score for" not in error]
