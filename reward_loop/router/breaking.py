@@ -101,7 +101,7 @@ class Suspect:
             return
         if was_alone or self._has_turn:
             message = (
-                f"this request breaks servers: {' and '.join(died)} died of it. It is not sent again. "
+                f"this request breaks servers: {' and '.join(died)} died while it was in flight. It is not sent again. "
                 f"{self._client.name}, {shorten(self._body.decode(errors='replace'))}"
             )
             refusal = Refusal(422, message, code=REQUEST_BREAKS_SERVERS)
