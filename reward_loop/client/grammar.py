@@ -31,8 +31,9 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import groupby, takewhile
 from typing import Any, NamedTuple
 
 __all__ = ["MOST_DRAFTS", "Candidate", "Grammar", "NoVerdictError", "check_last", "final_text", "folded", "is_quoted"]
@@ -66,6 +67,14 @@ class Candidate(NamedTuple):
 
 # --- Text that counts -------------------------------------------------------------------------------------------------
 
+
+def _ranges(codes: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last of consecutive numbers."""
+    for _, run in groupby(enumerate(sorted(codes)), lambda place: place[1] - place[0]):
+        numbers = [number for _, number in run]
+        yield numbers[0], numbers[-1]
+
+
 _INVISIBLE = (
     *range(0x09), *range(0x0E, 0x1C), *range(0x7F, 0x85), *range(0x86, 0xA0), 0xAD, 0x34F, 0x61C, 0x115F, 0x1160,
     0x17B4, 0x17B5, *range(0x180B, 0x1810), *range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x2070),
@@ -90,7 +99,8 @@ _FOLDS: dict[int, str | None] = {
 }  # fmt: skip
 _MOST_TAGS = 1000
 _MOST_BRACKETS = 20_000
-_UNUSUAL = re.compile(r"[^\t\n\x20-\x7e]")
+_FOLDED = re.compile(f"[{''.join(f'{chr(first)}-{chr(last)}' for first, last in _ranges(_FOLDS))}]++")
+_MOST_FOLDED = 1000
 
 _REASONING = (
     r"(?:think(?:ing)?|thoughts?|reason(?:ing)?|reflection|analysis|scratch_?pad|monologue|cot|deliberation|rationale)"
@@ -111,7 +121,11 @@ _BARE_FINAL = "assistantfinal"
 
 def folded(text: str) -> str:
     """Return the text without invisible characters; full-width forms, dashes and look-alikes become ASCII."""
-    return text.translate(_FOLDS) if _UNUSUAL.search(text) else text
+    if text.isascii():
+        return text.translate(_FOLDS)
+    # `translate` is slow for other texts: 50 ns for a character that it does not change.
+    found, count = _FOLDED.subn(lambda run: run[0].translate(_FOLDS), text, count=_MOST_FOLDED)
+    return found if count < _MOST_FOLDED else text.translate(_FOLDS)
 
 
 def final_text(reply: str) -> str:
@@ -120,7 +134,8 @@ def final_text(reply: str) -> str:
     Raises:
         NoVerdictError: the reply ends within its reasoning.
     """
-    if sum(map(reply.count, "<\u25c1&[")) > _MOST_BRACKETS:
+    brackets = sum(map(reply.count, "<\u25c1&["))
+    if brackets > _MOST_BRACKETS:
         raise NoVerdictError(f"the reply has more than {_MOST_BRACKETS} brackets, each of which may begin reasoning")
     begins: list[int] = []
     blanks: list[tuple[int, int]] = []
@@ -129,7 +144,7 @@ def final_text(reply: str) -> str:
         if final < 0 or _BARE_CHANNEL.match(reply, final + len(_BARE_FINAL)):
             raise NoVerdictError(f"the reply ends in reasoning, which begins with {_shown(reply, 0)}")
         blanks.append((0, final + len(_BARE_FINAL)))
-    for index, tag in enumerate(_TAG.finditer(reply)):
+    for index, tag in enumerate(_TAG.finditer(reply) if brackets else ()):
         if index == _MOST_TAGS:
             raise NoVerdictError(f"the reply has more than {_MOST_TAGS} tags of reasoning")
         if not (tag["close"] or tag["mistral"] or tag["final"]):
@@ -208,8 +223,13 @@ _SAYING = re.compile(
     r"|reads?|begins?|ends?)\b(?:\s(?:with|in|as))?[\s:,*_\"'`(>]{0,6}\Z",
     re.IGNORECASE,
 )
+_LONGEST_SAYING = 20
 _QUOTES = "\"'`\u2018\u201c\u201e\u00ab\u300c\u300e"
 _LONGEST_REST = 20_000
+_LONGEST_LAST = 500
+"""The number of characters at the end of a text in which the last verdict is searched first."""
+_LONGEST_DRAFT = 1000
+"""The largest number of characters between the beginnings of a draft and of a verdict directly after it."""
 MOST_DRAFTS = 100
 """The largest number of earlier candidates that are compared, which bounds the time."""
 
@@ -252,7 +272,7 @@ def is_quoted(text: str, start: int, marker: str = "") -> bool:
         if before[-1:] in (*_QUOTES,) or odd or text.rfind("\u201c", 0, start) > text.rfind("\u201d", 0, start):
             return True
     return text[line_start : min(line_start + 20, start)].lstrip().startswith(">") or bool(
-        _SAYING.search(text[max(0, start - 60) : start])
+        _SAYING.search(text, max(0, start - _LONGEST_SAYING), start)
     )
 
 
@@ -304,13 +324,17 @@ class Grammar:
         text = final_text(whole)
         if self._after is None:
             return self._alone(text)
-        markers = self._last_markers(text)
+        markers = self._last_markers(text, 1, _LONGEST_LAST)
         if not markers:
             raise NoVerdictError(f"no {self._after!r} was found in the reply")
         last = markers[-1]
         found = self._at(text, last)
         self._check_clause(found, last.end())
         quoted = self._is_doubtful(text, last)
+        if quoted:
+            markers = self._last_markers(text, MOST_DRAFTS + 1, _LONGEST_REST)
+        else:  # only a draft directly before it counts
+            markers = [*self._marker.finditer(text, max(0, last.start() - _LONGEST_DRAFT), last.start()), last]
         earlier = markers[-2 : -2 - (MOST_DRAFTS if quoted else 1) : -1]
         check_last(found, [self._draft(text, marker) for marker in earlier], quoted)
         self._check_rest(found)
@@ -318,13 +342,12 @@ class Grammar:
             raise NoVerdictError(f"reasoning with another verdict follows the last one: {found.shown}")
         return found
 
-    def _last_markers(self, text: str) -> list[re.Match[str]]:
-        """Return the last markers, without a search of the whole text if its end has enough of them."""
-        length = _LONGEST_REST
+    def _last_markers(self, text: str, count: int, length: int) -> list[re.Match[str]]:
+        """Return the last markers, without a search of the whole text if the last ``length`` characters have enough."""
         while True:
             start = max(0, len(text) - length)
             markers = list(self._marker.finditer(text, start))
-            if len(markers) > MOST_DRAFTS or not start:
+            if len(markers) >= count or not start:
                 return markers
             length *= 8
 
@@ -371,13 +394,16 @@ class Grammar:
         if in_code or is_quoted(text, start, marker[0]):
             return True
         before = text[max(0, start - 60) : start].rpartition("\n")[2]
-        word = re.search(r"([^\W_]+)[ \t*_~`(]*\Z", before)
-        if word is not None and word[1].lower() in _DENIALS:
-            raise NoVerdictError(f"the word before it qualifies the last verdict: {_shown(text, start - len(word[0]))}")
+        stripped = before.rstrip(" \t*_~`(")
+        letters = sum(1 for _ in takewhile(str.isalnum, reversed(stripped)))
+        word = stripped[len(stripped) - letters :].lower()
+        if word in _DENIALS:
+            place = start - len(before) + len(stripped) - letters
+            raise NoVerdictError(f"the word before it qualifies the last verdict: {_shown(text, place)}")
         if not self._is_word:
             return False
-        is_attached = re.search(r"[^\W_]\.\Z", before) is not None
-        return is_attached or (word is not None and word[1].lower() not in _NEUTRAL)
+        is_attached = before[-1:] == "." and before[-2:-1].isalnum()
+        return is_attached or (word != "" and word not in _NEUTRAL)
 
     def _check_rest(self, found: Candidate) -> None:
         """Check that nothing after the value contradicts it: rule 6."""

@@ -402,6 +402,8 @@ def _in_braces(text: str) -> Iterator[tuple[int, int]]:
         if found is None:
             break
         position = found.end()
+        if text[found.start() - 1 : found.start()] == "\\" and found[0] in "{}":
+            continue  # it is TeX
         if found[0] == "{":
             start = start if depth else found.start()
             depth += 1
@@ -417,8 +419,9 @@ def _in_braces(text: str) -> Iterator[tuple[int, int]]:
         raise NoVerdictError(f"the last JSON object is broken: {shorten(text[start : start + 80])}")
 
 
-_BRACE = re.compile(r"\\?[{}]")  # with a backslash, it is TeX
-_STRING_OR_BRACE = re.compile(r"""\\?[{}]|"(?:[^"\\]++|\\.)*+(?:"|\Z)""", re.DOTALL)
+# They begin with a set of characters, so that `re` searches fast.
+_BRACE = re.compile(r"[{}]")
+_STRING_OR_BRACE = re.compile(r"""[{}"](?:(?<=")(?:[^"\\]++|\\.)*+(?:"|\Z))?""", re.DOTALL)
 
 
 def _decoded(text: str, begin: int, end: int) -> Candidate:
