@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from reward_loop.config import LimitConfig
 from reward_loop.errors import BudgetSpentError, LimitError
-from reward_loop.limits.permit import REWARD_MODEL, Permit
+from reward_loop.limits.permit import MAX_PATIENCE, REWARD_MODEL, Permit
 
 __all__ = ["PERIOD_S", "AdaptiveConcurrency", "Limiter", "Rate", "Waiting"]
 
@@ -247,8 +247,8 @@ class AdaptiveConcurrency:
 
     @property
     def patience(self) -> float:
-        """How many times its deadline a call may take, at least 1."""
-        return max(1.0, PATIENCE * max(self._slowest, self._slowest_before))
+        """How many times its deadline a call may take, from 1 to `MAX_PATIENCE`."""
+        return min(max(1.0, PATIENCE * max(self._slowest, self._slowest_before)), MAX_PATIENCE)
 
     @property
     def refused_share(self) -> float:

@@ -19,6 +19,7 @@ from reward_loop.limits.outages import Outages
 __all__ = [
     "ABANDONED",
     "DEFAULT",
+    "MAX_PATIENCE",
     "REWARD_MODEL",
     "WHOLE_CALL",
     "Holder",
@@ -34,6 +35,9 @@ DEFAULT = "default"
 
 REWARD_MODEL = "reward_model"
 """The limit for calls of functions that get the address of a reward model that the run serves."""
+
+MAX_PATIENCE = 10.0
+"""The largest `Limits.patience`: a call that hangs ends after this number of deadlines, however slow the judge is."""
 
 WHOLE_CALL = frozenset({DEFAULT, REWARD_MODEL})
 """The limits that apply to a whole call of the function; inside the function, they cannot be used."""
@@ -134,7 +138,7 @@ class Limits(Holder, ABC):
     """Whether `max_waits` has the limits of the job; if not, `status` gets them."""
     patience: float = 1.0
     """How many times its deadline a call that holds a permit of `REWARD_MODEL` may take: more than 1 while the judge of
-    the run answers slowly; see `AdaptiveConcurrency`."""
+    the run answers slowly, at most `MAX_PATIENCE`; see `AdaptiveConcurrency`."""
     spent: str | None = None
     """Why no more calls are made, once the budget is used up."""
 

@@ -17,7 +17,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from reward_loop.audit import AuditCounts, Feature
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardLoopError
-from reward_loop.limits.permit import REWARD_MODEL
+from reward_loop.limits.permit import MAX_PATIENCE, REWARD_MODEL
 from reward_loop.limits.shared_time import MAX_SHARED_S
 from reward_loop.scoring.proofs import ProofCounts
 from reward_loop.types import Reward, RewardSample
@@ -92,7 +92,8 @@ def longest_quiet_s(options: RewardLoopConfig, *, by_group: bool) -> float | Non
     A sample waits for a thread, or for a place at the reward model, only while another sample runs, and for another
     permit no longer than ``max_wait`` of the limit. The components of a composite may run one after the other, and an
     incomplete group fails only after its timeout. The samples of a worker that dies start again when it has restarted,
-    within ``worker_answer_timeout_s``. In an outage, all samples wait.
+    within ``worker_answer_timeout_s``. In an outage, all samples wait. A slow judge of the run extends deadlines up to
+    `MAX_PATIENCE` times.
 
     Args:
         options: the options of the run.
@@ -100,11 +101,13 @@ def longest_quiet_s(options: RewardLoopConfig, *, by_group: bool) -> float | Non
     """
     waits = [limit.max_wait for name, limit in options.limits.items() if name != REWARD_MODEL]
     total = options.worker_answer_timeout_s + options.outage_timeout_s + (options.group.timeout if by_group else 0.0)
+    judge = options.limits.get(REWARD_MODEL)
+    patience = MAX_PATIENCE if judge is not None and judge.adaptive else 1.0
     for call in options.components.values() or [options]:
         timeout = call.timeout or options.timeout
         if timeout is None or None in waits:
             return None
-        total += timeout + MAX_SHARED_S + options.retry.max_seconds + max(filter(None, waits), default=0.0)
+        total += patience * timeout + MAX_SHARED_S + options.retry.max_seconds + max(filter(None, waits), default=0.0)
     return total
 
 

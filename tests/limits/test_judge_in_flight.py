@@ -8,7 +8,7 @@ import pytest
 
 from reward_loop.config import LimitConfig
 from reward_loop.limits.limiter import FIRST, PATIENCE, SILENCE, AdaptiveConcurrency, Limiter
-from reward_loop.limits.permit import REWARD_MODEL
+from reward_loop.limits.permit import MAX_PATIENCE, REWARD_MODEL
 from tests.limits.asking import asking
 
 TIMEOUT = 1.5
@@ -162,3 +162,10 @@ def test_patience_follows_the_slowest_of_the_latest_answers():
     for _ in range(25):  # also with few calls in flight, when the limit does not grow
         adaptive.answered(0.0, 1, 0.01)
     assert adaptive.patience == 1
+
+
+def test_patience_ends():
+    adaptive = AdaptiveConcurrency(maximum=10, initial=10)
+    for _ in range(20):  # each call takes as long as the slowest one allowed
+        adaptive.answered(0.0, 1, adaptive.patience)
+    assert adaptive.patience == MAX_PATIENCE

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from reward_loop.limits.permit import REWARD_MODEL
+from reward_loop.limits.permit import MAX_PATIENCE, REWARD_MODEL
 from reward_loop.verl.services import with_adaptive_limit
 from reward_loop.verl.workers import longest_quiet_s
 from tests.verl.configs import resolved
@@ -43,6 +43,8 @@ def test_what_the_user_has_set_stays(served: list[str]) -> None:
 def test_waiting_for_a_place_is_not_a_stall(served: list[str]) -> None:
     settings = resolved(*served)
     limited = with_adaptive_limit(settings)
-    quiet = longest_quiet_s(settings.options, by_group=False)
+    quiet, patient = (longest_quiet_s(options, by_group=False) for options in (settings.options, limited.options))
     assert quiet is not None
-    assert longest_quiet_s(limited.options, by_group=False) == quiet
+    assert patient is not None
+    assert settings.options.timeout is not None
+    assert patient == quiet + (MAX_PATIENCE - 1) * settings.options.timeout  # a slow judge extends the deadlines
