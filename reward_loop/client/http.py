@@ -62,6 +62,16 @@ NO_WAIT_HEADER = "x-reward-loop-no-wait"
 """The header with which the router refuses a request while no server is up: in the router, the deadline would run."""
 
 
+TIMEOUT_HEADER = "x-reward-loop-timeout"
+"""The header with the seconds in which the router must answer, if they are more than usual: so that its explanation
+arrives before the client's own timeout, and not long before."""
+
+_USUAL_TIMEOUT_S = 300.0
+"""The timeout for which the router's own time limit is made, ``request_timeout_s``."""
+
+_EARLIER = 290 / 300
+
+
 class _ReplyTooLongError(Exception):
     """A reply is longer than the limit."""
 
@@ -93,7 +103,7 @@ async def post(
         path: the endpoint, such as ``/v1/chat/completions``.
         body: the JSON body of the request.
         timeout: seconds until the whole answer is received, including the wait for a connection; ``None`` for no
-            limit. Longer while the judge of a run is full; see `Limits.patience`.
+            limit. Longer while the judge of a run is full; see `Limits.patience`. The router's time limit follows.
         api_key_env: the name of the environment variable with the service's API key.
         max_reply_bytes: the longest answer, in bytes after decompression.
 
@@ -107,8 +117,12 @@ async def post(
     if not is_base_url and (group := _group()):
         headers[GROUP_HEADER] = blake2b(group.encode(errors="replace"), digest_size=8).hexdigest()
     call = None if is_base_url else call_here()
-    if timeout is not None and isinstance(call, Call):
-        timeout *= call.patience  # Like the call's own deadline: the run's judge may be full.
+    if isinstance(call, Call):
+        if timeout is not None:
+            timeout *= call.patience  # Like the call's own deadline: the run's judge may be full.
+        longest = timeout or (call.timeout and call.timeout * call.patience)
+        if longest is not None and longest > _USUAL_TIMEOUT_S:
+            headers[TIMEOUT_HEADER] = f"{_EARLIER * longest:.0f}"
     if call is not None and call.request_retries.waits_for_outages:
         headers[NO_WAIT_HEADER] = "1"
     exchange = _begin(url, body, api_key_env)

@@ -535,7 +535,8 @@ class RewardModelConfig(ServedModelConfig):
 
     request_timeout_s: float = Field(default=290.0, gt=0)
     """Seconds from the arrival of a request at the router to the end of its answer. Waiting for a server counts. It is
-    below the timeout of the clients (300 s in `reward_loop.client`), so that they get the router's explanation."""
+    below the timeout of the clients (300 s in `reward_loop.client`), so that they get the router's explanation. A
+    request of `reward_loop.client` with a longer timeout gets more time, at most ten times as much."""
 
     max_in_flight: int = Field(default=16384, ge=1)
     """The largest number of requests that the router sends to the servers at the same time; further ones wait. Each

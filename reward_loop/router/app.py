@@ -22,7 +22,7 @@ from reward_loop.errors import ConfigError
 from reward_loop.router.backend import Backend, check_health
 from reward_loop.router.client_request import ClientRequest, WaitsFor
 from reward_loop.router.config import API_KEY_VARIABLE, BackendConfig, RouterConfig
-from reward_loop.router.headers import find
+from reward_loop.router.headers import TIMEOUT, find
 from reward_loop.router.http_server import HttpServer
 from reward_loop.router.limits import TimeLimit
 from reward_loop.router.pool import BackendPool
@@ -94,7 +94,7 @@ class Router:
         """Serve one request, within the time limit of a request."""
         task = asyncio.current_task()
         assert task is not None
-        self._limit.start(task)
+        self._limit.start(task, self._seconds(client))
         try:
             await self._serve(client, task)
         except Refusal as refusal:
@@ -155,9 +155,18 @@ class Router:
         self.proxy.log.refused_request(client.method, client.path, refusal)
         client.refuse(refusal)
 
+    def _seconds(self, client: ClientRequest) -> float:
+        """Return the time limit of a request: longer if its client waits longer, for example for a slow judge."""
+        usual, asked = self._limit.seconds, find(client.headers, TIMEOUT)
+        if asked is None:
+            return usual
+        with contextlib.suppress(ValueError):
+            return min(max(usual, float(asked)), _MOST_LONGER * usual)
+        return usual
+
     def _late(self, client: ClientRequest) -> Refusal:
         """Return the error for a request that has passed its deadline."""
-        timeout = f"{self._limit.seconds:g} s"
+        timeout = f"{self._seconds(client):g} s"
         match client.waits_for:
             case WaitsFor.TURN:
                 inside = self.proxy.gate.inside
@@ -178,6 +187,9 @@ class Router:
 
 
 logger = logging.getLogger(__name__)
+
+_MOST_LONGER = 10.0
+"""A client gets at most this many times the usual time limit."""
 
 _SPARE_FILES = 1024
 """File descriptors reserved for idle connections to servers, and the process itself."""
