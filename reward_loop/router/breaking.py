@@ -1,8 +1,8 @@
 """Requests that break servers: sent again and again, such a request would crash one server after another.
 
 - A request that was alone on two servers when they died is refused for good.
-- If other requests were in flight too, any of them may be the cause. Those with two dead servers are then sent one at a
-  time, and one whose server dies again is refused for good; the others are answered.
+- If other requests were in flight too, at one of the deaths, any of them may be the cause. Those with two dead servers
+  are then sent one at a time, and one whose server dies again is refused for good; the others are answered.
 - A reset connection does not count. A server has died if its owner reports the death, or if a health check fails.
 - Requests are remembered by path and body, because clients also repeat requests.
 """
@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from hashlib import blake2b
+from typing import NamedTuple
 
 from reward_loop._util.text import shorten
 from reward_loop._util.transient import REQUEST_BREAKS_SERVERS
@@ -26,8 +27,19 @@ __all__ = ["BreakingRequests", "Suspect"]
 _REMEMBERED = 256
 """The number of requests that are remembered."""
 
-_Broken = list[tuple[Backend, float, float]]
-"""The servers that may have died of a request, and when it began and ended there, in seconds of `time.monotonic`."""
+
+class _Break(NamedTuple):
+    """A server that may have died of a request."""
+
+    backend: Backend
+    began: float
+    """When the request began there, in seconds of `time.monotonic`."""
+    ended: float
+    was_alone: bool
+    """Whether no other request was there."""
+
+
+_Broken = list[_Break]
 
 
 class BreakingRequests:
@@ -88,20 +100,21 @@ class Suspect:
         """
         now = time.monotonic()
         # The socket of a dead server can accept connections until it is restarted, so one death may break several.
-        same = [(server, began, ended) for server, began, ended in self._broken if server is backend]
-        if same and backend.healthy_at < same[-1][2]:
+        same = [found for found in self._broken if found.backend is backend]
+        if same and backend.healthy_at < same[-1].ended:
             self._broken.remove(same[-1])
-            seconds = now - same[-1][1]
-        self._broken.append((backend, now - seconds, now))
+            seconds, was_alone = now - same[-1].began, was_alone and same[-1].was_alone
+        self._broken.append(_Break(backend, now - seconds, now, was_alone))
         if len(self._broken) < 2:
             self._remember(self._broken)
             return
-        died = [server.url for server, began, ended in self._broken if await self._pool.has_died(server, began, ended)]
+        died = [one for one in self._broken if await self._pool.has_died(one.backend, one.began, one.ended)]
         if len(died) < 2:
             return
-        if was_alone or self._has_turn:
+        if self._has_turn or sum(one.was_alone for one in died) >= 2:
+            servers = " and ".join(one.backend.url for one in died)
             message = (
-                f"this request breaks servers: {' and '.join(died)} died while it was in flight. It is not sent again. "
+                f"this request breaks servers: {servers} died while it was in flight. It is not sent again. "
                 f"{self._client.name}, {shorten(self._body.decode(errors='replace'))}"
             )
             refusal = Refusal(422, message, code=REQUEST_BREAKS_SERVERS)

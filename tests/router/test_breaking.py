@@ -6,12 +6,19 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
 import pytest
 
 from reward_loop._util.sockets import reserve, url_of
+from reward_loop.router.backend import Backend
+from reward_loop.router.breaking import BreakingRequests
+from reward_loop.router.client_request import ClientRequest, Flow
+from reward_loop.router.config import BackendConfig
+from reward_loop.router.refusals import Refusal
+from tests.router.transport import Transport
 from tests.servers import CHAT, post, routed_urls
 
 POISON = b"a text of which engines die"
@@ -172,3 +179,22 @@ async def test_connections_that_are_only_reset_are_no_deaths() -> None:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server, routed_urls([url_of(server.sockets[0])]) as url:
         assert await post(url, CHAT, b"x") == (200, b"ok")
+
+
+async def test_a_request_that_was_alone_at_only_one_of_two_deaths_gets_another_attempt() -> None:
+    """One server died of another request, or of nothing: it is not known that this request breaks servers."""
+    servers = [Backend(BackendConfig(url=f"http://{number}:1"), None) for number in range(3)]  # type: ignore[arg-type]
+
+    async def has_died(*_: object) -> bool:
+        return True
+
+    breaking = BreakingRequests(SimpleNamespace(has_died=has_died))  # type: ignore[arg-type]
+    client = ClientRequest(Flow(Transport()), "POST", CHAT.encode(), "1.1", [], keep_alive=True)
+    for first, second in ((True, False), (False, True)):
+        suspect = breaking.suspect(client, b"%d" % first)
+        await suspect.broke(servers[0], 1.0, first)
+        await suspect.broke(servers[1], 1.0, second)
+        await asyncio.wait_for(suspect.wait_for_turn(), 30)
+        with pytest.raises(Refusal, match="http://0:1 and http://1:1 and http://2:1 died"):
+            await suspect.broke(servers[2], 1.0, False)
+        suspect.close()
