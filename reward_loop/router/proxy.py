@@ -39,6 +39,9 @@ _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 _WORTH_A_RETRY = frozenset({429, 500, 502, 503, 504})
 """HTTP statuses that are retried on another server."""
 
+_MOST_REFUSALS = 10
+"""The largest number of times that full servers refuse a request."""
+
 _FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 2.0
 
@@ -56,7 +59,8 @@ class Proxy:
     Attempt ended with            Then
     ============================= ============================================================================
     429, 503 without Retry-After  while the server works on other requests, it is full: the request waits for a
-                                  free place, as far as `Places` knows them; not counted
+                                  free place, as far as `Places` knows them; after `_MOST_REFUSALS` of them, the
+                                  answer is passed on
     429, 500, 502, 503, 504       retried if another server is available and the retry budget allows it;
                                   else the answer is passed on
     another status                the answer is passed on
@@ -168,7 +172,7 @@ class Proxy:
         pool = self._pool
         loop = asyncio.get_running_loop()
         failed: list[Backend] = []
-        attempts = 0
+        attempts = refusals = 0
         asked_for_models = False
         wait = find(client.headers, NO_WAIT) is None
         while True:
@@ -183,10 +187,14 @@ class Proxy:
             try:
                 answer = await backend.upstream.request(*message)
                 status = answer.status
-                if status in FULL_STATUS and _asked_pause(answer) is None and pool.is_full(backend):
+                is_full = status in FULL_STATUS and _asked_pause(answer) is None and pool.is_full(backend)
+                refusals += is_full
+                if is_full and refusals < _MOST_REFUSALS:
                     answer.close()
                     continue
-                if status in _WORTH_A_RETRY:
+                if is_full:  # the servers may refuse this request whatever their load is: others still get through
+                    retry = False
+                elif status in _WORTH_A_RETRY:
                     attempts += 1
                     retry = self._may_retry(backend, answer, route, [*failed, backend], attempts)
                     if status == 500:  # which an engine that dies answers to all its requests

@@ -8,7 +8,7 @@ import pytest
 
 from reward_loop.router.backend import BackendState
 from reward_loop.router.http_client import Answer
-from tests.router.test_retries import Scripted, answer, calling
+from tests.router.test_retries import Caller, Scripted, answer, calling
 
 
 class Full(Scripted):
@@ -54,6 +54,36 @@ async def test_a_waiting_request_that_is_cancelled_leaves_its_place_to_the_next(
         assert {*(await asyncio.gather(*asking[:50]))} == {200}
         await asyncio.wait(asking)
         assert await caller.ask() == 200
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_a_request_that_is_refused_whatever_the_load_is_gets_the_answer(status: int) -> None:
+    busy = asyncio.Event()
+
+    class Picky(Scripted):
+        async def request(self, *request: bytes) -> Answer:
+            if b"too-long" in request[2]:
+                self.asked += 1
+                return answer(status)
+            busy.set()
+            await asyncio.sleep(0.001)
+            return answer(200)
+
+    picky = Picky(answer(status))
+    is_over = False
+
+    async def ask_on(caller: Caller) -> None:
+        while not is_over:
+            assert await caller.ask() == 200
+
+    async with calling(picky, health_interval_s=1000) as caller, asyncio.timeout(30):
+        others = [asyncio.create_task(ask_on(caller)) for _ in range(8)]
+        await busy.wait()
+        assert await caller.ask((b"x-text", b"too-long")) == status
+        assert picky.asked == 10
+        is_over = True
+        await asyncio.gather(*others)
+        assert not caller.pool.backends[0].cooling_down
 
 
 async def test_a_server_that_refuses_everything_is_not_full() -> None:

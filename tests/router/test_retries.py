@@ -11,6 +11,7 @@ import pytest
 from reward_loop.router.backend import Backend, BackendState
 from reward_loop.router.client_request import ClientRequest, Flow
 from reward_loop.router.config import BackendConfig, RouterConfig
+from reward_loop.router.headers import RawHeader
 from reward_loop.router.http_client import Answer, BrokenError, ConnectError, StaleError
 from reward_loop.router.pool import BackendPool
 from reward_loop.router.proxy import Proxy
@@ -58,12 +59,13 @@ class Caller:
         self.pool = pool
         self.proxy = Proxy(pool, config)
 
-    async def ask(self) -> int:
-        return int((await self.answer()).split(b" ")[1])
+    async def ask(self, *headers: RawHeader) -> int:
+        return int((await self.answer("1.1", *headers)).split(b" ")[1])
 
-    async def answer(self, version: str = "1.1") -> bytes:
+    async def answer(self, version: str = "1.1", *headers: RawHeader) -> bytes:
         transport = Transport()
-        client = ClientRequest(Flow(transport), "POST", PATH, version, [GROUP], keep_alive=version != "1.0")
+        every = [GROUP, *headers]
+        client = ClientRequest(Flow(transport), "POST", PATH, version, every, keep_alive=version != "1.0")
         client.end_body()
         await self.proxy(client)
         return transport.written
