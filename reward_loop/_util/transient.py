@@ -6,6 +6,7 @@ import contextlib
 import errno
 import re
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -139,7 +140,26 @@ def address_of(error: BaseException) -> str:
         host, port = _attribute(cause, "host"), _attribute(cause, "port")
         if isinstance(host, str) and isinstance(port, int):
             return f"{host}:{port}"
-    return ""
+    return next(filter(None, map(_connected_to, _causes(error))), "")
+
+
+def _connected_to(error: BaseException) -> str:
+    """Return the server of the innermost connection of Python's own clients, whose errors do not have the address."""
+    address = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        names = frame.f_locals
+        match frame.f_globals.get("__name__"):
+            case "http.client":
+                host, port = (_attribute(names.get("self"), name) for name in ("host", "port"))
+            case "socket" if isinstance(names.get("address"), tuple):  # create_connection
+                host, port = names["address"][:2]
+            case "asyncio.streams" | "asyncio.base_events":  # open_connection, create_connection
+                host, port = names.get("host"), names.get("port")
+            case _:
+                continue
+        if isinstance(host, str) and isinstance(port, int | str):
+            address = f"{host}:{port}"
+    return address
 
 
 def _breaks_servers(error: BaseException) -> bool:

@@ -261,5 +261,5 @@ class RemoteLimits(Limits):
             f"the limiter service at {self.name} is unreachable ({why}). It keeps the limits of all workers of the "
             "job, so no calls are made without it. It runs in the process that started the job: check that process "
             "first",
-            f"{self.name}, the limiter service" if awaited else None,
+            f"the limiter service at {self.name}" if awaited else None,
         )

@@ -125,6 +125,7 @@ class Outage:
         """The number of answers since the outage began."""
         self.samples = 0
         """The number of samples whose calls wait or have their turn."""
+        self._name = address if address.startswith("the limiter service") else f"judge {address}"
         self._timeout_s = timeout_s
         self._was_reached = was_reached
         self._since = self._failed_at = time.monotonic()
@@ -210,7 +211,7 @@ class Outage:
         """Return what the message of a sample says that has waited as long as allowed."""
         hint = "" if self._was_reached else f" {_NEVER_REACHED}"
         return (
-            f"\njudge {self.address} could not be reached for {self.seconds:.0f} s; calls wait at most "
+            f"\n{self._name} could not be reached for {self.seconds:.0f} s; calls wait at most "
             f"{self._timeout_s:g} s (reward_loop.outage_timeout_s).{hint}"
         )
 
@@ -273,16 +274,16 @@ class Outage:
         self._is_logged = True
         hint = "" if self._was_reached else f". {_NEVER_REACHED}"
         logger.warning(
-            "judge %s unreachable for %.0f s, %s waiting, for at most %g s (reward_loop.outage_timeout_s)%s",
-            *(self.address, self.seconds, counted(self.samples, "sample"), self._timeout_s, hint),
+            "%s unreachable for %.0f s, %s waiting, for at most %g s (reward_loop.outage_timeout_s)%s",
+            *(self._name, self.seconds, counted(self.samples, "sample"), self._timeout_s, hint),
         )
 
     def _log_return(self) -> None:
         self._stop_log()
         if self._is_logged:
             logger.warning(
-                "judge %s answers again after %.0f s, continuing with %s",
-                *(self.address, self.seconds, counted(self.samples, "sample")),
+                "%s answers again after %.0f s, continuing with %s",
+                *(self._name, self.seconds, counted(self.samples, "sample")),
             )
         self._is_logged = False
 

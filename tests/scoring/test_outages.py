@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
+import json
 import logging
 import re
 import socket
 import ssl
 import struct
+import urllib.request
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +26,7 @@ from reward_loop import Outcome, RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop._util.sockets import listen
 from reward_loop._util.transient import NO_SERVER_UP, REQUEST_BREAKS_SERVERS
 from reward_loop.client import chat_complete, classify
+from reward_loop.errors import JobServiceError
 from reward_loop.limits import outages
 from tests.clock import until
 
@@ -31,7 +35,7 @@ ANSWER = b'{"choices": [{"message": {"content": "7"}}], "data": [{"probs": [7]}]
 Peer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
 
 
-def http(status: int, body: bytes = ANSWER, headers: str = "") -> bytes:
+def answer_of(status: int, body: bytes = ANSWER, headers: str = "") -> bytes:
     return b"HTTP/1.1 %d X\r\ncontent-length: %d\r\ncontent-type: application/json\r\nconnection: close\r\n%s\r\n%s" % (
         *(status, len(body), headers.encode(), body),
     )
@@ -40,7 +44,7 @@ def http(status: int, body: bytes = ANSWER, headers: str = "") -> bytes:
 def answers(status: int, body: bytes = ANSWER, headers: str = "") -> Peer:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
-        writer.write(http(status, body, headers))
+        writer.write(answer_of(status, body, headers))
 
     return answer
 
@@ -68,7 +72,7 @@ async def closes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 async def cuts_within_the_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     await read_request(reader)
-    writer.write(http(200)[:-5])
+    writer.write(answer_of(200)[:-5])
 
 
 async def cuts_the_handshake(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -167,6 +171,27 @@ async def by_openai(solution_str: str, reward_router_address: str) -> float:
     async with client:
         reply = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
     return float(reply.choices[0].message.content or "")
+
+
+def by_urllib(solution_str: str, reward_router_address: str) -> float:
+    request = urllib.request.Request(f"http://{reward_router_address}/v1/chat/completions", b"{}")
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as response:
+        return float(json.load(response)["choices"][0]["message"]["content"])
+
+
+def by_http_client(solution_str: str, reward_router_address: str) -> float:
+    connection = http.client.HTTPConnection(reward_router_address, timeout=60)
+    connection.request("POST", "/v1/chat/completions", b"{}")
+    return float(json.load(connection.getresponse())["choices"][0]["message"]["content"])
+
+
+async def by_a_stream(solution_str: str, reward_router_address: str) -> float:
+    host, port = reward_router_address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST / HTTP/1.1\r\ncontent-length: 0\r\n\r\n")
+    body = (await reader.read()).partition(b"\r\n\r\n")[2]
+    writer.close()
+    return float(json.loads(body)["choices"][0]["message"]["content"])
 
 
 CLIENTS = (
@@ -344,7 +369,7 @@ async def test_a_sample_that_the_judge_cannot_answer_fails_while_others_are_answ
         length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
         body = await reader.readexactly(int(length.partition(b":")[2]))
         if b"poison" not in body:
-            writer.write(http(200))
+            writer.write(answer_of(200))
 
     await judge.be(picky)
     function = scoring(by_our_client)
@@ -376,6 +401,22 @@ async def test_the_console_has_one_line_for_all_samples_and_one_when_the_judge_i
         "(reward_loop.outage_timeout_s)",
         f"judge http://{judge.address} answers again after N s, continuing with 8 samples",
     ]
+
+
+async def test_the_limiter_service_is_not_called_a_judge(caplog: pytest.LogCaptureFixture) -> None:
+    is_away = True
+
+    async def compute_score() -> float:
+        if is_away:
+            raise JobServiceError("away", "the limiter service at 127.0.0.1:1")
+        return 1.0
+
+    sample = asyncio.create_task(scoring(compute_score)(RewardSample("4")))
+    await until(lambda: "unreachable" in caplog.text)
+    is_away = False
+    assert (await sample).score == 1
+    lines = [record.getMessage() for record in caplog.records if record.name == outages.__name__]
+    assert [line.startswith("the limiter service at 127.0.0.1:1 ") for line in lines] == [True, True]
 
 
 async def test_a_judge_that_never_answered_is_named_at_once(judge: Judge, caplog: pytest.LogCaptureFixture) -> None:
@@ -446,6 +487,28 @@ async def test_a_request_that_breaks_servers_is_final(client: Any, status: int, 
     await judge.be(answers(status, error(REQUEST_BREAKS_SERVERS)))
     (result,) = await scored(scoring(client), judge)
     assert (result.outcome, result.attempts, judge.connections) == (Outcome.FAILED, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("client", "isolation"),
+    [(by_urllib, "thread"), (by_urllib, "process"), (by_http_client, "thread"), (by_a_stream, "thread")],
+)
+async def test_one_of_two_judges_is_away(client: Any, isolation: str, judge: Judge) -> None:
+    other = Judge()
+    await other.be(answers(200))
+    function = scoring(client, isolation=isolation, max_processes=2)
+    sample = asyncio.create_task(function(RewardSample("4"), reward_router_address=judge.address))
+    outages = function.limits.outages(asyncio.get_running_loop())
+    async with asyncio.timeout(60):
+        await until(lambda: outages.samples == 1)
+        for _ in range(20):  # the answers of the other judge are none of this one
+            assert (await function(RewardSample("4"), reward_router_address=other.address)).score == 7
+        assert not sample.done()
+        assert list(outages._open) == [judge.address]
+        await judge.be(answers(200))
+        assert (await sample).score == 7
+    await other.stop()
+    await asyncio.to_thread(function.close)
 
 
 async def test_errors_without_an_address_stand_for_the_function_itself() -> None:
