@@ -92,6 +92,8 @@ def open_audit(manager: Any) -> Audit | None:
     if not isinstance(manager, RewardLoopManagerBase) or not manager.options.audit.is_on:
         return None
     manager.observer = audit = Audit(manager)
+    for proofs in manager.proofs:
+        proofs.labelled = audit.labelled
     return audit
 
 
@@ -138,6 +140,11 @@ class Audit:
         self._running: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_draining = self._is_closed = False
+
+    @property
+    def labelled(self) -> Sequence[tuple[RewardSample, bool]]:
+        """The labelled answers, with their labels."""
+        return () if self._labelled is None else self._labelled.answers
 
     def offer(self, samples: Sequence[RewardSample], results: Sequence[RewardResult]) -> None:
         """Start probes of samples that were scored together, if they are chosen. Returns at once.

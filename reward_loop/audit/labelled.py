@@ -59,13 +59,13 @@ class LabelledAnswers:
             lines = Path(path).read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{where}: {error}") from error
-        self._answers: list[tuple[RewardSample, bool]] = []
+        self.answers: list[tuple[RewardSample, bool]] = []
         for number, line in enumerate(lines, 1):
             if line.strip():
-                self._answers.append(_answer(line, f"{where}, line {number}", number))
-        if not self._answers:
+                self.answers.append(_answer(line, f"{where}, line {number}", number))
+        if not self.answers:
             raise ConfigError(f"{where}: it has no answers")
-        if repeated := [uid for uid, count in Counter(a.uid for a, _ in self._answers).items() if count > 1]:
+        if repeated := [uid for uid, count in Counter(a.uid for a, _ in self.answers).items() if count > 1]:
             raise ConfigError(f"{where}: the uid {repeated[0]!r} occurs more than once")
         self._every = every
         self._next_step: int | None = None
@@ -89,7 +89,7 @@ class LabelledAnswers:
         if self._next_step is not None and (step or 0) < self._next_step:
             return []
         self._next_step = (step or 0) + self._every
-        answers = self._answers[part[0] :: part[1]]
+        answers = self.answers[part[0] :: part[1]]
         random.Random(self._times).shuffle(answers)
         self._times += 1
         return answers

@@ -19,7 +19,7 @@ from reward_loop.managers.policy import apply_policy
 from reward_loop.managers.recording import open_records, record_sample
 from reward_loop.records import ActiveSample, watch
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
-from reward_loop.scoring.proofs import ProofCounts
+from reward_loop.scoring.proofs import ProofCounts, Proofs
 from reward_loop.scoring.results import check_result
 from reward_loop.types import Reward, RewardResult, RewardSample
 
@@ -282,8 +282,13 @@ class RewardLoopManagerBase:
 
     def proof_counts(self) -> ProofCounts | None:
         """Return what the proofs of the functions found since the last call; ``None`` without proofs."""
-        proofs = [function.proofs for function in self._functions() if getattr(function, "proofs", None) is not None]
+        proofs = self.proofs
         return sum((one.take() for one in proofs), ProofCounts()) if proofs else None
+
+    @property
+    def proofs(self) -> list[Proofs]:
+        """The proofs of the functions that have some."""
+        return [function.proofs for function in self._functions() if getattr(function, "proofs", None) is not None]
 
     async def with_answer(self, sample: RewardSample, answer: str) -> RewardSample:
         """Return a sample with another answer, for the probes of an audit.

@@ -178,6 +178,8 @@ class Proofs:
         """The number of results of a process after which a proof is due; 0 without any known answers."""
         self.counts = ProofCounts()
         self._name = name
+        self.labelled: Sequence[tuple[RewardSample, bool]] = ()
+        """Answers and whether they are right, which are used before those made from the ground truth."""
         self.pairs: dict[str, KnownAnswers] = {}
         """The known answers, by data source."""
         self._ready: dict[str, asyncio.Task[None]] = {}
@@ -330,7 +332,8 @@ class Proofs:
 
     async def _find(self, source: str, sample: RewardSample, score: Score) -> str | None:
         """Add the known answers of a data source, or return why there are none."""
-        found = await find_pair(sample, self._truths.get(source, ()), score)
+        labelled = [one for one in self.labelled if one[0].data_source == source]
+        found = await _labelled_pair(labelled, score) or await find_pair(sample, self._truths.get(source, ()), score)
         if isinstance(found, str):
             return found
         answers = (found.right, found.wrong)
@@ -345,6 +348,20 @@ class Proofs:
         self.pairs[source] = found
         self.limit = self.every * len(self.pairs)
         return None
+
+
+async def _labelled_pair(labelled: Sequence[tuple[RewardSample, bool]], score: Score) -> KnownAnswers | None:
+    """Return the labelled right answer with the largest score, and the wrong one with the smallest, if that is less."""
+    known: dict[bool, list[tuple[float, RewardSample]]] = {True: [], False: []}
+    for label, found in known.items():
+        for answer in [answer for answer, its_label in labelled if its_label is label][:_MAX_TEXTS]:
+            if (scored := await score(answer)) is not None:
+                found.append((scored, answer))
+    right = max(known[True], key=lambda one: one[0], default=None)
+    wrong = min(known[False], key=lambda one: one[0], default=None)
+    if right is None or wrong is None or right[0] <= wrong[0]:
+        return None
+    return KnownAnswers(right[1], wrong[1], right[0], wrong[0])
 
 
 async def find_pair(sample: RewardSample, truths: Sequence[Any], score: Score) -> KnownAnswers | str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 
-from reward_loop import Outcome, RewardLoopConfig, RewardSample, ScoringFunction
+from reward_loop import NaiveRewardLoopManager, Outcome, RewardLoopConfig, RewardSample, ScoringFunction
+from reward_loop.audit import open_audit
 from reward_loop.errors import BrokenScorerError
 from reward_loop.scoring import proofs
 from tests.scoring import scorers
@@ -216,6 +218,29 @@ async def test_the_wrong_answer_is_the_right_one_of_another_sample(scoring):
     truths = ["72", "31", "8"]
     await asyncio.gather(*(made(RewardSample("?", data_source="d", ground_truth=truth)) for truth in truths))
     assert made.proofs.pairs["d"].wrong.solution_str == "Answer: 31"
+
+
+def in_an_unusual_form(solution_str, ground_truth):
+    return float(solution_str == f"[[[{ground_truth}]]]")
+
+
+async def test_labelled_answers_prove_what_no_form_does(tmp_path):
+    lines = [
+        {"solution_str": "[[[5]]]", "label": True, "ground_truth": "5", "data_source": "sums"},
+        {"solution_str": "[[[6]]]", "label": False, "ground_truth": "5", "data_source": "sums"},
+        {"solution_str": "6", "label": False, "ground_truth": "6", "data_source": "other"},
+    ]
+    (tmp_path / "labelled.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    options = RewardLoopConfig(audit={"labelled": str(tmp_path / "labelled.jsonl")})
+    manager = NaiveRewardLoopManager(options, compute_score=in_an_unusual_form)
+    open_audit(manager)
+    for source in ("sums", "other"):
+        await manager.score(RewardSample("[[[7]]]", data_source=source, ground_truth="7"))
+    assert list(manager.function.proofs.pairs) == ["sums"]
+    pair = manager.function.proofs.pairs["sums"]
+    assert (pair.right.solution_str, pair.wrong.solution_str) == ("[[[5]]]", "[[[6]]]")
+    assert manager.function.proofs.tried == {"sums", "other"}
+    await asyncio.to_thread(manager.close)
 
 
 def ignores_the_answer(solution_str, ground_truth):
