@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import decimal
+import functools
 import gc
 import locale
 import logging
@@ -19,7 +20,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["ProcessState"]
+__all__ = ["ProcessState", "Watch"]
 
 _MODULES = (os, sys, subprocess, shutil, signal, sys.modules["builtins"])
 """Modules in which graders of generated code set functions to ``None``, or replace them."""
@@ -27,7 +28,7 @@ _MODULES = (os, sys, subprocess, shutil, signal, sys.modules["builtins"])
 _LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_CORE, resource.RLIMIT_CPU, resource.RLIMIT_DATA, resource.RLIMIT_FSIZE,
            resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_STACK)  # fmt: skip
 _SIGNALS = (signal.SIGALRM, signal.SIGCHLD, signal.SIGPIPE, signal.SIGTERM)
-"""The signals whose handlers are compared; each takes half a microsecond."""
+"""The signals whose handlers are compared."""
 
 _MAX_NEW_THREADS = 64
 """A worker whose calls have left more threads behind is replaced."""
@@ -42,22 +43,25 @@ class ProcessState:
     user's own modules.
 
     The functions that `restore` uses are kept here: a call may set them to ``None``.
+
+    Args:
+        watch: records changes of what takes long to compare.
     """
 
-    def __init__(self) -> None:
-        self._names = [(vars(module), dict(vars(module))) for module in _MODULES]
+    def __init__(self, watch: Watch) -> None:
+        self._names = [_Names(vars(module)) for module in _MODULES]
         self._modules = dict(sys.modules)
         lists: list[list[Any]] = [sys.path, sys.meta_path, sys.path_hooks]
         self._lists = [(found, list(found)) for found in lists]
-        self._getrlimit, self._setrlimit = resource.getrlimit, resource.setrlimit
+        self._watch = watch
+        self._getrlimit, self._setrlimit = resource.getrlimit, watch.setrlimit
         self._limits = self._current_limits()
         self._umask, self._mask = os.umask, os.umask(0)
         self._umask(self._mask)
-        self._getsignal, self._signal, self._sigmask = signal.getsignal, signal.signal, signal.pthread_sigmask
+        self._getsignal, self._signal, self._sigmask = signal.getsignal, watch.signal, signal.pthread_sigmask
         self._handlers = [self._getsignal(number) for number in _SIGNALS]
         self._blocked = self._sigmask(signal.SIG_BLOCK, ())
         self._environment = dict(os.environ)
-        self._watch = _watch_environment()
         self._getcontext, self._decimal = decimal.getcontext, decimal.getcontext().copy()
         self._decimal_fields = _fields(self._decimal)
         self._settings = _settings()
@@ -65,17 +69,14 @@ class ProcessState:
         self._catching, self._filters = _catch_warnings()
         self._active_threads, self._threads = threading.active_count, threading.active_count()
         self._tzset = time.tzset
+        watch.changed.clear()  # by imports
 
     def restore(self) -> bool:
         """Undo what a call has changed; return false if the process must be replaced instead.
 
         A function that limits its CPU time expects a new process: the limit counts the time of all calls before.
         """
-        changed = False
-        for names, before in self._names:
-            if names != before:
-                changed = True
-                _restore_names(names, before)
+        changed = True in [names.restore() for names in self._names]  # all of them
         for found, before_list in self._lists:
             if found != before_list:
                 changed = True
@@ -86,12 +87,11 @@ class ProcessState:
                     sys.modules[name] = module
         self._umask(self._mask)
         self._sigmask(signal.SIG_SETMASK, self._blocked)
-        handlers = [self._getsignal(number) for number in _SIGNALS]
-        if handlers != self._handlers:
+        if "handlers" in self._watch.changed:
             for number, handler in zip(_SIGNALS, self._handlers, strict=True):
-                if handler is not None:  # not set by Python
+                if handler is not None and self._getsignal(number) != handler:  # None: it is not set by Python
                     self._signal(number, handler)
-        if self._watch.changed:
+        if "environment" in self._watch.changed:
             self._restore_environment()
         if _fields(self._getcontext()) != self._decimal_fields:
             decimal.setcontext(self._decimal.copy())
@@ -101,7 +101,9 @@ class ProcessState:
         if warnings.filters != self._filters:
             self._catching.__exit__(None, None, None)
             self._catching, self._filters = _catch_warnings()
-        return self._restore_limits() and self._active_threads() - self._threads <= _MAX_NEW_THREADS
+        is_restored = "limits" not in self._watch.changed or self._restore_limits()
+        self._watch.changed.clear()
+        return is_restored and self._active_threads() - self._threads <= _MAX_NEW_THREADS
 
     def _current_limits(self) -> list[tuple[int, int]]:
         return [self._getrlimit(limit) for limit in _LIMITS]
@@ -127,41 +129,70 @@ class ProcessState:
         os.environ.update(self._environment)
         if zone != self._environment.get("TZ"):
             self._tzset()
-        self._watch.changed = False
 
 
-class _Watch:
-    """Whether the environment may have changed. To compare it after each call would take 20 microseconds."""
+class Watch:
+    """Records whether the environment, resource limits or signal handlers may have changed.
+
+    To compare them after each call would take 30 microseconds. Create it before the user's function is imported, which
+    may keep the functions that are watched.
+    """
 
     def __init__(self) -> None:
-        self.changed = False
+        self.changed: set[str] = set()
+        """Of ``environment``, ``limits`` and ``handlers``, those that may have changed."""
+        self.setrlimit, self.signal = resource.setrlimit, signal.signal
+        self._watch_environment()
+        for module, name, what in (
+            (resource, "setrlimit", "limits"),
+            (resource, "prlimit", "limits"),
+            (signal, "signal", "handlers"),
+        ):
+            setattr(module, name, self._watched(getattr(module, name), what))
+
+    def _watched(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.changed.add(what)
+            return function(*arguments, **options)
+
+        return call
+
+    def _watch_environment(self) -> None:
+        changed = self.changed
+        kind: Any = type(os.environ)
+
+        class Watched(kind):
+            def __setitem__(self, name: str, value: str) -> None:
+                changed.add("environment")
+                super().__setitem__(name, value)
+
+            def __delitem__(self, name: str) -> None:
+                changed.add("environment")
+                super().__delitem__(name)
+
+        Watched.__name__ = Watched.__qualname__ = kind.__name__
+        os.environ.__class__ = Watched
 
 
-def _watch_environment() -> _Watch:
-    """Return an object whose ``changed`` becomes true when `os.environ` is changed."""
-    watch = _Watch()
-    kind: Any = type(os.environ)
+class _Names:
+    """The names of a module. To compare lists of their values takes half as long as to compare dicts."""
 
-    class Watched(kind):
-        def __setitem__(self, name: str, value: str) -> None:
-            watch.changed = True
-            super().__setitem__(name, value)
+    def __init__(self, names: dict[str, Any]) -> None:
+        self._names, self._before, self._values = names, dict(names), [*names.values()]
 
-        def __delitem__(self, name: str) -> None:
-            watch.changed = True
-            super().__delitem__(name)
-
-    Watched.__name__ = Watched.__qualname__ = kind.__name__
-    os.environ.__class__ = Watched
-    return watch
-
-
-def _restore_names(names: dict[str, Any], before: dict[str, Any]) -> None:
-    for name, value in before.items():
-        if names.get(name, before) is not value:
-            names[name] = value
-    for name in names.keys() - before.keys():  # names that are new stay: modules that a call imports may need them
-        before[name] = names[name]
+    def restore(self) -> bool:
+        """Restore the names; return whether any had changed."""
+        names, before = self._names, self._before
+        if [*names.values()] == self._values:
+            return False
+        for name, value in before.items():
+            if names.get(name, before) is not value:
+                names[name] = value
+        for name in names.keys() - before.keys():  # names that are new stay: modules that a call imports may need them
+            before[name] = names[name]
+        self._values = [*names.values()]
+        return True
 
 
 def _fields(context: decimal.Context) -> tuple[Any, ...]:

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 from reward_loop._util.framing import frame, receive_frame
 from reward_loop.errors import RewardFunctionError
 from reward_loop.processes.outcome import CallOutcome, RemoteError, describe_exception, outcome_of
-from reward_loop.processes.state import ProcessState
+from reward_loop.processes.state import ProcessState, Watch
 
 __all__ = [
     "ANSWER",
@@ -226,9 +226,10 @@ def serve(connection: socket.socket, stack_fd: int, max_memory_mb: int | None) -
     global channel
     channel = to_pool = Channel(connection)
     os.register_at_fork(after_in_child=_detach)
+    watch = Watch()
     function, max_calls, failure = _load(to_pool.receive())
     _settle_streams()
-    state = ProcessState()
+    state = ProcessState(watch)
     while True:
         arguments = to_pool.next_call()
         if failure is None:
