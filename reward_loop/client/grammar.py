@@ -10,8 +10,9 @@ rules.
    become ASCII.
 2. *Candidates.* A candidate is a marker, such as ``Score:``, at the beginning of a word, with its value directly after
    it, or alone on the next line. Markdown, quotes and brackets may surround both. Case is ignored. The candidates of
-   `Json` are objects, and those of `Pattern` matches, without rules 3 and 6.
-3. *Only the last candidate can be the verdict.* It must be understood: nothing may qualify its value. These do: another
+   `Json` are objects, and those of `Pattern` matches, without rule 3.
+3. *Only the last candidate can be the verdict.* It must be understood: nothing may qualify its value, or make it an
+   example (``e.g. Score: 8``), a condition, or what the judge does not give. These qualify it: another
    number or word that may be the verdict in the same clause, a range, a unit such as ``%``, a question mark, a hedge
    such as ``or`` or ``maybe``, also before the marker. The rest of the line may be an explanation; after ``because``
    it is not checked.
@@ -21,7 +22,8 @@ rules.
    or which has a name of its own, such as ``Style score:``, counts only as the end of the reply, and only if no draft
    differs.
 6. *Nothing after the candidate may contradict it*: neither the marker's words with another value (``The score is 3``),
-   nor another value alone in a line, nor a sentence that takes the verdict back (``Wait, ...``).
+   nor another value alone in a line, also after a word such as ``Revised:``, nor a sentence that takes the verdict
+   back (``Wait, ...``). Of objects and matches, only such a sentence is checked.
 
 Each rule takes linear time: patterns cannot backtrack over more than a bounded number of characters. Where a judge
 writes far less, numbers are limited: of tags, of drafts, of characters after the verdict.
@@ -177,7 +179,7 @@ _CLOSED = re.compile(r"(?:[*_\"'`)\]}$|\u2019\u201d]++|\\[)\]]|" + _HTML + r"){0
 _JOINED = (
     r"(?:\s++|[*_\"'`~=>|:)\]}\u2012\\]|-(?=[\s>])|&\#?\w{1,8};|"
     + _HTML
-    + r"|(?:is|was|of|to|be|now|should|would|becomes?|only)\b){0,16}+"
+    + r"|(?:is|was|of|to|be|now|should|would|must|could|becomes?|only|lowered|raised|reduced|changed|revised)\b){0,16}+"
 )
 """What may stand between the words of a marker and a value, instead of the marker's last sign."""
 _NAMED = r"[^\n.!?:=]{1,40}[:=]"
@@ -194,14 +196,18 @@ _HEDGES = frozenset(
         "hundred thousand million initially initial first tentative tentatively provisional provisionally draft guess "
         "before until versus vs however except assuming depending between higher lower more less fewer up down wait "
         "actually rather instead though otherwise is was were seems isn wasn partially partly mostly largely somewhat "
-        "borderline ish out of",
+        "borderline ish out of off deducted lost below above false apart part",
     )
 )
 """Words that qualify a value, or make it the subject of a sentence, if they are among the first two after it."""
+_CROSSED = frozenset("?\u2717\u2718\u274c\u2612\u274e")
+"""Signs in the clause after a value that qualify it."""
 _REASON = re.compile(r"[\s,;:(\u2012-]{1,5}(?:because|since|due\s+to|given\s+that)\b", re.IGNORECASE)
 _TAKEN_BACK = re.compile(
     r"(?:[.!?\n]|\A)[\s*_>-]{0,9}(?:wait|hmm+|oops|sorry|correction|scratch that|on second thoughts?|actually|rather"
-    r"|maybe|perhaps|or\b|no[,.:;!\u2012-]|let me re|i take (?:it|that|this) back|i change|edit:)",
+    r"|maybe|perhaps|or\b|no[,.:;!\u2012-]|let me re|i take (?:it|that|this) back|edit:|just kidding|my mistake"
+    r"|on (?:further )?reflection|in hindsight|on closer|(?:strike|disregard|ignore) that"
+    r"|i (?:(?:would|will|must|should|have to) )?(?:change|lower|raise|reduce|revise|downgrade|upgrade|correct) )",
     re.IGNORECASE,
 )
 _GAP = rf"(?:[\s\d*_\"'`.,;:/|&()\[\]{{}}<>$\\\u2012-]|{_HTML}){{0,40}}"
@@ -216,8 +222,27 @@ _NEUTRAL = frozenset(
     re.findall(r"\w+", "a an and as final give hence i is it my our overall so the then therefore this thus total")
 )
 """Words before a marker that do not give it another meaning."""
-_DENIALS = frozenset(re.findall(r"\w+", "not no nor or either neither never maybe perhaps possibly probably likely"))
+_DENIALS = frozenset(
+    re.findall(
+        r"\w+",
+        "not no nor or either neither never maybe perhaps possibly probably likely max maximum min minimum previous "
+        "possible threshold passing example format template",
+    )
+)
 """Words before a marker that qualify what follows."""
+_NOT_SAID = re.compile(
+    r"(?:\b(?:example|format|template|instance)|\be\.g\.)[\s:,*_\"'`(]{0,6}\Z"
+    r"|\bif\b[^.!?\n]{0,80}\Z"
+    r"|(?:n't|n\u2019t|\bnot|\bnever|\bcannot)\s(?:\w{1,20}\s){0,2}(?:write|give|award|assign|say|output|use|deserve)"
+    r"[\s:,*_\"'`(an]{0,6}\Z",
+    re.IGNORECASE,
+)
+"""Text directly before a marker that makes it an example, a condition, or what the judge does not give."""
+_REVISED = (
+    r"(?:[\s#=>*_\u2012-]|(?:final|overall|revised|corrected|updated|adjusted|new|total|so|thus|hence|therefore)\b[:,=]?)"
+    r"{0,9}+"
+)
+"""What may stand in a line before a value that replaces the verdict."""
 _SAYING = re.compile(
     r"\b(?:wrote|writes?|written|says?|said|states?|stated|claims?|claimed|quotes?|quoted|contains?|outputs?|prints?"
     r"|reads?|begins?|ends?)\b(?:\s(?:with|in|as))?[\s:,*_\"'`(>]{0,6}\Z",
@@ -235,7 +260,7 @@ MOST_DRAFTS = 100
 
 
 def check_last(found: Candidate, drafts: Sequence[Candidate | None], quoted: bool) -> None:
-    """Check the last candidate: rules 4 and 5.
+    """Check the last candidate: rules 4 and 5, and that the text after it does not take it back.
 
     Args:
         found: the candidate.
@@ -253,6 +278,9 @@ def check_last(found: Candidate, drafts: Sequence[Candidate | None], quoted: boo
             raise NoVerdictError(f"the reply has two different verdicts: {_shown(found.text, draft.begin)}")
         if quoted:
             raise NoVerdictError(f"the last verdict may be a quote, and an earlier one differs: {found.shown}")
+    if taken_back := _TAKEN_BACK.search(found.text, found.end, found.end + _LONGEST_REST):
+        shown = _shown(found.text, taken_back.start())
+        raise NoVerdictError(f"the text after {found.shown} takes it back: {shown}")
     if quoted and (len(drafts) == MOST_DRAFTS or not _ENDS.match(found.text, found.end)):
         raise NoVerdictError(f"the last verdict may be a quote: {found.shown}")
 
@@ -307,7 +335,7 @@ class Grammar:
         # After an opening bracket, a closing one ends the candidate.
         around = _AROUND.replace(r"|)\]}", "|") if self._closes else _AROUND
         self._value = re.compile(rf"{around}(?P<value>{value})", re.IGNORECASE)
-        self._line = re.compile(rf"\n{_AROUND}(?P<value>{value})", re.IGNORECASE)
+        self._line = re.compile(rf"\n{_REVISED}{_AROUND}(?P<value>{value})", re.IGNORECASE)
         self._marker = re.compile(_of_parts(parts))
         weak = parts[:-1] if len(parts) > 1 and not re.match(r"\w", parts[-1]) else []
         # "Score (final): 8" is only for words: after a bracket, the text is free.
@@ -385,15 +413,17 @@ class Grammar:
             return False
         clause = re.split(r"\u3002|[.!](?=[\s*_\"'`)]|\Z)|\n", rest, maxsplit=1)[0]
         words = [word.lower() for word in re.findall(r"[^\W\d_]+", clause[:100])[:2]]
-        return "?" not in clause and _HEDGES.isdisjoint(words) and not self._rivals(clause, verdict)
+        return _CROSSED.isdisjoint(clause) and _HEDGES.isdisjoint(words) and not self._rivals(clause, verdict)
 
     def _is_doubtful(self, text: str, marker: re.Match[str]) -> bool:
         """Return whether a candidate is quoted, or has a name of its own: rule 5."""
         start = marker.start()
+        before = text[max(0, start - 60) : start].rpartition("\n")[2]
+        if _NOT_SAID.search(before):
+            raise NoVerdictError(f"the text before it qualifies the last verdict: {_shown(before, 0)}")
         in_code = (text.count("```", 0, start) + text.count("~~~", 0, start)) % 2 == 1
         if in_code or is_quoted(text, start, marker[0]):
             return True
-        before = text[max(0, start - 60) : start].rpartition("\n")[2]
         stripped = before.rstrip(" \t*_~`(")
         letters = sum(1 for _ in takewhile(str.isalnum, reversed(stripped)))
         word = stripped[len(stripped) - letters :].lower()
@@ -419,9 +449,6 @@ class Grammar:
             if differs:
                 shown = _shown(found.text, other.start())
                 raise NoVerdictError(f"the text after {found.shown} contradicts it: {shown}")
-        if taken_back := _TAKEN_BACK.search(found.text, found.end):
-            shown = _shown(found.text, taken_back.start())
-            raise NoVerdictError(f"the text after {found.shown} takes it back: {shown}")
 
     def _alone(self, text: str) -> Candidate:
         """Return the value that is alone in the last line; the line before must not be another value alone."""

@@ -101,6 +101,50 @@ MARKERS = [
     (BRACKETS, "［［A］］", "A"),
     (NUMBER, "Score: 8\r\nIt is good.", 8),
     (NUMBER, "Score: 8 \u2705", 8),
+    (CHOICE, "Verdict: correct \u274c", None),
+    (CHOICE, "Verdict: correct (false)", None),
+    # What the judge takes back, or gives only as an example or under a condition.
+    *(
+        (NUMBER, text, None)
+        for text in (
+            "Score: 8 points off",
+            "Score: 8 below the maximum",
+            "Score: 8\nOn reflection, I give it a 3.",
+            "Score: 8\nI would lower it to 3.",
+            "Score: 8\nScore lowered to 3.",
+            "Score: 8\nHowever, the score must be 3.",
+            "Score: 8\nRevised: 3",
+            "Score: 8\nFinal: **3**",
+            "Score: 8\n=> 3",
+            "Score: 8\n# 3",
+            "Score: 8\nSo 3.",
+            "Example: Score: 8",
+            "The format is e.g. `Score: 8`",
+            "If it is correct, Score: 8",
+            "Don't write Score: 8",
+            "I will not give a Score: 8",
+            "Max score: 10",
+            "Previous score: 8",
+        )
+    ),
+    *(
+        (NUMBER, text, 8)
+        for text in (
+            "Score: 8\nConfidence: 9",
+            "Score: 8\nHowever, one detail is missing.",
+            "Score: 8\nOverall, it is good.",
+            "Score: 8\nSo it is nearly perfect.",
+            "Score: 8\nFinal: 8/10",
+            "If we ignore the typo, all is right. Score: 8",
+            "The proof is not complete, Score: 8",
+            "I cannot give full marks. Score: 8",
+            "Therefore, Score: 8",
+        )
+    ),
+    (CHOICE, "Verdict: correct\nOverall: incorrect", None),
+    (JSON, '{"score": 8}\nWait, I take it back.', None),
+    (JSON, '{"score": 8}\nIt is good.', {"score": 8}),
+    (PATTERN, "<verdict>yes</verdict>\nCorrection: it is bad.", None),
 ]
 
 STALE = [
@@ -166,7 +210,7 @@ DRAFTS = {
     NUMBER: "Score: 3. That was a draft.",
     CHOICE: "Verdict: correct. That was a draft.",
     BRACKETS: "[[A]]. That was a draft.",
-    JSON: 'A draft is {"score": 3}. On reflection, it is better.',
+    JSON: 'A draft is {"score": 3}. It may be better.',
     PATTERN: "<verdict>yes</verdict>. That was a draft.",
     ORDER: "Ranking: 1 > 2 > 3. That was a draft.",
 }
