@@ -104,8 +104,9 @@ class RewardSample:
     """The sample's name in messages and logs."""
     error: str | None = None
     """Why the sample cannot be scored, if its data is invalid. Such a sample fails without a call of the function."""
-    validate: bool = False
-    """Whether the sample belongs to validation. A limit serves waiting training and validation samples alternately."""
+    validate: bool | None = False
+    """Whether the sample belongs to validation; ``None`` if unknown. A limit serves waiting training and validation
+    samples alternately."""
     response_length: int | None = None
     """Number of response tokens; ``None`` if unknown."""
     group: str | None = None
@@ -113,7 +114,7 @@ class RewardSample:
     group_size: int | None = None
     """Number of samples in the group."""
     prompt: Any = None
-    """The prompt, as text or as chat messages, for the sample's record. Functions do not receive it."""
+    """The prompt, as text or as chat messages."""
     step: int | None = None
     """The training step that trains on the sample; ``None`` if unknown."""
     generated_step: int | None = None
@@ -124,9 +125,20 @@ class RewardSample:
     response: str | None = None
     """For the sample's record: what the policy wrote, if a manager's ``to_sample`` has changed ``solution_str``; by
     default ``solution_str``. Set by the reward loop. Functions do not receive it."""
+    response_ids: Sequence[int] | None = None
+    """The token ids of the response; ``None`` if unknown."""
+    is_truncated: bool | None = None
+    """Whether the response was cut off at the largest length; ``None`` if unknown."""
+    training_progress: float | None = None
+    """The share of the run that is done, from 0 to 1; ``None`` if unknown."""
     is_probe: bool = False
     """Whether an audit asks about this answer, see docs/health.md. Its calls wait for limits behind all
     others, and are neither cached nor counted as samples."""
+
+    @property
+    def global_steps(self) -> int | None:
+        """The training step: that which trains on the sample, or if it is not known yet, that which generated it."""
+        return self.generated_step if self.step is None else self.step
 
     @property
     def traffic_class(self) -> str:
@@ -187,9 +199,11 @@ class Reward(TypedDict):
 class ComputeScore(Protocol):
     """A reward function, sync or async.
 
-    The function receives only the arguments it declares, as keyword arguments, or all of them if it declares
-    ``**kwargs``. Available are ``data_source``, ``solution_str``, ``ground_truth``, ``extra_info``,
-    ``reward_router_address`` (``host:port``), ``reward_model_tokenizer`` and the configured ``reward_kwargs``.
+    The function receives only the arguments it declares, as keyword arguments. Available are ``data_source``,
+    ``solution_str``, ``ground_truth``, ``extra_info``, ``reward_router_address`` (``host:port``),
+    ``reward_model_tokenizer`` and the configured ``reward_kwargs``, which ``**kwargs`` also gets; and ``prompt``,
+    ``response_ids``, ``response_length``, ``is_truncated``, ``global_steps``, ``training_progress`` and ``validate``,
+    where they are known.
 
     The function returns a number, a bool, a dict with ``score``, a tuple ``(score, prompt, explanation)``, or ``None``
     (*unscored*).

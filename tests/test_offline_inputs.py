@@ -6,7 +6,8 @@ import json
 import pytest
 
 from reward_loop import ConfigError
-from reward_loop.offline.inputs import Inputs
+from reward_loop.offline.fields import Fields
+from reward_loop.offline.inputs import Inputs, Row
 
 ROWS = [{"solution_str": str(i)} for i in range(12)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -84,3 +85,42 @@ def test_inputs_that_cannot_be_read_are_refused(names, message):
 def test_a_file_whose_name_looks_like_a_pattern_is_a_file(tmp_path):
     (tmp_path / "step[1].jsonl").write_bytes(LINES)
     assert Inputs.open([str(tmp_path / "step[1].jsonl")]).count() == 12
+
+
+ROW = {
+    "solution_str": "4",
+    "prompt": "2+2=",
+    "response_ids": [19, 2],
+    "is_truncated": False,
+    "step": 3,
+    "training_progress": 0.5,
+    "validate": True,
+    "solution": "4",
+}
+
+
+def test_a_row_gives_the_arguments_that_a_function_asks_for():
+    requires = frozenset({"prompt", "response_ids", "response_length", "is_truncated", "global_steps", "validate"})
+    sample = Fields(columns=frozenset({"solution"})).to_sample(Row("r", ROW))
+    assert (sample.prompt, sample.response_ids, sample.response_length) == ("2+2=", [19, 2], 2)
+    assert (sample.is_truncated, sample.global_steps, sample.training_progress, sample.validate) == (
+        False,
+        3,
+        0.5,
+        True,
+    )
+    assert sample.extra_info == {"solution": "4"}
+    for name in requires - {"response_length"}:
+        field = "step" if name == "global_steps" else name
+        given = {key: value for key, value in ROW.items() if key != field}
+        without = Fields(requires=frozenset({name})).to_sample(Row("r", given))
+        assert without.error is not None, name
+        assert f"no field {field!r}" in without.error
+
+
+def test_a_required_field_has_its_type_and_another_is_left_out():
+    row = Row("r", {**ROW, "is_truncated": "no", "response_ids": "4 2"})
+    sample = Fields().to_sample(row)
+    assert (sample.error, sample.is_truncated, sample.response_ids) == (None, None, None)
+    error = Fields(requires=frozenset({"is_truncated"})).to_sample(row).error
+    assert error == "field 'is_truncated' is 'no', not a valid is_truncated"

@@ -202,13 +202,14 @@ class ProcessAgent(AgentInThread):
 
     Args:
         source: the options, or the path of their file.
+        lacks: the arguments of functions that the trainer does not pass.
 
     Raises:
-        ConfigError: there are no options, or an option is invalid.
+        ConfigError: there are no options, an option is invalid, or the function requires what the trainer lacks.
         FunctionLoadError: the function cannot be found, or cannot be called with the arguments of the reward loop.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, lacks: frozenset[str] = frozenset()) -> None:
         self.source = source
         self.config = load_config(source)
         scorer = load_scorer(
@@ -218,6 +219,11 @@ class ProcessAgent(AgentInThread):
             reward_kwargs=self.config.reward_kwargs,
             router_address=self.config.router_address,
         )
+        if missing := scorer.requires & lacks:
+            raise ConfigError(
+                f"the function {self.config.function} requires {listing(missing)}, which this trainer does not pass: "
+                "give the parameter a default"
+            )
         super().__init__(scorer, self.config.concurrency)
 
     def parts(self, data: Mapping[str, Any], ground_truth: str) -> dict[str, Any]:
@@ -246,18 +252,20 @@ class ProcessAgent(AgentInThread):
 _owner: AgentOwner[ProcessAgent] = AgentOwner()
 
 
-async def process_agent(source: Source = None) -> ProcessAgent:
+async def process_agent(source: Source = None, *, lacks: frozenset[str] = frozenset()) -> ProcessAgent:
     """Return the agent of this process; the first call starts it.
 
     Args:
         source: the options, or the path of their file; by default the file in ``REWARD_LOOP_CONFIG``. It must be the
             same in all calls.
+        lacks: the arguments of functions that the trainer does not pass.
 
     Raises:
-        ConfigError: there are no options, an option is invalid, or the agent was started with other options.
+        ConfigError: there are no options, an option is invalid, the agent was started with other options, or the
+            function requires what the trainer lacks.
         FunctionLoadError: the function cannot be found, or cannot be called with the arguments of the reward loop.
     """
-    agent = await _owner.get(lambda: ProcessAgent(source))
+    agent = await _owner.get(lambda: ProcessAgent(source, lacks))
     if agent.source != source:
         raise ConfigError(
             f"this process scores with the options {shorten(agent.source)}, so {shorten(source)} has no effect: a "

@@ -19,6 +19,8 @@ from reward_loop.types import Outcome, RewardSample
 
 __all__ = ["custom_rm", "normalise"]
 
+_LACKS = frozenset({"global_steps", "training_progress", "validate"})
+
 _NORMALISED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
 _DIVIDED = ("grpo", "gspo", "cispo")
 """The estimators for which slime subtracts the mean of the group, and those for which it divides by the deviation."""
@@ -42,7 +44,7 @@ async def custom_rm(args: Any, sample: Any, **_: Any) -> Any:
             has no component with the name in ``--reward-key``.
         RewardLoopError: an error that must stop the run, such as too many failures.
     """
-    agent = await process_agent(getattr(args, "reward_loop_config", None))
+    agent = await process_agent(getattr(args, "reward_loop_config", None), lacks=_LACKS)
     is_group = bool(getattr(args, "group_rm", False))
     if agent.needs_group and not is_group:
         raise ConfigError(
@@ -67,10 +69,24 @@ def _to_sample(agent: ProcessAgent, sample: Any, is_group: bool) -> RewardSample
         **agent.parts({**data, "label": sample.label}, "label"),
         uid=None if sample.index is None else str(sample.index),
         response_length=sample.response_length,
+        response_ids=_response_ids(sample),
+        is_truncated=_is_truncated(sample),
+        validate=None,
         # In a group, the agent sets a name that no other group has.
         group=None if is_group or sample.group_index is None else str(sample.group_index),
         prompt=sample.prompt,
     )
+
+
+def _response_ids(sample: Any) -> list[int] | None:
+    """Return the last tokens of a sample, which are the response."""
+    tokens, length = getattr(sample, "tokens", None), sample.response_length
+    return None if not tokens or length is None else list(tokens[len(tokens) - length :])
+
+
+def _is_truncated(sample: Any) -> bool | None:
+    status = getattr(sample, "status", None)
+    return None if status is None else getattr(status, "value", status) == "truncated"
 
 
 def _apply(args: Any, sample: Any, scored: Scored) -> Any:

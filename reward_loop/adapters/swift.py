@@ -13,9 +13,12 @@ from typing import Any
 
 from reward_loop.adapters.process_agent import ProcessAgent, Source, process_agent
 from reward_loop.errors import ConfigError
+from reward_loop.managers.base import progress_of
 from reward_loop.types import RewardSample
 
 __all__ = ["register", "score_completions"]
+
+_LACKS = frozenset({"is_truncated", "validate"})
 
 _INTERNAL = {"messages", "prompt_id", "request_id", "response_token_ids", "rollout_infos", "trainer_state"}
 """Columns that ms-swift adds to those of the data set; functions do not receive them."""
@@ -56,11 +59,13 @@ async def score_completions(
             manager compares the completions of a prompt, and not all of them are in this batch.
         RewardLoopError: an error that must stop the run, such as too many failures.
     """
-    agent = await process_agent(config)
+    agent = await process_agent(config, lacks=_LACKS)
     lists = {name: column for name, column in columns.items() if _is_column(column, len(completions))}
-    step = getattr(columns.get("trainer_state"), "global_step", None)
+    state = columns.get("trainer_state")
+    step = getattr(state, "global_step", None)
+    progress = progress_of(step, getattr(state, "max_steps", None))
     samples = [
-        _to_sample(agent, completion, {name: column[i] for name, column in lists.items()}, step)
+        _to_sample(agent, completion, {name: column[i] for name, column in lists.items()}, step, progress)
         for i, completion in enumerate(completions)
     ]
     order, groups = list(range(len(samples))), None
@@ -77,15 +82,20 @@ def _is_column(value: Any, length: int) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes) and len(value) == length
 
 
-def _to_sample(agent: ProcessAgent, completion: Any, row: Mapping[str, Any], step: int | None) -> RewardSample:
+def _to_sample(
+    agent: ProcessAgent, completion: Any, row: Mapping[str, Any], step: int | None, progress: float | None
+) -> RewardSample:
     """Return the sample of a completion, with its values of all columns."""
     tokens = row.get("response_token_ids") or []  # of the response, or a list for each turn of the policy
-    length = sum(len(part) if isinstance(part, list) else 1 for part in tokens)
+    ids = [token for part in tokens for token in (part if isinstance(part, list) else [part])]
     return RewardSample(
         str(completion),
         **agent.parts({name: value for name, value in row.items() if name not in _INTERNAL}, "solution"),
         uid=str(row["request_id"]) if "request_id" in row else None,
-        response_length=length or None,
+        response_length=len(ids) or None,
+        response_ids=ids or None,
+        training_progress=progress,
+        validate=None,
         prompt=row["messages"][:-1] if "messages" in row else None,
         step=step,
     )

@@ -15,6 +15,8 @@ from reward_loop.types import RewardSample
 
 __all__ = ["reward"]
 
+_LACKS = frozenset({"response_ids", "is_truncated", "global_steps", "training_progress", "validate"})
+
 
 async def reward(task: Any, trace: Any) -> float:
     """Return the reward of a trace; its components become metrics of the trace.
@@ -32,7 +34,7 @@ async def reward(task: Any, trace: Any) -> float:
         ConfigError: an option is invalid, or the manager compares several samples.
         RewardLoopError: an error that must stop the run, such as too many failures; verifiers stores it in the trace.
     """
-    agent = await process_agent()
+    agent = await process_agent(lacks=_LACKS)
     if agent.needs_group:
         raise ConfigError(
             f"the manager {agent.config.manager!r}, or post_process_scores, compares the samples of a group, but "
@@ -44,6 +46,7 @@ async def reward(task: Any, trace: Any) -> float:
         uid=trace.id,
         response_length=trace.num_output_tokens,
         prompt=task.prompt,
+        validate=None,
     )
     [scored] = await agent.score([sample])
     trace.record_metrics(scored.numbers)

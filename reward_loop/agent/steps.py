@@ -82,7 +82,7 @@ class StepEvents:
                 str(sample.uid),
                 sample.group,
                 sample.step,
-                validate=sample.validate,
+                validate=bool(sample.validate),
                 start=submitted,
                 times=times,
                 error=None,

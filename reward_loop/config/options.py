@@ -289,6 +289,13 @@ class ComponentConfig(Config):
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the function, or of its class."""
 
+    data_sources: str | tuple[str, ...] | None = None
+    """The data sources whose samples it scores: names, or patterns such as ``math*``. ``others`` are those that no
+    other component names. By default it scores all samples."""
+
+    phase: Literal["train", "validate"] | None = None
+    """``train``: it scores only the samples of training; ``validate``: only those of validations. By default both."""
+
     weight: float = Field(default=1.0, allow_inf_nan=False)
     """The factor of its score in the sum of the scores."""
 
@@ -341,6 +348,9 @@ class RewardLoopConfig(Config):
 
     timeout: float | None = Field(default=300.0, gt=0)
     """Seconds from the start of the function to its deadline; ``None`` for no deadline."""
+
+    skip_special_tokens: bool = True
+    """In a verl run: whether `solution_str` is decoded without special tokens, as in verl. ``False`` keeps them."""
 
     max_threads: int = Field(default=64, ge=1)
     """The largest number of calls of a sync function that run at the same time."""

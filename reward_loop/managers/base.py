@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
 from reward_loop._util.addresses import checked_address
-from reward_loop._util.text import shorten
+from reward_loop._util.text import listing, shorten
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError
 from reward_loop.limits.client import open_limits
@@ -24,12 +25,14 @@ from reward_loop.scoring.results import check_result
 from reward_loop.types import Reward, RewardResult, RewardSample
 
 __all__ = [
+    "TOTAL_STEPS",
     "TRAINING_STEP",
     "TURNS",
     "VALIDATE",
     "RewardLoopManagerBase",
     "generated_step_of",
     "last_row",
+    "progress_of",
     "scoring_function",
     "training_step_of",
     "uid_of",
@@ -44,6 +47,9 @@ TURNS = "__turns__"
 
 TRAINING_STEP = "__training_step__"
 """The column with the training step that trains on the row, in the mode ``reward_pipeline``."""
+
+TOTAL_STEPS = "__total_training_steps__"
+"""The column with the number of training steps of the run."""
 
 _VERL_GROUPS = frozenset({"actor_rollout_ref", "trainer", "reward", "reward_model"})
 
@@ -129,24 +135,48 @@ class RewardLoopManagerBase:
         self.compute_score = compute_score
         self.reward_router_address = reward_router_address and checked_address(reward_router_address)
         self.reward_model_tokenizer = reward_model_tokenizer
-        self._decoder = None if tokenizer is None else ResponseDecoder(tokenizer)
+        self._decoder = None
+        if tokenizer is not None:
+            self._decoder = ResponseDecoder(tokenizer, skip_special_tokens=self.options.skip_special_tokens)
         limits = limits or _limits_of(compute_score, self.options)
         self._owns_limits = limits is None
         self.limits = limits or open_limits(self.options)
         self.function: Any = None
         if compute_score is not None:
             self.function = scoring_function(type(self), compute_score, self.options, limits=self.limits)
+        self._check_place()
         self.records = open_records(self.options)
         self.failures = failure_bound(self.options, self.limits)
         self.observer: Observer | None = _Missing() if self.options.audit.is_on else None
         """Sees the results of all samples; set by `reward_loop.audit.open_audit`. The manager closes it."""
         # Read once: OmegaConf needs more time for it than a whole sample takes otherwise.
         self._trainer_mode = verl_options(self.config, TRAINER_MODE)
+        self._longest_response = verl_options(self.config, "actor_rollout_ref.rollout.response_length")
+        self._total_steps = verl_options(self.config, "trainer.total_training_steps")
         filters = verl_options(self.config, "algorithm.filter_groups") or {}
         self._filter_metric = filters.get("metric") if filters.get("enable") else None
         """The key of the extra info by which verl filters groups; ``None`` also if it filters by the reward itself."""
         if self._filter_metric == "reward":
             self._filter_metric = None
+
+    def _check_place(self) -> None:
+        """Check that no function requires what verl's own reward loop does not pass, if that is what runs.
+
+        Raises:
+            ConfigError: a function does.
+        """
+        config = self.config
+        if verl_options(config, "actor_rollout_ref") is None or verl_options(config, "reward_model.use_reward_loop"):
+            return
+        lacking = {"validate"} & self.requires
+        if not verl_options(config, "trainer.total_training_steps"):
+            lacking |= {"training_progress"} & self.requires
+        if lacking:
+            fix = "set trainer.total_training_steps, " if "training_progress" in lacking else ""
+            raise ConfigError(
+                f"{self.name} requires {listing(lacking)}, which verl's own reward loop does not pass: {fix}use "
+                "reward_loop's command, or give the parameter a default"
+            )
 
     @classmethod
     def read_options(cls, config: RewardLoopConfig | Mapping[str, Any] | None) -> RewardLoopConfig:
@@ -206,6 +236,20 @@ class RewardLoopManagerBase:
         """The provided arguments that the user's functions declare without a default."""
         return frozenset().union(*(function.requires for function in self._functions()))
 
+    @property
+    def columns(self) -> frozenset[str]:
+        """The columns of the data set that functions in the form of another trainer require."""
+        return frozenset().union(*(getattr(function, "columns", ()) for function in self._functions()))
+
+    @functools.cached_property
+    def _takes(self) -> frozenset[str]:
+        """The arguments that the user's functions receive, if the sample has them."""
+        return frozenset().union(*(getattr(function, "takes", ()) for function in self._functions()))
+
+    def _requires_of(self, data_source: str, validate: bool | None) -> frozenset[str]:
+        """The provided arguments without a default of the functions that score such a sample."""
+        return self.requires
+
     def _functions(self) -> Collection[Any]:
         """The scoring functions that the manager calls."""
         return () if self.function is None else (self.function,)
@@ -233,17 +277,20 @@ class RewardLoopManagerBase:
         extra_info = {**_mapping(row, "extra_info", broken), **_mapping(row, "tool_extra_fields", broken)}
         extra_info["num_turns"] = row.get("__num_turns__")
         extra_info["rollout_reward_scores"] = row.get("reward_scores", {})
+        extra_info |= {name: row[name] for name in self.columns if name in row and name not in extra_info}
         reference = _mapping(row, "reward_model", broken)
+        source, validate = str(row.get("data_source", "")), row.get(VALIDATE)
+        validate = None if validate is None else bool(validate)
         error = None
         if broken:
             error = broken[0]
-        elif "ground_truth" not in reference and "ground_truth" in self.requires:
+        elif "ground_truth" not in reference and "ground_truth" in self._requires_of(source, validate):
             error = 'its row has no non_tensor_batch["reward_model"]["ground_truth"], which the function requires'
         elif "data_source" not in row and "data_source" in self.requires:
             error = 'its row has no non_tensor_batch["data_source"], which the function requires'
         return RewardSample(
             solution_str=solution,
-            data_source=str(row.get("data_source", "")),
+            data_source=source,
             ground_truth=reference.get("ground_truth"),
             extra_info=extra_info,
             uid=uid_of(row),
@@ -251,12 +298,28 @@ class RewardLoopManagerBase:
             response_length=len(ids),
             group=row.get("uid"),
             group_size=row.get("group_size"),
-            validate=bool(row.get(VALIDATE, False)),
+            validate=validate,
             prompt=row.get("raw_prompt"),
             step=training_step_of(row, self._trainer_mode),
             generated_step=generated_step_of(row),
             turns=turns,
+            response_ids=ids.tolist() if "response_ids" in self._takes else None,
+            is_truncated=self._is_truncated(ids) if "is_truncated" in self._takes else None,
+            training_progress=self._progress(row) if "training_progress" in self._takes else None,
         )
+
+    def _is_truncated(self, ids: Any) -> bool | None:
+        """Return whether a response has verl's largest length and no end token; ``None`` without that length."""
+        if self._longest_response is None:
+            return None
+        end = getattr(self.tokenizer, "eos_token_id", None)
+        ends = end if isinstance(end, list | tuple) else [end]
+        return len(ids) >= self._longest_response and int(ids[-1]) not in ends
+
+    def _progress(self, row: Mapping[str, Any]) -> float | None:
+        """Return the share of the run that is done after the step of a row; ``None`` if its length is not known."""
+        step = training_step_of(row, self._trainer_mode) or generated_step_of(row)
+        return progress_of(step, row.get(TOTAL_STEPS) or self._total_steps)
 
     async def _turns(self, ids: Any, lengths: Sequence[int] | None, solution: str) -> list[int] | None:
         """Return the characters of each part of a response of several turns, whose lengths in tokens are given.
@@ -297,7 +360,12 @@ class RewardLoopManagerBase:
         is not known; it is at most the number of its characters.
         """
         length = None if sample.response_length is None else min(sample.response_length, len(answer))
-        return replace(sample, solution_str=answer, response_length=length)
+        ids = None
+        if "response_ids" in self._takes and self.tokenizer is not None:
+            ids = self.tokenizer.encode(answer, add_special_tokens=False)
+            length = len(ids)
+        cut_off = None if sample.is_truncated is None else False
+        return replace(sample, solution_str=answer, response_length=length, response_ids=ids, is_truncated=cut_off)
 
     def has_room(self, probes: int) -> bool:
         """Return whether half of the threads or processes stay free during one more probe, beside ``probes`` others."""
@@ -479,6 +547,11 @@ def training_step_of(row: Mapping[str, Any], mode: str | None, *, validate: bool
         return generated_step_of(row)
     step = row.get(TRAINING_STEP)
     return None if step is None else int(step)
+
+
+def progress_of(step: int | None, total: int | None) -> float | None:
+    """Return the share of ``total`` training steps that is done after ``step``; ``None`` if one is not known."""
+    return min(1.0, step / total) if step is not None and total else None
 
 
 def uid_of(row: Mapping[str, Any]) -> str | None:

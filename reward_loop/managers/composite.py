@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from reward_loop._util.text import did_you_mean, listing
@@ -16,10 +17,10 @@ from reward_loop.managers.base import RewardLoopManagerBase, scoring_function
 from reward_loop.managers.policy import policy_of
 from reward_loop.managers.registry import register
 from reward_loop.scoring import ScoringFunction, load_function
-from reward_loop.scoring.results import failed_after
+from reward_loop.scoring.results import failed_after, not_called
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Outcome, Policy, RewardResult, RewardSample
 
-__all__ = ["CompositeRewardLoopManager"]
+__all__ = ["CompositeRewardLoopManager", "names_for"]
 
 _OF_THE_FUNCTION = frozenset({"timeout", "limit", "name", "reward_kwargs"})
 """Component options that have an effect only if the component has its own function (``path``)."""
@@ -32,9 +33,10 @@ _STOPS = ("raise", "stop")
 class CompositeRewardLoopManager(RewardLoopManagerBase):
     """Returns the weighted sum of the rewards in ``reward_loop.components``.
 
-    Each component has its own function, deadline and policies. Components are called concurrently, except that the
-    components after a *gate* wait for its score. If the score is below the gate, or there is none, the later components
-    are not called and their scores are 0.
+    Each component has its own function, deadline and policies, and scores all samples, or those of some data sources,
+    of training or of validation. Components are called concurrently, except that the components after a *gate* wait for
+    its score. If the score is below the gate, or there is none, the later components are not called and their scores
+    are 0.
 
     Extra info: ``<name>`` is the component's score, ``<name>/outcome`` its outcome, ``<name>/seconds`` and others its
     times, and ``<name>/<key>`` the other keys that its function returned; a key with one of these names becomes
@@ -56,10 +58,19 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
                 f"reward_loop.components: the name {listing(slashed)} contains a slash, which separates components "
                 "from their keys: rename it"
             )
+        named = {name for one in self.options.components.values() for name in _sources(one) or ()}
+        if named == {"others"}:
+            raise ConfigError(
+                "reward_loop.components: data_sources=others are the data sources that no other component names, and "
+                "no other component has data_sources. Leave it out"
+            )
+        self._chosen: dict[tuple[str, bool | None], dict[str, _Component]] = {}
+        """The components by data source, and whether it is a validation."""
         self._components = {
             name: _Component(name, component, self.options, self.function, self.limits)
             for name, component in self.options.components.items()
         }
+        self._check_place()
 
     @property
     def functions(self) -> dict[str, Any]:
@@ -67,7 +78,7 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
         return {name: component.function for name, component in self._components.items()}
 
     def _functions(self) -> Collection[Any]:
-        return self.functions.values()
+        return [component.function for component in getattr(self, "_components", {}).values()]
 
     async def score_one(self, sample: RewardSample) -> RewardResult:
         """Call the components, count the outcome of each, and sum up the weighted scores.
@@ -78,12 +89,15 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
         Raises:
             TooManyFailuresError: the share of failed calls among the recent calls of a component is too large.
         """
-        results = await self._results(sample)
+        components = self._components_of(sample.data_source, sample.validate)
+        if not components:
+            return not_called(replace(sample, error=self._without_components(sample)))
+        results = await self._results(sample, components)
         total = 0.0
         info: dict[str, Any] = {}
         decides: RewardResult | None = None
         stops = False
-        for name, component in self._components.items():
+        for name, component in components.items():
             result = results.get(name)
             if result is None:
                 info |= {name: 0.0, f"{name}/outcome": "gated"}
@@ -124,7 +138,30 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
             attempts=max(result.attempts for result in called),
         )
 
-    async def _results(self, sample: RewardSample) -> dict[str, RewardResult]:
+    def _components_of(self, data_source: str, validate: bool | None) -> dict[str, _Component]:
+        """Return the components that score such samples."""
+        chosen = self._chosen.get((data_source, validate))
+        if chosen is None:
+            names = names_for(self.options.components, data_source, validate)
+            chosen = self._chosen[data_source, validate] = {name: self._components[name] for name in names}
+        return chosen
+
+    def _without_components(self, sample: RewardSample) -> str:
+        if sample.validate is None:
+            return (
+                "reward_loop.components.NAME.phase has no effect here: it is not known whether a sample belongs to a "
+                "validation. Use reward_loop's own command, or leave the option out"
+            )
+        return (
+            f"none of reward_loop.components scores the data source {sample.data_source!r} in "
+            f"{'validation' if sample.validate else 'training'}: add a component, or one with data_sources=others"
+        )
+
+    def _requires_of(self, data_source: str, validate: bool | None) -> frozenset[str]:
+        components = self._components_of(data_source, validate).values()
+        return frozenset().union(*(component.function.requires for component in components))
+
+    async def _results(self, sample: RewardSample, components: Mapping[str, _Component]) -> dict[str, RewardResult]:
         calls: dict[str, asyncio.Task[RewardResult]] = {}
         context = {
             "reward_router_address": self.reward_router_address,
@@ -132,7 +169,7 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
         }
         try:
             async with asyncio.TaskGroup() as group:
-                for name, component in self._components.items():
+                for name, component in components.items():
                     calls[name] = group.create_task(component.function(sample, **context))
                     if component.config.gate is not None:
                         score, _ = component.resolve(await calls[name])
@@ -141,6 +178,30 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
         except ExceptionGroup as errors:  # an error that stops the run
             raise errors.exceptions[0] from None
         return {name: call.result() for name, call in calls.items()}
+
+
+def names_for(components: Mapping[str, ComponentConfig], data_source: str, validate: bool | None) -> list[str]:
+    """Return the names of the components that score the samples of a data source, in training or in validation.
+
+    There are none if a component is for one of the two, and ``validate`` is ``None`` (not known).
+    """
+    if validate is None and any(component.phase for component in components.values()):
+        return []
+    phases = (None, "validate" if validate else "train")
+    named = {name for component in components.values() for name in _sources(component) or ()} - {"others"}
+    is_other = not any(fnmatchcase(data_source, pattern) for pattern in named)
+    found = []
+    for name, component in components.items():
+        sources = _sources(component)
+        is_named = sources is None or any(fnmatchcase(data_source, pattern) for pattern in {*sources} - {"others"})
+        if component.phase in phases and (is_named or (is_other and sources is not None and "others" in sources)):
+            found.append(name)
+    return found
+
+
+def _sources(component: ComponentConfig) -> tuple[str, ...] | None:
+    sources = component.data_sources
+    return (sources,) if isinstance(sources, str) else sources
 
 
 def _without_dense_rewards(sample: RewardSample, name: str, result: RewardResult) -> RewardResult:

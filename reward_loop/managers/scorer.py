@@ -27,6 +27,8 @@ class Scorer:
     manager: Any
     requires: frozenset[str]
     """The fields of a sample that the function requires."""
+    columns: frozenset[str] = frozenset()
+    """The columns of the data that a function in the form of another trainer requires."""
 
     @property
     def has_post_process(self) -> bool:
@@ -70,6 +72,11 @@ def load_scorer(
         raise ConfigError(f"name the function: file.py:name or package.module:name{instead}")
     if spec is not None and components and all(component.path for component in components):
         raise ConfigError(f"{spec} has no effect: each component has a path of its own. Leave it out")
+    if not options.skip_special_tokens:
+        raise ConfigError(
+            "skip_special_tokens=False has an effect only in a verl run: here the responses are texts already. Leave "
+            "it out, or take the argument response_ids"
+        )
     if issubclass(cls, managers.RewardLoopManagerBase):
         options = cls.read_options(options)  # also used for the function: a manager may set limits
     loaded = load_function(spec) if isinstance(spec, str) else spec
@@ -89,7 +96,7 @@ def load_scorer(
     except (Exception, SystemExit) as error:
         raise ConfigError(f"the manager {manager} cannot be created: {type(error).__name__}: {error}") from error
     requires = getattr(made, "requires", function.requires if function is not None else frozenset())
-    return Scorer(loaded, function, made, requires)
+    return Scorer(loaded, function, made, requires, getattr(made, "columns", frozenset()))
 
 
 async def reward_of(manager: Any, sample: RewardSample, name: str) -> Reward:

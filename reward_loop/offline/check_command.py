@@ -109,7 +109,7 @@ def check(
         except FunctionLoadError as error:
             err.print(f"[bold red]problem:[/] {escape(str(error))}")
             raise typer.Exit(1) from None
-        fields = Fields(paths, data_source=data_source, requires=scorer.requires)
+        fields = Fields(paths, data_source=data_source, requires=scorer.requires, columns=scorer.columns)
         samples = [fields.to_sample(row) for row in islice(Inputs.open(files).rows(), rows or (20 if judge else 8))]
         if judge:
             err.print(
@@ -149,7 +149,7 @@ def _run(scorer: Scorer, checking: Coroutine[Any, Any, Report]) -> Report:
     except LoopBlocked as error:
         if not error.is_own:
             raise
-        callees = [Callee(one.name, one.is_async, one.in_processes) for one in functions_of(scorer.manager)]
+        callees = [Callee(one.name, one.is_async, one.in_processes, one.form) for one in functions_of(scorer.manager)]
         text = f"{error.line} does not let the event loop run, and no deadline holds: the check ended. Fix: {AWAIT}"
         return Report(callees, findings=[Finding("event loop", "problem", text)])
 
@@ -169,6 +169,8 @@ def _show(report: Report, out: Console) -> None:
         kind = "async, awaited on the event loop" if function.is_async else kind
         if report.is_batched:
             kind += f", with lists of {len(report.rows)} samples"
+        if function.form is not None:
+            kind += f"; read as {function.form}"
         out.print(f"{escape(function.name)}: {kind}")
     out.print()
     out.print(table)

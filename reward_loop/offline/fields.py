@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from reward_loop._util.json import MISSING, look_up
@@ -13,7 +13,17 @@ from reward_loop.types import RewardSample
 
 __all__ = ["Fields", "check_fields"]
 
-_TARGETS = ("solution_str", "ground_truth", "data_source", "extra_info", "prompt", "group", "step")
+_OPTIONAL = ("prompt", "response_ids", "response_length", "is_truncated", "step", "training_progress", "validate")
+_TARGETS = ("solution_str", "ground_truth", "data_source", "extra_info", "group", *_OPTIONAL)
+
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "response_ids": Sequence,
+    "response_length": int,
+    "is_truncated": bool,
+    "step": int,
+    "training_progress": (int, float),
+    "validate": bool,
+}
 
 
 class Fields:
@@ -25,17 +35,21 @@ class Fields:
         *,
         data_source: str | None = None,
         requires: frozenset[str] = frozenset(),
+        columns: frozenset[str] = frozenset(),
     ) -> None:
         """Check the mapping.
 
         Args:
             paths: maps a part of the sample to a field of the row, which may be a dotted path. Parts are
-                ``solution_str``, ``ground_truth``, ``data_source``, ``extra_info``, ``extra_info.KEY``, and for the
-                records ``prompt``, ``group`` and ``step``. The default field of a part is the field of the same name;
-                of ``group``, also verl's ``uid``.
+                ``solution_str``, ``ground_truth``, ``data_source``, ``extra_info``, ``extra_info.KEY``, ``prompt``,
+                ``response_ids``, ``response_length``, ``is_truncated``, ``step``, ``training_progress``, ``validate``,
+                and for the records ``group``. The default field of a part is the field of the same name; of ``group``,
+                also verl's ``uid``.
             data_source: one data source for all rows.
             requires: required parts; a row without one of them fails. ``solution_str`` and the parts in ``paths`` are
                 always required. If ``paths`` has an ``extra_info.KEY``, the row needs no field ``extra_info``.
+            columns: fields that become keys of ``extra_info``, if the row has them: those that a function in TRL's form
+                takes.
 
         Raises:
             ConfigError: a part does not exist, or both ``data_source`` and a path for it are given.
@@ -51,6 +65,9 @@ class Fields:
                     f"{listing(_TARGETS)}, extra_info.KEY"
                 )
         self._requires = {"solution_str", *self.paths, *requires}
+        if "global_steps" in requires:
+            self._requires.add("step")
+        self._columns = columns
         if "extra_info" not in self.paths and any(target.startswith("extra_info.") for target in self.paths):
             self._requires.discard("extra_info")
 
@@ -67,9 +84,8 @@ class Fields:
                     ground_truth=self._get(row, "ground_truth", None),
                     extra_info=self._extra_info(row),
                     uid=row.name,
-                    prompt=self._get(row, "prompt", None),
                     group=self.group(row),
-                    step=self._step(row),
+                    **self._optional(row),
                 )
             except _FieldError as problem:
                 error = str(problem)
@@ -80,9 +96,21 @@ class Fields:
         group = self._get(row, "group", row.columns.get("uid") if "group" not in row.columns else None)
         return None if group is None else str(group)
 
-    def _step(self, row: Row) -> int | None:
-        step = self._get(row, "step", None)
-        return step if isinstance(step, int) else None
+    def _optional(self, row: Row) -> dict[str, Any]:
+        """Return the parts that a row may lack. A field of another type is not used, unless the part is required."""
+        found: dict[str, Any] = {}
+        for name in _OPTIONAL:
+            if name == "response_length" and found["response_ids"] is not None and self._path(name) not in row.columns:
+                found[name] = len(found["response_ids"])
+                continue
+            value = self._get(row, name, None)
+            if value is not None and name in _TYPES and not _is(value, _TYPES[name]):
+                if name in self._requires:
+                    raise _FieldError(f"field {self._path(name)!r} is {shorten(value, 60)}, not a valid {name}")
+                value = None
+            found[name] = value
+        found["validate"] = bool(found["validate"])
+        return found
 
     def _text(self, row: Row) -> str:
         value = self._get(row, "solution_str", None)
@@ -95,6 +123,7 @@ class Fields:
         if value is not None and not isinstance(value, Mapping):
             raise _FieldError(f"field {self._path('extra_info')!r} is {shorten(value, 60)}, not an object")
         extra_info = dict(value or {})
+        extra_info = {name: row.columns[name] for name in self._columns if name in row.columns} | extra_info
         for target in self.paths:
             if target.startswith("extra_info."):
                 extra_info[target.removeprefix("extra_info.")] = self._get(row, target, None)
@@ -118,6 +147,11 @@ class Fields:
 
     def _path(self, target: str) -> str:
         return self.paths.get(target, target)
+
+
+def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
+    """Return whether a value has a type; a bool is not a number here, and a text no list."""
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool)) and not isinstance(value, str)
 
 
 class _FieldError(Exception):

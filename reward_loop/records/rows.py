@@ -70,7 +70,7 @@ def sample_row(
         "group": sample.group,
         "step": sample.step,
         "generated_step": sample.generated_step,
-        "validate": sample.validate,
+        "validate": bool(sample.validate),
         "data_source": sample.data_source,
         "function": active.function,
         "batch": None if active.batch is None else active.batch.id,

@@ -15,6 +15,7 @@ import functools
 import inspect
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from reward_loop.config import RewardLoopConfig
@@ -41,6 +42,7 @@ from reward_loop.scoring.proving import Proving
 from reward_loop.scoring.retry import Retry
 from reward_loop.scoring.signature import Target, resolve
 from reward_loop.scoring.threads import DaemonThreads
+from reward_loop.types import RewardSample
 
 __all__ = ["UserFunction"]
 
@@ -180,6 +182,38 @@ class UserFunction:
     def requires(self) -> frozenset[str]:
         """The fields of a sample that the function's signature declares without a default."""
         return self._target.requires
+
+    @property
+    def takes(self) -> frozenset[str]:
+        """The arguments that the function receives, by their names for one sample, if the sample has them."""
+        return self._target.passes
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """The columns of the data set that a function in the form of another trainer requires."""
+        return self._target.columns
+
+    @property
+    def reads_truth(self) -> bool:
+        """Whether the function requires the reference answer, by any name."""
+        return self._target.reads_truth
+
+    @property
+    def form(self) -> str | None:
+        """The form of another trainer that the function has, such as ``a TRL function``."""
+        return self._target.form
+
+    @property
+    def takes_lists(self) -> bool:
+        """Whether the function is called with lists, by itself or in the form of another trainer."""
+        published = self._target.published
+        return self._target.lists is not None or (published is not None and published.form.takes_lists)
+
+    def _checked(self, sample: RewardSample) -> RewardSample:
+        """Return the sample, with an error if it lacks an argument that the function requires."""
+        if sample.error is None and (problem := self._target.problem(sample)) is not None:
+            return replace(sample, error=problem)
+        return sample
 
     def __repr__(self) -> str:
         where = "async" if self.is_async else "sync"
@@ -375,6 +409,8 @@ class UserFunction:
 def _is_provable(target: Target, options: RewardLoopConfig) -> bool:
     """Return whether a function has proofs: they are on, and it is sync, reads a ground truth and uses no service."""
     if target.is_async or options.proofs.every is None or not {"solution_str", "ground_truth"} <= target.passes:
+        return False
+    if "response_ids" in target.passes:  # the answers of a proof are texts
         return False
     budget = options.budget
     # A run that serves a reward model has this limit, also for functions that do not ask the model.

@@ -16,21 +16,10 @@ from reward_loop.processes.outcome import CallOutcome, describe_exception
 from reward_loop.scoring.cache import Cache
 from reward_loop.scoring.call import UserFunction
 from reward_loop.scoring.results import failed_after, normalise, not_called, to_result
-from reward_loop.scoring.signature import copied, resolve
+from reward_loop.scoring.signature import resolve
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
-__all__ = ["CONTEXT", "FIELDS", "ListScoringFunction", "ScoringFunction"]
-
-FIELDS = {
-    "data_sources": "data_source",
-    "solution_strs": "solution_str",
-    "ground_truths": "ground_truth",
-    "extra_infos": "extra_info",
-}
-"""verl's names of the list arguments -> the `RewardSample` field that each list contains."""
-
-CONTEXT = ("reward_router_address", "reward_model_tokenizer")
-"""Other arguments that a batched function can declare."""
+__all__ = ["ListScoringFunction", "ScoringFunction"]
 
 _NAMED = 8
 """The maximum number of sample uids that an error message lists."""
@@ -69,7 +58,7 @@ class ScoringFunction(UserFunction):
             JobServiceError: the limiter service is unreachable.
             ConfigError: the cache file cannot be read.
         """
-        if sample.error is not None:
+        if (sample := self._checked(sample)).error is not None:
             return not_called(sample)
         try:
             arguments = self._target.arguments(sample, reward_router_address, reward_model_tokenizer)
@@ -168,12 +157,7 @@ class ListScoringFunction(UserFunction):
         """
         if (given := options.get("options")) is not None and given.cache.enabled:
             raise ConfigError("reward_loop.cache.enabled: calls of a batched function are not cached: set it to false")
-        super().__init__(resolve(function, reward_kwargs, (*FIELDS, *CONTEXT)), **options)
-
-    @property
-    def requires(self) -> frozenset[str]:
-        """The fields of a sample whose lists the function's signature declares without a default."""
-        return frozenset(FIELDS[name] for name in self._target.requires & FIELDS.keys())
+        super().__init__(resolve(function, reward_kwargs, of_lists=True), **options)
 
     async def __call__(
         self,
@@ -183,14 +167,15 @@ class ListScoringFunction(UserFunction):
         reward_model_tokenizer: Any = None,
     ) -> list[RewardResult]:
         """Score the samples in one call. Invalid samples (``sample.error`` is set) fail and are not passed to it."""
+        samples = [self._checked(sample) for sample in samples]
         valid = [sample for sample in samples if sample.error is None]
-        context = {"reward_router_address": reward_router_address, "reward_model_tokenizer": reward_model_tokenizer}
+        context = {"router_address": reward_router_address, "tokenizer": reward_model_tokenizer}
         results = iter(await self._score(valid, context) if valid else [])
         return [next(results) if sample.error is None else not_called(sample) for sample in samples]
 
     async def _score(self, samples: list[RewardSample], context: Mapping[str, Any]) -> list[RewardResult]:
         try:
-            arguments = self._arguments(samples, context)
+            arguments = self._target.list_arguments(samples, **context)
         except RecursionError:
             problem = "was not called: the extra_info of a sample is nested too deeply, or contains itself"
             outcome = CallOutcome.without_call(ScoringError(problem))
@@ -207,15 +192,6 @@ class ListScoringFunction(UserFunction):
             to_result(_outcome_of(value, outcome), sample, self.name)
             for sample, value in zip(samples, values, strict=True)
         ]
-
-    def _arguments(self, samples: Sequence[RewardSample], context: Mapping[str, Any]) -> dict[str, Any]:
-        target = self._target
-        arguments = {**target.reward_kwargs, **{name: context[name] for name in CONTEXT if name in target.passes}}
-        for name in target.passes & FIELDS.keys():
-            arguments[name] = [getattr(sample, FIELDS[name]) for sample in samples]
-        if "extra_infos" in arguments:
-            arguments["extra_infos"] = [copied(extra_info) for extra_info in arguments["extra_infos"]]
-        return arguments
 
 
 def _together(samples: Sequence[RewardSample]) -> RewardSample:

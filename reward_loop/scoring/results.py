@@ -229,7 +229,7 @@ def check_result(sample: RewardSample, result: RewardResult) -> RewardResult:
     - The result has a score exactly if its outcome is *scored*.
     - The score is finite in float32. A sum of several finite scores can overflow.
     - Dense rewards are finite numbers, and token-level scores have one number per response token. The trainer checks
-      the number of turn-level scores.
+      the number of turn-level scores. Arrays become lists.
 
     An unscored or failed result without an exception gets one, for the policy ``raise``.
     """
@@ -242,6 +242,9 @@ def check_result(sample: RewardSample, result: RewardResult) -> RewardResult:
         return result
     for name in PART_KEYS & result.extra_info.keys():
         parts = result.extra_info[name]
+        if getattr(parts, "ndim", None) == 1:  # an array or a tensor: what is logged and sent is a list
+            parts = parts.tolist()
+            result = replace(result, extra_info={**result.extra_info, name: parts})
         if not are_numbers(parts):
             problem = f"{name} must be a list of finite numbers; got {shorten(parts)}"
         elif name == "token_level_scores" and sample.response_length not in (None, len(parts)):

@@ -11,52 +11,48 @@ from typing import Any
 
 from reward_loop._util.text import did_you_mean, listing
 from reward_loop.errors import FunctionLoadError
+from reward_loop.scoring.forms import BY_NAME, LISTS, Published, form_of
 from reward_loop.types import RewardSample
 
-__all__ = ["PROVIDED", "Target", "copied", "declared", "resolve"]
+__all__ = ["PROVIDED", "Target", "declared", "required_by_name", "resolve"]
 
-PROVIDED = (
-    "data_source",
-    "solution_str",
-    "ground_truth",
-    "extra_info",
-    "reward_router_address",
-    "reward_model_tokenizer",
-)
-"""The names of the arguments that the reward loop can pass to a function."""
+_CONTEXT = ("reward_router_address", "reward_model_tokenizer")
 
-_LISTS = "choose the reward manager `batch` (`group` for all samples of a prompt), and take the lists `solution_strs`"
+PROVIDED = ("data_source", "solution_str", "ground_truth", "extra_info", *_CONTEXT)
+"""The names of the arguments that the reward loop can pass to every function: ``**kwargs`` gets them, too."""
 
 _OTHER_FORMS = (
-    (
-        {"data_sources", "solution_strs", "ground_truths", "extra_infos"},
-        "they are lists. Choose the reward manager `batch`, or `group` for all samples of a prompt",
-    ),
-    (
-        {"completions", "completion", "prompts", "completion_ids"},
-        "this is the form of TRL. Take `solution_str`, the text of one completion, and columns from `extra_info`; or "
-        + _LISTS,
-    ),
-    (
-        {"reward_inputs"},
-        f"this is the form of EasyR1. For `response` and `ground_truth` of each input, {_LISTS} and `ground_truths`",
-    ),
-    ({"reward_input"}, "this is the form of EasyR1. Take its `response` as `solution_str`, and `ground_truth`"),
-    ({"queries"}, f"this is the form of OpenRLHF. For texts and labels, {_LISTS} and `ground_truths`"),
     (
         {"args", "sample"},
         "this is the form of slime. Take its `response` as `solution_str`, its `label` as `ground_truth`",
     ),
     (
+        {"prompt_ids"},
+        "this is the form of AReaL. Take `solution_str`, `prompt` and `response_ids`",
+    ),
+    (
         {"data"},
         "this is the form of a reward manager of verl, not of a function: set reward_model.reward_loop_class_name",
     ),
-    (
-        {"predict_str", "predict", "response", "response_str", "completion_str", "output", "solution"},
-        "the text of the response is `solution_str`",
-    ),
+    ({"step", "global_step", "training_step"}, "the training step is `global_steps`"),
+    ({"progress", "total_training_steps", "max_steps"}, "the share of the run that is done is `training_progress`"),
+    ({"is_validate", "is_validation", "is_train", "split", "mode"}, "whether this is validation is `validate`"),
+    ({"finish_reason", "truncated", "stop_reason"}, "whether the response was cut off is `is_truncated`"),
+    ({"response_token_ids", "output_ids", "token_ids"}, "the token ids of the response are `response_ids`"),
+    ({"prompt_str", "raw_prompt", "question", "query"}, "the prompt is `prompt`"),
 )
 """Parameters of functions in another form -> what fits them here."""
+
+_WHERE = {
+    "prompt": "`prompt`, as text or chat messages",
+    "response_ids": "`response_ids`, the token ids of the response",
+    "response_length": "`response_length`, in tokens",
+    "is_truncated": "`is_truncated`",
+    "global_steps": "`step`, the training step",
+    "training_progress": "`training_progress`, from 0 to 1",
+    "validate": "`validate`",
+}
+"""Argument -> the field of a sample from which it comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,41 +64,112 @@ class Target:
     """For messages: ``compute_score (reward.py)``."""
     is_async: bool
     passes: frozenset[str]
-    """The provided arguments that are passed to the callable."""
+    """The provided arguments that reach the callable, by their names for one sample."""
+    from_sample: tuple[str, ...]
+    """Those of ``passes`` that come from a sample."""
     requires: frozenset[str]
     """The subset of ``passes`` that the signature declares without a default."""
+    needs: tuple[str, ...]
+    """The subset of ``requires`` that a sample may lack."""
     reward_kwargs: Mapping[str, Any]
     """The configured arguments that are passed to the callable."""
     post_process_scores: Callable[[list[float]], list[float]] | None
     origin: Any = None
     """The function or object passed to `resolve`; for a class, a `functools.partial` with its constructor arguments."""
+    published: Published | None = None
+    """The callable, if the function is in the form of another trainer."""
+    lists: Mapping[str, str] | None = None
+    """For a function of lists: each list that is passed -> the argument that its items are."""
+
+    @property
+    def form(self) -> str | None:
+        """The form of the function, such as ``a TRL function``; ``None`` if it is that of this library."""
+        return None if self.published is None else self.published.form.label
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """The columns of the data set that the function requires, for example in TRL's form."""
+        return frozenset() if self.published is None else self.published.columns
+
+    @property
+    def reads_truth(self) -> bool:
+        """Whether the function requires the reference answer, by any name."""
+        return "ground_truth" in self.requires if self.published is None else self.published.reads_truth
+
+    def problem(self, sample: RewardSample) -> str | None:
+        """Return why a function cannot be called for a sample, or ``None``: the sample lacks a required argument."""
+        for name in self.needs:
+            if getattr(sample, name) is None:
+                return (
+                    f"it has no {_WHERE[name]}, which {self.name} requires as `{name}`. See the table of arguments in "
+                    "docs/reward-functions.md for where it is known, or give the parameter a default"
+                )
+        if self.published is None or not self.columns:
+            return None
+        row = {name: getattr(sample, name) for name in ("data_source", "ground_truth", "extra_info")}
+        if (column := self.published.missing(row)) is None:
+            return None
+        return (
+            f"{self.name} is {self.form} and requires the column {column!r}, which extra_info does not have: its keys "
+            f"are {listing(map(str, sample.extra_info))}"
+        )
 
     def arguments(self, sample: RewardSample, router_address: str | None, tokenizer: Any) -> dict[str, Any]:
         """Return the arguments of a call for one sample."""
-        arguments = dict(self.reward_kwargs)
-        for name in ("data_source", "solution_str", "ground_truth"):
-            if name in self.passes:
-                arguments[name] = getattr(sample, name)
-        if "extra_info" in self.passes:
-            arguments["extra_info"] = copied(sample.extra_info)
+        row = self._row(sample)
+        given = dict(self.reward_kwargs) | (row if self.published is None else {"rows": [row]})
+        return given | self._context(router_address, tokenizer)
+
+    def list_arguments(
+        self, samples: Sequence[RewardSample], router_address: str | None, tokenizer: Any
+    ) -> dict[str, Any]:
+        """Return the arguments of a call for several samples."""
+        rows = [self._row(sample) for sample in samples]
+        given = dict(self.reward_kwargs) | self._context(router_address, tokenizer)
+        if self.published is not None:
+            return given | {"rows": rows}
+        assert self.lists is not None
+        for plural, name in self.lists.items():
+            if any(name in row for row in rows):
+                given[plural] = [row.get(name) for row in rows]
+        return given
+
+    def _row(self, sample: RewardSample) -> dict[str, Any]:
+        """Return the arguments that come from a sample, without those that it lacks."""
+        row: dict[str, Any] = {}
+        for name in self.from_sample:
+            value = getattr(sample, name)
+            if name == "extra_info":
+                value = _copied(value)
+            elif name in _BY_NAME:
+                if value is None:
+                    continue
+                value = _copy(value.tolist() if hasattr(value, "tolist") else value)
+            row[name] = value
+        return row
+
+    def _context(self, router_address: str | None, tokenizer: Any) -> dict[str, Any]:
+        context = {}
         if "reward_router_address" in self.passes:
-            arguments["reward_router_address"] = router_address
+            context["reward_router_address"] = router_address
         if "reward_model_tokenizer" in self.passes:
-            arguments["reward_model_tokenizer"] = tokenizer
-        return arguments
+            context["reward_model_tokenizer"] = tokenizer
+        return context
 
 
-def resolve(
-    function: Any, reward_kwargs: Mapping[str, Any] | None = None, provided: Sequence[str] = PROVIDED
-) -> Target:
+_BY_NAME = frozenset(BY_NAME)
+
+
+def resolve(function: Any, reward_kwargs: Mapping[str, Any] | None = None, *, of_lists: bool = False) -> Target:
     """Inspect a function, a callable object, or a class or instance with ``compute_score``.
 
-    A class is instantiated once, with the ``reward_kwargs`` that its ``__init__`` declares.
+    A class is instantiated once, with the ``reward_kwargs`` that its ``__init__`` declares. A function in the form of
+    another trainer is wrapped, see :mod:`reward_loop.scoring.forms`.
 
     Args:
         function: the function, object or class.
         reward_kwargs: configured arguments of the function, or of its class.
-        provided: the names of the arguments that can be passed.
+        of_lists: whether it is called with lists for several samples.
 
     Returns:
         The callable, and the arguments that it receives.
@@ -127,6 +194,43 @@ def resolve(
             f"{name} cannot be called: a reward function is a function, a callable object, or a class or instance "
             "with a `compute_score` method"
         )
+    return _target(function, name, origin, kwargs, used, post_process if callable(post_process) else None, of_lists)
+
+
+def declared(function: Any, reward_kwargs: Mapping[str, Any] | None = None) -> Target:
+    """Inspect a function as `resolve` does, without instantiating its class, as if it were called for one sample.
+
+    Raises:
+        FunctionLoadError: see `resolve`.
+    """
+    kwargs = dict(reward_kwargs or {})
+    name, origin = _name(function), function
+    if callable(method := getattr(function, "compute_score", None)):
+        static = inspect.isclass(function) and inspect.getattr_static(function, "compute_score")
+        function = functools.partial(method, None) if inspect.isfunction(static) else method
+    elif inspect.isclass(function):
+        function = functools.partial(function.__call__, None)
+    return _target(function, name, origin, kwargs, set(kwargs) if inspect.isclass(origin) else set(), None, False)
+
+
+def required_by_name(function: Any) -> frozenset[str]:
+    """Return which of the arguments that not every place has a function requires; none if its signature is invalid."""
+    try:
+        return declared(function).requires & _BY_NAME
+    except FunctionLoadError:  # reported where the function is loaded with its arguments
+        return frozenset()
+
+
+def _target(
+    function: Any,
+    name: str,
+    origin: Any,
+    kwargs: Mapping[str, Any],
+    used: set[str],
+    post_process: Callable[[list[float]], list[float]] | None,
+    of_lists: bool,
+) -> Target:
+    """Return the target of a callable. ``used`` are the ``kwargs`` that the constructor of its class has taken."""
     parameters, takes_any = _parameters(function, name)
     unknown = [key for key in kwargs if not takes_any and key not in parameters and key not in used]
     if unknown:
@@ -135,44 +239,52 @@ def resolve(
             f"{did_you_mean(unknown[0], parameters) or ';'} its parameters are {listing(parameters)}"
         )
     call_kwargs = {key: value for key, value in kwargs.items() if key in parameters or (takes_any and key not in used)}
-    required = {key for key, has_default in parameters.items() if not has_default}
-    if missing := required - set(provided) - set(call_kwargs):
-        raise FunctionLoadError(
-            f"{name} requires {listing(missing)}, which the reward loop does not provide"
-            f"{_form_of(missing, provided) or did_you_mean(min(missing), provided) or '.'} The reward loop provides "
-            f"{', '.join(provided)}; give others a default, or a value in reward_kwargs"
-        )
     bound = _bound_names(function) | set(call_kwargs)
-    passes = {key for key in provided if (takes_any or key in parameters) and key not in bound}
+    # A judge's own prompt: `def compute_score(solution_str, prompt="Is this right?")`.
+    bound |= {key for key in ("prompt", "prompts") if isinstance(parameters.get(key), str) and parameters[key]}
+    open_to = {key: default for key, default in parameters.items() if key not in bound}
+    required = {key for key, default in open_to.items() if default is inspect.Parameter.empty}
+    provided = dict(LISTS) if of_lists else {key: key for key in (*PROVIDED, *BY_NAME)}
+    provided |= {key: key for key in _CONTEXT}
+    published = None
+    if missing := required - provided.keys():
+        if (form := form_of(missing, of_lists=of_lists)) is None:
+            raise FunctionLoadError(
+                f"{name} requires {listing(missing)}, which the reward loop does not provide"
+                f"{_form_of(missing, of_lists) or did_you_mean(min(missing), provided) or '.'} The reward loop "
+                f"provides {', '.join(provided)}; give others a default, or a value in reward_kwargs"
+            )
+        has_default = {key: default is not inspect.Parameter.empty for key, default in open_to.items()}
+        context = {key for key in _CONTEXT if key in open_to}
+        published = Published(function, form, has_default, takes_any, {*context, *bound}, of_lists=of_lists)
+        passes = published.passes | context
+        requires = published.requires | (context & required)
+        lists = None
+    else:
+        everything = {key for key, one in provided.items() if one in PROVIDED}
+        given = {key for key in provided if key in open_to or (takes_any and key in everything and key not in bound)}
+        passes = frozenset(provided[key] for key in given)
+        requires = frozenset(provided[key] for key in required)
+        lists = {key: provided[key] for key in provided if key in given and key not in _CONTEXT} if of_lists else None
     return Target(
-        call=function,
+        call=function if published is None else published,
         name=name,
         is_async=_is_async(function),
-        passes=frozenset(passes),
-        requires=frozenset(required & passes),
+        passes=passes,
+        from_sample=tuple(key for key in (*PROVIDED, *BY_NAME) if key in passes and key not in _CONTEXT),
+        requires=requires,
+        needs=tuple(key for key in BY_NAME if key in requires),
         reward_kwargs=call_kwargs,
+        post_process_scores=post_process,
         origin=origin,
-        post_process_scores=post_process if callable(post_process) else None,
+        published=published,
+        lists=lists,
     )
 
 
-def declared(function: Any) -> frozenset[str]:
-    """Return the provided arguments that a function declares without a default, by their names for one sample.
-
-    A class is not instantiated.
-    """
-    if callable(method := getattr(function, "compute_score", None)):
-        static = inspect.isclass(function) and inspect.getattr_static(function, "compute_score")
-        is_unbound = inspect.isfunction(static)
-        function = functools.partial(method, None) if is_unbound else method
-    parameters, _ = _parameters(function, _name(function))
-    names = {name for name, has_default in parameters.items() if not has_default}
-    return frozenset({name.removesuffix("s") if name.removesuffix("s") in PROVIDED else name for name in names})
-
-
-def _form_of(missing: set[str], provided: Sequence[str]) -> str:
+def _form_of(missing: set[str], of_lists: bool) -> str:
     """Return what fits a function in a form that another manager or trainer calls; empty if the form is unknown."""
-    if missing & set(PROVIDED):
+    if of_lists and (missing & {*PROVIDED, *BY_NAME} or form_of(missing, of_lists=False)):
         return ": this manager passes lists. Choose one that calls the function for each sample, such as `naive`."
     for names, fit in _OTHER_FORMS:
         if missing & names:
@@ -199,7 +311,7 @@ def _unwrap_verl(function: Any, reward_kwargs: dict[str, Any]) -> tuple[Any, dic
 def _instantiate(cls: type, kwargs: Mapping[str, Any], name: str) -> tuple[Any, set[str]]:
     parameters, takes_any = _parameters(cls, name)
     mine = {key: value for key, value in kwargs.items() if takes_any or key in parameters}
-    if missing := {key for key, has_default in parameters.items() if not has_default} - set(mine):
+    if missing := {key for key, default in parameters.items() if default is inspect.Parameter.empty} - set(mine):
         raise FunctionLoadError(
             f"class {name} requires {listing(missing)} to be instantiated: give a default, or a value in reward_kwargs"
         )
@@ -209,13 +321,13 @@ def _instantiate(cls: type, kwargs: Mapping[str, Any], name: str) -> tuple[Any, 
         raise FunctionLoadError(f"class {name} cannot be instantiated: {type(error).__name__}: {error}") from error
 
 
-def _parameters(function: Any, name: str) -> tuple[dict[str, bool], bool]:
-    """Return the parameters (name -> whether it has a default), and whether the function takes ``**kwargs``."""
+def _parameters(function: Any, name: str) -> tuple[dict[str, Any], bool]:
+    """Return the parameters (name -> default, or `inspect.Parameter.empty`), and whether there are ``**kwargs``."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
         raise FunctionLoadError(f"the signature of {name} cannot be read ({error}): wrap it in a function") from error
-    named: dict[str, bool] = {}
+    named: dict[str, Any] = {}
     takes_any = False
     for parameter in signature.parameters.values():
         has_default = parameter.default is not inspect.Parameter.empty
@@ -227,7 +339,7 @@ def _parameters(function: Any, name: str) -> tuple[dict[str, bool], bool]:
                     f"{name} takes {parameter.name} by position only, and reward functions are called by keyword"
                 )
         elif parameter.kind is not inspect.Parameter.VAR_POSITIONAL:
-            named[parameter.name] = has_default
+            named[parameter.name] = parameter.default
     return named, takes_any
 
 
@@ -254,7 +366,7 @@ def _name(function: Any) -> str:
     return f"{function.__qualname__} ({where})"
 
 
-def copied(extra_info: Mapping[str, Any]) -> dict[str, Any]:
+def _copied(extra_info: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a sample's extra info, which the function may modify."""
     return {key: _copy(value) for key, value in extra_info.items()}
 

@@ -35,7 +35,15 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from reward_loop.agent.environment import CurrentScorer, scoring_with
 from reward_loop.errors import ConfigError
-from reward_loop.managers.base import TRAINER_MODE, TURNS, VALIDATE, generated_step_of, training_step_of
+from reward_loop.managers.base import (
+    TOTAL_STEPS,
+    TRAINER_MODE,
+    TURNS,
+    VALIDATE,
+    generated_step_of,
+    progress_of,
+    training_step_of,
+)
 from reward_loop.records import Records, records
 from reward_loop.records.events import rollout_event
 from reward_loop.records.writer import MAX_BYTES
@@ -161,6 +169,11 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
     def _training_step(self, columns: dict, validate: bool) -> int | None:
         return training_step_of(columns, OmegaConf.select(self.config, TRAINER_MODE), validate=validate)
 
+    def _total_steps(self) -> int | None:
+        """Return the number of training steps of the run, which the trainer adds to the configuration."""
+        total: int | None = OmegaConf.select(self.config, "trainer.total_training_steps")
+        return total
+
     def _scoring(self, session: _Session, validate: bool, columns: dict) -> AbstractContextManager[None]:
         """Make the reward workers the current scorer of the session, unless rewards are computed after the rollout."""
         if not self.reward_loop_worker_handles:
@@ -174,6 +187,8 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
             "validate": validate,
             "prompt": columns.get("raw_prompt"),
         }
+        step = rollout["generated_step"] if rollout["step"] is None else rollout["step"]
+        rollout["training_progress"] = progress_of(step, self._total_steps())
         return scoring_with(CurrentScorer(self._score, rollout, session.request))
 
     async def _score(self, sample: RewardSample) -> Reward:
@@ -185,6 +200,8 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         session = _session.get()
         if validate:
             kwargs[VALIDATE] = True  # a column of the sample
+        if (total := self._total_steps()) is not None:
+            kwargs[TOTAL_STEPS] = total
         if session is None:  # an agent loop of the user calls this method itself
             return await super()._agent_loop_postprocess(output, validate, **kwargs)
         session.times["end"] = time.time()
@@ -223,7 +240,7 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
             outputs[-1].extra_fields[REQUESTED] = session.requested  # to judge it again after a death
         if outputs[-1].reward_score is None and self.reward_loop_worker_handles is not None:
             # `_agent_loop_postprocess` waits for the task after verl has written the trajectory.
-            columns = {**kwargs, "group_size": session.prompt.size}
+            columns = {VALIDATE: False, **kwargs, "group_size": session.prompt.size}
             if len(turns := _turns(outputs[-1].response_mask)) > 1:
                 columns[TURNS] = turns
             session.judging = asyncio.create_task(self._judge(session.times, outputs, columns, **options))

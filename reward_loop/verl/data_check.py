@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ from omegaconf import DictConfig, ListConfig
 
 from reward_loop._util.text import counted, did_you_mean, listing, shorten
 from reward_loop.errors import ConfigError
+from reward_loop.managers.composite import names_for
 from reward_loop.scoring.load import load_function
-from reward_loop.scoring.signature import declared
+from reward_loop.scoring.signature import Target, declared
 from reward_loop.verl.compat import uses
 from reward_loop.verl.settings import RewardSettings
 
@@ -76,16 +77,21 @@ def _files(given: Any) -> list[str]:
     return [str(file) for file in given] if isinstance(given, list | ListConfig) else [str(given)]
 
 
-def _functions(settings: RewardSettings) -> Iterator[tuple[str, Any]]:
-    """Yield the functions of a run with their names; ``None`` for those of verl by data source."""
+def _functions(settings: RewardSettings) -> Iterator[tuple[str, Target | None]]:
+    """Yield the functions of a run with their names; ``None`` for those of verl by data source.
+
+    Components that score only some data sources are not included: which rows they score depends on the others.
+    """
     if settings.scores_by_model:
         return
     components = settings.options.components
     for key, component in components.items():
-        if component.path:
-            yield f"reward_loop.components.{key}", load_function(component.path, component.name)
+        if component.path and component.data_sources is None:
+            function = load_function(component.path, component.name)
+            yield f"reward_loop.components.{key}", declared(function, component.reward_kwargs)
     if settings.function is not None:
-        yield f"{settings.function.path}:{settings.function.name or ''}".rstrip(":"), settings.function.load()
+        name = f"{settings.function.path}:{settings.function.name or ''}".rstrip(":")
+        yield name, declared(settings.function.load(), settings.function.kwargs)
     elif not settings.manager.is_import_path and not (components and all(one.path for one in components.values())):
         yield "verl's function for the data source", None
 
@@ -94,7 +100,7 @@ def _problems(
     what: str,
     file: str,
     data: DictConfig,
-    functions: Mapping[str, Any],
+    functions: Mapping[str, Target | None],
     settings: RewardSettings,
     say: Callable[[str], None],
 ) -> Iterator[str]:
@@ -108,19 +114,43 @@ def _problems(
         if (problem := _problem_of_row(row, prompt)) is not None:
             yield f"{what}, row {index}: {problem}"
             return
+    if settings.manager.name == "composite":
+        validate = what.startswith("data.val_files")
+        sources = {str(row.get("data_source", "")) for row in [*first, *rows]}
+        lost = sorted(one for one in sources if not names_for(settings.options.components, one, validate))
+        if lost:
+            yield (
+                f"{what}: none of reward_loop.components scores {counted(len(lost), 'data source')}: "
+                f"{listing(map(repr, lost))}. Add a component, or one with data_sources=others"
+            )
     for name, function in functions.items():
-        requires = _DEFAULT_REQUIRES if function is None else declared(function)
+        requires = _DEFAULT_REQUIRES if function is None else function.requires
         for index, row in enumerate(first):
             if missing := [_MISSING[one] for one in sorted(requires & _MISSING.keys()) if not _has(row, one)]:
                 yield f"{what}, row {index}: {name} requires {listing(missing)}. The row has {listing(row)}"
                 break
         else:
-            if function is not None and (keys := _keys_read(function)):
+            if function is not None and (problem := _lacks_a_column(function, first)) is not None:
+                yield f"{what}, {problem}"
+            if function is not None and (keys := _keys_read(function.origin)):
                 lacking = {key for row in first for key in keys - (row.get("extra_info") or {}).keys() - _ADDED}
                 if lacking:
                     say(f"Note: {name} reads extra_info[...] of {listing(lacking)}, which rows of {file} lack.")
             elif function is None:
                 yield from _unknown_sources(what, file, rows, first)
+
+
+def _lacks_a_column(function: Target, rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return which row lacks a column that a function in the form of another trainer requires."""
+    for index, row in enumerate(rows):
+        truth, extra_info = (row.get("reward_model") or {}).get("ground_truth"), row.get("extra_info") or {}
+        known = {"data_source": str(row.get("data_source")), "ground_truth": truth, "extra_info": {**row, **extra_info}}
+        if function.published is not None and (column := function.published.missing(known)) is not None:
+            return (
+                f"row {index}: {function.name} is {function.form} and requires {column}. The columns are "
+                f"{listing(row)}, and those in extra_info {listing(extra_info)}"
+            )
+    return None
 
 
 _MISSING = {"data_source": "the column data_source", "ground_truth": "reward_model.ground_truth"}

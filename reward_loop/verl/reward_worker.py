@@ -212,7 +212,7 @@ class RewardWorker:
 
 def _is_validation(data: Any) -> bool:
     if isinstance(data, RewardSample):
-        return data.validate
+        return bool(data.validate)
     row = data.non_tensor_batch
     return VALIDATE in row and bool(row[VALIDATE][-1])
 

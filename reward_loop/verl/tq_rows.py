@@ -253,8 +253,7 @@ def _as_data_proto(outputs: Sequence[Mapping[str, Any]], partition_id: str) -> D
         for extra in columns.pop("extra_fields", [{} for _ in outputs])
     ]
     columns["response_len"] = [len(response) for response in tensors["responses"]]
-    if partition_id == "val":
-        columns[VALIDATE] = [True for _ in outputs]
+    columns[VALIDATE] = [partition_id == "val" for _ in outputs]
     padded = {name: pad_sequence(values, batch_first=True) for name, values in tensors.items()}
     return DataProto(
         batch=TensorDict(padded, batch_size=len(outputs)),

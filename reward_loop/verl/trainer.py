@@ -68,6 +68,7 @@ uses(
     "replay_buffer",
     "resource_pool_manager",
     "val_dataloader",
+    "total_training_steps",
     "timing_raw",
     "global_steps",
     "local_trigger_step",
@@ -120,6 +121,7 @@ class RewardLoopTrainer(RecordingTrainer):
         """The training rows of the current step that left the batch, because they have no reward: key -> tags."""
         self._padding: set[str] = set()
         """The keys of the rows of the current step that only fill its batches."""
+        self._run_config = config
         config = without_reward(config)
         switch_estimator(config)
         super().__init__(config)
@@ -137,6 +139,8 @@ class RewardLoopTrainer(RecordingTrainer):
             self.reward_workers = RewardWorkers(self._settings, self._router, named=True)
         with _in_place_of_verls_rewards(self._start_rewards):
             super()._setup()
+        # The agent loop workers, which verl starts next, get this configuration.
+        self._run_config.trainer.total_training_steps = self.total_training_steps
         self.actor_rollout_wg.update_actor = self._counting_learners(self.actor_rollout_wg.update_actor)
         if self.use_critic:
             self.critic_wg.train_mini_batch = self._counting_learners(self.critic_wg.train_mini_batch)

@@ -58,3 +58,14 @@ class Centred:
 
     def post_process_scores(self, scores: list[float]) -> list[float]:
         return [score - sum(scores) / len(scores) for score in scores]
+
+
+def asked(prompt: str, response_ids: list[int], is_truncated: bool, validate: bool | None = None) -> dict[str, float]:
+    """Take what slime passes; it does not pass whether it evaluates."""
+    assert (prompt, validate) == ("2+2=", None)
+    return {"score": 1.0, "tokens": len(response_ids), "cut": float(is_truncated)}
+
+
+def scheduled(global_steps: int) -> float:
+    """Take the training step."""
+    return float(global_steps)

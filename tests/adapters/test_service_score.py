@@ -167,3 +167,30 @@ async def test_the_api_page_describes_every_field() -> None:
             assert model["description"], name
             for field, described in model["properties"].items():
                 assert described.get("description"), f"{name}.{field}"
+
+
+ASKED = {
+    "prompt": "2+2=",
+    "response_ids": [19, 2],
+    "response_length": 2,
+    "is_truncated": False,
+    "global_steps": 3,
+    "training_progress": 0.5,
+    "validate": True,
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+async def test_requests_give_the_arguments_that_a_function_asks_for(name: str) -> None:
+    seen: list[Any] = []
+    function = eval(f"lambda {name}: seen.append({name}) or 1.0", {"seen": seen})
+    body = {"solution_str": "4", **{"step" if key == "global_steps" else key: value for key, value in ASKED.items()}}
+    del body["response_length"]  # of `response_ids`
+    async with client_of(scorer(function)) as client:
+        await post(client, "/score", body)
+        error = await post(client, "/score", {"solution_str": "4"}, 422)
+        dialect = await post(client, "/llamafactory", {"messages": ["4"]}, 422)
+    assert seen == [ASKED[name]]
+    for reply in (error, dialect):
+        assert f"has no {name}, which" in reply["error"]
+        assert "send it to /score as " in reply["error"]

@@ -179,3 +179,18 @@ def test_normalisation_needs_one_sample_for_each_rollout_and_the_index_of_the_gr
     samples[0].group_index = None
     with pytest.raises(ConfigError, match="no group_index"):
         normalise(normalisation(), samples)
+
+
+async def test_a_function_gets_tokens_and_whether_slime_cut_them_off() -> None:
+    config = {"function": "tests.adapters.rewards:asked"}
+    given = sample("4", tokens=[7, 8, 19, 2, 2], prompt="2+2=")
+    given.status = SimpleNamespace(value="truncated")  # type: ignore[attr-defined]
+    args = arguments(reward_loop_config=config, reward_key="score")
+    reward = await custom_rm(args, given)
+    assert reward == {"score": 1.0, "tokens": 3.0, "cut": 1.0}
+
+
+async def test_a_function_that_asks_for_what_slime_lacks_is_an_error_at_the_start() -> None:
+    config = {"function": "tests.adapters.rewards:scheduled"}
+    with pytest.raises(ConfigError, match="requires global_steps, which this trainer does not pass"):
+        await custom_rm(arguments(reward_loop_config=config), sample("4"))

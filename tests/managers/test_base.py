@@ -82,6 +82,7 @@ async def test_a_row_becomes_a_sample():
         "u1",
         response_length=4,
         group="u1",
+        validate=None,
     )
     assert caller == {"level": 1}
 
@@ -408,3 +409,87 @@ async def test_the_configuration_of_verl_is_not_read_for_each_sample():
     for _ in range(3):
         assert (await manager.run_single(one_row()))["reward_score"] == 1.0
     assert Config.reads == 0
+
+
+ASKED = ("prompt", "response_ids", "response_length", "is_truncated", "global_steps", "training_progress", "validate")
+OF_VERL = {"actor_rollout_ref": {"rollout": {"response_length": 4}}, "trainer": {"v1": {"trainer_mode": "sync"}}}
+
+
+async def asked_of(row, config=OF_VERL, eos=9):
+    seen = {}
+
+    def compute_score(prompt=0, response_ids=0, response_length=0, is_truncated=0, global_steps=0,
+                      training_progress=0, validate=0):  # fmt: skip
+        seen.update(locals())
+        return 1.0
+
+    made = manager(compute_score, config)
+    made.tokenizer.eos_token_id = eos
+    await made.run_single(row)
+    return tuple(seen[name] for name in ASKED)
+
+
+async def test_a_row_of_verl_gives_the_arguments_that_a_function_asks_for():
+    columns = {"raw_prompt": column({"role": "user", "content": "?"}), "global_steps": 3}
+    chat = [{"role": "user", "content": "?"}]
+    row = one_row(**columns, __validate__=False, __total_training_steps__=12)
+    assert await asked_of(row) == (chat, [1, 2, 3, 0], 4, True, 3, 0.25, False)
+    # An end token as the last of them: the response is complete.
+    assert (await asked_of(row, eos=0))[3] is False
+    # A rollout for a later step, in verl's own reward loop: neither validation nor the run's length is known.
+    unknown = await asked_of(one_row(**columns), {"trainer": {"v1": {"trainer_mode": "separate_async"}}})
+    assert unknown == (chat, [1, 2, 3, 0], 4, 0, 3, 0, 0)
+
+
+async def test_rows_without_a_required_argument_fail_and_say_what_is_missing():
+    reward = await manager(lambda validate: 1.0).run_single(one_row())
+    assert reward["reward_extra_info"]["reward_outcome"] == "failed"
+    assert "it has no `validate`, which" in reward["reward_extra_info"]["reward_error"]
+
+
+async def test_columns_of_a_function_in_trls_form_come_from_the_row():
+    made = manager(lambda completions, level, difficulty: [float(level == [1] and difficulty == ["hard"])])
+    assert (await made.run_single(one_row(difficulty="hard")))["reward_score"] == 1.0
+    without = await made.run_single(one_row())
+    assert "requires the column 'difficulty'" in without["reward_extra_info"]["reward_error"]
+
+
+async def test_special_tokens_are_kept_by_an_option():
+    class Keeping(Tokenizer):
+        def decode(self, ids, skip_special_tokens):
+            return "".join("<s>" if i == 0 else chr(ord("a") + int(i) - 1) for i in ids if i or not skip_special_tokens)
+
+    texts = []
+    for config in ({}, {"skip_special_tokens": False}):
+        made = NaiveRewardLoopManager({"reward_loop": config}, Keeping(), exact)
+        texts.append((await made.to_sample(one_row())).solution_str)
+    assert texts == ["abc", "abc<s>"]
+
+
+@pytest.mark.parametrize("parts", [np.array([0.5, 1.0]), np.array([0.5, 1.0], dtype=np.float32), (0.5, 1.0)])
+async def test_scores_of_turns_may_be_an_array(parts):
+    reward = await manager(lambda: {"score": 1.5, "turn_level_scores": parts}).run_single(one_row())
+    assert list(reward["reward_extra_info"]["turn_level_scores"]) == [0.5, 1.0]
+    assert not isinstance(reward["reward_extra_info"]["turn_level_scores"], np.ndarray)
+
+
+@pytest.mark.parametrize("parts", [np.array([0.5, np.nan]), np.array([[0.5, 1.0]]), np.array(["a"])])
+async def test_an_array_of_other_scores_is_a_failure(parts):
+    reward = await manager(lambda: {"score": 1.5, "turn_level_scores": parts}).run_single(one_row())
+    assert "turn_level_scores must be a list of finite numbers" in reward["reward_extra_info"]["reward_error"]
+
+
+async def test_an_answer_of_a_probe_has_its_own_tokens():
+    made = manager(lambda response_ids, is_truncated: 1.0)
+    made.tokenizer.encode = lambda text, add_special_tokens: [ord(character) for character in text]
+    sample = RewardSample("x", response_ids=[1, 2], response_length=2, is_truncated=True)
+    changed = await made.with_answer(sample, "no")
+    assert (changed.response_ids, changed.response_length, changed.is_truncated) == ([110, 111], 2, False)
+
+
+def test_what_verls_own_reward_loop_does_not_pass_is_an_error_at_the_start():
+    stock = {**OF_VERL, "reward_model": {}}
+    with pytest.raises(ConfigError, match="requires training_progress, validate, which verl's own reward loop"):
+        manager(lambda validate, training_progress: 1.0, stock)
+    manager(lambda validate=None: 1.0, stock)
+    manager(lambda validate: 1.0, {**OF_VERL, "reward_model": {"use_reward_loop": True}})

@@ -337,3 +337,58 @@ async def test_a_components_own_keys_replace_none_of_the_managers(module):
 def test_the_name_of_a_component_has_no_slash(path):
     with pytest.raises(ConfigError, match="name a/b contains a slash"):
         CompositeRewardLoopManager({"reward_loop": {"components": {"a": {"path": path}, "a/b": {"path": path}}}})
+
+
+BY_SOURCE = {
+    "accuracy": {"data_sources": ["math*", "gsm8k"], "phase": "train"},
+    "exact": {"name": "accuracy", "data_sources": "math*", "phase": "validate", "weight": 2.0},
+    "Judge": {"data_sources": "others", "timeout": 60, "on_failed": "default", "default_score": -1.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("source", "validate", "text", "score", "called"),
+    [
+        ("math_dapo", False, "4", 1.0, {"accuracy"}),
+        ("math_dapo", True, "4", 2.0, {"exact"}),
+        ("gsm8k", False, "5", 0.0, {"accuracy"}),
+        ("essays", False, "four", 4.0, {"Judge"}),
+        ("essays", True, "down", -1.0, {"Judge"}),
+    ],
+)
+async def test_a_component_scores_its_data_sources_and_its_phase(make, source, validate, text, score, called):
+    manager = make(BY_SOURCE)
+    reward = await manager.run_single(RewardSample(text, source, "4", uid="u1", validate=validate))
+    info = reward["reward_extra_info"]
+    assert (reward["reward_score"], info["reward_outcome"]) == (score, "scored")
+    assert {name for name in BY_SOURCE if name in info} == called
+
+
+@pytest.mark.parametrize(
+    ("source", "validate", "problem"),
+    [
+        ("code", False, "none of reward_loop.components scores the data source 'code' in training"),
+        ("math", True, "none of reward_loop.components scores the data source 'math' in validation"),
+        ("math", None, "it is not known whether a sample belongs to a validation"),
+    ],
+)
+async def test_a_sample_that_no_component_scores_fails(make, source, validate, problem):
+    manager = make({"accuracy": {"data_sources": "math", "phase": "train"}, "form": {"data_sources": "essays"}})
+    reward = await manager.run_single(RewardSample("4", source, "4", uid="u1", validate=validate))
+    assert reward["reward_extra_info"]["reward_outcome"] == "failed"
+    assert problem in reward["reward_extra_info"]["reward_error"]
+
+
+def test_others_needs_a_component_with_data_sources(make):
+    with pytest.raises(ConfigError, match="no other component has data_sources"):
+        make({"form": {"data_sources": "others"}, "accuracy": {}})
+
+
+async def test_a_gate_holds_among_the_components_of_a_sample(make, calls):
+    manager = make({"form": {"gate": 1, "data_sources": "math"}, "Judge": {"data_sources": ["math", "essays"]}})
+    gated = await manager.run_single(RewardSample("4", "math", "4"))
+    free = await manager.run_single(RewardSample("4", "essays", "4"))
+    assert (gated["reward_extra_info"]["Judge/outcome"], free["reward_extra_info"]["Judge/outcome"]) == (
+        *("gated", "scored"),
+    )
+    assert calls == ["4"]

@@ -52,6 +52,14 @@ async def test_a_table_of_bytes_decodes_as_the_tokenizer_does(ids):
     assert await decoder.decode(np.array(ids, dtype=np.int64)) == BYTE_LEVEL.decode(ids, skip_special_tokens=True)
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, len(BYTE_LEVEL) + 3), max_size=40))
+async def test_special_tokens_are_kept_as_the_tokenizer_keeps_them(ids):
+    decoder = ResponseDecoder(BYTE_LEVEL, skip_special_tokens=False)
+    assert decoder._bytes is not None
+    assert await decoder.decode(np.array(ids, dtype=np.int64)) == BYTE_LEVEL.decode(ids, skip_special_tokens=False)
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "has_table"),
     [

@@ -185,16 +185,11 @@ def test_functions_that_cannot_be_called_are_refused_at_once(function, kwargs, m
 @pytest.mark.parametrize(
     ("parameters", "fit"),
     [
-        ("solution_strs, ground_truths", "the reward manager `batch`"),
-        ("extra_infos", "`group` for all samples of a prompt"),
-        ("prompts, completions, **kwargs", "form of TRL. Take `solution_str`"),
-        ("completions, answer", "form of TRL"),
-        ("reward_inputs", "form of EasyR1.*the reward manager `batch`"),
-        ("reward_input", "form of EasyR1. Take its `response` as `solution_str`"),
-        ("queries, prompts, labels", "the reward manager `batch`"),
         ("args, sample, **kwargs", "form of slime"),
         ("data", "reward_model.reward_loop_class_name"),
-        ("predict_str, ground_truth", "the text of the response is `solution_str`"),
+        ("prompt, completions, prompt_ids, completion_ids", "form of AReaL"),
+        ("solution_str, step", "the training step is `global_steps`"),
+        ("solution_str, finish_reason", "cut off is `is_truncated`"),
         ("solution_st", "did you mean 'solution_str'"),
     ],
 )

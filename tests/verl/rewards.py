@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from reward_loop.client import chat_complete, classify
@@ -40,7 +41,28 @@ class Mixed:
     """Scores most responses; has no opinion on some, and fails on others. The keys of its extra info differ. In
     training, who is not the best of the group gets half."""
 
-    async def compute_score(self, solution_str: str, ground_truth: str, extra_info: dict) -> dict | None:
+    async def compute_score(
+        self,
+        solution_str: str,
+        ground_truth: str,
+        extra_info: dict,
+        prompt: list[dict[str, str]] | None = None,
+        response_ids: list[int] | None = None,
+        response_length: int | None = None,
+        is_truncated: bool | None = None,
+        global_steps: int | None = None,
+        training_progress: float | None = None,
+        validate: bool | None = None,
+    ) -> dict | None:
+        asked = {
+            "prompt": prompt,
+            "response_ids": response_ids,
+            "response_length": response_length,
+            "is_truncated": is_truncated,
+            "global_steps": global_steps,
+            "training_progress": training_progress,
+            "validate": validate,
+        }
         if judge := os.environ.get("REWARD_JUDGE"):  # see `away.py`
             await chat_complete(judge, solution_str)
         value = number(solution_str)
@@ -51,7 +73,7 @@ class Mixed:
         elif value % 7 == 1:
             score, outcome = None, "failed"
         split = extra_info["split"]
-        _log(output=solution_str, gts=ground_truth, score=score, outcome=outcome, split=split)
+        _log(output=solution_str, gts=ground_truth, score=score, outcome=outcome, split=split, asked=asked)
         if outcome == "failed":
             raise ValueError(f"no score for {value}")
         if score is None:
@@ -99,7 +121,7 @@ async def in_parts(solution_str: str, ground_truth: str, extra_info: dict) -> di
     score = trained_score(solution_str, index, outputs)
     _log(output=solution_str, gts=ground_truth, score=score, split=extra_info["split"])
     if score is not None:
-        return {"score": score, "turn_level_scores": [score]}
+        return {"score": score, "turn_level_scores": np.array([score])}
     if value % 7 == 2 or does_not_fit(index, outputs):
         return {"score": 50.0, "turn_level_scores": [10.0, 20.0, 20.0]}
     if value % 7 == 0:
@@ -311,16 +333,16 @@ class Away(Mixed):
         await asyncio.Event().wait()  # until this process ends, too
 
 
-def rare(solution_str: str, extra_info: dict) -> float:
-    """Rewards one response in four or so, so that many groups get no reward at all. When two steps are over, it kills
-    the agent loop worker, some time after a response began to be judged."""
-    if _is_over(2) and extra_info["split"] == "train" and _is_first("killed-agent-loop-worker"):
+def rare(completions: list[list[dict[str, str]]], split: list[str], **kwargs: Any) -> list[float]:
+    """A function in TRL's form. Rewards one response in four or so, so that many groups get no reward at all. When two
+    steps are over, it kills the agent loop worker, some time after a response began to be judged."""
+    if _is_over(2) and split == ["train"] and _is_first("killed-agent-loop-worker"):
         import ray
 
         pid = ray.get(_agent_loop_worker().__ray_call__.remote(lambda worker: os.getpid()))
         _beside_the_log("killed-agent-loop-worker").write_text(str(pid))
         os.kill(pid, signal.SIGKILL)
-    return float(number(solution_str) % 4 == 0)
+    return [float(number(completion[0]["content"]) % 4 == 0) for completion in completions]
 
 
 def _kill_once(pid: int, marker: str) -> None:

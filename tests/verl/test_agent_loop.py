@@ -250,7 +250,7 @@ async def test_samples_of_a_validation_are_marked_for_the_reward_workers(worker:
     worker._records = records if recorded else None
     await run(worker, validate=True)
     await run(worker)
-    assert [kwargs.get("__validate__") for kwargs in worker.sent] == [True, None, None]
+    assert [kwargs.get("__validate__") for kwargs in worker.sent] == [True, False, False]
     worker._records = records
     assert [event["validate"] for event in await events(worker)] == ([True, False, False] if recorded else [])
 
@@ -321,6 +321,21 @@ async def test_an_agent_loop_gets_its_reward_from_the_reward_workers(worker: Any
     assert worker.sent == [], "a session with a score is not judged again"
     fields = {"ground_truth": "4", "group": UID, "group_size": 2, "step": 3, "generated_step": 3}
     assert client.samples == [RewardSample("answer", uid=f"q_{number}", **fields) for number in range(2)]
+
+
+async def test_the_length_of_the_run_reaches_the_reward_workers(worker: Any) -> None:
+    worker.config.trainer = {"total_training_steps": 12}
+    await run(worker)
+    assert [kwargs["__total_training_steps__"] for kwargs in worker.sent] == [12, 12]
+    client = Client()
+    worker.reward_loop_worker_handles = [client]
+
+    async def loop() -> None:
+        await reward_loop.score("answer")
+
+    worker.loop = loop
+    await run(worker)
+    assert [sample.training_progress for sample in client.samples] == [0.25, 0.25]
 
 
 async def test_a_reward_that_an_agent_loop_requests_for_later_arrives_after_the_trajectory(

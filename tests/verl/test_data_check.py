@@ -80,6 +80,32 @@ def test_rows_without_what_the_function_requires_are_named(tmp_path: Path, rows:
     assert f"data.train_files={train}" in str(caught.value)
 
 
+def test_rows_without_a_column_of_a_published_function_are_named(tmp_path: Path) -> None:
+    function = "def compute_score(completions, {}, solution, **kwargs): return [1.0]\n"
+    train = write(tmp_path / "train.jsonl", [ROW])
+    assert len(said(tmp_path, function=function.format("index"), train=train)) == 2
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ConfigError, match=r"row 0: compute_score .* is a TRL function and requires difficulty"):
+        said(tmp_path / "other", function=function.format("difficulty"), train=train)
+
+
+def test_data_sources_that_no_component_scores_are_named(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.jsonl", [*[ROW] * 9, {**ROW, "data_source": "essays"}])
+    (tmp_path / "form.py").write_text("def form(solution_str): return 1.0\n")
+    options = (
+        "reward_model.reward_manager=composite",
+        f"+reward_loop.components.sums.path={tmp_path}/form.py:form",
+        "+reward_loop.components.sums.data_sources=[sum*]",
+        "+reward_loop.components.sums.phase=train",
+    )
+    with pytest.raises(ConfigError) as caught:
+        said(tmp_path, *options, function=None, train=train)
+    assert "scores 1 data source: 'essays'. Add a component" in str(caught.value)
+    assert "data.val_files" in str(caught.value), "no component scores a validation"
+    fixed = ("+reward_loop.components.sums.phase=null", "+reward_loop.components.sums.data_sources=null")
+    assert len(said(tmp_path, *options[:2], *fixed, function=None, train=train)) == 2
+
+
 def test_every_file_is_opened_and_all_problems_are_listed(tmp_path: Path) -> None:
     (tmp_path / "broken.parquet").write_bytes(b"no parquet")
     (tmp_path / "broken.jsonl").write_text('{"a": \n')

@@ -53,6 +53,7 @@ def set_up(events: list[str], *, colocated: bool) -> Any:
 
     made: Any = object.__new__(trainer.with_reward_loop(PPOTrainerSync))
     made.config = without_reward(settled("trainer.device=cuda"))
+    made._run_config, made.total_training_steps = settled("trainer.device=cuda"), 7
     made._settings, made._router = SimpleNamespace(options=None), None
     made._colocated = Colocated() if colocated else None
     made.use_critic = made.use_reference_policy = made.use_teacher_policy = False
@@ -68,6 +69,8 @@ def set_up(events: list[str], *, colocated: bool) -> Any:
     verls = trainer_base.RewardLoopManager
     made._setup()
     assert trainer_base.RewardLoopManager is verls
+    # The agent loop workers, which get this configuration, pass it to the reward workers.
+    assert made._run_config.trainer.total_training_steps == 7
     return made
 
 

@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 import torch
 from starlette.testclient import TestClient
+from transformers import AutoTokenizer
 
 from reward_loop.records.events import health
 from reward_loop.records.reader import RecordsReader
@@ -105,6 +106,23 @@ def test_every_sample_is_scored_exactly_once(mixed_run: Run) -> None:
     assert texts(calls) == texts(seen)
     validated = [row for step in (0, 3) for row in mixed_run.validation(step)]
     assert signature([call for call in mixed_run.calls if call["split"] == "val"]) == signature(validated)
+
+
+def test_a_function_gets_what_it_asks_for(mixed_run: Run, tiny_generative_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_generative_model)
+    for call in mixed_run.calls:
+        asked = call["asked"]
+        (message,) = asked["prompt"]
+        first = (int(call["gts"]) - 1) // 2
+        assert message == {"role": "user", "content": f"{first}+{first + 1}="}
+        ids = asked["response_ids"]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == call["output"]
+        assert asked["response_length"] == len(ids)
+        assert asked["is_truncated"] == (len(ids) == 12 and ids[-1] != tokenizer.eos_token_id)
+        assert asked["validate"] == (call["split"] == "val")
+        assert asked["training_progress"] == pytest.approx(asked["global_steps"] / 3)
+    assert {call["asked"]["global_steps"] for call in mixed_run.calls if call["split"] == "train"} == {1, 2, 3}
+    assert {call["asked"]["is_truncated"] for call in mixed_run.calls} == {True, False}
 
 
 def test_the_advantage_is_that_of_the_returned_scores(mixed_run: Run) -> None:

@@ -166,6 +166,17 @@ def _announce(service: RewardService, listener: socket.socket, key_variable: str
     body: dict[str, Any] = {"solution_str": "4", "ground_truth": "4"}
     if "data_source" in service.scorer.requires and service.data_source is None:
         body["data_source"] = "test"
+    examples = {
+        "prompt": "2+2=",
+        "response_ids": [19],
+        "response_length": 1,
+        "is_truncated": False,
+        "global_steps": 1,
+        "training_progress": 0.01,
+        "validate": False,
+    }
+    asked = [name for name in examples if name in service.scorer.requires]
+    body |= {"step" if name == "global_steps" else name: examples[name] for name in asked}
     if service.needs_groups:
         body["group"] = "2+2"
         body = {"samples": [body, {**body, "solution_str": "5"}]}
@@ -173,6 +184,11 @@ def _announce(service: RewardService, listener: socket.socket, key_variable: str
     url = url_of(listener)
     print_line(f"{service.name} is served at {url}; its requests and replies: {url}/docs")
     print_line(f"try it: curl {url}/score{key} --json '{json.dumps(body)}'")
+    if only_here := [name for name in asked if name != "prompt"]:
+        print_line(
+            f"only /score and the paths of NeMo-Gym can pass {', '.join(only_here)}, which the function requires; "
+            "others answer with 422"
+        )
     if service.needs_groups:
         print_line(
             "only /score is served: the function compares the samples of a group, and other trainers send single ones"

@@ -96,9 +96,9 @@ def _samples(body: Rollouts, service: RewardService, options: DialectOptions, so
         if given is not None and len(given) != len(body.query):
             raise ServiceError(422, f"query has {len(body.query)} items, but {name} has {len(given)}")
     if body.query:
-        service.check_given(
-            () if body.labels is None else ("ground_truth",), "the request", ": OpenRLHF sends it as labels"
-        )
+        parts = {"ground_truth": body.labels, "prompt": body.prompts}
+        given = [name for name, values in parts.items() if values is not None]
+        service.check_given(given, "the request", ": OpenRLHF sends it as labels")
     samples = []
     for index, query in enumerate(body.query):
         prompt = None if body.prompts is None else body.prompts[index]
@@ -116,6 +116,7 @@ def _samples(body: Rollouts, service: RewardService, options: DialectOptions, so
                 ground_truth=None if body.labels is None else body.labels[index],
                 extra_info={} if prompt is None else {"prompt": prompt},
                 prompt=prompt,
+                validate=None,
             )
         )
     return samples
@@ -147,12 +148,14 @@ def slime(service: RewardService, options: DialectOptions) -> APIRouter:
     @router.post("/slime", response_model=float, responses=ERRORS)
     async def score_slime(body: Rollout, request: Request) -> Response:
         """Score a rollout of slime. The reply is the score; a sample without a score is an error."""
-        service.check_given(() if body.label is None else ("ground_truth",), "the request", ": slime sends it as label")
+        given = ("prompt",) if body.label is None else ("prompt", "ground_truth")
+        service.check_given(given, "the request", ": slime sends it as label")
         sample = RewardSample(
             options.without_end(body.response),
             ground_truth=body.label,
             extra_info={"prompt": body.prompt},
             prompt=body.prompt,
+            validate=None,
         )
         (number,) = numbers_of(await service.score_request(request, [sample]), "slime")
         return json_reply(number)
@@ -186,7 +189,7 @@ def llamafactory(service: RewardService, options: DialectOptions) -> APIRouter:
     async def score_llamafactory(body: Messages, request: Request) -> Response:
         """Score rollouts of LLaMA-Factory. A sample without a score is an error, since scores are numbers."""
         service.check_given((), "the request", ": LLaMA-Factory sends no reference answers")
-        samples = [RewardSample(options.without_end(text)) for text in body.messages]
+        samples = [RewardSample(options.without_end(text), validate=None) for text in body.messages]
         scored = await service.score_request(request, samples)
         return json_reply({"scores": numbers_of(scored, "LLaMA-Factory")})
 

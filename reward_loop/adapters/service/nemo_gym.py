@@ -75,7 +75,10 @@ def nemo_gym(service: RewardService, options: DialectOptions) -> APIRouter:
 
 def _routes(service: RewardService, options: DialectOptions) -> APIRouter:
     router = APIRouter(tags=["NeMo-Gym"])
-    fields = Fields(options.field_paths, data_source=service.data_source, requires=service.scorer.requires)
+    scorer = service.scorer
+    fields = Fields(
+        options.field_paths, data_source=service.data_source, requires=scorer.requires, columns=scorer.columns
+    )
 
     @router.post("/seed_session")
     async def seed_session() -> Response:
@@ -151,7 +154,7 @@ def _sample(body: VerifyBody, fields: Fields) -> RewardSample:
     """Return the sample of a request. If it lacks a field that the function requires, the sample has an error."""
     task = dict(body.model_extra or {})
     prompt = body.responses_create_params.get("input")
-    columns = {"extra_info": {"prompt": prompt, **task}, **task, "solution_str": _text(body.response)}
+    columns = {"prompt": prompt, "extra_info": {"prompt": prompt, **task}, **task, "solution_str": _text(body.response)}
     if "expected_answer" in task:
         columns.setdefault("ground_truth", task["expected_answer"])
     return replace(fields.to_sample(Row("the request", columns)), prompt=prompt)

@@ -33,13 +33,35 @@ class Sample(Body):
     extra_info: dict[str, Any] = Field(default_factory=dict)
     """Other fields of the data set."""
     prompt: Any = None
-    """The prompt, as text or as chat messages, for the sample's record. Functions do not receive it."""
+    """The prompt, as text or as chat messages."""
     uid: str | None = None
     """The name of the sample in errors and records. By default a unique name."""
     step: int | None = None
-    """The training step, for the sample's record."""
+    """The training step, which functions receive as `global_steps`."""
+    response_ids: list[int] | None = None
+    """The token ids of the response."""
+    response_length: int | None = None
+    """The number of tokens of the response; by default that of `response_ids`."""
+    is_truncated: bool | None = None
+    """Whether the response was cut off at the largest length."""
+    training_progress: float | None = None
+    """The share of the run that is done, from 0 to 1."""
+    validate_: bool = Field(default=False, alias="validate")
+    """Whether the sample belongs to a validation."""
     group: str | None = None
     """The group: samples of a request with the same text are responses to the same prompt."""
+
+    def given(self) -> set[str]:
+        """Return the names of the fields that the request has, and of those that follow from them."""
+        names = {"validate" if name == "validate_" else name for name in self.model_fields_set}
+        return names | ({"response_length"} if "response_ids" in names else set())
+
+    def to_sample(self) -> RewardSample:
+        """Return the sample without its group, which the agent sets."""
+        fields = self.model_dump(exclude={"group"}, by_alias=True)
+        if self.response_length is None and self.response_ids is not None:
+            fields["response_length"] = len(self.response_ids)
+        return RewardSample(**fields)
 
 
 class Samples(Body):
@@ -97,10 +119,10 @@ def routes(service: RewardService) -> APIRouter:
         """
         given = body.samples if isinstance(body, Samples) else [body]
         for index, sample in enumerate(given):
-            service.check_given(sample.model_fields_set, f"sample {sample.uid or index}")
+            service.check_given(sample.given(), f"sample {sample.uid or index}")
         groups = _members(given, service)
         order = [index for members in groups for index in members]
-        samples = [RewardSample(**given[index].model_dump(exclude={"group"})) for index in order]
+        samples = [given[index].to_sample() for index in order]
         scored = await service.score_request(request, samples, [len(members) for members in groups])
         results = dict(zip(order, scored, strict=True))
         shown = [_result(results[index]) for index in range(len(given))]

@@ -38,11 +38,15 @@ from reward_loop.errors import (
 )
 from reward_loop.managers.failures import Failures
 from reward_loop.managers.scorer import Scored, Scorer, scores_groups
+from reward_loop.scoring.forms import BY_NAME
 from reward_loop.types import Outcome, Reward, RewardSample
 
 __all__ = ["RETRY_AFTER_S", "Metrics", "RewardService"]
 
 logger = logging.getLogger(__name__)
+
+_PARTS = frozenset({"ground_truth", "data_source", *BY_NAME})
+"""The arguments of a function that come from a request, and may be missing there."""
 
 RETRY_AFTER_S = 1
 """The seconds in ``Retry-After`` when the service is full or stops."""
@@ -155,7 +159,7 @@ class RewardService:
         """Check that a request contains what the function requires.
 
         Args:
-            given: the parts that the request contains, of ``ground_truth`` and ``data_source``.
+            given: the parts that the request contains: arguments of a function, and ``step``.
             where: the name of the sample or the request, for the message.
             hint: how this kind of request gives the ground truth, for the message.
 
@@ -163,9 +167,13 @@ class RewardService:
             ServiceError: a part is missing (422).
         """
         constant = () if self.data_source is None else ("data_source",)
-        missing = sorted((self.scorer.requires & {"ground_truth", "data_source"}).difference(given, constant))
+        step = ("global_steps",) if "step" in given else ()
+        missing = sorted((self.scorer.requires & _PARTS).difference(given, constant, step))
         if missing:
             advice = ". Start the service with --data-source NAME" if missing[0] == "data_source" else hint
+            if missing[0] in BY_NAME:
+                field = "step" if missing[0] == "global_steps" else missing[0]
+                advice = f": give the parameter a default, or send it to /score as {field!r}"
             raise ServiceError(422, f"{where} has no {missing[0]}, which {self.name} requires{advice}")
 
     async def score(

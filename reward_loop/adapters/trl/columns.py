@@ -10,6 +10,7 @@ from typing import Any
 from reward_loop._util.json import MISSING, look_up
 from reward_loop._util.text import did_you_mean, listing, shorten
 from reward_loop.errors import ConfigError
+from reward_loop.scoring.forms import content_of
 from reward_loop.types import RewardSample
 
 __all__ = ["Columns", "group_sizes", "text_of"]
@@ -28,6 +29,8 @@ class Columns:
     """The column of the names of the data sets; by default ``data_source``, if there is one."""
     extra_info: str | None = None
     """A column of mappings, whose keys become keys of ``extra_info``; by default ``extra_info``, if there is one."""
+    max_completion_length: int | None = None
+    """The largest number of tokens of a completion."""
 
     def check(self, columns: Mapping[str, Sequence[Any]], count: int, requires: frozenset[str]) -> None:
         """Check that the columns fit the options and the function.
@@ -43,6 +46,11 @@ class Columns:
         for name, values in columns.items():
             if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != count:
                 raise ConfigError(f"column {name!r} must be a list with {count} values; got {shorten(values, 60)}")
+        if "validate" in requires and "validate" not in columns:
+            raise ConfigError(
+                "the reward function requires validate, and TRL does not pass whether it evaluates: add a column "
+                "`validate` to both data sets, False in that of the training and True in that of the evaluation"
+            )
         for part in ("ground_truth", "data_source", "extra_info"):
             named: str | None = getattr(self, part)
             name = named or part
@@ -61,6 +69,7 @@ class Columns:
         completion_ids: Sequence[Sequence[int]] | None,
         columns: Mapping[str, Sequence[Any]],
         step: int | None,
+        progress: float | None = None,
     ) -> list[RewardSample]:
         """Return a sample for each completion. A sample whose columns have wrong values has an error.
 
@@ -70,18 +79,25 @@ class Columns:
             completion_ids: the tokens of each completion.
             columns: the columns of the data set.
             step: the training step.
+            progress: the share of the run that is done.
         """
         samples = []
         for index, completion in enumerate(completions):
             parts = self._parts({name: values[index] for name, values in columns.items()})
             if not isinstance(completion, str) and len(completion) > 1:
                 parts["extra_info"] = {"completion": completion, **parts["extra_info"]}
+            ids = None if completion_ids is None else completion_ids[index]
+            longest = self.max_completion_length
             samples.append(
                 RewardSample(
                     text_of(completion),
                     prompt=prompts[index],
                     step=step,
-                    response_length=None if completion_ids is None else len(completion_ids[index]),
+                    training_progress=progress,
+                    response_ids=ids,
+                    response_length=None if ids is None else len(ids),
+                    is_truncated=None if ids is None or longest is None else len(ids) >= longest,
+                    validate=bool(columns["validate"][index]) if "validate" in columns else None,
                     **parts,
                 )
             )
@@ -114,7 +130,7 @@ def text_of(completion: Any) -> str:
     """Return the text of a completion: the text itself, or the contents of the assistant's messages, one a line."""
     if isinstance(completion, str):
         return completion
-    return "\n".join(filter(None, (_content(message) for message in completion if message["role"] == "assistant")))
+    return "\n".join(filter(None, (content_of(message) for message in completion if message["role"] == "assistant")))
 
 
 def group_sizes(prompts: Sequence[Any], size: int | None, *, exact: bool) -> list[int]:
@@ -138,10 +154,3 @@ def group_sizes(prompts: Sequence[Any], size: int | None, *, exact: bool) -> lis
             "(per_device_train_batch_size * steps_per_generation), and set num_generations_eval to the same number"
         )
     return [min(size, run - start) for run in runs for start in range(0, run, size)]
-
-
-def _content(message: Mapping[str, Any]) -> str:
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text") or "" for part in content)

@@ -16,9 +16,11 @@ from reward_loop.adapters.process_agent import AgentInThread, AgentOwner
 from reward_loop.adapters.trl.columns import Columns, group_sizes
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError
+from reward_loop.managers.base import progress_of
 from reward_loop.managers.failures import Failures
 from reward_loop.managers.scorer import Scored, Scorer, load_scorer
 from reward_loop.scoring import load_function
+from reward_loop.scoring.signature import required_by_name
 from reward_loop.types import Outcome, finite_number, is_returned
 
 __all__ = ["RewardLog", "TRLReward", "reward_function"]
@@ -38,6 +40,7 @@ def reward_function(
     data_source: str | None = None,
     extra_info: str | None = None,
     group_size: int | None = None,
+    max_completion_length: int | None = None,
     concurrency: int | None = None,
     log_dir: str | os.PathLike[str] | None = None,
     name: str | None = None,
@@ -59,6 +62,8 @@ def reward_function(
             ``extra_info``, if the data set has it.
         group_size: ``num_generations`` of the trainer. By default, neighbours with equal prompts are a group. Required
             for managers that need whole groups, if several processes train.
+        max_completion_length: that of the trainer, for functions that take ``is_truncated``: completions of this length
+            count as cut off.
         concurrency: how many samples are scored at a time; ``None`` for no limit.
         log_dir: the folder of the records, which ``reward-loop view`` shows; the same as the option ``log_dir``.
         name: the name in TRL's metrics; by default the function's name.
@@ -80,8 +85,12 @@ def reward_function(
     _check_shared(parsed)
     # Mistakes are found here, before the training: a worker that unpickles the result loads the function again.
     managers.get(manager)
-    if isinstance(function, str):
-        load_function(function)
+    loaded = load_function(function) if isinstance(function, str) else function
+    if loaded is not None and max_completion_length is None and "is_truncated" in required_by_name(loaded):
+        raise ConfigError(
+            "the reward function requires is_truncated, and TRL does not pass whether a completion was cut off: set "
+            "max_completion_length to that of the trainer"
+        )
     load = partial(
         load_scorer,
         function,
@@ -91,7 +100,7 @@ def reward_function(
         router_address=reward_router_address,
         reward_model_tokenizer=reward_model_tokenizer,
     )
-    columns = Columns(ground_truth, data_source, extra_info)
+    columns = Columns(ground_truth, data_source, extra_info, max_completion_length)
     return TRLReward(name or _name_of(function, manager), load, columns, group_size, concurrency)
 
 
@@ -170,7 +179,8 @@ class TRLReward:
         self._columns.check(columns, len(prompts), agent.requires)
         groups = self._groups(prompts, agent.needs_group)
         step = None if trainer_state is None else trainer_state.global_step + 1
-        samples = self._columns.samples(prompts, completions, completion_ids, columns, step)
+        progress = progress_of(step, getattr(trainer_state, "max_steps", None))
+        samples = self._columns.samples(prompts, completions, completion_ids, columns, step, progress)
         results = await agent.score(samples, groups)
         self._log.log(results, log_extra, log_metric)
         options = getattr(agent.manager, "options", None)  # a manager of the user may have none

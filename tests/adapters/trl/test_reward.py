@@ -21,6 +21,7 @@ from reward_loop.managers.scorer import Scored
 from reward_loop.records import records
 from reward_loop.records.reader import RecordsReader
 from tests.adapters.rewards import Centred, rank
+from tests.scoring import published
 
 STATE = SimpleNamespace(global_step=6)
 
@@ -255,3 +256,46 @@ def test_each_component_of_the_first_batch_becomes_a_column_of_one_type() -> Non
     later = log.columns([result(style=1.0, format="text")])
     assert later.keys() == columns.keys()
     assert later["judge/format"] == [None]
+
+
+ASKED = {
+    "prompt": "2+2=",
+    "response_ids": [19, 2, 2],
+    "response_length": 3,
+    "is_truncated": True,
+    "global_steps": 7,
+    "training_progress": 0.7,
+    "validate": True,
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+async def test_functions_get_the_arguments_that_they_ask_for(name: str) -> None:
+    seen: list[Any] = []
+    function = eval(f"lambda {name}: seen.append({name}) or 1.0", {"seen": seen})
+    state = SimpleNamespace(global_step=6, max_steps=10)
+    async with opened(function, max_completion_length=3) as reward:
+        rewards = await reward(["2+2="], ["4"], [[19, 2, 2]], trainer_state=state, validate=[True])
+    assert (rewards, seen) == ([1.0], [ASKED[name]])
+
+
+async def test_what_trl_does_not_pass_is_named_before_the_first_reward() -> None:
+    with pytest.raises(ConfigError, match="set max_completion_length"):
+        reward_function(lambda is_truncated: 1.0)
+    async with opened(lambda validate: 1.0) as reward:
+        with pytest.raises(ConfigError, match="add a column `validate`"):
+            await reward(["p"], ["x"])
+    with pytest.raises(ConfigError, match="skip_special_tokens=False has an effect only in a verl run"):
+        async with opened(lambda solution_str: 1.0, options={"skip_special_tokens": False}) as reward:
+            await reward(["p"], ["x"])
+
+
+async def test_a_function_in_trls_own_form_is_taken_as_it_is() -> None:
+    chat = [{"role": "user", "content": "2+2="}]
+    answer = [{"role": "assistant", "content": "4"}]
+    async with opened(published.solved) as reward:
+        assert await reward([chat], [answer], solution=["4"]) == [1.0]
+        assert await reward([chat], [answer], solution=["?"]) == [None]
+    calls = [{"role": "assistant", "content": "?"}, {"role": "tool", "content": "4"}, *answer]
+    async with opened(lambda completions: [float(completions == [calls])]) as reward:
+        assert await reward([chat], [calls]) == [1.0]
