@@ -24,7 +24,7 @@ from reward_loop.offline.check_command import check
 from reward_loop.offline.command import score
 from reward_loop.offline.compare_command import compare
 from reward_loop.offline.export import export
-from reward_loop.records.command import report, stuck
+from reward_loop.offline.report_command import report, stuck
 from reward_loop.router.command import route
 from reward_loop.view.command import view
 from reward_loop.view.trace import trace

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from reward_loop.cli import app
 from reward_loop.offline.export import COLUMNS
 from reward_loop.offline.inputs import Inputs
+from reward_loop.offline.notes import Notes
 from reward_loop.records import Records
-from reward_loop.records.notes import Notes
 from reward_loop.records.reader import RecordsReader
 from tests.view.recorded import exchange, flushed, record, revise
 

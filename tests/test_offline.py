@@ -33,11 +33,11 @@ from reward_loop.managers import GroupRewardLoopManager
 from reward_loop.offline.fields import Fields, check_fields
 from reward_loop.offline.folder import COLUMNS, ScoredFolder, check_export, export
 from reward_loop.offline.inputs import Inputs, Row
+from reward_loop.offline.notes import Notes
+from reward_loop.offline.report import Report
 from reward_loop.offline.run import score_rows
 from reward_loop.records import records
-from reward_loop.records.notes import Notes
 from reward_loop.records.reader import RecordsReader
-from reward_loop.records.report import Report
 from tests.gsm8k import DATA, ROOT, needs_gsm8k
 from tests.verl.away import judge_that_goes_away
 

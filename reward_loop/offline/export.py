@@ -23,9 +23,9 @@ from reward_loop._util.standard_streams import console
 from reward_loop._util.text import counted
 from reward_loop.errors import ConfigError
 from reward_loop.offline.inputs import import_pyarrow, is_parquet
-from reward_loop.records.notes import Notes
+from reward_loop.offline.notes import Notes
+from reward_loop.offline.turns import Part, Turn, prompt_turns, response_turns
 from reward_loop.records.reader import RecordsReader
-from reward_loop.records.turns import Part, Turn, prompt_turns, response_turns
 
 __all__ = ["dump_line", "export", "transcript"]
 

@@ -17,7 +17,7 @@ from reward_loop._util.sockets import url_of
 from reward_loop._util.standard_streams import console, print_line
 from reward_loop._util.web_server import api_key, open_listener, serve_until_signal
 from reward_loop.errors import ConfigError
-from reward_loop.records.report import Price
+from reward_loop.offline.report import Price
 
 if TYPE_CHECKING:
     from reward_loop.view.index import Index

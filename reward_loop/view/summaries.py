@@ -11,7 +11,7 @@ from typing import Any
 import duckdb
 import orjson
 
-from reward_loop.records.report import Price
+from reward_loop.offline.report import Price
 from reward_loop.view.filters import SampleFilter, number_of
 from reward_loop.view.index import Index, rows_of
 

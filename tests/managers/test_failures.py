@@ -10,9 +10,9 @@ import pytest
 
 from reward_loop import NaiveRewardLoopManager, RewardSample
 from reward_loop.managers.failures import Failures
+from reward_loop.offline.report import Report
 from reward_loop.records import records
 from reward_loop.records.reader import RecordsReader
-from reward_loop.records.report import Report
 
 
 def compute_score(solution_str: str) -> float | None:

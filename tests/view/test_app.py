@@ -15,10 +15,10 @@ pytest.importorskip("duckdb")
 
 from starlette.testclient import TestClient
 
+from reward_loop.offline.report import Price
 from reward_loop.records import Records
 from reward_loop.records.events import open_health, warning_row
 from reward_loop.records.reader import RecordsReader
-from reward_loop.records.report import Price
 from reward_loop.records.rows import advantage_row
 from reward_loop.view.app import Guard, create_app
 from reward_loop.view.index import Index

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from reward_loop.offline.notes import Notes
 from reward_loop.records import Records
-from reward_loop.records.notes import Notes
 from reward_loop.records.reader import RecordsReader
 from tests.view.recorded import flushed, record
 

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from reward_loop import cli
 from reward_loop.errors import ConfigError
+from reward_loop.offline.report import Price, Report, Spread
 from reward_loop.records.reader import RecordsReader
-from reward_loop.records.report import Price, Report, Spread
 from tests.records.rows import sample, write
 
 

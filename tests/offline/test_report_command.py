@@ -54,7 +54,7 @@ def test_a_process_that_does_not_answer_is_reported() -> None:
 
 @pytest.mark.usefixtures("wide")
 def test_without_a_running_process_the_exit_status_is_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reward_loop.records.command.processes", list)
+    monkeypatch.setattr("reward_loop.offline.report_command.processes", list)
     done = runner.invoke(app, ["stuck"])
     assert done.exit_code == 1
     assert "no process" in done.output
