@@ -32,6 +32,7 @@ from __future__ import annotations
 from typing import Protocol, Self
 
 __all__ = [
+    "AddressTakenError",
     "BrokenScorerError",
     "BudgetSpentError",
     "ConfigError",

@@ -33,10 +33,7 @@ from reward_loop.audit.probes import CANARY, Probe, Probes
 from reward_loop.config import CacheConfig
 from reward_loop.errors import ConfigError, FunctionLoadError, ScoringError
 from reward_loop.managers import RewardLoopManagerBase
-from reward_loop.records import ActiveSample, Records, exchanges_of, records
-from reward_loop.records.files import AUDIT
-from reward_loop.records.probes import ABLATION
-from reward_loop.records.rows import new_row
+from reward_loop.records import ABLATION, AUDIT, ActiveSample, Records, exchanges_of, new_row, records
 from reward_loop.scoring import ScoringFunction, load_function
 from reward_loop.scoring.results import check_result, failed
 from reward_loop.types import RewardResult, RewardSample, returned_numbers

@@ -11,7 +11,7 @@ from typing import Self
 from reward_loop._util.intervals import Z95
 from reward_loop.audit.ablation import AblationCount
 from reward_loop.audit.probes import CANARY
-from reward_loop.records.probes import kappa
+from reward_loop.records import kappa
 
 __all__ = ["AuditCounts", "ProbeCount", "ReferencePair"]
 

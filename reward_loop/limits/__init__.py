@@ -1,1 +1,7 @@
-"""Limits on concurrency, requests, tokens and cost, shared by all workers of a job."""
+"""Limits, budget and failure bound that all workers of a job share."""
+
+from __future__ import annotations
+
+from reward_loop._util.faces import face
+
+__all__, __getattr__ = face(__name__, __file__)

@@ -27,10 +27,9 @@ from reward_loop.offline.inputs import Inputs, is_compressed
 from reward_loop.offline.report import Price, Report
 from reward_loop.offline.report_command import outcomes_of, show_probes, show_report
 from reward_loop.offline.run import ScoringProgress, Usage, score_rows, usage_of
-from reward_loop.records.files import AUDIT
-from reward_loop.records.probes import probe_counts
-from reward_loop.records.reader import read_rows
-from reward_loop.scoring.load import load_function, source_hash
+from reward_loop.records import AUDIT, probe_counts, read_rows
+from reward_loop.scoring import load_function
+from reward_loop.scoring.load import source_hash
 from reward_loop.types import Outcome
 
 __all__ = ["score"]

@@ -16,7 +16,7 @@ from typing import Any
 from reward_loop._util.json import MISSING, look_up
 from reward_loop._util.text import did_you_mean, listing, shorten
 from reward_loop.errors import ConfigError
-from reward_loop.records.reader import RecordsReader
+from reward_loop.records import RecordsReader
 from reward_loop.types import Outcome, finite_number
 
 __all__ = [

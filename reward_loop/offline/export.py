@@ -25,7 +25,7 @@ from reward_loop.errors import ConfigError
 from reward_loop.offline.inputs import import_pyarrow, is_parquet
 from reward_loop.offline.notes import Notes
 from reward_loop.offline.turns import Part, Turn, prompt_turns, response_turns
-from reward_loop.records.reader import RecordsReader
+from reward_loop.records import RecordsReader
 
 __all__ = ["dump_line", "export", "transcript"]
 

@@ -16,10 +16,16 @@ from reward_loop._util.json import encode, to_json
 from reward_loop._util.replacing import replacing
 from reward_loop.errors import ConfigError
 from reward_loop.offline.inputs import Inputs, import_pyarrow, is_compressed, is_parquet, read_batches
-from reward_loop.records.configuration import config_row, configurations, open_configuration
-from reward_loop.records.files import SUB_FOLDERS
-from reward_loop.records.reader import NoRecordsError, RecordsReader, parse_line
-from reward_loop.records.writer import records
+from reward_loop.records import (
+    SUB_FOLDERS,
+    NoRecordsError,
+    RecordsReader,
+    config_row,
+    configurations,
+    open_configuration,
+    parse_line,
+    records,
+)
 from reward_loop.types import Outcome
 
 __all__ = ["COLUMNS", "MAX_BYTES", "ScoredFolder", "check_export", "export"]

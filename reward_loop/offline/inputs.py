@@ -16,7 +16,7 @@ from typing import Any, Self
 from reward_loop._util.json import decode, with_bytes
 from reward_loop._util.text import shorten
 from reward_loop.errors import ConfigError
-from reward_loop.records.reader import NoRecordsError, RecordsReader
+from reward_loop.records import NoRecordsError, RecordsReader
 
 __all__ = ["Inputs", "Row", "import_pyarrow", "is_compressed", "is_parquet", "read_batches"]
 

@@ -11,10 +11,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from reward_loop.records.files import NOTES, RecordFiles
-from reward_loop.records.reader import read_rows
-from reward_loop.records.rows import new_row
-from reward_loop.records.writer import encode_record
+from reward_loop.records import NOTES, RecordFiles, encode_record, new_row, read_rows
 
 __all__ = ["NOTE", "Notes"]
 

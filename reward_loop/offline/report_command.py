@@ -18,12 +18,18 @@ from reward_loop._util.standard_streams import console
 from reward_loop._util.text import counted, cut, did_you_mean, duration, listing, rounded
 from reward_loop.errors import ConfigError
 from reward_loop.offline.report import SHOWN, Price, Report
-from reward_loop.records.events import health, overlaps
-from reward_loop.records.files import AUDIT
-from reward_loop.records.overlap import hidden_share
-from reward_loop.records.probes import probe_counts
-from reward_loop.records.reader import RecordsReader, read_rows
-from reward_loop.records.watchdog import ask, processes, why
+from reward_loop.records import (
+    AUDIT,
+    RecordsReader,
+    ask,
+    health,
+    hidden_share,
+    overlaps,
+    probe_counts,
+    processes,
+    read_rows,
+    why,
+)
 
 __all__ = ["outcomes_of", "report", "show_probes", "show_report", "stuck"]
 

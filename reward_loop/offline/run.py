@@ -23,8 +23,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from reward_loop._util.signals import run
 from reward_loop._util.text import rounded
 from reward_loop.errors import ConfigError, RewardLoopError
-from reward_loop.limits.local import LocalLimits
-from reward_loop.managers.base import RewardLoopManagerBase
+from reward_loop.limits import LocalLimits
+from reward_loop.managers import RewardLoopManagerBase
 from reward_loop.managers.failures import Failures, on_one_line
 from reward_loop.managers.policy import result_of
 from reward_loop.managers.scorer import Scored, functions_of, reward_of

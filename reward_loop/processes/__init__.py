@@ -1,1 +1,7 @@
-"""Worker processes for sync reward functions. This package imports nothing, so that workers start with few modules."""
+"""Processes in which sync functions run and can be killed."""
+
+from __future__ import annotations
+
+from reward_loop._util.faces import face
+
+__all__, __getattr__ = face(__name__, __file__)

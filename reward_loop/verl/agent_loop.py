@@ -44,9 +44,7 @@ from reward_loop.managers.base import (
     progress_of,
     training_step_of,
 )
-from reward_loop.records import Records, records
-from reward_loop.records.events import rollout_event
-from reward_loop.records.writer import MAX_BYTES
+from reward_loop.records import MAX_BYTES, Records, records, rollout_event
 from reward_loop.types import Outcome, Reward, RewardSample
 from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.tq_rows import REQUESTED

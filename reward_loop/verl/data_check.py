@@ -15,7 +15,7 @@ from omegaconf import DictConfig, ListConfig
 from reward_loop._util.text import counted, did_you_mean, listing, shorten
 from reward_loop.errors import ConfigError
 from reward_loop.managers.composite import names_for
-from reward_loop.scoring.load import load_function
+from reward_loop.scoring import load_function
 from reward_loop.scoring.signature import Target, declared
 from reward_loop.verl.compat import uses
 from reward_loop.verl.settings import RewardSettings

@@ -23,8 +23,7 @@ from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.managers import RewardLoopManagerBase, scoring_function
 from reward_loop.managers.registry import names as manager_names
-from reward_loop.scoring import ScoringFunction
-from reward_loop.scoring.load import load_function
+from reward_loop.scoring import ScoringFunction, load_function
 from reward_loop.serving.models import architectures, model_kind
 from reward_loop.verl import compat
 from reward_loop.verl.compat import uses

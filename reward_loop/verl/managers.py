@@ -11,7 +11,7 @@ from reward_loop._util.api_keys import api_key_of
 from reward_loop.client import classify
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardFunctionError
-from reward_loop.limits.permit import Limits
+from reward_loop.limits import Limits
 from reward_loop.managers import NaiveRewardLoopManager, RewardLoopManagerBase, scoring_function
 from reward_loop.managers.base import (
     TRAINER_MODE,
@@ -23,12 +23,10 @@ from reward_loop.managers.base import (
     verl_options,
 )
 from reward_loop.managers.post_process import PostProcess
-from reward_loop.processes.outcome import cause_of
-from reward_loop.processes.pool import usable_cores
+from reward_loop.processes import cause_of, usable_cores
 from reward_loop.router.config import API_KEY_VARIABLE
-from reward_loop.scoring import ScoringFunction
+from reward_loop.scoring import ScoringFunction, normalise
 from reward_loop.scoring.isolation import SplitSemaphore
-from reward_loop.scoring.results import normalise
 from reward_loop.types import Outcome, RewardResult, RewardSample
 from reward_loop.verl.compat import uses
 from reward_loop.verl.own_scorers import default_compute_score, guard

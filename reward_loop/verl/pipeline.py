@@ -66,8 +66,7 @@ from reward_loop.agent.filter_forecast import FilterForecast
 from reward_loop.agent.schedule import Action, Generate, Prepare, Train, Wait
 from reward_loop.errors import RewardLoopError
 from reward_loop.managers.base import TRAINING_STEP
-from reward_loop.records.events import overlap_event
-from reward_loop.records.overlap import Interval, seconds_of
+from reward_loop.records import Interval, overlap_event, seconds_of
 from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.mode_options import PIPELINE_MODE, make_schedule, mini_batch_groups, read_mode
 from reward_loop.verl.refills import RefillLimit

@@ -12,10 +12,15 @@ from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from reward_loop.managers.recording import open_records
-from reward_loop.records import Records
-from reward_loop.records.configuration import config_row, hide_environment, open_configuration
-from reward_loop.records.events import WaitsFor, phase_event
-from reward_loop.records.rows import advantage_row
+from reward_loop.records import (
+    Records,
+    WaitsFor,
+    advantage_row,
+    config_row,
+    hide_environment,
+    open_configuration,
+    phase_event,
+)
 from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.reward_metrics import StepRewards
 from reward_loop.verl.sample_table import SampleTable

@@ -19,8 +19,8 @@ from reward_loop._util.text import did_you_mean, listing
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError
 from reward_loop.managers import RewardLoopManagerBase
+from reward_loop.managers import get as get_manager
 from reward_loop.managers.builtin import RateLimitedConfig
-from reward_loop.managers.registry import get as get_manager
 from reward_loop.managers.registry import names as manager_names
 from reward_loop.verl.mode_options import PIPELINE_MODE, check_mode, read_mode
 from reward_loop.verl.reward_model import read_reward_model, warn_of_unused_options

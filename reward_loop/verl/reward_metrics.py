@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from reward_loop.records.overlap import Interval, hidden_share, seconds_of
+from reward_loop.records import Interval, hidden_share, seconds_of
 from reward_loop.types import RESERVED_KEYS, Outcome, finite_number
 from reward_loop.verl.trajectory_keys import final_outputs, session_of, uid_of
 

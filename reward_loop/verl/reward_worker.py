@@ -14,13 +14,11 @@ from reward_loop._util.process import freeze_and_raise_gc_threshold, raise_descr
 from reward_loop.audit import AuditCounts, Feature, open_audit
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import InvalidScoreError, RewardLoopError
-from reward_loop.limits.client import open_limits
-from reward_loop.limits.failures import FailureBound
+from reward_loop.limits import FailureBound, open_limits
 from reward_loop.managers.base import VALIDATE
 from reward_loop.managers.post_process import PostProcess, fail_reward
 from reward_loop.managers.recording import open_records
-from reward_loop.records import watch
-from reward_loop.records.writer import ExchangeCounts
+from reward_loop.records import ExchangeCounts, watch
 from reward_loop.scoring.proofs import ProofCounts
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Reward, RewardSample
 from reward_loop.verl.cluster import RouterAddress, address_on_this_node

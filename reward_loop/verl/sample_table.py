@@ -9,8 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, Self
 
 from reward_loop.config import RewardLoopConfig
-from reward_loop.records import cleaned
-from reward_loop.records.configuration import hide_environment
+from reward_loop.records import cleaned, hide_environment
 from reward_loop.types import is_returned
 from reward_loop.verl.reward_metrics import Info, StepRewards
 from reward_loop.verl.trajectory_keys import session_of

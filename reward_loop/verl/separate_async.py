@@ -18,7 +18,8 @@ from omegaconf import DictConfig
 from ray.exceptions import RayActorError
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
-from reward_loop.agent.queue import QueueEntry, RewardQueue, Staleness
+from reward_loop.agent import RewardQueue, Staleness
+from reward_loop.agent.queue import QueueEntry
 from reward_loop.errors import RewardLoopError
 from reward_loop.types import Outcome
 from reward_loop.verl.agent_loop import RewardAgentLoopWorker

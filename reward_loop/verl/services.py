@@ -11,8 +11,7 @@ import ray
 from omegaconf import DictConfig
 
 from reward_loop.config import LimitConfig, RewardModelConfig
-from reward_loop.limits.permit import REWARD_MODEL
-from reward_loop.limits.server import serve_limits
+from reward_loop.limits import REWARD_MODEL, serve_limits
 from reward_loop.serving.manager import serve_reward_model
 from reward_loop.serving.reservation import GpuReservation
 from reward_loop.verl.cluster import RouterAddress, accelerator, for_platform, groups_of_trainer, router_address

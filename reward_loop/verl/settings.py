@@ -14,10 +14,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from reward_loop.config import RewardLoopConfig, RewardModelConfig
+from reward_loop.managers import get as get_manager
 from reward_loop.managers.builtin import RateLimitedConfig
-from reward_loop.managers.registry import get as get_manager
 from reward_loop.managers.registry import names as manager_names
-from reward_loop.scoring.load import load_function
+from reward_loop.scoring import load_function
 from reward_loop.verl.compat import verl_folder
 from reward_loop.verl.mode_options import ModeOptions
 

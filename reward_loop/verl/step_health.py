@@ -15,7 +15,7 @@ from reward_loop.audit.effect import Verdict
 from reward_loop.audit.values import JudgeCalls, Observation, ProbeCounts
 from reward_loop.audit.watch import HealthWatch
 from reward_loop.config import RewardLoopConfig
-from reward_loop.records.events import effect_row, open_health, values_row, warning_row
+from reward_loop.records import effect_row, open_health, values_row, warning_row
 from reward_loop.types import Outcome, returned_numbers
 from reward_loop.verl.ablations import Ablations, Tested
 from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward

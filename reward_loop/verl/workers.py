@@ -17,8 +17,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from reward_loop.audit import AuditCounts, Feature
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardLoopError
-from reward_loop.limits.permit import MAX_PATIENCE, REWARD_MODEL
-from reward_loop.limits.shared_time import MAX_SHARED_S
+from reward_loop.limits import MAX_PATIENCE, MAX_SHARED_S, REWARD_MODEL
 from reward_loop.scoring.proofs import ProofCounts
 from reward_loop.types import Reward, RewardSample
 from reward_loop.verl.cluster import RouterAddress, worker_nodes

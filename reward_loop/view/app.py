@@ -32,10 +32,8 @@ from reward_loop.errors import ConfigError
 from reward_loop.offline.compare import compare, read_scoring
 from reward_loop.offline.notes import Notes
 from reward_loop.offline.report import Price
-from reward_loop.records.configuration import configurations
-from reward_loop.records.events import health as read_health
-from reward_loop.records.files import AUDIT, EVENTS
-from reward_loop.records.reader import RecordsReader
+from reward_loop.records import AUDIT, EVENTS, RecordsReader, configurations
+from reward_loop.records import health as read_health
 from reward_loop.view.audit import AUDIT_PARAMETERS, audit
 from reward_loop.view.filters import (
     GROUPS_PARAMETERS,

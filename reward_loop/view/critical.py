@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from reward_loop.records.events import STEP
+from reward_loop.records import STEP
 
 __all__ = [
     "JUDGING",

@@ -24,8 +24,7 @@ import duckdb
 
 from reward_loop._util.json import encode
 from reward_loop.errors import RewardLoopError
-from reward_loop.records.files import AUDIT
-from reward_loop.records.reader import RecordsReader, check_version, parse_line
+from reward_loop.records import AUDIT, RecordsReader, check_version, parse_line
 from reward_loop.view import store, tables
 from reward_loop.view.growth import Chunk, Lines, append, fingerprint, new_lines
 

@@ -10,10 +10,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from reward_loop.records.events import OVERLAP, PHASE, ROLLOUT, STEP
-from reward_loop.records.files import EVENTS
-from reward_loop.records.overlap import Interval, hidden_share, seconds_of, union
-from reward_loop.records.reader import check_version, parse_line
+from reward_loop.records import (
+    EVENTS,
+    OVERLAP,
+    PHASE,
+    ROLLOUT,
+    STEP,
+    Interval,
+    check_version,
+    hidden_share,
+    parse_line,
+    seconds_of,
+    union,
+)
 from reward_loop.view.critical import (
     JUDGING,
     LATE_S,

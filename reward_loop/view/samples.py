@@ -16,7 +16,7 @@ from reward_loop._util.json import decode, encode
 from reward_loop.offline.notes import Notes
 from reward_loop.offline.report import Price
 from reward_loop.offline.turns import prompt_turns, response_turns
-from reward_loop.records.reader import RecordsReader, parse_line
+from reward_loop.records import RecordsReader, parse_line
 from reward_loop.view.filters import BadRequestError, Order, SampleFilter, component, number_of
 from reward_loop.view.index import Index
 

@@ -11,8 +11,7 @@ from urllib.parse import urlsplit
 
 from reward_loop._util.text import cut
 from reward_loop.errors import ConfigError
-from reward_loop.records.events import PHASE, ROLLOUT, STEP, read_events
-from reward_loop.records.reader import RecordsReader
+from reward_loop.records import PHASE, ROLLOUT, STEP, RecordsReader, read_events
 from reward_loop.view.critical import TRAINER, Phase, Row, bound, critical_path, nest, scoring_start, server_of, works
 
 __all__ = ["MAX_SPANS", "Span", "judge_spans", "lanes_of", "near_steps", "rollout_spans", "step_phases", "timeline"]

@@ -25,8 +25,7 @@ from starlette.requests import ClientDisconnect
 from reward_loop._util.text import first_line
 from reward_loop._util.web_server import stop_on_disconnect
 from reward_loop.adapters.service.replies import ServiceError
-from reward_loop.agent import RewardAgent
-from reward_loop.agent.pending import PendingRewards
+from reward_loop.agent import PendingRewards, RewardAgent
 from reward_loop.audit import open_audit
 from reward_loop.errors import (
     ConfigError,

@@ -19,7 +19,7 @@ from typing import Any
 from greenlet import getcurrent, greenlet
 
 from reward_loop.errors import RewardLoopError
-from reward_loop.records.overlap import hidden_share
+from reward_loop.records import hidden_share
 
 __all__ = ["Generation", "GenerationBatch", "Judging", "Lookahead", "pausing"]
 
