@@ -38,7 +38,7 @@ from benchmarks.scoring import answers, configuration, save_tokenizer
 from reward_loop._util.background_loop import in_background
 from reward_loop.config import RewardLoopConfig
 from reward_loop.limits.server import serve_limits
-from reward_loop.managers.recording import record_sample
+from reward_loop.managers.policy import record_sample
 from reward_loop.records import ActiveSample, records
 from reward_loop.serving.tunnels import new_key, tunnel_entry, tunnel_exit
 from reward_loop.types import Outcome, RewardResult, RewardSample

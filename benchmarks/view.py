@@ -45,7 +45,7 @@ import httpx
 import orjson
 
 from reward_loop.config import RecordConfig, RewardLoopConfig
-from reward_loop.managers.recording import record_sample
+from reward_loop.managers.policy import record_sample
 from reward_loop.records import ActiveSample, records
 from reward_loop.types import Outcome, RewardResult, RewardSample
 

@@ -16,8 +16,7 @@ from reward_loop.limits.client import open_limits
 from reward_loop.limits.failures import failure_bound
 from reward_loop.limits.permit import DEFAULT, Limits
 from reward_loop.managers.decoding import ResponseDecoder
-from reward_loop.managers.policy import apply_policy
-from reward_loop.managers.recording import open_records, record_sample
+from reward_loop.managers.policy import apply_policy, open_records, record_sample
 from reward_loop.records import ActiveSample, watch
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
 from reward_loop.scoring.proofs import ProofCounts, Proofs

@@ -9,8 +9,7 @@ from typing import Any, Self
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ScoringError
 from reward_loop.limits.failures import FailureBound
-from reward_loop.managers.policy import apply_policy, result_of, reward_after_policy
-from reward_loop.managers.recording import record_reward_change
+from reward_loop.managers.policy import apply_policy, record_reward_change, result_of, reward_after_policy
 from reward_loop.scoring import ScoringFunction
 from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
 

@@ -16,8 +16,8 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import InvalidScoreError, RewardLoopError
 from reward_loop.limits import FailureBound, open_limits
 from reward_loop.managers.base import VALIDATE
+from reward_loop.managers.policy import open_records
 from reward_loop.managers.post_process import PostProcess, fail_reward
-from reward_loop.managers.recording import open_records
 from reward_loop.records import ExchangeCounts, watch
 from reward_loop.scoring.proofs import ProofCounts
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Reward, RewardSample
