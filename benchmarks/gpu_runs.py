@@ -300,11 +300,9 @@ class GpuRuns:
             "JUDGE_CONCURRENCY": self._size.judged_at_a_time,
             "JUDGE_SCALE": self._judge.file,
         } | (CPU_ENVIRONMENT if self._cpu else {})
-        if mode == "verl":
-            entry = training.MODES["verl"].command if self._cpu else ("-m", "verl.trainer.main_ppo")
-        else:
-            config = ("--config-name", "cpu") if self._cpu else ()
-            entry = ("-m", "reward_loop.verl.main_ppo", *config, f"trainer.v1.trainer_mode={mode}")
+        command = ("-m", "verl.trainer.main_ppo", *(("--config-name", "cpu") if self._cpu else ()))
+        ours = (f"trainer.v1.trainer_mode={mode}", "reward_model.use_reward_loop=True")
+        entry = command if mode == "verl" else (*command, *ours)
         cpus = ("ray_kwargs.ray_init.num_cpus=16", "ray_kwargs.ray_init.num_gpus=1") if self._cpu else ()
         own_ray = ("+ray_kwargs.ray_init.address=local", *cpus)
         return [

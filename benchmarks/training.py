@@ -17,7 +17,6 @@ from examples.tiny_models import build_tiny_model
 from examples.training import TrainingProcess, read_metrics, write_dataset
 from reward_loop.verl.cpu.setup import CPU_ENVIRONMENT
 from reward_loop.verl.mode_options import PIPELINE_MODE
-from reward_loop.verl.settings import CONFIG_DIR, verl_config_dir
 
 __all__ = [
     "BLOCK",
@@ -92,15 +91,9 @@ IN_TURN = ("-P", str(HERE / "verl_in_turn.py"))
 """With `-P`, the folder of the script is not on the path of modules: `trl.py` there has the name of a package."""
 
 
-def _verl() -> tuple[str, ...]:
-    """Return the arguments of verl's own trainer with our CPU configuration; verl ignores our additional keys."""
-    folders = f"hydra.searchpath=[file://{verl_config_dir()},file://{CONFIG_DIR}]"
-    return (*IN_TURN, "verl", "--config-dir", str(CONFIG_DIR), "--config-name", "cpu", folders)
-
-
 def _ours(mini_batch_pipeline: bool, one_step_off_policy: bool) -> tuple[str, ...]:
     return (
-        *(*IN_TURN, "ours", "--config-name", "cpu"),
+        *(*IN_TURN, "--config-name", "cpu"),
         f"trainer.v1.trainer_mode={PIPELINE_MODE}",
         f"trainer.v1.{PIPELINE_MODE}.mini_batch_pipeline={mini_batch_pipeline}",
         f"trainer.v1.{PIPELINE_MODE}.one_step_off_policy={one_step_off_policy}",
@@ -109,7 +102,7 @@ def _ours(mini_batch_pipeline: bool, one_step_off_policy: bool) -> tuple[str, ..
 
 MODES = {
     "both": Mode("ours, both overlaps", _ours(True, True)),
-    "verl": Mode("verl, sync", _verl()),
+    "verl": Mode("verl, sync", (*IN_TURN, "--config-name", "cpu")),
     "mini_batch": Mode("ours, mini-batch pipeline", _ours(True, False)),
     "off_policy": Mode("ours, one-step off-policy", _ours(False, True)),
 }

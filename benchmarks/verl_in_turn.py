@@ -1,6 +1,6 @@
-"""Runs the trainer of verl or of reward_loop, with control over the start of steps and verl's polling interval.
+"""Runs verl's command, with control over the start of steps and verl's polling interval.
 
-    python verl_in_turn.py (ours | verl) <options>
+    python verl_in_turn.py <options>
 
 Environment variables, both optional:
 
@@ -12,15 +12,12 @@ Environment variables, both optional:
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
 import ray
 from verl.trainer import main_ppo
 
-from reward_loop.verl import main_ppo as ours
 from reward_loop.verl import task_runner
-from reward_loop.verl.cpu.preload import preloaded
 
 
 def in_turn(runner: Any) -> Any:
@@ -50,15 +47,9 @@ def in_turn(runner: Any) -> Any:
 
 def main() -> None:
     """Run the command."""
-    trainer = sys.argv.pop(1)
-    if trainer == "ours":
-        task_runner.TaskRunner = in_turn(task_runner.TaskRunner)
-        ours.main()
-    else:
-        main_ppo.TaskRunnerV1 = in_turn(main_ppo.TaskRunnerV1)
-        with preloaded() as executable:  # shortens the start; does not change the steps
-            sys.argv.append(f"+ray_kwargs.ray_init.runtime_env.py_executable='{executable}'")
-            main_ppo.main()
+    task_runner.TaskRunner = in_turn(task_runner.TaskRunner)  # where an option turns reward_loop on
+    main_ppo.TaskRunnerV1 = in_turn(main_ppo.TaskRunnerV1)
+    main_ppo.main()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-python3 -m reward_loop.verl.main_ppo \
+python3 -m verl.trainer.main_ppo \
     reward.reward_model.enable=True \
     reward.reward_model.enable_resource_pool=False \
     reward.reward_model.model_path="${REWARD_MODEL:-Skywork/Skywork-Reward-V2-Llama-3.1-8B}" \
@@ -18,6 +18,7 @@ python3 -m reward_loop.verl.main_ppo \
     reward.reward_model.rollout.tensor_model_parallel_size=1 \
     reward.reward_model.rollout.gpu_memory_utilization=0.4 \
     reward.reward_model.rollout.max_model_len=4096 \
+    reward_model.use_reward_loop=True \
     trainer.v1.trainer_mode=sync \
     reward_loop.log_dir="$PWD"/outputs/disrm_colocated/rewards \
     algorithm.adv_estimator=grpo \

@@ -11,7 +11,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-python3 -m reward_loop.verl.main_ppo \
+python3 -m verl.trainer.main_ppo \
     reward.custom_reward_function.path="$PWD"/examples/gsm8k/judge.py \
     reward.reward_model.enable=True \
     reward.reward_model.enable_resource_pool=False \
@@ -23,6 +23,7 @@ python3 -m reward_loop.verl.main_ppo \
     reward.reward_model.rollout.max_num_seqs=256 \
     reward.reward_model.rollout.dtype=bfloat16 \
     reward.num_workers=2 \
+    reward_model.use_reward_loop=True \
     trainer.v1.trainer_mode=sync \
     reward_loop.log_dir="$PWD"/outputs/genrm_1x1/rewards \
     algorithm.adv_estimator=grpo \

@@ -15,7 +15,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-python3 -m reward_loop.verl.main_ppo \
+python3 -m verl.trainer.main_ppo \
     reward.custom_reward_function.path="$PWD"/examples/gsm8k/judge.py \
     reward.reward_model.enable=True \
     reward.reward_model.enable_resource_pool=True \

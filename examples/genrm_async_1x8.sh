@@ -10,7 +10,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-python3 -m reward_loop.verl.main_ppo \
+python3 -m verl.trainer.main_ppo \
     reward.custom_reward_function.path="$PWD"/examples/gsm8k/judge.py \
     reward.reward_model.enable=True \
     reward.reward_model.enable_resource_pool=True \
@@ -23,6 +23,7 @@ python3 -m reward_loop.verl.main_ppo \
     reward.reward_model.rollout.max_model_len=8192 \
     reward.reward_model.rollout.enforce_eager=False \
     reward.num_workers=8 \
+    reward_model.use_reward_loop=True \
     trainer.v1.trainer_mode=separate_async \
     trainer.v1.separate_async.parameter_sync_step=4 \
     reward_loop.log_dir="$PWD"/outputs/genrm_async_1x8/rewards \

@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-python3 -m reward_loop.verl.main_ppo \
+python3 -m verl.trainer.main_ppo \
     reward.custom_reward_function.path="$PWD"/examples/gsm8k/reward.py \
     trainer.v1.trainer_mode=reward_pipeline \
     reward_loop.log_dir="$PWD"/outputs/gsm8k_grpo/rewards \

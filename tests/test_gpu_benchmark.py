@@ -133,8 +133,8 @@ def test_the_commands_for_a_gpu_pass_our_checks_and_verls(
     from verl.utils.config import validate_config
 
     from reward_loop.verl.main_ppo import check_function
-    from reward_loop.verl.resolve import resolve
-    from reward_loop.verl.settings import CONFIG_DIR, verl_config_dir
+    from reward_loop.verl.settings import verl_config_dir
+    from tests.verl.configs import resolved
 
     class CommandRead(Exception):
         pass
@@ -157,15 +157,13 @@ def test_the_commands_for_a_gpu_pass_our_checks_and_verls(
     for variable in command[1 : command.index(sys.executable)]:
         monkeypatch.setenv(*variable.split("=", 1))
     module, *overrides = command[command.index("-m") + 1 :]
-    assert module == ("verl.trainer.main_ppo" if stage == "verl" else "reward_loop.verl.main_ppo")
+    assert module == "verl.trainer.main_ppo"
     assert all("=" in override for override in overrides), "no configuration of the CPU"
     if stage == "verl":
         with initialize_config_dir(str(verl_config_dir()), version_base=None):
             config = compose("ppo_trainer", overrides)
     else:
-        searchpath = f"hydra.searchpath=[file://{verl_config_dir()},file://{CONFIG_DIR}]"
-        with initialize_config_dir(str(CONFIG_DIR), version_base=None):
-            settings = resolve(compose("reward_loop_trainer", [searchpath, *overrides]))
+        settings = resolved(*overrides)
         check_function(settings)
         config = settings.config
         assert settings.mode.name == ("reward_pipeline" if stage in ("reward_pipeline", "learning") else "sync")

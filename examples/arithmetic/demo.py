@@ -72,7 +72,7 @@ QUICK = Settings(
 
 def training_command(models: Models, output: Path, settings: Settings) -> list[str]:
     """Return the command that trains on a CPU."""
-    command = [sys.executable, "-m", "reward_loop.verl.main_ppo", "--config-name", "cpu"]
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", "--config-name", "cpu"]
     return command + training_options(models, output, settings)
 
 

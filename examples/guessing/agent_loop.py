@@ -1,9 +1,10 @@
 """The game as an agent loop of verl, which asks for its reward itself.
 
-    python -m reward_loop.verl.main_ppo \\
+    python -m verl.trainer.main_ppo \\
+        trainer.v1.trainer_mode=reward_pipeline \\
         actor_rollout_ref.rollout.agent.agent_loop_config_path=examples/guessing/agent_loop.yaml \\
         actor_rollout_ref.rollout.agent.default_agent_loop=guessing \\
-        custom_reward_function.path=examples/guessing/reward.py \\
+        reward.custom_reward_function.path=examples/guessing/reward.py \\
         ...
 """
 

@@ -1,19 +1,21 @@
-"""``python -m reward_loop.verl.main_ppo <verl options>``: verl's PPO trainer, with rewards from the reward loop.
+"""What reward_loop does in verl's command, ``python -m verl.trainer.main_ppo``, and in recipes, before Ray starts.
 
-The options are those of verl and of ``reward_loop/verl/config``. ``--config-name cpu`` runs without a GPU.
+The plug-in of Hydra (``hydra_plugins/reward_loop_plugin.py``) calls `check_command` before the configuration is
+composed, and `begin` before the first call of verl's ``main``. ``python -m reward_loop.verl.main_ppo`` is verl's
+command with the reward loop turned on.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
+import runpy
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn, TypeVar
 
-import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
@@ -31,12 +33,13 @@ from reward_loop.verl.cpu.setup import prepared, run_environment
 from reward_loop.verl.data_check import check_data
 from reward_loop.verl.mode_options import PIPELINE_MODE
 from reward_loop.verl.resolve import resolve, unknown_overrides
-from reward_loop.verl.settings import CONFIG_DIR, RewardSettings, verl_config_dir
+from reward_loop.verl.settings import RewardSettings, verl_config_dir
 
-__all__ = ["main", "run"]
+__all__ = ["begin", "check_command", "check_trainer_mode", "main", "run"]
 
 
-uses(__name__, "verl.trainer.main_ppo", "run_ppo(config, task_runner_class)")
+uses(__name__, "verl.trainer.main_ppo", "auto_set_device(config)", "run_ppo(config, task_runner_class)")
+uses(__name__, "verl.plugin.platform", "get_platform()", "set_platform(platform)")
 uses(__name__, "verl.trainer.ppo.utils", "need_critic(config)", "need_reference_policy(config)")
 uses(__name__, "verl.trainer.ppo.v1.trainer_base", "TRAINER_REGISTRY")
 uses(__name__, "verl.utils.config", "validate_config(config, use_reference_policy, use_critic)")
@@ -50,26 +53,91 @@ START_TIMED_OUT = "The current node timed out during startup"
 """Ray's error if its node is not ready after 30 s. The usual cause on a busy machine is that an agent of the node takes
 more than 15 s to start: the node ends then. No option changes this limit (https://github.com/ray-project/ray/issues/65983)."""
 
+INCLUDED = "legacy_reward_impl.yaml"
+"""The file of verl's configuration that the plug-in of Hydra replaces by one of the same name."""
+
 T = TypeVar("T")
 
 
-def run(config: DictConfig, task_runner: Any = None, *, check_only: bool = False) -> None:
-    """Check the configuration, and run the training.
+def run(config: DictConfig, task_runner: Any = None) -> None:
+    """Check the configuration, and run the training: what verl's ``run_ppo`` does in a recipe with its own ``main``.
+
+    With ``reward_loop.check=True``, print the settings of rewards instead, and return before Ray starts.
 
     Args:
         config: the composed Hydra configuration; changed in place.
         task_runner: a Ray actor class that replaces `TaskRunner`, for recipes with a task runner of their own. A
             ``runtime_env`` of its decorator has no effect: set ``ray_kwargs.ray_init.runtime_env``.
-        check_only: print the settings of rewards, and return before Ray starts.
 
     Raises:
         RewardLoopError: an option is wrong, the reward function cannot be loaded, the reward model does not start, or
             the rewards fail in a way that must stop the run.
     """
+    with ExitStack() as opened:
+        train = _prepare(config, opened, task_runner)
+        from verl.trainer.main_ppo import run_ppo
+        from verl.trainer.ppo.utils import need_critic, need_reference_policy
+        from verl.utils.config import validate_config
+        from verl.utils.device import auto_set_device
+
+        auto_set_device(config)
+        validate_config(
+            config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
+        )
+        train(run_ppo)
+
+
+def begin(config: DictConfig, run_ppo: Callable[..., None], *, on: bool) -> Callable[..., None]:
+    """Check the configuration of verl's command, before verl does, and return what replaces its ``run_ppo``.
+
+    A wrong option, Ctrl-C, and rewards that fail in a way that must stop the run, end the process with a message.
+
+    Args:
+        config: the composed configuration; changed in place.
+        run_ppo: verl's function.
+        on: whether the reward loop scores the rollouts. Otherwise verl does, on a CPU.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt_once)
+    opened = ExitStack()
+    with _ending():
+        if on:
+            train = _prepare(config, opened, None)
+        else:
+            _choose_cpu(config)
+            opened.enter_context(prepared(config, None))
+
+    def replacement(config: DictConfig, task_runner_class: Any) -> None:
+        with _ending(), opened:
+            if on:
+                train(run_ppo)
+            else:
+                with_ray(lambda: run_ppo(config, task_runner_class))
+
+    return replacement
+
+
+def _prepare(config: DictConfig, opened: ExitStack, task_runner: Any) -> Callable[[Callable[..., None]], None]:
+    """Check all that does not need verl's own checks, and return the function that trains with verl's ``run_ppo``.
+
+    Args:
+        config: the composed configuration; changed in place.
+        opened: receives what must stay open during the training.
+        task_runner: the task runner of a recipe, or ``None``.
+    """
+    compat.check_version()
+    # Container images often set it. Each of the hundreds of processes of a run would compile all its modules again.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     on_cpu = config.trainer.device == "cpu"
     if on_cpu:
         # Do this before loading the user's function: its file may import verl, which chooses its platform at import.
-        os.environ.update(run_environment(config))
+        _choose_cpu(config)
+    # verl chooses its platform at import, so a recipe imports it only here.
+    compat.check(*compat.COMMAND)
+    if task_runner is None:
+        _check_trainer_mode(config.trainer.v1.trainer_mode)
+    check_only = _check_only(config)
     say = _say if check_only else lambda line: None
     say("Reading the options.")
     settings = resolve(config, given=HydraConfig.get().overrides.task if HydraConfig.initialized() else ())
@@ -81,37 +149,70 @@ def run(config: DictConfig, task_runner: Any = None, *, check_only: bool = False
         _check_model(settings, settings.model)
     if check_only:
         check_data(settings, say)
-        say("Importing verl, and comparing the names that this library uses with it. This may take a minute or two.")
-    with prepared(config, settings.model) if on_cpu else nullcontext():
-        _train(config, settings, task_runner, check_only)
-
-
-def _train(config: DictConfig, settings: RewardSettings, task_runner: Any, check_only: bool) -> None:
-    # verl chooses its platform at import, so import it only here.
-    compat.check(*compat.COMMAND)
-    from ray.exceptions import RayTaskError
-    from verl.trainer.main_ppo import run_ppo
-    from verl.trainer.ppo.utils import need_critic, need_reference_policy
-    from verl.utils.config import validate_config
-    from verl.utils.device import auto_set_device
-
-    from reward_loop.verl.run_scorer import InNewRun
-    from reward_loop.verl.task_runner import TaskRunner
-
     _check_manager(settings)
-    if task_runner is None:
-        _check_trainer_mode(settings.mode.name)
-    auto_set_device(config)
-    validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
-    if check_only:
-        print(_summary(settings))
-        return
-    try:
-        with_ray(lambda: run_ppo(config, task_runner_class=InNewRun(task_runner or TaskRunner)))
-    except RayTaskError as error:
-        if isinstance(error.cause, RewardLoopError):
-            raise error.cause from None
-        raise
+    if on_cpu:
+        opened.enter_context(prepared(config, settings.model))
+
+    def train(run_ppo: Callable[..., None]) -> None:
+        from ray.exceptions import RayTaskError
+
+        from reward_loop.verl.run_scorer import InNewRun
+        from reward_loop.verl.task_runner import TaskRunner
+
+        if check_only:
+            print(_summary(settings))
+            return
+        try:
+            with_ray(lambda: run_ppo(config, task_runner_class=InNewRun(task_runner or TaskRunner)))
+        except RayTaskError as error:
+            if isinstance(error.cause, RewardLoopError):
+                raise error.cause from None
+            raise
+
+    return train
+
+
+def _choose_cpu(config: DictConfig) -> None:
+    """Set the environment of a run on a CPU. In verl's command, verl is already imported: replace its platform."""
+    os.environ.update(run_environment(config))
+    if "verl" in sys.modules:
+        from verl.plugin.platform import get_platform, set_platform
+
+        from reward_loop.verl.cpu.plugin import CPUPlatform
+
+        if get_platform().device_name != "cpu":
+            set_platform(CPUPlatform())
+
+
+def _check_only(config: DictConfig) -> bool:
+    value = OmegaConf.select(config, "reward_loop.check", default=False)
+    if not isinstance(value, bool):
+        raise ConfigError(f"reward_loop.check={value}: it must be True or False")
+    return value
+
+
+def check_command(words: Sequence[str], *, fits: bool) -> None:
+    """End the process with a message if a word of verl's command line sets an unknown option of rewards.
+
+    Hydra would advise to add a misspelt option.
+
+    Args:
+        words: the command line.
+        fits: whether verl's command has what the plug-in of Hydra needs. Otherwise, the message names what is missing.
+    """
+    with _ending():
+        compat.check_version()
+        if not fits:
+            compat.check("main_ppo")
+            raise compat.VerlVersionError(f"verl {compat.installed_version()} has no {verl_config_dir()}/{INCLUDED}")
+        if unknown := list(unknown_overrides(words)):
+            raise ConfigError("\n".join(unknown))
+
+
+def check_trainer_mode(name: str) -> None:
+    """End the process with a message if there is no trainer with this name, here or in verl."""
+    with _ending():
+        _check_trainer_mode(name)
 
 
 def check_function(settings: RewardSettings) -> None:
@@ -221,11 +322,11 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def _start(config: DictConfig, check_only: bool) -> None:
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt_once)
+@contextmanager
+def _ending() -> Iterator[None]:
+    """End the process with a message, instead of an error that stops the run, or of Ctrl-C."""
     try:
-        run(config, check_only=check_only)
+        yield
     except RewardLoopError as error:
         _stop(f"{type(error).__name__}: {error}", 1)
     except KeyboardInterrupt:
@@ -270,30 +371,21 @@ def _stop(message: str, status: int) -> NoReturn:
 
 
 def main() -> None:
-    """Run the command ``python -m reward_loop.verl.main_ppo``, or with ``--check`` only its checks."""
-    try:
-        compat.check_version()
-    except compat.VerlVersionError as error:
-        _stop(str(error), 1)
-    # Container images often set it. Each of the hundreds of processes of a run would compile all its modules again.
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    sys.dont_write_bytecode = False
-    if unknown := list(unknown_overrides(sys.argv[1:])):  # Hydra would advise to add the misspelt option
-        _stop("ConfigError: " + "\n".join(unknown), 1)
-    check_only = "--check" in sys.argv
-    if check_only:
-        _say("Composing the configuration.")
-    sys.argv = [word for word in sys.argv if word != "--check"]
-    searchpath = f"hydra.searchpath=[file://{verl_config_dir()},file://{CONFIG_DIR}]"
-    # Insert it directly before the first override: Hydra accepts flags before or after the overrides, not between.
-    first = (i for i, word in enumerate(sys.argv) if i and "=" in word and not word.startswith("-"))
-    sys.argv.insert(next(first, len(sys.argv)), searchpath)
-
-    @hydra.main(config_path=str(CONFIG_DIR), config_name="reward_loop_trainer", version_base=None)
-    def start(config: DictConfig) -> None:
-        _start(config, check_only)
-
-    start()
+    """Run verl's command with the reward loop turned on; ``--check`` is ``reward_loop.check=True``."""
+    words = ["reward_loop.check=True" if word == "--check" else word for word in sys.argv]
+    if not any(word.lstrip("+").startswith("reward_model.use_reward_loop=") for word in words):
+        # Before the first override: Hydra accepts flags before or after the overrides, not between.
+        first = (i for i, word in enumerate(words) if i and "=" in word and not word.startswith("-"))
+        words.insert(next(first, len(words)), "reward_model.use_reward_loop=True")
+    sys.argv = words
+    print(
+        "warning: python -m reward_loop.verl.main_ppo goes away with the next release. Write python -m "
+        "verl.trainer.main_ppo, and add reward_model.use_reward_loop=True or trainer.v1.trainer_mode=reward_pipeline",
+        file=sys.stderr,
+    )
+    with _ending():
+        compat.check_version()  # before verl is imported
+    runpy.run_module("verl.trainer.main_ppo", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from reward_loop.managers.builtin import RateLimitedConfig
 from reward_loop.managers.registry import names as manager_names
 from reward_loop.verl.mode_options import PIPELINE_MODE, check_mode, read_mode
 from reward_loop.verl.reward_model import read_reward_model, warn_of_unused_options
-from reward_loop.verl.settings import FunctionName, ManagerName, RewardSettings, defaults
+from reward_loop.verl.settings import FunctionName, ManagerName, RewardSettings, added_options, defaults
 
 __all__ = ["read", "resolve", "unknown_overrides", "without_reward"]
 
@@ -87,7 +87,7 @@ _GRAD_CLIPS = {
 
 
 def resolve(config: DictConfig, given: Collection[str] = ()) -> RewardSettings:
-    """Move old keys to their successors, in place, check the configuration, and return the settings of rewards.
+    """Fill in the options of reward_loop, move old keys to their successors, check, and return the settings of rewards.
 
     Call it once, in the process of the command. Other processes get the configuration from verl, and call `read`.
 
@@ -99,6 +99,7 @@ def resolve(config: DictConfig, given: Collection[str] = ()) -> RewardSettings:
         ConfigError: a key is unknown, contradicts another, or cannot take effect; the message names the keys.
     """
     known = defaults()
+    _fill_in(config)
     if unknown := list(_unknown_in(config)):
         raise ConfigError("\n".join(unknown))
     for key, advice in _UNUSED.items():
@@ -122,6 +123,19 @@ def resolve(config: DictConfig, given: Collection[str] = ()) -> RewardSettings:
     settings = read(config)
     warn_of_unused_options(config)
     return settings
+
+
+def _fill_in(config: DictConfig) -> None:
+    """Add the options of reward_loop that the files of the configuration do not have, and turn it on."""
+    with open_dict(config):
+        for group, added in added_options().items():
+            given = config.get(group) or {}
+            if not isinstance(given, Mapping):
+                raise ConfigError(f"{group}={given}: it is a group of options, such as {group}.{next(iter(added))}")
+            config[group] = OmegaConf.merge(added, given)
+        if config.reward_model.use_reward_loop is None:
+            config.reward_model.use_reward_loop = True
+        config.reward_loop.pop("check")  # of the command alone
 
 
 def read(config: DictConfig) -> RewardSettings:
@@ -255,8 +269,8 @@ def _check(config: DictConfig) -> None:
     model = config.reward_model
     if model.use_reward_loop is not True:
         raise ConfigError(
-            f"reward_model.use_reward_loop={model.use_reward_loop}: this command scores every rollout as soon as it is "
-            "finished. To train without reward_loop, use verl's own command: python -m verl.trainer.main_ppo"
+            f"reward_model.use_reward_loop={model.use_reward_loop}: it must be True, or left out in the mode "
+            f"{PIPELINE_MODE}. To train without reward_loop, leave out both"
         )
     if config.algorithm.adv_estimator == "gdpo":
         _check_gdpo(config.algorithm)

@@ -21,7 +21,15 @@ from reward_loop.scoring import load_function
 from reward_loop.verl.compat import verl_folder
 from reward_loop.verl.mode_options import ModeOptions
 
-__all__ = ["CONFIG_DIR", "FunctionName", "ManagerName", "RewardSettings", "defaults", "verl_config_dir"]
+__all__ = [
+    "CONFIG_DIR",
+    "FunctionName",
+    "ManagerName",
+    "RewardSettings",
+    "added_options",
+    "defaults",
+    "verl_config_dir",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +127,11 @@ def verl_config_dir() -> Path:
     return verl_folder() / "trainer" / "config"
 
 
+def added_options() -> DictConfig:
+    """Return the options that reward_loop adds to verl's configuration, with their defaults."""
+    return OmegaConf.load(CONFIG_DIR / "reward_loop_options.yaml")
+
+
 @functools.cache
 def defaults() -> DictConfig:
     """Return the option groups about rewards, with every known option and its default. Read-only."""
@@ -135,7 +148,7 @@ def defaults() -> DictConfig:
                 **dict.fromkeys(RateLimitedConfig.model_fields),
             },
         },
-        OmegaConf.load(CONFIG_DIR / "reward_loop_trainer.yaml"),
+        added_options(),
         {"reward_model": {"server": dict.fromkeys(RewardModelConfig.model_fields)}},
     )
     OmegaConf.set_readonly(merged, True)

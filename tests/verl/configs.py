@@ -1,10 +1,10 @@
-"""verl's configuration, composed as the command does it."""
+"""verl's configuration, composed as verl's command does it where the reward loop is on."""
 
 from __future__ import annotations
 
 import functools
 
-from hydra import compose, initialize, initialize_config_dir
+from hydra import compose, initialize
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 
@@ -12,7 +12,7 @@ from reward_loop.verl.resolve import resolve
 from reward_loop.verl.settings import CONFIG_DIR, RewardSettings, verl_config_dir
 
 
-def configuration(*overrides: str, name: str = "reward_loop_trainer") -> DictConfig:
+def configuration(*overrides: str, name: str = "ppo_trainer") -> DictConfig:
     """Composes a configuration. Overrides that choose another file of verl have no effect.
 
     Records are off unless the overrides choose their folder: tests would write into the working directory.
@@ -27,16 +27,20 @@ def configuration(*overrides: str, name: str = "reward_loop_trainer") -> DictCon
 @functools.cache
 def _stored(name: str) -> str:
     """Reads the files of verl once, which takes most of the time, and returns the name in Hydra's store."""
-    searchpath = f"hydra.searchpath=[file://{verl_config_dir()}]"
-    with initialize_config_dir(str(CONFIG_DIR), version_base=None):
-        ConfigStore.instance().store(name=f"stored_{name}", node=compose(name, [searchpath]))
+    store = ConfigStore.instance()
+    store.store(name=f"primary_{name}", node={"defaults": [name]})
+    # `known` comes first, as the plug-in of Hydra has it.
+    folders = (CONFIG_DIR / "known", verl_config_dir(), CONFIG_DIR, CONFIG_DIR.parent, verl_config_dir().parent)
+    searchpath = f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders)}]"
+    with initialize(config_path=None, version_base=None):
+        store.store(name=f"stored_{name}", node=compose(f"primary_{name}", [searchpath]))
     return f"stored_{name}"
 
 
-def resolved(*overrides: str, name: str = "reward_loop_trainer") -> RewardSettings:
+def resolved(*overrides: str, name: str = "ppo_trainer") -> RewardSettings:
     return resolve(configuration(*overrides, name=name), given=overrides)
 
 
-def settled(*overrides: str, name: str = "reward_loop_trainer") -> DictConfig:
+def settled(*overrides: str, name: str = "ppo_trainer") -> DictConfig:
     """The whole configuration, with old keys moved to their successors."""
     return resolved(*overrides, name=name).config

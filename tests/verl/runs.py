@@ -26,6 +26,8 @@ from tests.local_ray import RAY_ENVIRONMENT, module_environment, ray_address, st
 
 FORKED = Path(__file__).with_name("forked_trainer.py")
 
+PIPELINE = "trainer.v1.trainer_mode=reward_pipeline"
+
 TIMEOUT_S = 600
 """A run takes less than a minute on two quiet cores. Two runs fit into the time limit of an integration test."""
 
@@ -99,7 +101,7 @@ def train(
     policy: Path,
     *overrides: str,
     function: str,
-    entry: Sequence[str] = ("reward_loop.verl.main_ppo", "--config-name", "cpu"),
+    reward_loop: bool = True,
     verl: Path | None = None,
     environment: Mapping[str, str] | None = None,
     node: Node | None = None,
@@ -114,7 +116,7 @@ def train(
         policy: the directory of the model.
         *overrides: options, as on the command line.
         function: the name of the reward function in ``rewards.py``.
-        entry: the module of the command that trains, and its first arguments.
+        reward_loop: whether the reward loop is on, by the mode ``reward_pipeline`` or by its option.
         verl: a folder with another release of verl.
         environment: more environment variables, as of :func:`tests.verl.minibatches.recording`.
         node: the node of a running Ray cluster on which the command runs.
@@ -129,7 +131,8 @@ def train(
     if not (directory / "train.parquet").exists():
         write_data(directory)
     command = [
-        *(sys.executable, "-m", *entry),
+        *(sys.executable, "-m", "verl.trainer.main_ppo", "--config-name", "cpu"),
+        *(["reward_model.use_reward_loop=True"] if reward_loop and PIPELINE not in overrides else []),
         f"actor_rollout_ref.model.path={policy}",
         f"data.train_files={directory}/train.parquet",
         f"data.val_files={directory}/val.parquet",

@@ -48,7 +48,8 @@ def command(script: str, directory: Path, *more: str) -> list[str]:
 def settings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RewardSettings:
     script = request.param.split()[0]
     flag, module, *overrides = command(script, tmp_path_factory.mktemp("script"), *CASES[request.param])
-    assert (flag, module) == ("-m", "reward_loop.verl.main_ppo")
+    assert (flag, module) == ("-m", "verl.trainer.main_ppo")
+    assert {"trainer.v1.trainer_mode=reward_pipeline", "reward_model.use_reward_loop=True"} & set(overrides)
     return resolved(*overrides)
 
 

@@ -14,7 +14,13 @@ from tests.verl.configs import resolved, settled
 
 
 @pytest.mark.parametrize(
-    ("name", "engine"), [("reward_loop_trainer", "fsdp"), ("cpu", "fsdp2"), ("ppo_megatron_trainer", "megatron")]
+    ("name", "engine"),
+    [
+        ("ppo_trainer", "fsdp"),
+        ("cpu", "fsdp2"),
+        ("ppo_megatron_trainer", "megatron"),
+        ("reward_loop_trainer", "fsdp"),
+    ],
 )
 def test_the_default_settings(name: str, engine: str) -> None:
     settings = resolved(name=name)
@@ -159,7 +165,7 @@ def test_a_module_path_alone_means_importlib() -> None:
         ),
         (
             ["reward_model.use_reward_loop=False"],
-            ["reward_model.use_reward_loop=False", "python -m verl.trainer.main_ppo"],
+            ["reward_model.use_reward_loop=False", "leave out both"],
         ),
         (["+reward_model.use_rewardloop=True"], ["reward_model.use_rewardloop", "did you mean 'use_reward_loop'"]),
         (["+reward_loop.on_fail=mask"], ["reward_loop.on_fail", "did you mean 'on_failed'"]),

@@ -5,15 +5,11 @@ from __future__ import annotations
 import json
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
-from reward_loop.verl.cpu.setup import CPU_ENVIRONMENT
-from reward_loop.verl.settings import CONFIG_DIR
 from tests.verl import rewards
 from tests.verl.runs import Run, train
 
@@ -28,31 +24,13 @@ MAX_CONCURRENT = 2
 DEFAULT_SCORE = -0.5
 
 
-def overrides(group: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """The options of a mapping as Hydra's overrides."""
-    for key, value in group.items():
-        if isinstance(value, dict):
-            yield from overrides(value, f"{prefix}{key}.")
-        else:
-            yield f"++{prefix}{key}={json.dumps(value)}"
-
-
-def cpu_options() -> list[str]:
-    """What verl needs on a CPU, for its own configuration: the options of ``--config-name cpu``."""
-    options = OmegaConf.to_container(OmegaConf.load(CONFIG_DIR / "cpu.yaml"))
-    assert isinstance(options, dict)
-    del options["defaults"]
-    return [*overrides(options), "++ray_kwargs.ray_init.num_gpus=1", "++ray_kwargs.ray_init.num_cpus=13"]
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
-    """One step and one validation, as documented: no option, class or file of verl is replaced, but for the CPU."""
+    """One step and one validation: the reward loop is off, and nothing of verl is replaced, but for the CPU."""
     directory = tmp_path_factory.mktemp("stock")
     return train(
         directory,
         tiny_generative_model,
-        *cpu_options(),
         *MANAGER,
         f"reward.custom_reward_function.path={Path(__file__).with_name('rewards.py')}",
         "reward.custom_reward_function.name=flaky",
@@ -67,9 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -
         "trainer.total_training_steps=1",
         "trainer.test_freq=-1",
         function="ignored",
-        entry=("verl.trainer.main_ppo",),
-        environment=CPU_ENVIRONMENT,
-        own_ray=True,
+        reward_loop=False,
     )
 
 

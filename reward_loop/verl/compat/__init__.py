@@ -7,6 +7,7 @@ method that replaces one of verl's. A run compares the register with the install
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -232,15 +233,19 @@ def check_version() -> None:
     version = installed_version()
     if version in SUPPORTED:
         return
-    newest = SUPPORTED[-1]
     if _is_too_old(version):
         raise VerlVersionError(
             f"verl {version} is installed, and reward_loop needs verl {SUPPORTED[0]} or later: pip install "
-            f"verl=={newest}"
+            f"verl=={SUPPORTED[-1]}"
         )
+    _warn(version)
+
+
+@functools.cache  # the command checks the version before and after Hydra composes the configuration
+def _warn(version: str) -> None:
     print(
         f"warning: verl {version} is installed. reward_loop is tested with verl {', '.join(SUPPORTED)}; other versions "
-        f"may fail: pip install verl=={newest}. `python -m reward_loop.verl.compat` lists what differs.",
+        f"may fail: pip install verl=={SUPPORTED[-1]}. `python -m reward_loop.verl.compat` lists what differs.",
         file=sys.stderr,
     )
 

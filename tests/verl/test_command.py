@@ -1,0 +1,368 @@
+"""verl's own command: what reward_loop changes in it, and that it changes nothing where no option turns it on.
+
+A stand-in for ``verl/trainer/main_ppo.py`` has the same calls in its `main`, but imports no verl. Hydra, the plug-in
+and verl's configuration are real.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from omegaconf import DictConfig, OmegaConf
+
+import hydra_plugins.reward_loop_plugin as plugin
+from reward_loop.verl import main_ppo
+from reward_loop.verl.settings import added_options, verl_config_dir
+from tests.gsm8k import ROOT
+
+MAIN = """
+import hydra
+
+calls = []
+
+def auto_set_device(config):
+    calls.append("auto_set_device")
+
+def run_ppo(config, task_runner_class):
+    calls.append("run_ppo")
+
+@hydra.main(config_path="config", config_name="ppo_trainer", version_base=None)
+def main(config):
+    auto_set_device(config)
+    calls.append(config)
+    run_ppo(config, task_runner_class=None)
+
+if __name__ == "__main__":
+    main()
+    print("reward_loop is in the configuration:", any("reward_loop" in call for call in calls))
+"""
+PIPELINE = "trainer.v1.trainer_mode=reward_pipeline"
+ON = "reward_model.use_reward_loop=True"
+QUIET = ("hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
+
+
+@dataclass
+class Command:
+    """The stand-in in this process."""
+
+    file: Path
+    monkeypatch: pytest.MonkeyPatch
+    begun: list[tuple[DictConfig, bool]] = field(default_factory=list)
+    """The configurations with which reward_loop was called, and whether it was on."""
+
+    def __call__(self, *words: str) -> DictConfig:
+        """Run the command, and return the configuration that verl's ``main`` had after its first call."""
+        first, config, last = self.calls(*words)
+        assert (first, last) == ("auto_set_device", "reward_loop trains" if self.begun else "run_ppo")
+        return config
+
+    def calls(self, *words: str) -> list[Any]:
+        """Run the command, and return the calls of verl's ``main``, and its configurations."""
+        module = ModuleType("__main__")
+        module.__file__ = str(self.file)
+        exec(compile(MAIN.partition("if __name__")[0], str(self.file), "exec"), vars(module))
+        with self.monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "__main__", module)
+            patch.setattr(sys, "argv", ["main_ppo", *words, f"hydra.run.dir={self.file.parent}", *QUIET])
+            module.main()
+        return module.calls
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """The command, without what reward_loop does before and during a training: other tests do it."""
+    made = Command(main_file(tmp_path), monkeypatch)
+
+    def begin(config: DictConfig, run_ppo: Callable[..., Any], *, on: bool) -> Callable[..., Any]:
+        made.begun.append((config, on))
+        return lambda config, task_runner_class: run_ppo.__globals__["calls"].append("reward_loop trains")
+
+    monkeypatch.setattr(main_ppo, "begin", begin)
+    return made
+
+
+def main_file(folder: Path) -> Path:
+    file = folder / "verl" / "trainer" / "main_ppo.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(MAIN)
+    (file.parent / "config").symlink_to(verl_config_dir())
+    return file
+
+
+def plain(config: DictConfig) -> Any:
+    return OmegaConf.to_container(config)
+
+
+RECIPE = """
+defaults:
+  - ppo_trainer
+  - _self_
+hydra:
+  searchpath: ["file://FOLDER"]
+recipe: {rate: 1}
+"""
+
+
+def recipe(folder: Path, more: str = "") -> tuple[str, ...]:
+    """A configuration in a folder of its own, as verl's recipes have it."""
+    (folder / "recipe").mkdir()
+    text = RECIPE.replace("FOLDER", str(verl_config_dir())) + more
+    (folder / "recipe" / "mine.yaml").write_text(text)
+    return ("--config-path", str(folder / "recipe"), "--config-name", "mine")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("reward.custom_reward_function.path=f.py", "trainer.v1.trainer_mode=separate_async"),
+        ("reward_model.use_reward_loop=False",),
+    ],
+)
+def test_a_run_without_the_reward_loop_is_verls(command: Command, words: tuple[str, ...]) -> None:
+    config = command(*words)
+    assert command.begun == []
+    own = [word for word in words if "use_reward_loop" not in word]
+    with command.monkeypatch.context() as patch:
+        patch.setattr(plugin, "_verls_command", lambda search_path: None)
+        without = plain(command(*own))
+    if own == list(words):
+        assert plain(config) == without
+
+
+def test_a_run_without_the_reward_loop_imports_nothing_of_it_and_works_where_it_is_broken(tmp_path: Path) -> None:
+    file = main_file(tmp_path)
+    (tmp_path / "reward_loop").mkdir()
+    (tmp_path / "reward_loop" / "__init__.py").write_text("raise RuntimeError('broken')\n")
+    (tmp_path / "hydra_plugins").symlink_to(ROOT / "hydra_plugins")
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        command = [sys.executable, str(file), *words, f"hydra.run.dir={tmp_path}", *QUIET]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+    done = run("reward.custom_reward_function.path=f.py")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "reward_loop is in the configuration: False\n", "")
+    done = run(ON)
+    assert done.returncode == 1
+    assert "RuntimeError: broken" in done.stderr
+
+
+@pytest.mark.integration
+def test_the_plug_in_of_a_built_wheel_is_found(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling")
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    # -S: without the .pth file of this repository.
+    command = [sys.executable, "-S", str(main_file(tmp_path)), "--cfg", "all", PIPELINE, f"hydra.run.dir={tmp_path}"]
+    path = os.pathsep.join([str(tmp_path / "site"), sysconfig.get_path("purelib")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    shown = OmegaConf.create(done.stdout.partition("reward_loop is in")[0])
+    assert shown.reward_loop.timeout == 300
+    sources = [source.path for source in shown.hydra.runtime.config_sources if source.provider == "reward_loop"]
+    assert str(tmp_path / "site" / "reward_loop" / "verl" / "config") in sources
+
+
+@pytest.mark.parametrize("words", [(PIPELINE,), (ON,), ("+" + ON,), ("+mini_batch_pipeline=True",)])
+def test_an_option_turns_it_on(command: Command, words: tuple[str, ...]) -> None:
+    config = command(*words)
+    assert command.begun == [(config, True)]
+
+
+@pytest.mark.parametrize(
+    "name", [(), ("--config-name", "ppo_megatron_trainer"), ("model_engine=veomni",), "cpu", "recipe"]
+)
+def test_options_need_no_plus_in_any_configuration(command: Command, tmp_path: Path, name: Any) -> None:
+    if name == "cpu":
+        name = ("--config-name", "cpu")
+    if name == "recipe":
+        name = (*recipe(tmp_path), "recipe.rate=2")
+    given = {
+        "reward_loop.timeout": 7,
+        "reward_loop.check": True,
+        "reward_loop.health.window": 9,
+        "trainer.v1.reward_pipeline.order": "submission",
+        "trainer.v1.separate_async.reward_queue.capacity": 5,
+        "trainer.v1.sampler.poll_interval_s": 0.5,
+    }
+    config = command(*name, PIPELINE, *(f"{key}={value}" for key, value in given.items()))
+    assert {key: OmegaConf.select(config, key) for key in given} == given
+    assert config.reward_loop.retry.max_attempts == 3
+    assert OmegaConf.select(config, "recipe.rate") in (None, 2)
+    assert command.begun == [(config, True)]
+
+
+def test_a_file_turns_it_on_and_its_values_come_before_the_defaults(command: Command, tmp_path: Path) -> None:
+    more = "trainer: {v1: {trainer_mode: reward_pipeline}}\nreward_loop: {timeout: 60, cache: {enabled: true}}\n"
+    words = recipe(tmp_path, more)
+    assert command(*words).reward_loop == {"timeout": 60, "cache": {"enabled": True}}
+    config = command(*words, "reward_loop.outage_timeout_s=5")
+    assert (config.reward_loop.timeout, config.reward_loop.outage_timeout_s) == (60, 5)
+    assert config.reward_loop.cache == {"enabled": True, "path": None, "version": ""}
+    assert [on for _, on in command.begun] == [True, True]
+
+
+def test_verls_own_rewards_train_on_a_cpu_too(command: Command) -> None:
+    config = command("--config-name", "cpu")
+    assert command.begun == [(config, False)]
+
+
+@pytest.mark.parametrize("words", [("--help", PIPELINE), ("--cfg", "job", "--package", "reward_loop", PIPELINE)])
+def test_flags_of_hydra_show_the_options_where_they_have_an_effect(
+    command: Command, capfd: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    if "--help" in words:
+        with pytest.raises(SystemExit):
+            command.calls(*words)
+    else:
+        command.calls(*words)
+    shown = capfd.readouterr().out
+    assert "reward_loop" in shown
+    assert "+reward_model.server.python=FILE" in shown or "timeout: 300.0" in shown
+    assert len(shown.splitlines()) < 200
+
+
+def ended(command: Command, capfd: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        command(*words)
+    assert end.value.code == 1
+    return capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["reward_loop.timeout=60"], "ConfigError: reward_loop.timeout=60 has no effect"),
+        (["+reward_loop.limits.api.max_concurrent=4"], "reward_loop.limits.api.max_concurrent=4 has no effect"),
+        (["trainer.v1.reward_pipeline.max_ahead=3"], "trainer.v1.reward_pipeline.max_ahead=3 has no effect"),
+        (["+reward_model.server.replicas=2"], "reward_model.server.replicas=2 has no effect"),
+        (["reward_loop.check=True", "reward_model.use_reward_loop=False"], "reward_loop.check=True has no effect"),
+        (["reward.reward_manager.source=importlib", "reward_loop.timeout=60"], "write a + before"),
+    ],
+)
+def test_an_option_of_ours_without_effect_is_an_error(
+    command: Command, capfd: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    error = ended(command, capfd, *words)
+    assert message in error
+    assert "write a +" in error or f"Leave it out, or set {PIPELINE} or {ON}" in error
+
+
+def test_an_option_of_ours_without_effect_in_a_file_is_an_error(
+    command: Command, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    error = ended(command, capfd, *recipe(tmp_path, "reward_loop: {timeout: 60, retry: {max_wait: 60.0}}\n"))
+    assert "reward_loop.timeout=60 has no effect, because" in error
+
+
+def test_a_manager_of_ours_in_verls_reward_loop_has_options_with_a_plus(command: Command) -> None:
+    config = command("reward.reward_manager.source=importlib", "+reward_loop.timeout=60")
+    assert (config.reward_loop, command.begun) == ({"timeout": 60}, [])
+
+
+def test_old_keys_that_verl_ignores_are_warned_of(command: Command, capfd: pytest.CaptureFixture[str]) -> None:
+    """They are the way back's trap: verl would train on another reward."""
+    command("custom_reward_function.path=f.py", "reward_model.enable=True")
+    error = capfd.readouterr().err
+    assert "verl ignores custom_reward_function.path, reward_model.enable" in error
+    assert f"{PIPELINE} or {ON}" in error
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["reward_loop.timout=60"], "reward_loop.timout: unknown option; did you mean 'timeout'?"),
+        ([PIPELINE, "reward_model.enabel=True"], "reward_model.enabel: unknown option; did you mean 'enable'?"),
+        ([PIPELINE, "+reward.num_worker=1"], "reward.num_worker: unknown option; did you mean 'num_workers'?"),
+        ([ON, "trainer.nnodez=2"], "nnodez"),
+        (
+            ["reward_model.use_reward_lop=True"],
+            "reward_model.use_reward_lop=True: did you mean reward_model.use_reward_loop",
+        ),
+        (["reward_lop.timeout=60"], "reward_lop.timeout=60: did you mean reward_loop, an option of reward_loop?"),
+        (["trainer.v1.reward_pipelin.order=arrival"], "did you mean trainer.v1.reward_pipeline,"),
+    ],
+)
+def test_a_misspelt_option_gets_a_suggestion(
+    command: Command, capfd: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert message in ended(command, capfd, *words)
+    assert command.begun == []
+
+
+def test_no_option_of_verl_resembles_one_of_ours(command: Command) -> None:
+    def keys(key: str, node: Any) -> list[str]:
+        return (
+            [key, *(k for name in node for k in keys(f"{key}.{name}", node[name]))] if isinstance(node, dict) else [key]
+        )
+
+    config = plain(command())
+    for key in (key for group in config for key in keys(group, config[group])):
+        assert plugin._resembles(f"{key}=1") is None, key
+        assert not plugin._is_ours(f"{key}=1"), key
+
+
+def test_the_plug_in_has_the_names_of_all_options() -> None:
+    def leaves(key: str, node: Any) -> list[str]:
+        return (
+            [k for name in node for k in leaves(f"{key}.{name}", node[name])]
+            if isinstance(node, dict) and node
+            else [key]
+        )
+
+    added = plain(added_options())
+    found = {
+        name for group in added for key in leaves(group, added[group]) for name in plugin.OURS if plugin._is_ours(key)
+    }
+    assert found == set(plugin.OURS)
+
+
+def test_each_run_of_a_sweep_has_its_own_options(command: Command, tmp_path: Path) -> None:
+    calls = command.calls("--multirun", f"hydra.sweep.dir={tmp_path}", "reward_model.use_reward_loop=True,False")
+    assert [on for _, on in command.begun] == [True]
+    assert [call for call in calls if isinstance(call, str)] == [
+        *("auto_set_device", "reward_loop trains"),
+        *("auto_set_device", "run_ppo"),
+    ]
+
+
+def test_another_verl_is_an_error_only_where_the_reward_loop_is_on(
+    command: Command, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.verl.test_command.MAIN", MAIN.replace("auto_set_device", "set_device"))
+    monkeypatch.setattr(main_ppo.compat, "check", lambda *modules: None)
+    with pytest.raises(AssertionError, match="set_device"):
+        command()
+    assert "VerlVersionError" in ended(command, capfd, ON)
+
+
+def test_other_programs_that_use_hydra_stay_as_they_are(tmp_path: Path) -> None:
+    made = ConfigSearchPathImpl()
+    made.append("main", f"file://{tmp_path}")
+    plugin.RewardLoopSearchPath().manipulate_search_path(made)
+    assert len(made.get_path()) == 1
+
+
+def test_a_program_that_calls_verls_main_is_verls_command(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("verl.trainer.main_ppo")
+    monkeypatch.setitem(sys.modules, "verl.trainer.main_ppo", module)
+    made = ConfigSearchPathImpl()
+    made.append("main", "pkg://verl.trainer.config")  # a recipe's own `main` with verl's configuration
+    assert plugin._verls_command(made) is None
+    made.append("main", "pkg://verl.trainer/config")
+    assert plugin._verls_command(made) is module
