@@ -45,10 +45,10 @@ def between(name: str) -> str:
 PYTHON = [(page, block.text) for page in PAGES for block in blocks(page) if block.language == "python"]
 COMMANDS = [(page, words(command)) for page in PAGES for block in blocks(page) for command, _ in block.commands]
 OURS = [(page, command) for page, command in COMMANDS if command[0] == "reward-loop"]
-TRAINING = [
-    (page, command) for page, command in COMMANDS if command[:3] == ["python", "-m", "reward_loop.verl.main_ppo"]
-]
-STOCK = [command for _, command in COMMANDS if command[:3] == ["python", "-m", "verl.trainer.main_ppo"]]
+VERL = [(page, command) for page, command in COMMANDS if command[:3] == ["python", "-m", "verl.trainer.main_ppo"]]
+PIPELINE, SWITCH = "trainer.v1.trainer_mode=reward_pipeline", "reward_model.use_reward_loop=True"
+STOCK = [command for _, command in VERL if "reward.reward_manager.source=importlib" in command]
+TRAINING = [(page, command) for page, command in VERL if command not in STOCK]
 LIMITS = [command for _, command in OURS if command[1] == "limits"]
 BENCHMARKS = [(page, command) for page, command in COMMANDS if command[2:3] and command[2].startswith("benchmarks.")]
 MAKE = [(page, command) for page, command in COMMANDS if command[0] == "make"]
@@ -209,30 +209,28 @@ def test_training_commands_are_accepted(
     page: str, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("verl")
-    from hydra import compose, initialize_config_dir
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
 
     from reward_loop.verl.main_ppo import check_function
-    from reward_loop.verl.resolve import resolve
-    from reward_loop.verl.settings import CONFIG_DIR, verl_config_dir
+    from tests.verl.configs import resolved
 
     write_files(page, tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("reward_loop.serving.engines.Vllm._on_cpu", lambda *_: False)  # where users run the commands
     options, overrides = iter(command[3:]), []
-    name, primary = "reward_loop_trainer", CONFIG_DIR
+    name, folder = "ppo_trainer", None
     for word in options:
         if word == "--config-name":
             name = next(options)
         elif word == "--config-dir":
-            primary = tmp_path / next(options)
+            folder = tmp_path / next(options)
         else:
             overrides.append(word)
-    searchpath = f"hydra.searchpath=[file://{verl_config_dir()},file://{CONFIG_DIR}]"
-    with initialize_config_dir(str(primary), version_base=None):
-        config = compose(name, [searchpath, *overrides])
-    check_function(resolve(config))
+    settings = resolved(*overrides, name=name, folder=folder)
+    config = settings.config
+    assert folder or {PIPELINE, SWITCH} & set(overrides)
+    check_function(settings)
     assert config.reward.custom_reward_function.path
     if any(override.startswith("algorithm.adv_estimator") for override in overrides):  # otherwise, it is an excerpt
         validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
@@ -256,7 +254,7 @@ def test_commands_of_verl_load_our_manager(command: list[str]) -> None:
     assert manager.read_options(config).on_failed == "default"
 
 
-def test_the_way_back_from_the_command_of_the_readme_is_another_module_and_mode() -> None:
+def test_the_way_back_from_the_command_of_the_readme_is_to_leave_one_option_out() -> None:
     """verl refuses unknown options, and ignores the short forms of its own."""
     pytest.importorskip("verl")
     from hydra import compose, initialize_config_dir
@@ -264,9 +262,11 @@ def test_the_way_back_from_the_command_of_the_readme_is_another_module_and_mode(
     from reward_loop.verl.settings import verl_config_dir
 
     (command,) = [command for page, command in TRAINING if page == "README.md"]
-    overrides = [word.replace("=reward_pipeline", "=sync") for word in command[3:]]
+    overrides = [word for word in command[3:] if word != PIPELINE]
+    assert len(overrides) == len(command[3:]) - 1
     with initialize_config_dir(str(verl_config_dir()), version_base=None):
         config = compose("ppo_trainer", overrides)
+    assert config.trainer.v1.trainer_mode == "sync"
     assert config.reward.custom_reward_function.path == "judge.py"
     assert config.reward.reward_model.enable
     assert not [word for word in overrides if word.startswith(("reward_model.", "custom_reward_function."))]
@@ -293,19 +293,12 @@ def test_keys_of_verl_without_effect_are_named() -> None:
 @pytest.mark.parametrize("row", between("migrated options").splitlines()[2:])
 def test_migrated_options_are_accepted(row: str, tmp_path: Path) -> None:
     pytest.importorskip("verl")
-    from hydra import compose, initialize_config_dir
-
-    from reward_loop.verl.resolve import resolve
-    from reward_loop.verl.settings import CONFIG_DIR, verl_config_dir
+    from tests.verl.configs import resolved
 
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForSequenceClassification"]}')
     old, new = row.split(" | ")[:2]
     for given in re.findall(r"`(.+?)`", old + new if "the same" in new else new):
-        overrides = given.replace("PATH", str(tmp_path)).split()
-        searchpath = f"hydra.searchpath=[file://{verl_config_dir()},file://{CONFIG_DIR}]"
-        with initialize_config_dir(str(CONFIG_DIR), version_base=None):
-            config = compose("reward_loop_trainer", [searchpath, *overrides])
-        resolve(config)
+        resolved(*given.replace("PATH", str(tmp_path)).split())
 
 
 def templates() -> list[str]:

@@ -1,4 +1,4 @@
-"""Reads the first rows of the data of a run as a reward function gets them, for ``--check``."""
+"""Reads the first rows of the data of a run as a reward function gets them, for ``reward_loop.check=True``."""
 
 from __future__ import annotations
 

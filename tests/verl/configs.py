@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 from hydra import compose, initialize
 from hydra.core.config_store import ConfigStore
@@ -12,12 +13,13 @@ from reward_loop.verl.resolve import resolve
 from reward_loop.verl.settings import CONFIG_DIR, RewardSettings, verl_config_dir
 
 
-def configuration(*overrides: str, name: str = "ppo_trainer") -> DictConfig:
+def configuration(*overrides: str, name: str = "ppo_trainer", folder: Path | None = None) -> DictConfig:
     """Composes a configuration. Overrides that choose another file of verl have no effect.
 
+    ``folder`` is that of a file of the user's own.
     Records are off unless the overrides choose their folder: tests would write into the working directory.
     """
-    stored = _stored(name)
+    stored = _stored(name, folder)
     has_folder = any("log_dir" in override or "default_local_dir" in override for override in overrides)
     records = [] if has_folder else ["reward_loop.log_dir=null"]
     with initialize(config_path=None, version_base=None):
@@ -25,20 +27,21 @@ def configuration(*overrides: str, name: str = "ppo_trainer") -> DictConfig:
 
 
 @functools.cache
-def _stored(name: str) -> str:
+def _stored(name: str, folder: Path | None) -> str:
     """Reads the files of verl once, which takes most of the time, and returns the name in Hydra's store."""
     store = ConfigStore.instance()
     store.store(name=f"primary_{name}", node={"defaults": [name]})
     # `known` comes first, as the plug-in of Hydra has it.
     folders = (CONFIG_DIR / "known", verl_config_dir(), CONFIG_DIR, CONFIG_DIR.parent, verl_config_dir().parent)
+    folders = (*folders, folder) if folder else folders
     searchpath = f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders)}]"
     with initialize(config_path=None, version_base=None):
         store.store(name=f"stored_{name}", node=compose(f"primary_{name}", [searchpath]))
     return f"stored_{name}"
 
 
-def resolved(*overrides: str, name: str = "ppo_trainer") -> RewardSettings:
-    return resolve(configuration(*overrides, name=name), given=overrides)
+def resolved(*overrides: str, name: str = "ppo_trainer", folder: Path | None = None) -> RewardSettings:
+    return resolve(configuration(*overrides, name=name, folder=folder), given=overrides)
 
 
 def settled(*overrides: str, name: str = "ppo_trainer") -> DictConfig:

@@ -1,4 +1,4 @@
-"""What ``--check`` finds in the data before a run."""
+"""What ``reward_loop.check=True`` finds in the data before a run."""
 
 from __future__ import annotations
 
