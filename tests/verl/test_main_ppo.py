@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError
 from reward_loop.verl import main_ppo
 from reward_loop.verl.cpu.setup import CPU_ENVIRONMENT
+from tests.pages import blocks
 from tests.verl.configs import configuration, resolved
 from tests.verl.runs import write_data
 
@@ -203,6 +205,26 @@ def test_check_prints_the_options_in_effect_and_starts_nothing(tmp_path: Path) -
     lines = iter(done.stdout.splitlines())
     for step in steps:  # in this order
         assert any(line.startswith(step) for line in lines), step
+
+
+def test_the_command_of_the_readme_passes_its_checks(tmp_path: Path, tiny_generative_model: Path) -> None:
+    """All of them, up to the start of Ray, in verl's command: it needs eight GPUs to go on."""
+    judge, command = (
+        next(block for block in blocks("README.md") if "judge" in block.text and block.language == language)
+        for language in ("python", "bash")
+    )
+    (tmp_path / "judge.py").write_text(judge.text)
+    write_data(tmp_path)
+    ((text, _),) = command.commands
+    for path in ("path/to/judge", "path/to/model"):
+        text = text.replace(path, str(tiny_generative_model))
+    words = [*shlex.split(text)[1:], "reward_loop.check=True", "data.train_batch_size=32", "hydra.run.dir=."]
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    assert "trainer_mode: reward_pipeline" in done.stdout
+    assert "Reward model: 2 server(s), placement ray" in done.stdout  # of two GPUs each
+    assert "The checks passed" in done.stdout
+    assert "Started a local Ray instance" not in done.stderr
 
 
 def test_the_environment_of_a_cpu_run_is_set_before_the_users_function_is_loaded(
