@@ -111,17 +111,18 @@ def _take_over(command: Any, options: Path) -> None:
 
     def start(config: DictConfig) -> None:
         command.run_ppo = run_ppo  # with --multirun, `main` runs several times
-        on, mode = _is_on(config), OmegaConf.select(config, MODE)
+        on = _is_on(config)
+        if not on:
+            mode = str(OmegaConf.select(config, MODE))
+            if get_close_matches(mode, [PIPELINE], cutoff=0.8):
+                from reward_loop.verl.main_ppo import check_trainer_mode
+
+                check_trainer_mode(mode)
+            _check_unused(config, options)
         if on or OmegaConf.select(config, "actor_rollout_ref.rollout.name") == CPU_ROLLOUT:
             from reward_loop.verl.main_ppo import begin
 
             command.run_ppo = begin(config, run_ppo, on=on)
-        elif get_close_matches(str(mode), [PIPELINE], cutoff=0.8):
-            from reward_loop.verl.main_ppo import check_trainer_mode
-
-            check_trainer_mode(str(mode))
-        if not on:
-            _check_unused(config, options)
         auto_set_device(config)
 
     command.auto_set_device = start

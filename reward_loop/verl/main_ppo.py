@@ -35,7 +35,7 @@ from reward_loop.verl.mode_options import PIPELINE_MODE
 from reward_loop.verl.resolve import resolve, unknown_overrides
 from reward_loop.verl.settings import RewardSettings, verl_config_dir
 
-__all__ = ["begin", "check_command", "check_trainer_mode", "main", "run"]
+__all__ = ["main", "run"]
 
 
 uses(__name__, "verl.trainer.main_ppo", "auto_set_device(config)", "run_ppo(config, task_runner_class)")

@@ -47,6 +47,16 @@ if __name__ == "__main__":
     main()
     print("reward_loop is in the configuration:", any("reward_loop" in call for call in calls))
 """
+SMALL = """
+defaults:
+  - legacy_reward_impl
+  - _self_
+actor_rollout_ref: {rollout: {name: vllm}}
+reward: {num_workers: 8, custom_reward_function: {path: null}, reward_manager: {source: register, name: naive}}
+trainer: {nnodes: 1, default_local_dir: checkpoints, v1: {trainer_mode: sync, separate_async: {}, sampler: {}}}
+"""
+"""What most tests need of verl's configuration, which takes a second to compose."""
+
 PIPELINE = "trainer.v1.trainer_mode=reward_pipeline"
 ON = "reward_model.use_reward_loop=True"
 QUIET = ("hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
@@ -80,7 +90,7 @@ class Command:
 
 
 @pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     """The command, without what reward_loop does before and during a training: other tests do it."""
     made = Command(main_file(tmp_path), monkeypatch)
 
@@ -89,6 +99,23 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
         return lambda config, task_runner_class: run_ppo.__globals__["calls"].append("reward_loop trains")
 
     monkeypatch.setattr(main_ppo, "begin", begin)
+    return made
+
+
+@pytest.fixture
+def command(made: Command) -> Command:
+    """The command with the configuration `SMALL`."""
+    folder = made.file.parent / "config"
+    folder.unlink()
+    folder.mkdir()
+    (folder / "ppo_trainer.yaml").write_text(SMALL)
+    (folder / "legacy_reward_impl.yaml").symlink_to(verl_config_dir() / "legacy_reward_impl.yaml")
+    return made
+
+
+@pytest.fixture
+def verls(made: Command) -> Command:
+    """The command with verl's whole configuration."""
     return made
 
 
@@ -117,28 +144,25 @@ recipe: {rate: 1}
 def recipe(folder: Path, more: str = "") -> tuple[str, ...]:
     """A configuration in a folder of its own, as verl's recipes have it."""
     (folder / "recipe").mkdir()
-    text = RECIPE.replace("FOLDER", str(verl_config_dir())) + more
+    text = RECIPE.replace("FOLDER", str(folder / "verl" / "trainer" / "config")) + more
     (folder / "recipe" / "mine.yaml").write_text(text)
     return ("--config-path", str(folder / "recipe"), "--config-name", "mine")
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        (),
-        ("reward.custom_reward_function.path=f.py", "trainer.v1.trainer_mode=separate_async"),
-        ("reward_model.use_reward_loop=False",),
-    ],
+    "words", [(), ("reward.custom_reward_function.path=f.py", "trainer.v1.trainer_mode=separate_async")]
 )
-def test_a_run_without_the_reward_loop_is_verls(command: Command, words: tuple[str, ...]) -> None:
-    config = command(*words)
-    assert command.begun == []
-    own = [word for word in words if "use_reward_loop" not in word]
-    with command.monkeypatch.context() as patch:
+def test_a_run_without_the_reward_loop_has_the_configuration_of_verl(verls: Command, words: tuple[str, ...]) -> None:
+    config = verls(*words)
+    assert verls.begun == []
+    with verls.monkeypatch.context() as patch:
         patch.setattr(plugin, "_verls_command", lambda search_path: None)
-        without = plain(command(*own))
-    if own == list(words):
-        assert plain(config) == without
+        assert plain(verls(*words)) == plain(config)
+
+
+def test_the_option_turns_it_off(command: Command) -> None:
+    command("reward_model.use_reward_loop=False")
+    assert command.begun == []
 
 
 def test_a_run_without_the_reward_loop_imports_nothing_of_it_and_works_where_it_is_broken(tmp_path: Path) -> None:
@@ -184,10 +208,8 @@ def test_an_option_turns_it_on(command: Command, words: tuple[str, ...]) -> None
     assert command.begun == [(config, True)]
 
 
-@pytest.mark.parametrize(
-    "name", [(), ("--config-name", "ppo_megatron_trainer"), ("model_engine=veomni",), "cpu", "recipe"]
-)
-def test_options_need_no_plus_in_any_configuration(command: Command, tmp_path: Path, name: Any) -> None:
+@pytest.mark.parametrize("name", [("--config-name", "ppo_megatron_trainer"), "cpu", "recipe"])
+def test_options_need_no_plus_in_any_configuration(verls: Command, tmp_path: Path, name: Any) -> None:
     if name == "cpu":
         name = ("--config-name", "cpu")
     if name == "recipe":
@@ -200,11 +222,11 @@ def test_options_need_no_plus_in_any_configuration(command: Command, tmp_path: P
         "trainer.v1.separate_async.reward_queue.capacity": 5,
         "trainer.v1.sampler.poll_interval_s": 0.5,
     }
-    config = command(*name, PIPELINE, *(f"{key}={value}" for key, value in given.items()))
+    config = verls(*name, PIPELINE, *(f"{key}={value}" for key, value in given.items()))
     assert {key: OmegaConf.select(config, key) for key in given} == given
     assert config.reward_loop.retry.max_attempts == 3
     assert OmegaConf.select(config, "recipe.rate") in (None, 2)
-    assert command.begun == [(config, True)]
+    assert verls.begun == [(config, True)]
 
 
 def test_a_file_turns_it_on_and_its_values_come_before_the_defaults(command: Command, tmp_path: Path) -> None:
@@ -263,6 +285,17 @@ def test_an_option_of_ours_without_effect_is_an_error(
     assert "write a +" in error or f"Leave it out, or set {PIPELINE} or {ON}" in error
 
 
+@pytest.mark.parametrize("name", ["ppo_trainer", "cpu"])
+def test_a_mode_that_resembles_ours_must_be_one_of_verls(
+    command: Command, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    looked_up: list[str] = []
+    monkeypatch.setattr(main_ppo, "check_trainer_mode", looked_up.append)
+    for mode in ("reward_pipelin", "reward_pipelines", "separate_async"):
+        command.calls("--config-name", name, f"trainer.v1.trainer_mode={mode}")
+    assert looked_up == ["reward_pipelin", "reward_pipelines"]
+
+
 def test_an_option_of_ours_without_effect_in_a_file_is_an_error(
     command: Command, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -305,13 +338,13 @@ def test_a_misspelt_option_gets_a_suggestion(
     assert command.begun == []
 
 
-def test_no_option_of_verl_resembles_one_of_ours(command: Command) -> None:
+def test_no_option_of_verl_resembles_one_of_ours(verls: Command) -> None:
     def keys(key: str, node: Any) -> list[str]:
         return (
             [key, *(k for name in node for k in keys(f"{key}.{name}", node[name]))] if isinstance(node, dict) else [key]
         )
 
-    config = plain(command())
+    config = plain(verls())
     for key in (key for group in config for key in keys(group, config[group])):
         assert plugin._resembles(f"{key}=1") is None, key
         assert not plugin._is_ours(f"{key}=1"), key
