@@ -15,7 +15,7 @@ export async function showTimeline(view, { args }, run) {
       el("div", { class: "title" }, el("h1", {}, "Timeline")),
       empty(
         "No step to draw",
-        "The folder has no events of a trainer. Runs of reward_loop.verl.main_ppo record them beside the samples.",
+        "The folder has no events of a trainer. Runs of verl with reward_loop record them beside the samples.",
       ),
     );
     return { title: "Timeline" };
