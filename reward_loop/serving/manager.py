@@ -90,8 +90,8 @@ class RewardModelManager:
         models = await asyncio.to_thread(served_models, self._config)
         if self._config.placement == "colocated":
             raise ConfigError(
-                "placement='colocated' is only for verl runs (python -m reward_loop.verl.main_ppo), which start the "
-                "servers on the trainer's GPUs; set placement='local' or 'ray'"
+                "placement='colocated' is only for verl runs, which start the servers on the "
+                "trainer's GPUs; set placement='local' or 'ray'"
             )
         try:
             await self._start(models)
