@@ -44,8 +44,8 @@ class Judgement:
     """The model's reply."""
     unscored: str | None = None
     """Why there is no score; ``None`` if there is one."""
-    components: Mapping[str, float] = field(default_factory=dict)
-    """The parts of the score, by their names: of each criterion, or of each judge of a panel."""
+    components: Mapping[str, Any] = field(default_factory=dict)
+    """The parts of the score, by their names: of each criterion, or of each judge of a panel or a spot check."""
 
     def reward(self, **components: Any) -> dict[str, Any]:
         """Return the dict that a reward function returns; without a score, the sample is *unscored*.

@@ -5,6 +5,7 @@
 `Equality`   compares the final answer with the reference
 `Panel`      rates how helpful a response is, by several judges
 `Cascade`    asks a rule, then a small model, then a large one
+`Spot`       has a cheap model score, and a strong one check a random share
 `Pairwise`   compares the responses of a group, for the manager `group`
 ============ ===========================================================================
 
@@ -17,5 +18,6 @@ from reward_loop.judges.asker import Asker
 from reward_loop.judges.pairwise import Pairwise
 from reward_loop.judges.pointwise import Cascade, Equality, Panel
 from reward_loop.judges.rubric import Criterion, Rubric
+from reward_loop.judges.spot import Spot
 
-__all__ = ["Asker", "Cascade", "Criterion", "Equality", "Pairwise", "Panel", "Rubric"]
+__all__ = ["Asker", "Cascade", "Criterion", "Equality", "Pairwise", "Panel", "Rubric", "Spot"]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reward_loop.client import Choice, Number
+from reward_loop.client import Choice, Number, spot_check
+from reward_loop.client.spot import check_share
 from reward_loop.judges.asker import Asker, prompt_of
 
 __all__ = ["Cascade", "Equality", "Panel"]
+
+logger = logging.getLogger(__name__)
 
 _SAME = Choice({"same": 1.0, "different": 0.0})
 _UNSURE = Choice({"same": 1.0, "different": 0.0, "unsure": 0.5})
@@ -90,6 +94,9 @@ class Cascade:
         prompt: str | None = None,
         small_prompt: str | None = None,
         tail: int = 2000,
+        spot: float | None = None,
+        seed: int = 0,
+        allow_small_share: bool = False,
         **options: Any,
     ) -> None:
         """Create the judges.
@@ -100,16 +107,30 @@ class Cascade:
             prompt: the template of the large judge, as that of `Equality`.
             small_prompt: the template of the small judge, which may also reply ``Verdict: unsure``.
             tail: the characters at the end of the response that the judges read.
+            spot: the share of the small judge's verdicts that the large judge checks: see `spot_check`. Without it, a
+                policy in training learns answers about which the small judge is sure and wrong.
+            seed, allow_small_share: see `spot_check`.
             options: options of the small judge: see `Asker`.
 
         Raises:
             ConfigError: an option is invalid.
         """
         self._tail = tail
-        self._judges = {
-            "small": Asker(small_prompt or prompt_of("unsure"), _UNSURE, **options),
-            "large": Asker(prompt or prompt_of("equality"), _SAME, **{**options, **large}),
-        }
+        self._judges = (
+            Asker(small_prompt or prompt_of("unsure"), _UNSURE, **options),
+            Asker(prompt or prompt_of("equality"), _SAME, **{**options, **large}),
+        )
+        self._spot: dict[str, Any] | None = None
+        if spot is None:
+            logger.warning(
+                "judge:cascade asks the large model only where the small one is unsure. As the reward of a training, "
+                "such a choice let a policy learn answers about which the cheap judge was sure and wrong: 85%% of its "
+                "answers were right with 20%% of strong calls, and 99%% with random checks (docs/judges.md). Set "
+                "spot=0.2 to check the verdicts of the small model; scoring stored answers does not need it."
+            )
+        else:
+            check_share(spot, allow_small_share)
+            self._spot = {"share": spot, "seed": seed, "allow_small_share": allow_small_share}
 
     async def compute_score(
         self,
@@ -122,14 +143,22 @@ class Cascade:
         lines = solution_str.strip().splitlines() or [""]
         if lines[-1].strip() == str(ground_truth).strip():
             return {"score": 1.0, "judged_by": "rule"}
-        for name, asker in self._judges.items():
-            judgement = await asker.ask(
+        small, large = (
+            asker.ask(
                 reward_router_address,
                 question=asker.question_of(extra_info),
                 reference=ground_truth,
                 answer=solution_str[-self._tail :],
             )
-            reward = judgement.reward(judged_by=name)
-            if judgement.score in (0.0, 1.0):
-                break
-        return reward
+            for asker in self._judges
+        )
+        try:
+            judgement = await small
+            if judgement.score not in (0.0, 1.0):
+                return (await large).reward(judged_by="large")
+            if self._spot is None:
+                return judgement.reward(judged_by="small")
+            judgement = await spot_check(judgement, large, **self._spot)
+            return judgement.reward(judged_by="large" if "strong" in judgement.components else "small")
+        finally:
+            large.close()

@@ -5,6 +5,7 @@ from reward_loop.records.active import ActiveBatch as ActiveBatch
 from reward_loop.records.active import ActiveSample as ActiveSample
 from reward_loop.records.active import active_samples as active_samples
 from reward_loop.records.active import current as current
+from reward_loop.records.active import shares_result as shares_result
 from reward_loop.records.active import waiting_for as waiting_for
 from reward_loop.records.configuration import config_row as config_row
 from reward_loop.records.configuration import configurations as configurations

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from reward_loop.types import RewardSample
 
-__all__ = ["OUTAGE", "ActiveBatch", "ActiveSample", "active_samples", "current", "waiting_for"]
+__all__ = ["OUTAGE", "ActiveBatch", "ActiveSample", "active_samples", "current", "shares_result", "waiting_for"]
 
 
 MAX_COPIES = 256
@@ -210,6 +210,9 @@ def _share(total: int, index: int, count: int) -> int:
 
 _active: dict[ActiveSample, None] = {}  # in the order of their start
 _current: ContextVar[ActiveSample | None] = ContextVar("reward_call", default=None)
+
+shares_result: ContextVar[bool] = ContextVar("shares_result", default=False)
+"""Whether other samples also get the result of the calling function, because their arguments are equal."""
 
 
 def current() -> ActiveSample | None:

@@ -13,6 +13,7 @@ from reward_loop._util.text import shorten
 from reward_loop.errors import ConfigError, InvalidScoreError, RewardFunctionError, ScoringError
 from reward_loop.limits.call import Call, Deadlines
 from reward_loop.processes.outcome import CallOutcome, describe_exception
+from reward_loop.records import shares_result
 from reward_loop.scoring.cache import Cache
 from reward_loop.scoring.call import UserFunction
 from reward_loop.scoring.results import failed_after, normalise, not_called, to_result
@@ -81,6 +82,7 @@ class ScoringFunction(UserFunction):
             return RewardResult(Outcome.SCORED, *known, attempts=0)
 
         async def call() -> CallOutcome:
+            shares_result.set(True)
             outcome = await self._call(arguments, sample.traffic_class)
             result = to_result(outcome, sample, self.name)
             if result.score is not None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from reward_loop import RewardSample, ScoringFunction, load_function
+from reward_loop.errors import FunctionLoadError
 from reward_loop.testing import FakeJudge, Status
 from reward_loop.types import RewardResult
 
@@ -109,3 +110,59 @@ async def test_a_cascade_asks_the_large_model_only_where_the_small_one_is_unsure
         assert await decided("thirty-six") == (1.0, "large", 3, 2)
         assert large.requests[0].body["model"] == "big"
         assert large.requests[0].headers["authorization"] == "Bearer secret"
+
+
+async def test_a_cascade_without_spot_checks_warns_and_with_them_the_large_model_checks_sure_verdicts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with FakeJudge("Verdict: same") as small, FakeJudge("Verdict: different") as large:
+        options = {"address": large.base_url}
+        result = await judged("cascade", small, large=options)
+        assert (result.score, result.extra_info["judged_by"], len(large.requests)) == (1.0, "small", 0)
+        assert "Set spot=0.2" in caplog.text
+        caplog.clear()
+        results = [await judged("cascade", small, large=options, spot=0.5) for _ in range(24)]
+        assert not caplog.text
+        found = {(result.score, result.extra_info["judged_by"]) for result in results}
+        assert found == {(1.0, "small"), (-1.0, "large")}
+        assert len(large.requests) == sum(result.extra_info["judged_by"] == "large" for result in results)
+        assert all(result.extra_info["chance"] == 0.5 for result in results)
+        before = len(large.requests)
+        small.script("Verdict: unsure")
+        result = await judged("cascade", small, large=options, spot=0.5)
+        assert (result.score, result.extra_info["judged_by"], len(large.requests)) == (0.0, "large", before + 1)
+        with pytest.raises(FunctionLoadError, match=r"share=0\.1"):
+            await judged("cascade", small, large=options, spot=0.1)
+
+
+@pytest.mark.parametrize(
+    ("judge", "replies", "scores"),
+    [
+        ("equality", ("Verdict: same", "Verdict: different"), {1.0, -1.0}),
+        ("panel", ("Score: 10", "Score: 1"), {1.0, -1.0}),
+        ("rubric", ('{"criterion_1": 10}', '{"criterion_1": 1}'), {1.0, -1.0}),
+    ],
+)
+async def test_spot_asks_a_strong_model_for_a_share_of_the_responses(
+    judge: str, replies: tuple[str, str], scores: set[float]
+) -> None:
+    cheap_reply, strong_reply = replies
+    async with FakeJudge(cheap_reply) as cheap, FakeJudge(strong_reply) as strong:
+        options = {"strong": {"address": strong.base_url, "model": "big"}, "share": 0.5, "judge": judge}
+        if judge == "rubric":
+            options["criteria"] = ["It is right."]
+        results = [await judged("spot", cheap, **options) for _ in range(24)]
+        assert {result.score for result in results} == scores
+        assert len(cheap.requests) == 24
+        assert len(strong.requests) == sum("strong" in result.extra_info for result in results)
+        assert strong.requests[0].body["model"] == "big"
+
+
+async def test_spot_refuses_a_small_share_another_judge_and_a_row_without_reference() -> None:
+    strong = {"model": "big"}
+    for wrong in ({"share": 0.1}, {"judge": "pairwise"}):
+        with pytest.raises(FunctionLoadError, match=next(iter(wrong))):
+            ScoringFunction(load_function("judge:spot"), reward_kwargs={"strong": strong, **wrong})
+    scoring = ScoringFunction(load_function("judge:spot"), reward_kwargs={"strong": strong})
+    result = await scoring(RewardSample("15", extra_info={"question": "What do 12 pens cost?"}))
+    assert "has no ground_truth" in str(result.error)
