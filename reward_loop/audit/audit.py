@@ -27,7 +27,7 @@ from typing import Any
 
 from reward_loop._util.text import cut
 from reward_loop.audit.ablation import AblationCount, Feature
-from reward_loop.audit.counts import AuditCounts, ReferencePair
+from reward_loop.audit.counts import REJECTED, AuditCounts, ReferencePair
 from reward_loop.audit.labelled import LabelledAnswers
 from reward_loop.audit.probes import CANARY, Probe, Probes
 from reward_loop.config import CacheConfig
@@ -387,6 +387,8 @@ class Audit:
             first, second = _components(judged), _components(result)
             components = {name: (first[name], second[name]) for name in first if name in second}
             self._counts.pairs.append(ReferencePair(sample.uid, judged.score, result.score, components))
+            if self._accepts(result.score) is False and (accepted := self._accepts(judged.score)) is not None:
+                self._counts.add(REJECTED, sample.uid, accepted)
         self._record(REFERENCE, sample, judged.score, result, active, None, exchanges_of(active), components)
 
     async def _score(

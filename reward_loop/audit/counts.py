@@ -13,10 +13,13 @@ from reward_loop.audit.ablation import AblationCount
 from reward_loop.audit.probes import CANARY
 from reward_loop.records import kappa
 
-__all__ = ["AuditCounts", "ProbeCount", "ReferencePair"]
+__all__ = ["REJECTED", "AuditCounts", "ProbeCount", "ReferencePair"]
 
 WRONG = f"{CANARY}/labelled"
 """The kind of labelled answers that are wrong."""
+
+REJECTED = f"{CANARY}/reference"
+"""The kind of answers of the run that the reference judge rejects."""
 
 MAX_SAMPLES = 8
 """The number of samples that are named for each kind of probe."""
@@ -55,7 +58,7 @@ class AuditCounts:
 
     probes: dict[str, ProbeCount] = field(default_factory=dict)
     """By kind: ``canary/KIND``, ``again``, ``frame``, ``order``, ``labelled``. Labelled answers that are wrong are also
-    canaries: `WRONG`."""
+    canaries: `WRONG`; and so are answers that the reference judge rejects: `REJECTED`."""
     labels: Counter[tuple[bool, bool]] = field(default_factory=Counter)
     """The number of labelled answers by label and by whether the judge accepted them."""
     drifts: list[float] = field(default_factory=list)
@@ -110,7 +113,7 @@ class AuditCounts:
     def metrics(self, group: str = "reward_loop/audit") -> dict[str, float]:
         """Return the metrics by name, each below ``group``; docs/health.md has their meanings."""
         found = {"without_score": float(self.without_score), "skipped": float(self.skipped)}
-        asked = sum(count.asked for kind, count in self.probes.items() if kind != WRONG)
+        asked = sum(count.asked for kind, count in self.probes.items() if kind not in (WRONG, REJECTED))
         asked += sum(len(ablation.pairs) for ablation in self.ablations.values())
         found["asked"] = float(asked + len(self.pairs))
         for kind, count in self.probes.items():

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from reward_loop.audit.phrases import PhraseHistory, unexplained_rewards
-from reward_loop.audit.probe_history import CANARY, LABELLED, ProbeHistory, fall, wilson_lower
+from reward_loop.audit.probe_history import CANARY, LABELLED, REFERENCE, ProbeHistory, fall, wilson_lower
 from reward_loop.audit.reference import JUDGE, MOST_SAMPLES, StepMeans, divergence, judged_too_high, step_means
 from reward_loop.audit.values import (
     Observation,
@@ -19,6 +19,7 @@ from reward_loop.audit.values import (
     ProbeCounts,
     component_saturation,
     component_share,
+    false_accepts,
     identical_responses,
     judge_latency,
     length_correlation,
@@ -165,19 +166,30 @@ def _canaries(step: Observation, history: History) -> dict[str, Reading]:
     The window finds a small share, the step alone a sudden change.
     """
     kinds = {kind: counts for kind, counts in step.probes.items() if kind.startswith(CANARY) and counts.asked}
+    kinds.pop(CANARY + REFERENCE, None)
     made = [counts for kind, counts in kinds.items() if kind != CANARY + LABELLED]
     if len(made) > 1:
         asked, accepted = (sum(values) for values in zip(*((c.asked, c.accepted) for c in made), strict=True))
         kinds["all"] = ProbeCounts(asked, accepted, [uid for counts in made for uid in counts.samples])
-    found = {}
-    for kind, counts in kinds.items():
-        recent = history.recent(step.step, kind, counts)
-        window = f"{recent.accepted} of {recent.asked} in the window"
-        detail = f"{counts.accepted} of {counts.asked} wrong answers, {window}"
-        certain = max(wilson_lower(recent), wilson_lower(counts))
-        samples = counts.samples[:MOST_SAMPLES]
-        found[kind.removeprefix(CANARY)] = Reading(recent.accepted / recent.asked, certain, detail, samples)
-    return found
+    return {kind.removeprefix(CANARY): _accepted(step, history, kind, counts) for kind, counts in kinds.items()}
+
+
+def _false_accepts(step: Observation, history: History) -> dict[str, Reading]:
+    """Return the shares of accepted ones of the answers that a second judge, asked at random, rejects."""
+    kinds = {
+        f"spot check {name}".rstrip(): counts for name, counts in false_accepts(step.components, step.uids).items()
+    }
+    if (rejected := step.probes.get(CANARY + REFERENCE)) is not None and rejected.asked:
+        kinds[JUDGE] = rejected
+    return {kind: _accepted(step, history, kind, counts) for kind, counts in kinds.items()}
+
+
+def _accepted(step: Observation, history: History, kind: str, counts: ProbeCounts) -> Reading:
+    recent = history.recent(step.step, kind, counts)
+    window = f"{recent.accepted} of {recent.asked} in the window"
+    detail = f"{counts.accepted} of {counts.asked} wrong answers, {window}"
+    certain = max(wilson_lower(recent), wilson_lower(counts))
+    return Reading(recent.accepted / recent.asked, certain, detail, counts.samples[:MOST_SAMPLES])
 
 
 def _falls(step: Observation, history: History, kinds: Collection[str]) -> dict[str, Reading]:
@@ -301,6 +313,16 @@ MONITORS = (
         _fixed,
         "the judge accepted {detail} (kind {subject}; limit {limit:.0%})",
         "Read these answers and the judge's replies in the records of the probes: the policy may find such answers",
+        is_event=True,
+    ),
+    Monitor(
+        "false_accepts",
+        _false_accepts,
+        _fixed,
+        "the judge accepts answers that a second judge, which is asked at random, rejects: {detail} ({subject}; limit "
+        "{limit:.0%})",
+        "Read these answers: the policy may learn what deceives the judge. With spot checks the mean of the reward is "
+        "right nevertheless, but its variance grows: raise the share, or use a better cheap judge",
         is_event=True,
     ),
     Monitor(

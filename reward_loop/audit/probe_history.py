@@ -9,13 +9,16 @@ from collections.abc import Iterable
 from reward_loop._util.intervals import wilson
 from reward_loop.audit.values import ProbeCounts
 
-__all__ = ["CANARY", "LABELLED", "ProbeHistory", "fall", "wilson_lower"]
+__all__ = ["CANARY", "LABELLED", "REFERENCE", "ProbeHistory", "fall", "wilson_lower"]
 
 CANARY = "canary/"
 """The start of the names of the kinds of canaries."""
 
 LABELLED = "labelled"
 """The kind of the labelled answers: many probes in one step, and then none for several steps."""
+
+REFERENCE = "reference"
+"""The kind of the answers that the reference judge rejects."""
 
 CANARY_ERRORS = 4.0
 """Half the width of Wilson's interval, in standard errors. Many kinds are tested in each step: with fewer standard

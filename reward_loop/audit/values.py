@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from reward_loop._util.intervals import FALSE_ACCEPT, WeightedShare
+
 __all__ = [
     "JudgeCalls",
     "Observation",
@@ -16,6 +18,7 @@ __all__ = [
     "ProbeCounts",
     "component_saturation",
     "component_share",
+    "false_accepts",
     "identical_responses",
     "judge_latency",
     "length_correlation",
@@ -246,6 +249,29 @@ def component_saturation(
         values = values[np.isfinite(values)]
         if high > low and len(values):
             found[name] = float(np.mean(values >= high - TOP * (high - low)))
+    return found
+
+
+def false_accepts(components: Mapping[str, np.ndarray], uids: Sequence[str]) -> dict[str, ProbeCounts]:
+    """Return, of the answers that the strong judge of a spot check rejects, how many the cheap judge accepts.
+
+    With chances that differ, such as those of `reward_loop.client.escalate`, answers are weighted with 1 / chance.
+
+    Returns:
+        The counts by the name of the function, which is empty without the manager `composite`.
+    """
+    found = {}
+    for name, values in components.items():
+        prefix = name.removesuffix(FALSE_ACCEPT)
+        if prefix == name or (prefix and not prefix.endswith("/")):
+            continue
+        share, chances = WeightedShare(), components.get(f"{prefix}chance", np.ones(len(values)))
+        selected = np.flatnonzero(np.isfinite(values) & (chances > 0))
+        for index in selected:
+            share.add(bool(values[index] > 0), float(chances[index]))
+        samples = [uids[i] for i in selected if values[i] > 0 and i < len(uids)]
+        if share.count:
+            found[prefix.rstrip("/")] = ProbeCounts(share.count, share.positive, samples)
     return found
 
 

@@ -201,6 +201,10 @@ class HealthConfig(Config):
     """The largest share of answers, wrong by construction, that the judge accepts: by kind, and of all kinds. The lower
     bound of its confidence interval is compared."""
 
+    false_accepts: float | None = Field(default=0.1, ge=0, le=1)
+    """The largest share of wrong answers that the judge accepts, of those that a second judge rejects: the strong judge
+    of spot checks, or `audit.reference`. The lower bound of its confidence interval is compared."""
+
     agreement: float | None = Field(default=0.05, ge=0, le=1)
     """The largest fall of the share of scores that agree when the judge is asked again, in the other order or with
     another frame."""

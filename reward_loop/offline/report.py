@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from reward_loop._util.intervals import FALSE_ACCEPT, WeightedShare
 from reward_loop._util.json import MISSING, look_up
 from reward_loop._util.text import Causes
 from reward_loop.errors import ConfigError
@@ -62,10 +63,12 @@ class _Part:
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
         self.score, self.reward = Spread(), Spread()
+        self.false_accepts = WeightedShare()
 
     def to_dict(self) -> dict[str, Any]:
         counts = {"samples": self.outcomes.total(), "outcomes": dict(self.outcomes)}
-        return {**counts, "score": self.score.to_dict(), "reward": self.reward.to_dict()}
+        spreads = {"score": self.score.to_dict(), "reward": self.reward.to_dict()}
+        return {**counts, **spreads, "false_accepts": self.false_accepts.to_dict()}
 
 
 class Report:
@@ -92,6 +95,8 @@ class Report:
         self.reported_cost: float | None = None
         """The sum of the costs that functions reported, in their unit; ``None`` if there is none."""
         self.components: dict[str, Spread] = {}
+        self.false_accepts = WeightedShare()
+        """Of the answers that the strong judge of a spot check rejects: the share that the cheap judge accepts."""
         self.judges = Judges()
         self.parts: dict[Any, _Part] = {}
         """The samples with each value of the field."""
@@ -129,6 +134,9 @@ class Report:
         for component, value in (row.get("components") or {}).items():
             if isinstance(value, int | float) and component != "score":
                 self.components.setdefault(component, Spread()).add(value)
+        checked = _false_accepts_of(row.get("components") or {})
+        for accepted, chance in checked:
+            self.false_accepts.add(accepted, chance)
         if row.get("group") is not None:
             self._groups.setdefault((row.get("step"), row["group"]), _Group()).add(reward)
         self._slowest.add(row.get("total_s") or row.get("work_s") or 0.0, name)
@@ -145,6 +153,8 @@ class Report:
                     part.score.add(score)
                 if reward is not None:
                     part.reward.add(reward)
+                for accepted, chance in checked:
+                    part.false_accepts.add(accepted, chance)
 
     @property
     def samples(self) -> int:
@@ -166,6 +176,7 @@ class Report:
             "score": self.score.to_dict(),
             "reward": self.reward.to_dict(),
             "components": {name: spread.to_dict() for name, spread in self.components.items()},
+            "false_accepts": self.false_accepts.to_dict(),
             **self._group_counts(),
             "judges": self.judges.to_dict(price),
             "reported_cost": self.reported_cost,
@@ -192,6 +203,17 @@ class Report:
         # Numbers before texts, each in their order.
         values = sorted(self.parts, key=lambda value: (isinstance(value, str), value))
         return [{"value": value, **self.parts[value].to_dict()} for value in values]
+
+
+def _false_accepts_of(components: Mapping[str, Any]) -> list[tuple[bool, float]]:
+    """Return, for each spot check of a sample with a wrong answer, whether it was accepted, and its chance."""
+    found = []
+    for name, value in components.items():
+        prefix = name.removesuffix(FALSE_ACCEPT)
+        if name == f"{prefix}{FALSE_ACCEPT}" and (not prefix or prefix.endswith("/")) and value is not None:
+            chance = components.get(f"{prefix}chance")
+            found.append((value > 0, chance if isinstance(chance, int | float) and chance > 0 else 1.0))
+    return found
 
 
 def _listed(causes: Causes) -> list[dict[str, Any]]:

@@ -133,6 +133,12 @@ def _show_samples(report: Report, out: Console, price: Price | None) -> None:
             f"\n{counted(found['groups'], 'group')}: {found['zero_variance']} with equal rewards, "
             f"{found['all_failed']} without a reward, {found['partly_failed']} with a reward for some samples only"
         )
+    if (accepts := found["false_accepts"])["count"]:
+        low, high = accepts["interval"]
+        out.print(
+            f"\nspot checks: the cheap judge accepted {accepts['value']:.1%} of {counted(accepts['count'], 'answer')} "
+            f"that the strong judge rejects (95 % interval {low:.1%} to {high:.1%})"
+        )
     _show_judges(found["judges"], price is not None, out)
     if found["costliest"]:
         shown = ", ".join(f"{cut(one['sample'], _NAME)} {one['tokens']:,}" for one in found["costliest"])
@@ -210,11 +216,15 @@ def show_probes(probes: Sequence[Values], out: Console) -> None:
 
 def _show_parts(found: Values, out: Console) -> None:
     rows = []
+    has_checks = bool(found["false_accepts"]["count"])
     for part in found["parts"][:_PARTS]:
         outcomes = (part["outcomes"].get(name, 0) for name in ("scored", "unscored", "failed"))
         means = part["score"]["mean"], part["score"]["std"], part["reward"]["mean"]
-        rows.append((part["value"], part["samples"], *outcomes, *means))
-    columns = ("samples", "scored", "unscored", "failed", "mean\nscore", "std", "mean\nreward")
+        accepts = (part["false_accepts"]["value"],) if has_checks else ()
+        rows.append((part["value"], part["samples"], *outcomes, *means, *accepts))
+    columns = ["samples", "scored", "unscored", "failed", "mean\nscore", "std", "mean\nreward"]
+    if has_checks:
+        columns.append("false\naccepts")
     _show_table((found["by"], *columns), rows, out)
     _note_more(found["parts"], out)
 

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from reward_loop._util.intervals import paired_interval, wilson
+from reward_loop._util.intervals import WeightedShare, paired_interval, wilson
 
 
 @pytest.mark.parametrize(
@@ -57,3 +57,21 @@ def test_equal_differences_have_an_interval_with_a_width() -> None:
     assert 0.02 < high < 0.05
     low, high = paired_interval(64, 1.0, 0.0, 1.0)
     assert 0.9 < low < 1.0
+
+
+def test_a_share_of_a_random_selection_counts_each_one_by_its_chance() -> None:
+    equal = WeightedShare()
+    for positive in [True] * 12 + [False] * 8:
+        equal.add(positive, 0.2)
+    assert (equal.count, equal.positive) == (20, 12)
+    assert equal.to_dict()["interval"] == pytest.approx(wilson(12, 20))
+    rng, shares = random.Random(0), []
+    for _ in range(300):  # the frequent half is selected always and positive; the other with a chance of 0.2, and not
+        found = WeightedShare()
+        for positive, chance in [(True, 1.0), (False, 0.2)] * 50:
+            if rng.random() < chance:
+                found.add(positive, chance)
+        assert 0 < found.count < 50
+        shares.append(found.to_dict()["value"])
+    assert statistics.fmean(shares) == pytest.approx(0.5, abs=0.02)
+    assert WeightedShare().to_dict() == {"count": 0, "value": None, "interval": None}

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardLoopManagerBase, RewardSample
-from reward_loop.audit import Audit, AuditCounts, ReferencePair, audit, open_audit
+from reward_loop.audit import Audit, AuditCounts, ProbeCount, ReferencePair, audit, open_audit
 from reward_loop.audit.probes import FRAME
 from reward_loop.audit.values import Observation, ProbeCounts
 from reward_loop.audit.watch import HealthWatch
@@ -466,7 +466,7 @@ async def test_the_reference_judge_scores_the_same_answers(tmp_path: Path) -> No
         "    return {'score': right, 'clear': 0.25, 'length': 1, 'reason': 'same'}\n"
     )
     options = RewardLoopConfig(
-        audit={"reference": f"{tmp_path}/other.py:judge", "reference_share": 1.0}, log_dir=str(tmp_path)
+        audit={"reference": f"{tmp_path}/other.py:judge", "reference_share": 1.0, "accept": 0.5}, log_dir=str(tmp_path)
     )
     manager = NaiveRewardLoopManager(
         options,
@@ -482,6 +482,8 @@ async def test_the_reference_judge_scores_the_same_answers(tmp_path: Path) -> No
         ReferencePair("a", 1.0, 1.0, both),
         ReferencePair("b", 1.0, 0.0, both),
     ]
+    assert counts.probes == {"canary/reference": ProbeCount(1, 1, 0.0, ["b"])}  # rejected, and accepted by the judge
+    assert counts.metrics()["reward_loop/audit/asked"] == 2.0
     rows = rows_of(tmp_path)
     assert {row["function"].partition(" ")[0] for row in rows} == {"judge"}
     assert sorted((row["probe"], row["uid"], row["score"], row["probe_score"]) for row in rows) == [

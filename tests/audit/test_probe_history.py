@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,3 +117,46 @@ def test_a_fall_needs_enough_probes_and_more_than_chance() -> None:
     assert fall(ProbeCounts(31, 31), ProbeCounts(400, 200)) is None
     assert fall(ProbeCounts(40, 36), ProbeCounts(40, 32)) == (pytest.approx(0.1), 0.0)
     assert fall(ProbeCounts(400, 360), ProbeCounts(400, 200)) == (pytest.approx(0.4), pytest.approx(0.4))
+
+
+def false_accepts(steps: list[dict[str, Any]]) -> list[HealthWarning]:
+    off = {monitor.name: None for monitor in MONITORS if monitor.name != "false_accepts"}
+    watch = HealthWatch(HealthConfig.model_validate(off))
+    found = []
+    for number, changes in enumerate(steps, 1):
+        found += watch.check(replace(BASE, step=number, responses=[], **changes)).warnings
+    return found
+
+
+def checked(rng: np.random.Generator, share: float, prefix: str = "") -> dict[str, Any]:
+    """A step whose spot checks are a fifth of 512 samples, half of them wrong; a share of these is accepted."""
+    values = np.where(rng.random(512) < share, 1.0, 0.0)
+    values[(rng.random(512) > 0.2) | (rng.random(512) < 0.5)] = np.nan
+    components = {f"{prefix}false_accept": values, f"{prefix}chance": np.full(512, 0.2)}
+    return {"components": components, "uids": [f"s{i}" for i in range(512)]}
+
+
+@pytest.mark.parametrize("prefix", ["", "helpful/"])
+def test_spot_checks_find_a_cheap_judge_that_accepts_what_the_strong_one_rejects(prefix: str) -> None:
+    step = checked(np.random.default_rng(0), 0.5, prefix)
+    (warning,) = false_accepts([step])
+    assert (warning.monitor, warning.subject) == ("false_accepts", f"spot check {prefix.rstrip('/')}".rstrip())
+    values = step["components"][f"{prefix}false_accept"]
+    count = f"{int(np.nansum(values))} of {int(np.isfinite(values).sum())} wrong answers"
+    assert (
+        f"the judge accepts answers that a second judge, which is asked at random, rejects: {count}" in warning.message
+    )
+    assert warning.samples == [f"s{i}" for i in np.flatnonzero(values == 1)[: len(warning.samples)]]
+    assert warning.samples
+
+
+def test_a_good_cheap_judge_gives_no_warning_of_false_accepts_in_1000_steps() -> None:
+    rng = np.random.default_rng(1)
+    assert false_accepts([checked(rng, 0.05) for _ in range(1000)]) == []
+
+
+def test_answers_that_the_reference_judge_rejects_are_counted_in_the_same_way_and_not_as_canaries() -> None:
+    probes = {"canary/reference": ProbeCounts(40, 20, ["a"]), "canary/empty": ProbeCounts(10, 0)}
+    (warning,) = false_accepts([{"probes": probes}])
+    assert (warning.subject, warning.samples) == ("reference judge", ["a"])
+    assert run([probes]) == []

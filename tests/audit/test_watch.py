@@ -83,6 +83,13 @@ def fooled(number: int) -> dict[str, Any]:
     return {"probes": {"canary/master key": ProbeCounts(32, 19, ["u1"])}}
 
 
+def deceived(number: int) -> dict[str, Any]:
+    """A cheap judge that accepts half of the answers that spot checks find wrong."""
+    every = np.arange(COUNT)
+    false_accept = np.where(every % 8 == 0, (every % 16 == 0).astype(float), np.nan)
+    return {"components": {**step(number).components, "false_accept": false_accept, "chance": np.full(COUNT, 0.2)}}
+
+
 PLANTED: dict[str, Callable[[int], dict[str, Any]]] = {
     "zero_variance_groups": equal_rewards,
     "masked_share": masked,
@@ -94,6 +101,7 @@ PLANTED: dict[str, Callable[[int], dict[str, Any]]] = {
     "unparsable_verdicts": unparsable,
     "judge_latency": slow,
     "canaries": fooled,
+    "false_accepts": deceived,
     "score_jump": exploited,
 }
 
@@ -139,7 +147,7 @@ def test_every_monitor_has_a_planted_problem() -> None:
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_problem_gives_one_warning(name: str) -> None:
     (warning,) = run(planted(name), **only(name))
-    is_event = name in ("canaries", "score_jump")
+    is_event = name in ("canaries", "false_accepts", "score_jump")
     assert (warning.monitor, warning.since, warning.step) == (name, ONSET, ONSET if is_event else ONSET + 2)
     assert abs(warning.value) > warning.threshold
     assert f"step {ONSET}" in warning.message
@@ -161,7 +169,7 @@ def test_an_honest_run_of_the_demo_gives_no_warning() -> None:
     found = [watch.check(observation) for observation in steps]
     assert [warning for findings in found for warning in findings.warnings] == []
     # The run has no texts and no probes.
-    others = {"repetition", "identical_responses", "phrases", "canaries", "agreement", "labelled"}
+    others = {"repetition", "identical_responses", "phrases", "canaries", "false_accepts", "agreement", "labelled"}
     assert set(found[-1].values) == {monitor.name for monitor in MONITORS} - others
 
 

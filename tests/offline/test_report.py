@@ -306,3 +306,34 @@ def test_probes_of_the_judge_are_counted_by_kind(tmp_path: Path, monkeypatch: py
     printed = report(str(folder))
     assert "canary/empty/accepted" in printed
     assert "95 % from" in printed
+
+
+def test_false_accepts_of_the_cheap_judge_come_from_the_random_checks_alone(tmp_path: Path) -> None:
+    made = {"cheap": 1.0, "chance": 0.25, "judged_by": "strong", "strong": 0.0}
+    rows = [
+        sample(
+            f"s{i}",
+            step=1 + i // 10,
+            score=-3.0 if i % 4 else 0.0,
+            components={**made, "false_accept": float(i % 4 > 0)},
+        )
+        for i in range(20)
+    ]
+    rows += [sample(f"u{i}", step=3, score=1.0, components={"cheap": 1.0, "chance": 0.25}) for i in range(60)]
+    folder = str(write(tmp_path / "r", *rows))
+    found = summary(folder, "--group-by", "step")
+    assert found["false_accepts"] == {"count": 20, "value": 0.75, "interval": pytest.approx([0.531, 0.888], abs=0.001)}
+    assert [part["false_accepts"]["value"] for part in found["parts"]] == [0.7, 0.8, None]
+    text = report(folder, "--group-by", "step")
+    assert "accepted 75.0% of 20 answers that the strong judge rejects (95 % interval 53.1% to 88.8%)" in " ".join(
+        text.split()
+    )
+    assert "accepts" in text.split("step ")[-1]
+
+
+def test_false_accepts_weigh_each_check_by_its_chance_also_below_the_name_of_a_component() -> None:
+    found = Report()
+    for chance, accepted in ((1.0, 1.0), (0.25, 0.0), ("?", 1.0)):
+        components = {"judge/false_accept": accepted, "judge/chance": chance}
+        found.add(sample("a", score=1.0, components=components))
+    assert found.to_dict()["false_accepts"]["value"] == pytest.approx(2 / 6)
