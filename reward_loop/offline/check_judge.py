@@ -11,6 +11,7 @@ from reward_loop._util.text import shorten
 from reward_loop.audit.probes import CANARY, Probe, Probes, question_of
 from reward_loop.config import RewardLoopConfig
 from reward_loop.offline.check_calls import Calls, Finding, Row
+from reward_loop.offline.check_share import advice
 from reward_loop.types import RewardSample
 
 __all__ = ["ProbedKind", "most_calls", "probe_judge"]
@@ -147,6 +148,8 @@ async def probe_judge(
     limit = LIMIT if options.health.canaries is None else options.health.canaries
     kinds = [_counted(name, group, accept, options.audit.tolerance) for name, group in groups.items()]
     findings = [_finding(kind, limit, samples) for kind in kinds]
+    if (advised := _spot_checks(first, asked, accept)) is not None:
+        findings.append(Finding("spot checks", "note", advised))
     return kinds, [Finding("judge", "ok", f"{len(asked)} probes; {how}"), *findings]
 
 
@@ -174,6 +177,18 @@ async def _ask_labelled(calls: Calls, answers: Labelled, concurrency: int) -> li
     rows = await calls.run_each(samples, concurrency)
     probes = [Probe(LABELLED_RIGHT) if label else Probe(CANARY, LABELLED_WRONG) for _, label in answers]
     return [_Asked(probe, row, row) for probe, row in zip(probes, rows, strict=True)]
+
+
+def _spot_checks(first: Sequence[Row], asked: Sequence[_Asked], accept: float | None) -> str | None:
+    """Return what share of spot checks to choose, from rows with both scores, or from the labelled answers."""
+    both = [(row.components.get("cheap"), row.components.get("strong")) for row in first]
+    pairs = [(cheap, strong) for cheap, strong in both if cheap is not None and strong is not None]
+    if pairs:
+        return advice(pairs, "rows that both scored")
+    labels = {LABELLED_RIGHT: 1.0, LABELLED_WRONG: 0.0}
+    judged = [(one.is_positive(accept, 0), labels.get(one.probe.variant or one.probe.kind)) for one in asked]
+    known = [(float(accepted), label) for accepted, label in judged if accepted is not None and label is not None]
+    return advice(known, "labelled answers (the labels stand for the strong judge)")
 
 
 def _threshold(rows: Sequence[Row], options: RewardLoopConfig) -> tuple[float | None, str | None]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from reward_loop import ConfigError, RewardLoopConfig, RewardSample
+from reward_loop.client import spot_check
 from reward_loop.config import AuditConfig, parse
 from reward_loop.offline.check import Report, check
 from reward_loop.offline.check_judge import most_calls
@@ -157,6 +158,19 @@ async def test_labelled_answers_show_the_wrong_ones_that_the_judge_accepts(tmp_p
     assert problem.check == "labelled, wrong"
     assert problem.text.startswith("the judge accepts 5 of 6 (83%), such as 'w")
     assert findings["labelled, right"] == "note: the judge accepts 5 of 6 (83%); it rejects 'r5'"
+    assert findings["spot checks"].startswith("note: the judges differ on 6 of 12 labelled answers")
+    assert "Advised: share=0.32" in findings["spot checks"]
+
+
+async def test_rows_that_a_cheap_and_a_strong_judge_scored_advise_a_share() -> None:
+    async def strong(solution_str: str, ground_truth: str) -> float:
+        return right(solution_str, ground_truth)
+
+    async def compute_score(solution_str: str, ground_truth: str) -> dict[str, Any]:
+        return (await spot_check(float(bool(solution_str)), strong(solution_str, ground_truth), 1.0)).reward()
+
+    _, findings = await found(compute_score)
+    assert "the judges differ on 10 of 20 rows that both scored" in findings["spot checks"]
 
 
 async def test_a_missing_file_of_labelled_answers_is_an_error_before_the_first_call(tmp_path: Path) -> None:
