@@ -31,7 +31,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from examples.arithmetic.models import Problem, make_models, make_problems
 from examples.arithmetic.models import Recipe as ModelRecipe
-from examples.arithmetic.reward import compute_score, weighted
+from examples.arithmetic.reward import compute_score, sigmoid, weighted
 from reward_loop.adapters.trl import reward_function
 from reward_loop.records.reader import RecordsReader
 from reward_loop.testing import FakeJudge, Status
@@ -83,7 +83,7 @@ def plain_reward(prompts: list[Any], completions: list[Any], **_: Any) -> list[f
     """Return the scores that `compute_score` would return with a judge that never fails. TRL calls this."""
     answers = [completion[0]["content"] for completion in completions]
     return [
-        weighted(logit(f"{prompt[0]['content']}{answer}<|im_end|>"), answer)["score"]
+        weighted(sigmoid(logit(f"{prompt[0]['content']}{answer}<|im_end|>")), answer)["score"]
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
 

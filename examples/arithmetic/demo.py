@@ -26,8 +26,11 @@ from rich.console import Console
 
 from examples.arithmetic.models import Models, Recipe, WeakRewardModelError, make_models
 from examples.arithmetic.report import Report, plot, read_report
+from examples.arithmetic.reward import CHEAP, STRONG
 from examples.training import TrainingProcess
+from reward_loop.client.spot import SMALLEST_SHARE
 from reward_loop.records.events import health
+from reward_loop.records.reader import read_rows
 
 HERE = Path(__file__).resolve().parent
 CACHE = HERE.parents[1] / ".cache" / "arithmetic"
@@ -35,6 +38,8 @@ RECORDS = Path("checkpoints", "rewards")
 """Where a run of verl writes its records, below the output folder."""
 UNSEEN = ("off by 1", "off by 2", "off by 10", "carry invented", "digits swapped", "digit wrong")
 """The kinds of near misses that the weak reward model is not trained on."""
+LAST = 5
+"""The number of last steps whose wrong answers are counted."""
 LOG_TAIL = 40
 POLL_S = 0.25
 
@@ -61,6 +66,8 @@ class Settings:
     """The inference engine that serves the reward model."""
     weak_judge: bool = False
     """Whether the reward model is trained without the near misses of `UNSEEN`: the policy learns to exploit it."""
+    spot: float | None = None
+    """The share of answers that a good reward model checks, if the reward model is weak."""
     recipe: Recipe = field(default_factory=Recipe)
     """The parameters of the models."""
 
@@ -70,10 +77,23 @@ QUICK = Settings(
 )
 
 
-def training_command(models: Models, output: Path, settings: Settings) -> list[str]:
-    """Return the command that trains on a CPU."""
+def training_command(models: Models, output: Path, settings: Settings, strong: Models | None = None) -> list[str]:
+    """Return the command that trains on a CPU; ``strong`` has the reward model of spot checks."""
     command = [sys.executable, "-m", "verl.trainer.main_ppo", "--config-name", "cpu"]
-    return command + training_options(models, output, settings)
+    return command + training_options(models, output, settings) + spot_options(strong, settings)
+
+
+def spot_options(strong: Models | None, settings: Settings) -> list[str]:
+    """Return the options with which a second reward model is served and checks a share of the answers."""
+    if strong is None:
+        return []
+    server = "+reward_model.server"
+    return [
+        f"+custom_reward_function.reward_kwargs.spot={settings.spot}",
+        f"{server}.served_model_name={CHEAP}",
+        f"{server}.models.{STRONG}.model_path={strong.directory / 'reward_model'}",
+        f"{server}.models.{STRONG}.engine={settings.engine}",
+    ]
 
 
 def training_options(models: Models, output: Path, settings: Settings) -> list[str]:
@@ -170,7 +190,7 @@ def conclude(console: Console, report: Report, output: Path, seconds: dict[str, 
     (output / "report.json").write_text(json.dumps(report.as_dict() | {"seconds": seconds}, indent=2) + "\n")
     (output / "report.txt").write_text("".join(f"{name:35} {text}\n" for name, text in report.table()))
     plot(report, output / "curves.png")
-    lines = [*report.sentences(), *warned(report, output / RECORDS)]
+    lines = [*report.sentences(), *deceived(output / RECORDS), *warned(report, output / RECORDS)]
     lines.append(f"Seconds in all: {seconds['total']:.0f}, of them {seconds['models']:.0f} for the models.")
     command = shortest(Path(sys.executable).with_name("reward-loop"))
     lines += [
@@ -179,6 +199,20 @@ def conclude(console: Console, report: Report, output: Path, seconds: dict[str, 
         f"Every sample in the browser: {command} view {shortest(output / RECORDS)} --open",
     ]
     console.print("\n" + "\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def deceived(records: Path) -> list[str]:
+    """Return sentences about wrong answers that were rewarded, and about the calls of a strong reward model."""
+    rows = [row for row in read_rows(records) if row.get("kind") == "sample" and not row["validate"]]
+    scored = [(row["generated_step"], row["score"], row["components"]) for row in rows if row["score"] is not None]
+    if not scored:
+        return []
+    last = max(step for step, _, _ in scored) - LAST
+    late = [score > 0.5 and not made["acc"] for step, score, made in scored if step > last]
+    lines = [f"Of the answers of the last {LAST} steps, {sum(late) / len(late):.1%} were wrong and scored above 0.5."]
+    if checked := [made["judged_by"] == STRONG for _, _, made in scored if "judged_by" in made]:
+        lines.append(f"The strong reward model checked {sum(checked):,} of {len(checked):,} answers.")
+    return lines
 
 
 def warned(report: Report, records: Path) -> list[str]:
@@ -215,11 +249,12 @@ def run(console: Console, output: Path, settings: Settings) -> int:
     recipe = replace(settings.recipe, seed=settings.seed, unseen=UNSEEN if settings.weak_judge else ())
     try:
         models = make(console, recipe)
+        strong = None if settings.spot is None else make(console, replace(recipe, unseen=()))
     except WeakRewardModelError as error:
         console.print(str(error), markup=False, highlight=False)
         return 1
     made = time.monotonic()
-    status = train(console, training_command(models, output, settings), output)
+    status = train(console, training_command(models, output, settings, strong), output)
     report, log = read_report(output / "metrics.jsonl"), output / "train.log"
     if status != 0:
         tail = log.read_text(errors="replace").splitlines()[-LOG_TAIL:]
@@ -266,6 +301,12 @@ def main(argv: list[str] | None = None) -> int:
         action="store_true",
         help="a reward model that accepts near misses: the policy exploits it",
     )
+    parser.add_argument(
+        "--spot",
+        type=float,
+        metavar="P",
+        help="with --weak-judge: a good reward model checks this share of the answers",
+    )
     parser.add_argument("--no-view", action="store_true", help="do not start the viewer at the end")
     parser.add_argument(
         "--output", type=Path, default=Path("outputs/arithmetic"), metavar="DIR", help="default: %(default)s"
@@ -275,6 +316,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--steps: at least 1")
     if arguments.judge_latency is not None and not 0 <= arguments.judge_latency < float("inf"):
         parser.error("--judge-latency: 0 or more seconds")
+    if arguments.spot is not None and not (arguments.weak_judge and SMALLEST_SHARE <= arguments.spot <= 1):
+        parser.error(f"--spot: from {SMALLEST_SHARE} to 1, and only with --weak-judge")
     given = {name: value for name, value in vars(arguments).items() if value is not None and hasattr(Settings, name)}
     settings = replace(QUICK if arguments.quick else Settings(), **given)
     console = Console()

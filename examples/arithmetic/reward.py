@@ -7,10 +7,12 @@ import math
 import random
 from typing import Any
 
-from reward_loop.client import classify
+from reward_loop.client import classify, spot_check
 
 FORMAT_WEIGHT = 0.1
 """Weight of the format rule in the score; the reward model has the rest."""
+CHEAP, STRONG = "cheap", "strong"
+"""The names of the reward models, if two are served."""
 
 
 async def compute_score(
@@ -20,11 +22,15 @@ async def compute_score(
     reward_router_address: str,
     reward_model_tokenizer: Any,
     latency_s: float = 0.0,
-) -> dict[str, float]:
+    spot: float | None = None,
+) -> dict[str, Any]:
     """Return the score of an answer: the reward model's probability that it is right, and whether it is all digits.
 
     The small reward model is fast. `latency_s` simulates a slow one: in training, each call takes that many additional
     seconds on average, drawn uniformly between 0.5 and 1.5 times `latency_s`.
+
+    With `spot`, two reward models are served. The score is that of the cheap one, and the strong one checks this share
+    of the answers.
 
     `acc` is 1 if the answer equals the reference answer. The score does not depend on it; verl reports it as the main
     metric of a validation.
@@ -35,15 +41,20 @@ async def compute_score(
     ]
     if latency_s and extra_info["split"] == "train":
         await asyncio.sleep(random.uniform(0.5, 1.5) * latency_s)
-    logit = await classify(
-        reward_router_address, reward_model_tokenizer.apply_chat_template(conversation, tokenize=False)
-    )
-    return {**weighted(logit, solution_str), "acc": float(solution_str == ground_truth)}
+    text = reward_model_tokenizer.apply_chat_template(conversation, tokenize=False)
+    acc = float(solution_str == ground_truth)
+
+    async def right(model: str | None) -> float:
+        return sigmoid(await classify(reward_router_address, text, model=model))
+
+    if spot is None:
+        return {**weighted(await right(None), solution_str), "acc": acc}
+    judgement = await spot_check(right(CHEAP), right(STRONG), spot)
+    return {**weighted(judgement.score, solution_str), **judgement.components, "acc": acc}
 
 
-def weighted(logit: float, solution_str: str) -> dict[str, float]:
-    """Return the score for a logit of the reward model, and its two components."""
-    right = _sigmoid(logit)
+def weighted(right: float, solution_str: str) -> dict[str, float]:
+    """Return the score for a score of the reward model, and its two components."""
     well_formed = float(solution_str.isascii() and solution_str.isdigit())
     return {
         "score": (1 - FORMAT_WEIGHT) * right + FORMAT_WEIGHT * well_formed,
@@ -52,5 +63,5 @@ def weighted(logit: float, solution_str: str) -> dict[str, float]:
     }
 
 
-def _sigmoid(logit: float) -> float:
+def sigmoid(logit: float) -> float:
     return 1 / (1 + math.exp(-logit)) if logit >= 0 else math.exp(logit) / (1 + math.exp(logit))

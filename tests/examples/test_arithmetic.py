@@ -196,6 +196,16 @@ async def test_the_reward_combines_verdict_and_format(router: FakeJudge) -> None
     assert router.requests[0].body["input"] == "37+85=122<|im_end|>"
 
 
+async def test_spot_checks_ask_a_strong_reward_model_about_a_share_of_the_answers(router: FakeJudge) -> None:
+    found = [await score(router, "12", spot=0.5) for _ in range(24)]
+    assert {made["judged_by"] for made in found} == {"cheap", "strong"}
+    models = [request.body["model"] for request in router.requests]
+    assert models.count("cheap") == 24
+    assert models.count("strong") == sum(made["judged_by"] == "strong" for made in found)
+    same = 0.9 / (1 + math.exp(2)) + 0.1
+    assert [made["score"] for made in found] == [pytest.approx(same)] * 24  # both judges agree
+
+
 async def test_the_additional_latency_applies_in_training_only(
     router: FakeJudge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,7 +225,7 @@ async def test_the_additional_latency_applies_in_training_only(
 
 @pytest.mark.parametrize("logit", [-1e4, 0.0, 1e4])
 def test_no_logit_overflows(logit: float) -> None:
-    assert reward._sigmoid(logit) == pytest.approx({-1e4: 0, 0.0: 0.5, 1e4: 1}[logit])
+    assert reward.sigmoid(logit) == pytest.approx({-1e4: 0, 0.0: 0.5, 1e4: 1}[logit])
 
 
 def test_the_report_of_a_recorded_run() -> None:
@@ -375,14 +385,14 @@ def test_the_options_become_settings(tmp_path: Path, monkeypatch: pytest.MonkeyP
         [],
         ["--quick", "--steps", "2"],
         ["--judge-latency", "0", "--seed", "3", "--engine", "vllm"],
-        ["--weak-judge"],
+        ["--weak-judge", "--spot", "0.2"],
     ):
         assert demo.main([*options, "--output", str(tmp_path)]) == 0
     assert settings == [
         demo.Settings(),
         replace(demo.QUICK, steps=2),
         demo.Settings(judge_latency=0, seed=3, engine="vllm"),
-        demo.Settings(weak_judge=True),
+        demo.Settings(weak_judge=True, spot=0.2),
     ]
 
 
@@ -439,6 +449,7 @@ def test_help_and_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
         demo.main(["--help"])
     assert exit_.value.code == 0
     assert "--quick" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as exit_:
-        demo.main(["--steps", "0"])
-    assert exit_.value.code == 2
+    for wrong in (["--steps", "0"], ["--spot", "0.2"], ["--weak-judge", "--spot", "0.1"]):
+        with pytest.raises(SystemExit) as exit_:
+            demo.main(wrong)
+        assert exit_.value.code == 2

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.arithmetic import demo
+from examples.arithmetic.models import Models
 from reward_loop.errors import ConfigError
 from reward_loop.serving import engines
 from reward_loop.serving.engines import ENGINES
@@ -233,6 +235,16 @@ def test_more_models_beside_verls() -> None:
     assert options.models["judge"].model_path == "/j"
     with pytest.raises(ConfigError, match="did you mean 'model_path'"):
         resolved(*VLLM, *POOL, "+reward_model.server.models.judge.model_pat=/j")
+
+
+def test_the_demo_serves_two_reward_models_for_spot_checks() -> None:
+    weak, good = (Models(Path(f"/{name}"), {}, cached=True) for name in ("weak", "good"))
+    settings = demo.Settings(weak_judge=True, spot=0.2)
+    options = [*demo.training_options(weak, Path("/out"), settings), *demo.spot_options(good, settings)]
+    served = resolved(*options, name="cpu").model
+    assert served is not None
+    assert (served.model_path, served.served_model_name) == ("/weak/reward_model", "cheap")
+    assert served.models["strong"].model_path == "/good/reward_model"
 
 
 @pytest.mark.parametrize(
