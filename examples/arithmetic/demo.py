@@ -93,6 +93,8 @@ def spot_options(strong: Models | None, settings: Settings) -> list[str]:
         f"{server}.served_model_name={CHEAP}",
         f"{server}.models.{STRONG}.model_path={strong.directory / 'reward_model'}",
         f"{server}.models.{STRONG}.engine={settings.engine}",
+        # Divided by the standard deviation of the group, the advantage would not have the mean of the strong judge's.
+        "algorithm.norm_adv_by_std_in_grpo=False",
     ]
 
 
