@@ -28,8 +28,7 @@ from reward_loop.records import ActiveBatch, ActiveSample, current, shares_resul
 __all__ = ["SMALLEST_SHARE", "chances", "check_share", "drawn", "escalate", "spot_check"]
 
 SMALLEST_SHARE = 0.15
-"""Smaller shares must be asked for. With a share of 0.2, the policy of docs/judges.md learned as with the strong judge
-alone; the variance of the reward grows with (1 - share) / share."""
+"""Smaller shares must be asked for: the variance of the reward grows with (1 - share) / share."""
 
 Judged = Judgement | Mapping[str, Any] | float
 """What a judge returns: a `Judgement`, a number, or a mapping with ``score``, as a reward function returns it."""

@@ -124,9 +124,10 @@ class Cascade:
         if spot is None:
             logger.warning(
                 "judge:cascade asks the large model only where the small one is unsure. As the reward of a training, "
-                "such a choice let a policy learn answers about which the cheap judge was sure and wrong: 85%% of its "
-                "answers were right with 20%% of strong calls, and 99%% with random checks (docs/judges.md). Set "
-                "spot=0.2 to check the verdicts of the small model; scoring stored answers does not need it."
+                "such a choice let a policy learn answers about which the cheap judge was sure and wrong: with 20%% of "
+                "strong calls, 84%% of its answers were right and 14%% wrong and rewarded; with as many random checks "
+                "93%% and 5%% (docs/judges.md). Set spot=0.2 to check the verdicts of the small model. Scoring "
+                "stored answers does not need it."
             )
         else:
             check_share(spot, allow_small_share)

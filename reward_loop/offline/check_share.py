@@ -16,8 +16,8 @@ from typing import NamedTuple
 __all__ = ["MOST_ERROR", "SMALLEST", "Gap", "advice"]
 
 MOST_ERROR = 2.0
-"""The advised share keeps the error of advantages within this number of standard deviations of the advantages. With a
-cheap judge that was deceived often, policies of `benchmarks.escalation` still learned at 2.5."""
+"""The advised share keeps the error of advantages within this number of standard deviations of the advantages. It is
+our choice: a step then tells as much as a fifth of its samples with the strong judge."""
 
 SMALLEST = 0.15
 """The smallest share that is advised: answers on which the judges differ become more frequent during a training."""
