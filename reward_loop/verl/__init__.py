@@ -1,5 +1,24 @@
 """The integration with verl.
 
+No file of verl is changed. Almost everything here is a subclass of a class of verl, or registered with verl, so that
+the user's own classes and recipes still work. Where verl has no such place, an object is replaced in memory:
+
+======================================================== ===============================================================
+Object                                                   Replaced in
+======================================================== ===============================================================
+``auto_set_device``, ``run_ppo`` of verl's command       ``hydra_plugins/``, in the process of the command
+the trainer class that is registered for the mode        `task_runner.py`, in the trainer's process
+``RewardLoopManager`` in the module of verl's trainer    `trainer.py`, while the trainer's ``_setup`` runs
+``update_actor``, ``train_mini_batch`` of worker groups  `trainer.py`, on the objects of the run
+TransferQueue's ``save_checkpoint``, ``load_checkpoint`` `tq_checkpoint.py`, while verl saves or loads a checkpoint
+functions of verl's ``prime_math`` and ``math_verify``   `own_scorers.py`, in processes that score
+on a CPU: the platform, the rollout's entry in a table,  `main_ppo.py`, `cpu/plugin.py`, `cpu/engine.py`
+and ``load_valuehead_model``
+======================================================== ===============================================================
+
+Each module registers the names of verl that it uses or overrides (`compat`). A run compares them with the installed
+verl at its start: otherwise, a change in verl would cause an error in the middle of a run, or wrong rewards.
+
 This module must not import verl: verl chooses its platform at import, so it is imported late.
 """
 

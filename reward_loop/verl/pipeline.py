@@ -42,6 +42,7 @@ evicted    ``_evict`` of a complete group: it was        nothing                
 ========== ============================================= ============================ =============================
 
 If the agent loop worker of a prompt dies, a prompt that is not generated begins again; `Recovery` completes others.
+A prompt of a batch is never generated again: the log-probabilities of its trajectories may have been computed.
 
 A session is judged as soon as it is generated, so judging overlaps with the first three states. A reward model on the
 trainer's GPUs is the exception: sessions end without rewards, and ``_finish_generation`` has the whole batch judged.

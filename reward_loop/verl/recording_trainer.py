@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 class RecordedSeconds(dict[str, float]):
     """verl's timings of a step, as a dict that calls a function whenever seconds are added: then a phase has ended.
 
+    verl calls nothing at the end of a phase: it only adds the seconds to this dict.
+
     Args:
         ended: called with the name of the phase, and its seconds.
     """

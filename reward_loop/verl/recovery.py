@@ -119,6 +119,7 @@ class Recovery:
         self._reward_workers.abandon(received)
         again: set[str] = set()
         judged: set[str] = set()
+        # The tags are read only now, after `replace`: all writes of the dead workers have arrived.
         for partition, uids in unfinished_prompts().items():
             lost = read_trajectories(received & uids, partition)
             generated = {uid_of(key) for key, tag in zip(lost.keys, lost.tags, strict=True) if tag.get(GENERATED)}

@@ -128,6 +128,7 @@ class RewardWorker:
             raise
 
     def _store_fatal(self, error: RewardLoopError) -> None:
+        # The trainer asks for it: verl's agent loop catches what `compute_score` raises, and only drops the rollout.
         self._fatal = self._fatal or f"{type(error).__name__}: {error}"
 
     async def stop_run(self, message: str) -> None:

@@ -122,7 +122,7 @@ class RewardLoopTrainer(RecordingTrainer):
         self._padding: set[str] = set()
         """The keys of the rows of the current step that only fill its batches."""
         self._run_config = config
-        config = without_reward(config)
+        config = without_reward(config)  # verl would start reward workers and servers of its own, too
         switch_estimator(config)
         super().__init__(config)
         # verl replaces failed groups indefinitely, even if every replacement fails for the same reason.
@@ -189,6 +189,7 @@ class RewardLoopTrainer(RecordingTrainer):
                 super().fit(agent_loop_manager)
         finally:
             self._health.flush()
+        # Callers first: agent loop workers call reward workers, and these call the limiter service, which stops last.
         for worker in getattr(agent_loop_manager, "agent_loop_workers", ()):  # a manager of the user may have others
             ray.kill(worker)
         self.reward_workers.stop()
@@ -356,8 +357,8 @@ class RewardLoopTrainer(RecordingTrainer):
     def _balance_batch(self, batch: Any, metrics: dict, **options: Any) -> Any:
         """Take the rows without a reward out of the batch; verl then pads it, and distributes its rows over ranks.
 
-        verl calls this after sampling, and before it computes log-probabilities. Padding rows are spread over the
-        mini-batches.
+        verl calls this after sampling, and before it computes log-probabilities. Rows that left later would count
+        in baselines, advantages and losses, with the score 0. Padding rows are spread over the mini-batches.
 
         Raises:
             NothingToLearnError: no row has a reward to learn from.
@@ -380,6 +381,7 @@ class RewardLoopTrainer(RecordingTrainer):
         if self._post_processes:
             with added_seconds("post_process", self.timing_raw):
                 rewards = post_process(batch, rewards, self.reward_workers)
+        # After all other changes: the last token gets the difference between the reward and the sum of its parts.
         place_parts(batch, rewards)
         self._rewards.trajectories.update(rewards)
         masked = {key for key, reward in rewards.items() if reward.is_masked}

@@ -2,7 +2,7 @@
 
 A prompt has the uid, a session is one of its rollouts, and a session has one or several outputs, each with an index.
 The tags of prompts and trajectories are the only state of rewards: agent loop workers write them, the trainer reads
-them.
+them. State in a worker would be lost with the worker, and could contradict the tags after a resume.
 """
 
 from __future__ import annotations
