@@ -1,7 +1,8 @@
 """The grammar by which verdicts are read from the reply of a judge.
 
 What cannot be read without doubt is not a verdict: the sample is unscored, with the reason. All formats share these
-rules.
+rules; a format decides only what its value looks like, and which other texts may be the verdict. So a new kind of doubt
+belongs here, to one of the rules: in a format, the other formats would still accept it.
 
 1. *Text that counts.* Reasoning does not count: what stands between ``<think>`` and ``</think>``, ``[THINK]`` and
    ``[/THINK]``, in another channel of gpt-oss than ``final``, and similar; and all text before an end without its
@@ -25,8 +26,9 @@ rules.
    nor another value alone in a line, also after a word such as ``Revised:``, nor a sentence that takes the verdict
    back (``Wait, ...``). Of objects and matches, only such a sentence is checked.
 
-Each rule takes linear time: patterns cannot backtrack over more than a bounded number of characters. Where a judge
-writes far less, numbers are limited: of tags, of drafts, of characters after the verdict.
+Each rule takes linear time, because replies are read on the event loop: patterns cannot backtrack over more than a
+bounded number of characters. Where a judge writes far less, numbers are limited: of tags, of drafts, of characters
+after the verdict.
 """
 
 from __future__ import annotations

@@ -32,7 +32,11 @@ Answer = tuple[aiohttp.ClientResponse, bytes]
 
 
 class _Server:
-    """A server, as the requests of one event loop see it."""
+    """A server, as the requests of one event loop see it.
+
+    The router has the same for each of its servers. It is needed here too, because functions also ask servers without a
+    router.
+    """
 
     def __init__(self) -> None:
         self.places = Places()

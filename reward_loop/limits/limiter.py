@@ -207,7 +207,8 @@ class AdaptiveConcurrency:
 
     For the run's own judge, the limit also follows the latency, as *shares*: the part of its deadline that a call has
     used. The limit starts at `FIRST`, and grows while the slowest call of the round shows free places: see `FULL` and
-    `UNAFFECTED`. It does not shrink if calls become slower, but `patience` gives them more time.
+    `UNAFFECTED`. It does not shrink if calls become slower: a judge that thinks for long would lose throughput.
+    Instead, `patience` gives the calls more time.
     """
 
     def __init__(self, maximum: int | None = None, initial: int = INITIAL) -> None:

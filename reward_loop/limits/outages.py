@@ -1,7 +1,8 @@
 """Outages: judges, and services of the run, that cannot be reached now. Calls wait for their end.
 
 A call whose function failed because of an outage has ended: it holds no permit and no thread, and its deadline is over.
-It waits for its turn, and then the function is called again, with a new deadline.
+So an outage of minutes fails no sample, and does not delay samples with another judge. The call waits for its turn, and
+then the function is called again, with a new deadline.
 
 ===== ====================================================== ====================================================
 State Calls that get their turn                              Next state

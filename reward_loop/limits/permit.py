@@ -1,7 +1,8 @@
 """`Permit`, which a call holds while it runs under a limit, and `Limits`, the interface that grants permits.
 
 A request for a permit is a future: pending while it waits, with the permit as its result, with an exception if it was
-refused, cancelled if the caller no longer wants it.
+refused, cancelled if the caller no longer wants it. So the end of a call ends all its requests, granted or not, also
+those of threads that still run (`Call.end`).
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ LOST   none; they fail if all are LOST   none
 
 Invariants:
 
+- Only `BackendPool` changes the state of a `Backend`. The proxy and the owner of the servers report what they see.
 - Servers in the states DOWN and UP have a task that checks their health; servers in the other states have none.
 - Every change of a state, of the models or of a cool-down ends with `_refresh`, which drops the cached groups and wakes
   all waiters of `acquire`.

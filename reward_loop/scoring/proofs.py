@@ -117,6 +117,8 @@ class Place:
     def end(self, error: BrokenScorerError | None = None, *, trusts_first: bool = False) -> int:
         """End the place and discard its results, or raise ``error`` for them; return their number.
 
+        Each end of a process must call it, whatever its cause: the samples would wait for their results indefinitely.
+
         Args:
             error: stops the run.
             trusts_first: whether to use a single result, before which the place was clean, unless a proof has failed.
@@ -284,7 +286,7 @@ class Proofs:
         problem: str | None = "the proof did not end"
         try:
             problem = await self._problem(score, raising_fails)
-        finally:
+        finally:  # also if the proof is cancelled: `Place.end` must find the results
             if problem is not None:
                 place.results = results + place.results
         if problem is None:
