@@ -241,15 +241,6 @@ def test_nothing_but_the_platform_chooses_when_verl_is_imported() -> None:
             assert early == [], path
 
 
-def test_the_methods_of_verls_trainer_that_the_documentation_names_are_overridden() -> None:
-    text = (ROOT / "docs/ideas.md").read_text()
-    (sentence,) = re.findall(r"mode\. It overrides (.*?)\. verl gets", text, re.DOTALL)
-    tree = ast.parse((ROOT / "reward_loop/verl/trainer.py").read_text())
-    (trainer,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "RewardLoopTrainer")
-    methods = {node.name for node in trainer.body if isinstance(node, ast.FunctionDef)}
-    assert set(re.findall(r"`(\w+)`", sentence)) <= methods
-
-
 def test_benchmarks_and_examples_import_heavy_packages_after_their_options_are_read() -> None:
     paths = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").rglob("*.py")]
     commands = [path for path in paths if "ArgumentParser(" in path.read_text()]
