@@ -78,8 +78,8 @@ class GpuReservation:
 
     - All accelerators of a server are on one node. The servers are on as few nodes as possible, so that whole nodes
       stay free. Servers without accelerators are spread over the nodes.
-    - The servers never take the resources that `others` need: while the servers' group is placed, temporary groups hold
-      these resources.
+    - The servers never take the resources that `others` need, because verl's trainer would wait for them without a
+      deadline: while the servers' group is placed, temporary groups hold these resources.
     - The reservation is kept when servers restart, until :meth:`release`.
     - Ray must be initialised.
 
