@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample
+from reward_loop.audit import open_audit
 from reward_loop.client import Judge, Number
 from reward_loop.config import parse
 from reward_loop.records import records
@@ -111,6 +112,7 @@ async def score(folder: Path, samples: list[RewardSample], seed: int = 0, audit:
     config = parse(RewardLoopConfig, options, "reward_loop")
     with FakeJudge(reply, model="judge-7b", latency=(0.02, 0.12), faults={Status(500): 1 / 60}, seed=seed) as judge:
         manager = NaiveRewardLoopManager(config, compute_score=compute_score, reward_router_address=judge.address)
+        probes = open_audit(manager)
         start = time.time()
         try:
             await asyncio.gather(*(rollout(folder, manager, sample, start, dice.random()) for sample in samples))
@@ -119,8 +121,8 @@ async def score(folder: Path, samples: list[RewardSample], seed: int = 0, audit:
             for phase in phases(samples[0].step or 0, start, trained):
                 records(folder).write_event(phase)
             await asyncio.to_thread(records(folder).flush)
-            if manager.audit is not None:
-                await manager.audit.drain(60.0)
+            if probes is not None:
+                await probes.drain(60.0)
         finally:
             await asyncio.to_thread(manager.close)
 
