@@ -139,7 +139,10 @@ async def test_a_request_that_breaks_two_servers_is_refused_for_good(
             statuses.append(status)
         assert (statuses[-1], orjson.loads(answer)["error"]["code"]) == (422, "request_breaks_servers")
         assert POISON.decode() in orjson.loads(answer)["error"]["message"]
-        assert sum(engine.deaths for engine in found) == 2
+        # If a single server answers 500, dies and is back before the router has checked it, the router cannot see the
+        # death: on a busy machine, two of these deaths count as one, and a third follows.
+        deaths = sum(engine.deaths for engine in found)
+        assert deaths == 2 or (deaths == 3 and count == 1 and dies_with == 500)
         assert set(statuses) <= {422, 500}
         assert await post(url, CHAT, b"harmless") == (200, b"harmless")
 
