@@ -24,6 +24,7 @@ from reward_loop.client.judge import Judgement
 from reward_loop.errors import BudgetSpentError, ConfigError, ServerError
 from reward_loop.limits.process_call import WorkerCall, call_here
 from reward_loop.records import ActiveBatch, ActiveSample, current, shares_result
+from reward_loop.types import RewardSample
 
 __all__ = ["SMALLEST_SHARE", "chances", "check_share", "drawn", "escalate", "spot_check"]
 
@@ -129,7 +130,8 @@ async def escalate(
             an answer is equal to no other.
         share: the expected number of calls of the strong judge for each answer, above 0 and at most 1.
         seed, accept, allow_small_share: see `spot_check`.
-        uids: the names of the samples; by default the uids of the samples that the function is called for.
+        uids: the names of the samples; by default the uids of the samples that the function is called for. Required in
+            worker processes.
 
     Returns:
         What the function returns for each answer: a dict with the components of `spot_check`; or the error of an answer
@@ -216,7 +218,8 @@ def check_share(share: float, allow_small: bool) -> None:
 
 def _check(share: float, allow_small: bool) -> None:
     check_share(share, allow_small)
-    if shares_result.get():
+    here = call_here()
+    if here.shares_result if isinstance(here, WorkerCall) else shares_result.get():
         raise ConfigError(
             "spot_check: with reward_loop.cache.enabled=true, equal answers share one score, so it would not be chance "
             "which of them are checked: set it to false"
@@ -236,19 +239,25 @@ def _name_of(active: ActiveSample | None) -> str:
         raise ConfigError(
             "spot_check: the function is called for several samples: pass the uid of each as uid, or use escalate"
         )
-    if active.sample.uid is None:
-        name: str = active.__dict__.setdefault("random_name", secrets.token_hex(8))
-        return name
-    sample = active.sample
-    step = sample.step if sample.generated_step is None else sample.generated_step
-    return f"{sample.uid}\n{step}"
+    return _name(active.sample, active)
 
 
 def _names_of(active: ActiveSample | None, count: int) -> list[str]:
     """Return the names of the samples that the function is called for, in the order of its arguments."""
+    if isinstance(call_here(), WorkerCall):
+        raise ConfigError("escalate: in a worker process, the uids of the samples are not known: pass them as uids")
     if not isinstance(active, ActiveBatch):
         return [secrets.token_hex(8) for _ in range(count)]
-    return [_name_of(member) for member in active.members if member.sample.error is None]
+    return [_name(sample, active, index) for index, sample in enumerate(active.received)]
+
+
+def _name(sample: RewardSample, active: ActiveSample, index: int = 0) -> str:
+    """Return the name of a sample of an active call: the one at this index, if there are several."""
+    if sample.uid is None:
+        random_name: str = active.__dict__.setdefault("random_name", secrets.token_hex(8))
+        return f"{random_name}\n{index}"
+    step = sample.step if sample.generated_step is None else sample.generated_step
+    return f"{sample.uid}\n{step}"
 
 
 async def _value(asked: Any) -> Any:

@@ -29,7 +29,7 @@ from reward_loop.limits.call import Call, Deadlines, RequestRetries, current_cal
 from reward_loop.limits.permit import ABANDONED, Permit, give_up
 from reward_loop.limits.protocol import MAX_LENGTH, refusal
 from reward_loop.processes import worker
-from reward_loop.records import TEXT_FIELDS, encode_record, hide
+from reward_loop.records import TEXT_FIELDS, encode_record, hide, shares_result
 
 __all__ = ["ServedCall", "WorkerCall", "call_here", "pausing"]
 
@@ -44,16 +44,23 @@ class WorkerCall:
         is_recorded: whether the sample has a record.
         group: the group of the sample.
         request_retries: see `Call.request_retries`.
+        shares_result: see `records.shares_result`.
     """
 
     def __init__(
-        self, channel: worker.Channel, is_recorded: bool, group: str | None, request_retries: RequestRetries
+        self,
+        channel: worker.Channel,
+        is_recorded: bool,
+        group: str | None,
+        request_retries: RequestRetries,
+        shares_result: bool,
     ) -> None:
         self._channel = channel
         self._number = channel.call
         self.is_recorded = is_recorded
         self.group = group
         self.request_retries = request_retries
+        self.shares_result = shares_result
 
     async def acquire(self, name: str, tokens: float) -> Permit:
         """Acquire a permit, on the function's own event loop; raises as `Limits.acquire` does."""
@@ -169,7 +176,7 @@ class ServedCall:
     def __init__(self, call: Call, deadlines: Deadlines) -> None:
         sample = call.sample
         recorded = (False, None) if sample is None else (sample.is_recorded, sample.sample.group)
-        self.context = (*recorded, call.request_retries)
+        self.context = (*recorded, call.request_retries, shares_result.get())
         self._call = call
         self._pauses: list[str] = []
         self._deadlines = deadlines

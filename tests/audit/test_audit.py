@@ -572,7 +572,7 @@ async def test_a_probe_that_hangs_has_ended_when_the_audit_is_closed(
 async def test_closing_does_not_wait_indefinitely_for_a_probe_that_suppresses_each_cancellation(
     is_drained: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # The event loop waits for `ENDING_S`, and the thread of `close` for the sum: the loop of a busy machine starts late.
+    # The event loop waits for `ENDING_S`, and the thread of `close` for the sum: a busy machine's loop starts late.
     monkeypatch.setattr(audit, "ENDING_S", 0.1)
     monkeypatch.setattr(audit, "CANCEL_AGAIN_S", 30)
     manager = await Hanging.with_probe(suppressed=10**9)

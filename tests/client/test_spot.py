@@ -307,14 +307,14 @@ async def test_only_the_answers_whose_strong_judge_failed_have_no_score_and_tran
         await escalate(["4"], lambda _: 1.0, lambda _: failing(ConnectionError()), key=str, share=1.0)
 
 
-async def test_samples_that_the_function_does_not_receive_do_not_move_the_names_of_others() -> None:
-    async def compute_score(solution_strs: list[str]) -> list[Any]:
+@pytest.mark.parametrize("lacking", [{"error": "its row is invalid"}, {"prompt": None}])
+async def test_samples_that_the_function_does_not_receive_do_not_move_the_names_of_others(lacking: Any) -> None:
+    async def compute_score(solution_strs: list[str], prompts: list[str]) -> list[Any]:
         return await escalate(solution_strs, lambda _: 1.0, lambda _: 0.0, key=last_word, share=0.5)
 
-    samples = group([str(i) for i in range(8)])
+    samples = [replace(sample, prompt="2+2") for sample in group([str(i) for i in range(8)])]
     whole = await group_results(compute_score, samples)
-    broken = [replace(samples[0], error="its row is invalid"), *samples[1:]]
-    part = await group_results(compute_score, broken)
+    part = await group_results(compute_score, [replace(samples[0], **lacking), *samples[1:]])
     assert [result.score for result in part[1:]] == [result.score for result in whole[1:]]
 
 
@@ -354,4 +354,26 @@ async def test_in_a_worker_process_the_function_passes_the_uid() -> None:
     assert (await manager.score(RewardSample(CHECKED))).extra_info["judged_by"] == "strong"
     with pytest.raises(ConfigError, match="pass it as uid"):
         await manager.score(RewardSample(""))
+    manager.close()
+
+
+def escalating_in_a_process(solution_strs: list[str]) -> list[Any]:
+    return asyncio.run(escalate(solution_strs, lambda _: 1.0, lambda _: 1.0, key=str))
+
+
+@pytest.mark.integration
+async def test_escalate_in_a_worker_process_needs_the_uids() -> None:
+    options = RewardLoopConfig(isolation="process", max_processes=1)
+    manager = GroupRewardLoopManager(options, compute_score=escalating_in_a_process)
+    with pytest.raises(ConfigError, match="pass them as uids"):
+        await manager.score(group(["4"])[0])
+    manager.close()
+
+
+@pytest.mark.integration
+async def test_a_worker_process_refuses_the_cache_too() -> None:
+    options = RewardLoopConfig(max_processes=1, cache=CacheConfig(enabled=True))
+    manager = RemoteRewardLoopManager(options, compute_score=in_a_process)
+    with pytest.raises(ConfigError, match=r"reward_loop\.cache\.enabled"):
+        await manager.score(RewardSample(CHECKED))
     manager.close()
