@@ -168,7 +168,10 @@ class Audit:
             first = samples[0]
             step = first.generated_step if first.step is None else first.step
             for answer, label in self._labelled.due(step, self.part):
-                self._labelled_waiting.append(functools.partial(self._ask_labelled, answer, label, step, is_first))
+                answer = replace(
+                    answer, step=step, training_progress=first.training_progress, is_truncated=first.is_truncated
+                )
+                self._labelled_waiting.append(functools.partial(self._ask_labelled, answer, label, is_first))
         for index in scored:
             if self._reference is not None and self._random.random() < self._options.reference_share:
                 self._enqueue(functools.partial(self._ask_reference, samples[index], results[index]))
@@ -361,9 +364,9 @@ class Audit:
         count.pairs.append((without, having))
         return having, replace(result, score=without), probe.inserted
 
-    async def _ask_labelled(self, answer: RewardSample, label: bool, step: int | None, is_first: bool) -> None:
+    async def _ask_labelled(self, answer: RewardSample, label: bool, is_first: bool) -> None:
         assert self._labelled is not None
-        sample = await self._manager.with_answer(replace(answer, step=step), answer.solution_str)
+        sample = await self._manager.with_answer(answer, answer.solution_str)
         result, active = await self._score(sample)
         accepted = None if result.score is None else self._accepts(result.score)
         if result.score is None:

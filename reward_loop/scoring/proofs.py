@@ -408,7 +408,10 @@ def right_answers(sample: RewardSample) -> list[str]:
 
 def _answer(sample: RewardSample, template: str, text: str) -> RewardSample:
     answer = template.format(*[text] * template.count("{}"))
-    return replace(sample, solution_str=answer, uid="proof", group=None, prompt=None, turns=None, is_probe=True)
+    cut_off = None if sample.is_truncated is None else False
+    return replace(
+        sample, solution_str=answer, uid="proof", group=None, turns=None, is_truncated=cut_off, is_probe=True
+    )
 
 
 def score_of(outcome: CallOutcome) -> float | None:

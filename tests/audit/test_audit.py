@@ -436,6 +436,18 @@ async def test_labelled_answers_are_scored_every_some_steps(tmp_path: Path) -> N
     assert [(row.get("prompt"), row.get("ground_truth")) for row in rows] == [("2 + 2?", "4"), (None, None)]
 
 
+async def test_labelled_answers_have_the_arguments_that_are_those_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "labelled.jsonl").write_text('{"solution_str": "1", "label": true}')
+
+    def compute_score(solution_str: str, global_steps: int, training_progress: float, is_truncated: bool) -> float:
+        return float((global_steps, training_progress, is_truncated) == (1, 0.1, solution_str == "0"))
+
+    manager = audited(compute_score, audit={"labelled": str(tmp_path / "labelled.jsonl"), "accept": 0.5})
+    await manager.run_single(RewardSample("0", step=1, training_progress=0.1, is_truncated=True))
+    counts = await ended(manager)
+    assert (counts.without_score, counts.probes["labelled"].accepted) == (0, 1)
+
+
 async def test_labelled_answers_wait_until_the_scores_of_samples_tell_what_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "labelled.jsonl").write_text('{"solution_str": "1", "label": true}')
     asked = []

@@ -243,6 +243,21 @@ async def test_labelled_answers_prove_what_no_form_does(tmp_path):
     await asyncio.to_thread(manager.close)
 
 
+def of_a_prompt(solution_str, ground_truth, prompt, is_truncated):
+    return float(prompt == "What is it?" and not is_truncated and solution_str == f"#### {ground_truth}")
+
+
+def in_trls_form(completions, prompts, solution):
+    return [float(bool(p) and c == f"#### {s}") for c, p, s in zip(completions, prompts, solution, strict=True)]
+
+
+@pytest.mark.parametrize("function", [of_a_prompt, in_trls_form])
+async def test_known_answers_have_the_other_arguments_of_a_sample(scoring, function):
+    made = scoring(function)
+    await made(RewardSample("#### 4", ground_truth="5", prompt="What is it?", is_truncated=True))
+    assert made.proofs.pairs[""].right.solution_str == "#### 5"
+
+
 def ignores_the_answer(solution_str, ground_truth):
     return 0.5
 
