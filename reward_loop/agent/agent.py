@@ -98,6 +98,8 @@ class RewardAgent:
     async def __aenter__(self) -> Self:
         if self._loop is not None:
             raise RewardLoopError("a RewardAgent can be entered only once: create another one")
+        if isinstance(self.manager, RewardLoopManagerBase):
+            self.manager.check_observed()
         self._loop = asyncio.get_running_loop()
         return self
 

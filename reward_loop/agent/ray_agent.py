@@ -55,11 +55,21 @@ class AsyncRewardAgent:
             reward_router_address: passed to the function.
             reward_model_tokenizer: passed to the function.
             concurrency: how many samples run at a time; ``None`` for no limit.
+
+        Raises:
+            ConfigError: an option is invalid, or asks for an audit.
+            FunctionLoadError: the function cannot be loaded.
         """
+        options = parse(RewardLoopConfig, config, "config")
+        if options.audit.is_on:
+            raise ConfigError(
+                "reward_loop.audit is on, and AsyncRewardAgent makes no probes: leave the option out, or use a "
+                "RewardAgent after reward_loop.audit.open_audit(manager)"
+            )
         scorer = load_scorer(
             compute_score,
             manager,
-            parse(RewardLoopConfig, config, "config"),
+            options,
             reward_kwargs=reward_kwargs,
             tokenizer=tokenizer,
             router_address=reward_router_address,

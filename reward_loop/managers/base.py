@@ -69,11 +69,13 @@ class Observer(Protocol):
 class _Missing:
     """In the place of the audit until there is one: a run that asks for an audit must not go on without it."""
 
+    message = (
+        "reward_loop.audit is on, and nothing makes its probes: call reward_loop.audit.open_audit(manager) before the "
+        "first sample, or leave the option out"
+    )
+
     def offer(self, samples: Sequence[RewardSample], results: Sequence[RewardResult]) -> None:
-        raise ConfigError(
-            "reward_loop.audit is on, and nothing makes its probes: call reward_loop.audit.open_audit(manager) before "
-            "the first sample, or leave the option out"
-        )
+        raise ConfigError(self.message)
 
     async def drain(self, timeout: float | None) -> None:
         pass
@@ -159,22 +161,32 @@ class RewardLoopManagerBase:
             self._filter_metric = None
 
     def _check_place(self) -> None:
-        """Check that no function requires what verl's own reward loop does not pass, if that is what runs.
+        """Check that nothing needs what verl's own reward loop does not do, if that is what runs.
 
         Raises:
-            ConfigError: a function does.
+            ConfigError: a function requires an argument that it does not pass, or an option has no effect there.
         """
         config = self.config
         if verl_options(config, "actor_rollout_ref") is None or verl_options(config, "reward_model.use_reward_loop"):
             return
+        on = "set reward_model.use_reward_loop=True"
+        if self.options.audit.is_on:
+            raise ConfigError(
+                f"reward_loop.audit is on, and verl's own reward loop makes no probes: {on}, or leave the option out"
+            )
+        if phased := [name for name, component in self.options.components.items() if component.phase]:
+            raise ConfigError(
+                f"reward_loop.components.{phased[0]}.phase: in verl's own reward loop it is not known whether a sample "
+                f"belongs to a validation: {on}, or leave the option out"
+            )
         lacking = {"validate"} & self.requires
         if not verl_options(config, "trainer.total_training_steps"):
             lacking |= {"training_progress"} & self.requires
         if lacking:
             fix = "set trainer.total_training_steps, " if "training_progress" in lacking else ""
             raise ConfigError(
-                f"{self.name} requires {listing(lacking)}, which verl's own reward loop does not pass: {fix}use "
-                "reward_loop's command, or give the parameter a default"
+                f"{self.name} requires {listing(lacking)}, which verl's own reward loop does not pass: {fix}{on}, or "
+                "give the parameter a default"
             )
 
     @classmethod
@@ -341,6 +353,15 @@ class RewardLoopManagerBase:
         if self.observer is not None and not self.needs_group:
             self.observer.offer([sample], [result])
         return result
+
+    def check_observed(self) -> None:
+        """Check, before the first sample, that the probes of the audit that the options ask for are made.
+
+        Raises:
+            ConfigError: `reward_loop.audit.open_audit` was not called.
+        """
+        if isinstance(self.observer, _Missing):
+            raise ConfigError(self.observer.message)
 
     def proof_counts(self) -> ProofCounts | None:
         """Return what the proofs of the functions found since the last call; ``None`` without proofs."""

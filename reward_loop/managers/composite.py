@@ -150,7 +150,7 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
         if sample.validate is None:
             return (
                 "reward_loop.components.NAME.phase has no effect here: it is not known whether a sample belongs to a "
-                "validation. Use reward_loop's own command, or leave the option out"
+                "validation. Leave the option out, or see where `validate` is known: docs/reward-functions.md"
             )
         return (
             f"none of reward_loop.components scores the data source {sample.data_source!r} in "

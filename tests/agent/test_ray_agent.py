@@ -26,6 +26,11 @@ async def test_chunks_of_groups_in_order_of_completion():
         await agent.get(2)
 
 
+async def test_an_audit_that_nothing_would_make_is_an_error_at_the_start():
+    with pytest.raises(ConfigError, match="AsyncRewardAgent makes no probes"):
+        AsyncRewardAgent(Gate(), config={"audit": {"share": 0.5}})
+
+
 async def test_a_get_that_is_given_up_takes_nothing():
     gate = Gate()
     agent = AsyncRewardAgent(gate)

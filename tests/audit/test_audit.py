@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardLoopManagerBase, RewardSample
+from reward_loop.agent import RewardAgent
 from reward_loop.audit import Audit, AuditCounts, ProbeCount, ReferencePair, audit, open_audit
 from reward_loop.audit.probes import FRAME
 from reward_loop.audit.values import Observation, ProbeCounts
@@ -515,6 +516,8 @@ async def test_a_manager_with_the_options_of_an_audit_stops_without_one() -> Non
     manager = NaiveRewardLoopManager(RewardLoopConfig(audit=AGAIN), compute_score=lambda solution_str: 1.0)
     with pytest.raises(ConfigError, match=r"reward_loop\.audit is on.*open_audit\(manager\)"):
         await manager.run_single(RewardSample("a"))
+    with pytest.raises(ConfigError, match=r"reward_loop\.audit is on.*open_audit\(manager\)"):
+        await RewardAgent(manager).__aenter__()  # before the first sample, which may come hours later
     manager.close()
 
 

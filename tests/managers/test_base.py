@@ -491,5 +491,9 @@ def test_what_verls_own_reward_loop_does_not_pass_is_an_error_at_the_start():
     stock = {**OF_VERL, "reward_model": {}}
     with pytest.raises(ConfigError, match="requires training_progress, validate, which verl's own reward loop"):
         manager(lambda validate, training_progress: 1.0, stock)
+    with pytest.raises(ConfigError, match=r"reward_loop\.audit is on.*verl's own reward loop makes no probes"):
+        manager(lambda: 1.0, {**stock, "reward_loop": {"audit": {"share": 0.5}}})
+    with pytest.raises(ConfigError, match=r"components\.form\.phase: in verl's own reward loop"):
+        CompositeRewardLoopManager({**stock, "reward_loop": {"components": {"form": {"phase": "train"}}}})
     manager(lambda validate=None: 1.0, stock)
     manager(lambda validate: 1.0, {**OF_VERL, "reward_model": {"use_reward_loop": True}})
