@@ -1,7 +1,11 @@
+import ast
 import importlib
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import reward_loop
 
@@ -52,20 +56,26 @@ PUBLIC = [
 ]
 
 
+ROOMS = ["limits", "processes", "records"]
+"""The other packages with a stub."""
+
+
 def run(code):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
-def test_without_its_stub_the_import_names_the_missing_file(tmp_path):
-    package = tmp_path / "reward_loop"
-    package.mkdir()
-    (package / "__init__.py").write_text(Path(reward_loop.__file__).read_text())
+@pytest.mark.parametrize("package", ["reward_loop", *(f"reward_loop.{name}" for name in ROOMS)])
+def test_without_its_stub_the_import_names_the_missing_file(package, tmp_path):
+    unused = shutil.ignore_patterns("verl", "view", "__pycache__")
+    shutil.copytree(Path(reward_loop.__file__).parent, tmp_path / "reward_loop", ignore=unused)
+    stub = tmp_path / package.replace(".", "/") / "__init__.pyi"
+    stub.unlink()
     done = subprocess.run(
-        [sys.executable, "-c", "import reward_loop"], cwd=tmp_path, env={}, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", f"import {package}"], cwd=tmp_path, env={}, capture_output=True, text=True, timeout=120
     )
-    assert f"ImportError: {package / '__init__.pyi'} cannot be read: it lists the public names" in done.stderr
+    assert f"ImportError: {stub} cannot be read: it lists the public names of {package}." in done.stderr
 
 
 def test_the_public_names():
@@ -74,7 +84,11 @@ def test_the_public_names():
 
 
 def test_every_public_name_is_the_object_of_its_module():
-    for name, module in reward_loop._MODULES.items():
+    stub = ast.parse(Path(reward_loop.__file__).with_suffix(".pyi").read_text())
+    imports = [line for line in stub.body if isinstance(line, ast.ImportFrom)]
+    modules = {alias.name: line.module for line in imports for alias in line.names}
+    assert sorted([*modules, "__version__"]) == PUBLIC
+    for name, module in modules.items():
         assert getattr(reward_loop, name) is getattr(importlib.import_module(module), name)
 
 

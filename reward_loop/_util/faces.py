@@ -1,6 +1,7 @@
-"""The face of a room: the names in its ``__init__.pyi``, each imported on first use.
+"""The face of a package: the names in its ``__init__.pyi``, each imported on first use.
 
-A worker process imports single modules of ``limits/`` and ``records/``, and must not load the others.
+So `import reward_loop` is fast, and a worker process loads single modules of ``limits/`` and ``records/``. Type
+checkers and editors read the stub.
 """
 
 from __future__ import annotations
@@ -15,9 +16,20 @@ from typing import Any
 __all__ = ["face"]
 
 
-def face(package: str, file: str) -> tuple[list[str], Callable[[str], Any]]:
-    """Return the ``__all__`` and the ``__getattr__`` of a package whose stub is beside its ``file``."""
-    stub = ast.parse(Path(file).with_suffix(".pyi").read_text())
+def face(package: str, file: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the ``__all__``, ``__getattr__`` and ``__dir__`` of a package whose stub is beside its ``file``.
+
+    Raises:
+        ImportError: the stub cannot be read.
+    """
+    path = Path(file).with_suffix(".pyi")
+    try:
+        stub = ast.parse(path.read_text())
+    except OSError as error:
+        raise ImportError(
+            f"{path} cannot be read: it lists the public names of {package}. Install the package with this file "
+            f"({error})"
+        ) from None
     imports = (statement for statement in stub.body if isinstance(statement, ast.ImportFrom))
     modules = {alias.name: statement.module or "" for statement in imports for alias in statement.names}
 
@@ -28,4 +40,7 @@ def face(package: str, file: str) -> tuple[list[str], Callable[[str], Any]]:
         setattr(sys.modules[package], name, value)
         return value
 
-    return sorted(modules), get
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *modules})
+
+    return sorted(modules), get, names

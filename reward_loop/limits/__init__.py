@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from reward_loop._util.faces import face
 
-__all__, __getattr__ = face(__name__, __file__)
+__all__, __getattr__, __dir__ = face(__name__, __file__)
