@@ -72,7 +72,7 @@ def load_scorer(
         raise ConfigError(f"name the function: file.py:name or package.module:name{instead}")
     if spec is not None and components and all(component.path for component in components):
         raise ConfigError(f"{spec} has no effect: each component has a path of its own. Leave it out")
-    if not options.skip_special_tokens:
+    if not options.skip_special_tokens and tokenizer is None:
         raise ConfigError(
             "skip_special_tokens=False has an effect only in a verl run: here the responses are texts already. Leave "
             "it out, or take the argument response_ids"

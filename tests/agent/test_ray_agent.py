@@ -93,7 +93,8 @@ async def test_an_error_that_stops_a_batch_leaves_the_next_one_alone():
     assert (indices, infos["extra"]) == ([0, 1], [None, "2"])
 
 
-async def test_the_rewards_of_a_data_proto_are_a_tensor():
+@pytest.mark.parametrize("skips", [True, False])
+async def test_the_rewards_of_a_data_proto_are_a_tensor(skips):
     torch = pytest.importorskip("torch")
 
     class DataProto:
@@ -116,9 +117,11 @@ async def test_the_rewards_of_a_data_proto_are_a_tensor():
 
     class Tokenizer:
         def decode(self, ids, skip_special_tokens):
+            assert skip_special_tokens == skips
             return str(int(ids[0]) + 1)
 
-    agent = AsyncRewardAgent(lambda solution_str: float(solution_str), tokenizer=Tokenizer())
+    options = {"skip_special_tokens": skips}
+    agent = AsyncRewardAgent(lambda solution_str: float(solution_str), config=options, tokenizer=Tokenizer())
     assert await agent.compute_reward_pipeline(DataProto(4), group_size=2) == 4
     indices, rewards, infos = await within(agent.get(4))
     assert indices == [0, 1, 2, 3]
