@@ -120,6 +120,9 @@ class Audit:
             if manager.needs_group:
                 raise ConfigError("reward_loop.audit.labelled: the manager scores whole groups, not single answers")
             self._labelled = LabelledAnswers(options.labelled, options.labelled_every)
+            for answer, _ in self._labelled.answers:
+                if (problem := manager.why_not_scored(answer)) is not None:
+                    raise ConfigError(f"reward_loop.audit.labelled: {answer.uid}: {problem}")
         self._records: Records | None = None
         if manager.options.log_dir:
             self._records = records(Path(manager.options.log_dir) / AUDIT, manager.options.record.max_bytes)

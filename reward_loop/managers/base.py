@@ -387,6 +387,10 @@ class RewardLoopManagerBase:
         cut_off = None if sample.is_truncated is None else False
         return replace(sample, solution_str=answer, response_length=length, response_ids=ids, is_truncated=cut_off)
 
+    def why_not_scored(self, sample: RewardSample) -> str | None:
+        """Return why no function of the manager scores such a sample, or ``None``."""
+        return None
+
     def has_room(self, probes: int) -> bool:
         """Return whether half of the threads or processes stay free during one more probe, beside ``probes`` others."""
         return all(function.has_room(probes) for function in self._functions())

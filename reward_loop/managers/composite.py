@@ -91,7 +91,7 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
         """
         components = self._components_of(sample.data_source, sample.validate)
         if not components:
-            return not_called(replace(sample, error=self._without_components(sample)))
+            return not_called(replace(sample, error=self.why_not_scored(sample)))
         results = await self._results(sample, components)
         total = 0.0
         info: dict[str, Any] = {}
@@ -146,7 +146,10 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
             chosen = self._chosen[data_source, validate] = {name: self._components[name] for name in names}
         return chosen
 
-    def _without_components(self, sample: RewardSample) -> str:
+    def why_not_scored(self, sample: RewardSample) -> str | None:
+        """See `RewardLoopManagerBase.why_not_scored`."""
+        if self._components_of(sample.data_source, sample.validate):
+            return None
         if sample.validate is None:
             return (
                 "reward_loop.components.NAME.phase has no effect here: it is not known whether a sample belongs to a "

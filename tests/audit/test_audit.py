@@ -466,6 +466,17 @@ async def test_labelled_answers_wait_until_the_scores_of_samples_tell_what_is_ac
     assert counts.labels == {(True, True): 1}
 
 
+def test_a_labelled_answer_that_no_component_scores_is_an_error_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "labelled.jsonl").write_text('{"solution_str": "1", "label": true}')
+    with pytest.raises(ConfigError, match=r"audit\.labelled: labelled 1: none of reward_loop\.components scores .* ''"):
+        audited(
+            lambda solution_str: 1.0,
+            CompositeRewardLoopManager,
+            audit={"labelled": str(tmp_path / "labelled.jsonl")},
+            components={"form": {"data_sources": "math"}},
+        )
+
+
 def test_labelled_answers_need_a_manager_of_single_samples(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"audit\.labelled: the manager scores whole groups"):
         audited(lambda solution_strs: [1.0], GroupRewardLoopManager, audit={"labelled": str(tmp_path)})
