@@ -55,9 +55,10 @@ def check_data(settings: RewardSettings, say: Callable[[str], None]) -> None:
     if (data.get("custom_cls") or {}).get("path"):
         say(f"The data is not checked: data.custom_cls.path={data.custom_cls.path} reads it.")
         return
-    functions = dict(_functions(settings))
+    found = list(_functions(settings))
     problems: list[str] = []
-    for option in ("data.train_files", "data.val_files"):
+    for option, phase in (("data.train_files", "train"), ("data.val_files", "validate")):
+        functions = {name: function for name, function, of in found if of in (None, phase)}
         for file in _files(data.get(option.removeprefix("data."))):
             if "://" in file:
                 say(f"{option}={file} is not opened: it is on a remote file system.")
@@ -77,8 +78,8 @@ def _files(given: Any) -> list[str]:
     return [str(file) for file in given] if isinstance(given, list | ListConfig) else [str(given)]
 
 
-def _functions(settings: RewardSettings) -> Iterator[tuple[str, Target | None]]:
-    """Yield the functions of a run with their names; ``None`` for those of verl by data source.
+def _functions(settings: RewardSettings) -> Iterator[tuple[str, Target | None, str | None]]:
+    """Yield the functions of a run: name, target (``None`` for those of verl by data source), and phase, if only one.
 
     Components that score only some data sources are not included: which rows they score depends on the others.
     """
@@ -88,12 +89,12 @@ def _functions(settings: RewardSettings) -> Iterator[tuple[str, Target | None]]:
     for key, component in components.items():
         if component.path and component.data_sources is None:
             function = load_function(component.path, component.name)
-            yield f"reward_loop.components.{key}", declared(function, component.reward_kwargs)
+            yield f"reward_loop.components.{key}", declared(function, component.reward_kwargs), component.phase
     if settings.function is not None:
         name = f"{settings.function.path}:{settings.function.name or ''}".rstrip(":")
-        yield name, declared(settings.function.load(), settings.function.kwargs)
+        yield name, declared(settings.function.load(), settings.function.kwargs), None
     elif not settings.manager.is_import_path and not (components and all(one.path for one in components.values())):
-        yield "verl's function for the data source", None
+        yield "verl's function for the data source", None, None
 
 
 def _problems(

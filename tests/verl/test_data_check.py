@@ -106,6 +106,18 @@ def test_data_sources_that_no_component_scores_are_named(tmp_path: Path) -> None
     assert len(said(tmp_path, *options[:2], *fixed, function=None, train=train)) == 2
 
 
+def test_a_component_of_one_phase_is_compared_with_the_rows_of_that_phase(tmp_path: Path) -> None:
+    (tmp_path / "form.py").write_text("def form(solution_str, ground_truth): return 1.0\n")
+    options = ("reward_model.reward_manager=composite", f"+reward_loop.components.sums.path={tmp_path}/form.py:form")
+    train = write(tmp_path / "train.parquet", [without("reward_model")])
+    other = f"+reward_loop.components.length.path={tmp_path}/length.py:length"
+    (tmp_path / "length.py").write_text("def length(solution_str): return 1.0\n")
+    phase = "+reward_loop.components.sums.phase="
+    said(tmp_path, *options, other, f"{phase}validate", function=None, train=train)
+    with pytest.raises(ConfigError, match=r"train_files=.*components\.sums requires"):
+        said(tmp_path, *options, other, f"{phase}train", function=None, train=train)
+
+
 def test_every_file_is_opened_and_all_problems_are_listed(tmp_path: Path) -> None:
     (tmp_path / "broken.parquet").write_bytes(b"no parquet")
     (tmp_path / "broken.jsonl").write_text('{"a": \n')
