@@ -41,19 +41,28 @@ def test_every_name_is_listed_below_its_owner(capsys: pytest.CaptureFixture[str]
     assert lines[-1].endswith("names fit.")
 
 
-def test_a_renamed_method_of_another_verl_is_named_and_the_status_is_1(tmp_path: Path) -> None:
-    shutil.copytree(verl_folder(), tmp_path / "verl")
-    trainer = tmp_path / "verl" / "trainer" / "ppo" / "v1" / "trainer_base.py"
-    source = trainer.read_text()
-    assert "def _compute_advantage(" in source
-    trainer.write_text(source.replace("_compute_advantage(", "_advantage("))
-    done = run_command(folder=tmp_path)
+def rename(file: Path, old: str, new: str) -> None:
+    source = file.read_text()
+    assert old in source
+    file.write_text(source.replace(old, new))
+
+
+def test_what_another_verl_lacks_is_named_and_the_status_is_1(tmp_path: Path) -> None:
+    verl = tmp_path / "verl"
+    shutil.copytree(verl_folder(), verl)
+    rename(verl / "trainer" / "ppo" / "v1" / "trainer_base.py", "_compute_advantage(", "_advantage(")
+    # `colocated` cannot be imported then. The names of all other modules are compared nevertheless.
+    rename(
+        verl / "experimental" / "reward_loop" / "__init__.py", "import RewardModelManager", "import RewardModelConfig"
+    )
+    done = run_command("--against", str(tmp_path))
     assert done.returncode == 1, done.stderr
     assert f"in {tmp_path}/verl" in done.stdout
     assert "    NO  _compute_advantage(batch, metrics)  overridden in reward_loop.verl.trainer" in done.stdout
     assert "    ok  _compute_values(batch, metrics)  used in reward_loop.verl.pipeline" in done.stdout
-    (problem,) = done.stdout[done.stdout.index("reward_loop does not work with verl") :].splitlines()[1:]
+    missing, problem = done.stdout[done.stdout.index("reward_loop does not work with verl") :].splitlines()[1:]
     assert "trainer_base:PPOTrainer._compute_advantage is missing (overridden in reward_loop.verl.trainer)" in problem
+    assert "reward_loop.verl.colocated cannot be imported (cannot import name 'RewardModelManager'" in missing
     assert "Traceback" not in done.stderr
 
 
@@ -62,8 +71,29 @@ def test_help_names_what_is_imported_without_importing_it(tmp_path: Path) -> Non
     (tmp_path / "verl" / "__init__.py").write_text("raise ImportError('verl was imported')\n")
     done = run_command("--help", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    for words in ("Exit status: 0", "imports verl's trainer", "starts neither Ray", "PYTHONPATH="):
+    for words in ("Exit status: 0", "imports verl's trainer", "starts neither Ray", "--against DIR"):
         assert words in " ".join(done.stdout.split())
+
+
+def test_a_folder_without_verl_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--against", str(tmp_path)])
+    assert caught.value.code == 2
+    assert f"argument --against: {tmp_path} has no package verl" in capsys.readouterr().err
+
+
+def test_a_process_that_has_imported_verl_compares_no_other_verl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import verl
+
+    (tmp_path / "verl" / "version").mkdir(parents=True)
+    (tmp_path / "verl" / "version" / "version").write_text("1.0\n")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as caught:
+        main(["--against", str(tmp_path)])
+    assert caught.value.code == 2
+    assert f"verl is imported from {Path(verl.__file__).parent}, not from {tmp_path}" in capsys.readouterr().err
 
 
 def test_an_unknown_option_is_refused() -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "check",
     "check_version",
     "findings",
+    "import_problem",
     "installed_version",
     "overrides",
     "registered",
@@ -121,15 +122,26 @@ def registered(modules: Collection[str]) -> list[Use]:
     """Import these modules of ``reward_loop.verl``, and return what they use, in the order of the owners.
 
     Raises:
-        VerlVersionError: verl lacks a name that a module imports.
+        VerlVersionError: verl lacks names that modules import.
     """
-    names = {f"reward_loop.verl.{module}" for module in modules}
-    for name in sorted(names):
-        try:
-            importlib.import_module(name)
-        except (ImportError, AttributeError) as error:
-            raise _error([f"{name} cannot be imported ({error})"]) from error
+    problems = [problem for module in sorted(modules) if (problem := import_problem(module))]
+    if problems:
+        raise _error(problems)
+    names = {_full_name(module) for module in modules}
     return sorted((use for use in _register if use.module in names), key=lambda use: use.owner)
+
+
+def import_problem(module: str) -> str | None:
+    """Import a module of ``reward_loop.verl``. Returns why it cannot be imported, or ``None``."""
+    try:
+        importlib.import_module(_full_name(module))
+    except (ImportError, AttributeError, TypeError) as error:  # TypeError: a decorator has other parameters
+        return f"{_full_name(module)} cannot be imported ({error})"
+    return None
+
+
+def _full_name(module: str) -> str:
+    return f"reward_loop.verl.{module}"
 
 
 def check(*modules: str) -> None:

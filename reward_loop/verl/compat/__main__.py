@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
+from pathlib import Path
 
 from reward_loop._util.standard_streams import open_standard_streams
 from reward_loop.verl.compat import (
@@ -15,8 +16,8 @@ from reward_loop.verl.compat import (
     CPU,
     SUPPORTED,
     TRAINING,
-    VerlVersionError,
     findings,
+    import_problem,
     installed_version,
     registered,
     verl_folder,
@@ -35,8 +36,8 @@ Exit status: 0 if all names fit, 1 if any is missing or has other parameters. A 
 differently: the tests train with verl {supported}.
 
 The command imports verl's trainer, its workers and torch, which takes some 20 seconds of processor time. It starts
-neither Ray nor any other process, and needs no GPU. To compare a verl that is not installed, put its folder first on
-the path: PYTHONPATH=path/to/verl-checkout python -m reward_loop.verl.compat
+neither Ray nor any other process, and needs no GPU. --against compares a verl that is not installed: a checkout of its
+repository. The packages that verl imports are the installed ones.
 """
 
 MODULES = {
@@ -49,11 +50,15 @@ MODULES = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the list; return the exit status."""
     open_standard_streams()
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m reward_loop.verl.compat",
         description=DESCRIPTION.format(supported=" and ".join(SUPPORTED)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    ).parse_args(argv)
+    )
+    parser.add_argument("--against", metavar="DIR", type=Path, help="the folder that contains the package verl")
+    folder = parser.parse_args(argv).against
+    if folder is not None and (problem := _put_first(folder.resolve())):
+        parser.error(f"argument --against: {problem}")
     warnings.simplefilter("ignore")  # verl warns of engines that are not installed
     print(f"verl {installed_version()} in {verl_folder()}; reward_loop supports {', '.join(SUPPORTED)}")
     for package in ("TransferQueue", "ray", "torch"):
@@ -61,11 +66,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     count, problems = 0, dict[str, None]()
     for title, modules in MODULES.items():
         print(f"\n{title}", flush=True)
-        try:
-            used = registered(modules)
-        except VerlVersionError as error:
-            print(f"\n{error}")
-            return 1
+        importable = []
+        for module in modules:
+            if problem := import_problem(module):
+                print(f"  NO  {problem}")
+                problems[problem] = None
+            else:
+                importable.append(module)
+        used = registered(importable)
         for owner, group in groupby(findings(used), key=lambda finding: finding.use.owner):
             print(f"  {owner}")
             for finding in group:
@@ -80,6 +88,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     for problem in problems:
         print(f"  {problem}")
     return 1
+
+
+def _put_first(folder: Path) -> str | None:
+    """Have this folder's verl imported from now on. Returns why it cannot be, or ``None``."""
+    if not (folder / "verl" / "version" / "version").is_file():
+        return f"{folder} has no package verl. Give the root of a checkout"
+    sys.path.insert(0, str(folder))
+    if verl_folder() != folder / "verl":  # verl was imported before
+        return f"verl is imported from {verl_folder()}, not from {folder}"
+    return None
 
 
 def _version(package: str) -> str:
