@@ -1,0 +1,98 @@
+"""The patches in ``tools/verl-seams``: what verl could offer in place of the methods that are overridden now."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from reward_loop.verl.compat import COMMAND, SUPPORTED, TRAINING, installed_version, registered, verl_folder
+from tests.gsm8k import ROOT
+
+PATCHES = sorted((ROOT / "tools" / "verl-seams").glob("*.patch"))
+
+
+@pytest.fixture(autouse=True)
+def _of_this_release() -> None:
+    if installed_version() != SUPPORTED[-1]:
+        pytest.skip(f"the patches are for verl {SUPPORTED[-1]}")
+
+
+def files_of(patch: Path) -> list[str]:
+    """The files that a patch changes, such as ``verl/protocol.py``."""
+    return re.findall(r"^\+\+\+ b/(.+)$", patch.read_text(), re.MULTILINE)
+
+
+def patched(folder: Path, patches: Iterable[Path]) -> list[Path]:
+    """Copies the files that the patches change into a folder, applies the patches, and returns the files."""
+    names = sorted({name for patch in patches for name in files_of(patch)})
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(verl_folder().parent / name, folder / name)
+    for patch in patches:
+        done = subprocess.run(
+            ["git", "apply", patch],
+            cwd=folder,
+            env={**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+    return [folder / name for name in names]
+
+
+@pytest.mark.parametrize("patches", [*([patch] for patch in PATCHES), PATCHES], ids=lambda patches: patches[-1].stem)
+def test_each_patch_applies_alone_and_after_the_others(tmp_path: Path, patches: list[Path]) -> None:
+    for file in patched(tmp_path, patches):
+        text = file.read_text()
+        assert text != (verl_folder().parent / file.relative_to(tmp_path)).read_text()
+        compile(text, file, "exec")
+
+
+def listed(patch: Path, title: str) -> set[str]:
+    """The methods in the line of a patch's text that begins with a title."""
+    lines = re.findall(rf"^{title}: (.+)$", patch.read_text(), re.MULTILINE)
+    return {name for line in lines for name in line.split(", ")}
+
+
+@pytest.mark.integration  # imports verl
+def test_the_page_has_the_numbers_of_overrides_and_private_names() -> None:
+    uses = registered([*COMMAND, *TRAINING])
+    overridden = {use.name.partition("(")[0] for use in uses if use.overridden}
+    names = {use.name.partition("(")[0] for use in uses}
+    private = {name for name in names if re.match("_[^_]", name)}
+    unnecessary = set().union(*(listed(patch, "Makes unnecessary") for patch in PATCHES))
+    unused = unnecessary - set().union(*(listed(patch, "Still called") for patch in PATCHES))
+    assert unnecessary <= overridden
+    page = (ROOT / "docs" / "upstream.md").read_text()
+    assert f"**{len(overridden)}** methods are overridden, and **{len(private)}** names" in page
+    assert (
+        f"would fall from {len(overridden)} to **{len(overridden - unnecessary)}**, and the private names from "
+        f"{len(private)} to **{len(private - unused)}**" in " ".join(page.split())
+    )
+    assert len(overridden - unnecessary) < 15
+    assert {name for name in overridden | private if f"`{name}`" not in page} == set()
+    for patch in PATCHES:
+        (row,) = re.findall(rf"^\| `{patch.stem}` .*\| (.+) \|$", page, re.MULTILINE)
+        assert set(re.findall(r"`(\w+)`", row)) == listed(patch, "Makes unnecessary")
+
+
+@pytest.mark.integration  # imports verl
+def test_the_patched_verl_calls_each_hook_and_has_the_names_that_are_used_now(tmp_path: Path) -> None:
+    patched(tmp_path, PATCHES)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.verl.seams", tmp_path],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
