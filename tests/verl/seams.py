@@ -209,7 +209,7 @@ def no_router() -> None:
 
 def inflight_prompts() -> None:
     made = trainer()
-    assert not made._keeps_inflight_prompts()
+    assert not trainer_base._keeps_inflight_prompts(made)
     made.keeps_inflight_prompts = True
     with patch.object(trainer_base, "tq", SimpleNamespace(kv_list=lambda partition: {"train": {}})) as queue:
         assert made._reissue_inflight_prompts() == 0
@@ -217,7 +217,7 @@ def inflight_prompts() -> None:
         made.keeps_inflight_prompts = None
         assert made._reissue_inflight_prompts() == 0
     made.trainer_mode = "separate_async"
-    assert made._keeps_inflight_prompts()
+    assert trainer_base._keeps_inflight_prompts(made)
 
 
 if __name__ == "__main__":
