@@ -19,7 +19,12 @@ class Pairwise:
     """Compares the responses of a group with each other; the score is the share of wins, from 0 to 1.
 
     Use it with the manager `group`, which calls it once for all responses to a prompt.
+
+    Attributes:
+        compares_responses: it cannot be called for single samples.
     """
+
+    compares_responses = True
 
     def __init__(
         self,

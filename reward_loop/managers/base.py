@@ -198,7 +198,8 @@ class RewardLoopManagerBase:
         """
         if isinstance(config, Mapping):
             if "reward_loop" in config:
-                config = config["reward_loop"]
+                # `check` is read by verl's command alone.
+                config = {key: value for key, value in (config["reward_loop"] or {}).items() if key != "check"}
             elif _VERL_GROUPS & set(config):
                 config = None
         return parse(RewardLoopConfig, config, "reward_loop")

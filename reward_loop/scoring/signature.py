@@ -248,6 +248,12 @@ def _target(
     provided |= {key: key for key in _CONTEXT}
     published = None
     if missing := required - provided.keys():
+        owner = getattr(function, "__self__", origin)
+        if not of_lists and getattr(owner, "compares_responses", False):
+            raise FunctionLoadError(
+                f"{name} compares responses: it takes solution_strs, and this manager scores single samples. Use the "
+                "reward manager group"
+            )
         if (form := form_of(missing, of_lists=of_lists)) is None:
             raise FunctionLoadError(
                 f"{name} requires {listing(missing)}, which the reward loop does not provide"

@@ -32,7 +32,7 @@ async def test_a_weak_reward_model_is_found_in_the_first_step_and_the_exact_rule
     folder = make_models(tmp_path, RECIPE).directory / "reward_model"
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
 
-    async def classify(address: str, text: str) -> float:
+    async def classify(address: str, text: str, model: str | None = None) -> float:
         with torch.no_grad():
             return float(model(**tokenizer(text, return_tensors="pt")).logits)
 

@@ -79,5 +79,5 @@ async def test_a_missing_folder_for_logs_is_named_with_its_option(monkeypatch: p
     with pytest.raises(ConfigError, match=r"log_dir='/dev/full/logs': .* cannot be created"):
         await RewardModelManager(config).__aenter__()
     monkeypatch.setattr(tempfile, "tempdir", "/dev/full")
-    with pytest.raises(ConfigError, match=r"/dev/full.*Set log_dir .* TMPDIR"):
+    with pytest.raises(ConfigError, match=r"/dev/full.*Set log_dir, .* TMPDIR"):
         log_folder(None)

@@ -227,7 +227,7 @@ async def test_the_router_passes_requests_to_servers_that_someone_else_runs(conf
     [
         ({"model_path": "/no/such/model", "log_dir": "/no/such/logs"}, "model_path: the directory '/no/such/"),
         ({"kind": "discriminative"}, r"kind='discriminative'.* is generative"),
-        ({"placement": "colocated"}, r"placement='colocated' is only for verl runs .* set placement='local' or 'ray'"),
+        ({"placement": "colocated"}, r"placement='colocated' is only for verl runs, .* set placement='local' or 'ray'"),
     ],
 )
 async def test_a_wrong_option_is_named_before_anything_starts(

@@ -281,17 +281,16 @@ def test_rows_that_an_agent_loop_manager_has_written_itself_have_rewards(queue: 
     assert (tq_rows.read_rewards(batch)["b_0_0"].reward, tq_rows.read_rewards(batch)["b_0_0"].raw_score) == (2.0, 1.0)
 
 
-@pytest.mark.parametrize(("partition", "validates"), [("val", [True, True]), ("train", None)])
+@pytest.mark.parametrize(("partition", "validates"), [("val", [True, True]), ("train", [False, False])])
 def test_a_batch_that_is_scored_after_the_rollout_is_marked_if_it_belongs_to_a_validation(
-    queue: FakeQueue, partition: str, validates: list[bool] | None
+    queue: FakeQueue, partition: str, validates: list[bool]
 ) -> None:
     ids = torch.arange(4)
     columns = {**dict.fromkeys(("prompts", "responses", "input_ids", "position_ids"), ids), "uid": "a"}
     queue.rows |= {"a_0_0": dict(columns), "a_0_1": dict(columns)}
     batch = KVBatchMeta(partition_id=partition, keys=["a_0_0", "a_0_1"], tags=[{}, {}])
     _, (data,) = tq_rows.read_sessions(batch)
-    column = data.non_tensor_batch.get("__validate__")
-    assert (None if column is None else column.tolist()) == validates
+    assert data.non_tensor_batch["__validate__"].tolist() == validates
 
 
 def test_verl_would_aggregate_metrics_by_words_in_their_names() -> None:
