@@ -30,11 +30,11 @@ async def test_a_weak_reward_model_is_found_in_the_first_step_and_the_exact_rule
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     folder = make_models(tmp_path, RECIPE).directory / "reward_model"
-    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    scorer, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
 
     async def classify(address: str, text: str, model: str | None = None) -> float:
         with torch.no_grad():
-            return float(model(**tokenizer(text, return_tensors="pt")).logits)
+            return float(scorer(**tokenizer(text, return_tensors="pt")).logits)
 
     async def exact(solution_str: str, ground_truth: str, **_: Any) -> float:
         return float(solution_str == ground_truth)
