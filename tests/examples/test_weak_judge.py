@@ -30,7 +30,8 @@ async def test_a_weak_reward_model_is_found_in_the_first_step_and_the_exact_rule
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     folder = make_models(tmp_path, RECIPE).directory / "reward_model"
-    scorer, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    scorer = AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
 
     async def classify(address: str, text: str, model: str | None = None) -> float:
         with torch.no_grad():
