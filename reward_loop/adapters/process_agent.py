@@ -205,7 +205,7 @@ class ProcessAgent(AgentInThread):
         lacks: the arguments of functions that the trainer does not pass.
 
     Raises:
-        ConfigError: there are no options, an option is invalid, or the function requires what the trainer lacks.
+        ConfigError: options are missing, an option is invalid, or the function requires what the trainer lacks.
         FunctionLoadError: the function cannot be found, or cannot be called with the arguments of the reward loop.
     """
 
@@ -261,7 +261,7 @@ async def process_agent(source: Source = None, *, lacks: frozenset[str] = frozen
         lacks: the arguments of functions that the trainer does not pass.
 
     Raises:
-        ConfigError: there are no options, an option is invalid, the agent was started with other options, or the
+        ConfigError: options are missing, an option is invalid, the agent was started with other options, or the
             function requires what the trainer lacks.
         FunctionLoadError: the function cannot be found, or cannot be called with the arguments of the reward loop.
     """
@@ -287,7 +287,7 @@ def load_config(source: Source = None) -> AdapterConfig:
             ``REWARD_LOOP_CONFIG``.
 
     Raises:
-        ConfigError: there are no options, the file cannot be read, or an option is invalid.
+        ConfigError: options are missing, the file cannot be read, or an option is invalid.
     """
     source = source or os.environ.get(ENVIRONMENT)
     if not source:

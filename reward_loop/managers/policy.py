@@ -121,7 +121,7 @@ def _error_of(result: RewardResult) -> ScoringError:
 
 
 def open_records(options: RewardLoopConfig) -> Records | None:
-    """Return this process's writer for ``log_dir``; ``None`` if there is no such folder."""
+    """Return this process's writer for ``log_dir``; ``None`` if the folder does not exist."""
     return records(options.log_dir, options.record.max_bytes) if options.log_dir else None
 
 

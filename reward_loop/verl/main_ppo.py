@@ -210,7 +210,7 @@ def check_command(words: Sequence[str], *, fits: bool) -> None:
 
 
 def check_trainer_mode(name: str) -> None:
-    """End the process with a message if there is no trainer with this name, here or in verl."""
+    """End the process with a message if neither this library nor verl has a trainer with this name."""
     with _ending():
         _check_trainer_mode(name)
 
@@ -294,7 +294,7 @@ def _check_manager(settings: RewardSettings) -> None:
 
 
 def _check_trainer_mode(name: str) -> None:
-    """Raise `ConfigError` if there is no trainer with this name, here or in verl."""
+    """Raise `ConfigError` if neither this library nor verl has a trainer with this name."""
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
     known = sorted({*TRAINER_REGISTRY, PIPELINE_MODE})
