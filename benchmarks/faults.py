@@ -198,9 +198,11 @@ def _wrong(
     yield from wrong_rollouts(output / "rollouts", rows, STEPS, size)
     for step, row in enumerate(rows, start=1):
         rollouts = lines(output / "rollouts" / f"{step}.jsonl")
-        otherwise = sum(abs(r["score"] - share_of_digits(r["output"])) > 1e-6 for r in rollouts)
-        if otherwise > row["reward_loop/failed"]:
+        scored = [rollout for rollout in rollouts if rollout["score"] is not None]
+        if otherwise := sum(abs(r["score"] - share_of_digits(r["output"])) > 1e-6 for r in scored):
             yield f"step {step}: {otherwise} have another score than the judge gave"
+        if len(rollouts) - len(scored) != row["reward_loop/failed"]:
+            yield f"step {step}: {len(rollouts) - len(scored)} have no score, {row['reward_loop/failed']:.0f} failed"
     replaced = sum(row["reward_loop/agent_loop_workers_replaced"] for row in (*lost, *went_on))
     if replaced != 1:
         yield f"{replaced:.0f} agent loop workers were replaced"

@@ -133,7 +133,11 @@ def _wrong(output: Path, rows: list[dict[str, float]], doomed: str) -> Iterator[
     trained = [rollout for step in range(1, len(rows) + 1) for rollout in lines(output / "rollouts" / f"{step}.jsonl")]
     # Equal responses can differ in the last digits, as the server batches them differently.
     scores = {(call["output"], call["gts"]): call["score"] for call in calls}
-    otherwise = [row for row in trained if abs(scores.get((row["output"], row["gts"]), NO_SCORE) - row["score"]) > 1e-4]
+    otherwise = [
+        row
+        for row in trained
+        if row["score"] is None or abs(scores.get((row["output"], row["gts"]), NO_SCORE) - row["score"]) > 1e-4
+    ]
     if otherwise:
         yield f"{len(otherwise)} samples have another score than the function returned"
     # Half of the samples that the other node scored came from the lost agent loop worker, and are scored again.
