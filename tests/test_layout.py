@@ -199,6 +199,15 @@ def test_imports_point_downwards_only() -> None:
             assert order.index(other) > order.index(part), f"{part} imports {other}, which is not below it"
 
 
+def test_each_class_has_a_name_of_its_own() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 @pytest.mark.parametrize("package", HOMES)
 def test_a_heavy_package_is_imported_at_home_only(package: str) -> None:
     strangers = [

@@ -30,7 +30,7 @@ import orjson
 from reward_loop._util.framing import frame, read_frame
 from reward_loop.errors import BudgetSpentError, JobServiceError, LimitError
 
-__all__ = ["MAX_LENGTH", "Messages", "decode", "enable_keepalive", "encode", "proof", "receive", "refusal"]
+__all__ = ["MAX_LENGTH", "MessageQueue", "decode", "enable_keepalive", "encode", "proof", "receive", "refusal"]
 
 MAX_LENGTH = 2**24
 """Maximum length of a frame in bytes."""
@@ -42,7 +42,7 @@ connection is closed."""
 _ERRORS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (LimitError, BudgetSpentError, JobServiceError)}
 
 
-class Messages:
+class MessageQueue:
     """The queue of messages to a peer: holds them until `connect`, then sends those of one loop iteration together."""
 
     def __init__(self, writer: asyncio.StreamWriter | None = None) -> None:

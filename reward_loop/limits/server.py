@@ -18,7 +18,7 @@ from reward_loop.limits.failures import FailureBound
 from reward_loop.limits.limiter import PERIOD_S
 from reward_loop.limits.local import LocalLimits
 from reward_loop.limits.permit import Permit, give_up
-from reward_loop.limits.protocol import Messages, enable_keepalive, proof, receive
+from reward_loop.limits.protocol import MessageQueue, enable_keepalive, proof, receive
 
 __all__ = ["LimitServer", "serve_limits"]
 
@@ -37,7 +37,7 @@ class LimitServer:
         """Why the run must stop, once too many samples have failed."""
         self._failures: dict[str, FailureBound] = {}
         self._server: asyncio.Server | None = None
-        self._connections: dict[Messages, asyncio.Task[Any]] = {}
+        self._connections: dict[MessageQueue, asyncio.Task[Any]] = {}
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Start listening, by default on any free port; return the address for clients, ``host:port:token``.
@@ -72,7 +72,7 @@ class LimitServer:
         with _closing(writer):
             if not await self._authenticate(reader, writer):
                 return
-            connection = _Connection(self.limits, writer)
+            connection = _ClientConnection(self.limits, writer)
             messages = connection.messages
             connection.handlers |= {
                 "spend": self._spend,
@@ -125,7 +125,7 @@ class LimitServer:
             self.stopped = str(stop)
             self._send_to_all("stop", self.stopped)
 
-    def _configure(self, messages: Messages, request: int, name: str, changes: dict[str, Any]) -> None:
+    def _configure(self, messages: MessageQueue, request: int, name: str, changes: dict[str, Any]) -> None:
         error = None
         try:
             self.limits.change(name, changes)
@@ -147,11 +147,11 @@ def _closing(writer: asyncio.StreamWriter) -> Iterator[None]:
         writer.close()
 
 
-class _Connection:
+class _ClientConnection:
     """One client connection: calls the handler of each message. Its permits end when the connection ends."""
 
     def __init__(self, limits: LocalLimits, writer: asyncio.StreamWriter) -> None:
-        self.messages = Messages(writer)
+        self.messages = MessageQueue(writer)
         self._limits = limits
         self._requests: dict[int, asyncio.Future[Permit]] = {}
         self.handlers: dict[str, Callable[..., None]] = {

@@ -23,7 +23,7 @@ from reward_loop._util.framing import FrameBuffer, frame
 from reward_loop._util.signals import name_of
 from reward_loop._util.sockets import readable
 from reward_loop.errors import RewardCrashedError
-from reward_loop.processes.forkserver import Report
+from reward_loop.processes.forkserver import DeathReport
 from reward_loop.processes.outcome import CallOutcome
 from reward_loop.processes.worker import ANSWER, CALL, DIED, ENDED, STARTED, TOLD, unpack
 
@@ -202,10 +202,10 @@ class WorkerConnection:
 
 
 def _death(content: memoryview) -> str:
-    """Return the error message of a worker that died, from its `Report`, which is empty if there is none."""
+    """Return the error message of a worker that died, from its `DeathReport`, which is empty if there is none."""
     if not content:
         return "lost its worker process, or none could be started"
-    report: Report = pickle.loads(content)
+    report: DeathReport = pickle.loads(content)
     if report.memory_mb is not None:
         used = f"{report.memory_mb:.0f} MB, more than max_memory_mb={report.max_memory_mb}"
         return f"was killed: its worker process used {used}"
@@ -218,5 +218,5 @@ def _death(content: memoryview) -> str:
     return f"crashed: its worker process was killed by {name}{hint}{_at(report)}"
 
 
-def _at(report: Report) -> str:
+def _at(report: DeathReport) -> str:
     return f", at\n{report.stack}" if report.stack else ""

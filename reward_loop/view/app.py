@@ -44,7 +44,7 @@ from reward_loop.view.filters import (
 )
 from reward_loop.view.index import Follower, Index
 from reward_loop.view.phases import PhaseReader
-from reward_loop.view.samples import Samples
+from reward_loop.view.samples import SampleQueries
 from reward_loop.view.summaries import Summaries, judges, without_samples
 from reward_loop.view.timeline import timeline
 
@@ -82,7 +82,7 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
     follower, phases = Follower(index), PhaseReader(index.folder)
     reading, comparing = threading.Lock(), threading.Lock()
     reader, summaries = RecordsReader(index.folder), Summaries(index)
-    samples = Samples(index, reader, Notes(index.folder), price)
+    samples = SampleQueries(index, reader, Notes(index.folder), price)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -28,7 +28,7 @@ from reward_loop.adapters.service.nemo_gym import nemo_gym
 from reward_loop.adapters.service.replies import ServiceError, error_reply, json_reply
 from reward_loop.adapters.service.service import RETRY_AFTER_S, Metrics, RewardService
 
-__all__ = ["DIALECTS", "Gate", "create_app"]
+__all__ = ["DIALECTS", "ServiceGate", "create_app"]
 
 DIALECTS: dict[str, Callable[[RewardService, DialectOptions], APIRouter]] = {
     "openrlhf": openrlhf,
@@ -54,7 +54,7 @@ def create_app(
     options: DialectOptions | None = None,
     key: str | None = None,
     max_body_bytes: int = 16 * 2**20,
-) -> Gate:
+) -> ServiceGate:
     """Return the ASGI app. The service runs during the app's lifespan.
 
     Args:
@@ -108,7 +108,7 @@ def create_app(
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     app.openapi_schema = None  # complete now
-    return Gate(app, key=key, max_body_bytes=max_body_bytes, metrics=service.metrics, paths=paths)
+    return ServiceGate(app, key=key, max_body_bytes=max_body_bytes, metrics=service.metrics, paths=paths)
 
 
 def _place(location: Sequence[str | int]) -> str:
@@ -144,7 +144,7 @@ def _add_errors(app: FastAPI, paths: Collection[str]) -> None:
         return Response(status_code=499)
 
 
-class Gate:
+class ServiceGate:
     """An ASGI middleware: it answers requests without the key with 401, and those with too long a body with 413.
 
     Without a key, requests of web pages get 403: they could spend the budget of a judge.
