@@ -166,7 +166,7 @@ def pausing(call: Call | WorkerCall, what: str) -> Iterator[None]:
 
 
 class ServedCall:
-    """Serves a call in a worker process; see `processes.connection.Caller`.
+    """Serves a call in a worker process; see `processes.pool.Caller`.
 
     Args:
         call: the call.
