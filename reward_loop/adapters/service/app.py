@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import contextlib
-import hmac
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
@@ -20,6 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reward_loop import __version__
+from reward_loop._util.api_keys import has_key
 from reward_loop._util.web_pages import is_foreign_origin, is_known_host, own_names
 from reward_loop.adapters.service import score_route
 from reward_loop.adapters.service.api_page import api_page
@@ -234,15 +232,8 @@ class ServiceGate:
         if self._key is None:
             self._refuse_web_pages(headers)
             return
-        header = headers.get("authorization", "")
-        scheme, _, credentials = header.partition(" ")
-        given = credentials.strip().encode("latin-1")  # as Starlette decodes headers
-        if scheme.lower() == "basic":
-            try:
-                given = base64.b64decode(given, validate=True).partition(b":")[2]
-            except binascii.Error:
-                given = b""
-        if scheme.lower() not in ("basic", "bearer") or not hmac.compare_digest(given, self._key):
+        # Starlette decodes headers as Latin-1.
+        if not has_key(headers.get("authorization", "").encode("latin-1"), self._key, basic=True):
             raise ServiceError(
                 401,
                 "the API key is missing or wrong: send it as a bearer token, or in the URL as "
