@@ -234,14 +234,14 @@ class RemoteLimits(Limits):
         self._received += 1
         self._away_since = None
         for what, *rest in messages:
-            if what == "grant":
-                permit, request = self._open.get(rest[0], (None, None))
-                if permit is not None and request is not None and not request.done():
+            if what == "settled":
+                number, why = rest
+                permit, request = (self._open.get if why is None else self._open.pop)(number, (None, None))
+                if permit is None or request is None or request.done():
+                    continue
+                if why is None:
                     request.set_result(permit)
-            elif what == "refuse":
-                number, *why = rest
-                _, request = self._open.pop(number, (None, None))
-                if request is not None and not request.done():
+                else:
                     request.set_exception(refusal(*why))
             elif what == "limits":
                 self.max_waits, self.is_known = rest[0], True

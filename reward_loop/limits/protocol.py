@@ -7,7 +7,7 @@ closes the connection.
 When a connection ends, its permits end too; their requests and tokens stay counted.
 
     client                                          service
-    ["request", id, name, tokens, traffic_class]    ["grant", id] or ["refuse", id, error type, message]
+    ["request", id, name, tokens, traffic_class]    ["settled", id, null, or error type and message]
     ["used", id, tokens]
     ["leave", id, accepted, retry_after, share]     ["patience", factor] to all clients, if it has changed
     ["spend", cost, tokens]                         ["spent", why] to all clients, if the budget is now used up
@@ -96,7 +96,7 @@ async def receive(reader: asyncio.StreamReader) -> list[list[Any]]:
 
 
 def refusal(kind: str, why: str) -> Exception:
-    """Return the error of a permit from the message ``refuse``."""
+    """Return the error of a permit from the message ``settled``."""
     return _ERRORS.get(kind, LimitError)(why)
 
 
