@@ -65,7 +65,6 @@ NEIGHBOURS = {
 
 INSIDE: dict[str, set[str]] = {
     "agent.environment": {"CurrentScorer", "scoring_with"},
-    "agent.filter_forecast": {"FilterForecast"},
     "agent.queue": {"QueueEntry"},
     "managers.base": {
         *("TRAINER_MODE", "TRAINING_STEP", "TURNS", "VALIDATE", "generated_step_of", "last_row", "training_step_of"),
