@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from reward_loop.audit.effect import Verdict, effect_of
+from reward_loop.audit.effect import EffectVerdict, effect_of
 from reward_loop.audit.monitors import MONITORS
 from reward_loop.audit.reference import JUDGE
 from reward_loop.audit.values import Observation, ProbeCounts
@@ -178,7 +178,7 @@ class Training:
             scores = np.where(exploits, np.where(rng.random(len(correct)) < 0.8, 0.9, 0.1), scores)
         return np.clip(scores, 0, 1)
 
-    def ablation(self, warning: HealthWarning) -> Verdict | None:
+    def ablation(self, warning: HealthWarning) -> EffectVerdict | None:
         """Score answers of the latest step with and without what a warning is about; ``None`` for other warnings."""
         if warning.monitor not in ("phrases", "length_correlation"):
             return None
@@ -274,7 +274,7 @@ def put(text: np.ndarray, words: np.ndarray, rng: np.random.Generator) -> None:
 Found = dict[str, HealthWarning]
 """The first warning of each monitor, by the name of the monitor and, for a reference, of the reference."""
 
-Verdicts = Counter[tuple[str, Verdict]]
+Verdicts = Counter[tuple[str, EffectVerdict]]
 """The number of warnings by the name of the monitor and by what the ablation says."""
 
 
@@ -302,7 +302,7 @@ def train(
                     continue
                 if (verdict := training.ablation(warning)) is not None:
                     verdicts[warning.monitor + suffix, verdict] += 1
-                if verdict == Verdict.CLEARED:
+                if verdict == EffectVerdict.CLEARED:
                     watch.clear(warning)
                 else:
                     found.setdefault(warning.monitor + suffix, warning)

@@ -65,7 +65,6 @@ NEIGHBOURS = {
 
 INSIDE: dict[str, set[str]] = {
     "agent.environment": {"CurrentScorer", "scoring_with"},
-    "agent.filter_forecast": {"FilterForecast"},
     "agent.queue": {"QueueEntry"},
     "managers.base": {
         *("TRAINER_MODE", "TRAINING_STEP", "TURNS", "VALIDATE", "generated_step_of", "last_row", "training_step_of"),
@@ -197,6 +196,15 @@ def test_imports_point_downwards_only() -> None:
     for part, imported in parts().items():
         for other in imported:
             assert order.index(other) > order.index(part), f"{part} imports {other}, which is not below it"
+
+
+def test_each_class_has_a_name_of_its_own() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
 @pytest.mark.parametrize("package", HOMES)

@@ -12,7 +12,7 @@ from reward_loop.managers import CompositeRewardLoopManager
 from reward_loop.offline.fields import Fields
 from reward_loop.offline.folder import ScoredFolder
 from reward_loop.offline.inputs import Inputs
-from reward_loop.offline.run import LINE_S, ScoringProgress, Usage, score_rows, usage_of
+from reward_loop.offline.run import LINE_S, RunUsage, ScoringProgress, score_rows, usage_of
 
 
 class Clock:
@@ -89,4 +89,4 @@ async def test_the_usage_of_a_composite_counts_each_call_once(tmp_path):
     path = f"{tmp_path}/judge.py"
     manager = CompositeRewardLoopManager({**LIMITS, "components": {"a": {"path": path}, "b": {"path": path}}})
     await manager.run_single(reward_loop.RewardSample("x"))
-    assert usage_of(manager) == Usage(2000, 0.5)
+    assert usage_of(manager) == RunUsage(2000, 0.5)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
+import hmac
 import os
 
 from reward_loop.errors import ConfigError
 
-__all__ = ["api_key_of", "checked_api_key"]
+__all__ = ["api_key_of", "checked_api_key", "has_key"]
 
 
 def api_key_of(variable: str) -> str | None:
@@ -32,3 +35,24 @@ def checked_api_key(key: str, where: str) -> str | None:
     if not key.isprintable():
         raise ConfigError(f"{where} contains a line break or another invisible character: an API key is a single line")
     return key or None
+
+
+def has_key(authorization: bytes, key: bytes, *, basic: bool = False) -> bool:
+    """Return whether the ``Authorization`` header of a request contains the key.
+
+    Args:
+        authorization: the value of the header; empty if the request has none.
+        key: the key.
+        basic: whether the key may also be the password of HTTP Basic, with any user name.
+    """
+    # Names of authentication schemes are case-insensitive (RFC 9110, 11.1).
+    scheme, _, given = authorization.partition(b" ")
+    given = given.strip()
+    if basic and scheme.lower() == b"basic":
+        try:
+            given = base64.b64decode(given, validate=True).partition(b":")[2]
+        except binascii.Error:
+            return False
+    elif scheme.lower() != b"bearer":
+        return False
+    return hmac.compare_digest(given, key)

@@ -159,7 +159,7 @@ def serve_until_signal(
     """
     import uvicorn
 
-    class Server(uvicorn.Server):
+    class StoppableServer(uvicorn.Server):
         signals = 0
         latest = 0.0
         breaker: LoopBreaker | None = None
@@ -185,7 +185,7 @@ def serve_until_signal(
         def stop(self) -> None:
             self.should_exit = True
 
-    server = Server(_uvicorn_config(app, grace_s=grace_s, log_level="warning"))
+    server = StoppableServer(_uvicorn_config(app, grace_s=grace_s, log_level="warning"))
 
     def handle(number: int, frame: FrameType | None) -> None:
         """Handle a signal while uvicorn does not: it starts and stops at once before, and is ignored after."""

@@ -78,7 +78,7 @@ class AsyncRewardAgent:
         self._agent = RewardAgent(scorer.manager, concurrency=concurrency)
         self._entered = False
         self._taking = asyncio.Lock()
-        self._batches: deque[_Batch] = deque()
+        self._batches: deque[_Submitted] = deque()
         """The batches with groups that were not handed out, the oldest first."""
 
     async def compute_reward_pipeline(self, data: Any, group_size: int = 1) -> int:
@@ -101,7 +101,7 @@ class AsyncRewardAgent:
         order = _by_group(_uids(data), len(rows), group_size)
         pending = self._agent.submit([rows[i] for i in order], group_size=group_size)
         if rows:
-            self._batches.append(_Batch(pending, order, data, group_size))
+            self._batches.append(_Submitted(pending, order, data, group_size))
         return len(rows)
 
     async def get(self, chunk_size: int, hook_func: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
@@ -169,7 +169,7 @@ RayAsyncRewardAgent = ray.remote(max_concurrency=MAX_CALLS)(_Actor)
 
 
 @dataclass
-class _Batch:
+class _Submitted:
     """A submitted batch, and how much of it was handed out."""
 
     pending: PendingRewards

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from reward_loop._util.intervals import paired_interval
 
-__all__ = ["Effect", "Verdict", "effect_of"]
+__all__ = ["Effect", "EffectVerdict", "effect_of"]
 
 MIN_PAIRS = 16
 """With fewer pairs, the warning stays as it is."""
@@ -18,7 +18,7 @@ SMALL = 0.5
 """A warning is cleared only if the interval excludes larger effects, in standard deviations of the scores."""
 
 
-class Verdict(StrEnum):
+class EffectVerdict(StrEnum):
     """What the pairs say about a warning."""
 
     CONFIRMED = "confirmed"
@@ -38,7 +38,7 @@ class Effect:
     low: float
     high: float
     """The ends of the confidence interval of 95 %."""
-    verdict: Verdict
+    verdict: EffectVerdict
 
     def describe(self, feature: str) -> str:
         """Return the effect as a sentence."""
@@ -56,7 +56,7 @@ def effect_of(pairs: Sequence[tuple[float, float]], sign: int = 1) -> Effect:
         sign: the direction of the warning: -1 if the reward falls with the feature.
     """
     if not pairs:
-        return Effect(0, 0.0, 0.0, 0.0, Verdict.UNDECIDED)
+        return Effect(0, 0.0, 0.0, 0.0, EffectVerdict.UNDECIDED)
     differences = [having - without for without, having in pairs]
     scores = [score for pair in pairs for score in pair]
     span = max(scores) - min(scores)
@@ -65,9 +65,9 @@ def effect_of(pairs: Sequence[tuple[float, float]], sign: int = 1) -> Effect:
     low, high = paired_interval(len(pairs), mean, spread, span)
     near, far = sorted((sign * low, sign * high))
     if len(pairs) < MIN_PAIRS:
-        verdict = Verdict.UNDECIDED
+        verdict = EffectVerdict.UNDECIDED
     elif near > 0:
-        verdict = Verdict.CONFIRMED
+        verdict = EffectVerdict.CONFIRMED
     else:
-        verdict = Verdict.CLEARED if far <= SMALL * statistics.pstdev(scores) else Verdict.UNDECIDED
+        verdict = EffectVerdict.CLEARED if far <= SMALL * statistics.pstdev(scores) else EffectVerdict.UNDECIDED
     return Effect(len(pairs), mean, low, high, verdict)

@@ -13,7 +13,7 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, JobServiceError, TooManyFailuresError
 from reward_loop.limits.local import LocalLimits
 from reward_loop.limits.permit import Limits, Permit
-from reward_loop.limits.protocol import MAX_LENGTH, Messages, decode, enable_keepalive, proof, receive, refusal
+from reward_loop.limits.protocol import MAX_LENGTH, MessageQueue, decode, enable_keepalive, proof, receive, refusal
 from reward_loop.types import Outcome, RewardResult
 
 __all__ = ["RemoteLimits", "open_limits"]
@@ -55,7 +55,7 @@ class RemoteLimits(Limits):
         self.is_known = False
         self.stopped: str | None = None
         """Why the run must stop, once too many samples of the job have failed."""
-        self._messages: Messages | None = None
+        self._messages: MessageQueue | None = None
         self._connection: asyncio.Task[None] | None = None
         self._lost: JobServiceError | None = None
         self._unsent: list[tuple[Any, ...]] = []
@@ -156,17 +156,17 @@ class RemoteLimits(Limits):
         finally:
             self._answers.pop(number, None)
 
-    def _connect(self) -> Messages:
+    def _connect(self) -> MessageQueue:
         """Return the message queue of the connection; open a connection if there is none."""
         loop = self.check_loop()
         if self._connection is not None and self._connection.get_loop() is not loop:
             self._messages, self._open, self._answers = None, {}, {}  # they belong to an earlier event loop
         if self._messages is None:
-            self._messages = Messages()
+            self._messages = MessageQueue()
             self._connection = loop.create_task(self._run(self._messages))
         return self._messages
 
-    async def _run(self, messages: Messages) -> None:
+    async def _run(self, messages: MessageQueue) -> None:
         writer: asyncio.StreamWriter | None = None
         watch: asyncio.Task[None] | None = None
         why, closed, awaited = "the connection has ended", False, True
@@ -215,7 +215,7 @@ class RemoteLimits(Limits):
             if writer is not None:
                 writer.close()
 
-    async def _end_if_frozen(self, messages: Messages, writer: asyncio.StreamWriter) -> None:
+    async def _end_if_frozen(self, messages: MessageQueue, writer: asyncio.StreamWriter) -> None:
         """Close the connection if calls wait for a permit and the service does not answer even a question.
 
         A permit may come late because a limit is used up, so a wait alone shows nothing.
@@ -234,14 +234,14 @@ class RemoteLimits(Limits):
         self._received += 1
         self._away_since = None
         for what, *rest in messages:
-            if what == "grant":
-                permit, request = self._open.get(rest[0], (None, None))
-                if permit is not None and request is not None and not request.done():
+            if what == "settled":
+                number, why = rest
+                permit, request = (self._open.get if why is None else self._open.pop)(number, (None, None))
+                if permit is None or request is None or request.done():
+                    continue
+                if why is None:
                     request.set_result(permit)
-            elif what == "refuse":
-                number, *why = rest
-                _, request = self._open.pop(number, (None, None))
-                if request is not None and not request.done():
+                else:
                     request.set_exception(refusal(*why))
             elif what == "limits":
                 self.max_waits, self.is_known = rest[0], True

@@ -65,11 +65,11 @@ def limits(
     if name is not None and "=" in name:
         raise typer.BadParameter(f"name the limit first: reward-loop limits NAME {name}", param_hint="NAME")
     wanted = {option: json_or_text(value) for option, value in pairs(changes, "OPTION=VALUE").items()}
-    jobs: dict[str, _Job] = {}
+    jobs: dict[str, _ReportedJob] = {}
     for process in pid or processes():
         try:
             for state in ask(process, timeout, "limits"):
-                jobs.setdefault(state["job"], _Job(state["job"])).add(process, state)
+                jobs.setdefault(state["job"], _ReportedJob(state["job"])).add(process, state)
         except (OSError, ValueError) as error:
             err.print(f"[bold red]process {process}:[/] {escape(why(error))}")
     if not jobs:
@@ -96,7 +96,7 @@ def limits(
         out.print(f"The change applies until the job ends. To keep it for a new or resumed job: {escape(options)}")
 
 
-class _Job:
+class _ReportedJob:
     """A job, as reported by the processes that take part in it."""
 
     def __init__(self, name: str) -> None:
@@ -122,7 +122,7 @@ class _Job:
         return {name: limit for state in self.states for name, limit in state.get("limits", {}).items()}
 
 
-def _announce(job: _Job, name: str, changes: dict[str, Any], err: Console) -> None:
+def _announce(job: _ReportedJob, name: str, changes: dict[str, Any], err: Console) -> None:
     """Print which job a change applies to, and the old and new value of each option, before it is made."""
     old = job.limits.get(name, {})
     values = ", ".join(f"{option} {_shown(old.get(option))} -> {_shown(value)}" for option, value in changes.items())
@@ -137,7 +137,7 @@ def _shown(value: Any) -> str:
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _change(job: _Job, name: str, changes: dict[str, Any], timeout: float) -> None:
+def _change(job: _ReportedJob, name: str, changes: dict[str, Any], timeout: float) -> None:
     """Change a limit through a process of the job, and refresh the job's status.
 
     Raises:
@@ -154,7 +154,7 @@ def _change(job: _Job, name: str, changes: dict[str, Any], timeout: float) -> No
     raise RewardLoopError(f"no process of the job {job.name} responds")
 
 
-def _show(job: _Job, name: str | None, out: Console) -> None:
+def _show(job: _ReportedJob, name: str | None, out: Console) -> None:
     pids = ", ".join(map(str, job.pids))
     out.print(f"[bold]job {escape(job.name)}[/], {'process' if len(job.pids) == 1 else 'processes'} {pids}")
     for state in job.states:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from reward_loop._util.transient import is_refusal, retry_after
 from reward_loop.config import RewardLoopConfig
-from reward_loop.errors import LimitError
+from reward_loop.errors import BudgetSpentError, LimitError
 from reward_loop.limits.outages import Outages
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "WHOLE_CALL",
     "Holder",
     "Limits",
+    "PeerPermits",
     "Permit",
     "answer_of",
     "give_up",
@@ -119,6 +122,69 @@ def give_up(request: asyncio.Future[Permit]) -> None:
         request.set_exception(LimitError(ABANDONED))
     elif not request.cancelled() and request.exception() is None:
         request.result().leave()
+
+
+Answer = Callable[[int, tuple[str, str] | None], None]
+
+
+class PeerPermits:
+    """The permits that another process requests and holds, by the numbers that it gave them.
+
+    The other process sends ``request``, ``used`` and ``leave``, each with the number. All its permits end at `close`.
+    """
+
+    def __init__(self) -> None:
+        self._requests: dict[int, asyncio.Future[Permit]] = {}
+
+    def request(self, number: int, start: Callable[[], asyncio.Future[Permit]], answer: Answer) -> None:
+        """Request a permit.
+
+        Args:
+            number: the number.
+            start: starts the request here; may raise as `Limits.request` does.
+            answer: called with the number, and with ``None`` once the permit is granted, or with the type and text of
+                the error. It is not called if the other process has withdrawn the request.
+        """
+        try:
+            request = self._requests[number] = start()
+        except (LimitError, BudgetSpentError) as error:
+            answer(number, (type(error).__name__, str(error)))
+        else:
+            request.add_done_callback(partial(self._settled, number, answer))
+
+    def _settled(self, number: int, answer: Answer, request: asyncio.Future[Permit]) -> None:
+        if number not in self._requests:
+            return
+        error = LimitError(ABANDONED) if request.cancelled() else request.exception()
+        if error is not None:
+            del self._requests[number]
+        answer(number, None if error is None else (type(error).__name__, str(error)))
+
+    def used(self, number: int, tokens: float) -> None:
+        """See `Permit.used`; without effect if there is no such permit."""
+        if (request := self._requests.get(number)) is not None and _is_granted(request):
+            request.result().used(tokens)
+
+    def leave(self, number: int, accepted: bool | None, retry_after: float | None, share: float = 0.0) -> None:
+        """End a permit as `Permit.leave` does, or withdraw its request."""
+        if (request := self._requests.pop(number, None)) is None:
+            return
+        if _is_granted(request):
+            request.result().share = share
+            request.result().leave(accepted, retry_after)
+        else:
+            request.cancel()
+
+    def close(self) -> None:
+        """End all permits, and withdraw all requests."""
+        requests, self._requests = self._requests, {}
+        for request in requests.values():
+            if not request.cancel():
+                give_up(request)
+
+
+def _is_granted(request: asyncio.Future[Permit]) -> bool:
+    return request.done() and not request.cancelled() and request.exception() is None
 
 
 class Limits(Holder, ABC):

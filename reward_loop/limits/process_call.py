@@ -26,7 +26,7 @@ from typing import Any
 from reward_loop._util.api_keys import api_key_of
 from reward_loop.errors import LimitError
 from reward_loop.limits.call import Call, Deadlines, RequestRetries, current_call
-from reward_loop.limits.permit import ABANDONED, Permit, give_up
+from reward_loop.limits.permit import ABANDONED, PeerPermits, Permit
 from reward_loop.limits.protocol import MAX_LENGTH, refusal
 from reward_loop.processes import worker
 from reward_loop.records import TEXT_FIELDS, encode_record, hide, shares_result
@@ -166,7 +166,7 @@ def pausing(call: Call | WorkerCall, what: str) -> Iterator[None]:
 
 
 class ServedCall:
-    """Serves a call in a worker process; see `processes.connection.Caller`.
+    """Serves a call in a worker process; see `processes.pool.Caller`.
 
     Args:
         call: the call.
@@ -180,8 +180,7 @@ class ServedCall:
         self._call = call
         self._pauses: list[str] = []
         self._deadlines = deadlines
-        self._waiting: dict[int, asyncio.Task[Permit]] = {}
-        self._permits: dict[int, Permit] = {}
+        self._permits = PeerPermits()
 
     def begin(self, ended: asyncio.Future[Any]) -> None:
         """Start the call's clock."""
@@ -193,19 +192,12 @@ class ServedCall:
         """Handle a message of the function."""
         match message:
             case ("request", number, name, tokens):
-                task = self._call.loop.create_task(self._call.acquire(name, tokens))
-                self._waiting[number] = task
-                task.add_done_callback(partial(self._settled, number, answer))
+                acquire = partial(self._call.acquire, name, tokens)
+                self._permits.request(number, lambda: self._call.loop.create_task(acquire()), answer)
             case ("used", number, tokens):
-                if number in self._permits:
-                    self._permits[number].used(tokens)
+                self._permits.used(number, tokens)
             case ("leave", number, accepted, retry_after):
-                if number in self._waiting:
-                    task = self._waiting.pop(number)
-                    if not task.cancel():
-                        give_up(task)
-                elif number in self._permits:
-                    self._permits.pop(number).leave(accepted, retry_after)
+                self._permits.leave(number, accepted, retry_after)
             case ("spend", cost, tokens):
                 self._call.spend(cost, tokens)
             case ("answer", accepted, retry_after):
@@ -222,20 +214,9 @@ class ServedCall:
                 if self._call.sample is not None:
                     self._call.sample.exchange({**fields, "attempt": self._call.attempt})
 
-    def _settled(self, number: int, answer: Callable[[int, Any], None], task: asyncio.Task[Permit]) -> None:
-        error = LimitError(ABANDONED) if task.cancelled() else task.exception()
-        if number not in self._waiting:
-            return  # the function, or the call, has ended the request
-        del self._waiting[number]
-        if error is None:
-            self._permits[number] = task.result()
-        answer(number, None if error is None else (type(error).__name__, str(error)))
-
     def close(self) -> None:
-        """Stop serving: the function has ended. `Call.end` ends its permits."""
+        """Stop serving: the function has ended."""
         for what in self._pauses:
             self._call.end_wait(what)
         self._pauses.clear()
-        waiting, self._waiting = self._waiting, {}
-        for task in waiting.values():
-            task.cancel()
+        self._permits.close()

@@ -7,7 +7,7 @@ closes the connection.
 When a connection ends, its permits end too; their requests and tokens stay counted.
 
     client                                          service
-    ["request", id, name, tokens, traffic_class]    ["grant", id] or ["refuse", id, error type, message]
+    ["request", id, name, tokens, traffic_class]    ["settled", id, null, or error type and message]
     ["used", id, tokens]
     ["leave", id, accepted, retry_after, share]     ["patience", factor] to all clients, if it has changed
     ["spend", cost, tokens]                         ["spent", why] to all clients, if the budget is now used up
@@ -30,7 +30,7 @@ import orjson
 from reward_loop._util.framing import frame, read_frame
 from reward_loop.errors import BudgetSpentError, JobServiceError, LimitError
 
-__all__ = ["MAX_LENGTH", "Messages", "decode", "enable_keepalive", "encode", "proof", "receive", "refusal"]
+__all__ = ["MAX_LENGTH", "MessageQueue", "decode", "enable_keepalive", "encode", "proof", "receive", "refusal"]
 
 MAX_LENGTH = 2**24
 """Maximum length of a frame in bytes."""
@@ -42,7 +42,7 @@ connection is closed."""
 _ERRORS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (LimitError, BudgetSpentError, JobServiceError)}
 
 
-class Messages:
+class MessageQueue:
     """The queue of messages to a peer: holds them until `connect`, then sends those of one loop iteration together."""
 
     def __init__(self, writer: asyncio.StreamWriter | None = None) -> None:
@@ -96,7 +96,7 @@ async def receive(reader: asyncio.StreamReader) -> list[list[Any]]:
 
 
 def refusal(kind: str, why: str) -> Exception:
-    """Return the error of a permit from the message ``refuse``."""
+    """Return the error of a permit from the message ``settled``."""
     return _ERRORS.get(kind, LimitError)(why)
 
 

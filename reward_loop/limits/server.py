@@ -13,12 +13,12 @@ from typing import Any
 from reward_loop._util.background_loop import in_background
 from reward_loop._util.framing import frame, read_frame
 from reward_loop.config import RewardLoopConfig
-from reward_loop.errors import BudgetSpentError, ConfigError, LimitError, RewardLoopError, TooManyFailuresError
+from reward_loop.errors import ConfigError, RewardLoopError, TooManyFailuresError
 from reward_loop.limits.failures import FailureBound
 from reward_loop.limits.limiter import PERIOD_S
 from reward_loop.limits.local import LocalLimits
-from reward_loop.limits.permit import Permit, give_up
-from reward_loop.limits.protocol import Messages, enable_keepalive, proof, receive
+from reward_loop.limits.permit import PeerPermits
+from reward_loop.limits.protocol import MessageQueue, enable_keepalive, proof, receive
 
 __all__ = ["LimitServer", "serve_limits"]
 
@@ -37,7 +37,7 @@ class LimitServer:
         """Why the run must stop, once too many samples have failed."""
         self._failures: dict[str, FailureBound] = {}
         self._server: asyncio.Server | None = None
-        self._connections: dict[Messages, asyncio.Task[Any]] = {}
+        self._connections: dict[MessageQueue, asyncio.Task[Any]] = {}
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Start listening, by default on any free port; return the address for clients, ``host:port:token``.
@@ -72,9 +72,12 @@ class LimitServer:
         with _closing(writer):
             if not await self._authenticate(reader, writer):
                 return
-            connection = _Connection(self.limits, writer)
-            messages = connection.messages
-            connection.handlers |= {
+            messages = MessageQueue(writer)
+            permits, answer = PeerPermits(), partial(messages.send, "settled")
+            handlers: dict[str, Callable[..., None]] = {
+                "request": lambda number, *what: permits.request(number, partial(self.limits.request, *what), answer),
+                "used": permits.used,
+                "leave": permits.leave,
                 "spend": self._spend,
                 "count": self._count,
                 "configure": partial(self._configure, messages),
@@ -90,9 +93,12 @@ class LimitServer:
                     messages.send("spent", self.limits.spent)
                 if self.stopped:
                     messages.send("stop", self.stopped)
-                await connection.run(reader)
+                while True:
+                    for what, *rest in await receive(reader):
+                        handlers[what](*rest)
             finally:
                 del self._connections[messages]
+                permits.close()
 
     async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         enable_keepalive(writer)
@@ -125,7 +131,7 @@ class LimitServer:
             self.stopped = str(stop)
             self._send_to_all("stop", self.stopped)
 
-    def _configure(self, messages: Messages, request: int, name: str, changes: dict[str, Any]) -> None:
+    def _configure(self, messages: MessageQueue, request: int, name: str, changes: dict[str, Any]) -> None:
         error = None
         try:
             self.limits.change(name, changes)
@@ -145,69 +151,6 @@ def _closing(writer: asyncio.StreamWriter) -> Iterator[None]:
         pass
     finally:
         writer.close()
-
-
-class _Connection:
-    """One client connection: calls the handler of each message. Its permits end when the connection ends."""
-
-    def __init__(self, limits: LocalLimits, writer: asyncio.StreamWriter) -> None:
-        self.messages = Messages(writer)
-        self._limits = limits
-        self._requests: dict[int, asyncio.Future[Permit]] = {}
-        self.handlers: dict[str, Callable[..., None]] = {
-            "request": self._request,
-            "used": self._used,
-            "leave": self._leave,
-        }
-
-    async def run(self, reader: asyncio.StreamReader) -> None:
-        """Process messages until the client closes the connection."""
-        try:
-            while True:
-                for what, *rest in await receive(reader):
-                    self.handlers[what](*rest)
-        finally:
-            requests, self._requests = self._requests, {}
-            for request in requests.values():
-                give_up(request)
-
-    def _request(self, number: int, name: str, tokens: float, traffic_class: str) -> None:
-        try:
-            request = self._limits.request(name, tokens, traffic_class)
-        except (LimitError, BudgetSpentError) as error:
-            self._refuse(number, error)
-        else:
-            self._requests[number] = request
-            request.add_done_callback(partial(self._settled, number))
-
-    def _settled(self, number: int, request: asyncio.Future[Permit]) -> None:
-        if number not in self._requests:  # the client has withdrawn it
-            return
-        if (error := request.exception()) is None:
-            self.messages.send("grant", number)
-        else:
-            del self._requests[number]
-            self._refuse(number, error)
-
-    def _refuse(self, number: int, error: BaseException) -> None:
-        self.messages.send("refuse", number, type(error).__name__, str(error))
-
-    def _used(self, number: int, tokens: float) -> None:
-        if (request := self._requests.get(number)) is not None and _is_granted(request):
-            request.result().used(tokens)
-
-    def _leave(self, number: int, accepted: bool | None, retry_after: float | None, share: float) -> None:
-        if (request := self._requests.pop(number, None)) is None:
-            return
-        if _is_granted(request):
-            request.result().share = share
-            request.result().leave(accepted, retry_after)
-        else:
-            give_up(request)
-
-
-def _is_granted(request: asyncio.Future[Permit]) -> bool:
-    return request.done() and request.exception() is None
 
 
 @contextlib.contextmanager

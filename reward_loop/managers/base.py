@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 from collections.abc import Awaitable, Collection, Mapping, Sequence
@@ -17,7 +18,7 @@ from reward_loop.limits.failures import failure_bound
 from reward_loop.limits.permit import DEFAULT, Limits
 from reward_loop.managers.decoding import ResponseDecoder
 from reward_loop.managers.policy import apply_policy, open_records, record_sample
-from reward_loop.records import ActiveSample, watch
+from reward_loop.records import ActiveSample, watch, watched_loops
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
 from reward_loop.scoring.proofs import ProofCounts, Proofs
 from reward_loop.scoring.results import check_result
@@ -346,7 +347,8 @@ class RewardLoopManagerBase:
 
     async def score(self, sample: RewardSample) -> RewardResult:
         """Score one sample: track it as active, call `score_one`, validate the result, and report it."""
-        watch()
+        if asyncio.get_running_loop() not in watched_loops:  # a sample needs no call of the watchdog
+            watch()
         with ActiveSample(sample, self.name, self.options.watchdog_s, self.records is not None) as active:
             result = check_result(sample, await self.score_one(sample))
             if self.records is not None:

@@ -13,12 +13,12 @@ from reward_loop._util.text import cut, duration, shorten
 from reward_loop.audit.labelled import LabelledAnswers
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, FunctionLoadError
-from reward_loop.offline.check_calls import Callee, Calls, Finding, Row, StepTimer
+from reward_loop.offline.check_calls import Callee, Calls, CheckedRow, Finding, StepTimer
 from reward_loop.offline.check_judge import ProbedKind, probe_judge
 from reward_loop.scoring.proofs import TEMPLATES, KnownAnswers, find_pair, right_answers
 from reward_loop.types import RewardSample
 
-__all__ = ["Finding", "Report", "check"]
+__all__ = ["CheckReport", "Finding", "check"]
 
 MAX_BLOCKED_S = 0.02
 """Maximum time in seconds for which a call may block the event loop, and with it all other samples."""
@@ -45,14 +45,14 @@ _ADVICE = {
 
 
 @dataclass(slots=True)
-class Report:
+class CheckReport:
     """The report on a function, or on all functions of a composite."""
 
     functions: list[Callee]
     """The function, or the functions of the components of a composite."""
     is_batched: bool = False
     """Whether it is a batch function, which is called with all samples at once."""
-    rows: list[Row] = field(default_factory=list)
+    rows: list[CheckedRow] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     probes: list[ProbedKind] = field(default_factory=list)
     """The probes of the judge."""
@@ -77,7 +77,7 @@ async def check(
     in_process: bool = True,
     on_step: Callable[[str], None] = lambda step: None,
     on_stuck: Callable[[], None] = lambda: None,
-) -> Report:
+) -> CheckReport:
     """Call a reward function in the ways that a run may call it, and report what goes wrong.
 
     The function is called about ``2 * len(samples) + concurrency + 3`` times, and a sync one about 40 times more, for
@@ -132,7 +132,7 @@ async def check(
     if in_process and checks.scores_by_rule and not calls.in_processes:
         isolated = options.model_copy(update={"isolation": "process", "max_processes": 1})
         in_worker = functools.partial(calls_with, options=isolated)
-    report = Report(calls.callees(), calls.is_batched)
+    report = CheckReport(calls.callees(), calls.is_batched)
     rounds: list[tuple[str, Callable[[], Awaitable[list[Finding]]]]] = [
         ("the samples", checks.samples_score),
         ("the samples again", checks.scores_again),
@@ -193,7 +193,7 @@ class _Checks:
         """Whether the function compares an answer with the ground truth itself, without asking a judge."""
         self.known: list[KnownAnswers] = []
         """A right and a wrong answer of each data source."""
-        self.first: list[Row] = []
+        self.first: list[CheckedRow] = []
         """The results of the first round."""
         self.deterministic = True
         self.blocked: list[list[StepTimer]] = []
@@ -392,9 +392,9 @@ class _Checks:
                 function.timeout = timeout
         return found
 
-    async def _round(self) -> list[Row]:
+    async def _round(self) -> list[CheckedRow]:
         """Score all samples one after another, and add the longest step of each call to ``blocked``."""
-        rows: list[Row] = []
+        rows: list[CheckedRow] = []
         blocked = []
         for samples in [self.samples] if self.calls.is_batched else [[sample] for sample in self.samples]:
             with StepTimer(self.stuck_s, self.on_stuck) as timer:

@@ -21,7 +21,7 @@ from reward_loop.managers.scorer import load_scorer, reward_of
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
 from reward_loop.types import RewardSample, is_returned
 
-__all__ = ["Callee", "Calls", "Finding", "Row", "StepTimer"]
+__all__ = ["Callee", "Calls", "CheckedRow", "Finding", "StepTimer"]
 
 _LOOK_S = 0.005
 """The seconds between two looks at the line that an event loop is at."""
@@ -40,7 +40,7 @@ class Callee:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CheckedRow:
     """The result of one sample."""
 
     uid: str
@@ -56,7 +56,7 @@ class Row:
         """Outcome and score, for a message."""
         return self.outcome if self.score is None else f"{self.outcome} {self.score:.6g}"
 
-    def same(self, other: Row) -> bool:
+    def same(self, other: CheckedRow) -> bool:
         """Return whether both have the same outcome and score."""
         return (self.outcome, self.score) == (other.outcome, other.score)
 
@@ -139,18 +139,18 @@ class Calls:
         for function in self.functions.values():
             function.close()
 
-    async def run(self, samples: Sequence[RewardSample]) -> list[Row]:
+    async def run(self, samples: Sequence[RewardSample]) -> list[CheckedRow]:
         """Score samples at the same time; a batch function receives all of them in one call."""
         if self.is_batched:
             group = f"group {next(self._groups)}" if self._of_groups else None
             samples = [replace(sample, group=group, group_size=len(samples)) for sample in samples]
         return list(await asyncio.gather(*map(self._run_one, samples)))
 
-    async def run_each(self, samples: Sequence[RewardSample], concurrency: int) -> list[Row]:
+    async def run_each(self, samples: Sequence[RewardSample], concurrency: int) -> list[CheckedRow]:
         """Score each sample in a call of its own, ``concurrency`` at a time."""
         slots = asyncio.Semaphore(concurrency)
 
-        async def run(sample: RewardSample) -> Row:
+        async def run(sample: RewardSample) -> CheckedRow:
             async with slots:
                 return (await self.run([sample]))[0]
 
@@ -173,11 +173,11 @@ class Calls:
         changed: RewardSample = await self._manager.with_answer(sample, answer)
         return changed
 
-    async def _run_one(self, sample: RewardSample) -> Row:
+    async def _run_one(self, sample: RewardSample) -> CheckedRow:
         reward = await reward_of(self._manager, sample, str(sample.uid))
         info = dict(reward.get("reward_extra_info") or {})
         scored = {f"{name}/outcome" for name in self.functions if info.get(f"{name}/outcome") == "scored"}
-        return Row(
+        return CheckedRow(
             sample.uid or "",
             info.get("reward_outcome", "scored"),
             None if info.get("reward_masked", False) else reward["reward_score"],
@@ -204,7 +204,7 @@ class StepTimer:
         short."""
         self._blocked_s = blocked_s
         self._on_blocked = on_blocked
-        self._step: _Step | None = None
+        self._step: _MeasuredStep | None = None
         self._closed = threading.Event()
 
     def __enter__(self) -> StepTimer:
@@ -242,7 +242,7 @@ class StepTimer:
     def _steps(self, coroutine: Any) -> Generator[Any, Any, Any]:
         step, value = coroutine.send, None
         while True:
-            measured = self._step = _Step(time.perf_counter(), Counter())
+            measured = self._step = _MeasuredStep(time.perf_counter(), Counter())
             try:
                 future = step(value)
             except StopIteration as stop:
@@ -260,7 +260,7 @@ class StepTimer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _MeasuredStep:
     started: float
     lines: Counter[str]
     """The line at which the step was when the thread of the timer looked -> how often."""

@@ -23,7 +23,7 @@ from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, FunctionLoadError
 from reward_loop.managers.scorer import Scorer, functions_of, load_scorer
 from reward_loop.offline import check as dry_run
-from reward_loop.offline.check import AWAIT, Report
+from reward_loop.offline.check import AWAIT, CheckReport
 from reward_loop.offline.check_calls import Callee, Finding
 from reward_loop.offline.check_judge import most_calls
 from reward_loop.offline.fields import Fields
@@ -142,7 +142,7 @@ def check(
         raise typer.Exit(1)
 
 
-def _run(scorer: Scorer, checking: Coroutine[Any, Any, Report]) -> Report:
+def _run(scorer: Scorer, checking: Coroutine[Any, Any, CheckReport]) -> CheckReport:
     """Run the check. A function that never lets the event loop run ends it with a report of that problem."""
     try:
         return run(checking)
@@ -151,10 +151,10 @@ def _run(scorer: Scorer, checking: Coroutine[Any, Any, Report]) -> Report:
             raise
         callees = [Callee(one.name, one.is_async, one.in_processes, one.form) for one in functions_of(scorer.manager)]
         text = f"{error.line} does not let the event loop run, and no deadline holds: the check ended. Fix: {AWAIT}"
-        return Report(callees, findings=[Finding("event loop", "problem", text)])
+        return CheckReport(callees, findings=[Finding("event loop", "problem", text)])
 
 
-def _show(report: Report, out: Console) -> None:
+def _show(report: CheckReport, out: Console) -> None:
     table = Table("sample", "outcome", box=None, pad_edge=False)
     table.add_column("score", justify="right")
     table.add_column("time", justify="right")

@@ -10,7 +10,7 @@ from reward_loop._util.intervals import wilson
 from reward_loop._util.text import shorten
 from reward_loop.audit.probes import CANARY, Probe, Probes, question_of
 from reward_loop.config import RewardLoopConfig
-from reward_loop.offline.check_calls import Calls, Finding, Row
+from reward_loop.offline.check_calls import Calls, CheckedRow, Finding
 from reward_loop.offline.check_share import advice
 from reward_loop.types import RewardSample
 
@@ -70,8 +70,8 @@ class ProbedKind:
 @dataclass(frozen=True, slots=True)
 class _Asked:
     probe: Probe
-    first: Row
-    row: Row
+    first: CheckedRow
+    row: CheckedRow
 
     def is_positive(self, accept: float | None, tolerance: float) -> bool | None:
         if self.row.score is None:
@@ -90,7 +90,7 @@ def most_calls(rows: int, options: RewardLoopConfig) -> int:
 async def probe_judge(
     calls: Calls,
     samples: Sequence[RewardSample],
-    first: Sequence[Row],
+    first: Sequence[CheckedRow],
     options: RewardLoopConfig,
     concurrency: int,
     labelled: Labelled = (),
@@ -179,7 +179,7 @@ async def _ask_labelled(calls: Calls, answers: Labelled, concurrency: int) -> li
     return [_Asked(probe, row, row) for probe, row in zip(probes, rows, strict=True)]
 
 
-def _spot_checks(first: Sequence[Row], asked: Sequence[_Asked], accept: float | None) -> str | None:
+def _spot_checks(first: Sequence[CheckedRow], asked: Sequence[_Asked], accept: float | None) -> str | None:
     """Return what share of spot checks to choose, from rows with both scores, or from the labelled answers."""
     both = [(row.components.get("cheap"), row.components.get("strong")) for row in first]
     pairs = [(cheap, strong) for cheap, strong in both if cheap is not None and strong is not None]
@@ -191,7 +191,7 @@ def _spot_checks(first: Sequence[Row], asked: Sequence[_Asked], accept: float | 
     return advice(known, "labelled answers (the labels stand for the strong judge)")
 
 
-def _threshold(rows: Sequence[Row], options: RewardLoopConfig) -> tuple[float | None, str | None]:
+def _threshold(rows: Sequence[CheckedRow], options: RewardLoopConfig) -> tuple[float | None, str | None]:
     """Return the lowest accepted score, and a text about it; ``None`` if all scores are equal."""
     if (accept := options.audit.accept) is not None:
         return accept, f"an answer with a score of at least {accept:g} is accepted"

@@ -26,7 +26,7 @@ from reward_loop.offline.folder import export as write_export
 from reward_loop.offline.inputs import Inputs, is_compressed
 from reward_loop.offline.report import Price, Report
 from reward_loop.offline.report_command import outcomes_of, show_probes, show_report
-from reward_loop.offline.run import ScoringProgress, Usage, score_rows, usage_of
+from reward_loop.offline.run import RunUsage, ScoringProgress, score_rows, usage_of
 from reward_loop.records import AUDIT, probe_counts, read_rows
 from reward_loop.scoring import load_function
 from reward_loop.scoring.load import source_hash
@@ -275,7 +275,7 @@ def _show(report: Report, run: Mapping[str, Any], prices: Price | None, out: Con
     if scored:
         rate = f"{rounded(run['rows_per_second'])} rows/s" + (f" for {scored} rows" if resumed else "")
         table.add_row("throughput", f"{rate}, {duration(run['seconds'])} in this run")
-    if usage := str(Usage(run["tokens"], run["cost"])):
+    if usage := str(RunUsage(run["tokens"], run["cost"])):
         table.add_row("used", f"{usage}, in this run")
     table.add_row("records", f"{records}; in the browser: reward-loop view {records}")
     if run["export"] is not None:

@@ -21,8 +21,8 @@ from reward_loop.types import Outcome, finite_number
 
 __all__ = [
     "Agreement",
-    "Comparison",
     "Scoring",
+    "ScoringDifference",
     "agreement",
     "cohens_kappa",
     "compare",
@@ -53,7 +53,7 @@ class Scoring:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ScoringDifference:
     """How two scorings, ``a`` and ``b``, differ."""
 
     both: int
@@ -121,10 +121,10 @@ def read_scoring(path: Path, *, on: str | None = None, label: str | None = None)
     return scoring
 
 
-def compare(a: Scoring, b: Scoring, *, threshold: float | None = None, largest: int = 10) -> Comparison:
+def compare(a: Scoring, b: Scoring, *, threshold: float | None = None, largest: int = 10) -> ScoringDifference:
     """Compare two scorings of the same samples; see `agreement` for the threshold.
 
-    `Comparison.largest` and `Comparison.moved` have at most ``largest`` samples.
+    `ScoringDifference.largest` and `ScoringDifference.moved` have at most ``largest`` samples.
 
     Raises:
         ConfigError: no sample is in both.
@@ -140,7 +140,7 @@ def compare(a: Scoring, b: Scoring, *, threshold: float | None = None, largest: 
     different = ((abs(x - y), key) for key, (x, y) in pairs.items() if x != y)
     moved = ((key, a.outcomes[key], b.outcomes[key]) for key in keys if a.outcomes[key] != b.outcomes[key])
     top = heapq.nlargest(largest, different, key=lambda found: found[0])
-    return Comparison(
+    return ScoringDifference(
         both=len(keys),
         only_a=len(a.outcomes) - len(keys),
         only_b=len(b.outcomes) - len(keys),

@@ -15,7 +15,7 @@ from reward_loop._util.json import encode
 from reward_loop._util.standard_streams import console
 from reward_loop._util.text import counted, cut, rounded
 from reward_loop.errors import ConfigError
-from reward_loop.offline.compare import MAX_CATEGORIES, Agreement, Comparison, Scoring, read_scoring
+from reward_loop.offline.compare import MAX_CATEGORIES, Agreement, Scoring, ScoringDifference, read_scoring
 from reward_loop.offline.compare import compare as compare_scorings
 
 __all__ = ["compare"]
@@ -71,7 +71,7 @@ def compare(
         _note_duplicates(scoring)
 
 
-def _show(found: Comparison, label: str | None, out: Console) -> None:
+def _show(found: ScoringDifference, label: str | None, out: Console) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_row("samples", f"{found.both} in both, {found.only_a} only in A, {found.only_b} only in B")
     table.add_row("changed", f"{found.changed} of {found.both}")

@@ -34,7 +34,7 @@ from reward_loop.offline.inputs import Inputs
 from reward_loop.records import ActiveSample, exchanges_of, large_components, sample_row, text_row
 from reward_loop.types import Outcome, Reward, RewardSample, finite_number
 
-__all__ = ["ScoringProgress", "Usage", "score_rows", "usage_of"]
+__all__ = ["RunUsage", "ScoringProgress", "score_rows", "usage_of"]
 
 _RECORDING = ("run_single", "score", "to_reward")
 """The methods of `RewardLoopManagerBase` that record a sample, or decide about its reward afterwards."""
@@ -194,7 +194,7 @@ async def _recorded(manager: Any, sample: RewardSample, folder: ScoredFolder) ->
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class RunUsage:
     """What the calls of a run have used, as they reported it; ``None`` if a limiter service of a job counts it."""
 
     tokens: float | None
@@ -206,13 +206,13 @@ class Usage:
         return ", ".join([*found, f"cost {rounded(self.cost)}"] if self.cost else found)
 
 
-def usage_of(manager: Any) -> Usage:
+def usage_of(manager: Any) -> RunUsage:
     """Return the tokens and the cost of the calls of a manager's functions."""
     holders = (manager, *functions_of(manager))
     found = {id(limits): limits for holder in holders if (limits := getattr(holder, "limits", None)) is not None}
     if not all(isinstance(limits, LocalLimits) for limits in found.values()):
-        return Usage(None, None)
-    return Usage(sum(one.tokens for one in found.values()), sum(one.cost for one in found.values()))
+        return RunUsage(None, None)
+    return RunUsage(sum(one.tokens for one in found.values()), sum(one.cost for one in found.values()))
 
 
 class ScoringProgress:

@@ -10,7 +10,7 @@ The pool sends one end of a socket pair   Fork a worker that serves calls on it 
 The pool shuts down writing on its end    The call timed out: request the worker's stack, then kill the worker
 The pool shuts down both directions       Kill the worker at once
 A worker exceeds ``max_memory_mb``        Kill the worker
-A worker dies for any reason              Kill its descendants, then send the pool a `Report` on the worker's socket
+A worker dies for any reason              Kill its descendants, then send a `DeathReport` on its socket
 The pool's process dies (pipe closes)     Kill all workers and exit
 ========================================  ============================================================================
 
@@ -40,7 +40,7 @@ from reward_loop._util.framing import frame
 from reward_loop._util.process import adopt_orphans, children, descendants, die_with_parent, kill, kill_children
 from reward_loop.processes import worker
 
-__all__ = ["Report", "main"]
+__all__ = ["DeathReport", "main"]
 
 _STACK_SECONDS = 2.0
 """Seconds that a worker past its deadline has to write its stack. On a busy machine it may not be scheduled at
@@ -57,7 +57,7 @@ _CPU_ROUNDING_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class DeathReport:
     """How a worker ended."""
 
     code: int
@@ -80,7 +80,7 @@ class _Child:
     """The in-memory file that `faulthandler` writes to."""
     kill_at: float | None = None
     memory_mb: float | None = None
-    report: Report | None = None
+    report: DeathReport | None = None
     report_by: float = 0.0
 
 
@@ -232,7 +232,7 @@ class _ForkServer:
                     code = os.waitstatus_to_exitcode(status)
                     limit = _limit_of(code, usage.ru_utime + usage.ru_stime, cpu_limit)
                     stack = _read_stack(child.stack_fd)
-                    child.report = Report(code, child.memory_mb, self._max_memory_mb, limit, stack)
+                    child.report = DeathReport(code, child.memory_mb, self._max_memory_mb, limit, stack)
                     child.report_by = time.monotonic() + _LINGER_SECONDS
                     self._dead.append(child)
         orphans = [pid for pid in children(os.getpid()) if pid not in self._alive]

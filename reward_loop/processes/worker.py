@@ -64,7 +64,7 @@ STARTED, TOLD, ENDED, ENDED_LAST, DIED = b"S", b"T", b"E", b"L", b"D"
 - `TOLD`: a message of the function to the caller, with the number of its call.
 - `ENDED`: the outcome; the worker is idle.
 - `ENDED_LAST`: the outcome; the worker must be replaced. It may be proven first, see `reward_loop.scoring.proofs`.
-- `DIED`: a `Report` on how the worker died; sent by the fork server.
+- `DIED`: a `DeathReport` on how the worker died; sent by the fork server.
 """
 
 EXIT_BROKEN = 70

@@ -59,6 +59,7 @@ from reward_loop.records.watchdog import answers as answers
 from reward_loop.records.watchdog import ask as ask
 from reward_loop.records.watchdog import processes as processes
 from reward_loop.records.watchdog import watch as watch
+from reward_loop.records.watchdog import watched_loops as watched_loops
 from reward_loop.records.watchdog import why as why
 from reward_loop.records.writer import MAX_BYTES as MAX_BYTES
 from reward_loop.records.writer import ExchangeCounts as ExchangeCounts

@@ -32,7 +32,7 @@ class Queued(Protocol):
         """When the call started; ``None`` until then."""
 
 
-class Call(NamedTuple):
+class FunctionCall(NamedTuple):
     """A call of the function for a sample."""
 
     function: str
@@ -70,7 +70,7 @@ class ActiveSample:
     """What the sample waits for until its batch call starts; empty if it is not part of one."""
     exchanges: Mapping[str, dict[str, Any]] = MappingProxyType({})
     """The requests to model servers with their replies, by the ID of the exchange."""
-    calls: Sequence[Call] = ()
+    calls: Sequence[FunctionCall] = ()
     """The calls of the function, in the order of their ends."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -134,13 +134,13 @@ class ActiveSample:
         self.completion_tokens += fields.get("completion_tokens", 0)
 
     def called(self, function: str, seconds: float, queued: float, waited: float, error: BaseException | None) -> None:
-        """Add a call of the function that has just ended; see `Call`.
+        """Add a call of the function that has just ended; see `FunctionCall`.
 
         It ran for ``seconds``, waited ``queued`` seconds for a free thread or process, and ``waited`` for limits.
         """
         start = max(0.0, self.seconds - seconds - waited)
         problem = None if error is None else type(error).__name__
-        self.calls = (*self.calls, Call(function, start, queued, waited, seconds, problem))
+        self.calls = (*self.calls, FunctionCall(function, start, queued, waited, seconds, problem))
 
     def queue(self, what: str, call: Queued) -> None:
         """Record that a call waits for something, such as a free thread, until its ``started`` is set."""

@@ -19,7 +19,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["AUDIT", "CONFIG", "EVENTS", "EXCHANGES", "HEALTH", "NOTES", "SUB_FOLDERS", "TEXTS", "Place", "RecordFiles"]
+__all__ = [
+    "AUDIT",
+    "CONFIG",
+    "EVENTS",
+    "EXCHANGES",
+    "HEALTH",
+    "NOTES",
+    "SUB_FOLDERS",
+    "TEXTS",
+    "RecordFiles",
+    "TextPlace",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +51,7 @@ SEGMENTS = 512
 """A segment ends when it is larger than this part of the folder's maximum size."""
 
 
-class Place(NamedTuple):
+class TextPlace(NamedTuple):
     """Where the texts of a sample are."""
 
     file: str
@@ -89,7 +100,7 @@ class RecordFiles:
         """Append lines to the file of events."""
         self._append(self.folder / EVENTS / self.path.name, b"".join(lines))
 
-    def add_texts(self, kind: str, samples: Sequence[bytes]) -> list[Place | None]:
+    def add_texts(self, kind: str, samples: Sequence[bytes]) -> list[TextPlace | None]:
         """Append the texts of some samples to the current segment of a kind: `TEXTS` or `EXCHANGES`.
 
         Returns:
@@ -102,10 +113,10 @@ class RecordFiles:
         offset = self._append(segment, content)
         if offset is None:
             return [None] * len(samples)
-        places: list[Place | None] = []
+        places: list[TextPlace | None] = []
         name = f"{kind}/{segment.name}"
         for lines in samples:
-            places.append(Place(name, offset, len(lines)) if lines else None)
+            places.append(TextPlace(name, offset, len(lines)) if lines else None)
             offset += len(lines)
         if offset > self._max_bytes // SEGMENTS:
             self._numbers[kind] += 1

@@ -27,7 +27,7 @@ from reward_loop._util.loop_pulse import LoopPulse
 from reward_loop.errors import ConfigError
 from reward_loop.records.active import OUTAGE, ActiveSample, active_samples
 
-__all__ = ["answers", "ask", "processes", "report", "watch", "why"]
+__all__ = ["answers", "ask", "processes", "report", "watch", "watched_loops", "why"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ _REPEAT_S = 60.0
 
 
 def watch() -> None:
-    """Start the watchdog of this process if it does not run yet. Managers call this for each sample.
+    """Start the watchdog of this process if it does not run yet. Managers call this on each new event loop.
 
     If it is called on an event loop, the watchdog also watches that loop. It logs a loop that runs no callback for
     `BLOCKED_S` seconds while samples are active, with the line of code that blocks it.
@@ -62,14 +62,14 @@ def watch() -> None:
             if _watchdog is None:
                 _watchdog = _Watchdog()
     loop = asyncio._get_running_loop()
-    if loop is not None and loop not in _loops:
-        _loops[loop] = LoopPulse(loop)
+    if loop is not None and loop not in watched_loops:
+        watched_loops[loop] = LoopPulse(loop)
 
 
 def report() -> dict[str, Any]:
     """Return the state of this process: oldest active samples, blocked event loops, and the stacks of its threads."""
     samples = active_samples()
-    pulses = [(pulse, pulse.blocked_s(_BLOCKED_NOW_S)) for pulse in list(_loops.values())]
+    pulses = [(pulse, pulse.blocked_s(_BLOCKED_NOW_S)) for pulse in list(watched_loops.values())]
     return {
         "pid": os.getpid(),
         # Not sys.argv: Ray sets process titles that describe its workers.
@@ -222,7 +222,7 @@ class _Watchdog:
             )
 
     def _look_at_loops(self, now: float, active: bool) -> None:
-        seconds = {pulse: pulse.blocked_s() for pulse in list(_loops.values())} if active else {}
+        seconds = {pulse: pulse.blocked_s() for pulse in list(watched_loops.values())} if active else {}
         self._blocked = {pulse: at for pulse, at in self._blocked.items() if seconds.get(pulse, 0) > BLOCKED_S}
         for pulse, blocked in seconds.items():
             if blocked > BLOCKED_S and now - self._blocked.get(pulse, -_REPEAT_S) >= _REPEAT_S:
@@ -255,7 +255,7 @@ def _stacks() -> Iterator[tuple[str, list[str]]]:
     """Yield the innermost stack lines of threads that run user code: the main thread, those of event loops and those
     of sync functions."""
     frames = sys._current_frames()
-    of_loops = {pulse.thread for pulse in list(_loops.values())}
+    of_loops = {pulse.thread for pulse in list(watched_loops.values())}
     for thread in threading.enumerate():
         frame = frames.get(thread.ident or 0)
         is_shown = thread is threading.main_thread() or thread.ident in of_loops
@@ -267,15 +267,15 @@ def _stacks() -> Iterator[tuple[str, list[str]]]:
 
 _watchdog: _Watchdog | None = None
 _lock = threading.Lock()
-_loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopPulse] = weakref.WeakKeyDictionary()
-"""The event loops that score samples."""
+watched_loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopPulse] = weakref.WeakKeyDictionary()
+"""The event loops that score samples. Empty in a forked child, which has no watchdog yet."""
 
 
 def _forget() -> None:
     """Reset the watchdog in a forked child, which inherits the variable but not the thread."""
     global _watchdog, _lock
     _watchdog, _lock = None, threading.Lock()
-    _loops.clear()
+    watched_loops.clear()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reward_loop._util.json import BYTES, decode, encode_fast, to_json
-from reward_loop.records.files import EXCHANGES, TEXTS, Place, RecordFiles
+from reward_loop.records.files import EXCHANGES, TEXTS, RecordFiles, TextPlace
 from reward_loop.records.rows import TEXT_FIELDS, VERSION
 
 __all__ = ["MAX_BYTES", "ExchangeCounts", "Records", "cleaned", "encode_record", "hide", "records"]
@@ -241,14 +241,14 @@ def records(directory: str | Path, max_bytes: int = MAX_BYTES) -> Records:
         return _writers[key]
 
 
-def _row_line(record: _Record, name: str, text: Place | None, exchange: Place | None) -> bytes:
+def _row_line(record: _Record, name: str, text: TextPlace | None, exchange: TextPlace | None) -> bytes:
     if not record.has_id:
         return _line(record.row)
     judges = [{key: made[key] for key in made if key not in TEXT_FIELDS} for made in record.exchanges]
     return _line({**record.row, "id": name, "judges": judges, **_place("text", text), **_place("exchange", exchange)})
 
 
-def _place(kind: str, place: Place | None) -> dict[str, Any]:
+def _place(kind: str, place: TextPlace | None) -> dict[str, Any]:
     file, offset, size = place or (None, None, None)
     return {f"{kind}_file": file, f"{kind}_offset": offset, f"{kind}_bytes": size}
 

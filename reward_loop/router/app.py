@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import hmac
 import logging
 import resource
 import signal
@@ -15,6 +14,7 @@ from typing import Self
 
 import uvloop
 
+from reward_loop._util.api_keys import has_key
 from reward_loop._util.sockets import is_loopback, url_of
 from reward_loop._util.standard_streams import print_line
 from reward_loop._util.web_pages import is_foreign_origin, is_known_host, own_names
@@ -110,7 +110,8 @@ class Router:
         if client.path in _HEALTH_PATHS:
             self._answer_health(client)
             return
-        if not self._is_allowed(client):
+        given = find(client.headers, b"authorization") or b""
+        if self._credentials is not None and not has_key(given, self._credentials):
             raise Refusal(401, "the API key is missing or wrong: send it as a bearer token")
         # FastAPI receives only the paths of the control plane: with a catch-all route of FastAPI, a router forwarded
         # 3,428 requests/s, with a plain ASGI app 9,387.
@@ -122,13 +123,6 @@ class Router:
             await answer(client, body)
         else:
             await self.proxy(client)
-
-    def _is_allowed(self, client: ClientRequest) -> bool:
-        if self._credentials is None:
-            return True
-        # Names of authentication schemes are case-insensitive (RFC 9110, 11.1).
-        scheme, _, token = (find(client.headers, b"authorization") or b"").partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(b" "), self._credentials)
 
     def _refuse_web_pages(self, client: ClientRequest) -> None:
         """Refuse a request that a web page may have sent; with an API key, which pages do not have, none is refused."""

@@ -11,7 +11,7 @@ streaming  set       done        the head was delivered, the body is being read;
 closed     None                  never used again
 ========== ========= =========== ==================================================================
 
-- Each request has its own parser, whose callbacks are those of its `Answer`.
+- Each request has its own parser, whose callbacks are those of its `BackendAnswer`.
 - An answer without a body, or with a ``Content-Length`` of at most `_WHOLE_UP_TO` bytes, is delivered complete; other
   answers are delivered when their head is complete.
 """
@@ -34,7 +34,7 @@ from reward_loop.router.headers import HOP_BY_HOP, RawHeader, end_to_end, find, 
 
 __all__ = [
     "NO_BODY",
-    "Answer",
+    "BackendAnswer",
     "BrokenError",
     "ConnectError",
     "Connection",
@@ -91,7 +91,7 @@ class StaleError(BrokenError):
     """
 
 
-class Answer:
+class BackendAnswer:
     """A server's answer: its head, and the part of the body received so far."""
 
     def __init__(self, connection: Connection, *, head_only: bool = False) -> None:
@@ -218,8 +218,8 @@ class Connection(asyncio.Protocol):
         """The parser of the current request."""
         self._upstream = upstream
         self._transport: asyncio.Transport
-        self._answer: Answer | None = None
-        self._arrival: asyncio.Future[Answer]
+        self._answer: BackendAnswer | None = None
+        self._arrival: asyncio.Future[BackendAnswer]
         self._paused = False
         self._is_check = False
 
@@ -228,14 +228,14 @@ class Connection(asyncio.Protocol):
         """Whether a request is in flight whose answer has not been delivered."""
         return self._answer is not None and not self._arrival.done()
 
-    async def request(self, message: bytes, head_only: bool, is_check: bool) -> Answer:
+    async def request(self, message: bytes, head_only: bool, is_check: bool) -> BackendAnswer:
         """Send the bytes of a request and wait for its answer, which has only a head for a HEAD request.
 
         See :meth:`Upstream.request`.
         """
         self._upstream.busy.add(self)
         self._is_check = is_check
-        self._answer = answer = Answer(self, head_only=head_only)
+        self._answer = answer = BackendAnswer(self, head_only=head_only)
         self._arrival = self._upstream.loop.create_future()
         self.parser = httptools.HttpResponseParser(answer)
         self._transport.write(message)
@@ -246,7 +246,7 @@ class Connection(asyncio.Protocol):
             answer.close()
             raise
 
-    def deliver(self, answer: Answer) -> None:
+    def deliver(self, answer: BackendAnswer) -> None:
         """End the wait of `request`; its caller reads the rest of the answer, if any."""
         if not self._arrival.done():
             self._arrival.set_result(answer)
@@ -319,7 +319,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.fail(str(error or "") or "the connection was closed before the end of the answer")
 
-    def _finish(self, answer: Answer, *, keep: bool) -> None:
+    def _finish(self, answer: BackendAnswer, *, keep: bool) -> None:
         self._answer = None
         answer.complete = True
         # If the server answered before it read the whole request, the connection cannot be reused.
@@ -367,7 +367,7 @@ class Upstream:
 
     async def request(
         self, method: bytes, target: bytes, headers: bytes = b"", body: bytes = b"", *, is_check: bool = False
-    ) -> Answer:
+    ) -> BackendAnswer:
         """Send a request and wait for its answer; cancelling it closes the connection.
 
         Args:

@@ -44,7 +44,7 @@ from reward_loop.router.http_client import ConnectError, Upstream, UpstreamError
 from reward_loop.router.policies import Policy, policy_for
 from reward_loop.router.refusals import Refusal
 
-__all__ = ["BackendPool", "Group"]
+__all__ = ["BackendGroup", "BackendPool"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ _LOG_INTERVAL_S = 30.0
 """Seconds between two log lines about a server that stays unhealthy for the same reason."""
 
 
-class Group:
+class BackendGroup:
     """The servers that can answer the requests of a route, with the policy that chooses among them."""
 
     def __init__(self, members: list[Backend], policy: Policy) -> None:
@@ -103,7 +103,7 @@ class BackendPool:
         """Whether the servers serve different models, so that requests are routed by their ``model`` field."""
         self._tls = tls_context(self.config)
         self._initial = list(backends)
-        self._groups: dict[Route, Group] = {}
+        self._groups: dict[Route, BackendGroup] = {}
         # One policy for each group: with a shared round robin, requests that alternate between two models would each
         # reach only every second server.
         self._policies: defaultdict[Route, Policy] = defaultdict(lambda: policy_for(self.config.policy))
@@ -145,14 +145,14 @@ class BackendPool:
         """Whether at least one server is UP."""
         return any(backend.state is BackendState.UP for backend in self.backends)
 
-    def group(self, route: Route = ANY) -> Group:
+    def group(self, route: Route = ANY) -> BackendGroup:
         """Return the servers that can answer the requests of a route."""
         if route.model is not None and route.model not in self.models:
             route = route._replace(model="")  # All unknown names share one group: the servers whose models are unknown.
         group = self._groups.get(route)
         if group is None:
             members = [backend for backend in self.backends if backend.can_answer(route)]
-            group = self._groups[route] = Group(members, self._policies[route])
+            group = self._groups[route] = BackendGroup(members, self._policies[route])
         return group
 
     def pick(self, route: Route = ANY, key: int | None = None, avoid: Container[Backend] = ()) -> Backend | None:

@@ -17,7 +17,7 @@ from reward_loop.router.config import RouterConfig
 from reward_loop.router.headers import BACKEND, HOP_BY_HOP, NO_WAIT, RawHeader, find, named_by_connection, to_wire
 from reward_loop.router.http_client import (
     NO_BODY,
-    Answer,
+    BackendAnswer,
     BrokenError,
     ConnectError,
     MovedError,
@@ -256,7 +256,9 @@ class Proxy:
         group = self._pool.group(other)
         return other if self._pool.several_models and group.ready and backend not in group.members else None
 
-    def _may_retry(self, backend: Backend, answer: Answer, route: Route, failed: list[Backend], attempts: int) -> bool:
+    def _may_retry(
+        self, backend: Backend, answer: BackendAnswer, route: Route, failed: list[Backend], attempts: int
+    ) -> bool:
         """Record an error answer of a server; return whether to retry the request on another server."""
         pause = _asked_pause(answer)
         if answer.status == 429 or (answer.status == 503 and pause is not None):
@@ -283,7 +285,7 @@ async def _back_off(failures: int) -> None:
         await asyncio.sleep(longest * random.uniform(0.5, 1))
 
 
-async def _pass_on(client: ClientRequest, answer: Answer) -> None:
+async def _pass_on(client: ClientRequest, answer: BackendAnswer) -> None:
     """Send an answer to the client.
 
     Raises:
@@ -311,7 +313,7 @@ async def _pass_on(client: ClientRequest, answer: Answer) -> None:
     client.answer(answer.status, headers, body)
 
 
-def _asked_pause(answer: Answer) -> float | None:
+def _asked_pause(answer: BackendAnswer) -> float | None:
     """Return the seconds that a server asks to wait; ``None`` if it does not."""
     pause = asked_pause({name.decode(): value.decode("latin-1") for name, value in answer.headers}, answer.status)
     return _PAUSE_S if pause is None and find(answer.headers, b"retry-after") else pause

@@ -8,7 +8,7 @@ import orjson
 
 from reward_loop.router.backend import ANY, Route
 from reward_loop.router.config import Kind, RequestKind
-from reward_loop.router.pool import BackendPool, Group
+from reward_loop.router.pool import BackendGroup, BackendPool
 from reward_loop.router.refusals import Refusal
 
 __all__ = ["UnknownModelError", "merged_models", "model_of", "route"]
@@ -116,7 +116,7 @@ def _needed(kind: RequestKind | None) -> Kind:
     return "generative" if kind == "generative" else "discriminative"
 
 
-def _empty_text_can_crash(kind: RequestKind | None, group: Group) -> bool:
+def _empty_text_can_crash(kind: RequestKind | None, group: BackendGroup) -> bool:
     return kind in ("discriminative", "reranking") and any(
         backend.config.engine == "sglang" and backend.config.kind == "discriminative" for backend in group.members
     )

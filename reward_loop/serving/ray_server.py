@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 from reward_loop.errors import ServerDiedError, ServerError, ServerStartError
 from reward_loop.serving.gpus import Accelerator
 from reward_loop.serving.process import ServerProcess
-from reward_loop.serving.reservation import Demand, GpuReservation, Place
+from reward_loop.serving.reservation import Demand, GpuPlace, GpuReservation
 from reward_loop.serving.server_spec import Launch, ServerSpec
 from reward_loop.serving.tunnels import new_key, tunnel_entry, tunnel_exit
 
@@ -69,7 +69,7 @@ class RayServer:
         ServerStartError: the server cannot be started, or is not ready in time. The message shows the end of its log.
     """
 
-    def __init__(self, spec: ServerSpec, place: Place, tunnel_key: str) -> None:
+    def __init__(self, spec: ServerSpec, place: GpuPlace, tunnel_key: str) -> None:
         self.name = spec.name
         self.url = ""
         self.pid: int | None = None

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from reward_loop.errors import ConfigError, ServerStartError
 from reward_loop.serving.gpus import GPU, Accelerator
 
-__all__ = ["Demand", "GpuReservation", "Others", "Place"]
+__all__ = ["Demand", "GpuPlace", "GpuReservation", "Others"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Others:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GpuPlace:
     """The Ray resources that one server runs on: a bundle of a placement group, with its accelerators and CPU cores."""
 
     group: PlacementGroup
@@ -104,7 +104,7 @@ class GpuReservation:
         self._fix = fix
         self._group: PlacementGroup | None = None
 
-    async def places(self, demands: Sequence[Demand]) -> list[list[Place]]:
+    async def places(self, demands: Sequence[Demand]) -> list[list[GpuPlace]]:
         """Reserve the resources of all servers, and return the places of each model's servers.
 
         Raises:
@@ -129,7 +129,7 @@ class GpuReservation:
         numbers = iter(range(len(bundles)))
         return [
             [
-                Place(self._group, next(numbers), demand.gpus, demand.cpus, self._accelerator)
+                GpuPlace(self._group, next(numbers), demand.gpus, demand.cpus, self._accelerator)
                 for _ in range(demand.servers)
             ]
             for demand in demands

@@ -53,7 +53,7 @@ MAX_DEATHS = 3
 
 
 @dataclass(slots=True)
-class _Prompt:
+class _AssignedPrompt:
     worker: int
     batch: Any
     position: int
@@ -64,12 +64,12 @@ class Assignments:
     """The prompts of each worker, with their data, so that the prompts of a dead worker can be sent again."""
 
     def __init__(self) -> None:
-        self._prompts: dict[str, _Prompt] = {}
+        self._prompts: dict[str, _AssignedPrompt] = {}
 
     def assign(self, worker: int, batch: Any, uids: Iterable[str]) -> None:
         """Record that a worker received prompts: ``batch`` has a row for each uid, and can be sliced."""
         for position, uid in enumerate(uids):
-            self._prompts[uid] = _Prompt(worker, batch, position)
+            self._prompts[uid] = _AssignedPrompt(worker, batch, position)
 
     def keep(self, unfinished: Collection[str]) -> None:
         """Remove all prompts but these."""

@@ -63,12 +63,12 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.debug import marked_timer
 from verl.utils.tensordict_utils import assign_non_tensor
 
-from reward_loop.agent.filter_forecast import FilterForecast
 from reward_loop.agent.schedule import Action, Generate, Prepare, Train, Wait
 from reward_loop.errors import RewardLoopError
 from reward_loop.managers.base import TRAINING_STEP
 from reward_loop.records import Interval, overlap_event, seconds_of
 from reward_loop.verl.compat import overrides, uses
+from reward_loop.verl.filter_forecast import FilterForecast
 from reward_loop.verl.mode_options import PIPELINE_MODE, make_schedule, mini_batch_groups, read_mode
 from reward_loop.verl.refills import RefillLimit
 from reward_loop.verl.reward_metrics import added_seconds, overlap_metrics

@@ -11,7 +11,7 @@ import numpy as np
 
 from reward_loop._util.text import listing
 from reward_loop.audit import AuditCounts
-from reward_loop.audit.effect import Verdict
+from reward_loop.audit.effect import EffectVerdict
 from reward_loop.audit.values import JudgeCalls, Observation, ProbeCounts
 from reward_loop.audit.watch import HealthWatch
 from reward_loop.config import RewardLoopConfig
@@ -60,7 +60,7 @@ class StepHealth:
             self._check_reference(observation)
             tested = [] if self._ablations is None else self._ablations.read(step, audit)
             for one in tested:
-                if one.effect.verdict == Verdict.CLEARED:
+                if one.effect.verdict == EffectVerdict.CLEARED:
                     self._watch.clear(one.warning)
             found = self._watch.check(observation)
         except Exception:  # observability must not stop a run

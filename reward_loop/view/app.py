@@ -26,6 +26,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from reward_loop._util.api_keys import has_key
 from reward_loop._util.json import encode, look_up
 from reward_loop._util.web_pages import is_foreign_origin, is_known_host, own_names
 from reward_loop.errors import ConfigError
@@ -44,7 +45,7 @@ from reward_loop.view.filters import (
 )
 from reward_loop.view.index import Follower, Index
 from reward_loop.view.phases import PhaseReader
-from reward_loop.view.samples import Samples
+from reward_loop.view.samples import SampleQueries
 from reward_loop.view.summaries import Summaries, judges, without_samples
 from reward_loop.view.timeline import timeline
 
@@ -82,7 +83,7 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
     follower, phases = Follower(index), PhaseReader(index.folder)
     reading, comparing = threading.Lock(), threading.Lock()
     reader, summaries = RecordsReader(index.folder), Summaries(index)
-    samples = Samples(index, reader, Notes(index.folder), price)
+    samples = SampleQueries(index, reader, Notes(index.folder), price)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -357,17 +358,12 @@ class Guard:
             answer = RedirectResponse("/", 303)
             answer.set_cookie(COOKIE, self._key, httponly=True, samesite="strict")
             return answer
-        kind, _, token = headers.get("authorization", "").partition(" ")
         cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
-        if self._is_key(cookie) or (kind.lower() == "bearer" and self._is_key(_utf8(token))):
+        # Starlette decodes headers as Latin-1.
+        if self._is_key(cookie) or has_key(headers.get("authorization", "").encode("latin-1"), self._key.encode()):
             return None
         return JSONResponse({"error": "This server needs its key: open /?key=KEY, or send it as a bearer token."}, 401)
 
     def _is_key(self, given: str) -> bool:
         assert self._key is not None
         return hmac.compare_digest(given.encode(errors="replace"), self._key.encode())
-
-
-def _utf8(value: str) -> str:
-    """Return the text of a header that is UTF-8. Starlette decodes headers as Latin-1."""
-    return value.encode("latin-1").decode("utf-8", "replace")

@@ -13,8 +13,8 @@ __all__ = [
     "JUDGES_PARAMETERS",
     "SAMPLES_PARAMETERS",
     "BadRequestError",
-    "Order",
     "SampleFilter",
+    "SortOrder",
     "check_parameters",
     "component",
     "number_of",
@@ -178,7 +178,7 @@ def _number(name: str, value: str) -> float:
 
 
 @dataclass(frozen=True)
-class Order:
+class SortOrder:
     """A total order of samples: by a field if one is given, then by step, validation, group, time and ID.
 
     Samples without a value of the field are last.
@@ -188,7 +188,7 @@ class Order:
     """SQL of each key, and whether it descends. No key is null."""
 
     @classmethod
-    def parse(cls, query: Mapping[str, str]) -> Order:
+    def parse(cls, query: Mapping[str, str]) -> SortOrder:
         """Return the order that the parameters ``sort`` and ``order`` of a request describe.
 
         Raises:

@@ -17,10 +17,10 @@ from reward_loop.offline.notes import Notes
 from reward_loop.offline.report import Price
 from reward_loop.offline.turns import prompt_turns, response_turns
 from reward_loop.records import RecordsReader, parse_line
-from reward_loop.view.filters import BadRequestError, Order, SampleFilter, component, number_of
+from reward_loop.view.filters import BadRequestError, SampleFilter, SortOrder, component, number_of
 from reward_loop.view.index import Index
 
-__all__ = ["Samples"]
+__all__ = ["SampleQueries"]
 
 MAX_LIMIT = 10_000
 """The largest number of rows in an answer."""
@@ -56,7 +56,7 @@ FROM samples
 _VALUES = "arg_max({{v: {value}}}, reward).v AS best_value, arg_min({{v: {value}}}, reward).v AS worst_value,"
 
 
-class Samples:
+class SampleQueries:
     """Answers requests for samples and groups.
 
     Args:
@@ -82,7 +82,7 @@ class Samples:
         Raises:
             BadRequestError: a parameter is not valid.
         """
-        chosen, order = self._filter(query), Order.parse(query)
+        chosen, order = self._filter(query), SortOrder.parse(query)
         offset, limit = _page(query)
         count = self._index.rows(f"SELECT count(*) AS n FROM samples WHERE {chosen.where}", chosen.parameters)
         # Only the rows of the page are read whole.
@@ -135,7 +135,7 @@ class Samples:
         Raises:
             BadRequestError: a parameter is not valid.
         """
-        order = Order.parse(query)
+        order = SortOrder.parse(query)
         known = self._known(name, order)
         if known is None:
             return None
@@ -151,7 +151,7 @@ class Samples:
         same = same.also("step IS NULL") if known["step"] is None else same.also("step = ?", known["step"])
         group = self._index.rows(
             f'SELECT id, uid, reward, outcome FROM samples WHERE {same.where} AND "group" = ? '
-            f"ORDER BY {Order.parse({}).sql()} LIMIT {MAX_LIMIT}",
+            f"ORDER BY {SortOrder.parse({}).sql()} LIMIT {MAX_LIMIT}",
             [*same.parameters, known["group"]],
         )
         chosen = self._filter(query) if query else same
@@ -176,12 +176,12 @@ class Samples:
         Raises:
             OSError: the note cannot be written.
         """
-        known = self._known(name, Order.parse({}))
+        known = self._known(name, SortOrder.parse({}))
         if known is not None:
             self._notes.write(name, known["uid"], known["step"], text)
         return known is not None
 
-    def _known(self, name: str, order: Order) -> dict[str, Any] | None:
+    def _known(self, name: str, order: SortOrder) -> dict[str, Any] | None:
         """Return the row of a sample in the index and its values of the keys of an order; ``None`` if there is none."""
         # The number, the last part of an ID, is found faster than the ID.
         by_number = SampleFilter().also("number = try_cast(? AS BIGINT)", name.rpartition("-")[2])
@@ -217,7 +217,9 @@ class Samples:
             found = self._search.find(text, chosen)
         return chosen.also("id IN (SELECT unnest(?))", found)
 
-    def _neighbour(self, keys: Sequence[Any], chosen: SampleFilter, order: Order, reverse: bool = False) -> str | None:
+    def _neighbour(
+        self, keys: Sequence[Any], chosen: SampleFilter, order: SortOrder, reverse: bool = False
+    ) -> str | None:
         beyond = order.beyond(keys, reverse)
         rows = self._index.rows(
             f"SELECT id FROM samples WHERE {chosen.where} AND {beyond.where} ORDER BY {order.sql(reverse)} LIMIT 1",

@@ -10,7 +10,7 @@ import pytest
 
 from reward_loop import NaiveRewardLoopManager, RewardSample
 from reward_loop.audit import AuditCounts, Feature
-from reward_loop.audit.effect import Verdict, effect_of
+from reward_loop.audit.effect import EffectVerdict, effect_of
 from reward_loop.managers import GroupRewardLoopManager
 from reward_loop.records.probes import probe_counts
 from tests.audit.test_audit import audit_of, audited, ended, rows_of, scores_of
@@ -86,14 +86,14 @@ async def ablated(function: Any, feature: Feature, folder: Path | None = None) -
 @pytest.mark.parametrize(
     ("function", "feature", "verdict", "mean"),
     [
-        (paid_for_the_phrase, VERIFY, Verdict.CONFIRMED, 0.3),
-        (paid_for_the_answer, VERIFY, Verdict.CLEARED, 0.0),
-        (paid_for_length, Feature(), Verdict.CONFIRMED, None),
-        (paid_for_the_answer, Feature(), Verdict.CLEARED, 0.0),
+        (paid_for_the_phrase, VERIFY, EffectVerdict.CONFIRMED, 0.3),
+        (paid_for_the_answer, VERIFY, EffectVerdict.CLEARED, 0.0),
+        (paid_for_length, Feature(), EffectVerdict.CONFIRMED, None),
+        (paid_for_the_answer, Feature(), EffectVerdict.CLEARED, 0.0),
     ],
 )
 async def test_a_judge_that_pays_for_the_feature_confirms_the_warning_and_another_one_clears_it(
-    function: Any, feature: Feature, verdict: Verdict, mean: float | None, tmp_path: Path
+    function: Any, feature: Feature, verdict: EffectVerdict, mean: float | None, tmp_path: Path
 ) -> None:
     counts = await ablated(function, feature, tmp_path)
     count = counts.ablations[feature.name]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from reward_loop.audit.effect import Verdict, effect_of
+from reward_loop.audit.effect import EffectVerdict, effect_of
 from reward_loop.audit.monitors import MONITORS
 from reward_loop.audit.watch import HealthWarning, HealthWatch
 from reward_loop.config import HealthConfig
@@ -26,20 +26,20 @@ def pairs_of(paid: float, count: int = 64, noise: float = 0.1) -> list[tuple[flo
 @pytest.mark.parametrize(
     ("pairs", "sign", "verdict"),
     [
-        (pairs_of(0.3), 1, Verdict.CONFIRMED),
-        (pairs_of(0.05, noise=0.05), 1, Verdict.CONFIRMED),
-        (pairs_of(0.0), 1, Verdict.CLEARED),
-        (pairs_of(-0.3), 1, Verdict.CLEARED),
-        (pairs_of(-0.3), -1, Verdict.CONFIRMED),  # the reward falls with the length
-        (pairs_of(0.3), -1, Verdict.CLEARED),
-        ([(0.5, 0.5)] * 64, 1, Verdict.CLEARED),
-        (pairs_of(0.3, count=8), 1, Verdict.UNDECIDED),
-        (pairs_of(0.0, count=20, noise=3.0), 1, Verdict.UNDECIDED),  # few pairs of a judge whose scores are noise
-        ([], 1, Verdict.UNDECIDED),
+        (pairs_of(0.3), 1, EffectVerdict.CONFIRMED),
+        (pairs_of(0.05, noise=0.05), 1, EffectVerdict.CONFIRMED),
+        (pairs_of(0.0), 1, EffectVerdict.CLEARED),
+        (pairs_of(-0.3), 1, EffectVerdict.CLEARED),
+        (pairs_of(-0.3), -1, EffectVerdict.CONFIRMED),  # the reward falls with the length
+        (pairs_of(0.3), -1, EffectVerdict.CLEARED),
+        ([(0.5, 0.5)] * 64, 1, EffectVerdict.CLEARED),
+        (pairs_of(0.3, count=8), 1, EffectVerdict.UNDECIDED),
+        (pairs_of(0.0, count=20, noise=3.0), 1, EffectVerdict.UNDECIDED),  # few pairs of a judge whose scores are noise
+        ([], 1, EffectVerdict.UNDECIDED),
     ],
 )
 def test_an_interval_away_from_0_confirms_and_one_around_0_clears(
-    pairs: list[tuple[float, float]], sign: int, verdict: Verdict
+    pairs: list[tuple[float, float]], sign: int, verdict: EffectVerdict
 ) -> None:
     assert effect_of(pairs, sign).verdict == verdict
 

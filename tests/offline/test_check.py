@@ -17,7 +17,7 @@ import pytest
 from reward_loop import ConfigError, FunctionLoadError, RewardLoopConfig, RewardSample, limit
 from reward_loop.config import parse
 from reward_loop.offline import check_calls as calls
-from reward_loop.offline.check import Report, check
+from reward_loop.offline.check import CheckReport, check
 
 SAMPLES = [RewardSample(f"2+2 is {i}", ground_truth=["4"], uid=f"q{i}", extra_info={"a": [1]}) for i in range(5)]
 QUIET: dict[str, Any] = {
@@ -26,7 +26,7 @@ QUIET: dict[str, Any] = {
 }  # whatever else the machine does, nothing counts as blocking
 
 
-async def found(function: Any, **options: Any) -> tuple[Report, dict[str, tuple[str, str]]]:
+async def found(function: Any, **options: Any) -> tuple[CheckReport, dict[str, tuple[str, str]]]:
     report = await check(function, SAMPLES, **{**QUIET, **options})
     return report, {finding.check: (finding.status, finding.text) for finding in report.findings}
 

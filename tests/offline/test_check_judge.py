@@ -13,7 +13,7 @@ import pytest
 from reward_loop import ConfigError, RewardLoopConfig, RewardSample
 from reward_loop.client import spot_check
 from reward_loop.config import AuditConfig, parse
-from reward_loop.offline.check import Report, check
+from reward_loop.offline.check import CheckReport, check
 from reward_loop.offline.check_judge import most_calls
 
 SAMPLES = [
@@ -41,7 +41,9 @@ class Gullible:
         return right(solution_str, ground_truth)
 
 
-async def found(function: Any, samples: list[RewardSample] = SAMPLES, **options: Any) -> tuple[Report, dict[str, str]]:
+async def found(
+    function: Any, samples: list[RewardSample] = SAMPLES, **options: Any
+) -> tuple[CheckReport, dict[str, str]]:
     config = parse(RewardLoopConfig, options, "reward_loop")
     report = await check(function, samples, options=config, judge=True, max_blocked_s=600.0)
     return report, {finding.check: f"{finding.status}: {finding.text}" for finding in report.findings}

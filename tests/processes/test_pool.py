@@ -25,7 +25,7 @@ from reward_loop import (
     load_function,
 )
 from reward_loop._util.transient import is_refusal
-from reward_loop.processes import connection, forkserver
+from reward_loop.processes import forkserver, pool
 from reward_loop.processes.outcome import RemoteError
 from tests.clock import advance
 from tests.descriptors import left_open
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.integration  # starts processes
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """Wait longer for the report on a dead worker, which has the stack of the function."""
-    monkeypatch.setattr(connection, "_REPORT_SECONDS", 120.0)
+    monkeypatch.setattr(pool, "_REPORT_SECONDS", 120.0)
 
 
 def sample(does, **arguments):
@@ -549,7 +549,7 @@ async def test_a_module_that_never_loads(isolate, tmp_path, monkeypatch):
     path.write_text("def compute_score(extra_info):\n    return 1\n")
     scoring = isolate(load_function(str(path)))
     path.write_text("import threading\nthreading.Event().wait()\n")
-    monkeypatch.setattr(connection, "_START_SECONDS", 0.5)
+    monkeypatch.setattr(pool, "_START_SECONDS", 0.5)
     # More than the socket takes while nobody reads.
     for text in ("", "x" * (8 << 20)):
         result = await asyncio.wait_for(scoring(RewardSample("", extra_info={"text": text})), 60)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from reward_loop.router.backend import BackendState
-from reward_loop.router.http_client import Answer
+from reward_loop.router.http_client import BackendAnswer
 from tests.router.test_retries import Caller, Scripted, answer, calling
 
 
@@ -18,7 +18,7 @@ class Full(Scripted):
         super().__init__(answer(status))
         self.status, self.now, self.accepted, self.most = status, 0, 0, 0
 
-    async def request(self, *request: bytes) -> Answer:
+    async def request(self, *request: bytes) -> BackendAnswer:
         self.asked += 1
         if self.now >= 8:
             await asyncio.sleep(0)
@@ -61,7 +61,7 @@ async def test_a_request_that_is_refused_whatever_the_load_is_gets_the_answer(st
     busy = asyncio.Event()
 
     class Picky(Scripted):
-        async def request(self, *request: bytes) -> Answer:
+        async def request(self, *request: bytes) -> BackendAnswer:
             if b"too-long" in request[2]:
                 self.asked += 1
                 return answer(status)

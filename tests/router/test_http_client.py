@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from reward_loop._util.sockets import listen, url_of
 from reward_loop.errors import ConfigError
 from reward_loop.router.config import RouterConfig
-from reward_loop.router.http_client import Answer, BrokenError, ConnectError, StaleError, Upstream, UpstreamError
+from reward_loop.router.http_client import BackendAnswer, BrokenError, ConnectError, StaleError, Upstream, UpstreamError
 from reward_loop.router.pool import tls_context
 from tests.servers import refusing, until
 
@@ -70,7 +70,7 @@ async def get(upstream: Upstream, method: bytes = b"GET") -> tuple[int, bytes]:
     return answer.status, await whole(answer)
 
 
-async def whole(answer: Answer) -> bytes:
+async def whole(answer: BackendAnswer) -> bytes:
     parts = []
     while part := await answer.read():
         parts.append(part)

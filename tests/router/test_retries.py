@@ -12,15 +12,15 @@ from reward_loop.router.backend import Backend, BackendState
 from reward_loop.router.client_request import ClientRequest, Flow
 from reward_loop.router.config import BackendConfig, RouterConfig
 from reward_loop.router.headers import RawHeader
-from reward_loop.router.http_client import Answer, BrokenError, ConnectError, StaleError
+from reward_loop.router.http_client import BackendAnswer, BrokenError, ConnectError, StaleError
 from reward_loop.router.pool import BackendPool
 from reward_loop.router.proxy import Proxy
 from reward_loop.router.refusals import Refusal
 from tests.router.transport import Transport
 
 
-def answer(status: int, **headers: str) -> Answer:
-    whole = Answer(None)  # type: ignore[arg-type]
+def answer(status: int, **headers: str) -> BackendAnswer:
+    whole = BackendAnswer(None)  # type: ignore[arg-type]
     whole.status = status
     whole.headers = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     whole.headers.append((b"content-length", b"0"))
@@ -37,11 +37,11 @@ PATH, GROUP = b"/v1/chat/completions", (b"x-reward-loop-group", b"7")
 class Scripted:
     """Stands for a server: gives what it was told to, in turn, and the last thing for ever."""
 
-    def __init__(self, *outcomes: Answer | Exception) -> None:
+    def __init__(self, *outcomes: BackendAnswer | Exception) -> None:
         self.outcomes = list(outcomes)
         self.asked = 0
 
-    async def request(self, *request: bytes) -> Answer:
+    async def request(self, *request: bytes) -> BackendAnswer:
         self.asked += 1
         outcome = self.outcomes.pop(0) if len(self.outcomes) > 1 else self.outcomes[0]
         if isinstance(outcome, Exception):
@@ -88,7 +88,7 @@ async def calling(*servers: Scripted, **options: Any) -> AsyncIterator[Caller]:
 
 
 @pytest.mark.parametrize("failure", [answer(500), answer(503), answer(429), BrokenError("x"), ConnectError("x")])
-async def test_another_server_is_asked(failure: Answer | Exception) -> None:
+async def test_another_server_is_asked(failure: BackendAnswer | Exception) -> None:
     async with calling(Scripted(failure), Scripted(answer(200))) as caller:
         assert [await caller.ask() for _ in range(2)] == [200, 200]
         assert [backend.in_flight for backend in caller.pool.backends] == [0, 0]
@@ -159,8 +159,8 @@ async def test_without_the_budget_an_answer_is_passed_on_and_a_broken_connection
         assert await caller.ask() == 200
 
 
-def unfinished(*parts: bytes) -> Answer:
-    begun = Answer(None)  # type: ignore[arg-type]
+def unfinished(*parts: bytes) -> BackendAnswer:
+    begun = BackendAnswer(None)  # type: ignore[arg-type]
     begun.status = 200
     begun.headers = [(b"x-own", b"1")]
     for part in parts:

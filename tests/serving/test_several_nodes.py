@@ -27,7 +27,7 @@ from tests.servers import STUB_COMMAND, post
 ray = pytest.importorskip("ray")
 
 from reward_loop.serving.gpus import NPU  # noqa: E402
-from reward_loop.serving.reservation import Demand, GpuReservation, Others, Place  # noqa: E402
+from reward_loop.serving.reservation import Demand, GpuPlace, GpuReservation, Others  # noqa: E402
 
 pytestmark = pytest.mark.integration
 
@@ -72,7 +72,7 @@ def until_free(gpus: int) -> None:
 
 
 @asynccontextmanager
-async def reserved(demand: Demand, **options: Any) -> AsyncIterator[list[Place]]:
+async def reserved(demand: Demand, **options: Any) -> AsyncIterator[list[GpuPlace]]:
     """Reserve the places of the servers of one model."""
     reservation = GpuReservation(timeout_s=60, **options)
     try:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import contextlib
-import hmac
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
@@ -20,6 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reward_loop import __version__
+from reward_loop._util.api_keys import has_key
 from reward_loop._util.web_pages import is_foreign_origin, is_known_host, own_names
 from reward_loop.adapters.service import score_route
 from reward_loop.adapters.service.api_page import api_page
@@ -28,7 +26,7 @@ from reward_loop.adapters.service.nemo_gym import nemo_gym
 from reward_loop.adapters.service.replies import ServiceError, error_reply, json_reply
 from reward_loop.adapters.service.service import RETRY_AFTER_S, Metrics, RewardService
 
-__all__ = ["DIALECTS", "Gate", "create_app"]
+__all__ = ["DIALECTS", "ServiceGate", "create_app"]
 
 DIALECTS: dict[str, Callable[[RewardService, DialectOptions], APIRouter]] = {
     "openrlhf": openrlhf,
@@ -54,7 +52,7 @@ def create_app(
     options: DialectOptions | None = None,
     key: str | None = None,
     max_body_bytes: int = 16 * 2**20,
-) -> Gate:
+) -> ServiceGate:
     """Return the ASGI app. The service runs during the app's lifespan.
 
     Args:
@@ -108,7 +106,7 @@ def create_app(
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     app.openapi_schema = None  # complete now
-    return Gate(app, key=key, max_body_bytes=max_body_bytes, metrics=service.metrics, paths=paths)
+    return ServiceGate(app, key=key, max_body_bytes=max_body_bytes, metrics=service.metrics, paths=paths)
 
 
 def _place(location: Sequence[str | int]) -> str:
@@ -144,7 +142,7 @@ def _add_errors(app: FastAPI, paths: Collection[str]) -> None:
         return Response(status_code=499)
 
 
-class Gate:
+class ServiceGate:
     """An ASGI middleware: it answers requests without the key with 401, and those with too long a body with 413.
 
     Without a key, requests of web pages get 403: they could spend the budget of a judge.
@@ -234,15 +232,8 @@ class Gate:
         if self._key is None:
             self._refuse_web_pages(headers)
             return
-        header = headers.get("authorization", "")
-        scheme, _, credentials = header.partition(" ")
-        given = credentials.strip().encode("latin-1")  # as Starlette decodes headers
-        if scheme.lower() == "basic":
-            try:
-                given = base64.b64decode(given, validate=True).partition(b":")[2]
-            except binascii.Error:
-                given = b""
-        if scheme.lower() not in ("basic", "bearer") or not hmac.compare_digest(given, self._key):
+        # Starlette decodes headers as Latin-1.
+        if not has_key(headers.get("authorization", "").encode("latin-1"), self._key, basic=True):
             raise ServiceError(
                 401,
                 "the API key is missing or wrong: send it as a bearer token, or in the URL as "

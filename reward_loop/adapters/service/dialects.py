@@ -16,7 +16,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 from pydantic import Field
 
-from reward_loop.adapters.service.replies import ERRORS, Body, ServiceError, json_reply, numbers_of
+from reward_loop.adapters.service.replies import ERRORS, JsonBody, ServiceError, json_reply, numbers_of
 from reward_loop.adapters.service.service import RewardService
 from reward_loop.managers.scorer import Scored
 from reward_loop.types import RewardSample
@@ -43,7 +43,7 @@ class DialectOptions:
 # --- OpenRLHF: `--reward.remote_url http://host:port/openrlhf` (`--remote_rm_url` in older versions)
 
 
-class Rollouts(Body):
+class Rollouts(JsonBody):
     """Rollouts of OpenRLHF. The lists have equal lengths; they are empty at all but the first of several URLs."""
 
     query: list[str]
@@ -54,7 +54,7 @@ class Rollouts(Body):
     """The reference answers."""
 
 
-class Rewards(Body):
+class Rewards(JsonBody):
     """The rewards of the rollouts, in their order."""
 
     rewards: list[float]
@@ -130,7 +130,7 @@ def _extra_logs(scored: list[Scored]) -> dict[str, list[float]]:
 # --- slime and miles: `--rm-type remote_rm --rm-url http://host:port/slime`
 
 
-class Rollout(Body):
+class Rollout(JsonBody):
     """A rollout of slime."""
 
     prompt: str | list[dict[str, Any]]
@@ -166,7 +166,7 @@ def slime(service: RewardService, options: DialectOptions) -> APIRouter:
 # --- LLaMA-Factory: `reward_model_type: api` and `reward_model: http://host:port/llamafactory`
 
 
-class Messages(Body):
+class Messages(JsonBody):
     """Rollouts of LLaMA-Factory."""
 
     messages: list[str] = Field(min_length=1)
@@ -174,7 +174,7 @@ class Messages(Body):
     text as `solution_str`."""
 
 
-class Scores(Body):
+class Scores(JsonBody):
     """The scores of the rollouts, in their order."""
 
     scores: list[float]

@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from pydantic import ConfigDict, Field
 
 from reward_loop.adapters.service.dialects import DialectOptions
-from reward_loop.adapters.service.replies import ERRORS, Body, ServiceError, json_reply
+from reward_loop.adapters.service.replies import ERRORS, JsonBody, ServiceError, json_reply
 from reward_loop.adapters.service.service import RewardService
 from reward_loop.offline.fields import Fields
 from reward_loop.offline.inputs import Row
@@ -31,7 +31,7 @@ PREFIXES = ("", "/ng-rollout/{rollout_id}", "/ng-rollout/{rollout_id}/training-t
 TASK_INDEX, ROLLOUT_INDEX = "_ng_task_index", "_ng_rollout_index"
 
 
-class VerifyBody(Body):
+class VerifyBody(JsonBody):
     """A finished rollout of a task of NeMo-Gym. Further fields are those of the task."""
 
     model_config = ConfigDict(extra="allow")
@@ -58,7 +58,7 @@ class VerifyReply(VerifyBody):
     """The numbers that the function returned in addition to the score."""
 
 
-class AggregateBody(Body):
+class AggregateBody(JsonBody):
     """The results of an evaluation."""
 
     verify_responses: list[dict[str, Any]]

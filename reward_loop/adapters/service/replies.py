@@ -12,7 +12,7 @@ from reward_loop._util.json import encode
 from reward_loop.managers.scorer import Scored
 from reward_loop.types import Outcome
 
-__all__ = ["ERRORS", "Body", "ErrorBody", "ServiceError", "error_reply", "json_reply", "numbers_of"]
+__all__ = ["ERRORS", "ErrorBody", "JsonBody", "ServiceError", "error_reply", "json_reply", "numbers_of"]
 
 
 class ServiceError(Exception):
@@ -35,13 +35,13 @@ class ServiceError(Exception):
         self.retry_after_s = retry_after_s
 
 
-class Body(BaseModel):
+class JsonBody(BaseModel):
     """Base of all bodies: docstrings are the descriptions of the API page."""
 
     model_config = ConfigDict(use_attribute_docstrings=True, frozen=True)
 
 
-class ErrorBody(Body):
+class ErrorBody(JsonBody):
     """An error."""
 
     error: str

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from reward_loop.adapters.service.replies import ERRORS, Body, ServiceError, json_reply
+from reward_loop.adapters.service.replies import ERRORS, JsonBody, ServiceError, json_reply
 from reward_loop.adapters.service.service import RewardService
 from reward_loop.managers.scorer import Scored
 from reward_loop.types import Outcome, RewardSample
@@ -17,7 +17,7 @@ from reward_loop.types import Outcome, RewardSample
 __all__ = ["KINDS", "routes"]
 
 
-class Sample(Body):
+class Sample(JsonBody):
     """One finished rollout. The names are those of verl; the function receives only the arguments it declares."""
 
     model_config = ConfigDict(
@@ -64,7 +64,7 @@ class Sample(Body):
         return RewardSample(**fields)
 
 
-class Samples(Body):
+class Samples(JsonBody):
     """Many samples. They are scored concurrently; the reply has their results in the same order."""
 
     model_config = ConfigDict(extra="forbid")
@@ -73,7 +73,7 @@ class Samples(Body):
     """The samples."""
 
 
-class Result(Body):
+class Result(JsonBody):
     """The result of a sample."""
 
     uid: str
@@ -89,7 +89,7 @@ class Result(Body):
     """The other keys that the function returned, such as components, and the times that the reward loop measured."""
 
 
-class Results(Body):
+class Results(JsonBody):
     """The results of many samples."""
 
     results: list[Result]

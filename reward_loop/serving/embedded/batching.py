@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from reward_loop.serving.embedded.sampling import Generation, RowEndings, RowSampler, SamplingParams
+from reward_loop.serving.embedded.sampling import GeneratedTokens, RowEndings, RowSampler, SamplingParams
 
 __all__ = ["BatchingEngine"]
 
@@ -116,7 +116,7 @@ class BatchingEngine:
         await asyncio.wait([worker])
         await asyncio.to_thread(thread.shutdown)
 
-    async def generate(self, prompt_ids: list[int], params: SamplingParams) -> Generation:
+    async def generate(self, prompt_ids: list[int], params: SamplingParams) -> GeneratedTokens:
         """Generate a continuation of ``prompt_ids``.
 
         Cancelling the call withdraws the request: a waiting request never runs, and a running request no longer delays

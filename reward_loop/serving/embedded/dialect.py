@@ -34,7 +34,7 @@ class ApiError(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-class Body(BaseModel):
+class RequestBody(BaseModel):
     """Base of all bodies. Unknown fields are ignored, and a field that is ``null`` gets its default, as in vLLM."""
 
     model_config = ConfigDict(extra="ignore")
@@ -54,14 +54,14 @@ class Body(BaseModel):
         return given
 
 
-class TextPart(Body):
+class TextPart(RequestBody):
     """One part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(Body):
+class Message(RequestBody):
     """One turn of a conversation."""
 
     unsupported = {"tool_calls": ([],), "function_call": ()}
@@ -78,7 +78,7 @@ class Message(Body):
         return {"role": self.role, "content": content}
 
 
-class PromptRequest(Body):
+class PromptRequest(RequestBody):
     """A request with a prompt that this server tokenizes."""
 
     model: str | None = None

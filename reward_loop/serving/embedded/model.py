@@ -20,7 +20,7 @@ from reward_loop.serving.embedded.dialect import (
     SamplingOptions,
     envelope,
 )
-from reward_loop.serving.embedded.sampling import Generation, SamplingParams
+from reward_loop.serving.embedded.sampling import GeneratedTokens, SamplingParams
 from reward_loop.serving.models import ModelKind
 
 __all__ = ["EmbeddedModel"]
@@ -184,7 +184,7 @@ class EmbeddedModel:
             return torch.sigmoid(values).tolist()
         return torch.softmax(values, dim=-1).tolist()
 
-    def _choice(self, index: int, generation: Generation, body: ChatRequest) -> dict[str, Any]:
+    def _choice(self, index: int, generation: GeneratedTokens, body: ChatRequest) -> dict[str, Any]:
         text = self.tokenizer.decode(generation.token_ids, skip_special_tokens=body.skip_special_tokens)
         finish_reason, stop_reason = generation.finish_reason, None
         # Stop strings are searched in the complete text: the tokens after a stop string are generated and discarded.
@@ -201,7 +201,7 @@ class EmbeddedModel:
             "stop_reason": stop_reason,
         }
 
-    def _logprobs(self, generation: Generation) -> list[dict[str, Any]]:
+    def _logprobs(self, generation: GeneratedTokens) -> list[dict[str, Any]]:
         tokens = [self.tokenizer.decode([token]) for token in generation.token_ids]
         return [
             {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}

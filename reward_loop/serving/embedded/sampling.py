@@ -23,7 +23,7 @@ from transformers.generation.logits_process import (
 
 from reward_loop.serving.embedded.dialect import SamplingOptions
 
-__all__ = ["Generation", "RowEndings", "RowSampler", "SamplingParams"]
+__all__ = ["GeneratedTokens", "RowEndings", "RowSampler", "SamplingParams"]
 
 
 class SamplingParams(SamplingOptions):
@@ -39,7 +39,7 @@ class SamplingParams(SamplingOptions):
 
 
 @dataclass(slots=True)
-class Generation:
+class GeneratedTokens:
     """The generated tokens of one request."""
 
     token_ids: list[int]
@@ -115,14 +115,14 @@ class RowEndings(StoppingCriteria):
         end_token_ids: Sequence[int],
         *,
         abandoned: Callable[[int], bool],
-        deliver: Callable[[int, Generation], object],
+        deliver: Callable[[int, GeneratedTokens], object],
     ) -> None:
         self._params = params
         self._sampler = sampler
         self._end_token_ids = frozenset(end_token_ids) | frozenset(params[0].stop_token_ids)
         self._abandoned = abandoned
         self._deliver = deliver
-        self._alive = dict(enumerate(Generation([], [], "length") for _ in params))
+        self._alive = dict(enumerate(GeneratedTokens([], [], "length") for _ in params))
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         chosen = input_ids[:, -1:]

@@ -26,8 +26,8 @@ __all__ = [
     "CPU",
     "SUPPORTED",
     "TRAINING",
-    "Finding",
     "Use",
+    "UseCheck",
     "VerlVersionError",
     "check",
     "check_version",
@@ -84,7 +84,7 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class UseCheck:
     """A use, compared with the installed verl."""
 
     use: Use
@@ -164,13 +164,13 @@ def _error(problems: Collection[str]) -> VerlVersionError:
     )
 
 
-def findings(used: Collection[Use]) -> Iterator[Finding]:
+def findings(used: Collection[Use]) -> Iterator[UseCheck]:
     """Yield a finding for each name. Imports verl's modules."""
     for use in used:
         found, problem = _find(use.owner)
         if problem is None and (differs := _difference(found, use)):
             problem = f"{use.owner}{'.' if ':' in use.owner else ':'}{differs} ({use.why})"
-        yield Finding(use, problem)
+        yield UseCheck(use, problem)
 
 
 def _find(owner: str) -> tuple[Any, str | None]:

@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 torch.set_num_threads(1)  # Tiny tensors: more threads only wait for each other.
 
 from reward_loop.serving.embedded.batching import BatchingEngine  # noqa: E402
-from reward_loop.serving.embedded.sampling import Generation, SamplingParams  # noqa: E402
+from reward_loop.serving.embedded.sampling import GeneratedTokens, SamplingParams  # noqa: E402
 
 pytestmark = pytest.mark.integration  # imports torch
 
@@ -82,7 +82,7 @@ def steps(generative: Any) -> Iterator[Batches]:
         yield recorder
 
 
-def teacher_forced(model: Any, prompt: list[int], generation: Generation, temperature: float = 1.0) -> list[float]:
+def teacher_forced(model: Any, prompt: list[int], generation: GeneratedTokens, temperature: float = 1.0) -> list[float]:
     ids = torch.tensor([prompt + generation.token_ids])
     with torch.no_grad():
         logprobs = torch.log_softmax(model(ids).logits[0, len(prompt) - 1 : -1] / temperature, dim=-1)
@@ -234,7 +234,7 @@ async def test_invalid_prompts_of_a_batch_fail_alone(generative: Any, discrimina
         good, *bad = await asyncio.gather(
             *(engine.generate(prompt, GREEDY) for prompt in prompts), return_exceptions=True
         )
-    assert isinstance(good, Generation)
+    assert isinstance(good, GeneratedTokens)
     assert [type(error) for error in bad] == [ValueError] * 3
     assert "maximum context length is 512 tokens" in str(bad[0])
     async with engine_for(discriminative) as engine:
