@@ -66,7 +66,7 @@ sglang: setup  ## make .venv-sglang: SGLang on the CPU, for its tests
 docs: .venv-docs/reward-loop.stamp  ## build the documentation site in site/; warnings are errors
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict && echo 'The site is in site/index.html.'
 
-reference: setup  ## write the reference of commands, options and Python names into docs/
+reference: setup  ## write the reference into docs/, and the defaults of options into their YAML file
 	@$(BIN)/python -m tools.reference
 
 docs-serve: .venv-docs/reward-loop.stamp  ## show the documentation site, and follow changes of its pages

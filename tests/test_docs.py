@@ -129,6 +129,13 @@ def test_the_reference_is_that_of_the_code(page: str) -> None:
     assert reference.updated(PAGES[page]) == PAGES[page], "run: make reference"
 
 
+def test_the_defaults_in_the_yaml_file_are_those_of_the_code() -> None:
+    pytest.importorskip("verl")
+    text = reference.YAML.read_text()
+    assert text.count("# begin options") == 4
+    assert reference.updated_yaml(text) == text, "run: make reference"
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_no_page_has_more_than_1500_words(page: str) -> None:
     assert len(reference.MARKED.sub("", PAGES[page]).split()) <= 1500

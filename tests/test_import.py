@@ -56,7 +56,7 @@ PUBLIC = [
 ]
 
 
-ROOMS = ["limits", "processes", "records"]
+ROOMS = ["config", "limits", "processes", "records"]
 """The other packages with a stub."""
 
 

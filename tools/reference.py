@@ -5,6 +5,9 @@
 A page has marks, between which this program writes: ``<!-- begin commands -->``, for a group of options ``<!-- begin
 options reward_loop.cache -->``, and for a class or function ``<!-- begin api reward_loop.client.Judge -->``. Names are
 read from the source files, so nothing is imported for them.
+
+It also writes the defaults of options into ``reward_loop_options.yaml``, between ``# begin options reward_loop`` and
+``# end options reward_loop``. This is a file because verl's command must not import this package unless a run uses it.
 """
 
 from __future__ import annotations
@@ -16,10 +19,12 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import typer
+from pydantic.fields import FieldInfo
 
 from reward_loop.config import (
     AuditConfig,
@@ -40,6 +45,10 @@ from reward_loop.config import (
 
 ROOT = Path(__file__).resolve().parents[1]
 
+YAML = ROOT / "reward_loop" / "verl" / "config" / "reward_loop_options.yaml"
+
+MARKED_YAML = re.compile(r"( *)(# begin options ([\w.]+)\n).*?( *# end options \3\n)", re.DOTALL)
+
 MARKED = re.compile(
     r"(<!-- begin (api [\w.]+|commands|environment|moved keys|options [\w.]+) -->\n).*?(<!-- end \2 -->)", re.DOTALL
 )
@@ -59,6 +68,9 @@ GROUPS: dict[str, type[Config]] = {
     "reward_loop.retry": RetryConfig,
     "reward_model.server": RewardModelConfig,
 }
+_OF_A_RUN = ("log_dir",)
+"""Options with another default in a run of verl, which the YAML file has before its mark."""
+
 _OF_VERL = (
     "environment",
     "moved keys",
@@ -85,7 +97,7 @@ def _reference(what: str) -> str:
         return commands()
     if kind == "api":
         return _object(name)
-    return _of_verl(what) if what in _OF_VERL else _options(GROUPS[name], name)
+    return _of_verl(what) if what in _OF_VERL else _options(_group_of(name), name)
 
 
 def needs_verl(page: str) -> bool:
@@ -150,11 +162,42 @@ def _example(paragraph: str) -> str:
 def _options(config: type[Config], group: str) -> str:
     """Return the options of a group as a table, each with the docstring beneath it."""
     rows = []
-    for name, field in config.model_fields.items():
+    for name, field in _fields_of(config):
         default = field.get_default(call_default_factory=True)
         shown = "required" if field.is_required() else f"`{_yaml(default)}`"
         rows.append((f"`{group}.{name}`", shown, _one_line(field.description or "")))
     return _table(("Option", "Default", "Meaning"), *rows)
+
+
+def _fields_of(config: type[Config]) -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the options of a group with their names, those that other modules declare last."""
+    modules = [cls.__module__ for cls in config.__mro__]
+    homes = {name: cls.__module__ for cls in config.__mro__ for name in inspect.get_annotations(cls)}
+    yield from sorted(config.model_fields.items(), key=lambda option: modules.index(homes[option[0]]))
+
+
+def updated_yaml(text: str) -> str:
+    """Return the YAML file with the present defaults between its marks."""
+    return MARKED_YAML.sub(lambda found: f"{found[1]}{found[2]}{_defaults(found[3], found[1])}{found[4]}", text)
+
+
+def _defaults(group: str, indent: str) -> str:
+    """Return the options of a group with their defaults as YAML, each below the first sentence of its docstring."""
+    return "".join(_yaml_lines(_group_of(group)(), indent))
+
+
+def _yaml_lines(config: Config, indent: str) -> Iterator[str]:
+    for name, field in _fields_of(type(config)):
+        if name in _OF_A_RUN:
+            continue
+        sentence = re.split(r"(?<=\.) ", _one_line(field.description or "").replace("`", ""))[0]
+        yield from (f"{indent}# {line}\n" for line in textwrap.wrap(sentence, 118 - len(indent)))
+        value = getattr(config, name)
+        if isinstance(value, Config):
+            yield f"{indent}{name}:\n"
+            yield from _yaml_lines(value, f"{indent}  ")
+        else:  # JSON is also YAML
+            yield f"{indent}{name}: {json.dumps(value, ensure_ascii=False)}\n"
 
 
 def _yaml(value: Any) -> str:
@@ -164,7 +207,6 @@ def _yaml(value: Any) -> str:
 def _of_verl(what: str) -> str:
     """Return a table of the integration with verl."""
     from reward_loop.verl.cpu.setup import CPU_ENVIRONMENT
-    from reward_loop.verl.mode_options import PipelineOptions, RewardQueueOptions
     from reward_loop.verl.resolve import _MOVED
 
     if what == "environment":
@@ -172,7 +214,16 @@ def _of_verl(what: str) -> str:
     if what == "moved keys":
         return _table(("You write", "It becomes"), *((f"`{old}`", f"`{new}`") for old, new in _MOVED.items()))
     group = what.removeprefix("options ")
-    return _options(PipelineOptions if group == "trainer.v1.reward_pipeline" else RewardQueueOptions, group)
+    return _options(_group_of(group), group)
+
+
+def _group_of(name: str) -> type[Config]:
+    if not name.startswith("trainer."):
+        return GROUPS[name]
+    from reward_loop.verl.mode_options import PipelineOptions, RewardQueueOptions, SamplerOptions
+
+    of_verl = {"reward_pipeline": PipelineOptions, "reward_queue": RewardQueueOptions, "sampler": SamplerOptions}
+    return of_verl[name.rpartition(".")[2]]
 
 
 def _table(*rows: tuple[str, ...]) -> str:
@@ -228,7 +279,8 @@ def _is_text(node: ast.stmt | None) -> bool:
 
 def _parse(module: str) -> ast.Module:
     path = ROOT.joinpath(*module.split("."))
-    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    stub = path / "__init__.pyi"  # of a package that imports its names on first use
+    file = (stub if stub.exists() else path / "__init__.py") if path.is_dir() else path.with_suffix(".py")
     return ast.parse(file.read_text())
 
 
@@ -254,7 +306,7 @@ def _class(node: ast.ClassDef, tree: ast.Module) -> Iterator[str]:
 
 def _members(node: ast.ClassDef, tree: ast.Module) -> Iterator[ast.stmt]:
     """Yield the statements of a class, and those of its bases in this library that it does not override."""
-    yield from node.body
+    yield from node.body[1:] if _is_text(node.body[0]) else node.body
     own = {statement.name for statement in node.body if isinstance(statement, Definition)}
     for base in node.bases:
         if isinstance(base, ast.Subscript):
@@ -326,11 +378,11 @@ def _argument(argument: ast.arg, default: ast.expr | None) -> str:
 
 def _fields(members: list[ast.stmt]) -> Iterator[str]:
     """Yield a line for each field of a class that has a docstring."""
-    for statement, following in zip(members, [*members[1:], None], strict=True):
+    for statement, following in pairwise([*members, None]):
         if not isinstance(statement, ast.Assign | ast.AnnAssign):
             continue
         name = _assigned(statement)
-        if name is None or name.startswith("_"):
+        if name is None or name.startswith("_") or name == "model_config":
             continue
         kind = f" (`{ast.unparse(statement.annotation)}`)" if isinstance(statement, ast.AnnAssign) else ""
         meaning = f": {_one_line(ast.literal_eval(following.value))}" if _is_text(following) else ""
@@ -392,6 +444,9 @@ def main() -> None:
         if (new := updated(page)) != page:
             path.write_text(new)
             print(path.relative_to(ROOT))
+    if (new := updated_yaml(text := YAML.read_text())) != text:
+        YAML.write_text(new)
+        print(YAML.relative_to(ROOT))
 
 
 if __name__ == "__main__":

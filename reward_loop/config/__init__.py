@@ -1,44 +1,10 @@
-"""The options, each with its meaning and default. Unknown keys are errors."""
+"""The options, each with its meaning and default. Unknown keys are errors.
+
+Each group is declared in the room that uses it; the names in ``__init__.pyi`` are imported from there on first use.
+"""
 
 from __future__ import annotations
 
-from reward_loop.config.options import (
-    AuditConfig,
-    BatchConfig,
-    BudgetConfig,
-    CacheConfig,
-    ComponentConfig,
-    GroupConfig,
-    HealthConfig,
-    LimitConfig,
-    PolicyName,
-    ProofConfig,
-    RecordConfig,
-    RetryConfig,
-    RewardLoopConfig,
-    RewardModelConfig,
-    ServedModelConfig,
-)
-from reward_loop.config.parsing import Config, parse
-from reward_loop.types import Policy
+from reward_loop._util.faces import face
 
-__all__ = [
-    "AuditConfig",
-    "BatchConfig",
-    "BudgetConfig",
-    "CacheConfig",
-    "ComponentConfig",
-    "Config",
-    "GroupConfig",
-    "HealthConfig",
-    "LimitConfig",
-    "Policy",
-    "PolicyName",
-    "ProofConfig",
-    "RecordConfig",
-    "RetryConfig",
-    "RewardLoopConfig",
-    "RewardModelConfig",
-    "ServedModelConfig",
-    "parse",
-]
+__all__, __getattr__, __dir__ = face(__name__, __file__)

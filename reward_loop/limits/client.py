@@ -9,9 +9,9 @@ import time
 from typing import Any
 
 from reward_loop._util.framing import frame, read_frame
-from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, JobServiceError, TooManyFailuresError
 from reward_loop.limits.local import LocalLimits
+from reward_loop.limits.options import JobOptions
 from reward_loop.limits.permit import Limits, Permit
 from reward_loop.limits.protocol import MAX_LENGTH, MessageQueue, decode, enable_keepalive, proof, receive, refusal
 from reward_loop.types import Outcome, RewardResult
@@ -22,7 +22,7 @@ TIMEOUT_S = 30.0
 """Seconds to connect to the service, or to get a response. After that, the service is away."""
 
 
-def open_limits(options: RewardLoopConfig) -> Limits:
+def open_limits(options: JobOptions) -> Limits:
     """Return new limits: a client of the limiter service at ``options.job``, or local limits if it is not set.
 
     Raises:
@@ -42,7 +42,7 @@ class RemoteLimits(Limits):
         ConfigError: ``address`` has another form.
     """
 
-    def __init__(self, address: str, options: RewardLoopConfig | None = None) -> None:
+    def __init__(self, address: str, options: JobOptions | None = None) -> None:
         try:
             host, port, self._token = address.rsplit(":", 2)
             self._address = host, int(port)
@@ -50,7 +50,7 @@ class RemoteLimits(Limits):
             raise ConfigError("reward_loop.job: expected host:port:token, the address of a limiter service") from None
         super().__init__()
         self.name = f"{host}:{port}"
-        self.options = options or RewardLoopConfig(job=address)
+        self.options = options or JobOptions(job=address)
         self.max_waits = {}
         self.is_known = False
         self.stopped: str | None = None

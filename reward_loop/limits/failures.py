@@ -6,9 +6,9 @@ from collections import deque
 from typing import Self
 
 from reward_loop._util.text import first_line
-from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import TooManyFailuresError
 from reward_loop.limits.client import RemoteLimits
+from reward_loop.limits.options import JobOptions
 from reward_loop.limits.permit import Limits
 from reward_loop.types import Outcome, RewardResult
 
@@ -36,7 +36,7 @@ class FailureBound:
         self._causes: dict[str, str] = {}
 
     @classmethod
-    def of_options(cls, options: RewardLoopConfig, of: str = "") -> Self:
+    def of_options(cls, options: JobOptions, of: str = "") -> Self:
         """Return the failure bound configured in the options."""
         return cls(options.max_failed_share, options.min_samples_for_failed_share, options.failed_share_window, of)
 
@@ -83,7 +83,7 @@ class SharedFailureBound:
         self._limits.count(result, self._of)
 
 
-def failure_bound(options: RewardLoopConfig, limits: Limits, of: str = "") -> FailureBound | SharedFailureBound:
+def failure_bound(options: JobOptions, limits: Limits, of: str = "") -> FailureBound | SharedFailureBound:
     """Return the failure bound of the whole job if it has a limiter service, otherwise of one manager."""
     if options.job and isinstance(limits, RemoteLimits):
         return SharedFailureBound(limits, of)

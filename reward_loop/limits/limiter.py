@@ -18,8 +18,8 @@ import math
 from collections import deque
 from typing import Any, NamedTuple
 
-from reward_loop.config import LimitConfig
 from reward_loop.errors import BudgetSpentError, LimitError
+from reward_loop.limits.options import LimitConfig
 from reward_loop.limits.permit import MAX_PATIENCE, REWARD_MODEL, Permit
 
 __all__ = ["PERIOD_S", "AdaptiveConcurrency", "Limiter", "Rate", "Waiting"]

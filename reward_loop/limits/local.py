@@ -12,9 +12,10 @@ from concurrent.futures import CancelledError
 from typing import Any
 
 from reward_loop._util.text import did_you_mean, listing
-from reward_loop.config import LimitConfig, RewardLoopConfig, parse
+from reward_loop.config import parse
 from reward_loop.errors import BudgetSpentError, ConfigError, JobServiceError, LimitError
 from reward_loop.limits.limiter import PERIOD_S, Limiter, Waiting
+from reward_loop.limits.options import JobOptions, LimitConfig
 from reward_loop.limits.permit import REWARD_MODEL, WHOLE_CALL, Limits, Permit, live
 from reward_loop.records import answers
 
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 class LocalLimits(Limits):
     """Keeps limits and budget in this process. Requests and tokens are counted over ``period`` seconds."""
 
-    def __init__(self, options: RewardLoopConfig, period: float = PERIOD_S) -> None:
+    def __init__(self, options: JobOptions, period: float = PERIOD_S) -> None:
         super().__init__()
         self.options = options
         self.name = f"process {os.getpid()}"

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from reward_loop._util.transient import is_refusal, retry_after
-from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import BudgetSpentError, LimitError
+from reward_loop.limits.options import JobOptions
 from reward_loop.limits.outages import Outages
 
 __all__ = [
@@ -196,7 +196,7 @@ class Limits(Holder, ABC):
 
     name: str
     """The name of the job, for messages."""
-    options: RewardLoopConfig
+    options: JobOptions
     loop: asyncio.AbstractEventLoop | None = None
     """The event loop that uses the limits now. Another one may use them after it has ended."""
     max_waits: dict[str, float | None]

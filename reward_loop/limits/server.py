@@ -12,11 +12,11 @@ from typing import Any
 
 from reward_loop._util.background_loop import in_background
 from reward_loop._util.framing import frame, read_frame
-from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardLoopError, TooManyFailuresError
 from reward_loop.limits.failures import FailureBound
 from reward_loop.limits.limiter import PERIOD_S
 from reward_loop.limits.local import LocalLimits
+from reward_loop.limits.options import JobOptions
 from reward_loop.limits.permit import PeerPermits
 from reward_loop.limits.protocol import MessageQueue, enable_keepalive, proof, receive
 
@@ -29,7 +29,7 @@ _AUTHENTICATION_TIMEOUT_S = 10.0
 class LimitServer:
     """Serves the limits of a job over TCP, and counts its failed samples. Call `start` and `stop` on one event loop."""
 
-    def __init__(self, options: RewardLoopConfig, period: float = PERIOD_S) -> None:
+    def __init__(self, options: JobOptions, period: float = PERIOD_S) -> None:
         self.limits = LocalLimits(options, period)
         self.limits.on_patience = partial(self._send_to_all, "patience")
         self.token = secrets.token_urlsafe(24)
@@ -154,11 +154,11 @@ def _closing(writer: asyncio.StreamWriter) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def serve_limits(options: RewardLoopConfig, host: str = "127.0.0.1", period: float = PERIOD_S) -> Iterator[str]:
+def serve_limits(options: JobOptions, host: str = "127.0.0.1", period: float = PERIOD_S) -> Iterator[str]:
     """Run a limiter service for a job in a thread of this process, for the duration of the context.
 
     Args:
-        options: the limits, the budget and the failure bound.
+        options: the limits, the budget and the failure bound, such as a `RewardLoopConfig`.
         host: the address to listen on; for clients on other nodes, an address of this node that they can reach.
         period: seconds over which requests and tokens are counted; shorter than a minute only in tests.
 

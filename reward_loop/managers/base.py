@@ -11,12 +11,13 @@ from typing import Any, ClassVar, Protocol
 
 from reward_loop._util.addresses import checked_address
 from reward_loop._util.text import listing, shorten
-from reward_loop.config import RewardLoopConfig, parse
+from reward_loop.config import parse
 from reward_loop.errors import ConfigError
 from reward_loop.limits.client import open_limits
 from reward_loop.limits.failures import failure_bound
 from reward_loop.limits.permit import DEFAULT, Limits
 from reward_loop.managers.decoding import ResponseDecoder
+from reward_loop.managers.options import RewardLoopConfig
 from reward_loop.managers.policy import apply_policy, open_records, record_sample
 from reward_loop.records import ActiveSample, watch, watched_loops
 from reward_loop.scoring import ListScoringFunction, ScoringFunction

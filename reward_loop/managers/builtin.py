@@ -13,11 +13,12 @@ from typing import Any
 from pydantic import Field
 
 from reward_loop._util.text import listing, shorten
-from reward_loop.config import Config, LimitConfig, RewardLoopConfig, parse
-from reward_loop.config.options import MAX_COUNT
+from reward_loop.config import Config, parse
 from reward_loop.errors import ConfigError, InvalidScoreError
+from reward_loop.limits.options import MAX_COUNT, LimitConfig
 from reward_loop.limits.permit import DEFAULT
 from reward_loop.managers.base import RewardLoopManagerBase, verl_options
+from reward_loop.managers.options import RewardLoopConfig
 from reward_loop.managers.registry import register
 from reward_loop.scoring.results import failed_after, is_finite
 from reward_loop.types import Reward, RewardResult, RewardSample, finite_number

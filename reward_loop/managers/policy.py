@@ -5,8 +5,8 @@ from __future__ import annotations
 import zlib
 from typing import Any, Literal
 
-from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import BudgetSpentError, ScoringError, UnscoredError
+from reward_loop.managers.options import RewardLoopConfig
 from reward_loop.records import (
     ActiveSample,
     Records,

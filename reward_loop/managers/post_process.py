@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self
 
-from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ScoringError
 from reward_loop.limits.failures import FailureBound
+from reward_loop.managers.options import RewardLoopConfig
 from reward_loop.managers.policy import apply_policy, record_reward_change, result_of, reward_after_policy
 from reward_loop.scoring import ScoringFunction
 from reward_loop.types import Outcome, Reward, RewardResult, RewardSample

@@ -8,8 +8,8 @@ from typing import Any, Self
 
 from reward_loop import managers
 from reward_loop._util.text import shorten
-from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.managers.options import RewardLoopConfig
 from reward_loop.scoring import load_function
 from reward_loop.types import Outcome, Reward, RewardSample, finite_number, returned_numbers
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from reward_loop.config import PolicyName, parse
+from reward_loop.config import parse
 from reward_loop.errors import ConfigError
 from reward_loop.router.config import (
     API_KEY_VARIABLE,
@@ -14,6 +14,7 @@ from reward_loop.router.config import (
     BackendConfig,
     Engine,
     Kind,
+    PolicyName,
     RouterConfig,
 )
 

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from reward_loop._util.api_keys import checked_api_key
-from reward_loop.config import Config, PolicyName
+from reward_loop.config import Config
 
 __all__ = [
     "API_KEY_VARIABLE",
@@ -17,6 +17,7 @@ __all__ = [
     "BackendConfig",
     "Engine",
     "Kind",
+    "PolicyName",
     "RequestKind",
     "RouterConfig",
 ]
@@ -30,6 +31,9 @@ Kind = Literal["generative", "discriminative"]
 RequestKind = Literal["generative", "discriminative", "reranking"]
 """The kind of a request. Discriminative servers can rerank, and so can generative SGLang servers, by the probability of
 the next token."""
+
+PolicyName = Literal["round_robin", "least_in_flight", "affinity"]
+"""The load-balancing policies."""
 
 Engine = Literal["vllm", "sglang", "transformers", "external"]
 

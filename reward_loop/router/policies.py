@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 
-from reward_loop.config import PolicyName
 from reward_loop.router.backend import Backend
+from reward_loop.router.config import PolicyName
 from reward_loop.router.headers import GROUP, RawHeader, find
 
 __all__ = ["Affinity", "LeastInFlight", "Policy", "RoundRobin", "is_overloaded", "policy_for"]

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 import orjson
 
-from reward_loop.config import CacheConfig
 from reward_loop.errors import ConfigError
 from reward_loop.scoring.load import source_hash
+from reward_loop.scoring.options import CacheConfig
 from reward_loop.scoring.signature import Target
 from reward_loop.scoring.threads import DaemonThreads
 

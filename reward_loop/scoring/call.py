@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import (
     BudgetSpentError,
     ConfigError,
@@ -36,6 +35,7 @@ from reward_loop.processes.outcome import CallOutcome, outcome_of
 from reward_loop.processes.pool import WorkerProcesses
 from reward_loop.scoring.cache import Cache
 from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
+from reward_loop.scoring.options import ScoringOptions
 from reward_loop.scoring.proofs import Proofs
 from reward_loop.scoring.proving import Proving
 from reward_loop.scoring.retry import Retry
@@ -76,7 +76,7 @@ class UserFunction:
         isolation: Literal["thread", "process"] = _UNSET,
         max_processes: int | None = _UNSET,
         max_memory_mb: int | None = _UNSET,
-        options: RewardLoopConfig | None = None,
+        options: ScoringOptions | None = None,
         limit: str = DEFAULT,
         limits: Limits | None = None,
     ) -> None:
@@ -94,7 +94,7 @@ class UserFunction:
             max_processes: the maximum number of concurrent calls in worker processes; by default the number of cores.
             max_memory_mb: the memory limit (in 2^20 bytes) of a worker process with its child processes; a process
                 that exceeds it is killed.
-            options: all options, including these five; cannot be combined with them.
+            options: all options, such as a `RewardLoopConfig`, including these five; cannot be combined with them.
             limit: the name of the limit that each call acquires; ignored if no such limit is configured.
             limits: limits and budget shared with other functions; the caller closes them. By default the function
                 creates its own from ``options``, and closes them.
@@ -119,7 +119,7 @@ class UserFunction:
         }
         own = {name: value for name, value in own.items() if value is not _UNSET}
         if options is None:
-            options = RewardLoopConfig(**own)
+            options = ScoringOptions(**own)
         elif own:
             name, value = next(iter(own.items()))
             raise ConfigError(
@@ -405,7 +405,7 @@ class UserFunction:
         return CallOutcome.without_call(RewardCrashedError(problem))
 
 
-def _is_provable(target: Target, options: RewardLoopConfig) -> bool:
+def _is_provable(target: Target, options: ScoringOptions) -> bool:
     """Return whether a function has proofs: they are on, and it is sync, reads a ground truth and uses no service."""
     if target.is_async or options.proofs.every is None or not {"solution_str", "ground_truth"} <= target.passes:
         return False

@@ -10,11 +10,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 from reward_loop._util.text import counted
-from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import BrokenScorerError, FunctionLoadError, RewardCrashedError
 from reward_loop.processes.outcome import CallOutcome, outcome_of
 from reward_loop.processes.pool import WorkerProcesses
 from reward_loop.records.events import open_health, warning_row
+from reward_loop.scoring.options import ScoringOptions
 from reward_loop.scoring.proofs import Place, Proofs, score_of
 from reward_loop.scoring.signature import Target
 from reward_loop.scoring.threads import DaemonThreads
@@ -41,7 +41,7 @@ class Proving:
     """
 
     def __init__(
-        self, target: Target, options: RewardLoopConfig, isolate: Callable[[int | None, int | None], None]
+        self, target: Target, options: ScoringOptions, isolate: Callable[[int | None, int | None], None]
     ) -> None:
         assert options.proofs.every is not None
         self.proofs = Proofs(options.proofs.every, target.name)

@@ -50,8 +50,8 @@ from reward_loop._util.transient import (
     status_of,
     unreachable,
 )
-from reward_loop.config import RetryConfig
 from reward_loop.errors import RewardTimeoutError
+from reward_loop.limits.options import RetryConfig
 from reward_loop.limits.outages import Outage, Outages
 from reward_loop.processes.outcome import CallOutcome
 from reward_loop.records import current, waiting_for

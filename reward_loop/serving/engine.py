@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from reward_loop._util.text import shorten
-from reward_loop.config import ServedModelConfig
 from reward_loop.errors import ConfigError
+from reward_loop.serving.options import ServedModelConfig
 
 __all__ = [
     "STANDARD_ENVIRONMENT",

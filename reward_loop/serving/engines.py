@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from reward_loop.config import ServedModelConfig
 from reward_loop.errors import ConfigError
 from reward_loop.serving.engine import (
     STANDARD_ENVIRONMENT,
@@ -17,6 +16,7 @@ from reward_loop.serving.engine import (
     origin,
     version,
 )
+from reward_loop.serving.options import ServedModelConfig
 
 __all__ = ["ENGINES", "Sglang", "Transformers", "Vllm"]
 

@@ -18,11 +18,11 @@ import aiohttp
 
 from reward_loop._util.background_loop import in_background
 from reward_loop._util.sockets import listen, url_of
-from reward_loop.config import RewardModelConfig, ServedModelConfig
 from reward_loop.errors import ConfigError
 from reward_loop.serving.logs import log_folder
 from reward_loop.serving.model_server import ModelServer, RouterClient
 from reward_loop.serving.models import served_models
+from reward_loop.serving.options import RewardModelConfig, ServedModelConfig
 from reward_loop.serving.process import ServerProcess
 from reward_loop.serving.server_spec import Launch, ServerSpec, on_this_machine, server_specs
 from reward_loop.serving.supervisor import Server, Supervisor

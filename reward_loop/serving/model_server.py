@@ -10,8 +10,8 @@ from urllib.parse import urlencode
 import aiohttp
 
 from reward_loop._util.api_keys import api_key_of
-from reward_loop.config import ServedModelConfig
 from reward_loop.router.config import API_KEY_VARIABLE, BackendConfig
+from reward_loop.serving.options import ServedModelConfig
 
 __all__ = ["ModelServer", "RouterClient"]
 

@@ -8,10 +8,11 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from reward_loop.config import RewardModelConfig, ServedModelConfig, parse
+from reward_loop.config import parse
 from reward_loop.errors import ConfigError
 from reward_loop.router.config import BackendConfig
 from reward_loop.serving.engines import ENGINES
+from reward_loop.serving.options import RewardModelConfig, ServedModelConfig
 
 __all__ = ["ModelKind", "architectures", "check_path", "model_kind", "served_models"]
 

@@ -24,6 +24,7 @@ __all__ = [
     "ModeOptions",
     "PipelineOptions",
     "RewardQueueOptions",
+    "SamplerOptions",
     "check_mode",
     "make_schedule",
     "mini_batch_groups",
@@ -39,15 +40,17 @@ PIPELINE_MODE = "reward_pipeline"
 REWARD_QUEUE = "trainer.v1.separate_async.reward_queue"
 """The options of the queue between generation and judging."""
 
-POLL_INTERVAL = "trainer.v1.sampler.poll_interval_s"
-"""The option for the seconds between two polls of verl's replay buffer."""
-
-POLL_INTERVAL_S = 0.1
-"""Its default. verl polls every 2 s, which is a large part of a short step."""
-
 MINI_BATCH_ESTIMATORS = frozenset({"grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo"})
 """Advantage estimators that use only the samples of one group. The others whiten advantages over the whole batch, or
 count over it: ``gpg`` counts the non-zero scores."""
+
+
+class SamplerOptions(Config):
+    """``trainer.v1.sampler``, which also has options of verl."""
+
+    # verl polls every 2 s, which is a large part of a short step.
+    poll_interval_s: float = Field(default=0.1, gt=0, allow_inf_nan=False, strict=True)
+    """Seconds between two polls of verl's replay buffer for finished rollouts."""
 
 
 class PipelineOptions(Config):
@@ -136,14 +139,9 @@ def read_mode(config: DictConfig) -> ModeOptions:
         queue = parse(RewardQueueOptions, OmegaConf.select(config, REWARD_QUEUE), REWARD_QUEUE)
         if not queue.enabled:
             queue = None
-    return ModeOptions(name, _poll_interval(config), pipeline, queue)
-
-
-def _poll_interval(config: DictConfig) -> float:
-    interval = OmegaConf.select(config, POLL_INTERVAL, default=POLL_INTERVAL_S)
-    if isinstance(interval, bool) or not isinstance(interval, int | float) or not 0 < interval < math.inf:
-        raise ConfigError(f"{POLL_INTERVAL}={interval}: it must be a positive number of seconds")
-    return float(interval)
+    given = {key: value for key, value in config.trainer.v1.sampler.items() if key in SamplerOptions.model_fields}
+    sampler = parse(SamplerOptions, given, "trainer.v1.sampler")
+    return ModeOptions(name, sampler.poll_interval_s, pipeline, queue)
 
 
 def mini_batch_groups(config: DictConfig, *, critic: bool) -> int:

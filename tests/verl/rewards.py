@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 
 from reward_loop.client import chat_complete, classify
-from reward_loop.config.options import MASTER_KEYS
+from reward_loop.config.audit import MASTER_KEYS
 from reward_loop.errors import TransientError
 from reward_loop.limits.call import current_call
 

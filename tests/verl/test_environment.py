@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from reward_loop.config.options import MASTER_KEYS
+from reward_loop.config.audit import MASTER_KEYS
 from reward_loop.records.events import read_events
 from reward_loop.records.reader import RecordsReader
 from tests.verl.runs import Run, train

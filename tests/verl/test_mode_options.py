@@ -82,7 +82,7 @@ def test_the_polling_interval_is_an_option() -> None:
         assert read_mode(config).poll_interval_s == interval
     for wrong in (0, -1, "soon", True, None):
         config.trainer.v1.sampler.poll_interval_s = wrong
-        with pytest.raises(ConfigError, match=r"trainer\.v1\.sampler\.poll_interval_s=.*positive number"):
+        with pytest.raises(ConfigError, match=r"trainer\.v1\.sampler\.poll_interval_s: Input should be "):
             read_mode(config)
     del config.trainer.v1.sampler.poll_interval_s
     assert read_mode(config).poll_interval_s == 0.1

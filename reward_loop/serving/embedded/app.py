@@ -22,11 +22,11 @@ from reward_loop._util import web_server
 from reward_loop._util.process import exit_with_parent, raise_descriptor_limit
 from reward_loop._util.standard_streams import open_standard_streams
 from reward_loop._util.web_server import stop_on_disconnect
-from reward_loop.config import ServedModelConfig
 from reward_loop.config import parse as parse_options
 from reward_loop.errors import ConfigError
 from reward_loop.serving.embedded.dialect import ApiError, ChatRequest, ClassifyRequest, R, now, parse
 from reward_loop.serving.models import model_kind
+from reward_loop.serving.options import ServedModelConfig
 
 if TYPE_CHECKING:
     from reward_loop.serving.embedded.model import EmbeddedModel

@@ -1,0 +1,73 @@
+"""The options of the calls of a reward function."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from reward_loop.config import Config
+from reward_loop.limits.options import JobOptions
+from reward_loop.records.options import RecordOptions
+
+__all__ = ["CacheConfig", "ProofConfig", "ScoringOptions"]
+
+
+class CacheConfig(Config):
+    """Whether equal calls are made only once."""
+
+    enabled: bool = False
+    """Merge equal calls in flight into one. Leave it off for judges that answer the same question differently each
+    time."""
+
+    path: str | None = None
+    """A file (SQLite) that stores scores for later calls and runs; several processes can share it."""
+
+    version: str = Field(default="", coerce_numbers_to_str=True)
+    """Any text, required with ``path``: stored scores are used only with the same version. Change it when the
+    function's imports or captured values change, or the judge's model."""
+
+
+class ProofConfig(Config):
+    """Proofs that a sync function without a judge can still tell a right answer from a wrong one, see
+    docs/proofs.md."""
+
+    every: int | None = Field(default=128, ge=1)
+    """The largest number of results of a process, for each data source, from one proof to the next; ``null`` for no
+    proofs."""
+
+    in_threads: Literal["process", "stop"] = "process"
+    """What happens to a function in threads that fails a proof: ``process`` moves it into worker processes, and stops
+    the run only if it cannot run there; ``stop`` stops the run."""
+
+
+class ScoringOptions(JobOptions, RecordOptions):
+    """How the user's function is called."""
+
+    timeout: float | None = Field(default=300.0, gt=0)
+    """Seconds from the start of the function to its deadline; ``None`` for no deadline."""
+
+    max_threads: int = Field(default=64, ge=1)
+    """The largest number of calls of a sync function that run at the same time."""
+
+    isolation: Literal["thread", "process"] = "thread"
+    """Where sync functions run: in threads, which cannot be killed, or in processes, which can. A function marked with
+    ``isolated`` always runs in processes."""
+
+    max_processes: int | None = Field(default=None, ge=1)
+    """The largest number of calls of a sync function that run in processes at the same time. By default the number of
+    cores. In a verl run, the reward workers of a node share its cores."""
+
+    max_memory_mb: int | None = Field(default=None, ge=16)
+    """The maximum memory of a worker process and of the processes that it started, in megabytes (2^20 bytes). A worker
+    process that exceeds it is killed, and its sample fails. By default there is no limit."""
+
+    max_calls_per_process: int | None = Field(default=None, ge=1)
+    """The number of calls after which a worker process is replaced, for functions that change their process in a way
+    that is not undone, see docs/reward-functions.md. By default processes are kept."""
+
+    proofs: ProofConfig = Field(default_factory=ProofConfig)
+    """Proofs that a function still gives right scores, see docs/proofs.md."""
+
+    cache: CacheConfig = Field(default_factory=CacheConfig)
+    """Whether equal calls are made only once."""

@@ -1,0 +1,152 @@
+"""The options of reward models and their servers."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from reward_loop.config import Config
+from reward_loop.router.config import PolicyName
+
+__all__ = ["RewardModelConfig", "ServedModelConfig"]
+
+
+class ServedModelConfig(Config):
+    """A model, and its servers."""
+
+    model_path: str | None = None
+    """A model directory in the format of transformers' ``save_pretrained``, or the name of a model of the Hugging Face
+    hub, which is downloaded if it is not in the cache. Required by every engine except ``external``."""
+
+    served_model_name: str | None = None
+    """The ``model`` in requests. By default `model_path`, as in vLLM."""
+
+    engine: Literal["vllm", "sglang", "transformers", "external"] = "transformers"
+    """The program that runs the model. ``transformers`` is the embedded server: on the CPU, in float32, for small
+    models. ``external`` starts nothing: `urls` are servers that already run."""
+
+    python: str | None = None
+    """For vLLM and SGLang: the Python interpreter that runs the engine, such as ``/envs/sglang/bin/python``, if the
+    engine has its own environment. Every node with servers needs it at the same path. By default the interpreter of
+    this library."""
+
+    kind: Literal["auto", "generative", "discriminative"] = "auto"
+    """Whether the model generates text or returns logits; ``auto`` reads it from the model's ``config.json``."""
+
+    urls: tuple[str, ...] = ()
+    """For ``external``: the servers, each as ``http://host:port``."""
+
+    replicas: int = Field(default=1, ge=1)
+    """The number of servers, which share the load."""
+
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """For vLLM and SGLang: the number of GPUs over which each copy of the model is split."""
+
+    data_parallel_size: int = Field(default=1, ge=1)
+    """For vLLM and SGLang: the number of copies of the model in each server."""
+
+    trust_remote_code: bool = False
+    """For vLLM and SGLang: run the Python code that the model's directory contains."""
+
+    dtype: str = "auto"
+    """For vLLM and SGLang: the precision, such as ``bfloat16`` or ``float32``; ``auto`` is the precision of the
+    checkpoint."""
+
+    max_model_len: int | None = Field(default=None, ge=1)
+    """For vLLM and SGLang: the largest number of tokens of a prompt and its answer. By default the value in the model's
+    ``config.json``."""
+
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """For vLLM and SGLang: the share of each GPU's memory that a server may use. By default the engine's own value."""
+
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """More options of the engine's command line, such as ``max_num_seqs: 64`` for ``--max-num-seqs 64``. ``true``
+    stands for a flag without a value, ``false`` or ``null`` omits an option, mappings are passed as JSON."""
+
+    max_batch_size: int = Field(default=64, ge=1)
+    """For ``transformers``: the largest number of requests in one batch."""
+
+    max_wait_ms: float = Field(default=3.0, ge=0)
+    """For ``transformers``: the longest time in milliseconds that a request waits for other requests of its batch."""
+
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of each server that runs on the CPU."""
+
+    start_timeout_s: float = Field(default=3600.0, gt=0)
+    """Seconds within which a server must be ready, including the download of its model. A server whose process ends
+    fails at once."""
+
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables for the servers."""
+
+
+class RewardModelConfig(ServedModelConfig):
+    """Reward models, their servers, and the router in front of them."""
+
+    models: dict[str, ServedModelConfig] = Field(default_factory=dict)
+    """More models behind the same router, by the name that requests use."""
+
+    placement: Literal["local", "ray", "colocated"] = "local"
+    """Where servers run. ``local``: as processes of this machine. ``ray``: in Ray actors that reserve their GPUs, on
+    any node. ``colocated``, only in a verl run: on the trainer's GPUs, awake only while the rollout sleeps."""
+
+    placement_timeout_s: float = Field(default=300.0, gt=0)
+    """For the placement ``ray``: seconds within which Ray must find room for all servers."""
+
+    starts_at_a_time: int = Field(default=2, ge=1)
+    """The largest number of servers that start at the same time: each reads the whole model from disk."""
+
+    host: str = "127.0.0.1"
+    """The address on which the router listens, and which `reward_router_address` contains. Servers listen on loopback
+    only."""
+
+    router_port: int | None = Field(default=None, ge=1, le=65535)
+    """The router's port. By default any free port."""
+
+    policy: PolicyName = "affinity"
+    """Which of a model's servers gets a request. ``affinity``: the same one for all requests of a generative judge on
+    the responses to a prompt, so that the server computes their common beginning once; if it has far more requests in
+    flight than the others, another one. ``least_in_flight``, ``round_robin``: regardless of the content."""
+
+    request_timeout_s: float = Field(default=290.0, gt=0)
+    """Seconds from the arrival of a request at the router to the end of its answer. Waiting for a server counts. It is
+    below the timeout of the clients (300 s in `reward_loop.client`), so that they get the router's explanation. A
+    request of `reward_loop.client` with a longer timeout gets more time, at most ten times as much."""
+
+    max_in_flight: int = Field(default=16384, ge=1)
+    """The largest number of requests that the router sends to the servers at the same time; further ones wait. Each
+    needs two of the router's open files (``ulimit -n``)."""
+
+    health_interval_s: float = Field(default=2.0, gt=0)
+    """Seconds between two of the router's health checks of a server in use."""
+
+    health_timeout_s: float = Field(default=4.0, gt=0)
+    """Seconds that a health check of a server in use may take."""
+
+    max_failed_checks: int = Field(default=2, ge=1)
+    """A server that fails this number of health checks in a row gets no more requests until a check succeeds. A check
+    that times out does not count while the server still answers requests."""
+
+    hang_timeout_s: float | None = Field(default=290.0, gt=0)
+    """A server that answers health checks, has requests in flight, and sends nothing for half of this time is asked for
+    one token. If it sends nothing in the other half either, it is restarted. Keep it above the time of the slowest
+    request. ``None``: hung servers are not detected."""
+
+    max_restarts: int = Field(default=3, ge=0)
+    """The largest number of restarts of a process within `restart_window_s`; a further restart waits until the oldest
+    one is that old. 0: a process that dies is not restarted."""
+
+    restart_window_s: float = Field(default=600.0, gt=0)
+    """Seconds after which a restart no longer counts for `max_restarts`."""
+
+    log_dir: str | None = None
+    """The directory of the logs of servers and router. By default a new temporary directory, which is removed at the
+    end unless a server has failed."""
+
+    @field_validator("host")
+    @classmethod
+    def _is_no_wildcard(cls, host: str) -> str:
+        if host in ("", "0.0.0.0", "::"):
+            raise ValueError("it must be the address that clients connect to, not a wildcard")
+        return host
