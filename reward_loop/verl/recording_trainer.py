@@ -28,7 +28,7 @@ from reward_loop.verl.settings import RewardSettings
 from reward_loop.verl.tq_rows import read_rows
 from reward_loop.verl.trajectory_keys import final_outputs, session_of
 
-__all__ = ["RecordedSeconds", "RecordingTrainer"]
+__all__ = ["RecordedSeconds", "RecordingTrainer", "advantage_rows"]
 
 uses(__name__, "verl.trainer.ppo.v1.trainer_base:PPOTrainer", "logger", "tokenizer")
 uses(__name__, "verl.utils.tracking:Tracking", "logger")
@@ -130,7 +130,7 @@ class RecordingTrainer(PPOTrainer):
         super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
         if self._records is not None:
             try:
-                self._record_advantages(self._records)
+                self._records.write_rows(advantage_rows(self._rewards, self.global_steps))
             except Exception:  # observability must not stop a run
                 logger.exception("the advantages of step %d are not recorded", self.global_steps)
         if self._table is not None:
@@ -142,16 +142,16 @@ class RecordingTrainer(PPOTrainer):
         for prompt, response in read_rows(keys, "train", "prompts", "responses"):
             yield decode(prompt), decode(response)
 
-    def _record_advantages(self, records: Records) -> None:
-        """Record for each sample that it is in the batch of the step, and its advantage if it is trained on.
 
-        The advantage is the mean over the tokens that are trained on.
-        """
-        keys = final_outputs(self._rewards.trained)
-        columns = read_rows(keys, "train", "advantages", "response_mask")
-        found = dict.fromkeys(final_outputs(self._rewards.trajectories))
-        for key, (advantages, mask) in zip(keys, columns, strict=True):
-            trained = advantages[mask.bool()]
-            found[key] = float(trained.mean()) if len(trained) else None
-        step = self.global_steps
-        records.write_rows([advantage_row(session_of(key)[0], step, value) for key, value in found.items()])
+def advantage_rows(rewards: StepRewards, step: int) -> list[dict[str, Any]]:
+    """Return the record of each sample of a step: that it is in the batch, and its advantage if it is trained on.
+
+    The advantage is the mean over the tokens that are trained on.
+    """
+    keys = final_outputs(rewards.trained)
+    columns = read_rows(keys, "train", "advantages", "response_mask")
+    found = dict.fromkeys(final_outputs(rewards.trajectories))
+    for key, (advantages, mask) in zip(keys, columns, strict=True):
+        trained = advantages[mask.bool()]
+        found[key] = float(trained.mean()) if len(trained) else None
+    return [advantage_row(session_of(key)[0], step, value) for key, value in found.items()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,26 +135,21 @@ class TestTrainer:
 
     @pytest.fixture
     def trainer(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-        from verl.trainer.ppo.v1 import PPOTrainerSync
         from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-        from reward_loop.records import Records
-        from reward_loop.verl.trainer import with_reward_loop
         from tests.verl.configs import resolved
+        from tests.verl.trainers import constructed, set_up
 
-        made: Any = object.__new__(with_reward_loop(PPOTrainerSync))
         kwargs = "reward.custom_reward_function.reward_kwargs"
         function = "reward.custom_reward_function.path=reward.py"
         options = (f"reward_loop.log_dir={tmp_path}", function, f"+{kwargs}.api_key=Abc-123", f"+{kwargs}.model=qwen")
-        made._settings = resolved(*options).with_job("10.0.0.1:1/secret")
-        made._records, made.global_steps, made.fitted = Records(tmp_path), 6, 0
+        made = set_up(monkeypatch, constructed(resolved(*options).with_job("10.0.0.1:1/secret")), step=6)
+        made.reward_loop_manager, made.fitted = SimpleNamespace(reward_loop_worker_handles=None), 0
         monkeypatch.setattr(PPOTrainer, "fit", lambda self, workers: setattr(self, "fitted", self.fitted + 1))
         return made
 
     def fit(self, trainer: Any) -> None:
-        from reward_loop.verl.recording_trainer import RecordingTrainer
-
-        RecordingTrainer.fit(trainer, None)
+        trainer.fit(SimpleNamespace(agent_loop_workers=[]))
         assert trainer.fitted == 1
 
     def test_the_configuration_is_recorded_without_secrets(self, trainer: Any, tmp_path: Path) -> None:

@@ -22,9 +22,10 @@ from reward_loop.verl.mode_options import PIPELINE_MODE
 from reward_loop.verl.pipeline import RewardPipelineTrainer
 from reward_loop.verl.recovery import Recovery
 from reward_loop.verl.separate_async import QueueSeparateAsyncTrainer
-from reward_loop.verl.trainer import with_reward_loop
 from reward_loop.verl.trajectory_keys import FAILURE, GENERATED, JUDGED
+from tests.verl.configs import resolved
 from tests.verl.fake_queue import FakeQueue
+from tests.verl.trainers import constructed
 
 pytestmark = pytest.mark.integration  # it imports verl
 
@@ -143,9 +144,12 @@ class Rewards:
         return [Reward(reward_score=NEW if scored else 0.0, reward_extra_info=info) for _ in pending]
 
 
-def recover(queue: Queue, *uids: str, judges: bool = True) -> tuple[Recovery, Manager, Rewards]:
+def recover(
+    queue: Queue, *uids: str, judges: bool = True, replaceable: bool = True
+) -> tuple[Recovery, Manager, Rewards]:
     manager, rewards = Manager(queue, *uids), Rewards()
-    return Recovery(manager, rewards, rollouts={"train": 2, "val": 1}, judges=judges), manager, rewards  # type: ignore[arg-type]
+    replaced: Any = manager if replaceable else None  # a manager of the user, or of a recipe
+    return Recovery(replaced, rewards, rollouts={"train": 2, "val": 1}, judges=judges), manager, rewards  # type: ignore[arg-type]
 
 
 def test_prompts_without_all_trajectories_are_generated_again_from_nothing(queue: Queue) -> None:
@@ -433,11 +437,12 @@ def test_verl_generates_only_those_prompts_of_a_checkpoint_again_that_lack_rollo
         queue.prompt("error", "failure")
         for uid in statuses(queue):
             queue.rows[uid] = {"uid": uid, "raw_prompt": "1+1="}
-    recovering, _, rewards = recover(queue)
-    if not replaceable:  # a manager of the user, or of a recipe
-        recovering._manager = None
+    recovering, _, rewards = recover(queue, replaceable=replaceable)
     sent: list[str] = []
-    made: Any = object.__new__(with_reward_loop(cls))
+    configured = "sync" if cls is PPOTrainerSync else PIPELINE_MODE if cls is RewardPipelineTrainer else name
+    rollout = "actor_rollout_ref.rollout"
+    separate = (f"{rollout}.nnodes=1", f"{rollout}.n_gpus_per_node=1", f"{rollout}.checkpoint_engine.backend=nccl")
+    made = constructed(resolved(f"trainer.v1.trainer_mode={configured}", *separate), cls)
     made.trainer_mode, made.global_steps, made.recovery = name, 8, recovering
     made.agent_loop_manager = SimpleNamespace(generate_sequences=lambda batch: sent.extend(batch["uid"]))
     made._reissue_inflight_prompts()

@@ -16,18 +16,17 @@ import torch
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 
-from reward_loop.config import RewardLoopConfig
 from reward_loop.verl import tq_rows, trainer
 from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward, only_numbers
-from reward_loop.verl.trainer import NothingToLearnError, with_reward_loop
-from tests.verl.configs import resolved
+from reward_loop.verl.trainer import NothingToLearnError
+from tests.verl.configs import resolved, settled
 from tests.verl.fake_queue import FakeQueue
+from tests.verl.trainers import Workers, constructed, set_up
 
 pytestmark = pytest.mark.integration  # imports verl
-
-RewardLoopTrainer = with_reward_loop(PPOTrainerSeparateAsync)
 
 
 def step_rewards(infos: dict[str, dict[str, Any]], scores: dict[str, float]) -> StepRewards:
@@ -104,36 +103,32 @@ class Run:
         self.queue = queue
         self.parts = iter(enumerate(parts))
         self.updated: list[list[str]] = []
-        self.trainer: Any = object.__new__(RewardLoopTrainer)
-        self.trainer._settings = resolved(
+        settings = resolved(
             "trainer.v1.trainer_mode=separate_async",
             f"trainer.v1.separate_async.parameter_sync_step={len(parts)}",
             f"data.train_batch_size={8 * len(parts)}",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+            "actor_rollout_ref.rollout.nnodes=1",
+            "actor_rollout_ref.rollout.n_gpus_per_node=1",
+            "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",
             "algorithm.adv_estimator=grpo",
             *overrides,
         )
-        self.trainer.config = self.trainer._settings.config
-        self.trainer.parameter_sync_step, self.trainer.global_steps = len(parts), 1
-        self.trainer._rewards, self.trainer._left_out = StepRewards(), {}
-        self.trainer._post_processes = post_process is not None
-        self.trainer._health = SimpleNamespace(metrics=lambda step, rewards, audit: {})
-        self.trainer.timing_raw = {}
+        workers = Workers()
+        if post_process is not None:
+            workers.post_process = lambda groups, names: [self._processed(group, post_process) for group in groups]
+        self.trainer = set_up(monkeypatch, constructed(settings, PPOTrainerSeparateAsync), workers)
         self.trainer.prepare_step = dict
-        self.trainer.replay_buffer = SimpleNamespace(classified_groups=lambda partition_id: ())
-        self.trainer.reward_workers = SimpleNamespace(
-            proof_counts=lambda: None,
-            check_fatal_errors_briefly=lambda: None,
-            post_process=lambda groups, names: [self._processed(group, post_process) for group in groups],
-        )
         run = self
 
         def step_once(self: Any, metrics: dict, timing_raw: dict, sample_batch_size: int) -> Any:
-            batch = self._learners(run.sample())
+            batch = self._balance_batch(run.sample(), metrics)
             self._compute_advantage(batch, metrics)
             run.updated.append(batch.keys)
             return batch
 
         monkeypatch.setattr(PPOTrainer, "_step_once", step_once)
+        monkeypatch.setattr(PPOTrainer, "_balance_batch", lambda self, batch, metrics: batch)
         monkeypatch.setattr(PPOTrainer, "_compute_advantage", lambda self, batch, metrics: batch)
         monkeypatch.setattr(PPOTrainer, "_compute_metrics", lambda self, batch, metrics, timing_raw, **kwargs: None)
 
@@ -157,6 +152,7 @@ class Run:
         metrics: dict[str, float] = {}
         batch = self.trainer.step(metrics, self.trainer.timing_raw)
         self.trainer._compute_metrics(batch, metrics, self.trainer.timing_raw)
+        self.written = batch.keys
         return metrics
 
 
@@ -183,17 +179,23 @@ def test_the_score_is_that_after_post_processing_and_the_raw_score_that_before(
     assert [float(queue.rows[f"p0g0_{i}_0"]["rm_scores"].sum()) for i in range(3)] == [5.0, 10.0, 0.0]
 
 
-def test_a_group_is_post_processed_once(monkeypatch: pytest.MonkeyPatch, queue: FakeQueue) -> None:
-    run = Run(monkeypatch, queue, [[[0.5, 1.0]]], lambda scores: [10 * score for score in scores])
+@pytest.mark.parametrize(("metric", "filtered_by"), [("summary", [0.5, 1.0]), ("reward", [5.0, 10.0])])
+def test_a_group_is_post_processed_once(
+    monkeypatch: pytest.MonkeyPatch, queue: FakeQueue, metric: str, filtered_by: list[float]
+) -> None:
+    filters = ("algorithm.filter_groups.enable=True", f"algorithm.filter_groups.metric={metric}")
+    groups: list[list[list[float | None]]] = [[[0.5, 1.0]]]
+    run = Run(monkeypatch, queue, groups, lambda scores: [10 * score for score in scores], *filters)
     batch = run.sample()
-    run.trainer._rewards_to_filter_by(batch, "acc")
-    assert [float(queue.rows[key]["rm_scores"].sum()) for key in batch.keys] == [0.5, 1.0]
     # The replay buffer's filter comes first, then the advantage.
-    run.trainer._rewards_to_filter_by(batch, "reward")
-    run.trainer._learners(batch)
-    rewards = run.trainer._rewards.trajectories
+    buffer = run.trainer.replay_buffer
+    buffer.finished_keys["train"], buffer.partitions["train"] = {"p0g0"}, {key: {} for key in batch.keys}
+    buffer._dapo_filtered_keys("train")
+    assert [float(queue.rows[key]["rm_scores"].sum()) for key in batch.keys] == filtered_by
+    monkeypatch.setattr(run, "sample", lambda: batch)
+    metrics = run.step()
     assert [float(queue.rows[key]["rm_scores"].sum()) for key in batch.keys] == [5.0, 10.0]
-    assert {key: reward.raw_score for key, reward in rewards.items()} == {"p0g0_0_0": 0.5, "p0g0_1_0": 1.0}
+    assert (metrics["critic/score/mean"], metrics["reward_loop/raw_score/mean"]) == (7.5, 0.75)
 
 
 def test_counts_of_a_steps_parts_are_added_and_means_are_over_all_samples(
@@ -213,8 +215,8 @@ def test_a_part_without_a_score_does_not_end_the_step(monkeypatch: pytest.Monkey
         assert (metrics["reward_loop/scored"], metrics["reward_loop/failed"]) == (2, 2)
         assert metrics["critic/score/mean"] == 0.5
         assert run.updated == [[f"p{1 - empty}g0_0_0", f"p{1 - empty}g0_1_0"]]
-        for session in range(2):
-            assert f"p{empty}g0_{session}_0" in run.trainer._left_out
+        # The rows without a score are written with the others, and deleted.
+        assert {f"p{empty}g0_{session}_0" for session in range(2)} < set(run.written)
 
 
 def test_a_step_without_any_score_ends_the_run(monkeypatch: pytest.MonkeyPatch, queue: FakeQueue) -> None:
@@ -311,8 +313,8 @@ def validated(
     columns["reward"] = [score or 0.0 for _, _, score, _ in samples]
     columns["reward_masked"] = [score is None for _, _, score, _ in samples]
     columns["reward_outcome"] = ["failed" if score is None else "scored" for _, _, score, _ in samples]
-    run: Any = object.__new__(RewardLoopTrainer)
-    run._settings, run.global_steps = SimpleNamespace(options=RewardLoopConfig()), 3
+    run = constructed()
+    run.global_steps = 3
     sources, uids = [source for source, *_ in samples], [uid for _, uid, *_ in samples]
     sizes = dict.fromkeys(zip(sources, uids, strict=True), size + lost)
     return run._val_metrics_update(sources, uids, columns, [2] * len(samples), expected_acc_counts=sizes)
@@ -366,35 +368,39 @@ def test_a_validation_without_any_score() -> None:
     assert all(math.isfinite(value) for value in metrics.values())
 
 
-def test_the_files_of_a_validation_have_no_score_for_masked_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_of_rollouts_have_no_score_for_masked_samples_and_no_padding(
+    monkeypatch: pytest.MonkeyPatch, queue: FakeQueue
+) -> None:
     written: list[Any] = []
     monkeypatch.setattr(PPOTrainer, "_dump_generations", lambda self, *args: written.append(args))
-    run: Any = object.__new__(RewardLoopTrainer)
-    run._padding = {"pad-1_0_0"}
-    run._rewards = step_rewards({"b": {"reward_masked": True}, "c": {}}, {"b": 0.0, "c": 1.0})
+    groups: list[list[list[float | None]]] = [[[1.0, None, 0.5]]]
+    run = Run(monkeypatch, queue, groups)
+    run.step()
+    padding = KVBatchMeta(partition_id="train", keys=["pad-1_0_0"], tags=[{"is_padding": True}])
+    run.trainer._compute_metrics(padding, {}, {})
+    a, b, c = (f"p0g0_{session}_0" for session in range(3))
+    dump = run.trainer._dump_generations
     columns = {
         "reward": [1.0, 0.0],
         "reward_masked": [False, True],
         "score": [1.0, None],
         "output": ["a verdict", None],
-        "uid": ["a", "b"],
+        "uid": [a, b],
     }
-    run._dump_generations(["i"] * 2, ["o"] * 2, [None] * 2, [1.0, 0.0], columns, "folder")
-    run._dump_generations(["i"] * 2, ["o"] * 2, [None] * 2, [1.0, 0.0], {"uid": ["a", "b"]}, "folder")
+    dump(["i"] * 2, ["o"] * 2, [None] * 2, [1.0, 0.0], columns, "folder")
+    dump(["i"] * 2, ["o"] * 2, [None] * 2, [1.0, 0.0], {"uid": [a, b]}, "folder")
     assert written[0][3] == written[0][4]["reward"] == [1.0, None]
     # verl writes the response as `output`.
     assert written[0][4].keys() == {"reward", "reward_masked", "score", "returned_output", "uid"}
     assert written[1][3] == [1.0, None]
-    run._dump_generations(
-        list("xyz"), list("xyz"), [None] * 3, [0.5, 0.0, 1.0], {"uid": ["a", "pad-1_0_0", "c"]}, "folder"
-    )
+    dump(list("xyz"), list("xyz"), [None] * 3, [0.5, 0.0, 1.0], {"uid": [a, "pad-1_0_0", c]}, "folder")
     inputs, outputs, gts, scores, infos = written[2][:5]
     assert (inputs, outputs, gts, scores, infos) == (
         ["x", "z"],
         ["x", "z"],
         [None] * 2,
         [0.5, 1.0],
-        {"uid": ["a", "c"]},
+        {"uid": [a, c]},
     )
 
 
@@ -403,16 +409,15 @@ def test_the_files_of_a_validation_have_verls_score_where_the_function_returned_
 ) -> None:
     written: list[Any] = []
     monkeypatch.setattr(PPOTrainer, "_dump_generations", lambda self, *args: written.append(args))
-    run: Any = object.__new__(RewardLoopTrainer)
-    run._padding = set()
+    run = constructed()
     columns = {"score": [0.5, None, None], "reward_masked": [False, False, True], "uid": list("abc")}
     run._dump_generations(list("xyz"), list("xyz"), [None] * 3, [0.5, 1.0, 0.0], columns, "folder")
     assert written[0][4]["score"] == [0.5, 1.0, None]
 
 
 def test_what_json_lacks_is_written_in_a_readable_form(tmp_path: Path) -> None:
-    run: Any = object.__new__(RewardLoopTrainer)
-    run._padding, run._rewards, run.global_steps = set(), StepRewards(), 3
+    run = constructed()
+    run.global_steps = 3
     run._init_dump_executor()
     odd = [{1, 2}, b"x", 1j, {("a", 1): np.float32(2)}, float("nan"), object, np.array([1, 2]), "\ud800"]
     columns = {"odd": odd, "reward_masked": [False] * len(odd), "uid": list(map(str, range(len(odd))))}
@@ -445,7 +450,7 @@ def test_validation_metrics_of_samples_whose_keys_and_kinds_differ() -> None:
     }
     numbers = only_numbers(columns)
     assert numbers["verdict"] == [1.0, None, None]
-    verls = object.__new__(PPOTrainerSeparateAsync)._val_metrics_update
+    verls = PPOTrainerSync(settled())._val_metrics_update
     metrics = verls(["math"] * 3, ["u"] * 3, numbers, ())
     assert metrics["val-aux/math/judge/mean@1"] == 0.5
     assert not [name for name in metrics if "steps" in name]
@@ -461,16 +466,10 @@ def test_workers_end_after_training_and_before_the_limits_do(monkeypatch: pytest
             raise ValueError(ends)
 
     ended: list[str] = []
-    monkeypatch.setattr(PPOTrainerSeparateAsync, "fit", fit)
+    monkeypatch.setattr(PPOTrainerSync, "fit", fit)
     monkeypatch.setattr(trainer.ray, "kill", ended.append)
-    run: Any = object.__new__(RewardLoopTrainer)
-    run._settings, run._records = resolved(), None
-    run.config, run.get_reward_handles = run._settings.config, list
-    run.replay_buffer = SimpleNamespace(checks=[])
-    run._health = SimpleNamespace(flush=lambda: None)
-    run.reward_workers = SimpleNamespace(
-        check_fatal_errors=list, check_fatal_errors_briefly=list, stop=lambda: ended.append("reward workers")
-    )
+    run = set_up(monkeypatch, constructed(), Workers(stop=lambda: ended.append("reward workers")))
+    run.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=None)
     manager = SimpleNamespace(agent_loop_workers=["first", "second"])
     if ends == "well":
         run.fit(manager)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import ray
-from omegaconf import OmegaConf
 from ray.exceptions import ActorDiedError
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
@@ -16,8 +15,8 @@ from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl import tq_rows
 from reward_loop.verl.mode_options import REWARD_QUEUE
-from reward_loop.verl.separate_async import JudgingQueue, QueueAgentLoopWorker, QueueSeparateAsyncTrainer, _version
-from tests.verl.configs import resolved, settled
+from reward_loop.verl.separate_async import QueueAgentLoopWorker, QueueSeparateAsyncTrainer, _version
+from tests.verl.configs import settled
 
 pytestmark = pytest.mark.integration  # it imports verl
 
@@ -28,37 +27,62 @@ def output(score: float | None = None, **extra: Any) -> SimpleNamespace:
     return SimpleNamespace(reward_score=score, extra_fields=extra)
 
 
+SEPARATE = (
+    "trainer.v1.trainer_mode=separate_async",
+    "actor_rollout_ref.rollout.nnodes=1",
+    "actor_rollout_ref.rollout.n_gpus_per_node=1",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",
+)
+
+
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A worker whose prompts have two rollouts that are generated at once, and whose judges wait for an event."""
+    return made_worker(monkeypatch)
+
+
+def made_worker(monkeypatch: pytest.MonkeyPatch, *, by_group: bool = False) -> Any:
+    """A worker whose prompts have two rollouts that are generated at once, and whose judges wait for an event.
+
+    `steps` gives the next training step at the end of each rollout of a prompt, which then end in turn; `newer` is
+    whether verl passes the argument `validate`. `outputs` has the rollouts of each prompt.
+    """
+
+    def init(self: Any, config: Any, handles: list[Any]) -> None:
+        self.config, self.reward_loop_worker_handles = config, handles
 
     async def run_prompt(self: Any, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool) -> None:
-        outputs = [output(min_global_steps=3), output(min_global_steps=3)]
-        arguments = {"uid": prompt["uid"], "global_steps": 4}
-        await asyncio.gather(*(self._judge({}, [one], {**arguments, "session_id": i}) for i, one in enumerate(outputs)))
+        uid = prompt["uid"]
+        self.outputs[uid] = [output(min_global_steps=3), output(min_global_steps=3)]
+        calls = []
+        for session, one in enumerate(self.outputs[uid]):
+            arguments = {"uid": uid, "global_steps": 4, "session_id": session}
+            options = {"validate": trajectory["validate"]} if self.newer else {}
+            calls.append(self._judge({}, [one], arguments, **options))
+        if uid not in self.steps:
+            await asyncio.gather(*calls)
+        for step, call in zip(self.steps.get(uid, ()), calls, strict=False):
+            await self.start_step(step)
+            await call
 
     async def compute_score(self: Any, outputs: list[Any], kwargs: dict, **options: Any) -> None:
         self.judging.append({**kwargs, **options})
         await self.judged.wait()
 
+    monkeypatch.setattr(VERL, "__init__", init)
     monkeypatch.setattr(VERL, "_run_prompt", run_prompt)
     monkeypatch.setattr(VERL, "_compute_score", compute_score)
-    worker = object.__new__(QueueAgentLoopWorker)
-    worker.config = OmegaConf.create(
-        {
-            "actor_rollout_ref": {"rollout": {"n": 2, "val_kwargs": {"n": 2}}},
-            "trainer": {
-                "v1": {
-                    "separate_async": {"parameter_sync_step": 3},
-                    "sampler": {"max_off_policy_strategy": "wait", "max_off_policy_threshold": 2},
-                }
-            },
-        }
+    config = settled(
+        *SEPARATE,
+        "trainer.v1.separate_async.parameter_sync_step=3",
+        "trainer.v1.sampler.max_off_policy_strategy=wait",
+        "trainer.v1.sampler.max_off_policy_threshold=2",
+        "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.rollout.agent.num_workers=1",
+        f"{REWARD_QUEUE}.capacity=2",
+        f"{REWARD_QUEUE}.in_flight=1",
     )
-    worker._step, worker._by_group = 0, False
-    worker._queue = JudgingQueue(capacity=2, in_flight=1)
-    worker._reservations = {}
-    worker.judging, worker.judged = [], asyncio.Event()
+    worker: Any = QueueAgentLoopWorker(config, [SimpleNamespace(by_group=by_group)])
+    worker.judging, worker.judged, worker.outputs, worker.steps, worker.newer = [], asyncio.Event(), {}, {}, False
     return worker
 
 
@@ -86,7 +110,6 @@ async def test_rollouts_are_judged_in_turn_and_prompts_begin_when_there_is_room(
     assert [call["uid"] for call in worker.judging] == list("aabbcc")
     figures = await worker.queue_metrics(5)
     assert (figures["reward_queue/size"], figures["reward_queue/reserved"], figures["reward_queue/put"]) == (0, 0, 4)
-    assert not worker._reservations
 
 
 async def test_validation_goes_past_the_queue(worker: Any) -> None:
@@ -102,12 +125,11 @@ async def test_validation_goes_past_the_queue(worker: Any) -> None:
 
 async def test_verl_may_pass_the_argument_validate(worker: Any) -> None:
     """A change to verl that is not released adds this argument, and requires it."""
+    worker.newer = True
     worker.judged.set()
-    async with worker._queue.reserve(2) as worker._reservations["a"]:
-        for uid, validate in {"a": False, "v": True}.items():
-            call = {"uid": uid, "global_steps": 4, "session_id": 0}
-            await worker._judge({}, [output()], call, validate=validate)
-    assert [(call["uid"], call["validate"]) for call in worker.judging] == [("a", False), ("v", True)]
+    await prompt(worker, "a")
+    await prompt(worker, "v", validate=True)
+    assert [(call["uid"], call["validate"]) for call in worker.judging] == [("a", False)] * 2 + [("v", True)] * 2
 
 
 @pytest.mark.parametrize(
@@ -126,25 +148,20 @@ async def test_rollouts_that_will_be_evicted_are_not_judged(
     worker.config.trainer.v1.sampler = {"max_off_policy_strategy": strategy, "max_off_policy_threshold": threshold}
     await worker.start_step(next_step)
     worker.judged.set()
-    async with worker._queue.reserve(2) as worker._reservations["a"]:
-        outputs = [output(min_global_steps=3), output(min_global_steps=3)]
-        for one in outputs:
-            await worker._judge({}, [one], {"uid": "a", "global_steps": 4, "session_id": 0})
+    await prompt(worker, "a")
     assert len(worker.judging) == judged
-    for one in outputs:
+    for one in worker.outputs["a"]:
         assert one.extra_fields.get("reward_extra_info", {}).get("reward_masked", False) is (judged == 0)
         assert one.reward_score == (None if judged else 0.0)
 
 
-async def test_a_manager_of_groups_gets_all_rollouts_of_a_prompt_or_none(worker: Any) -> None:
+async def test_a_manager_of_groups_gets_all_rollouts_of_a_prompt_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = made_worker(monkeypatch, by_group=True)
     worker.config.trainer.v1.sampler = {"max_off_policy_strategy": "drop", "max_off_policy_threshold": 2}
-    worker._by_group = True
+    worker.steps = {"a": (5, 6), "b": (6, 6)}
     worker.judged.set()
-    for uid, steps in {"a": (5, 6), "b": (6, 6)}.items():
-        async with worker._queue.reserve(2) as worker._reservations[uid]:
-            for session, step in enumerate(steps):
-                await worker.start_step(step)
-                await worker._judge({}, [output()], {"uid": uid, "global_steps": 4, "session_id": session})
+    await prompt(worker, "a")
+    await prompt(worker, "b")
     assert [(call["uid"], call["session_id"]) for call in worker.judging] == [("a", 0), ("a", 1)]
 
 
@@ -166,9 +183,7 @@ def test_the_age_of_a_rollout_is_that_of_the_oldest_weights() -> None:
 
 
 def trainer(*overrides: str, by_group: bool) -> Any:
-    trainer = object.__new__(QueueSeparateAsyncTrainer)
-    settings = resolved("trainer.v1.trainer_mode=separate_async", *overrides)
-    trainer.config, trainer._options = settings.config, settings.mode.queue
+    trainer: Any = QueueSeparateAsyncTrainer(settled(*SEPARATE, *overrides))
     trainer.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=[SimpleNamespace(by_group=by_group)])
     return trainer
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 from verl.trainer.ppo.v1 import trainer_base
-from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from reward_loop.verl import trainer
-from reward_loop.verl.resolve import without_reward
-from tests.verl.configs import settled
+from tests.verl.configs import resolved
+from tests.verl.trainers import constructed
 
 pytestmark = pytest.mark.integration  # imports verl
 
@@ -51,11 +50,9 @@ def set_up(events: list[str], *, colocated: bool) -> Any:
             events.append(f"the reward model starts on the {pool}, and sleeps")
             return "127.0.0.1:1"
 
-    made: Any = object.__new__(trainer.with_reward_loop(PPOTrainerSync))
-    made.config = without_reward(settled("trainer.device=cuda"))
-    made._run_config, made.total_training_steps = settled("trainer.device=cuda"), 7
-    made._settings, made._router = SimpleNamespace(options=None), None
-    made._colocated = Colocated() if colocated else None
+    settings = resolved("trainer.device=cuda")
+    made = constructed(settings, colocated=Colocated() if colocated else None)
+    made.total_training_steps = 7
     made.use_critic = made.use_reference_policy = made.use_teacher_policy = False
     made.role_worker_mapping = {trainer.Role.ActorRollout: object}
     pool = "trainer's pool"
@@ -70,7 +67,7 @@ def set_up(events: list[str], *, colocated: bool) -> Any:
     made._setup()
     assert trainer_base.RewardLoopManager is verls
     # The agent loop workers, which get this configuration, pass it to the reward workers.
-    assert made._run_config.trainer.total_training_steps == 7
+    assert settings.config.trainer.total_training_steps == 7
     return made
 
 

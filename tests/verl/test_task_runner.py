@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,7 +50,9 @@ def test_the_agent_loop_manager_of_the_user_stays() -> None:
 
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "reward_pipeline", "separate_async"])
-def test_the_trainer_of_each_mode_gets_its_settings_from_the_services(mode: str) -> None:
+def test_the_trainer_of_each_mode_gets_its_settings_from_the_services(
+    monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
     rollout = "actor_rollout_ref.rollout"
     settings = resolved(
         f"trainer.v1.trainer_mode={mode}",
@@ -60,9 +63,12 @@ def test_the_trainer_of_each_mode_gets_its_settings_from_the_services(mode: str)
         settings.config, RewardServices(settings)
     )
     assert isinstance(trainer.replay_buffer, RewardReplayBuffer)
-    assert trainer.replay_buffer._poll_interval_s == 0.7
-    assert trainer.replay_buffer._stall_timeout_s == settings.mode.stall_timeout[0]
-    assert trainer._poll_fatal_errors in trainer.replay_buffer.checks
+    pauses: list[float] = []
+    polls: list[str] = []
+    monkeypatch.setattr("verl.trainer.ppo.v1.replay_buffer.time.sleep", pauses.append)
+    trainer.reward_workers = SimpleNamespace(poll_fatal_errors=lambda: polls.append("fatal errors"))
+    trainer.replay_buffer._wait_for_next_poll("train", 0.0)
+    assert (pauses, polls) == ([0.7], ["fatal errors"])
     # verl's own reward workers are off in its copy of the configuration.
     assert (trainer.config.reward.num_workers, settings.num_workers) == (0, 8)
 

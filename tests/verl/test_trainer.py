@@ -10,18 +10,20 @@ import pytest
 import torch
 from ray.exceptions import ActorDiedError
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardLoopError, ScoringError
 from reward_loop.limits.failures import FailureBound
 from reward_loop.managers.post_process import fail_reward
 from reward_loop.types import RewardSample
-from reward_loop.verl import pipeline, reward_changes, tq_rows, trainer  # noqa: F401  registers the mode reward_pipeline
+from reward_loop.verl import pipeline, reward_changes, tq_rows  # noqa: F401  registers the mode reward_pipeline
 from reward_loop.verl.gdpo import GDPO, component_rewards, use_rewards
 from reward_loop.verl.reward_changes import misfit, place
-from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward
-from tests.verl.configs import resolved, settled
+from reward_loop.verl.reward_metrics import TrajectoryReward
+from tests.verl import trainers
+from tests.verl.configs import resolved
+from tests.verl.trainers import constructed, set_up
 
 pytestmark = pytest.mark.integration  # imports verl
 
@@ -114,10 +116,11 @@ def test_the_parts_of_a_sessions_last_output_reach_the_trainer(queue: Rows) -> N
     assert queue["q_2_0"]["rm_scores"].tolist() == [0, 0, 0, 2]
 
 
-class Workers:
-    """Stands where the reward workers are, and applies a policy as they do."""
+class Workers(trainers.Workers):
+    """Applies a policy as the reward workers do."""
 
     def __init__(self, policy: str) -> None:
+        super().__init__()
         self.options = RewardLoopConfig(on_failed=policy, default_score=-1.0)  # type: ignore[arg-type]
         self.accepted = 0
 
@@ -135,33 +138,46 @@ class Workers:
         ]
 
 
-def advantages(queue: Rows, monkeypatch: pytest.MonkeyPatch, policy: str = "mask", filters: bool = False) -> Any:
-    """Computes the advantages of the rows in the queue with GRPO, and returns the trainer. With a filter, the replay
-    buffer has the parts checked before."""
+class Step:
+    """A step of a trainer on all rows in the queue, with GRPO. With a filter, the replay buffer has the parts checked
+    before."""
 
-    def compute(self: Any, batch: Any, metrics: dict) -> None:
-        last = {key.rsplit("_", 1)[0]: key for key in batch.keys}
-        scores = {session: float(queue[key]["rm_scores"].sum()) for session, key in last.items()}
-        mean, deviation = np.mean(list(scores.values())), np.std(list(scores.values()), ddof=1)
-        for key in batch.keys:
-            advantage = (scores[key.rsplit("_", 1)[0]] - mean) / deviation
-            queue[key]["advantages"] = advantage * queue[key]["response_mask"]
-            queue[key]["returns"] = queue[key]["advantages"]
+    def __init__(
+        self, queue: Rows, monkeypatch: pytest.MonkeyPatch, policy: str = "mask", filters: bool = False
+    ) -> None:
+        filter_groups = ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=reward")
+        settings = resolved("algorithm.adv_estimator=grpo", *(filter_groups if filters else ()))
+        self.workers = Workers(policy)
+        self.trainer = made = set_up(monkeypatch, constructed(settings), self.workers)
+        made.prepare_step = dict
+        batch = KVBatchMeta(partition_id="train", keys=list(queue), tags=[{} for _ in queue])
 
-    monkeypatch.setattr(PPOTrainerSync, "_compute_advantage", compute)
-    run: Any = object.__new__(trainer.with_reward_loop(PPOTrainerSync))
-    run.config = settled("algorithm.adv_estimator=grpo")
-    run._post_processes, run.global_steps = False, 1
-    run._rewards, run._left_out, run.timing_raw = StepRewards(), {}, {}
-    run.reward_workers = Workers(policy)
-    batch = KVBatchMeta(partition_id="train", keys=list(queue), tags=[{} for _ in queue])
-    classified: set[str] = set()
-    run.replay_buffer = SimpleNamespace(classified_groups=lambda partition_id: classified)
-    if filters:
-        run._rewards_to_filter_by(batch, "reward")
-        classified.add("q")
-    run._compute_advantage(run._learners(batch), {})
-    return run
+        def compute(self: Any, batch: Any, metrics: dict) -> None:
+            last = {key.rsplit("_", 1)[0]: key for key in batch.keys}
+            scores = {session: float(queue[key]["rm_scores"].sum()) for session, key in last.items()}
+            mean, deviation = np.mean(list(scores.values())), np.std(list(scores.values()), ddof=1)
+            for key in batch.keys:
+                advantage = (scores[key.rsplit("_", 1)[0]] - mean) / deviation
+                queue[key]["advantages"] = advantage * queue[key]["response_mask"]
+                queue[key]["returns"] = queue[key]["advantages"]
+
+        def step_once(self: Any, metrics: dict, timing_raw: dict, sample_batch_size: int) -> Any:
+            return self._compute_advantage(self._balance_batch(batch, metrics), metrics)
+
+        monkeypatch.setattr(PPOTrainer, "_step_once", step_once)
+        monkeypatch.setattr(PPOTrainer, "_balance_batch", lambda self, batch, metrics: batch)
+        monkeypatch.setattr(PPOTrainer, "_compute_advantage", compute)
+        monkeypatch.setattr(PPOTrainer, "_compute_metrics", lambda self, batch, metrics, timing_raw: None)
+        if filters:
+            buffer = made.replay_buffer
+            buffer.finished_keys["train"], buffer.partitions["train"] = {"q"}, {key: {} for key in queue}
+            buffer._dapo_filtered_keys("train")
+        self.metrics: dict[str, float] = {}
+        learners = made.step(self.metrics, made.timing_raw)
+        self.left_out = list(learners.keys)
+        made._compute_metrics(learners, self.metrics, made.timing_raw)
+        self.left_out = learners.keys[len(self.left_out) :]
+        """The rows without an advantage, which are written and deleted with the others."""
 
 
 @pytest.fixture
@@ -178,31 +194,29 @@ def rejected(queue: Rows) -> Rows:
 def test_all_outputs_of_a_session_whose_parts_do_not_fit_leave_loss_and_baseline(
     rejected: Rows, monkeypatch: pytest.MonkeyPatch, filters: bool
 ) -> None:
-    run = advantages(rejected, monkeypatch, filters=filters)
+    step = Step(rejected, monkeypatch, filters=filters)
     for key in ("q_3_0", "q_3_1"):
         assert not rejected[key]["rm_scores"].any()
         assert "advantages" not in rejected[key]
-        assert key in run._left_out
+        assert key in step.left_out
         info = rejected[key]["extra_fields"]["reward_extra_info"]
         assert (info["reward_outcome"], info["reward_masked"]) == ("failed", True)
         assert "sample q_3: the function returned 1 turn_level_scores" in info["reward_error"]
         assert rejected[key]["extra_fields"]["turns"] == 1
     assert [float(rejected[f"q_{session}_0"]["advantages"].max()) for session in range(3)] == [0, 0, 1]
     assert float(rejected["q_0_0"]["advantages"].min()) == -1
-    metrics = run._rewards.metrics()
-    assert (metrics["reward_loop/scored"], metrics["reward_loop/failed"]) == (3, 1)
-    assert metrics["reward_loop/score/mean"] == 2.0
-    assert run.reward_workers.accepted == 3
+    assert (step.metrics["reward_loop/scored"], step.metrics["reward_loop/failed"]) == (3, 1)
+    assert step.metrics["reward_loop/score/mean"] == 2.0
+    assert step.workers.accepted == 3
 
 
 def test_invalid_dense_rewards_get_the_default_score_under_the_policy_default(
     rejected: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = advantages(rejected, monkeypatch, "default")
+    metrics = Step(rejected, monkeypatch, "default").metrics
     assert rejected["q_3_0"]["rm_scores"].tolist() == [0, 0, 0, -1]
     assert rejected["q_3_1"]["rm_scores"].tolist() == [0, 0, 0, 0, 0, 0, -1]
     assert float(rejected["q_3_0"]["advantages"].min()) < float(rejected["q_0_0"]["advantages"].min()) < 0
-    metrics = run._rewards.metrics()
     assert (metrics["reward_loop/scored"], metrics["reward_loop/failed"]) == (3, 1)
 
 
@@ -210,20 +224,18 @@ def test_a_session_whose_parts_do_not_fit_stops_the_run_if_the_policy_is_raise(
     rejected: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(RewardLoopError, match="sample q_3: the function returned 1 turn_level_scores"):
-        advantages(rejected, monkeypatch, "raise")
+        Step(rejected, monkeypatch, "raise")
 
 
-def test_losses_by_row_are_divided_by_the_rows_with_an_advantage() -> None:
-    run: Any = object.__new__(trainer.with_reward_loop(PPOTrainerSync))
-    run._rewards = StepRewards(trained={f"q_{row}_0" for row in range(6)})
-    seen: list[Any] = []
-    update = run._counting_learners(lambda batch: seen.append(batch.extra_info["global_batch_size"]))
-    keys = [f"q_{row}_0" for row in range(6)]
-    for padding in (0, 2):
+def test_losses_by_row_are_divided_by_the_rows_with_an_advantage(queue: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue |= {f"q_{session}_0": row(SINGLE, float(session)) for session in range(6)}
+    made = Step(queue, monkeypatch).trainer
+    keys = list(queue)
+    for padding, divisor in ((0, 3), (2, 3.0)):
         info = {"mini_batch_size": (6 + padding) // 2, "global_batch_size": (6 + padding) // 2}
-        rows = [*keys, *[f"pad_{row}_0" for row in range(padding)]]
-        update(KVBatchMeta(keys=rows, tags=[{} for _ in rows], extra_info=info))
-    assert seen == [3, 3.0]
+        rows = [*keys, *[f"pad_{number}_0" for number in range(padding)]]
+        update = KVBatchMeta(keys=rows, tags=[{} for _ in rows], extra_info=info)
+        assert made.actor_rollout_wg.update_actor(update).extra_info["global_batch_size"] == divisor
 
 
 @pytest.mark.parametrize(
@@ -240,29 +252,37 @@ def test_no_mini_batch_consists_of_padding_only(rows: int, padding: int, ranks: 
 
 
 @pytest.mark.parametrize("mode", ["sync", "reward_pipeline", "separate_async"])
-def test_a_dead_process_is_named_unless_a_reward_worker_has_an_error_that_stops_the_run(mode: str) -> None:
-    told: list[str] = []
+def test_a_dead_process_is_named_unless_a_reward_worker_has_an_error_that_stops_the_run(
+    monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    fatal: list[str] = []
+    raised: list[Exception] = []
 
     def check_fatal_errors_briefly() -> None:
-        if told:
-            raise RewardLoopError(told[0])
+        if fatal:
+            raise RewardLoopError(fatal[0])
 
     def check_fatal_errors() -> None:
         raise RewardLoopError("a reward worker did not answer within 120 s")
 
-    run = object.__new__(trainer.with_reward_loop(PPOTrainerSync))
-    run._settings = resolved(f"trainer.v1.trainer_mode={mode}")
-    run.reward_workers = SimpleNamespace(  # type: ignore[assignment]
+    def step(self: Any, metrics: dict, timing_raw: dict) -> Any:
+        raise raised[-1]
+
+    monkeypatch.setattr(PPOTrainer, "step", step)
+    workers = trainers.Workers(
         check_fatal_errors=check_fatal_errors, check_fatal_errors_briefly=check_fatal_errors_briefly
     )
-    with pytest.raises(RewardLoopError, match=r"a process of the run died.*unexpectedly"), run._checking_fatal_errors():
-        raise ActorDiedError
-    told.append("the judge is on strike")
-    with pytest.raises(RewardLoopError, match="on strike"), run._checking_fatal_errors():
-        raise ActorDiedError
-    told.clear()
-    with pytest.raises(ValueError, match="the update failed"), run._checking_fatal_errors():
-        raise ValueError("the update failed")
+    made = set_up(monkeypatch, constructed(resolved(f"trainer.v1.trainer_mode={mode}")), workers)
+    raised.append(ActorDiedError())
+    with pytest.raises(RewardLoopError, match=r"a process of the run died.*unexpectedly"):
+        made.step({}, {})
+    fatal.append("the judge is on strike")
+    with pytest.raises(RewardLoopError, match="on strike"):
+        made.step({}, {})
+    fatal.clear()
+    raised.append(ValueError("the update failed"))
+    with pytest.raises(ValueError, match="the update failed"):
+        made.step({}, {})
 
 
 def with_infos(infos: dict[str, dict]) -> dict[str, TrajectoryReward]:

@@ -1,0 +1,57 @@
+"""Our trainer of a mode, constructed and set up as in a run, without verl's workers and without Ray."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+from reward_loop.verl import trainer
+from reward_loop.verl.recording_trainer import RecordingTrainer
+from reward_loop.verl.services import RewardServices
+from reward_loop.verl.settings import RewardSettings
+from reward_loop.verl.trainer import with_reward_loop
+from tests.verl.configs import resolved
+
+
+class Workers(SimpleNamespace):
+    """Stands where the reward workers are: none has an error, or anything to report. Attributes replace methods."""
+
+    def __init__(self, **changed: Any) -> None:
+        super().__init__(**{"client": SimpleNamespace(by_group=False), **changed})
+
+    def nothing(self, *_: Any) -> None: ...
+
+    wait_until_ready = check_fatal_errors = check_fatal_errors_briefly = poll_fatal_errors = stop = nothing
+    proof_counts = nothing
+
+    def have_post_process(self) -> bool:
+        return hasattr(self, "post_process")
+
+    def exchange_counts(self) -> list[Any]:
+        return []
+
+
+def constructed(
+    settings: RewardSettings | None = None, verl: type[PPOTrainer] = PPOTrainerSync, **services: Any
+) -> Any:
+    """A trainer before verl sets it up. ``services`` are further fields of `RewardServices`."""
+    settings = settings or resolved()
+    return with_reward_loop(verl)(settings.config, RewardServices(settings, **services))
+
+
+def set_up(monkeypatch: pytest.MonkeyPatch, made: Any, workers: Any = None, step: int = 1) -> Any:
+    """Set a trainer up, without verl's part, which starts workers. Its step is ``step``."""
+    monkeypatch.setattr(trainer, "RewardWorkers", lambda *_, **__: workers or Workers())
+    for cls in type(made).__mro__:
+        if issubclass(cls, PPOTrainer) and not issubclass(cls, RecordingTrainer) and "_setup" in vars(cls):
+            monkeypatch.setattr(cls, "_setup", lambda self: None)
+    made.actor_rollout_wg = SimpleNamespace(update_actor=lambda batch: batch, _dispatch_info={"actor": [0]})
+    made.tokenizer, made.total_training_steps = SimpleNamespace(decode=str), 7
+    made.use_critic = False
+    made._setup()
+    made.global_steps, made.timing_raw = step, {}
+    return made
