@@ -8,14 +8,16 @@ those of threads that still run (`Call.end`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any, Protocol
 
 from reward_loop._util.transient import is_refusal, retry_after
 from reward_loop.errors import BudgetSpentError, LimitError
+from reward_loop.limits.equal import EqualCall
 from reward_loop.limits.options import JobOptions
 from reward_loop.limits.outages import Outages
 
@@ -299,6 +301,16 @@ class Limits(Holder, ABC):
     async def why_stopped(self) -> str | None:
         """Return why the limiter service stops the run, or ``None``."""
         return None
+
+    @contextlib.asynccontextmanager
+    async def equal_call(self, key: str | None, timeout: float | None) -> AsyncIterator[EqualCall]:
+        """Enter with the result of an equal call of another process of the job, or to make the call.
+
+        Args:
+            key: what equal calls have in common; ``None`` if no other process may use the result.
+            timeout: seconds to wait for an equal call. After that, enter to make the call.
+        """
+        yield EqualCall()
 
     def close(self) -> None:
         """Release all resources; callable from any thread. A later use reopens the limits."""

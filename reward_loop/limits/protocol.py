@@ -4,7 +4,7 @@ A worker of the job connects over TCP. The service sends a nonce, and the worker
 the job's token, so the token itself is never sent. If the proof is invalid, the service replies with an empty frame and
 closes the connection.
 
-When a connection ends, its permits end too; their requests and tokens stay counted.
+When a connection ends, its permits and equal calls end too; requests and tokens stay counted.
 
     client                                          service
     ["request", id, name, tokens, traffic_class]    ["settled", id, null, or error type and message]
@@ -15,6 +15,8 @@ When a connection ends, its permits end too; their requests and tokens stay coun
     ["count", failed, error, cause, of]             ["stop", why] to all clients, if the run must stop
     ["configure", id, name, changes]                ["answer", id, error or null]; ["limits", max_waits] to all clients
     ["status", id]                                  ["answer", id, status]
+    ["merge", id, key]                              ["answer", id, null] to make the call, or the result of an equal one
+    ["merged", id, key, result or null]             see `limits/equal.py`
 """
 
 from __future__ import annotations
@@ -69,8 +71,18 @@ class MessageQueue:
     def _flush(self) -> None:
         assert self.writer is not None
         if not self.writer.is_closing():
-            self.writer.write(frame(b"[", b",".join(self._messages), b"]"))
+            start = size = 0
+            for i, message in enumerate(self._messages):
+                size += len(message) + 1
+                if size >= MAX_LENGTH:
+                    self._write(self._messages[start:i])
+                    start, size = i, len(message) + 1
+            self._write(self._messages[start:])
         self._messages.clear()
+
+    def _write(self, messages: list[bytes]) -> None:
+        assert self.writer is not None
+        self.writer.write(frame(b"[", b",".join(messages), b"]"))
 
 
 def encode(*messages: tuple[Any, ...]) -> bytes:

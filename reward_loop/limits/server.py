@@ -13,6 +13,7 @@ from typing import Any
 from reward_loop._util.background_loop import in_background
 from reward_loop._util.framing import frame, read_frame
 from reward_loop.errors import ConfigError, RewardLoopError, TooManyFailuresError
+from reward_loop.limits.equal import EqualCalls
 from reward_loop.limits.failures import FailureBound
 from reward_loop.limits.limiter import PERIOD_S
 from reward_loop.limits.local import LocalLimits
@@ -27,7 +28,10 @@ _AUTHENTICATION_TIMEOUT_S = 10.0
 
 
 class LimitServer:
-    """Serves the limits of a job over TCP, and counts its failed samples. Call `start` and `stop` on one event loop."""
+    """Serves the limits of a job over TCP: they, its failed samples and its equal calls are those of all workers.
+
+    Call `start` and `stop` on one event loop.
+    """
 
     def __init__(self, options: JobOptions, period: float = PERIOD_S) -> None:
         self.limits = LocalLimits(options, period)
@@ -36,6 +40,7 @@ class LimitServer:
         self.stopped: str | None = None
         """Why the run must stop, once too many samples have failed."""
         self._failures: dict[str, FailureBound] = {}
+        self._equal = EqualCalls()
         self._server: asyncio.Server | None = None
         self._connections: dict[MessageQueue, asyncio.Task[Any]] = {}
 
@@ -81,6 +86,8 @@ class LimitServer:
                 "spend": self._spend,
                 "count": self._count,
                 "configure": partial(self._configure, messages),
+                "merge": partial(self._equal.join, messages),
+                "merged": partial(self._equal.leave, messages),
                 "status": lambda request: messages.send("answer", request, self.limits.snapshot()),
             }
             task = asyncio.current_task()
@@ -99,6 +106,7 @@ class LimitServer:
             finally:
                 del self._connections[messages]
                 permits.close()
+                self._equal.forget(messages)
 
     async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         enable_keepalive(writer)

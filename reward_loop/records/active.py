@@ -72,6 +72,10 @@ class ActiveSample:
     """The requests to model servers with their replies, by the ID of the exchange."""
     calls: Sequence[FunctionCall] = ()
     """The calls of the function, in the order of their ends."""
+    merged: int = 0
+    """The number of results that came from an equal call in flight."""
+    cached: int = 0
+    """The number of results that came from the cache."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cost: float = 0.0

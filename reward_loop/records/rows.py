@@ -94,6 +94,8 @@ def sample_row(
         "prompt_tokens": active.prompt_tokens,
         "completion_tokens": active.completion_tokens,
         "cost": active.cost or None,
+        **({"merged": active.merged} if active.merged else {}),
+        **({"cached": active.cached} if active.cached else {}),
         **({"outage_s": result.outage_seconds} if result.outage_seconds else {}),
         **({"over_budget": True} if isinstance(result.exception, BudgetSpentError) else {}),
     }

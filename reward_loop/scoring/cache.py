@@ -1,10 +1,13 @@
-"""A cache of scores. Equal calls in flight are merged into one; with a file, scores are also kept across runs."""
+"""A cache of scores. Equal calls in flight are merged into one, also those of other processes of the job; with a file,
+scores are also kept across runs.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import hashlib
+import inspect
 import json
 import logging
 import sqlite3
@@ -17,16 +20,23 @@ from typing import Any, TypeVar
 import orjson
 
 from reward_loop.errors import ConfigError
+from reward_loop.records import current, waiting_for
 from reward_loop.scoring.load import source_hash
 from reward_loop.scoring.options import CacheConfig
 from reward_loop.scoring.signature import Target
 from reward_loop.scoring.threads import DaemonThreads
 
-__all__ = ["Cache"]
+__all__ = ["Cache", "Scored", "decode"]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+Scored = tuple[float, dict[str, Any]]
+"""A score and its extra info."""
+
+MAX_SHARED_BYTES = 2**20
+"""The largest size in bytes of a result that other processes get."""
 
 BUSY_TIMEOUT_S = 60.0
 """Seconds to wait while another process writes to the file."""
@@ -55,6 +65,7 @@ class Cache:
                 "function's imports, its captured values or its judge change"
             )
         self._basis = orjson.dumps([config.version, *_identity(config, target)])
+        self._is_known = bool(config.version) or _is_known(target)
         self._in_flight: dict[bytes, _Shared] = {}
         self._store = None if config.path is None else _Store(Path(config.path))
         self._thread = DaemonThreads(1)
@@ -70,19 +81,27 @@ class Cache:
             return None
         return hashlib.sha256(self._basis + text).digest()
 
-    async def once(self, key: bytes, call: Callable[[], Awaitable[T]]) -> T:
-        """Run the call, or wait for an equal call in flight.
+    def key_in_job(self, key: bytes) -> str | None:
+        """Return the key by which other processes of the job know equal calls; ``None`` if it does not identify them.
+
+        Without a version, a key does not identify a function with state that only this process has.
+        """
+        return key.hex() if self._is_known else None
+
+    async def once(self, key: bytes, call: Callable[[], Awaitable[T]]) -> tuple[T, bool]:
+        """Run the call, or wait for an equal call in flight; return its result, and whether this was an earlier call.
 
         A call is in flight until its score is written to the file. It is cancelled when all its waiters are cancelled.
         """
         shared = self._in_flight.get(key)
-        if shared is None or shared.task.get_loop() is not asyncio.get_running_loop():
+        is_earlier = shared is not None and shared.task.get_loop() is asyncio.get_running_loop()
+        if shared is None or not is_earlier:
             shared = self._in_flight[key] = _Shared(asyncio.ensure_future(call()))
             shared.task.add_done_callback(lambda task: self._forget(key, shared))
         shared.waiting += 1
         try:
-            result: T = await asyncio.shield(shared.task)
-            return result
+            with waiting_for(current() if is_earlier else None, "an equal call"):
+                return await asyncio.shield(shared.task), is_earlier
         finally:
             shared.waiting -= 1
             if not shared.waiting and not shared.task.done():
@@ -93,30 +112,39 @@ class Cache:
         if self._in_flight.get(key) is shared:  # not a newer call with the same key
             del self._in_flight[key]
 
-    async def get(self, key: bytes) -> tuple[float, dict[str, Any]] | None:
+    async def get(self, key: bytes) -> Scored | None:
         """Return the stored score and extra info of an equal call, or ``None``.
 
         Raises:
             ConfigError: the file cannot be read.
         """
         text = None if self._store is None else await self._thread.run(functools.partial(self._store.read, key))
-        try:
-            score, extra_info = orjson.loads(text or b"")
-        except ValueError:  # not stored; or a corrupt row, which the next `put` replaces
-            return None
-        return score, extra_info
+        return decode(text or b"")  # a corrupt row is replaced by the next `put`
 
-    async def put(self, key: bytes, score: float, extra_info: Mapping[str, Any]) -> None:
-        """Store a score in the file, if the score and its extra info survive a JSON round trip unchanged."""
-        if self._store is None:
-            return
+    async def put(self, key: bytes, score: float, extra_info: Mapping[str, Any]) -> str | None:
+        """Store a score in the file, and return it for other processes, see `decode`.
+
+        Nothing is stored or returned if the score and its extra info do not survive a JSON round trip unchanged.
+        """
         value = [score, dict(extra_info)]
         try:
             text = orjson.dumps(value)
         except TypeError:
-            return
-        if orjson.loads(text) == value:
+            return None
+        if orjson.loads(text) != value:
+            return None
+        if self._store is not None:
             await self._thread.run(functools.partial(self._store.write, key, text))
+        return text.decode() if len(text) <= MAX_SHARED_BYTES else None
+
+
+def decode(text: str | bytes) -> Scored | None:
+    """Return the score and extra info that `Cache.put` made a text of; ``None`` for another text."""
+    try:
+        score, extra_info = orjson.loads(text)
+    except ValueError:
+        return None
+    return score, extra_info
 
 
 class _Shared:
@@ -204,6 +232,22 @@ def _identity(config: CacheConfig, target: Target) -> list[Any]:
             ) from error
         arguments = ""
     return [target.name, arguments, source_hash(function)]
+
+
+def _is_known(target: Target) -> bool:
+    """Return whether `_identity` alone identifies the function: it has no state but JSON arguments and its file."""
+    function, bound = target.origin, []
+    while isinstance(function, functools.partial):
+        bound += [function.args, function.keywords]
+        function = function.func
+    is_plain = inspect.isfunction(function) or inspect.isclass(function)
+    if not is_plain or "<locals>" in function.__qualname__ or source_hash(function) is None:
+        return False
+    try:
+        orjson.dumps(bound, option=_FORMAT)
+    except TypeError:
+        return False
+    return True
 
 
 def _is_json(arguments: Mapping[str, Any]) -> bool:

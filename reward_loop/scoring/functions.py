@@ -13,8 +13,8 @@ from reward_loop._util.text import shorten
 from reward_loop.errors import ConfigError, InvalidScoreError, RewardFunctionError, ScoringError
 from reward_loop.limits.call import Call, Deadlines
 from reward_loop.processes.outcome import CallOutcome, describe_exception
-from reward_loop.records import ActiveBatch, current, shares_result
-from reward_loop.scoring.cache import Cache
+from reward_loop.records import ActiveBatch, ActiveSample, current, shares_result
+from reward_loop.scoring.cache import Cache, Scored, decode
 from reward_loop.scoring.call import UserFunction
 from reward_loop.scoring.results import failed_after, normalise, not_called, to_result
 from reward_loop.scoring.signature import resolve
@@ -77,19 +77,36 @@ class ScoringFunction(UserFunction):
 
     async def _cached(self, cache: Cache, key: bytes, sample: RewardSample, arguments: dict[str, Any]) -> RewardResult:
         """Use a stored score, or the outcome of an equal call in flight; otherwise call, and store the score."""
-        known = await cache.get(key)
-        if known is not None:
-            return RewardResult(Outcome.SCORED, *known, attempts=0)
+        active = current()
+        if (known := await cache.get(key)) is not None:
+            return _reused(active, False, known)
 
-        async def call() -> CallOutcome:
+        async def call() -> CallOutcome | tuple[bool, Scored]:
             shares_result.set(True)
-            outcome = await self._call(arguments, sample.traffic_class)
-            result = to_result(outcome, sample, self.name)
-            if result.score is not None:
-                await cache.put(key, result.score, result.extra_info)
-            return outcome
+            # As long as a call may take, without waits for limits and for the end of outages.
+            longest_s = None if self.timeout is None else self.timeout + self.limits.options.retry.max_seconds
+            async with self.limits.equal_call(cache.key_in_job(key), longest_s) as equal:
+                if equal.received is not None and (known := decode(equal.received)) is not None:
+                    return True, known
+                # An equal call may have ended since the first look.
+                if equal.is_shared and (known := await cache.get(key)) is not None:
+                    return False, known
+                outcome = await self._call(arguments, sample.traffic_class)
+                result = to_result(outcome, sample, self.name)
+                if result.score is not None:
+                    equal.result = await cache.put(key, result.score, result.extra_info)
+                return outcome
 
-        return to_result(await cache.once(key, call), sample, self.name)
+        found, is_earlier = await cache.once(key, call)
+        if isinstance(found, tuple):
+            return _reused(active, is_earlier or found[0], found[1])
+        result = to_result(found, sample, self.name)
+        if not is_earlier:
+            return result
+        if active is not None:
+            active.merged += 1
+        # The times and calls are those of the sample whose call it was.
+        return replace(result, seconds=0, wait_seconds=0, queue_seconds=0, outage_seconds=0, attempts=0)
 
     async def post_process_scores(self, scores: list[float]) -> list[float]:
         """Return the scores after the class's ``post_process_scores``, or unchanged if the class has none.
@@ -125,6 +142,13 @@ class ScoringFunction(UserFunction):
             problem = f"received {len(scores)} scores and returned {len(numbers)} numbers"
             raise InvalidScoreError(problem, function=method)
         return numbers
+
+
+def _reused(active: ActiveSample | None, is_merged: bool, known: Scored) -> RewardResult:
+    if active is not None:
+        active.merged += is_merged
+        active.cached += not is_merged
+    return RewardResult(Outcome.SCORED, *known, attempts=0)
 
 
 def _process(post_process_scores: Callable[[list[float]], Any], scores: list[float]) -> Any:

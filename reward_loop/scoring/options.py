@@ -17,8 +17,8 @@ class CacheConfig(Config):
     """Whether equal calls are made only once."""
 
     enabled: bool = False
-    """Merge equal calls in flight into one. Leave it off for judges that answer the same question differently each
-    time."""
+    """Merge equal calls in flight into one, also those of different workers of the job. Leave it off for judges that
+    answer the same question differently each time."""
 
     path: str | None = None
     """A file (SQLite) that stores scores for later calls and runs; several processes can share it."""
