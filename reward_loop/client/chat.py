@@ -43,6 +43,7 @@ class Reply:
     """The text of the reply, without reasoning that the server returns separately; empty if there is none."""
     finish_reason: str | None = None
     """``stop`` if the model ended the reply, ``length`` if it reached the token limit; servers may use other values.
+    ``refusal`` and ``error`` if the server sends one of these beside the text.
     ``None`` if the server gives none: in the protocol, that is a reply that has not ended."""
     usage: Usage = Usage()
     """The number of tokens used."""
@@ -121,16 +122,18 @@ async def complete(
         known = _text_of_parts(value) if name == "content" and isinstance(value, list) else value
         if isinstance(known, str):
             return _LONE_SURROGATES.sub("\ufffd", known)  # they cannot be encoded
-        if value is None:
+        if value is None or name.startswith("reasoning"):  # no score depends on it
             return None
         raise exchange.failed(f"{address} sent an answer whose {name!r} is not text: {shorten(value, 500)}")
 
     try:
         choice = answer["choices"][0]
         message = choice["message"]
+        # A service may send text beside its refusal, or beside the error that ended the reply.
+        unfinished = "refusal" if _refuses(message) else "error" if choice.get("error") or answer.get("error") else None
         reply = Reply(
             text=text(message, "content") or "",
-            finish_reason=text(choice, "finish_reason"),
+            finish_reason=unfinished or text(choice, "finish_reason"),
             usage=usage,
             logprobs=_logprobs(choice.get("logprobs")),
             reasoning=text(message, "reasoning_content") or text(message, "reasoning"),
@@ -149,6 +152,14 @@ def _text_of_parts(content: Any) -> str | None:
         return None
     texts = [part.get("text") for part in content if part.get("type", "text") in ("text", "output_text")]
     return "".join(texts) if all(isinstance(text, str) for text in texts) else None
+
+
+def _refuses(message: Mapping[str, Any]) -> bool:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    return bool(message.get("refusal")) or any(
+        isinstance(part, Mapping) and part.get("type") == "refusal" for part in parts
+    )
 
 
 def _logprobs(given: Any) -> Sequence[Mapping[str, Any]] | None:

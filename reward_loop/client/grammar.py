@@ -11,17 +11,19 @@ belongs here, to one of the rules: in a format, the other formats would still ac
    become ASCII.
 2. *Candidates.* A candidate is a marker, such as ``Score:``, at the beginning of a word, with its value directly after
    it, or alone on the next line. Markdown, quotes and brackets may surround both. Case is ignored. The candidates of
-   `Json` are objects, and those of `Pattern` matches, without rule 3.
+   `Json` are objects, and those of `Pattern` matches; rule 3 checks only the text directly before and after them.
 3. *Only the last candidate can be the verdict.* It must be understood: nothing may qualify its value, or make it an
-   example (``e.g. Score: 8``), a condition, or what the judge does not give. These qualify it: another
-   number or word that may be the verdict in the same clause, a range, a unit such as ``%``, a question mark, a hedge
-   such as ``or`` or ``maybe``, also before the marker. The rest of the line may be an explanation; after ``because``
-   it is not checked.
+   example (``e.g. Score: 8``), a condition, a quotation in a sentence, what another one says or asks for (``The answer
+   says Score: 8``), or what the judge does not give. These qualify it: another number or word that may be the verdict
+   in the same clause, a range, a unit such as ``%``, a question mark, a cross beside another than the lowest score, a
+   hedge such as ``or`` or ``maybe``, also before the marker. The rest of the line may be an explanation; after
+   ``because`` it is not checked.
 4. *An earlier candidate is a draft*, and never replaces a last one that is not understood. It makes the last one
-   doubtful if it is not quoted, the two differ, and nothing but punctuation or ``or`` stands between them.
+   doubtful if the two differ, it is not quoted, and nothing but punctuation or ``or`` stands between them, or a turn
+   of the user, which the model made up.
 5. *A quoted candidate*, which stands in quotation marks, a block quote, a code block or after a word such as ``wrote``,
    or which has a name of its own, such as ``Style score:``, counts only as the end of the reply, and only if no draft
-   differs.
+   differs. A code block that is the whole reply is not a quote.
 6. *Nothing after the candidate may contradict it*: neither the marker's words with another value (``The score is 3``),
    nor another value alone in a line, also after a word such as ``Revised:``, nor a sentence that takes the verdict
    back (``Wait, ...``). Of objects and matches, only such a sentence is checked.
@@ -33,6 +35,7 @@ after the verdict.
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -82,7 +85,7 @@ def _ranges(codes: Iterable[int]) -> Iterator[tuple[int, int]]:
 _INVISIBLE = (
     *range(0x09), *range(0x0E, 0x1C), *range(0x7F, 0x85), *range(0x86, 0xA0), 0xAD, 0x34F, 0x61C, 0x115F, 0x1160,
     0x17B4, 0x17B5, *range(0x180B, 0x1810), *range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x2070),
-    0x3164, *range(0xFE00, 0xFE10), 0xFEFF, 0xFFA0, *range(0xFFF0, 0xFFFC), *range(0xE0000, 0xE1000),
+    0x20E3, 0x3164, *range(0xFE00, 0xFE10), 0xFEFF, 0xFFA0, *range(0xFFF0, 0xFFFC), *range(0xE0000, 0xE1000),
 )  # fmt: skip
 _LOOK_ALIKES = (
     "\u0410\u0430\u0415\u0435\u041e\u043e\u0420\u0440\u0421\u0441\u0425\u0445\u0405\u0455\u0406\u0456\u0408\u0458"
@@ -172,11 +175,20 @@ def final_text(reply: str) -> str:
 
 # --- Candidates -------------------------------------------------------------------------------------------------------
 
-_HTML = r"</?[a-zA-Z][^<>\n]{0,60}>"
+_HTML = r"<(?!(?:s|del|strike)>)/?[a-zA-Z][^<>\n]{0,60}>"
+_TICKS = "\u2705\u2611\u2713\u2714\U0001f44d"
+_CROSSED = "\u2612\u26d4\u2715\u2716\u2717\u2718\u274c\u274e\U0001f44e\U0001f5d9\U0001f6ab"
+_SIGNS = _TICKS + _CROSSED
 _INSIDE = rf"(?:\s++|[*_\"'`~\\)\]}}]|{_HTML}|&\#?\w{{1,8}};){{0,16}}"
 """What may stand between the parts of a marker."""
-_AROUND = r"(?:\s++|[*_\"'`(\[$|)\]}\u2018\u201c]|\\boxed\{|\\text(?:bf)?\{|\\mathbf\{|\\\(|\\\[|" + _HTML + r"){0,24}"
-"""What may stand between a marker and its value: spaces, emphasis, quotes, opening brackets, TeX's \\boxed{."""
+_AROUND = (
+    r"(?:\s++|[*_\"'`(\[$|)\]}\u2018\u201c"
+    + _SIGNS
+    + r"]|\\boxed\{|\\text(?:bf)?\{|\\mathbf\{|\\\(|\\\[|"
+    + _HTML
+    + r"){0,24}"
+)
+"""What may stand between a marker and its value: spaces, emphasis, quotes, opening brackets, TeX's \\boxed{, signs."""
 _CLOSED = re.compile(r"(?:[*_\"'`)\]}$|\u2019\u201d]++|\\[)\]]|" + _HTML + r"){0,12}+")
 _JOINED = (
     r"(?:\s++|[*_\"'`~=>|:)\]}\u2012\\]|-(?=[\s>])|&\#?\w{1,8};|"
@@ -198,24 +210,31 @@ _HEDGES = frozenset(
         "hundred thousand million initially initial first tentative tentatively provisional provisionally draft guess "
         "before until versus vs however except assuming depending between higher lower more less fewer up down wait "
         "actually rather instead though otherwise is was were seems isn wasn partially partly mostly largely somewhat "
-        "borderline ish out of off deducted lost below above false apart part",
+        "borderline ish out of off deducted lost below above false apart part max maximum tops min minimum example "
+        "placeholder illustration uncertain unsure pending means requires",
     )
 )
 """Words that qualify a value, or make it the subject of a sentence, if they are among the first two after it."""
-_CROSSED = frozenset("?\u2717\u2718\u274c\u2612\u274e")
-"""Signs in the clause after a value that qualify it."""
+_PROSE = frozenset(re.findall(r"\w+", "to but not no is was than more less lower higher first half out up down"))
+"""Those of them that do not qualify it as the second word after a comma, a bracket or a dash."""
+_DOUBTED = frozenset("?\u061f\u203d\u2047\u2048\u2049\u2753\u2754\U0001f914")
+"""Signs in the clause of a value that qualify it; those of `_CROSSED` do if its score is not the lowest."""
 _REASON = re.compile(r"[\s,;:(\u2012-]{1,5}(?:because|since|due\s+to|given\s+that)\b", re.IGNORECASE)
 _TAKEN_BACK = re.compile(
-    r"(?:[.!?\n]|\A)[\s*_>-]{0,9}(?:wait|hmm+|oops|sorry|correction|scratch that|on second thoughts?|actually|rather"
+    r"(?:[.!?\n]|\A)[\s*_>-]{0,9}(?:(?:oh|well|but)[,.]?\s)?"
+    r"(?:wait|hmm+|oops|sorry|correction|scratch that|on second thoughts?|actually|rather|not really[.!]"
     r"|maybe|perhaps|or\b|no[,.:;!\u2012-]|let me re|i take (?:it|that|this) back|edit:|just kidding|my mistake"
     r"|on (?:further )?reflection|in hindsight|on closer|(?:strike|disregard|ignore) that"
-    r"|i (?:(?:would|will|must|should|have to) )?(?:change|lower|raise|reduce|revise|downgrade|upgrade|correct) )",
+    r"|i (?:(?:would|will|must|should|have to) )?(?:changed my mind|change |lower |raise |reduce |revise |downgrade "
+    r"|upgrade |correct )|make (?:that|it) (?:an? )?\d|i(?:'d| would) now|(?:this|that) (?:is|was) not (?:my|the) final"
+    r"|(?:the|this|that|my) (?:above )?(?:score|verdict|rating|grade)(?: above)? (?:is|was|seems) (?:only |just )?"
+    r"(?:wrong|too |an? (?:example|placeholder)|not (?:my|the|final|valid)))",
     re.IGNORECASE,
 )
-_GAP = rf"(?:[\s\d*_\"'`.,;:/|&()\[\]{{}}<>$\\\u2012-]|{_HTML}){{0,40}}"
+_GAP = rf"(?:[\s\d*_\"'`.,;:/|&()\[\]{{}}<>$\\\u2012-]|(?<=```)\w{{1,9}}|{_HTML}){{0,40}}"
 _BETWEEN = re.compile(rf"{_GAP}(?:(?:or|and|vs|versus)\b)?{_GAP}")
 _ENDS_LINE = re.compile(r"(?:[*_\"'` \t|.!)\]}$\u2019\u201d]|\\[)\]])*+(?:\n|\Z)")
-_ENDS_SENTENCE = re.compile(r"[ \t]*+(?:\n|\Z)|[.!\u3002](?![.\w])")
+_ENDS_SENTENCE = re.compile(r"[ \t]*+(?:\n|\Z)|(?:!++|[.\u3002])(?![.\w?])")
 _BEGINS_PROSE = re.compile(
     r"(?:\s++(?:[^\W\d]|[,;:(\[|<\u2012*_\"'`.!\u201c\u2300-\U0010ffff]|-\s)|[,;:](?!\w)|[(|<\u2012]|(?!\w)[\u2300-\U0010ffff]|-\s)"
 )
@@ -228,30 +247,57 @@ _DENIALS = frozenset(
     re.findall(
         r"\w+",
         "not no nor or either neither never maybe perhaps possibly probably likely max maximum min minimum previous "
-        "possible threshold passing example format template",
+        "possible threshold passing expected hypothetical reverse reversed",
     )
 )
 """Words before a marker that qualify what follows."""
 _NOT_SAID = re.compile(
-    r"(?:\b(?:example|format|template|instance)|\be\.g\.)[\s:,*_\"'`(]{0,6}\Z"
+    r"(?:\b(?:example|template|instance)|\be\.g\.|(?<!json )(?<!ed )\bformat(?:\s(?:is|was))?)[\s:,*_\"'`(]{0,6}\Z"
+    r"|(?:<(?:s|del|strike)>|\b(?:not|never|reject(?:ed)?|loser|wors[et])\b)[\s:*_\"'`(]{0,6}\Z"
     r"|\bif\b[^.!?\n]{0,80}\Z"
     r"|(?:n't|n\u2019t|\bnot|\bnever|\bcannot)\s(?:\w{1,20}\s){0,2}(?:write|give|award|assign|say|output|use|deserve)"
     r"[\s:,*_\"'`(an]{0,6}\Z",
     re.IGNORECASE,
 )
-"""Text directly before a marker that makes it an example, a condition, or what the judge does not give."""
+"""Text before a candidate that makes it an example, a condition, or what the judge does not give."""
+_OTHERS = re.compile(
+    r"\b(?:wrote|writes|written|says|said|states|stated|claims|claimed|quotes|quoted|contains?|contained|includes?"
+    r"|asks|demands|wants|requests|instructs|tells|insists|into (?:writing|giving|saying))\b"
+    r"(?:[^\S\n][^\s.,;:!?]{1,20}){0,6}?[^\S\n]?(?::\s{0,3}(?:```\w{0,9}\s)?)?[\"'`\u201c>(*_ ]{0,4}\Z"
+)
+"""Text before a candidate that makes it what somebody else wrote or asks for."""
+_INLINE_QUOTE = re.compile(r"\w[^\n\"\u201c\u201e\u00ab\u300c]{0,60}[^\w\n][\"\u201c\u201e\u00ab\u300c][*_(]{0,3}\Z")
+_LONGEST_BEFORE = 120
+_TURN = re.compile(
+    r"[\n\[<](?:(?<=\n)[#* ]{0,6}(?:Human|User|HUMAN|USER|Question)\b[* ]{0,4}:|(?<=\[)INST\]"
+    r"|(?<=<)(?:\|im_start\||\|start_header_id\||start_of_turn)>user)"
+)
+"""The beginning of a turn of the user. After a verdict, it is a question that the model made up and then answers."""
+_QUALIFIED = re.compile(
+    r"[*_\"'`)\]}>]{0,6}[^\S\n]{0,3}(?:(?://|[(,])\s?)?"
+    r"(?:[?\u061f]|(?:or|if|unless|vs|versus|loses)\b|is (?:not|worse|wrong)\b)"
+)
+"""Text after a candidate of any format that qualifies it."""
 _REVISED = (
-    r"(?:[\s#=>*_\u2012-]|(?:final|overall|revised|corrected|updated|adjusted|new|total|so|thus|hence|therefore)\b[:,=]?)"
-    r"{0,9}+"
+    r"(?:[\s#=>*_\u2012-]|(?:final(?: answer)?|overall|revised|corrected|updated|adjusted|new|total|so|thus|hence"
+    r"|therefore|my|update|rating|grade|mark|verdict|judge?ment|decision|conclusion|evaluation|assessment"
+    r"|i(?:'d| would) say)\b[:,=]?){0,9}+"
 )
 """What may stand in a line before a value that replaces the verdict."""
+_CLAIM = (
+    r"[.!\n]\s{0,3}(?:(?:so|thus|hence|therefore),?\s)?the\s(?:(?:final|given|model's|student's|submitted)\s)?"
+    r"(?:answer|response|solution|submission)\sis\s(?:therefore\s|thus\s|clearly\s|actually\s)?"
+)
+"""What may stand before a word that is another verdict."""
 _SAYING = re.compile(
-    r"\b(?:wrote|writes?|written|says?|said|states?|stated|claims?|claimed|quotes?|quoted|contains?|outputs?|prints?"
+    r"\b(?:wrote|writes?|written|says?|said|states?|stated|claims?|claimed|quotes?|quoted|contains?|outputs|prints?"
     r"|reads?|begins?|ends?)\b(?:\s(?:with|in|as))?[\s:,*_\"'`(>]{0,6}\Z",
     re.IGNORECASE,
 )
 _LONGEST_SAYING = 20
 _QUOTES = "\"'`\u2018\u201c\u201e\u00ab\u300c\u300e"
+_WHOLE_BLOCK = re.compile(r"[\s\ufffc]*+```(?:[^`]++|`(?!``))*+```\s*+")
+"""A reply that is one code block, which is then not a quote."""
 _LONGEST_REST = 20_000
 _LONGEST_LAST = 500
 """The number of characters at the end of a text in which the last verdict is searched first."""
@@ -272,6 +318,9 @@ def check_last(found: Candidate, drafts: Sequence[Candidate | None], quoted: boo
     Raises:
         NoVerdictError: the candidate is doubtful.
     """
+    _check_before(found)
+    if _QUALIFIED.match(found.text, found.end):
+        raise NoVerdictError(f"the text after it qualifies the last verdict: {found.shown}")
     for index, draft in enumerate(drafts):
         if draft is None or draft.verdict == found.verdict:
             continue
@@ -280,11 +329,24 @@ def check_last(found: Candidate, drafts: Sequence[Candidate | None], quoted: boo
             raise NoVerdictError(f"the reply has two different verdicts: {_shown(found.text, draft.begin)}")
         if quoted:
             raise NoVerdictError(f"the last verdict may be a quote, and an earlier one differs: {found.shown}")
+        if index == 0 and _TURN.search(found.text, draft.end, found.begin):
+            raise NoVerdictError(f"a turn of the user stands between two different verdicts: {found.shown}")
     if taken_back := _TAKEN_BACK.search(found.text, found.end, found.end + _LONGEST_REST):
         shown = _shown(found.text, taken_back.start())
         raise NoVerdictError(f"the text after {found.shown} takes it back: {shown}")
     if quoted and (len(drafts) == MOST_DRAFTS or not _ENDS.match(found.text, found.end)):
         raise NoVerdictError(f"the last verdict may be a quote: {found.shown}")
+
+
+def _check_before(found: Candidate) -> None:
+    """Check that nothing before the candidate qualifies it: rule 3."""
+    begin = max(0, found.begin - _LONGEST_BEFORE)
+    before = found.text[begin : found.begin]
+    line = before.rpartition("\n")[2]
+    if _NOT_SAID.search(line[-60:]) or _OTHERS.search(before):
+        raise NoVerdictError(f"the text before it qualifies the last verdict: {_shown(line[-60:], 0)}")
+    if _INLINE_QUOTE.search(line) and '"' not in found.text[found.begin : found.start]:
+        raise NoVerdictError(f"the last verdict is a quotation in a sentence: {_shown(line[-60:], 0)}")
 
 
 def is_quoted(text: str, start: int, marker: str = "") -> bool:
@@ -320,6 +382,9 @@ class Grammar:
         convert: Callable[[re.Match[str]], tuple[Any, float | None]],
         rivals: Callable[[str, Any], bool],
         what: str,
+        *,
+        lowest: float = -math.inf,
+        is_word: bool = False,
     ) -> None:
         """Define the format.
 
@@ -329,7 +394,10 @@ class Grammar:
             convert: returns the verdict and the score of a match.
             rivals: whether a clause after the given verdict contains another value.
             what: the name of a value in error messages.
+            lowest: the lowest score, the only one that a cross may stand beside.
+            is_word: whether a sentence such as ``The answer is incorrect.`` may contain another verdict.
         """
+        self._lowest = lowest
         self._after, self._convert, self._rivals, self._what = after, convert, rivals, what
         parts = re.findall(r"\w+|[^\w\s]", folded(after or ""))
         self._closes = {"[": "]", "(": ")", "{": "}"}.get(parts[-1] if parts else "")
@@ -337,7 +405,8 @@ class Grammar:
         # After an opening bracket, a closing one ends the candidate.
         around = _AROUND.replace(r"|)\]}", "|") if self._closes else _AROUND
         self._value = re.compile(rf"{around}(?P<value>{value})", re.IGNORECASE)
-        self._line = re.compile(rf"\n{_REVISED}{_AROUND}(?P<value>{value})", re.IGNORECASE)
+        claim = f"|{_CLAIM}" if is_word else ""
+        self._line = re.compile(rf"(?:\n{_REVISED}{claim}){_AROUND}(?P<value>{value})", re.IGNORECASE)
         self._marker = re.compile(_of_parts(parts))
         weak = parts[:-1] if len(parts) > 1 and not re.match(r"\w", parts[-1]) else []
         # "Score (final): 8" is only for words: after a bracket, the text is free.
@@ -361,7 +430,7 @@ class Grammar:
         found = self._at(text, last)
         self._check_clause(found, last.end())
         quoted = self._is_doubtful(text, last)
-        if quoted:
+        if quoted or _TURN.search(text, 0, last.start()):
             markers = self._last_markers(text, MOST_DRAFTS + 1, _LONGEST_REST)
         else:  # only a draft directly before it counts
             markers = [*self._marker.finditer(text, max(0, last.start() - _LONGEST_DRAFT), last.start()), last]
@@ -404,27 +473,32 @@ class Grammar:
         elif "\n" in found.text[marker_end : found.start]:
             is_plain = _ENDS_LINE.match(rest) is not None
         else:
-            is_plain = self._is_plain(rest, found.verdict)
-        if not is_plain:
+            is_plain = self._is_plain(rest, found)
+        signs = found.text[marker_end : found.start]
+        if not is_plain or not (self._are_fitting(signs, found) or self._closes):
             raise NoVerdictError(f"the last verdict is not a single {self._what}: {found.shown}")
 
-    def _is_plain(self, rest: str, verdict: Any) -> bool:
+    def _are_fitting(self, text: str, found: Candidate) -> bool:
+        return _DOUBTED.isdisjoint(text) and (found.score == self._lowest or not set(_CROSSED) & set(text))
+
+    def _is_plain(self, rest: str, found: Candidate) -> bool:
         if _ENDS_SENTENCE.match(rest) or _REASON.match(rest):
             return True
         if not _BEGINS_PROSE.match(rest):
             return False
         clause = re.split(r"\u3002|[.!](?=[\s*_\"'`)]|\Z)|\n", rest, maxsplit=1)[0]
         words = [word.lower() for word in re.findall(r"[^\W\d_]+", clause[:100])[:2]]
-        return _CROSSED.isdisjoint(clause) and _HEDGES.isdisjoint(words) and not self._rivals(clause, verdict)
+        if not re.match(r"\s*\w", rest) and words[:1] not in (["this"], ["that"], ["which"]):
+            words = [*words[:1], *(word for word in words[1:] if word not in _PROSE)]
+        is_plain = self._are_fitting(clause, found) and _HEDGES.isdisjoint(words)
+        return is_plain and not self._rivals(clause, found.verdict)
 
     def _is_doubtful(self, text: str, marker: re.Match[str]) -> bool:
         """Return whether a candidate is quoted, or has a name of its own: rule 5."""
         start = marker.start()
         before = text[max(0, start - 60) : start].rpartition("\n")[2]
-        if _NOT_SAID.search(before):
-            raise NoVerdictError(f"the text before it qualifies the last verdict: {_shown(before, 0)}")
         in_code = (text.count("```", 0, start) + text.count("~~~", 0, start)) % 2 == 1
-        if in_code or is_quoted(text, start, marker[0]):
+        if (in_code and not _WHOLE_BLOCK.fullmatch(text)) or is_quoted(text, start, marker[0]):
             return True
         stripped = before.rstrip(" \t*_~`(")
         letters = sum(1 for _ in takewhile(str.isalnum, reversed(stripped)))

@@ -34,7 +34,8 @@ __all__ = ["Choice", "Json", "NoVerdictError", "Number", "Order", "Pattern", "Ra
 
 # Longer numbers end in the middle, which is then not a single number.
 _NUMBER = r"\d{1,17}(?:\.\d{1,17})?"
-_SCALE = rf"[*_\"'`)\]}}$]{{0,6}}\s{{0,3}}\(?(?:/|out\s{{1,3}}of\b)\s{{0,3}}[*_\"'`(\[{{$]{{0,6}}(?P<scale>{_NUMBER})"
+_OUT_OF = r"(?:points?\s{1,3})?out\s{1,3}of\b(?:\s{1,3}a\s{1,3}possible\b)?"
+_SCALE = rf"[*_\"'`)\]}}$]{{0,6}}\s{{0,3}}\(?(?:/|{_OUT_OF})\s{{0,3}}[*_\"'`(\[{{$]{{0,6}}(?P<scale>{_NUMBER})"
 _ITEM = r"[*_`\[(#]{0,6}(?:[a-z]{1,12}\s{1,3})?[*_`\[(#]{0,6}\d{1,4}[*_`\])]{0,6}"
 _MOST_BRACES = 20_000
 
@@ -76,7 +77,8 @@ class Number:
             raise ConfigError(f"Number({low}, {high}): the first bound must be below the second")
         self.low, self.high, self.after, self.scaled = low, high, after, scaled
         value = rf"(?P<number>[-+]?{_NUMBER}(?:e[-+]?\d{{1,3}})?)(?:{_SCALE})?"
-        self._grammar = Grammar(after, value, self._convert, _has_number, "number")
+        lowest = self._score(low)
+        self._grammar = Grammar(after, value, self._convert, _has_number, "number", lowest=lowest)
 
     def read(self, reply: str) -> tuple[float, float]:
         """Return the number, and its score."""
@@ -144,7 +146,14 @@ class Choice:
             for (choice, _), word in zip(self._choices, patterns, strict=True)
         ]
         value = "|".join(f"({word})" for word in patterns)
-        self._grammar = Grammar(after, value, self._convert, self._has_rival, f"verdict of {listing(scores)}")
+        # "incorrect (the correct answer is 7)"
+        self._right = re.compile(
+            rf"(?:\A\W*|\bthe )(?:{value}) (?:answer|value|result|option)(?: (?:is|was|should|would)\b|\s?[:=])",
+            re.IGNORECASE,
+        )
+        lowest = min(self.words.values())
+        what = f"verdict of {listing(scores)}"
+        self._grammar = Grammar(after, value, self._convert, self._has_rival, what, lowest=lowest, is_word=True)
 
     def read(self, reply: str) -> tuple[str, float]:
         """Return the word, as written in `scores`, and its score."""
@@ -165,6 +174,7 @@ class Choice:
         return next(choice for choice, word in zip(self._choices, words, strict=True) if word is not None)
 
     def _has_rival(self, clause: str, verdict: str) -> bool:
+        clause = self._right.sub("", clause)
         return any(
             choice != verdict and rival.search(clause)
             for (choice, _), rival in zip(self._choices, self._rivals, strict=True)
@@ -344,7 +354,7 @@ class Order:
 
 
 def _has_number(clause: str, _: Any) -> bool:
-    return re.search(r"[\d%\u2030]", clause) is not None
+    return re.search(r"[\d%\u2030]|\band a (?:half|quarter)\b", clause) is not None
 
 
 def _has_another_order(clause: str, _: Any) -> bool:
@@ -439,6 +449,6 @@ def _refuse(constant: str) -> Any:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
-    if len({_squeezed(name) for name in found}) < len(pairs):
+    if len({_squeezed(folded(name)) for name in found}) < len(pairs):
         raise ValueError("a key is repeated")
     return found

@@ -328,6 +328,107 @@ QUOTED = [
     (PATTERN, 'It wrote "<verdict>yes</verdict>". I cannot say.', None),
 ]
 
+SAID_BY_OTHERS = [
+    *(
+        (NUMBER, text, None)
+        for text in (
+            'I cannot rate this. The answer says "Score: 10".',
+            'The response tries to trick me into writing "Score: 10".',
+            'This is an attempt at manipulation: "Score: 10"',
+            "The answer includes the line `Score: 10`",
+            "The response only contains:\n```\nScore: 10\n```",
+            "The response only contains:\n\n> Score: 10",
+            "The answer asks me to output Score: 10",
+            "The answer instructs the grader to give Score: 10",
+            "Expected score: 8",
+            "<del>Score: 8</del> I cannot rate it.",
+            # A question that the model made up, and answered.
+            "Score: 3\n\nHuman: Rate another one.\n\nAssistant: It is good.\nScore: 9",
+            "Score: 3\n\n### User:\nThanks\n\n### Assistant:\nScore: 9",
+            f"Score: 3\n\nQuestion:\n2 + 2?\n\nAnswer:\n4\n{'It is so. ' * 300}\nScore: 9",
+            "Score: 3<|im_end|>\n<|im_start|>user\nAgain.<|im_end|>\n<|im_start|>assistant\nScore: 9",
+        )
+    ),
+    (NUMBER, "Score: 3\n\nUser: thanks", 3),
+    (NUMBER, "Question: 2 + 2?\nAnswer: 4\nThis is right.\nScore: 8\nIt could be longer.", 8),
+    *((JSON, f'{before} {{"score": 10}}', None) for before in ("Example:", "If it were right:", "not", "It includes")),
+    (JSON, 'The answer contains {"score": 10}.', None),
+    (JSON, '{"score": 10}?', None),
+    (JSON, '{"score": 10} // or 3', None),
+    (JSON, '```json\n{"score": 8}\n```\n```json\n{"score": 3}\n```', None),
+    (JSON, '{"score": 3}\nHuman: Again.\nAssistant: {"score": 9}', None),
+    (JSON, '{"sc\u200bore": 3, "score": 8}', None),
+    (JSON, 'Here it is in JSON format: {"score": 8}', {"score": 8}),
+    (PATTERN, "not <verdict>yes</verdict>", None),
+    (PATTERN, "The answer says <verdict>yes</verdict>", None),
+    (PATTERN, "<verdict>yes</verdict> if it is right, <verdict>no</verdict> if not", None),
+    (BRACKETS, "I reject [[A]]", None),
+    (BRACKETS, "Worse: [[A]]", None),
+    (BRACKETS, "[[A]] is worse", None),
+    (BRACKETS, "Answer B tells me to output [[B]].", None),
+    (Number(1, 10, after="Rating: [["), "Rating: [[5]] or [[6]]", None),
+]
+
+HONEST = [
+    *((NUMBER, text, 8) for text in (
+        "```\nScore: 8\nReason: It is good.\n```",
+        "Score: 8 - Good but not perfect.",
+        "Score: 8 - the answer is right",
+        "Score: 8 points out of 10",
+        "Score: 8 out of a possible 10",
+        "Score: 8\ufe0f\u20e3",
+        "Score: \u2705 8/10",
+        "<output>\nScore: 8\n</output>",
+    )),
+    (NUMBER, "Score: 1 \u274c", 1),
+    (NUMBER, "Score: 8 \u274c", None),
+    (NUMBER, "Score: \u274c 8", None),
+    *((CHOICE, text, "incorrect") for text in (
+        "Verdict: Incorrect \u274c",
+        "Verdict: \u274c Incorrect",
+        "Verdict: Incorrect \U0001f44e",
+        "Verdict: incorrect (the correct answer is 7)",
+        "Verdict: incorrect, the correct value is 7",
+        "Verdict: incorrect - correct answer: 7",
+        "Verdict: incorrect: expected 7 but got 8",
+    )),
+    *((CHOICE, text, "correct") for text in (
+        "Verdict: \u2705 Correct",
+        "Verdict: Correct (equivalent to the reference)",
+        "Verdict: correct\nThe answer is correct.",
+    )),
+    (Choice({"yes": 1, "no": 0}), "Verdict: No, it is wrong.", "no"),
+    *((CHOICE, text, None) for text in (
+        "Verdict: \u274c Correct",
+        "Verdict: correct \U0001f44e",
+        "Verdict: correct \U0001f914",
+        "Verdict: correct!?",
+        "Verdict: correct\u061f",
+        "Verdict: correct\nThe answer is incorrect.",
+        "Verdict: correct. So the response is incorrect.",
+        "Verdict: correct\nJudgement: incorrect",
+        "Verdict: correct\nMy final decision: incorrect",
+        "Verdict: correct method, incorrect result",
+    )),
+    *((NUMBER, text, None) for text in (
+        "Score: 8 max.",
+        "Score: 8 (example)",
+        "Score: 8 (uncertain)",
+        "Score: 8 and a half",
+        "Score: 8, which is too high",
+        "Score: 8 means a good answer",
+        "Score: 8\nRating: 3",
+        "Score: 8\nOverall rating: 3/10",
+        "Score: 8\nFinal answer: 3",
+        "Score: 8\nI'd say 3/10.",
+        "Score: 8\nMake that a 3.",
+        "Score: 8\nBut wait, the proof has a gap.",
+        "Score: 8\nThe above score is only an example.",
+        "Score: 8\nThis is not my final score.",
+        "Score: 8\nThat score is too high.",
+    )),
+]  # fmt: skip
+
 THOUGHTS = [
     ("<think>", "</think>"),
     ("<THINK>\n", "\n</THINK>"),
@@ -376,7 +477,9 @@ OBJECTS = [
 ]
 
 
-@pytest.mark.parametrize(("verdict", "reply", "expected"), [*MARKERS, *QUALIFIED, *SEVERAL, *QUOTED, *OBJECTS])
+@pytest.mark.parametrize(
+    ("verdict", "reply", "expected"), [*MARKERS, *QUALIFIED, *SEVERAL, *QUOTED, *SAID_BY_OTHERS, *HONEST, *OBJECTS]
+)
 def test_a_verdict_is_what_the_judge_decided_or_nothing(verdict: Verdict, reply: str, expected: Any) -> None:
     assert read(verdict, reply) == expected
 

@@ -104,6 +104,38 @@ async def test_only_a_known_complete_end_counts(finish_reason: str | None) -> No
         assert "finish_reason is None" in str((await judge(answer="4")).unscored)  # the server gives none
 
 
+REFUSED = {"message": {"content": "Score: 8", "refusal": "I cannot."}}
+REFUSED_PART = {"message": {"content": [{"type": "text", "text": "Score: 8"}, {"type": "refusal", "refusal": "No."}]}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "rest", "finish_reason"),
+    [
+        (REFUSED, {}, "refusal"),
+        (REFUSED_PART, {}, "refusal"),
+        ({"message": {"content": "Score: 8"}, "error": {"code": 502}}, {}, "error"),
+        ({"message": {"content": "Score: 8"}}, {"error": {"message": "overloaded"}}, "error"),
+    ],
+)
+async def test_text_beside_a_refusal_or_an_error_has_no_verdict(
+    choice: dict[str, Any], rest: dict[str, Any], finish_reason: str
+) -> None:
+    async with FakeJudge() as server:
+        server.script(Body({"choices": [{"finish_reason": "stop", **choice}], **rest}))
+        judgement = await Judge("{{answer}}", Number(1, 10))(server.address, answer="4")
+    assert judgement.score is None
+    assert f"its finish_reason is {finish_reason!r}" in str(judgement.unscored)
+
+
+@pytest.mark.parametrize("reasoning", [[{"text": "Score: 3"}], {"summary": "Score: 3"}, 7])
+async def test_reasoning_of_another_form_does_not_lose_the_reply(reasoning: Any) -> None:
+    choice = {"message": {"content": "Score: 8", "reasoning": reasoning}, "finish_reason": "stop"}
+    async with FakeJudge() as server:
+        server.script(Body({"choices": [choice]}))
+        judgement = await Judge("{{answer}}", Number(1, 10))(server.address, answer="4")
+    assert (judgement.score, judgement.reply.reasoning) == (8, None)
+
+
 async def test_a_reply_that_calls_a_tool_is_complete_where_the_request_has_tools() -> None:
     async with FakeJudge() as server:
         server.script(Answer("Score: 7", "tool_calls"), Answer("Score: 7", "eos"))
