@@ -15,6 +15,7 @@ from reward_loop._util.refusals import REFUSAL_STATUS, asked_pause, is_out_of_cr
 
 __all__ = [
     "DOWN_STATUS",
+    "MODEL_ASLEEP",
     "NO_SERVER_UP",
     "REQUEST_BREAKS_SERVERS",
     "address_of",
@@ -30,6 +31,10 @@ __all__ = [
 
 NO_SERVER_UP = "no_server_up"
 """The ``code`` of the router's error answer while no server is up: an outage."""
+
+MODEL_ASLEEP = "model_asleep"
+"""The ``code`` of the router's error answer to a request for a model that sleeps while another one is awake. The client
+waits until it is awake, and sends the request again."""
 
 REQUEST_BREAKS_SERVERS = "request_breaks_servers"
 """The ``code`` of the router's error answer to a request that broke several servers. Nothing repeats such a request."""

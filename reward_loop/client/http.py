@@ -9,6 +9,7 @@ import os
 import resource
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
 from hashlib import blake2b
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,7 +27,7 @@ from reward_loop.client.places import in_a_place
 from reward_loop.errors import ConfigError, RequestError
 from reward_loop.limits.call import Call
 from reward_loop.limits.lease import report_failure
-from reward_loop.limits.process_call import WorkerCall, call_here
+from reward_loop.limits.process_call import WorkerCall, call_here, pausing
 from reward_loop.records import current, hide, waiting_for
 
 __all__ = ["BACKEND_HEADER", "GROUP_HEADER", "MAX_REPLY_BYTES", "post", "server_of", "shared_session"]
@@ -60,6 +61,10 @@ GROUP_HEADER = "x-reward-loop-group"
 
 NO_WAIT_HEADER = "x-reward-loop-no-wait"
 """The header with which the router refuses a request while no server is up: in the router, the deadline would run."""
+
+
+TAKES_TURNS_HEADER = "x-reward-loop-takes-turns"
+"""The header with which the router refuses a request while its model sleeps: in the router, the deadline would run."""
 
 
 TIMEOUT_HEADER = "x-reward-loop-timeout"
@@ -114,6 +119,8 @@ async def post(
     url = url_of(address, path)
     is_base_url = "://" in (address or "")
     headers = {"content-type": "application/json", **_authorization(api_key_env, url)}
+    if not is_base_url:
+        headers[TAKES_TURNS_HEADER] = "1"
     if not is_base_url and (group := _group()):
         headers[GROUP_HEADER] = blake2b(group.encode(errors="replace"), digest_size=8).hexdigest()
     call = None if is_base_url else call_here()
@@ -228,7 +235,8 @@ async def _post(
                 async with asyncio.timeout(timeout):
                     return await _send_and_read(send, max_reply_bytes, 0 if is_base_url else _MAX_RESENDS)
 
-            response, data = await in_a_place(url, once)
+            until_awake = functools.partial(_until_awake, session, url, headers, body.get("model"))
+            response, data = await in_a_place(url, once, until_awake)
         exchange.update(status=response.status, backend=response.headers.get(BACKEND_HEADER))
     except _ReplyTooLongError as error:
         exchange.update(status=error.status)
@@ -268,6 +276,32 @@ async def _post(
         raise RequestError(f"{what}: the answer is not JSON: {_shown(data)}", status=200, unreachable=away)
     _record_answer(url)
     return answer
+
+
+async def _until_awake(session: aiohttp.ClientSession, url: str, headers: Mapping[str, str], model: Any) -> None:
+    """Wait until a model of the run that sleeps is awake, outside of the deadline.
+
+    Raises:
+        RequestError: it did not wake up in time.
+    """
+    call, what = call_here(), f"the reward model {model!r} to wake up"
+    async with AsyncExitStack() as stack:
+        if isinstance(call, Call) and call.loop is asyncio.get_running_loop():
+            await stack.enter_async_context(call.aside(what))
+        else:
+            stack.enter_context(waiting_for(current(), what) if call is None else pausing(call, what))
+        try:
+            async with session.post(
+                f"{server_of(url)}/turns/wait",
+                params={"model": str(model)},
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+            ) as response:
+                status, data = response.status, await response.read()
+        except (aiohttp.ClientError, OSError):
+            return  # the router restarts: the request itself decides
+        if status != 200:
+            raise RequestError(f"POST {_shown_url(url)}: {_shown(data)}", status=status, final=True)
 
 
 async def _send_and_read(

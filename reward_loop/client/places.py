@@ -7,11 +7,14 @@ import contextlib
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 import aiohttp
 
+from reward_loop._util.json import decode
 from reward_loop._util.places import FULL_STATUS, Places
 from reward_loop._util.refusals import asked_pause, is_out_of_credit
+from reward_loop._util.transient import MODEL_ASLEEP, error_code
 from reward_loop.errors import RequestError
 from reward_loop.limits.call import Call
 from reward_loop.limits.lease import report_failure
@@ -76,8 +79,10 @@ class _Server:
 _servers: dict[asyncio.AbstractEventLoop, dict[str, _Server]] = {}
 
 
-async def in_a_place(url: str, send: Callable[[], Awaitable[Answer]]) -> Answer:
-    """Send a request when the server has a free place, and again while it is full.
+async def in_a_place(
+    url: str, send: Callable[[], Awaitable[Answer]], until_awake: Callable[[], Awaitable[None]]
+) -> Answer:
+    """Send a request when the server has a free place, and again while it is full, or when its model has woken up.
 
     The wait does not count towards the deadline of the function, nor does the timeout of a request include it. A server
     that refuses requests while it has none of this process is full of others' requests: the pauses then grow.
@@ -85,6 +90,7 @@ async def in_a_place(url: str, send: Callable[[], Awaitable[Answer]]) -> Answer:
     Args:
         url: the URL of the request. A server has other places for other endpoints.
         send: sends the request, and returns the answer with its body.
+        until_awake: waits outside of the deadline until the model of the request is awake.
 
     Returns:
         the answer; one with a status of `FULL_STATUS` only if it has a ``Retry-After``, if the server is broken, or if
@@ -94,28 +100,40 @@ async def in_a_place(url: str, send: Callable[[], Awaitable[Answer]]) -> Answer:
     refused = 0
     while True:
         await server.enter(refused=refused > 0)
-        answered, pause = False, 0.0
+        answered, asleep, pause = False, False, 0.0
         try:
             response, data = await send()
             answered = response.status < 500 and response.status != 429
             if answered:
                 server.refusals = 0
-            if not _is_full(response, data):
-                return response, data
-            report_failure(RequestError("", status=response.status))  # to the limits that adapt
-            if refused + 1 >= _GIVE_UP:
-                return response, data
-            if not server.places.refused():
-                server.refusals += 1
-                if server.refusals > _GIVE_UP:
+            asleep = response.status == 503 and _code(data) == MODEL_ASLEEP
+            if not asleep:
+                if not _is_full(response, data):
                     return response, data
-                pause = min(_FIRST_PAUSE_S * 2**server.refusals, _LONGEST_PAUSE_S) * random.uniform(0.5, 1)
+                report_failure(RequestError("", status=response.status))  # to the limits that adapt
+                if refused + 1 >= _GIVE_UP:
+                    return response, data
+                if not server.places.refused():
+                    server.refusals += 1
+                    if server.refusals > _GIVE_UP:
+                        return response, data
+                    pause = min(_FIRST_PAUSE_S * 2**server.refusals, _LONGEST_PAUSE_S) * random.uniform(0.5, 1)
         finally:
             server.leave(answered)
+        if asleep:
+            await until_awake()
+            continue
         refused += 1
         if pause:
             with _outside_the_deadline("a free place at the server"):
                 await asyncio.sleep(pause)
+
+
+def _code(data: bytes) -> Any:
+    try:
+        return error_code(decode(data))
+    except ValueError:
+        return None
 
 
 def _is_full(response: aiohttp.ClientResponse, data: bytes) -> bool:

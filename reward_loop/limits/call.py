@@ -11,7 +11,7 @@ import contextvars
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -64,6 +64,7 @@ class Call:
     __slots__ = (
         "_measured_at",
         "_prune_at",
+        "_rejoining",
         "_requests",
         "_waited",
         "_waited_before",
@@ -110,6 +111,7 @@ class Call:
         self._requests: list[asyncio.Future[Permit]] = []
         """All requests within the call, granted ones too; ended ones are removed when there are `_prune_at`."""
         self._prune_at = 16
+        self._rejoining = asyncio.Lock()
         self._waits = 0
         self._waiting_since = self._waited = self._waited_before = 0.0
 
@@ -160,6 +162,24 @@ class Call:
             yield
         finally:
             self.end_wait(what)
+
+    @contextlib.asynccontextmanager
+    async def aside(self, what: str) -> AsyncIterator[None]:
+        """Stop the clock of the deadline in the block, and release the place at the reward model, for other calls.
+
+        For a long wait in which no model computes anything for the call. It may be entered by several requests of the
+        call at the same time.
+        """
+        with self.waiting(what):
+            place = self._whole[-1] if self._whole and self._whole[-1].name == REWARD_MODEL else None
+            if place is not None:
+                place.leave()
+            yield
+            if place is not None:
+                async with self._rejoining:
+                    if self._whole[-1].has_left:
+                        request = self._request(REWARD_MODEL, 0)
+                        self._whole = (*self._whole[:-1], await self.limits.granted(REWARD_MODEL, request))
 
     def begin_wait(self, what: str) -> None:
         """Stop the clock of the deadline, on the call's event loop, until `end_wait`."""

@@ -34,7 +34,7 @@ __all__ = ["Router", "run_router"]
 _HEALTH_PATHS = frozenset({"/health", "/live", "/ready"})
 """Paths for health checks of the router itself; they need no API key."""
 
-_CONTROL_PATHS = frozenset({"/metrics", "/workers", "/workers/hung", "/workers/mark_dead"})
+_CONTROL_PATHS = frozenset({"/metrics", "/turns", "/turns/wait", "/workers", "/workers/hung", "/workers/mark_dead"})
 
 _CONTROL_BODY_BYTES = 1024 * 1024
 """The longest request body of the control plane, in bytes: parsing it blocks the event loop."""

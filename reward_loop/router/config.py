@@ -111,6 +111,12 @@ class RouterConfig(Config):
     one token. Without an answer in the other half, it is hung: it gets no more requests until it is restarted. ``None``
     never asks."""
 
+    turns: tuple[str, ...] = ()
+    """The names of models that share GPUs, so that one at a time is awake. Their owner wakes them up."""
+
+    turn_timeout_s: float = Field(default=3600.0, gt=0)
+    """A request whose model, one of `turns`, has not woken up after this number of seconds is answered with 503."""
+
     max_body_bytes: int = Field(default=64 * 1024 * 1024, ge=0)
     """Longer request bodies are answered with 413."""
 

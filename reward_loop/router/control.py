@@ -22,6 +22,7 @@ from reward_loop.router.config import BackendConfig
 from reward_loop.router.pool import BackendPool
 from reward_loop.router.proxy import Proxy
 from reward_loop.router.refusals import Refusal
+from reward_loop.router.turn_queue import TurnQueue
 
 __all__ = ["CONTENT_TYPE", "control_plane", "render"]
 
@@ -45,6 +46,10 @@ def _app(pool: BackendPool, proxy: Proxy) -> FastAPI:
     async def refuse(request: Request, error: StarletteHTTPException) -> Response:
         allow = (error.headers or {}).get("Allow")
         return answer(request, Refusal(error.status_code, str(error.detail), allow=allow))
+
+    @app.exception_handler(Refusal)
+    async def pass_on(request: Request, refusal: Refusal) -> Response:
+        return answer(request, refusal)
 
     @app.exception_handler(RequestValidationError)
     async def refuse_invalid(request: Request, error: RequestValidationError) -> Response:
@@ -84,6 +89,23 @@ def _app(pool: BackendPool, proxy: Proxy) -> FastAPI:
     @app.post("/workers/mark_dead")
     async def mark_dead(url: str, reason: str, lost: bool = False) -> None:
         pool.mark_dead(find(url), reason, lost=lost)
+
+    @app.post("/turns")
+    async def next_model(awake: str | None = None) -> str:
+        """Wait until another model must wake up, and return its name; its owner wakes it up."""
+        queue = turns()
+        if awake is not None:
+            await pool.until_up(awake)
+        return await queue.next_model(awake)
+
+    @app.post("/turns/wait")
+    async def until_awake(model: str) -> None:
+        await turns().until_awake(model)
+
+    def turns() -> TurnQueue:
+        if proxy.turns is None:
+            raise HTTPException(404, "the models of this router do not take turns")
+        return proxy.turns
 
     def find(url: str) -> Backend:
         backend = pool.find(url)

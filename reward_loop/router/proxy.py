@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from contextlib import nullcontext
 
 import orjson
 
@@ -14,7 +15,16 @@ from reward_loop.router.backend import Backend, Route
 from reward_loop.router.breaking import BreakingRequests, Suspect
 from reward_loop.router.client_request import ClientRequest, WaitsFor
 from reward_loop.router.config import RouterConfig
-from reward_loop.router.headers import BACKEND, HOP_BY_HOP, NO_WAIT, RawHeader, find, named_by_connection, to_wire
+from reward_loop.router.headers import (
+    BACKEND,
+    HOP_BY_HOP,
+    NO_WAIT,
+    TAKES_TURNS,
+    RawHeader,
+    find,
+    named_by_connection,
+    to_wire,
+)
 from reward_loop.router.http_client import (
     NO_BODY,
     BackendAnswer,
@@ -28,7 +38,8 @@ from reward_loop.router.limits import Gate, RetryBudget
 from reward_loop.router.policies import policy_for
 from reward_loop.router.pool import BackendPool
 from reward_loop.router.refusals import LimitedLog, Refusal, body_too_long
-from reward_loop.router.routing import UnknownModelError, merged_models, model_of, route
+from reward_loop.router.routing import UnknownModelError, merged_models, model_in_turn, model_of, route
+from reward_loop.router.turn_queue import TurnQueue
 
 __all__ = ["Proxy"]
 
@@ -98,6 +109,8 @@ class Proxy:
         self._breaking = BreakingRequests(pool)
         self._policy = policy_for(config.policy)
         self._max_body_bytes = config.max_body_bytes
+        self.turns = TurnQueue(config.turns, config.turn_timeout_s) if config.turns else None
+        """The requests for models that share GPUs; ``None`` if there are none."""
         # The proxy reads the whole body: it writes its own Content-Length, and drops "Expect: 100-continue".
         self._not_passed_on = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
         if config.api_key or config.worker_api_key:
@@ -113,28 +126,40 @@ class Proxy:
         await self.gate.enter()
         try:
             body = await client.read_body(self._max_body_bytes)
-            pool, path = self._pool, client.path
-            if pool.several_models and path == "/v1/models" and client.method == "GET":
-                client.answer_json(orjson.dumps(merged_models(pool)))
+            pool, path, turns = self._pool, client.path, self.turns
+            if (pool.several_models or turns is not None) and path == "/v1/models" and client.method == "GET":
+                client.answer_json(orjson.dumps(merged_models(pool, turns.models if turns else ())))
                 return
-            if body or client.method in _WITH_BODY:
-                headers += b"content-length: %d\r\n" % len(body)
-            self.budget.earn()
-            message = client.method.encode(), client.target, headers, body
-            suspect = self._breaking.suspect(client, body)
-            try:
-                destination = route(pool, path, body)
-            except UnknownModelError as unknown:
-                await pool.ask_for_model(unknown.model)
-                destination = route(pool, path, body)
-            is_generative = destination.kind == "generative"
-            key = self._policy.key(client.headers, body) if is_generative else None
-            try:
-                await self._forward(client, message, destination, key, suspect)
-            finally:
-                suspect.close()
+            if turns is None:
+                await self._serve(client, headers, body)
+                return
+            model = model_in_turn(pool, turns.models, path, body)
+            client.waits_for = WaitsFor.SERVER
+            wait = find(client.headers, TAKES_TURNS) is None
+            async with nullcontext() if model is None else turns.turn(model, wait=wait):
+                await self._serve(client, headers, body)
         finally:
             self.gate.leave()
+
+    async def _serve(self, client: ClientRequest, headers: bytes, body: bytes) -> None:
+        """Route a request, and forward it."""
+        pool, path = self._pool, client.path
+        if body or client.method in _WITH_BODY:
+            headers += b"content-length: %d\r\n" % len(body)
+        self.budget.earn()
+        message = client.method.encode(), client.target, headers, body
+        suspect = self._breaking.suspect(client, body)
+        try:
+            destination = route(pool, path, body)
+        except UnknownModelError as unknown:
+            await pool.ask_for_model(unknown.model)
+            destination = route(pool, path, body)
+        is_generative = destination.kind == "generative"
+        key = self._policy.key(client.headers, body) if is_generative else None
+        try:
+            await self._forward(client, message, destination, key, suspect)
+        finally:
+            suspect.close()
 
     def _headers_for_servers(self, headers: list[RawHeader]) -> bytes:
         """Return the header lines that are forwarded to a server.
