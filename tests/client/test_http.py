@@ -419,7 +419,6 @@ def chat(message: Any, **fields: Any) -> Body:
         (chat({"content": 7}), "content"),
         (chat({"content": {"text": "a"}}), "content"),
         (chat({"content": False}), "content"),
-        (chat({"content": "a", "reasoning_content": ["b"]}), "reasoning_content"),
         (chat({"content": "a"}, finish_reason={"x": 1}), "finish_reason"),
     ],
 )
