@@ -187,12 +187,23 @@ async def test_functions_without_state_are_merged_without_a_version(job):
     assert (gated.judge.calls, active.merged) == (["4"], 1)
 
 
+async def test_a_result_that_is_too_large_to_send_is_read_from_the_file(job, tmp_path):
+    first, second = Judge({"score": 1.0, "explanation": "x" * 2**20}), Judge(0.5)
+    leader, _ = await start(job(first, path=tmp_path / "scores.db"))
+    follower, active = await start(job(second, path=tmp_path / "scores.db"))
+    first.gate.set()
+    second.gate.set()
+    assert ((await leader).score, (await follower).score, active.cached) == (1.0, 1.0, 1)
+    assert second.calls == []
+
+
 async def test_many_large_results_at_once_exceed_no_frame(job):
     first, second = Judge({"score": 1.0, "explanation": "x" * 1_000_000}), Judge()
     functions = job(first), job(second)
     samples = [RewardSample(str(i)) for i in range(20)]
     tasks = [(await start(function, sample))[0] for function in functions for sample in samples]
     first.gate.set()
+    second.gate.set()
     assert {result.score for result in await asyncio.gather(*tasks)} == {1.0}
     assert second.calls == []
 
