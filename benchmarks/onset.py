@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from reward_loop.audit.effect import EffectVerdict, effect_of
+from reward_loop.audit.ablation import EffectVerdict, effect_of
 from reward_loop.audit.monitors import MONITORS
 from reward_loop.audit.reference import JUDGE
 from reward_loop.audit.values import Observation, ProbeCounts

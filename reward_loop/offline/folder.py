@@ -9,11 +9,11 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 from reward_loop._util.json import encode, to_json
-from reward_loop._util.replacing import replacing
 from reward_loop.errors import ConfigError
 from reward_loop.offline.inputs import Inputs, import_pyarrow, is_compressed, is_parquet, read_batches
 from reward_loop.records import (
@@ -28,7 +28,7 @@ from reward_loop.records import (
 )
 from reward_loop.types import Outcome
 
-__all__ = ["COLUMNS", "MAX_BYTES", "ScoredFolder", "check_export", "export"]
+__all__ = ["COLUMNS", "MAX_BYTES", "ScoredFolder", "check_export", "export", "replacing"]
 
 _FLUSH_S = 600.0
 """Seconds within which all records must be on the disk at the end."""
@@ -291,3 +291,21 @@ def _free_name(name: str, taken: Mapping[str, Any]) -> str:
     while name in taken:
         name = f"input_{name}"
     return name
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Yield a temporary path in the folder of ``file``, which takes its place if the block ends without an error.
+
+    Raises:
+        OSError: the file cannot be written. The error names a file.
+    """
+    temporary = file.with_name(f".partial-{file.name}")
+    try:
+        yield temporary
+        os.replace(temporary, file)
+    except OSError as error:
+        error.filename = error.filename or str(temporary)
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)

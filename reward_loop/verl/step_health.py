@@ -1,29 +1,99 @@
-"""The monitors of docs/health.md in verl's trainer: metrics, warnings in the log, and records."""
+"""The monitors of docs/health.md in verl's trainer: metrics, warnings in the log and their tests, and records.
+
+A test of a warning: the judge scores the same answers with and without what the warning is about.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from reward_loop._util.text import listing
-from reward_loop.audit import AuditCounts
-from reward_loop.audit.effect import EffectVerdict
+from reward_loop.audit import AblationCount, AuditCounts, Feature
+from reward_loop.audit.ablation import Effect, EffectVerdict, effect_of
 from reward_loop.audit.values import JudgeCalls, Observation, ProbeCounts
-from reward_loop.audit.watch import HealthWatch
+from reward_loop.audit.watch import HealthWarning, HealthWatch
 from reward_loop.config import RewardLoopConfig
 from reward_loop.records import effect_row, open_health, values_row, warning_row
 from reward_loop.types import Outcome, returned_numbers
-from reward_loop.verl.ablations import Ablations, Tested
 from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward
 from reward_loop.verl.tq_rows import read_rows
 from reward_loop.verl.trajectory_keys import session_of, uid_of
 from reward_loop.verl.workers import RewardWorkers
 
 __all__ = ["StepHealth"]
+
+PAIRS = 64
+"""The number of answers that are scored again for a warning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tested:
+    """A warning that was tested."""
+
+    warning: HealthWarning
+    effect: Effect
+    message: str
+
+
+@dataclass
+class _Open:
+    """A warning whose answers are being scored."""
+
+    warning: HealthWarning
+    expected: int
+    count: AblationCount = field(default_factory=AblationCount)
+
+
+class Ablations:
+    """Asks the reward workers for the probes of warnings, and collects their scores.
+
+    Args:
+        workers: the reward workers.
+        steps: after this number of steps, the scores that have arrived count.
+        decode: the method of the tokenizer.
+    """
+
+    def __init__(self, workers: RewardWorkers, steps: int, decode: Callable[..., str]) -> None:
+        self._workers = workers
+        self._steps = steps
+        self._decode = decode
+        self._open: dict[Feature, _Open] = {}
+
+    def start(self, warnings: Sequence[HealthWarning]) -> None:
+        """Ask for the probes of the warnings that are about a phrase or about length."""
+        for warning in warnings:
+            feature = self._feature(warning)
+            if feature is not None and (expected := self._workers.ablate(feature, PAIRS)):
+                self._open[feature] = _Open(warning, expected)
+
+    def read(self, step: int, audit: AuditCounts) -> list[Tested]:
+        """Add the scores of a step, and return the warnings whose answers have all been scored."""
+        tested = []
+        for feature, waiting in list(self._open.items()):
+            found, count = audit.ablations.get(feature.name, AblationCount()), waiting.count
+            count.pairs += found.pairs
+            count.failed += found.failed
+            if len(count.pairs) + count.failed < waiting.expected and step - waiting.warning.step < self._steps:
+                continue
+            del self._open[feature]
+            sign = -1 if feature.phrase is None and waiting.warning.value < 0 else 1
+            effect = effect_of(count.pairs, sign)
+            tested.append(Tested(waiting.warning, effect, effect.describe(feature.name)))
+        return tested
+
+    def _feature(self, warning: HealthWarning) -> Feature | None:
+        if warning.monitor == "length_correlation":
+            return Feature()
+        # The answers that judges read have no special tokens.
+        phrase = self._decode(warning.tokens, skip_special_tokens=True).strip() if warning.tokens else ""
+        return Feature(phrase) if phrase else None
+
 
 logger = logging.getLogger(__name__)
 

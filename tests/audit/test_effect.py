@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from reward_loop.audit.effect import EffectVerdict, effect_of
+from reward_loop.audit.ablation import EffectVerdict, effect_of
 from reward_loop.audit.monitors import MONITORS
 from reward_loop.audit.watch import HealthWarning, HealthWatch
 from reward_loop.config import HealthConfig

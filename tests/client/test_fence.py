@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_loop.client.fence import fenced, without_fenced
+from reward_loop.client.judge import fenced, without_fenced
 
 
 @given(st.text())
@@ -30,7 +30,7 @@ def test_a_mark_of_another_process_is_another_one() -> None:
     import subprocess
     import sys
 
-    command = "from reward_loop.client.fence import fenced; print(fenced('a')[1])"
+    command = "from reward_loop.client.judge import fenced; print(fenced('a')[1])"
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() != fenced("a")[1]
 

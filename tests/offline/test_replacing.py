@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from reward_loop._util.replacing import replacing
+from reward_loop.offline.folder import replacing
 
 
 def test_the_new_file_takes_the_place_of_the_earlier_one(tmp_path: Path) -> None:
