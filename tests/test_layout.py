@@ -46,6 +46,9 @@ HOMES = {
     "greenlet": ["adapters/trl"],
 }
 
+MOST_PRIVATE_ATTRIBUTES = 147
+"""The largest number of private attributes of other objects that tests use. Lower it with each one that goes."""
+
 CORE = frozenset(
     {"agent", "managers", "judges", "scoring", "client", "limits", "processes", "records", "config", "types", "errors"}
     | {"_util"}
@@ -215,6 +218,25 @@ def test_each_class_has_a_name_of_its_own() -> None:
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_tests_go_through_public_faces() -> None:
+    # Methods of verl that the package overrides are called as verl calls them.
+    overriding = re.compile(r"^ *@overrides\(.*\)\n *(?:async )?def (\w+)", re.MULTILINE)
+    overridden = {name for path in (PACKAGE / "verl").rglob("*.py") for name in overriding.findall(path.read_text())}
+    private, unconstructed = [], []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Attribute):
+                continue
+            place = f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+            if node.attr == "__new__":
+                unconstructed.append(place)
+            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "os", "sys")
+            if re.match("_[^_]", node.attr) and not own and node.attr not in overridden:
+                private.append(place)
+    assert unconstructed == []
+    assert len(private) <= MOST_PRIVATE_ATTRIBUTES, private
 
 
 @pytest.mark.parametrize("package", HOMES)

@@ -13,6 +13,7 @@ from reward_loop import RewardSample
 from reward_loop.records.reader import RecordsReader
 from tests.adapters.rewards import Centred
 from tests.adapters.services import client_of, post, ranks, scorer
+from tests.scoring.logging_functions import logging_function
 
 
 def sample(answer: str, **fields: Any) -> dict[str, Any]:
@@ -183,7 +184,7 @@ ASKED = {
 @pytest.mark.parametrize("name", ASKED)
 async def test_requests_give_the_arguments_that_a_function_asks_for(name: str) -> None:
     seen: list[Any] = []
-    function = eval(f"lambda {name}: seen.append({name}) or 1.0", {"seen": seen})
+    function = logging_function(name, seen)
     body = {"solution_str": "4", **{"step" if key == "global_steps" else key: value for key, value in ASKED.items()}}
     del body["response_length"]  # of `response_ids`
     async with client_of(scorer(function)) as client:

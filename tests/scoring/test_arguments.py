@@ -10,6 +10,7 @@ import pytest
 
 from reward_loop import Outcome, RewardSample, ScoringFunction
 from reward_loop.scoring import ListScoringFunction
+from tests.scoring.logging_functions import logging_function
 
 CHAT = [{"role": "user", "content": "2+2="}]
 SAMPLE = RewardSample(
@@ -41,8 +42,8 @@ GIVEN: dict[str, Any] = {
 @pytest.mark.parametrize("name", GIVEN)
 async def test_each_argument_is_passed_by_its_name_and_its_absence_is_named(name: str) -> None:
     seen: list[Any] = []
-    required = ScoringFunction(eval(f"lambda {name}: seen.append({name}) or 1.0", {"seen": seen}))
-    optional = ScoringFunction(eval(f"lambda {name}=7: seen.append({name}) or 1.0", {"seen": seen}))
+    required = ScoringFunction(logging_function(name, seen))
+    optional = ScoringFunction(logging_function(name, seen, "=7"))
     assert required.requires == {name}
     assert (await required(SAMPLE)).score == 1.0
     fields = {"step": None, "generated_step": None} if name == "global_steps" else {name: None}

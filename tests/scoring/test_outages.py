@@ -209,7 +209,7 @@ KINDS: dict[str, Peer | None] = {
 }
 
 
-def scoring(function: Any, timeout: float = 20.0, **options: Any) -> ScoringFunction:
+def scoring(function: Any, timeout: float = 300.0, **options: Any) -> ScoringFunction:
     options = {"retry": {"initial_wait": 0.001}, **options}
     return ScoringFunction(function, options=RewardLoopConfig(timeout=timeout, **options))
 
@@ -217,8 +217,7 @@ def scoring(function: Any, timeout: float = 20.0, **options: Any) -> ScoringFunc
 async def waiting(count: int, function: ScoringFunction) -> None:
     """Wait until this number of samples wait for the end of an outage, or have their turn."""
     outages = function.limits.outages(asyncio.get_running_loop())
-    async with asyncio.timeout(10):
-        await until(lambda: outages.samples == count)
+    await until(lambda: outages.samples == count)
 
 
 async def scored(function: ScoringFunction, judge: Judge, count: int = 1) -> list[Any]:

@@ -41,9 +41,12 @@ from reward_loop.verl import compat  # noqa: E402
 
 def trainer(**attributes: Any) -> Any:
     """A trainer that is not set up."""
-    made = PPOTrainerSync.__new__(PPOTrainerSync)
-    vars(made).update(trainer_mode="sync", global_steps=1, **attributes)
-    return made
+
+    class Bare(PPOTrainerSync):
+        def __init__(self) -> None:
+            vars(self).update(trainer_mode="sync", global_steps=1, **attributes)
+
+    return Bare()
 
 
 def batch(*keys: str) -> KVBatchMeta:
@@ -80,8 +83,10 @@ def session_hooks() -> None:
         async def published(self, keys: list[str], outputs: list[Any], kwargs: dict, partition_id: str) -> None:
             events.append(("published", keys, partition_id))
 
-    cls = agent_loop_tq.AgentLoopWorkerTQ.__ray_actor_class__
-    worker = cls.__new__(cls)
+    class Bare(agent_loop_tq.AgentLoopWorkerTQ.__ray_actor_class__):
+        def __init__(self) -> None: ...
+
+    worker: Any = Bare()
     rollout = {"n": 1, "val_kwargs": {"n": 1}}
     worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
     worker.session_hooks = Hooks()

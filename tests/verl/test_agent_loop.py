@@ -14,11 +14,11 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
 import reward_loop
 from reward_loop.managers.base import TURNS
-from reward_loop.records import Records
+from reward_loop.records import records
 from reward_loop.records.events import read_events
 from reward_loop.types import Reward, RewardSample
 from reward_loop.verl import agent_loop
-from reward_loop.verl.agent_loop import RewardAgentLoopWorker, _open_records
+from reward_loop.verl.agent_loop import RewardAgentLoopWorker
 from reward_loop.verl.separate_async import QueueAgentLoopWorker
 from reward_loop.verl.tq_rows import REQUESTED
 
@@ -72,13 +72,16 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
 
 
 @pytest.fixture
-def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queue: Queue) -> Any:
+def worker(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queue: Queue) -> Any:
     """A worker whose sessions are generated, judged and written by stand-ins of verl's methods.
 
     `fails` gives the stage that fails, by session; `own_score` is a score that the agent loop sets itself; `outputs`
     is the number of outputs of a session; `options` are further arguments of verl's call of `_compute_score`. Judges
-    wait for `reward`.
+    wait for `reward`. The parameter of the fixture is whether sessions are recorded.
     """
+
+    def init(self: Any, config: Any, handles: list[Any]) -> None:
+        self.config, self.reward_loop_worker_handles = config, handles
 
     async def run_prompt(self: Any, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool) -> None:
         kwargs = {"uid": prompt["uid"], "global_steps": 3}
@@ -120,17 +123,18 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queue: Queue) -> Any
 
     verl = AgentLoopWorkerTQ.__ray_actor_class__
     for name, method in (
+        ("__init__", init),
         ("_run_prompt", run_prompt),
         ("_run_agent_loop", run),
         ("_agent_loop_postprocess", write),
         ("_compute_score", compute_score),
     ):
         monkeypatch.setattr(verl, name, method)
-    made: Any = object.__new__(RewardAgentLoopWorker)
     rollout = {"n": 2, "val_kwargs": {"n": 1}}
-    made.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
-    made._records = Records(tmp_path)
-    made.reward_loop_worker_handles, made.fails, made.own_score, made.outputs = ["the client"], {}, None, 1
+    recorded = {"log_dir": str(tmp_path) if getattr(request, "param", True) else None}
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "reward_loop": recorded})
+    made: Any = RewardAgentLoopWorker(config, ["the client"])
+    made.fails, made.own_score, made.outputs = {}, None, 1
     made.sent, made.judged, made.options, made.n, made.loop = [], [], {}, 2, None
     made.mask = [1]
     return made
@@ -146,8 +150,9 @@ async def run(worker: Any, validate: bool = False, score: float | None = 0.5) ->
 
 
 async def events(worker: Any) -> list[dict[str, Any]]:
-    assert await asyncio.to_thread(worker._records.flush)
-    return list(read_events(worker._records.path.parent))
+    folder = Path(worker.config.reward_loop.log_dir)
+    assert await asyncio.to_thread(records(folder).flush)
+    return list(read_events(folder))
 
 
 @pytest.mark.parametrize(("validate", "partition"), [(False, "train"), (True, "val")])
@@ -244,15 +249,15 @@ async def test_a_session_has_its_times_in_their_order(worker: Any) -> None:
         assert event["error"] is None
 
 
-@pytest.mark.parametrize("recorded", [True, False])
-async def test_samples_of_a_validation_are_marked_for_the_reward_workers(worker: Any, recorded: bool) -> None:
-    records = worker._records
-    worker._records = records if recorded else None
+@pytest.mark.parametrize("worker", [True, False], indirect=True)
+async def test_samples_of_a_validation_are_marked_for_the_reward_workers(worker: Any, tmp_path: Path) -> None:
     await run(worker, validate=True)
     await run(worker)
     assert [kwargs.get("__validate__") for kwargs in worker.sent] == [True, False, False]
-    worker._records = records
-    assert [event["validate"] for event in await events(worker)] == ([True, False, False] if recorded else [])
+    if worker.config.reward_loop.log_dir is None:
+        assert not list(tmp_path.iterdir())
+    else:
+        assert [event["validate"] for event in await events(worker)] == [True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -268,13 +273,6 @@ async def test_a_session_that_fails_has_its_error_and_the_times_so_far(
     assert event["error"] == error
     assert [name for name in ("scoring", "scored") if event[name] is not None] == known
     assert event["end"] >= event["start"]
-
-
-def test_nothing_is_recorded_without_a_folder(tmp_path: Path) -> None:
-    assert _open_records(OmegaConf.create({"reward_loop": {"log_dir": None}})) is None
-    opened = _open_records(OmegaConf.create({"reward_loop": {"log_dir": str(tmp_path)}}))
-    assert opened is not None
-    assert opened.path.parent == tmp_path
 
 
 def test_the_workers_with_a_queue_publish_first_too() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import ray
 from omegaconf import OmegaConf
 from ray import cloudpickle
 from ray.exceptions import ActorDiedError, GetTimeoutError
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 from verl.utils.tensordict_utils import assign_non_tensor, get_tensordict
 
 from reward_loop.errors import RewardLoopError
@@ -55,6 +57,9 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def get(result: Any, timeout: float | None = None) -> Any:
         if isinstance(result, Exception):
             raise result
+        if result == "hangs":
+            assert timeout == 900, "reward_loop.worker_start_timeout_s"
+            raise GetTimeoutError
         return result
 
     monkeypatch.setattr(ray, "get", get)
@@ -64,12 +69,20 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def manager(monkeypatch: pytest.MonkeyPatch, *workers: Worker, replacements: list[Worker] | None = None) -> Any:
-    manager: Any = object.__new__(RewardAgentLoopManager)
-    manager.agent_loop_workers = list(workers)
-    manager._assignments, manager._deaths = Assignments(), ["never"] * len(workers)
-    manager._receipt_timeout_s = 300.0
+    def init(self: Any, config: Any) -> None:
+        self.config, self.reward_loop_worker_handles = config, []
+        self.llm_client = self.teacher_client = None
+
+    async def start(self: Any) -> None:
+        self.agent_loop_workers = list(workers)
+
+    monkeypatch.setattr(AgentLoopManagerTQ, "__init__", init)
+    monkeypatch.setattr(AgentLoopManagerTQ, "_init_agent_loop_workers", start)
+    monkeypatch.setattr(agent_loop_manager, "worker_nodes", lambda count: [f"{0:056x}"] * count)
+    manager: Any = RewardAgentLoopManager(OmegaConf.create({"reward_loop": {"worker_start_timeout_s": 900.0}}))
     new = iter(replacements or [])
-    monkeypatch.setattr(manager, "_start", lambda number: next(new), raising=False)
+    manager.agent_loop_workers_class = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: next(new)))
+    asyncio.run(manager._init_agent_loop_workers())
     return manager
 
 
@@ -104,9 +117,11 @@ def test_prompts_that_a_dead_worker_did_not_receive_are_sent_to_its_replacement(
     assert new.received == [(["c"], 3), (["d"], 3)]
 
 
-def test_a_worker_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, killed: list[Any]) -> None:
+def test_a_worker_that_does_not_receive_its_prompts_in_time_is_killed(
+    monkeypatch: pytest.MonkeyPatch, killed: list[Any]
+) -> None:
     alive, hung = Worker(), Worker()
-    hung.generate_sequences = SimpleNamespace(remote=lambda prompts: GetTimeoutError())
+    hung.generate_sequences = SimpleNamespace(remote=lambda prompts: "hangs")
     of_both = manager(monkeypatch, alive, hung)
     of_both.generate_sequences(prompts("abcd"))
     assert alive.received == [(["a", "b"], 1)]
@@ -131,15 +146,6 @@ def test_a_replacement_that_does_not_start_is_an_error(monkeypatch: pytest.Monke
     slow.__ray_ready__ = SimpleNamespace(remote=lambda: GetTimeoutError())
     with pytest.raises(RewardLoopError, match=r"did not start within 60 s \(reward_loop\.worker_start_timeout_s\)"):
         manager(monkeypatch, Worker(), replacements=[slow]).replace([0], timeout_s=60)
-
-
-def test_the_timeout_for_the_receipt_of_prompts_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    def init(manager: Any, config: Any) -> None:
-        manager.config = config
-
-    monkeypatch.setattr(agent_loop_manager.AgentLoopManagerTQ, "__init__", init)
-    config = OmegaConf.create({"reward_loop": {"worker_start_timeout_s": 900.0}})
-    assert RewardAgentLoopManager(config)._receipt_timeout_s == 900
 
 
 OTHER_PROCESS = """

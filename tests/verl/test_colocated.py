@@ -6,15 +6,14 @@ import json
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from reward_loop.config import RewardModelConfig
 from reward_loop.router.config import BackendConfig
-from reward_loop.serving import serve_reward_model
-from reward_loop.verl.colocated import ColocatedRewardModel
+from reward_loop.verl import colocated
 from tests.verl.checks import signature, texts
+from tests.verl.configs import settled
 from tests.verl.runs import Run, agent_loop, train
 
 pytestmark = pytest.mark.integration
@@ -70,24 +69,36 @@ def test_no_judging_is_hidden(run: Run) -> None:
         assert metrics["actor/grad_norm"] > 0
 
 
-def test_the_router_has_servers_only_while_they_are_awake_also_if_it_was_restarted_with_them() -> None:
+def test_the_router_has_servers_only_while_they_are_awake_also_if_it_was_restarted_with_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     url = "http://127.0.0.1:9"
     events: list[str] = []
 
     def servers() -> list[str]:
-        with urllib.request.urlopen(f"http://{served.reward_router_address}/workers") as response:
+        with urllib.request.urlopen(f"http://{router}/workers") as response:
             return [server["url"] for server in json.loads(response.read())]
 
-    with serve_reward_model(RewardModelConfig(engine="external", urls=(url,), kind="generative")) as served:
-        model: Any = object.__new__(ColocatedRewardModel)
-        model._router, model._servers = served.reward_router_address, [BackendConfig(url=url)]
-        model._replicas = SimpleNamespace(
-            wake_up=lambda: events.append("wake up"), sleep=lambda: events.append(f"sleep, router has {servers()}")
+    replicas = SimpleNamespace(
+        server_addresses=["127.0.0.1:9"],
+        wake_up=lambda: events.append("wake up"),
+        sleep=lambda: events.append(f"sleep, router has {servers()}"),
+    )
+    monkeypatch.setattr(colocated, "_Replicas", lambda options, pool: replicas)
+    # With an address that the user has chosen, Ray is not asked for tunnels to other nodes.
+    served = RewardModelConfig(engine="transformers", model_path="model", kind="generative", host="127.0.0.2")
+    with colocated.ColocatedRewardModel(settled(), served, workers=1) as model:
+        router = model.start(pool=None).address
+        assert servers() == []
+        # A router that was restarted has the servers already.
+        body = BackendConfig(url=url, kind="generative", engine="transformers").model_dump_json().encode()
+        request = urllib.request.Request(
+            f"http://{router}/workers", body, {"Content-Type": "application/json"}, method="POST"
         )
-        assert servers() == [url]  # as after a restart
+        urllib.request.urlopen(request).close()
         with model.awake():
             assert servers() == [url]
         with model.awake():
             assert servers() == [url]
-        model._remove_servers()
+        assert servers() == []
     assert events == ["wake up", "sleep, router has []"] * 2

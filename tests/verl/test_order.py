@@ -150,6 +150,7 @@ def done(*args: Any, **kwargs: Any) -> list[str]:
 
 EVEN = dict.fromkeys("abcd", 4)
 PIPELINE = Schedule(2, mini_batch_pipeline=True)
+SERIAL = Schedule()
 
 
 def test_the_logged_configuration_names_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,16 +206,17 @@ def test_metrics_of_updates_are_weighted_by_the_rows_that_were_updated() -> None
     assert metrics["critic/kl"] == pytest.approx((12 * 1 + 4 * 2) / 16)
 
 
-def test_each_mini_batch_has_an_update_of_its_own() -> None:
-    trainer = Trainer(PIPELINE, EVEN, "")
-    generate = trainer._finish_generation
+class JudgedAtOnce(Trainer):
+    """All rewards arrive while the last prompts are generated."""
 
-    def and_judge(metrics: dict, timing_raw: dict) -> StepBatch:
+    def _finish_generation(self, metrics: dict, timing_raw: dict) -> StepBatch:
         for uid in "abcd":
-            trainer.replay_buffer.end(uid)
-        return generate(metrics, timing_raw)
+            self.replay_buffer.end(uid)
+        return super()._finish_generation(metrics, timing_raw)
 
-    trainer._finish_generation = and_judge  # type: ignore[method-assign]
+
+def test_each_mini_batch_has_an_update_of_its_own() -> None:
+    trainer = JudgedAtOnce(PIPELINE, EVEN, "")
     trainer.step({}, {})
     assert trainer.done == ["generate", "prepare", "advantage of abcd", *["update on 8 rows"] * 2]
 
@@ -341,12 +343,12 @@ def test_a_wait_that_fails_ends_the_step() -> None:
 class FailingBuffer(Judges):
     """The replay buffer, to which every group that has ended failed."""
 
-    def __init__(self, trainer: RewardPipelineTrainer) -> None:
+    def __init__(self, submitted: Callable[[], list[str]]) -> None:
         super().__init__("")
-        self.trainer = trainer
+        self.submitted = submitted
 
     def evict(self, step: int, metrics: dict) -> Evicted:
-        failed = set(self.trainer._submitted) - self.pending
+        failed = set(self.submitted()) - self.pending
         return Evicted(failed, 0, len(failed))
 
 
@@ -361,7 +363,8 @@ class Failing(RewardPipelineTrainer):
         self.submitted = 0
         self._submitted: list[str] = []
         self._replaces, self._filters = True, False
-        self.replay_buffer: Any = FailingBuffer(self)
+        self.replay_buffer: Any = FailingBuffer(lambda: self._submitted)
+        self._submit(2, 1)
 
     def _submit(self, count: int, step: int) -> None:
         for _ in range(count):
@@ -387,7 +390,6 @@ def _failures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_groups_that_always_fail_are_not_replaced_for_ever() -> None:
     trainer = Failing(max_refills=3)
-    trainer._submit(2, 1)
     with pytest.raises(RewardLoopError, match=r"2 groups failed.*3 times.*max_refills=3.*p7_0: KeyError: 'tool'"):
         trainer.run()
     assert trainer.submitted == 2 + 3 * 2
@@ -422,20 +424,25 @@ class Filtering(Failing):
         super().__init__(max_refills=1)
         self.config.algorithm = {"filter_groups": {"metric": "acc", "max_num_gen_batches": max_num_gen_batches}}
         self._filters = True
-        self.replay_buffer = FilteringBuffer(self)
+        self.replay_buffer = FilteringBuffer(lambda: self._submitted)
 
 
 class FilteringBuffer(FailingBuffer):
     """The replay buffer, to which all rollouts of each group are alike. After twenty groups it has had enough."""
 
+    def __init__(self, submitted: Callable[[], list[str]]) -> None:
+        super().__init__(submitted)
+        self.seen: set[str] = set()
+
     def evict(self, step: int, metrics: dict) -> Evicted:
-        filtered = set() if self.trainer.submitted > 20 else set(self.trainer._submitted)
+        submitted = self.submitted()
+        self.seen.update(submitted)
+        filtered = set() if len(self.seen) > 20 else set(submitted)
         return Evicted(filtered, len(filtered), 0)
 
 
 def test_no_more_batches_are_generated_for_a_step_than_allowed() -> None:
     trainer = Filtering(max_num_gen_batches=3)
-    trainer._submit(2, 1)
     with pytest.raises(RewardLoopError, match=r"filtered out 6 groups in step 1.*same acc.*max_num_gen_batches=3"):
         trainer.run()
     assert trainer.submitted == 3 * 2
@@ -443,7 +450,6 @@ def test_no_more_batches_are_generated_for_a_step_than_allowed() -> None:
 
 def test_by_default_groups_are_filtered_for_ever() -> None:
     trainer = Filtering(max_num_gen_batches=0)
-    trainer._submit(2, 1)
     with pytest.raises(InterruptedError):
         trainer.run()
     assert trainer.submitted == 22
@@ -452,10 +458,10 @@ def test_by_default_groups_are_filtered_for_ever() -> None:
 class Generating(RewardPipelineTrainer):
     """`a` is trained on, `b` is the next step's."""
 
-    def __init__(self, ends: str) -> None:
+    def __init__(self, ends: str, order: Any = "arrival", schedule: Schedule = SERIAL) -> None:
         rollout = {"temperature": 1.0}
         self.config = OmegaConf.create({"data": {"train_batch_size": 1}, "actor_rollout_ref": {"rollout": rollout}})
-        self.options, self._schedule = PipelineOptions(), Schedule()
+        self.options, self._schedule = PipelineOptions(order=order), schedule
         self.global_steps = 1
         self.reward_loop_manager: Any = SimpleNamespace(reward_loop_worker_handles=[])
         self._submitted = ["a", "b"]
@@ -464,6 +470,9 @@ class Generating(RewardPipelineTrainer):
         self.replay_buffer: Any = Judges(ends)
         self.replay_buffer.running = set("ab")
         self.asleep = False
+
+    def generate(self) -> StepBatch:
+        return self._finish_generation({}, {})
 
     def on_sample_end(self) -> None:
         self.asleep = True
@@ -482,10 +491,8 @@ class Generating(RewardPipelineTrainer):
 def test_the_option_order_decides_whether_updates_depend_on_the_judges(
     order: Any, mini_batch_pipeline: bool, in_order: bool
 ) -> None:
-    trainer = Generating(ends="ba")
-    trainer.options = PipelineOptions(order=order)
-    trainer._schedule = Schedule(1, mini_batch_pipeline=mini_batch_pipeline)
-    batch = trainer._finish_generation({}, {})
+    trainer = Generating("ba", order, Schedule(1, mini_batch_pipeline=mini_batch_pipeline))
+    batch = trainer.generate()
     assert batch.in_order is in_order
     assert list(batch.groups) == ["a"]
     assert trainer.asleep
@@ -495,5 +502,5 @@ def test_the_option_order_decides_whether_updates_depend_on_the_judges(
 def test_the_engine_stays_awake_until_every_prompt_is_generated(ends: str) -> None:
     trainer = Generating(ends)
     with pytest.raises(RewardLoopError, match="waited for"):
-        trainer._finish_generation({}, {})
+        trainer.generate()
     assert not trainer.asleep  # if a worker dies, its prompts are generated again

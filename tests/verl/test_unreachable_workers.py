@@ -17,6 +17,7 @@ from reward_loop.types import RewardSample
 from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient
 from reward_loop.verl.workers import RewardWorkers
 from tests.verl.rollouts import rollout
+from tests.verl.trainers import reward_workers
 
 pytestmark = pytest.mark.integration  # it imports verl
 
@@ -107,9 +108,7 @@ def workers(monkeypatch: pytest.MonkeyPatch, *handles: Worker, **changed: Any) -
         return [answer.get() for answer in answers] if isinstance(answers, list) else answers.get()
 
     monkeypatch.setattr(ray, "get", get)
-    group: Any = object.__new__(RewardWorkers)
-    group.handles, group.client = list(handles), RewardClient(handles, options(**changed))
-    return group
+    return reward_workers(monkeypatch, options(**changed), *handles)
 
 
 def test_the_samples_of_a_batch_wait_until_their_worker_is_reachable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from reward_loop.verl.workers import RewardWorkers
 from tests.local_ray import REPOSITORY, local_ray
 from tests.verl.rollouts import rollout
 from tests.verl.runs import worker_python
+from tests.verl.trainers import reward_workers
 
 pytestmark = pytest.mark.integration
 
@@ -247,11 +248,12 @@ def test_a_batch_is_awaited_as_long_as_its_slowest_sample_may_take(
 
     monkeypatch.setattr("reward_loop.verl.workers.asyncio.wait", wait)
     monkeypatch.setattr("reward_loop.verl.workers.time", SimpleNamespace(monotonic=lambda: now[0]))
-    workers = object.__new__(RewardWorkers)
-    client: Any = SimpleNamespace(options=RewardLoopConfig(**options), by_group=by_group)
-    workers.client = client
+    workers = reward_workers(monkeypatch, RewardLoopConfig(**options))
+    workers.client.by_group = by_group
+    monkeypatch.setattr(workers.client, "reward_of", lambda sample: reward())
     monkeypatch.setattr(workers, "check_fatal_errors", lambda: None)
-    assert workers._results([reward()]) == [1.0]
+    sample: Any = "the rollout"
+    assert workers.finish_batch([sample]) == [1.0]
     assert now[0] == arrival_s
 
 
@@ -269,10 +271,7 @@ def test_the_timeouts_of_start_and_answer_are_options(
         raise GetTimeoutError("no answer")
 
     monkeypatch.setattr("reward_loop.verl.workers.ray.get", get)
-    workers = object.__new__(RewardWorkers)
-    workers.handles = []
-    options = RewardLoopConfig(worker_start_timeout_s=11, worker_answer_timeout_s=7)
-    workers.client = SimpleNamespace(options=options)  # type: ignore[assignment]
+    workers = reward_workers(monkeypatch, RewardLoopConfig(worker_start_timeout_s=11, worker_answer_timeout_s=7))
     with pytest.raises(RewardLoopError, match=rf"did not answer within {timeout} s \(reward_loop\.{option}\)"):
         getattr(workers, method)()
     assert given == [pytest.approx(timeout, abs=1)]

@@ -9,11 +9,13 @@ import pytest
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from reward_loop.verl import trainer
+from reward_loop.config import RewardLoopConfig
+from reward_loop.verl import trainer, workers
 from reward_loop.verl.recording_trainer import RecordingTrainer
 from reward_loop.verl.services import RewardServices
 from reward_loop.verl.settings import RewardSettings
 from reward_loop.verl.trainer import with_reward_loop
+from reward_loop.verl.workers import RewardWorkers
 from tests.verl.configs import resolved
 
 
@@ -35,6 +37,16 @@ class Workers(SimpleNamespace):
         return []
 
 
+def reward_workers(monkeypatch: pytest.MonkeyPatch, options: RewardLoopConfig, *handles: Any) -> RewardWorkers:
+    """The reward workers of a run with these handles, without Ray."""
+    left = iter(handles)
+    actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: next(left)))
+    monkeypatch.setattr(workers.ray, "remote", lambda cls: actor)
+    monkeypatch.setattr(workers, "worker_nodes", lambda count: [f"{0:056x}"] * len(handles))
+    settings: Any = SimpleNamespace(num_workers=len(handles), options=options)
+    return RewardWorkers(settings, None)
+
+
 def constructed(
     settings: RewardSettings | None = None, verl: type[PPOTrainer] = PPOTrainerSync, **services: Any
 ) -> Any:
@@ -43,9 +55,9 @@ def constructed(
     return with_reward_loop(verl)(settings.config, RewardServices(settings, **services))
 
 
-def set_up(monkeypatch: pytest.MonkeyPatch, made: Any, workers: Any = None, step: int = 1) -> Any:
-    """Set a trainer up, without verl's part, which starts workers. Its step is ``step``."""
-    monkeypatch.setattr(trainer, "RewardWorkers", lambda *_, **__: workers or Workers())
+def set_up(monkeypatch: pytest.MonkeyPatch, made: Any, rewards: Any = None, step: int = 1) -> Any:
+    """Set a trainer up, without verl's part, which starts workers. ``rewards`` stands where the reward workers are."""
+    monkeypatch.setattr(trainer, "RewardWorkers", lambda *_, **__: rewards or Workers())
     for cls in type(made).__mro__:
         if issubclass(cls, PPOTrainer) and not issubclass(cls, RecordingTrainer) and "_setup" in vars(cls):
             monkeypatch.setattr(cls, "_setup", lambda self: None)

@@ -22,6 +22,7 @@ from reward_loop.records import records
 from reward_loop.records.reader import RecordsReader
 from tests.adapters.rewards import Centred, rank
 from tests.scoring import published
+from tests.scoring.logging_functions import logging_function
 
 STATE = SimpleNamespace(global_step=6)
 
@@ -272,7 +273,7 @@ ASKED = {
 @pytest.mark.parametrize("name", ASKED)
 async def test_functions_get_the_arguments_that_they_ask_for(name: str) -> None:
     seen: list[Any] = []
-    function = eval(f"lambda {name}: seen.append({name}) or 1.0", {"seen": seen})
+    function = logging_function(name, seen)
     state = SimpleNamespace(global_step=6, max_steps=10)
     async with opened(function, max_completion_length=3) as reward:
         rewards = await reward(["2+2="], ["4"], [[19, 2, 2]], trainer_state=state, validate=[True])
