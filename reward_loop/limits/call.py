@@ -120,6 +120,7 @@ class Call:
 
         Thread-safe.
         """
+        # Waits before the start are queueing, and must not extend the deadline.
         if self.started is None:
             self.started = time.monotonic()
             self._waited_before = self._waited
@@ -214,6 +215,7 @@ class Call:
 
     async def acquire(self, name: str, tokens: float) -> Permit:
         """Acquire a permit within the function, on any event loop; raises as `Limits.acquire` does."""
+        # A sync function may run its own event loop in its thread; the limits belong to that of the call.
         if asyncio.get_running_loop() is self.loop:
             return await self._acquire_inside(name, tokens)
         acquiring = self._acquire_threadsafe(name, tokens)
@@ -242,6 +244,7 @@ class Call:
     async def _acquire_inside(self, name: str, tokens: float) -> Permit:
         if self.abandoned:
             raise LimitError(ABANDONED)
+        # The call holds this permit: asking for a second one could wait for itself for ever.
         if name in WHOLE_CALL:
             raise LimitError(
                 f"the limit {name!r} already applies to the whole function: inside the function, use another"
@@ -301,6 +304,7 @@ class Call:
             if permit.name == REWARD_MODEL and self.timeout is not None and self.started is not None:
                 permit.share = (time.monotonic() - self.started - self.waited_inside) / self.timeout
             permit.leave(accepted, retry_after)
+        # Also those of a thread that still runs: otherwise their permits would never end.
         for request in self._requests:
             give_up(request)
 
@@ -372,6 +376,7 @@ class Deadlines:
         if left > 0:
             self.loop.call_later(max(left, _SHARING_S if call.shared_s else 0.01), self._expire, call, deadline)
         else:
+            # Set with the error: a thread cannot be stopped, and must get no more permits.
             call.abandoned = True
             extended = f", and {more:.3g} s more, since the reward model is full" if more else ""
             call.future.set_exception(TimeoutError(f"{extended}{call.shared or ''}"))

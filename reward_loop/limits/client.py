@@ -75,6 +75,7 @@ class RemoteLimits(Limits):
 
     def request(self, name: str, tokens: float = 0, traffic_class: str = "train") -> asyncio.Future[Permit]:
         messages = self._connect()
+        # Numbers are never used again: an answer that comes late must not settle another request.
         permit = Permit(self, name, tokens, next(self._numbers))
         request: asyncio.Future[Permit] = asyncio.get_running_loop().create_future()
         messages.send("request", permit.id, name, tokens, traffic_class)
@@ -200,6 +201,7 @@ class RemoteLimits(Limits):
                 writer.write(frame(proof(self._token, await read_frame(reader, MAX_LENGTH))))
                 first = await read_frame(reader, MAX_LENGTH)
             if not first:
+                # Not an outage: a service with another token belongs to another job, and will never accept this one.
                 awaited = False
                 raise ConnectionError("the service does not accept the token")
             self._receive(decode(first))
@@ -225,6 +227,7 @@ class RemoteLimits(Limits):
                     why = f"no answer within {TIMEOUT_S:g} s"
                 watch.cancel()
             lost = self._unreachable(why, awaited)
+            # Otherwise another event loop, or a later connection, owns the state by now.
             if self._messages is messages:
                 self._messages = None
                 self._lost = None if closed else lost
@@ -251,6 +254,7 @@ class RemoteLimits(Limits):
                 messages.send("status", -1)  # no call waits for the answer
                 await asyncio.sleep(TIMEOUT_S / 2)
                 if received == self._received:
+                    # Not `close`, which would wait for the frozen peer to read what is buffered.
                     writer.transport.abort()
                     return
 

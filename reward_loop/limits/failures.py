@@ -32,6 +32,7 @@ class FailureBound:
         self.of = of
         self.max_share = max_share
         self.min_samples = min_samples
+        # A smaller window than `min_samples` would never fill up to it: the bound would never apply.
         self._failed: deque[bool] = deque(maxlen=max(window, min_samples))
         self._causes: dict[str, str] = {}
 
@@ -55,10 +56,12 @@ class FailureBound:
             return
         error = error or "(no error message)"
         cause = cause or first_line(error)
+        # Inserted again, so that the dictionary has the latest causes last.
         self._causes.pop(cause, None)
         self._causes[cause] = error
         if len(self._causes) > _SHOWN:
             del self._causes[next(iter(self._causes))]
+        # Counted only after a failure, so a run whose samples succeed does not pay for the sum.
         failures, seen = sum(self._failed), len(self._failed)
         if seen >= self.min_samples and failures > self.max_share * seen:
             of = f"{self.of}: " if self.of else ""

@@ -145,6 +145,7 @@ class Rate:
     def add(self, now: float, amount: float) -> Charge:
         """Add ``amount`` to the charge of the current time step; return the charge, which `change` can change."""
         self._forget(now)
+        # Rounded up: a charge may end late, but never before its period is over.
         time = math.ceil(now * GRAINS) / GRAINS
         if not self._charges or self._charges[-1].time < time:
             self._charges.append(Charge(time, 0.0))
@@ -154,6 +155,7 @@ class Rate:
     def change(self, now: float, charge: Charge, amount: float) -> None:
         """Add ``amount``, which may be negative, to a charge, if it is still in the window."""
         self._forget(now)
+        # The charge is no longer part of `_total`: a correction would be counted for ever.
         if now >= charge.time + self._lifetime:
             return
         charge.amount += amount
@@ -170,6 +172,7 @@ class Rate:
 
     def _bucket_free_at(self, now: float, amount: float) -> float:
         self._fill(now)
+        # A call larger than the bucket waits for a full bucket only, and leaves a debt; otherwise it could never start.
         missing = min(amount, self.burst) - self._level
         # A tolerance, because the refilled level has rounding errors.
         return now if missing <= 1e-9 * self.burst else now + missing * self._period / self.limit
@@ -315,9 +318,11 @@ class AdaptiveConcurrency:
         if now < self._cool_down_until:
             return
         self._cut = (share, self.limit)
+        # The limit is known to be near the capacity now, so it grows slowly from here on.
         self._slow_start = False
         self._answers = 0
         self._latest.clear()
+        # These calls started under the old limit; their refusals must not cut the new one.
         self._ignored = in_flight
         self.limit = max(1.0, self.limit * CUT)
         self._cool_down_until = max(now + COOL_DOWN_S, self.not_before)
@@ -422,6 +427,7 @@ class Limiter:
         """
         if (error := self._too_large(waiting.permit)) is not None:
             raise error
+        # Only with empty queues: a small new call must not overtake a large one that waits for tokens.
         if not self._queues and self._free_at(now, waiting) <= now:
             self._grant(now, waiting)
         else:
@@ -434,6 +440,7 @@ class Limiter:
         """
         while waiting := self._next():
             at = self._free_at(now, waiting)
+            # The next call waits, and all others behind it: a large call would otherwise wait for ever.
             if at > now:
                 return None if at == math.inf else at
             # Round robin: this traffic class goes last.
@@ -454,6 +461,7 @@ class Limiter:
     def _grant(self, now: float, waiting: Waiting) -> None:
         permit = waiting.permit
         self.in_flight += 1
+        # Charged at the grant and never returned: the service counts a request even if it fails or is cancelled.
         self._requests.add(now, 1)
         if permit.tokens:
             permit.charge = self._tokens.add(now, permit.tokens)
@@ -470,6 +478,7 @@ class Limiter:
 
     def _free_at(self, now: float, waiting: Waiting) -> float:
         is_probe = waiting.traffic_class == PROBE
+        # At least 1, since a judge with one place could otherwise never be probed.
         most = max(1.0, self.max_in_flight / 2) if is_probe else self.max_in_flight
         if self.in_flight + 1 > most:
             return math.inf  # until a call ends
@@ -495,6 +504,7 @@ class Limiter:
             if accepted:
                 self._adaptive.answered(now, self.in_flight, share)
             elif accepted is None and share >= 1:
+                # A cancelled call, or a broken connection, says nothing about the speed of the judge.
                 self._adaptive.expired()
             elif accepted is False:
                 self._adaptive.refused(now, self.in_flight, retry_after)

@@ -59,6 +59,7 @@ class LocalLimits(Limits):
         permit = Permit(self, name, tokens or limiter.config.estimated_tokens_per_request)
         request: asyncio.Future[Permit] = loop.create_future()
         limiter.enter(time.monotonic(), Waiting(permit, traffic_class, request))
+        # No callback for a request that was granted at once: this is the path of most calls.
         if not request.done():
             self._advance(name)  # sets the timer
             request.add_done_callback(functools.partial(self._settled, name))
@@ -85,6 +86,7 @@ class LocalLimits(Limits):
         self.tokens += tokens
         budget = self.options.budget
         for what, used, cap in (("cost", self.cost, budget.max_cost), ("tokens", self.tokens, budget.max_tokens)):
+            # Only the first cap that is reached: the message must stay the same for all samples.
             if cap is not None and used >= cap and self.spent is None:
                 self.spent = f"the run's budget is used up: {used:g} of reward_loop.budget.max_{what}={cap:g}"
                 if budget.at_cap == "stop":
@@ -121,6 +123,7 @@ class LocalLimits(Limits):
 
     def _advance(self, name: str) -> None:
         limiter = self._limiters[name]
+        # Without a queue there is nothing to grant, and no timer to set: most calls end here.
         if not limiter.has_queue:
             return
         at = limiter.advance(time.monotonic())

@@ -110,6 +110,7 @@ class Permit:
 
     def leave(self, accepted: bool | None = None, retry_after: float | None = None) -> None:
         """End the permit, with the last response as for `answer`; later calls have no effect."""
+        # A call ends its permits itself, and `Call.end` and the end of the connection end them again.
         if self.has_left:
             return
         self.has_left = True
@@ -155,6 +156,7 @@ class PeerPermits:
             request.add_done_callback(partial(self._settled, number, answer))
 
     def _settled(self, number: int, answer: Answer, request: asyncio.Future[Permit]) -> None:
+        # Withdrawn by `leave` or `close`: the other process does not wait for an answer any more.
         if number not in self._requests:
             return
         error = LimitError(ABANDONED) if request.cancelled() else request.exception()
@@ -169,6 +171,7 @@ class PeerPermits:
 
     def leave(self, number: int, accepted: bool | None, retry_after: float | None, share: float = 0.0) -> None:
         """End a permit as `Permit.leave` does, or withdraw its request."""
+        # The request was refused, or `close` has ended it.
         if (request := self._requests.pop(number, None)) is None:
             return
         if _is_granted(request):
@@ -179,6 +182,7 @@ class PeerPermits:
 
     def close(self) -> None:
         """End all permits, and withdraw all requests."""
+        # Emptied, so that the callbacks of cancelled requests send nothing to a connection that has ended.
         requests, self._requests = self._requests, {}
         for request in requests.values():
             if not request.cancel():

@@ -72,6 +72,7 @@ class WorkerCall:
                 reply.set_result(error)
 
         def answered(error: Any) -> None:
+            # Another thread reads the channel, and the function may have closed its own loop since it asked.
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(settle, error)
 
@@ -80,6 +81,7 @@ class WorkerCall:
             self._tell("request", permit.id, name, tokens)
             error = await reply
         except BaseException:
+            # The other side may have granted the permit already.
             permit.leave()
             raise
         return _granted(permit, error)
@@ -209,6 +211,7 @@ class ServedCall:
                 self._pauses.remove(what)
                 self._call.end_wait(what)
             case ("exchange", fields):
+                # The worker sends the name of the variable, not the key, which records written here must hide.
                 if (variable := fields.get("api_key_env")) and (key := api_key_of(variable)):
                     hide(key)
                 if self._call.sample is not None:
@@ -216,6 +219,7 @@ class ServedCall:
 
     def close(self) -> None:
         """Stop serving: the function has ended."""
+        # The worker may have ended within a pause, and the sample would be shown as waiting for ever.
         for what in self._pauses:
             self._call.end_wait(what)
         self._pauses.clear()

@@ -77,6 +77,7 @@ class LimitServer:
         with _closing(writer):
             if not await self._authenticate(reader, writer):
                 return
+            # Permits belong to the connection: a worker that dies, or whose node is lost, releases its permits with it.
             messages = MessageQueue(writer)
             permits, answer = PeerPermits(), partial(messages.send, "settled")
             handlers: dict[str, Callable[..., None]] = {
@@ -94,6 +95,7 @@ class LimitServer:
             assert task is not None
             self._connections[messages] = task
             try:
+                # A client that connects late, or again, needs the state that the others got as messages.
                 messages.send("limits", self.limits.max_waits)
                 messages.send("patience", self.limits.patience)
                 if self.limits.spent:
@@ -115,6 +117,7 @@ class LimitServer:
         writer.write(frame(nonce))
         async with asyncio.timeout(_AUTHENTICATION_TIMEOUT_S):
             answer = await read_frame(reader, max_length=len(expected))
+        # Not ==, whose time depends on the number of equal bytes.
         valid = hmac.compare_digest(answer, expected)
         if not valid:
             writer.write(frame())
@@ -127,6 +130,7 @@ class LimitServer:
     def _spend(self, cost: float, tokens: float) -> None:
         before = self.limits.spent
         self.limits.spend(cost, tokens)
+        # Sent once, at the change: many calls that are in flight then still report what they used.
         if self.limits.spent != before:
             self._send_to_all("spent", self.limits.spent)
 
@@ -136,6 +140,7 @@ class LimitServer:
         try:
             self._failures[of].add(failed, error, cause)
         except TooManyFailuresError as stop:
+            # Not raised here, in the task of one connection: each worker raises it, and so ends the run.
             self.stopped = str(stop)
             self._send_to_all("stop", self.stopped)
 

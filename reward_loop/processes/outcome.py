@@ -159,6 +159,7 @@ def cause_of(error: BaseException) -> str:
 def _summary(error: BaseException) -> str:
     """Return an exception's type and message; a long message is cut."""
     try:
+        # `__str__` is code of the user or of a library, and may raise.
         message = str(error)
     except Exception:
         message = "(its message cannot be printed)"

@@ -190,6 +190,7 @@ class WorkerProcesses:
                             await self._prove(worker, self.prover)
                     break
                 except DiedIdleError:
+                    # The function has not started: this is not a repeated call, and does not count as one.
                     continue
                 finally:
                     self._give_back(worker)
@@ -215,6 +216,7 @@ class WorkerProcesses:
             return await worker.call(_dumps(((False, None), arguments)), _Deadline(prover.timeout))
 
         try:
+            # A process that cannot be proven is treated as one that failed: results must never rest on it.
             is_clean = await prover.prove(worker.place, score)
         except (TimeoutError, RewardCrashedError, DiedIdleError):
             is_clean = False
@@ -245,6 +247,7 @@ class WorkerProcesses:
         """Stop the idle processes, and the fork server if no call is in flight. A later call starts new ones."""
         while self._idle:
             self._idle.pop().close()
+        # The end of the fork server kills its workers, also those of calls in flight.
         if not self._working:
             self._end_server()
 
@@ -268,6 +271,7 @@ class WorkerProcesses:
                 if self._server is None or not self._server.fork(theirs):
                     self._end_server()
                     self._server = _ForkServerProcess(self.max_memory_mb)
+                    # Must not refer to `self`, or the pool would never be deleted.
                     self._end = weakref.finalize(self, _end, self._server, self._idle)
                     self._server.fork(theirs)
                 unless_started.pop_all()

@@ -148,6 +148,7 @@ class Backend:
 
     def end(self, status: int, seconds: float) -> None:
         """Count the end of a request, with the status of its answer (0 if there was none) and its duration."""
+        # Only real answers show that the server had room: errors and refusals come fast from a full one, too.
         self.places.end(answered=0 < status < 500 and status != 429)
         if not self.in_flight:
             self.idle.set()
@@ -156,6 +157,7 @@ class Backend:
 
     def can_answer(self, route: Route) -> bool:
         """Return whether the server can answer requests of a route; ``True`` if that is unknown."""
+        # A server whose models are unknown is tried: its own 404 is clearer than a refusal here.
         if route.model is not None and self.models and route.model not in self.models:
             return False
         own = self.config.kind
@@ -250,6 +252,7 @@ async def _request(upstream: Upstream, method: bytes, path: str, body: bytes = b
         content = b""
         while part := await answer.read():
             content += part
+            # A health check must not fill the memory of the router, whatever a server sends.
             if len(content) > _BODY_UP_TO:
                 raise BrokenError(f"the answer to {path} is longer than {_BODY_UP_TO} bytes")
     finally:

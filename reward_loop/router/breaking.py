@@ -108,6 +108,7 @@ class Suspect:
         if len(self._broken) < 2:
             self._remember(self._broken)
             return
+        # Only now, since it waits for a health check: one broken connection is repeated at once.
         died = [one for one in self._broken if await self._pool.has_died(one.backend, one.began, one.ended)]
         if len(died) < 2:
             return
@@ -124,6 +125,7 @@ class Suspect:
 
     async def wait_for_turn(self) -> None:
         """Wait until the request may be sent again: if two servers died, until no other suspect is sent."""
+        # Held until `close`: a death while this request is the only suspect convicts it.
         if self._needs_turn and not self._has_turn:
             await self._turn.acquire()
             self._has_turn = True
@@ -131,6 +133,7 @@ class Suspect:
     def answered(self) -> None:
         """Record that a server answered the request, and forget it."""
         if self._broken:
+            # Others were the cause: an innocent request must not be refused after a later death.
             self._known.pop(_digest(self._client.path, self._body), None)
             self._broken = []
 
@@ -146,4 +149,5 @@ class Suspect:
 
 
 def _digest(path: str, body: bytes) -> bytes:
+    # The path may be long, `person` is at most 16 bytes; the ends of paths differ.
     return blake2b(body, person=path.encode()[-16:], digest_size=16).digest()

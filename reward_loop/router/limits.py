@@ -34,6 +34,7 @@ class Gate:
         Raises:
             Refusal: too many requests are waiting, or this one has waited too long.
         """
+        # `locked` is also true while others wait, so nobody overtakes them.
         if self._places.locked():
             await self._wait()
         else:
@@ -110,6 +111,7 @@ class TimeLimit:
 
     def start(self, task: asyncio.Task[Any], seconds: float | None = None) -> None:
         """Start the time of a task, which may have a longer limit. Call :meth:`stop` at its end."""
+        # Longer limits would break the order of `_deadlines`, on which the single timer depends.
         if seconds is not None and seconds > self.seconds:
             self._longer[task] = self._loop.call_later(seconds, self._expire, task)
             return
@@ -146,5 +148,6 @@ class TimeLimit:
             self._expire(task)
 
     def _expire(self, task: asyncio.Task[Any]) -> None:
+        # Before the cancellation: `is_exceeded` distinguishes it from that of a client which has disconnected.
         self._exceeded.add(task)
         task.cancel()

@@ -46,6 +46,7 @@ class RoundRobin(Policy):
 
     def choose(self, backends: Sequence[Backend], key: int | None) -> Backend:
         self._turn += 1
+        # Modulo at the use: the number of servers changes while one is out of use.
         return backends[self._turn % len(backends)]
 
 
@@ -78,6 +79,7 @@ class Affinity(LeastInFlight):
         server = None if key is None else self._servers.get(key)
         if server is None or server not in backends or is_overloaded(server, backends):
             server = super().choose(backends, key)
+        # Also if the server has changed: the new one has the prompt in its cache now, so the group stays there.
         if key is not None:
             self._servers[key] = server
             self._servers.move_to_end(key)

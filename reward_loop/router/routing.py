@@ -95,6 +95,7 @@ def route(pool: BackendPool, path: str, body: bytes) -> Route:
         if not pool.backends:
             raise Refusal(503, "the router has no reward model server")
         raise Refusal(400, f"{path} needs a {_needed(kind)} server; available: {_served(pool)}")
+    # A long prompt takes longer to parse than all else that the router does with a request.
     if body and (pool.several_models or _empty_text_can_crash(kind, group)):
         return _route_by_body(pool, path, kind, body)
     return destination
@@ -104,8 +105,10 @@ def _route_by_body(pool: BackendPool, path: str, kind: RequestKind | None, body:
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:
+        # A path that the router does not know may have any body; the server decides.
         if kind is None:
             return ANY
+        # Refused here: the request could reach a server of another model, or crash one.
         raise Refusal(400, f"the body is not JSON: {error}") from None
     model = fields.get("model") if isinstance(fields, dict) else None
     if not isinstance(model, str):
@@ -135,6 +138,7 @@ def merged_models(pool: BackendPool, turns: Iterable[str] = ()) -> dict[str, Any
     """
     cards: dict[str, dict[str, Any]] = {}
     for backend in pool.backends:
+        # A model that the configuration names may not be in the list of its server.
         known = {card["id"]: card for card in backend.cards}
         for name in backend.models:
             cards.setdefault(name, known.get(name) or _card(name))
