@@ -126,6 +126,7 @@ class Records:
             drops = self._waiting_size + record.size > MAX_WAITING
             if not drops:
                 self._waiting_size += record.size
+        # Dropped, not awaited: a full disk must not stop the training.
         if drops:
             if not self._drops:
                 logger.warning("records of samples are lost: %s cannot be written fast enough", self.path)
@@ -136,6 +137,7 @@ class Records:
         self._waiting.append(record)
         if not self._started:
             self._start()
+        # `is_set` needs no lock, and `set` does: this is called for each sample.
         if not self._has_records.is_set():
             self._has_records.set()
 
@@ -164,6 +166,7 @@ class Records:
     def _run(self) -> None:
         while True:
             self._has_records.wait()
+            # Many records are written at once; a `flush` ends the pause.
             self._write_now.wait(GATHERING_S)
             self._write_now.clear()
             self._has_records.clear()
@@ -234,6 +237,7 @@ _lock = threading.Lock()
 
 def records(directory: str | Path, max_bytes: int = MAX_BYTES) -> Records:
     """Return this process's writer for a directory. The first call for a directory decides on `max_bytes`."""
+    # By process: a forked child has no writing thread, and needs a file of its own.
     key = (os.path.abspath(directory), os.getpid())
     with _lock:
         if key not in _writers:

@@ -123,6 +123,7 @@ class Proxy:
             Refusal: see the table above; the router sends it to the client.
         """
         headers = self._headers_for_servers(client.headers)
+        # Before the body is read, so that requests which wait cost no memory.
         await self.gate.enter()
         try:
             body = await client.read_body(self._max_body_bytes)
@@ -159,6 +160,7 @@ class Proxy:
         try:
             await self._forward(client, message, destination, key, suspect)
         finally:
+            # Whatever the end: other suspects wait for this turn.
             suspect.close()
 
     def _headers_for_servers(self, headers: list[RawHeader]) -> bytes:
@@ -204,6 +206,7 @@ class Proxy:
             client.waits_for = WaitsFor.SERVER
             backend = await pool.acquire(route, key, failed, wait=wait)
             backend.begin()
+            # `requests` has changed at the end if another request began meanwhile: then this one was not alone.
             number, is_alone = backend.requests, backend.in_flight == 1
             client.waits_for = backend.url
             began = loop.time()
@@ -307,6 +310,7 @@ async def _back_off(failures: int) -> None:
     # The first retry has no delay.
     if failures > 1:
         longest = min(_FIRST_BACKOFF_S * 2.0 ** (failures - 2), _LONGEST_BACKOFF_S)
+        # Random, so that the requests of a dead server do not arrive at the next one together.
         await asyncio.sleep(longest * random.uniform(0.5, 1))
 
 

@@ -112,6 +112,7 @@ def in_processes(target: Target, options: Isolation) -> WorkerProcesses:
             f"{target.name} is async, and only sync functions run in processes: await a judge on the event loop, "
             "or write a plain `def`"
         )
+    # The author of the function knows what it needs, so the mark wins over the options of the run.
     mark = _mark_of(target.call) or Isolation()
     return WorkerProcesses(
         target.call,

@@ -18,6 +18,7 @@ from reward_loop.errors import FunctionLoadError
 
 __all__ = ["file_modules", "load_function", "load_object", "source_hash"]
 
+# Reentrant: the file may load another function while it is imported.
 _import_lock = threading.RLock()
 
 _FILE_MODULE = "reward_loop_file_"
@@ -148,10 +149,12 @@ def _load_file(path: str) -> ModuleType:
         if spec is None or spec.loader is None:
             raise FunctionLoadError(f"{path} cannot be loaded as a Python module")
         module = importlib.util.module_from_spec(spec)
+        # Before the code runs, as Python does: a dataclass in the file looks its module up.
         sys.modules[name] = module
         try:
             spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:
+            # A module that ran half must not be found by the next load.
             del sys.modules[name]
             raise FunctionLoadError(f"importing {path} failed: {_cause(error)}") from error
         return module

@@ -215,6 +215,7 @@ class Proofs:
             task = self._ready[source] = self.start(self._try(source, sample, score))
         if not task.done():
             self._truths.setdefault(source, []).append(sample.ground_truth)
+            # The task serves all samples of the source: one that is cancelled must not end it.
             await asyncio.shield(task)
 
     def start(self, work: Any) -> asyncio.Task[Any]:
@@ -255,6 +256,7 @@ class Proofs:
         place.results.append((future, outcome))
         if place.timer is None:
             place.since = time.monotonic()
+            # One timer for the oldest result: a proof settles all results of the place.
             place.timer = loop.call_later(self.hold_s, self._become_due, place)
         self._holding.add(place)
         self._prove_if_idle()
@@ -281,6 +283,7 @@ class Proofs:
             score: scores an answer there.
             raising_fails: whether an exception of the function is a failure of the proof.
         """
+        # Failed until it is proven: a proof that is cancelled has shown nothing.
         results, place.has_failed = place.take(), True
         started = time.monotonic()
         problem: str | None = "the proof did not end"
@@ -305,6 +308,7 @@ class Proofs:
             if right is None or wrong is None:
                 if raising_fails:
                     return f"data source {source!r}: a known answer has no score"
+            # Half: a score with some noise still passes, and one that no longer tells the answers apart does not.
             elif right - wrong < pair.gap / 2:
                 answers = [shorten(answer.solution_str) for answer in (pair.right, pair.wrong)]
                 return (
@@ -340,10 +344,12 @@ class Proofs:
             return found
         answers = (found.right, found.wrong)
         started = time.monotonic()
+        # A function with random scores would fail its proofs by chance.
         again = [await score(answer) for answer in answers]
         seconds = time.monotonic() - started
         if again != [found.score, found.wrong_score]:
             return "the function does not return the same score again"
+        # Proofs are made again and again, and samples wait for them.
         if seconds > _MAX_PROOF_S:
             return f"a proof takes {seconds:.1f} s"
         self._seconds = max(self._seconds, seconds)

@@ -80,6 +80,7 @@ class Proving:
         if not proofs.limit or outcome.exception is not None or future.done():
             return False
         if place.is_replaced:
+            # The function cannot move into processes: its later results are as doubtful as those that failed.
             if self._error is not None:
                 future.set_exception(self._error)
                 return True
@@ -148,6 +149,7 @@ class Proving:
                 outcome = await self._threads.run(call)
         except TimeoutError:
             return None
+        # Otherwise Python warns of a coroutine that was never awaited.
         if inspect.iscoroutine(outcome.value):
             outcome.value.close()
         return score_of(outcome)
