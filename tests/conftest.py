@@ -37,6 +37,7 @@ INTEGRATION_TIMEOUT_S = 1300
 """The time limit of an integration test. Two runs of verl may precede one, see `tests.verl.runs.TIMEOUT_S`."""
 
 LONGEST = (
+    "test_gpu_benchmark.py",
     "verl/test_training.py",
     "verl/test_pipeline.py",
     "verl/test_two_nodes.py",

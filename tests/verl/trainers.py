@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,11 +48,16 @@ def reward_workers(monkeypatch: pytest.MonkeyPatch, options: RewardLoopConfig, *
     return RewardWorkers(settings, None)
 
 
+@functools.cache
+def _default_settings() -> RewardSettings:
+    return resolved()
+
+
 def constructed(
     settings: RewardSettings | None = None, verl: type[PPOTrainer] = PPOTrainerSync, **services: Any
 ) -> Any:
     """A trainer before verl sets it up. ``services`` are further fields of `RewardServices`."""
-    settings = settings or resolved()
+    settings = settings or _default_settings()
     return with_reward_loop(verl)(settings.config, RewardServices(settings, **services))
 
 
