@@ -159,7 +159,7 @@ def _known(value: Any) -> Any:
     """Convert a value of a type that JSON lacks to a similar value that can be encoded."""
     if isinstance(value, Mapping):
         return dict(value)
-    if isinstance(value, set | frozenset):
+    if isinstance(value, set | frozenset | tuple):  # orjson does not write named tuples
         return list(value)
     # orjson writes these three itself; `to_json` does not.
     if is_dataclass(value) and not isinstance(value, type):

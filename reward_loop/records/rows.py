@@ -113,7 +113,7 @@ def large_components(components: Mapping[str, Any]) -> dict[str, Any]:
 def _length(value: Any) -> int:
     try:
         return len(value)
-    except TypeError:
+    except Exception:  # no length, or a type of the user
         return 0
 
 

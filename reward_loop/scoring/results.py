@@ -195,9 +195,9 @@ def _scalar(value: Any) -> Any:
     if (
         type(value) not in (float, int, bool)
         and getattr(value, "shape", None) == ()
-        and callable(getattr(value, "item", None))
+        and callable(getattr(value, "tolist", None))
     ):
-        return value.item()
+        return value.tolist()  # Not `item`, which is 0.0 for numpy's `masked`.
     return value
 
 

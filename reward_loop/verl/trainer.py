@@ -487,4 +487,6 @@ def with_reward_loop(trainer: type[PPOTrainer]) -> type[RewardLoopTrainer]:
 
 def _readable(value: Any) -> Any:
     """Return a value as it is read from records: verl's writer of files fails for other values, and the run with it."""
-    return value if isinstance(value, float | int) and math.isfinite(value) else cleaned({"value": value})["value"]
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    return cleaned({"value": value}).get("value")  # `None` for a value that raises when it is read

@@ -5,7 +5,7 @@ import enum
 import json
 import math
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -121,6 +121,11 @@ class Data:
     b: Any
 
 
+class Pair(NamedTuple):
+    a: int
+    b: Any
+
+
 class Color(enum.Enum):
     RED = "red"
 
@@ -137,6 +142,7 @@ class Color(enum.Enum):
         ({None: 1, "None": 2, "null": 3}, {"None": 2, "null": 3, "None (NoneType)": 1}),
         (Data(2**70, b"x"), {"a": 2**70, "b": b"x"}),
         (Data(1, "x"), {"a": 1, "b": "x"}),
+        (Pair(1, "x"), [1, "x"]),
         ([2**70, Color.RED], [2**70, "red"]),
         ([2**70, datetime.datetime(2026, 1, 2, 3)], [2**70, "2026-01-02T03:00:00"]),
         ([2**70, np.datetime64("2026-01-02T03", "ns")], [2**70, "2026-01-02T03:00:00"]),

@@ -86,6 +86,19 @@ async def test_large_components_are_among_the_texts(tmp_path: Path) -> None:
     assert text["components"] == large
 
 
+class NoLength(list[int]):
+    def __len__(self) -> int:
+        raise RuntimeError("no length")
+
+
+async def test_a_component_without_a_length_is_recorded(tmp_path: Path) -> None:
+    config = RewardLoopConfig(log_dir=str(tmp_path))
+    manager = NaiveRewardLoopManager(config, compute_score=lambda: {"score": 1.0, "odd": NoLength([1])})
+    assert (await manager.run_single(RewardSample("x")))["reward_score"] == 1.0
+    (row,) = await recorded(tmp_path)
+    assert (row["score"], row["components"]["odd"]) == (1.0, [1])
+
+
 async def test_a_share_of_groups_is_recorded_in_full_and_always_samples_without_a_score(tmp_path: Path) -> None:
     def fails(text: str) -> float | None:
         return None if text == "unscored" else 1 / (text != "failed")

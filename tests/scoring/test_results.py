@@ -48,6 +48,8 @@ def test_anything_is_a_score_or_none_or_an_invalid_score(returned):
         ({"score": np.int64(2)}, 2.0, {"score": 2}),
         ((1, "judge this", "it is right"), 1.0, {"prompt": "judge this", "explanation": "it is right"}),
         (None, None, {}),
+        (np.ma.masked, None, {"acc": None}),
+        ({"score": np.ma.array(0.5, mask=True)}, None, {"score": None}),
         ({"score": None, "reason": "unparsed"}, None, {"score": None, "reason": "unparsed"}),
         ((None, "p", "e"), None, {"prompt": "p", "explanation": "e"}),
     ],
@@ -68,7 +70,7 @@ class Lost:
 
     shape = ()
 
-    def item(self):
+    def tolist(self):
         raise RuntimeError("CUDA error: unspecified launch failure")
 
 

@@ -415,11 +415,20 @@ def test_the_files_of_a_validation_have_verls_score_where_the_function_returned_
     assert written[0][4]["score"] == [0.5, 1.0, None]
 
 
+class Unreadable(dict[str, Any]):
+    def items(self) -> Any:
+        raise RuntimeError("no items")
+
+    def __iter__(self) -> Any:
+        raise RuntimeError("no keys")
+
+
 def test_what_json_lacks_is_written_in_a_readable_form(tmp_path: Path) -> None:
     run = constructed()
     run.global_steps = 3
     run._init_dump_executor()
     odd = [{1, 2}, b"x", 1j, {("a", 1): np.float32(2)}, float("nan"), object, np.array([1, 2]), "\ud800"]
+    odd += [10**400, Unreadable()]
     columns = {"odd": odd, "reward_masked": [False] * len(odd), "uid": list(map(str, range(len(odd))))}
     texts = ["t"] * len(odd)
     run._dump_generations(texts, texts, [{"a": {3}}] * len(odd), [1.0] * len(odd), columns, str(tmp_path))
@@ -428,6 +437,7 @@ def test_what_json_lacks_is_written_in_a_readable_form(tmp_path: Path) -> None:
     assert [row["odd"] for row in rows[:5]] == [[1, 2], {"$bytes": "eA=="}, "1j", {"('a', 1)": 2.0}, None]
     assert rows[5]["odd"] == "<class 'object'>"
     assert (rows[6]["odd"], rows[7]["odd"], rows[0]["gts"]) == ([1, 2], r"\ud800", {"a": [3]})
+    assert [row["odd"] for row in rows[8:]] == [str(10**400), None]
 
 
 def test_numbers_of_numpy_and_torch_count_in_the_metrics() -> None:
