@@ -18,7 +18,7 @@ from reward_loop._util.text import Causes
 from reward_loop.errors import ConfigError
 from reward_loop.types import Outcome
 
-__all__ = ["Judges", "Price", "Report", "Spread"]
+__all__ = ["Judges", "Price", "Report", "Spread", "false_accepts_of"]
 
 
 SHOWN = 5
@@ -139,7 +139,7 @@ class Report:
         for component, value in (row.get("components") or {}).items():
             if isinstance(value, int | float) and component != "score":
                 self.components.setdefault(component, Spread()).add(value)
-        checked = _false_accepts_of(row.get("components") or {})
+        checked = false_accepts_of(row.get("components") or {})
         for accepted, chance in checked:
             self.false_accepts.add(accepted, chance)
         if row.get("group") is not None:
@@ -217,7 +217,7 @@ class Report:
         return [{"value": value, **self.parts[value].to_dict()} for value in values]
 
 
-def _false_accepts_of(components: Mapping[str, Any]) -> list[tuple[bool, float]]:
+def false_accepts_of(components: Mapping[str, Any]) -> list[tuple[bool, float]]:
     """Return, for each spot check of a sample with a wrong answer, whether it was accepted, and its chance."""
     found = []
     for name, value in components.items():

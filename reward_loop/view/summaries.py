@@ -11,7 +11,8 @@ from typing import Any
 import duckdb
 import orjson
 
-from reward_loop.offline.report import Price
+from reward_loop._util.intervals import FALSE_ACCEPT, WeightedShare
+from reward_loop.offline.report import Price, false_accepts_of
 from reward_loop.view.filters import SampleFilter, number_of
 from reward_loop.view.index import Index, rows_of
 
@@ -72,6 +73,8 @@ SELECT e.step, e.validate, list(DISTINCT model) FILTER (model IS NOT NULL) AS mo
 FROM exchanges e JOIN missing ON e.step IS NOT DISTINCT FROM missing.step AND e.validate = missing.validate
 GROUP BY ALL
 """
+
+_SPOT_CHECKS = f"SELECT {_KEY}, components FROM {_CHOSEN} WHERE contains(components, '{FALSE_ACCEPT}\"')"
 
 _OUTCOMES = "SELECT outcome, count(*) AS count FROM samples WHERE validate = ? GROUP BY outcome ORDER BY count DESC"
 _CAUSES = """
@@ -197,7 +200,7 @@ def without_samples(step: int) -> dict[str, Any]:
     counts = ("count", "scored", "unscored", "failed", "masked", "prompt_tokens", "completion_tokens", *_GROUP_COUNTS)
     spread, times = (dict.fromkeys(names) for names in (("mean", "std", "min", "max", *_QUANTILES), _TIMES))
     found = {"step": step, "validate": False, **dict.fromkeys(counts, 0), "reward": spread, "response_length": None}
-    return {**found, "total_s": times, "judge_s": times, "components": {}}
+    return {**found, "total_s": times, "judge_s": times, "components": {}, "false_accepts": WeightedShare().to_dict()}
 
 
 def _computed(cursor: duckdb.DuckDBPyConnection) -> dict[tuple[int | None, bool], dict[str, Any]]:
@@ -214,6 +217,12 @@ def _computed(cursor: duckdb.DuckDBPyConnection) -> dict[tuple[int | None, bool]
             found[key] |= {name: value or ([] if name == "models" else 0) for name, value in row.items()}
     for key, row in _keyed(cursor, _COMPONENTS):
         found[key]["components"][row["name"]] = row["mean"]
+    shares: defaultdict[Any, WeightedShare] = defaultdict(WeightedShare)
+    for key, row in _keyed(cursor, _SPOT_CHECKS):
+        for accepted, chance in false_accepts_of(orjson.loads(row["components"])):
+            shares[key].add(accepted, chance)
+    for key, summary in found.items():
+        summary["false_accepts"] = shares[key].to_dict()
     return found
 
 

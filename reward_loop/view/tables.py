@@ -26,7 +26,7 @@ import duckdb
 
 __all__ = ["LAYOUT", "book", "create", "load", "next_chunk", "revise"]
 
-LAYOUT = 9
+LAYOUT = 10
 """The version of these tables. An index with another version is built again."""
 
 _ROW = {

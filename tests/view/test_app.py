@@ -116,6 +116,19 @@ def test_steps(client: TestClient) -> None:
     assert validation["count"] == 1
 
 
+def test_steps_have_the_false_accepts_of_spot_checks(tmp_path: Path) -> None:
+    made = [{"cheap": 1.0, "chance": 0.2, "judged_by": "cheap"}]
+    made += [{"strong": 0.0, "chance": 0.2, "false_accept": float(i < 2)} for i in range(8)]
+    made += [{"proof/false_accept": 1.0, "proof/chance": 0.2}, {"text": "false_accept", "not_false_accept": 1.0}]
+    rows = [made_up.row(f"g_{i}", 0.0, 1.0, components=components) for i, components in enumerate(made)]
+    rows.append(made_up.row("h_0", 0.0, 1.0, step=2))
+    with serving(made_up.write(tmp_path / "rewards", [], rows)) as client:
+        first, second = (row["false_accepts"] for row in get(client, "steps")["rows"])
+    assert (first["count"], first["value"]) == (9, pytest.approx(1 / 3))
+    assert first["interval"] == pytest.approx([0.1206, 0.6458], abs=1e-4)
+    assert second == {"count": 0, "value": None, "interval": None}
+
+
 def test_samples_are_filtered_and_sorted(client: TestClient) -> None:
     assert get(client, "samples")["total"] == 20
     assert uids(get(client, "samples", step=2, validate="false")) == [f"2-{n}" for n in range(8)]

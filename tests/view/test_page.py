@@ -457,6 +457,22 @@ def test_labelled_answers_and_the_reference_judge_have_a_chart_for_each_value(
         page.close()
 
 
+def test_the_false_accepts_of_spot_checks_have_a_chart_with_their_interval(chromium: Browser, tmp_path: Path) -> None:
+    rows = [
+        made_up.row(f"{step}_{i}", 0.0, 1.0, step=step, components={"false_accept": float(i < step), "chance": 0.2})
+        for step in (1, 2)
+        for i in range(4)
+    ]
+    made_up.write(tmp_path, [], rows)
+    with server(tmp_path) as address:
+        page = chromium.new_page(viewport={"width": 1366, "height": 1400}, base_url=address)
+        open_view(page, "run")
+        chart = page.locator(".charts > *", has_text="Wrong answers that the cheap judge accepts")
+        chart.locator("canvas").wait_for()
+        assert chart.locator(".entry").all_inner_texts() == ["share\n50 %", "95 % from\n15 %", "to\n85 %"]
+        page.close()
+
+
 def test_the_answers_of_a_tested_warning_stand_side_by_side(chromium: Browser, tmp_path: Path) -> None:
     writer = Records(tmp_path)
     record(writer, "a", 0.5, response="It is 4. Fine.")

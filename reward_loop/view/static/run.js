@@ -61,6 +61,16 @@ const CHARTS = [
     series: (rows, run) => components(rows, run, (most) => most > SMALL_COMPONENT),
   },
   {
+    title: "Wrong answers that the cheap judge accepts, by spot checks",
+    format: percent,
+    range: [0, 1],
+    series: (rows) => [
+      { label: "share", values: each(rows, (row) => row.false_accepts?.value) },
+      { label: "95 % from", values: each(rows, (row) => row.false_accepts?.interval?.[0]), isEdge: true },
+      { label: "to", values: each(rows, (row) => row.false_accepts?.interval?.[1]), isEdge: true },
+    ],
+  },
+  {
     title: "Samples without a score",
     format: percent,
     series: (rows) => [
