@@ -21,7 +21,6 @@ from rich.progress import Progress
 from benchmarks import gpu
 from benchmarks.report import Report
 from tests.gsm8k import ROOT
-from tests.verl.runs import worker_python
 
 training = pytest.importorskip("benchmarks.training", reason="verl's packages are not installed")
 gpu_runs = pytest.importorskip("benchmarks.gpu_runs")
@@ -183,11 +182,9 @@ def test_the_commands_for_a_gpu_pass_our_checks_and_verls(
 def test_stages_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     # Each of the others is another run of verl, so they are rehearsed by hand: see CONTRIBUTING.md.
     stages = ("probe", "servers", "reward_pipeline")
-    # Ray's workers are forked from those of the other tests; by default, the run imports verl once more for them.
-    python = f"+ray_kwargs.ray_init.runtime_env.py_executable={worker_python()!r}"
-    verl = (python, "actor_rollout_ref.rollout.agent.num_workers=1")
+    verl = "actor_rollout_ref.rollout.agent.num_workers=1"
     # In this process, which has imported torch and verl already. The next test starts the command.
-    monkeypatch.setattr(sys, "argv", ["gpu", "--cpu", "--output", str(tmp_path), "--only", *stages, "--verl", *verl])
+    monkeypatch.setattr(sys, "argv", ["gpu", "--cpu", "--output", str(tmp_path), "--only", *stages, "--verl", verl])
     for name, value in gpu.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     handler = signal.getsignal(signal.SIGTERM)
