@@ -18,7 +18,7 @@ from reward_loop.limits.failures import failure_bound
 from reward_loop.limits.permit import DEFAULT, Limits
 from reward_loop.managers.decoding import ResponseDecoder
 from reward_loop.managers.options import RewardLoopConfig
-from reward_loop.managers.policy import apply_policy, open_records, record_sample
+from reward_loop.managers.policy import decide, open_records, record_sample
 from reward_loop.records import ActiveSample, watch, watched_loops
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
 from reward_loop.scoring.proofs import ProofCounts, Proofs
@@ -214,10 +214,7 @@ class RewardLoopManagerBase:
 
         Returns:
             ``{"reward_score": float, "reward_extra_info": dict}``, as in verl. The extra info contains what the
-            function returned, and always ``reward_outcome``, ``reward_masked``, ``reward_error``, ``reward_cause``,
-            ``reward_attempts``, ``reward_seconds``, ``reward_wait_seconds``, ``reward_queue_seconds`` and
-            ``reward_outage_seconds``;
-            docs/outcomes.md describes them.
+            function returned, and the keys that docs/outcomes.md describes.
 
         Raises:
             ScoringError: the sample has no score, and the policy is ``raise``.
@@ -347,11 +344,12 @@ class RewardLoopManagerBase:
         return [len(part) for part in parts] if "".join(parts) == solution else None
 
     async def score(self, sample: RewardSample) -> RewardResult:
-        """Score one sample: track it as active, call `score_one`, validate the result, and report it."""
+        """Score one sample: track it as active, call `score_one`, check its result, apply the policies, record it."""
         if asyncio.get_running_loop() not in watched_loops:  # a sample needs no call of the watchdog
             watch()
         with ActiveSample(sample, self.name, self.options.watchdog_s, self.records is not None) as active:
             result = check_result(sample, await self.score_one(sample))
+            result = decide(result, self.options, active.seconds)
             if self.records is not None:
                 record_sample(self.records, active, result, self.options)
         if self.observer is not None and not self.needs_group:
@@ -418,7 +416,7 @@ class RewardLoopManagerBase:
         )
 
     def to_reward(self, result: RewardResult) -> Reward:
-        """Count the outcome, and apply the policies for unscored and failed samples.
+        """Count the outcome of a result of `score`, and return its reward.
 
         A sample without a score also gets the key that verl filters groups by: verl stops if a sample lacks it.
 
@@ -427,7 +425,7 @@ class RewardLoopManagerBase:
             TooManyFailuresError: the share of failed samples among the recent samples is too large.
         """
         self.failures.count(result)
-        reward = apply_policy(result, self.options)
+        reward = result.to_reward()
         if result.score is None and self._filter_metric:
             reward["reward_extra_info"].setdefault(self._filter_metric, reward["reward_score"])
         return reward

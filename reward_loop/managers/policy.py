@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
-from reward_loop.errors import BudgetSpentError, ScoringError, UnscoredError
+from reward_loop.errors import BudgetSpentError
 from reward_loop.managers.options import RewardLoopConfig
 from reward_loop.records import (
     ActiveSample,
@@ -17,107 +18,23 @@ from reward_loop.records import (
     sample_row,
     text_row,
 )
-from reward_loop.types import (
-    PART_KEYS,
-    RESERVED_KEYS,
-    ExtraInfo,
-    Outcome,
-    Policy,
-    Reward,
-    RewardResult,
-    RewardSample,
-    finite_number,
-)
+from reward_loop.types import Outcome, RewardResult, RewardSample
 
-__all__ = [
-    "apply_policy",
-    "open_records",
-    "policy_of",
-    "record_reward_change",
-    "record_sample",
-    "result_of",
-    "reward_after_policy",
-]
+__all__ = ["decide", "open_records", "record_reward_change", "record_sample"]
 
 
-def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
-    """Convert a result to a reward, the return value of ``run_single``.
+def decide(result: RewardResult, options: RewardLoopConfig, total_s: float = 0.0) -> RewardResult:
+    """Return a result with what the policies make of it: its ``reward``, whether it is ``masked``, and the ``policy``.
 
-    ``reward_extra_info`` contains the extra info that the function returned, and always ``reward_outcome``,
-    ``reward_masked``, ``reward_seconds``, ``reward_wait_seconds``, ``reward_queue_seconds``, ``reward_outage_seconds``,
-    ``reward_attempts``, ``reward_error`` and ``reward_cause``. A masked sample has the score 0.
-
-    Raises:
-        ScoringError: the sample has no score, and the policy is ``raise``.
+    Nothing else applies the policies. ``total_s`` is that of the result.
     """
-    score, masked = reward_after_policy(result, options)
-    if score is None and not masked:
-        raise result.exception or _error_of(result)
-    extra_info = result.extra_info
-    if result.score is None:  # dense rewards without a score are not valid
-        extra_info = {name: value for name, value in extra_info.items() if name not in PART_KEYS}
-    return {
-        "reward_score": 0.0 if score is None else score,
-        "reward_extra_info": ExtraInfo(
-            extra_info,
-            reward_outcome=str(result.outcome),
-            reward_masked=masked,
-            reward_seconds=result.seconds,
-            reward_wait_seconds=result.wait_seconds,
-            reward_queue_seconds=result.queue_seconds,
-            reward_attempts=result.attempts,
-            reward_error=result.error or "",
-            reward_cause=result.cause or "",
-            reward_outage_seconds=result.outage_seconds,
-        ),
-    }
-
-
-def result_of(reward: Reward) -> RewardResult:
-    """Convert a reward back to its result. Without an outcome, the sample is *scored*."""
-    info = reward.get("reward_extra_info") or {}
-    outcome = Outcome(info.get("reward_outcome") or Outcome.SCORED)
-    error = info.get("reward_error") or None
-    exception = None
-    if outcome is not Outcome.SCORED:
-        kind = UnscoredError if outcome is Outcome.UNSCORED else ScoringError
-        exception = kind(
-            error or f"a sample is {outcome}; its reward manager gave no cause", cause=info.get("reward_cause")
-        )
-    return RewardResult(
-        outcome,
-        finite_number(reward["reward_score"]) if outcome is Outcome.SCORED else None,
-        {name: value for name, value in info.items() if name not in RESERVED_KEYS},
-        error=error,
-        exception=exception,
-        seconds=info.get("reward_seconds", 0.0),
-        attempts=info.get("reward_attempts", 1),
-        wait_seconds=info.get("reward_wait_seconds", 0.0),
-        queue_seconds=info.get("reward_queue_seconds", 0.0),
-        outage_seconds=info.get("reward_outage_seconds", 0.0),
-    )
-
-
-def policy_of(result: RewardResult, options: RewardLoopConfig) -> Policy | Literal["stop"]:
-    """Return what happens to a result without a score: ``raise``, ``stop``, ``default`` or ``mask``."""
-    if isinstance(result.exception, BudgetSpentError):
-        return options.budget.at_cap
-    return result.policy or (options.on_failed if result.outcome is Outcome.FAILED else options.on_unscored)
-
-
-def reward_after_policy(result: RewardResult, options: RewardLoopConfig) -> tuple[float | None, bool]:
-    """Return the reward, ``None`` if the sample is masked or stops the run, and whether the sample is masked."""
     if result.score is not None:
-        return result.score, False
-    policy = policy_of(result, options)
-    return (options.default_score if policy == "default" else None), policy == "mask"
-
-
-def _error_of(result: RewardResult) -> ScoringError:
-    """Return an error for a result that the manager created without an exception."""
-    if result.outcome is Outcome.UNSCORED:
-        return UnscoredError(result.error or "a sample is unscored; its reward manager gave no cause")
-    return ScoringError(result.error or "a sample failed; its reward manager gave no cause")
+        return replace(result, reward=result.score, total_s=total_s)
+    policy = result.policy or (options.on_failed if result.outcome is Outcome.FAILED else options.on_unscored)
+    if isinstance(result.exception, BudgetSpentError):
+        policy = options.budget.at_cap
+    reward = options.default_score if policy == "default" else None
+    return replace(result, policy=policy, reward=reward, masked=policy == "mask", total_s=total_s)
 
 
 def open_records(options: RewardLoopConfig) -> Records | None:
@@ -126,12 +43,12 @@ def open_records(options: RewardLoopConfig) -> Records | None:
 
 
 def record_sample(writer: Records, active: ActiveSample, result: RewardResult, options: RewardLoopConfig) -> None:
-    """Record a sample that has been scored, with its reward after the policy."""
+    """Record a sample that has been scored; the result has its reward."""
     full = options.record.full
     is_full = full >= 1 or result.outcome is not Outcome.SCORED or _fraction(active.sample) < full
     large = large_components(result.extra_info)
     text = text_row(active.sample, large) if is_full else None
-    row = sample_row(active, result, large, *reward_after_policy(result, options))
+    row = sample_row(active, result, large)
     writer.write(row, text, exchanges_of(active) if active.exchanges else ())
 
 

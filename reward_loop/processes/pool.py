@@ -186,7 +186,7 @@ class WorkerProcesses:
                     if self.prover is not None and not is_proof:
                         proven = self.prover.hold(worker.place, outcome)
                         is_last = not worker.usable
-                        if (alone and not is_last) or self.prover.is_due(worker.place, outcome.seconds, is_last):
+                        if (alone and not is_last) or self.prover.is_due(worker.place, outcome.work_s, is_last):
                             await self._prove(worker, self.prover)
                     break
                 except DiedIdleError:

@@ -298,7 +298,7 @@ def _pack(outcome: CallOutcome) -> bytes:
                 f"returned {len(content) >> 20} MB, more than the maximum of {_MAX_ANSWER_MB} MB for a worker process"
             )
         content = None
-    return pickle.dumps((content, outcome.seconds, error, remote))
+    return pickle.dumps((content, outcome.work_s, error, remote))
 
 
 def _dumps(value: Any) -> bytes:

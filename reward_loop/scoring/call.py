@@ -283,7 +283,7 @@ class UserFunction:
             if not outcome.is_discarded:
                 return outcome
         problem = "breaks its process: after the call, a known right answer scored no more than a wrong one"
-        return CallOutcome(None, None, outcome.seconds, RewardFunctionError(problem))
+        return CallOutcome(None, None, outcome.work_s, RewardFunctionError(problem))
 
     async def _attempt(
         self, arguments: dict[str, Any], traffic_class: str, attempt: int = 1, alone: bool = False
@@ -305,7 +305,7 @@ class UserFunction:
                 return CallOutcome.without_call(type(error)(_not_called(str(error), attempt)), call.waited)
             except JobServiceError as error:
                 call.end(abandoned=True)
-                return CallOutcome(None, error, 0.0, attempts=0, waited=call.waited)
+                return CallOutcome(None, error, 0.0, attempts=0, wait_s=call.waited)
             except BaseException:
                 call.end(abandoned=True)
                 raise
@@ -345,15 +345,15 @@ class UserFunction:
             call.end(abandoned, *answer)
         if call.budget_error is not None and outcome.exception is not None:  # it may be another one, raised from this
             outcome.exception, outcome.error = None, BudgetSpentError(f"got no permit: {call.budget_error}")
-        outcome.waited = call.waited
-        inside = outcome.waited and call.waited_inside
+        outcome.wait_s = call.waited
+        inside = outcome.wait_s and call.waited_inside
         if call.started is not None and not self._target.is_async:
-            outcome.queued = max(0.0, call.started - permitted)
+            outcome.queue_s = max(0.0, call.started - permitted)
         if inside and not isinstance(outcome.error, RewardTimeoutError):  # its `seconds` are the deadline
-            outcome.seconds = max(0.0, outcome.seconds - inside)
+            outcome.work_s = max(0.0, outcome.work_s - inside)
         if (active := call.sample) is not None and active.is_recorded:
             problem = outcome.exception or outcome.error
-            active.called(self._target.name, outcome.seconds, outcome.queued, inside, problem)
+            active.called(self._target.name, outcome.work_s, outcome.queue_s, inside, problem)
         return outcome
 
     async def _call_sync(self, call: Call, arguments: dict[str, Any], deadlines: Deadlines, alone: bool) -> CallOutcome:
@@ -380,7 +380,7 @@ class UserFunction:
         deadlines.watch(call)
         outcome = await self._threads.run(functools.partial(_begin, call, function, arguments), call.future, hold)
         if outcome.exception is None and inspect.isawaitable(outcome.value):
-            seconds, awaitable = outcome.seconds, outcome.value
+            seconds, awaitable = outcome.work_s, outcome.value
             call.future, call.has_ended = call.loop.create_future(), False
             deadlines.continue_with(call)
             task = call.loop.create_task(_run_on_loop(call, lambda: awaitable, {}))
@@ -388,7 +388,7 @@ class UserFunction:
                 outcome = await call.future
             finally:
                 _cancel(task)
-            outcome.seconds += seconds
+            outcome.work_s += seconds
         return outcome
 
     def _without_end(self, error: Exception, call: Call) -> CallOutcome:

@@ -66,11 +66,11 @@ def to_result(call: CallOutcome, sample: RewardSample, function: str) -> RewardR
         score,
         extra_info,
         error=None if problem is None or isinstance(problem, UnscoredError) else str(problem),
-        seconds=call.seconds,
         attempts=call.attempts,
-        wait_seconds=call.waited,
-        queue_seconds=call.queued,
-        outage_seconds=call.outage,
+        work_s=call.work_s,
+        wait_s=call.wait_s,
+        queue_s=call.queue_s,
+        outage_s=call.outage_s,
         exception=problem,
     )
 

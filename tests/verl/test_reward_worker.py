@@ -318,7 +318,7 @@ REJECTED: list[Any] = [
             "turn_level_scores": [9.0],
             "reward_outcome": "scored",
             "reward_masked": False,
-            "reward_seconds": 2.0,
+            "reward_work_s": 2.0,
             "reward_attempts": 3,
         },
     }
@@ -337,7 +337,7 @@ async def test_a_reward_whose_parts_do_not_fit_obeys_the_policy(
     info = reward["reward_extra_info"]
     assert (info["reward_outcome"], info["reward_masked"]) == ("failed", masked)
     assert info["reward_error"] == f"sample x_3: {PROBLEM}"
-    assert (info["reward_seconds"], info["reward_attempts"]) == (2.0, 3)
+    assert (info["reward_work_s"], info["reward_attempts"]) == (2.0, 3)
     assert not {"score", "turn_level_scores"} & info.keys()
     assert await worker.fatal_error() is None
 
