@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any, Self
 
 from reward_loop.errors import ScoringError
-from reward_loop.limits.failures import FailureBound
+from reward_loop.limits.local import FailureBound
+from reward_loop.managers.base import decide, open_records
 from reward_loop.managers.options import RewardLoopConfig
-from reward_loop.managers.policy import decide, record_reward_change
+from reward_loop.records import reward_change_row
 from reward_loop.scoring import ScoringFunction
 from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
 
@@ -63,7 +64,7 @@ class PostProcess:
                 self._failures.count(results[i])
                 if score != scored[i]:
                     sample = RewardSample("", uid=names[i])
-                    record_reward_change(self._options, sample, self._function.name, reward=score)
+                    _record_change(self._options, sample, self._function.name, reward=score)
                 processed[i] = {**rewards[i], "reward_score": score}
         return processed
 
@@ -88,6 +89,12 @@ def fail_reward(reward: Reward, failure: ScoringError, failures: FailureBound, o
     result = decide(result, options, before.total_s)
     sample = RewardSample("", uid=failure.sample_uid, data_source=failure.data_source)
     changes = {"outcome": result.outcome, "error": result.error, "cause": result.cause, "masked": result.masked}
-    record_reward_change(options, sample, failure.function or "", reward=result.reward, **changes)
+    _record_change(options, sample, failure.function or "", reward=result.reward, **changes)
     failures.count(result)
     return result.to_reward()
+
+
+def _record_change(options: RewardLoopConfig, sample: RewardSample, function: str, **changes: Any) -> None:
+    """Record that the reward of a recorded sample has changed; see `reward_change_row` for the arguments."""
+    if (writer := open_records(options)) is not None:
+        writer.write(reward_change_row(sample, function, **changes))

@@ -30,7 +30,7 @@ from reward_loop.managers.scorer import functions_of, reward_of
 from reward_loop.offline.fields import Fields
 from reward_loop.offline.folder import ScoredFolder
 from reward_loop.offline.inputs import Inputs
-from reward_loop.records import ActiveSample, exchanges_of, large_components, sample_row, text_row
+from reward_loop.records import ActiveSample
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
 __all__ = ["RunUsage", "ScoringProgress", "score_rows", "usage_of"]
@@ -183,8 +183,7 @@ async def _recorded(manager: Any, sample: RewardSample, folder: ScoredFolder) ->
     with ActiveSample(sample, type(manager).__name__) as active:
         result = RewardResult.of(await reward_of(manager, sample, str(sample.uid)), sample.uid)
         result = replace(result, total_s=active.seconds)
-        large = large_components(result.extra_info)
-        folder.writer.write(sample_row(active, result, large), text_row(sample, large), exchanges_of(active))
+        folder.writer.write_sample(active, result)
     return result
 
 

@@ -139,6 +139,8 @@ class UserFunction:
             self.isolate(options.max_processes, options.max_memory_mb)
         self._sync_calls = 0
         """The number of sync calls, without probes, that run or wait for a free thread or process."""
+        self._address = f"of {self.name}"
+        """The place of the function's answers in `Outages`."""
         self._deadlines: Deadlines | None = None
         self._retry = Retry(options.retry)
         self._cache = Cache(options.cache, self._target) if options.cache.enabled else None
@@ -267,8 +269,9 @@ class UserFunction:
             outcome = await self._retry.again(outcome, again, started, waits, self.name)
         if outcome.is_discarded:
             outcome = await self._score_again(arguments, traffic_class)
-        if outcome.exception is None:
-            outages.answered(f"of {self.name}")
+        # `answered` does nothing otherwise: a sample needs no call of it.
+        if outcome.exception is None and (outages.open or self._address not in outages.reached):
+            outages.answered(self._address)
         return outcome
 
     async def _score_again(self, arguments: dict[str, Any], traffic_class: str) -> CallOutcome:

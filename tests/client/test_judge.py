@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 
 from reward_loop import RewardLoopConfig, RewardResult, RewardSample, ScoringFunction
-from reward_loop.client import Choice, Judge, Number, Order, Ratings, repeats
+from reward_loop.client import Choice, Judge, Number, Order, Ratings, http
 from reward_loop.errors import ConfigError, RequestError
 from reward_loop.limits.call import RequestRetries
 from reward_loop.records import ActiveSample
@@ -275,7 +275,7 @@ async def test_one_request_is_sent_again_after_a_transient_error_and_not_the_who
 async def test_an_error_is_raised_after_the_last_attempt(
     faults: list[Status], requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(repeats, "_NO_CALL", RequestRetries(1, 0.001, waits_for_outages=False))
+    monkeypatch.setattr(http, "_NO_CALL", RequestRetries(1, 0.001, waits_for_outages=False))
     async with FakeJudge("Score: 7") as server:
         server.script(*faults)
         with pytest.raises(RequestError):

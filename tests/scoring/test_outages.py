@@ -503,7 +503,7 @@ async def test_one_of_two_judges_is_away(client: Any, isolation: str, judge: Jud
         for _ in range(20):  # the answers of the other judge are none of this one
             assert (await function(RewardSample("4"), reward_router_address=other.address)).score == 7
         assert not sample.done()
-        assert list(outages._open) == [judge.address]
+        assert list(outages.open) == [judge.address]
         await judge.be(answers(200))
         assert (await sample).score == 7
     await other.stop()

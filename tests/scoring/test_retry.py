@@ -140,7 +140,7 @@ async def test_a_service_that_stays_busy_is_asked_at_growing_intervals_until_max
 
 async def test_waiting_for_limits_does_not_count_towards_max_seconds():
     waited = CallOutcome(None, BusyError(1), 0.0)
-    waited.waited = 1000.0
+    waited.wait_s = 1000.0
     pauses = Pauses()
 
     async def attempt(*_):

@@ -16,7 +16,7 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardLoopError, TooManyFailuresError
 from reward_loop.limits.server import serve_limits
 from reward_loop.managers import registry
-from reward_loop.managers.policy import open_records
+from reward_loop.managers.base import open_records
 from reward_loop.records.reader import RecordsReader
 from reward_loop.types import RewardSample, is_returned
 from reward_loop.verl.reward_worker import RewardWorker
