@@ -38,7 +38,6 @@ from benchmarks.scoring import answers, configuration, save_tokenizer
 from reward_loop._util.background_loop import in_background
 from reward_loop.config import RewardLoopConfig
 from reward_loop.limits.server import serve_limits
-from reward_loop.managers.policy import record_sample
 from reward_loop.records import ActiveSample, records
 from reward_loop.serving.tunnels import new_key, tunnel_entry, tunnel_exit
 from reward_loop.types import Outcome, RewardResult, RewardSample
@@ -199,17 +198,17 @@ async def held(client: Any, rows: list[Any], processes: Processes, before_mb: di
 
 def writing_records(folder: Path, count: int) -> dict[str, float]:
     """Return CPU time and bytes of a record with a judge's prompt and reply, for a response of 2,000 tokens."""
-    writer, options = records(folder / "written"), RewardLoopConfig()
+    writer = records(folder / "written")
     response = "48 + 24 = 72. " * 600
     sample = RewardSample(response, "openai/gsm8k", "72", uid="7d6a3f0c-5b7e-4d29-9a44-0c1f2e3d4b5a")
-    result = RewardResult(outcome=Outcome.SCORED, score=7.0)
+    result = RewardResult(outcome=Outcome.SCORED, score=7.0, reward=7.0)
     messages = [{"role": "user", "content": "Is the answer correct?\n\n" + response}]
     exchange = {"id": "0a1b2c3d", "model": "judge", "messages": messages, "seconds": 1.5, "reply": "Score: 7"}
     began = time.process_time()
     for _ in range(count):
         active = ActiveSample(sample, "compute_score", is_recorded=True)
         active.exchange(exchange)
-        record_sample(writer, active, result, options)
+        writer.write_sample(active, result)
     writer.flush(60.0)
     seconds = time.process_time() - began
     size = sum(path.stat().st_size for path in (folder / "written").rglob("*.jsonl"))

@@ -45,7 +45,6 @@ import httpx
 import orjson
 
 from reward_loop.config import RecordConfig, RewardLoopConfig
-from reward_loop.managers.policy import record_sample
 from reward_loop.records import ActiveSample, records
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
@@ -82,7 +81,7 @@ def write_one(writer: Any, number: int, options: RewardLoopConfig) -> None:
         prompt=[{"role": "user", "content": "How many clips did Natalia sell altogether?"}],
     )
     components = {"acc": float(number % 2), "format": 1.0, "judge": 7.0}
-    result = RewardResult(outcome=Outcome.SCORED, score=7.0, extra_info=components)
+    result = RewardResult(outcome=Outcome.SCORED, score=7.0, reward=7.0, extra_info=components)
     active = ActiveSample(sample, "compute_score (reward.py)", is_recorded=True)
     messages = [{"role": "user", "content": "Is the answer correct?\n\n" + response}]
     exchange = {
@@ -105,7 +104,7 @@ def write_one(writer: Any, number: int, options: RewardLoopConfig) -> None:
         "unscored": None,
     }
     active.exchange(exchange)
-    record_sample(writer, active, result, options)
+    writer.write_sample(active, result, options.record.full)
 
 
 class Segments:

@@ -6,11 +6,13 @@ import math
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, Protocol, TypedDict
+from typing import Any, Literal, Protocol, Self, TypedDict
 
-from reward_loop.errors import ScoringError
+from reward_loop._util.text import first_line
+from reward_loop.errors import ScoringError, UnscoredError
 
 __all__ = [
+    "MEASURED",
     "PART_KEYS",
     "RESERVED_KEYS",
     "ComputeScore",
@@ -29,32 +31,23 @@ Policy = Literal["raise", "default", "mask"]
 """What happens to a sample without a score: ``raise`` an error, use the ``default`` score, or ``mask`` the sample
 (exclude it from training)."""
 
-RESERVED_KEYS = frozenset(
-    {
-        "reward_outcome",
-        "reward_masked",
-        "reward_seconds",
-        "reward_error",
-        "reward_cause",
-        "reward_attempts",
-        "reward_wait_seconds",
-        "reward_queue_seconds",
-        "reward_outage_seconds",
-    }
-)
+MEASURED = ("attempts", "work_s", "wait_s", "queue_s", "outage_s", "total_s")
+"""The fields of a `RewardResult` that the reward loop measures. Their keys in ``reward_extra_info`` are
+``reward_<name>``, and those of a component of the manager `composite` ``<component>/<name>``."""
+
+RESERVED_KEYS = frozenset(f"reward_{name}" for name in ("outcome", "masked", "error", "cause", *MEASURED))
 """Keys of ``reward_extra_info`` that the reward loop sets; a function must not return them."""
 
 PART_KEYS = frozenset({"token_level_scores", "turn_level_scores"})
 """Keys of ``reward_extra_info`` with which a function assigns parts of its reward to positions in the response: one
 number for each token, or one for each turn of the policy. The rest of the reward is assigned to the last token."""
 
-_MEASURED = ("/seconds", "/wait_seconds", "/queue_seconds", "/attempts")
-"""The ends of the keys under which the manager `composite` reports its measurements."""
+_OF_COMPONENTS = tuple(f"/{name}" for name in MEASURED)
 
 
 def is_returned(key: object) -> bool:
     """Return whether a key of ``reward_extra_info`` comes from the function, and not from the reward loop."""
-    return key not in RESERVED_KEYS and not str(key).endswith(_MEASURED)
+    return key not in RESERVED_KEYS and not str(key).endswith(_OF_COMPONENTS)
 
 
 def returned_numbers(extra_info: Mapping[str, Any]) -> dict[str, float]:
@@ -146,38 +139,6 @@ class RewardSample:
         return "probe" if self.is_probe else "validate" if self.validate else "train"
 
 
-@dataclass(frozen=True, slots=True)
-class RewardResult:
-    """The result of scoring one sample."""
-
-    outcome: Outcome
-    score: float | None
-    """The score: a finite number if the outcome is *scored*, else ``None``."""
-    extra_info: Mapping[str, Any] = field(default_factory=dict)
-    """The other keys that the function returned, for logging."""
-    error: str | None = None
-    """For a failed sample: the error message, with the names of the sample and the function."""
-    seconds: float = 0.0
-    """Run time of the function in seconds, summed over all attempts, without waiting time."""
-    attempts: int = 1
-    """Number of calls of the function; 0 if the score came from the cache or no call was needed."""
-    wait_seconds: float = 0.0
-    """Time in seconds spent waiting for limits and between attempts."""
-    exception: ScoringError | None = field(default=None, repr=False, compare=False)
-    """For an unscored or failed sample: the error that the policy ``raise`` raises."""
-    policy: Policy | None = None
-    """For an unscored or failed sample: the policy, if it differs from that in the run's options."""
-    queue_seconds: float = 0.0
-    """Time in seconds that a sync function waited for a free thread or process, summed over all attempts."""
-    outage_seconds: float = 0.0
-    """Time in seconds spent waiting for a judge that could not be reached; part of `wait_seconds`."""
-
-    @property
-    def cause(self) -> str | None:
-        """The key by which samples without a score are grouped, see `ScoringError`; ``None`` if unknown or scored."""
-        return None if self.exception is None else self.exception.cause
-
-
 class ExtraInfo(dict[str, Any]):
     """The extra info of a reward. Reading a key that it lacks gives ``None``.
 
@@ -194,6 +155,122 @@ class Reward(TypedDict):
 
     reward_score: float
     reward_extra_info: dict[str, Any]
+
+
+@dataclass(slots=True)  # not frozen: a frozen one takes three times as long to create, for each sample
+class RewardResult:
+    """The result of scoring one sample. To change one, make another by `dataclasses.replace`: samples share results.
+
+    All times are in seconds.
+    """
+
+    outcome: Outcome
+    score: float | None
+    """The score: a finite number if the outcome is *scored*, else ``None``."""
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    """The other keys that the function returned, for logging."""
+    error: str | None = None
+    """For a failed sample: the error message, with the names of the sample and the function."""
+    attempts: int = 1
+    """Number of calls of the function; 0 if the score came from the cache or no call was needed."""
+    work_s: float = 0.0
+    """Run time of the function, summed over all attempts, without waiting time."""
+    wait_s: float = 0.0
+    """Time spent waiting for limits and between attempts."""
+    queue_s: float = 0.0
+    """Time for which a sync function waited for a free thread or process, summed over all attempts."""
+    outage_s: float = 0.0
+    """Time spent waiting for a judge that could not be reached; part of `wait_s`."""
+    total_s: float = 0.0
+    """Time from the start of scoring the sample to its result; set by the manager."""
+    exception: ScoringError | None = field(default=None, repr=False, compare=False)
+    """For an unscored or failed sample: the error that the policy ``raise`` raises."""
+    policy: Policy | Literal["stop"] | None = None
+    """For an unscored or failed sample: the policy, if it differs from that in the run's options."""
+    reward: float | None = None
+    """The number to train on: the score, or what the policy makes of a sample without one; set by the manager. ``None``
+    if the sample is masked, or stops the run."""
+    masked: bool = False
+    """Whether the sample is excluded from training."""
+
+    @property
+    def cause(self) -> str | None:
+        """The key by which samples without a score are grouped, see `ScoringError`; ``None`` if unknown or scored."""
+        return None if self.exception is None else self.exception.cause
+
+    @property
+    def reason(self) -> str | None:
+        """Why the sample has no score, for a reader; ``None`` if it is scored."""
+        return self.error or ("the function gave no score" if self.outcome is Outcome.UNSCORED else None)
+
+    @property
+    def components(self) -> dict[str, float]:
+        """The finite numbers that the function returned in addition to the score, by their keys."""
+        return {key: number for key, number in returned_numbers(self.extra_info).items() if key != "score"}
+
+    def to_reward(self) -> Reward:
+        """Return the return value of ``run_single``. A masked sample has the score 0.
+
+        ``reward_extra_info`` contains the extra info that the function returned, and always the `RESERVED_KEYS`.
+
+        Raises:
+            ScoringError: the sample has no score, and stops the run.
+        """
+        if self.reward is None and not self.masked:
+            raise self.exception or ScoringError(self.error or f"a sample is {self.outcome}")
+        returned = self.extra_info
+        if self.score is None:  # dense rewards without a score are not valid
+            returned = {name: value for name, value in returned.items() if name not in PART_KEYS}
+        return {
+            "reward_score": self.reward or 0.0,
+            "reward_extra_info": ExtraInfo(
+                returned,
+                reward_outcome=str(self.outcome),
+                reward_masked=self.masked,
+                reward_error=self.error or "",
+                reward_cause=self.cause or "",
+                reward_attempts=self.attempts,
+                reward_work_s=self.work_s,
+                reward_wait_s=self.wait_s,
+                reward_queue_s=self.queue_s,
+                reward_outage_s=self.outage_s,
+                reward_total_s=self.total_s,
+            ),
+        }
+
+    @classmethod
+    def of(cls, reward: Reward, uid: str | None = None) -> Self:
+        """Return the result from which a reward was made, or which a manager that was written for verl means.
+
+        If the manager reports no outcome, the sample is *scored*; if its score is not a finite number, *failed*.
+
+        Args:
+            reward: the return value of ``run_single``.
+            uid: the name of the sample, for messages.
+        """
+        info = reward.get("reward_extra_info") or {}
+        outcome = Outcome(info.get("reward_outcome") or Outcome.SCORED)
+        error, cause = info.get("reward_error") or None, info.get("reward_cause") or None
+        masked = bool(info.get("reward_masked"))
+        number = None if masked else finite_number(reward["reward_score"])
+        if number is None and not masked:
+            wrong = reward["reward_score"]
+            error = f"sample {uid}: the manager returned the score {wrong!r}, which is not a finite number"
+            outcome, cause, masked = Outcome.FAILED, None, True
+        exception = None
+        if outcome is not Outcome.SCORED:
+            kind = UnscoredError if outcome is Outcome.UNSCORED else ScoringError
+            exception = kind(error or "", cause=cause or (first_line(error) if error else f"{outcome} without a cause"))
+        return cls(
+            outcome,
+            number if outcome is Outcome.SCORED else None,
+            {name: value for name, value in info.items() if name not in RESERVED_KEYS},
+            error,
+            exception=exception,
+            reward=number,
+            masked=masked,
+            **{name: info[key] for name in MEASURED if (key := f"reward_{name}") in info},
+        )
 
 
 class ComputeScore(Protocol):

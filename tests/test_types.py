@@ -1,3 +1,4 @@
+import dataclasses
 import math
 from decimal import Decimal
 from typing import Any
@@ -5,7 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reward_loop.types import finite_number, returned_numbers
+from reward_loop.config import RewardLoopConfig
+from reward_loop.errors import ScoringError
+from reward_loop.managers.base import decide
+from reward_loop.types import RESERVED_KEYS, Outcome, RewardResult, finite_number, returned_numbers
 
 
 @pytest.mark.parametrize(
@@ -32,5 +36,26 @@ def test_finite_numbers(value: Any, number: float | None) -> None:
 
 
 def test_returned_numbers_have_no_texts_no_measurements_and_only_keys_of_text() -> None:
-    info: dict[Any, Any] = {"score": 1, "right": True, "a/seconds": 1.0, "a/x": 2, "text": "t", "reward_seconds": 3.0}
+    info: dict[Any, Any] = {"score": 1, "right": True, "a/work_s": 1.0, "a/x": 2, "text": "t", "reward_work_s": 3.0}
     assert returned_numbers({**info, 7: 0.5}) == {"score": 1.0, "right": 1.0, "a/x": 2.0}
+
+
+SCORED = RewardResult(Outcome.SCORED, 0.5, {"acc": 0.5}, work_s=1.0, wait_s=2.0, queue_s=3.0, outage_s=4.0)
+FAILED = RewardResult(Outcome.FAILED, None, error="down", attempts=2, exception=ScoringError("down", cause="KeyError"))
+
+
+@pytest.mark.parametrize("result", [SCORED, FAILED])
+@pytest.mark.parametrize("policy", ["mask", "default"])
+def test_a_result_is_the_same_after_it_was_a_reward(result: RewardResult, policy: Any) -> None:
+    decided = decide(result, RewardLoopConfig(on_failed=policy, default_score=-1.0), total_s=9.0)
+    reward = decided.to_reward()
+    assert reward["reward_extra_info"].keys() >= RESERVED_KEYS
+    again = RewardResult.of(reward)
+    assert (again.to_reward(), again.cause) == (reward, decided.cause)
+    assert dataclasses.replace(again, policy=decided.policy) == decided
+
+
+def test_a_score_that_is_not_finite_has_failed() -> None:
+    result = RewardResult.of({"reward_score": math.nan, "reward_extra_info": {}}, "q1")
+    assert (result.outcome, result.score, result.reward, result.masked) == (Outcome.FAILED, None, None, True)
+    assert result.error == "sample q1: the manager returned the score nan, which is not a finite number"

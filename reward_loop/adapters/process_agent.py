@@ -27,8 +27,8 @@ from reward_loop.agent import RewardAgent
 from reward_loop.audit import open_audit
 from reward_loop.config import Config, RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError
-from reward_loop.managers.scorer import Scored, Scorer, load_scorer, scores_groups
-from reward_loop.types import Reward, RewardSample
+from reward_loop.managers.scorer import Scorer, load_scorer, scores_groups
+from reward_loop.types import Reward, RewardResult, RewardSample
 
 __all__ = [
     "ENVIRONMENT",
@@ -72,7 +72,7 @@ class AgentInThread:
         async with RewardAgent(self.manager, concurrency=self._concurrency) as agent:
             yield agent, asyncio.get_running_loop()
 
-    async def score(self, samples: Sequence[RewardSample], groups: Sequence[int] | None = None) -> list[Scored]:
+    async def score(self, samples: Sequence[RewardSample], groups: Sequence[int] | None = None) -> list[RewardResult]:
         """Return the results of samples, in order. If the caller is cancelled, so are the samples.
 
         Args:
@@ -91,7 +91,7 @@ class AgentInThread:
         ]
         scoring = asyncio.run_coroutine_threadsafe(self._score(named, groups), self._loop)
         rewards = await asyncio.wrap_future(scoring)
-        return [Scored.of(str(sample.uid), reward) for sample, reward in zip(named, rewards, strict=True)]
+        return [RewardResult.of(reward, sample.uid) for sample, reward in zip(named, rewards, strict=True)]
 
     async def audit_metrics(self, group: str) -> dict[str, float]:
         """Return the metrics of the probes since the last call, each below ``group``; empty without an audit."""

@@ -14,8 +14,7 @@ from typing import Any
 from reward_loop._util.text import listing
 from reward_loop.adapters.process_agent import ProcessAgent, process_agent
 from reward_loop.errors import ConfigError
-from reward_loop.managers.scorer import Scored
-from reward_loop.types import Outcome, RewardSample
+from reward_loop.types import Outcome, RewardResult, RewardSample, returned_numbers
 
 __all__ = ["custom_rm", "normalise"]
 
@@ -57,7 +56,7 @@ async def custom_rm(args: Any, sample: Any, **_: Any) -> Any:
     results = await agent.score(
         [_to_sample(agent, each, is_group) for each in samples], [len(samples)] if is_group else None
     )
-    values = [_apply(args, each, scored) for each, scored in zip(samples, results, strict=True)]
+    values = [_apply(args, each, result) for each, result in zip(samples, results, strict=True)]
     return values if isinstance(sample, list) else values[0]
 
 
@@ -89,27 +88,27 @@ def _is_truncated(sample: Any) -> bool | None:
     return None if status is None else getattr(status, "value", status) == "truncated"
 
 
-def _apply(args: Any, sample: Any, scored: Scored) -> Any:
+def _apply(args: Any, sample: Any, result: RewardResult) -> Any:
     """Mark the sample, and return its reward in the form that slime expects."""
     metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
     earlier = metadata.get("reward_loop")
-    if scored.score is None:
+    if result.reward is None:
         sample.remove_sample = True
     elif isinstance(earlier, dict) and earlier.get("reward_masked"):
         sample.remove_sample = False  # an earlier call removed it
     metadata["reward_loop"] = {
-        **scored.numbers,
-        "reward_outcome": str(scored.outcome),
-        "reward_masked": scored.score is None,
-        "reward_error": scored.error or "",
+        **returned_numbers(result.extra_info),
+        "reward_outcome": str(result.outcome),
+        "reward_masked": result.masked,
+        "reward_error": result.reason or "",
     }
-    score = scored.score or 0.0
+    score = result.reward or 0.0
     keys = {key for name in ("reward_key", "eval_reward_key") if (key := getattr(args, name, None))}
     if not keys:
         return score
-    value = {**scored.numbers, "score": score}
+    value = {**returned_numbers(result.extra_info), "score": score}
     for key in sorted(keys - value.keys()):
-        if scored.outcome is Outcome.SCORED:
+        if result.outcome is Outcome.SCORED:
             raise ConfigError(
                 f"sample {sample.index}: its reward has no component {key!r}, which --reward-key names; it has "
                 f"{listing(value)}"

@@ -73,8 +73,8 @@ async def score_completions(
         order, groups = _grouped(agent.config.manager, lists.get("prompt_id"), args)
     results = await agent.score([samples[i] for i in order], groups)
     scores: list[float | None] = [None] * len(samples)
-    for i, scored in zip(order, results, strict=True):
-        scores[i] = scored.score
+    for i, result in zip(order, results, strict=True):
+        scores[i] = result.reward
     return scores
 
 

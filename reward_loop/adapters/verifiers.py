@@ -11,7 +11,7 @@ from typing import Any
 
 from reward_loop.adapters.process_agent import process_agent
 from reward_loop.errors import ConfigError, ScoringError
-from reward_loop.types import RewardSample
+from reward_loop.types import RewardSample, returned_numbers
 
 __all__ = ["reward"]
 
@@ -48,8 +48,8 @@ async def reward(task: Any, trace: Any) -> float:
         prompt=task.prompt,
         validate=None,
     )
-    [scored] = await agent.score([sample])
-    trace.record_metrics(scored.numbers)
-    if scored.score is None:
-        raise ScoringError(scored.error or f"sample {trace.id} is masked")
-    return scored.score
+    [result] = await agent.score([sample])
+    trace.record_metrics(returned_numbers(result.extra_info))
+    if result.reward is None:
+        raise ScoringError(result.error or f"sample {trace.id}: {result.reason or 'it is masked'}")
+    return result.reward

@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reward_loop._util.text import shorten
-from reward_loop.client.exchange import Exchange
-from reward_loop.client.http import MAX_REPLY_BYTES, post
-from reward_loop.client.repeats import repeated
+from reward_loop.client.http import MAX_REPLY_BYTES, Exchange, post, repeated
 from reward_loop.errors import ConfigError
 from reward_loop.limits.lease import book_tokens
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from reward_loop._util.text import shorten
 from reward_loop.client.chat import book_usage
-from reward_loop.client.http import MAX_REPLY_BYTES, post
-from reward_loop.client.repeats import repeated
+from reward_loop.client.http import MAX_REPLY_BYTES, post, repeated
 from reward_loop.errors import RequestError
 
 __all__ = ["classify", "score"]

@@ -1,4 +1,7 @@
-"""HTTP requests to model servers, over one connection pool for each event loop."""
+"""HTTP requests to model servers, over one connection pool for each event loop; their records, and their repetition.
+
+A request is sent again after a transient answer; the table in `scoring/retry.py` shows who repeats what.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ import asyncio
 import errno
 import functools
 import os
+import random
 import resource
+import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -21,16 +26,31 @@ from reward_loop._util.api_keys import api_key_of
 from reward_loop._util.json import decode, encode
 from reward_loop._util.refusals import asked_pause
 from reward_loop._util.text import shorten
-from reward_loop._util.transient import NO_SERVER_UP, REQUEST_BREAKS_SERVERS, error_code, unreachable
-from reward_loop.client.exchange import Exchange
+from reward_loop._util.transient import (
+    DOWN_STATUS,
+    NO_SERVER_UP,
+    REQUEST_BREAKS_SERVERS,
+    error_code,
+    is_refusal,
+    unreachable,
+)
 from reward_loop.client.places import in_a_place
 from reward_loop.errors import ConfigError, RequestError
-from reward_loop.limits.call import Call
+from reward_loop.limits.call import Call, RequestRetries
 from reward_loop.limits.lease import report_failure
 from reward_loop.limits.process_call import WorkerCall, call_here, pausing
 from reward_loop.records import current, hide, waiting_for
 
-__all__ = ["BACKEND_HEADER", "GROUP_HEADER", "MAX_REPLY_BYTES", "post", "server_of", "shared_session"]
+__all__ = [
+    "BACKEND_HEADER",
+    "GROUP_HEADER",
+    "MAX_REPLY_BYTES",
+    "Exchange",
+    "post",
+    "repeated",
+    "server_of",
+    "shared_session",
+]
 
 MAX_REPLY_BYTES = 64 * 1024 * 1024
 """The default limit on the length of a reply, in bytes after decompression."""
@@ -43,6 +63,14 @@ _CONNECT_S = 10.0
 """Seconds to establish a connection. An address that does not answer at all then counts as unreachable."""
 
 _KEEPALIVE_S = 3.0  # uvicorn, which vLLM and SGLang run in, closes idle connections after 5 s
+
+T = TypeVar("T")
+
+_NO_CALL = RequestRetries(1, 0.5, waits_for_outages=False)
+"""The attempts of a request outside of a reward function."""
+
+_LONGEST_PAUSE_S = 30.0
+"""A service that asks for a longer pause is left to the retries of the function, which release all permits."""
 
 _sessions: dict[
     asyncio.AbstractEventLoop, tuple[AsyncGenerator[aiohttp.ClientSession, None], aiohttp.ClientSession]
@@ -406,3 +434,94 @@ def _authorization(variable: str | None, url: str) -> dict[str, str]:
 
 def _shown(data: bytes) -> str:
     return shorten(data[:2000].decode("utf-8", "replace"), 500)
+
+
+class Exchange:
+    """One request to a model server, with its reply.
+
+    It is added to the record of the sample as soon as it begins, so that a request that never ends is recorded, too.
+    Fields are sent at the beginning and by `end` only, because each message from a worker process takes time.
+    Outside of a recorded sample, an exchange has no effect.
+
+    Args:
+        fields: the first fields; docs/records.md has all names.
+    """
+
+    def __init__(self, **fields: Any) -> None:
+        self._id = secrets.token_hex(4)
+        self._send = _destination()
+        self._fields: dict[str, Any] = {}
+        self.end(**fields)
+
+    def update(self, **fields: Any) -> None:
+        """Add fields; call `end` afterwards."""
+        self._fields |= fields
+
+    def end(self, **fields: Any) -> None:
+        """Add fields, and store all that were added so far. Later fields can be added in the same way."""
+        if self._send is not None:
+            self._send({"id": self._id, **self._fields, **fields})
+        self._fields.clear()
+
+    def use(self, prompt_tokens: int, completion_tokens: int) -> None:
+        """Add tokens; call `end` afterwards."""
+        for name, tokens in (("prompt_tokens", prompt_tokens), ("completion_tokens", completion_tokens)):
+            self._fields[name] = self._fields.get(name, 0) + tokens
+
+    def failed(self, problem: str) -> RequestError:
+        """Add the error of an answer with status 200 that has no usable content, and return it as an exception."""
+        self.end(error=problem)
+        return RequestError(problem, status=200)
+
+
+def _destination() -> Callable[[Mapping[str, Any]], None] | None:
+    """Return the function that takes the fields of an exchange; ``None`` if the calling code has no recorded sample."""
+    call, sample = call_here(), current()
+    if isinstance(call, WorkerCall):
+        return call.exchange if call.is_recorded else None
+    if sample is None or not sample.is_recorded:
+        return None
+    attempt = 1 if call is None else call.attempt
+    return lambda fields: sample.exchange({**fields, "attempt": attempt})
+
+
+async def repeated(send: Callable[[], Awaitable[T]], address: str | None, attempts: int | None = None) -> T:
+    """Send a request, again after each transient error while there are attempts left.
+
+    The pauses do not count towards the deadline of the function. An outage ends the attempts at once: the function
+    waits for its end, and is then called again.
+
+    Args:
+        send: sends the request once. It releases its own permits before it raises.
+        address: where it sends the request to.
+        attempts: the largest number of attempts. By default ``retry.max_attempts`` of the function's options, and 1
+            outside of a function; answers of a busy service (429, 529, ``Retry-After``) are then left to the retries of
+            the function.
+
+    Raises:
+        RequestError: the request failed. It is ``final`` if there are no attempts left; repeated answers of a service
+            that is down make it ``unreachable``.
+    """
+    call = call_here()
+    retries = _NO_CALL if call is None else call.request_retries
+    most = attempts or retries.max_attempts
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            return await send()
+        except RequestError as error:
+            is_busy = is_refusal(error) or error.retry_after is not None
+            if not error.transient or error.unreachable is not None or (is_busy and attempts is None):
+                raise
+            pause = (error.retry_after or 0.0) + random.uniform(0, retries.first_pause_s * 2 ** (attempt - 1))
+            if attempt >= most or pause > _LONGEST_PAUSE_S:
+                if not is_busy and call is not None:
+                    if error.status in DOWN_STATUS and retries.waits_for_outages:
+                        error.unreachable = server_of(url_of(address, ""))
+                    else:
+                        error.final = True
+                raise
+        what = "the pause before the next attempt of a request"
+        with waiting_for(current(), what) if call is None else pausing(call, what):
+            await asyncio.sleep(pause)

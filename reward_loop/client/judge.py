@@ -22,11 +22,9 @@ from reward_loop._util.addresses import checked_address
 from reward_loop._util.json import encode
 from reward_loop._util.text import listing
 from reward_loop.client.chat import Reply, complete
-from reward_loop.client.exchange import Exchange
 from reward_loop.client.expected import LOGPROBS, expected_score
 from reward_loop.client.grammar import folded
-from reward_loop.client.http import MAX_REPLY_BYTES
-from reward_loop.client.repeats import repeated
+from reward_loop.client.http import MAX_REPLY_BYTES, Exchange, repeated
 from reward_loop.client.verdicts import Choice, NoVerdictError, Number, Ratings, Verdict
 from reward_loop.errors import ConfigError
 from reward_loop.limits.lease import limit as limited

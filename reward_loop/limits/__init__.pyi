@@ -2,7 +2,7 @@
 
 from reward_loop.limits.call import MAX_SHARED_S as MAX_SHARED_S
 from reward_loop.limits.client import open_limits as open_limits
-from reward_loop.limits.failures import FailureBound as FailureBound
+from reward_loop.limits.local import FailureBound as FailureBound
 from reward_loop.limits.local import LocalLimits as LocalLimits
 from reward_loop.limits.permit import MAX_PATIENCE as MAX_PATIENCE
 from reward_loop.limits.permit import REWARD_MODEL as REWARD_MODEL

@@ -13,14 +13,14 @@ from typing import Any
 from reward_loop._util.framing import frame, read_frame
 from reward_loop.errors import ConfigError, JobServiceError, TooManyFailuresError
 from reward_loop.limits.equal import EqualCall
-from reward_loop.limits.local import LocalLimits
+from reward_loop.limits.local import FailureBound, LocalLimits
 from reward_loop.limits.options import JobOptions
 from reward_loop.limits.permit import Limits, Permit
 from reward_loop.limits.protocol import MAX_LENGTH, MessageQueue, decode, enable_keepalive, proof, receive, refusal
 from reward_loop.records import current, waiting_for
 from reward_loop.types import Outcome, RewardResult
 
-__all__ = ["RemoteLimits", "open_limits"]
+__all__ = ["RemoteLimits", "SharedFailureBound", "failure_bound", "open_limits"]
 
 TIMEOUT_S = 30.0
 """Seconds to connect to the service, or to get a response. After that, the service is away."""
@@ -291,3 +291,22 @@ class RemoteLimits(Limits):
             "first",
             f"the limiter service at {self.name}" if awaited else None,
         )
+
+
+class SharedFailureBound:
+    """The failure bound over all workers of a job, counted by the limiter service; otherwise as `FailureBound`."""
+
+    def __init__(self, limits: RemoteLimits, of: str = "") -> None:
+        self._limits = limits
+        self._of = of
+
+    def count(self, result: RewardResult) -> None:
+        """Count one sample; raises as `RemoteLimits.count` does."""
+        self._limits.count(result, self._of)
+
+
+def failure_bound(options: JobOptions, limits: Limits, of: str = "") -> FailureBound | SharedFailureBound:
+    """Return the failure bound of the whole job if it has a limiter service, otherwise of one manager."""
+    if options.job and isinstance(limits, RemoteLimits):
+        return SharedFailureBound(limits, of)
+    return FailureBound.of_options(options, of)

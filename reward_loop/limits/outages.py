@@ -64,29 +64,30 @@ class Outages:
     def __init__(self, timeout_s: float, loop: asyncio.AbstractEventLoop) -> None:
         self.timeout_s = timeout_s
         self.loop = loop
-        self._open: dict[str, Outage] = {}
-        self._reached: set[str] = set()
+        self.open: dict[str, Outage] = {}
+        """The outages that have not ended, by their addresses."""
+        self.reached: set[str] = set()
         """The addresses that have answered."""
 
     @property
     def samples(self) -> int:
         """The number of samples whose calls wait, or have their turn."""
-        return sum(outage.samples for outage in self._open.values())
+        return sum(outage.samples for outage in self.open.values())
 
     def failed(self, address: str) -> Outage:
         """Return the outage of an address that could not be reached just now."""
-        outage = self._open.get(address)
+        outage = self.open.get(address)
         if outage is None:
-            outage = Outage(address, self.timeout_s, was_reached=address in self._reached)
-            self._open[address] = outage
+            outage = Outage(address, self.timeout_s, was_reached=address in self.reached)
+            self.open[address] = outage
         outage.failed()
         return outage
 
     def answered(self, address: str) -> None:
         """Record an answer from an address. Callable from any thread."""
-        if address not in self._reached:
-            self._reached.add(address)
-        if address in self._open:
+        if address not in self.reached:
+            self.reached.add(address)
+        if address in self.open:
             if asyncio._get_running_loop() is self.loop:
                 self._answered(address)
             elif not self.loop.is_closed():
@@ -94,10 +95,10 @@ class Outages:
 
     def has_answered(self, address: str) -> bool:
         """Return whether an address has answered since the start of this process. Callable from any thread."""
-        return address in self._reached
+        return address in self.reached
 
     def _answered(self, address: str) -> None:
-        if (outage := self._open.get(address)) is not None:
+        if (outage := self.open.get(address)) is not None:
             outage.answered()
             self._close_if_over(outage)
 
@@ -107,12 +108,12 @@ class Outages:
         self._close_if_over(outage)
 
     def _close_if_over(self, outage: Outage) -> None:
-        if outage.is_back and not outage.is_in_use and self._open.get(outage.address) is outage:
-            del self._open[outage.address]
+        if outage.is_back and not outage.is_in_use and self.open.get(outage.address) is outage:
+            del self.open[outage.address]
 
     def is_away(self, address: str) -> bool:
         """Return whether calls of an address wait, so that a new call need not ask. Callable from any thread."""
-        outage = self._open.get(address)
+        outage = self.open.get(address)
         return outage is not None and not outage.is_back and outage.is_in_use and outage.left_s > 0
 
 

@@ -14,9 +14,8 @@ from reward_loop._util.background_loop import in_background
 from reward_loop._util.framing import frame, read_frame
 from reward_loop.errors import ConfigError, RewardLoopError, TooManyFailuresError
 from reward_loop.limits.equal import EqualCalls
-from reward_loop.limits.failures import FailureBound
 from reward_loop.limits.limiter import PERIOD_S
-from reward_loop.limits.local import LocalLimits
+from reward_loop.limits.local import FailureBound, LocalLimits
 from reward_loop.limits.options import JobOptions
 from reward_loop.limits.permit import PeerPermits
 from reward_loop.limits.protocol import MessageQueue, enable_keepalive, proof, receive

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reward_loop.limits.failures import FailureBound
+from reward_loop.limits.local import FailureBound
 from reward_loop.managers.base import RewardLoopManagerBase, scoring_function
 from reward_loop.managers.batch import BatchRewardLoopManager, GroupRewardLoopManager
 from reward_loop.managers.builtin import (

@@ -12,18 +12,16 @@ from typing import Any, ClassVar, Protocol
 from reward_loop._util.addresses import checked_address
 from reward_loop._util.text import listing, shorten
 from reward_loop.config import parse
-from reward_loop.errors import ConfigError
-from reward_loop.limits.client import open_limits
-from reward_loop.limits.failures import failure_bound
+from reward_loop.errors import BudgetSpentError, ConfigError
+from reward_loop.limits.client import failure_bound, open_limits
 from reward_loop.limits.permit import DEFAULT, Limits
 from reward_loop.managers.decoding import ResponseDecoder
 from reward_loop.managers.options import RewardLoopConfig
-from reward_loop.managers.policy import apply_policy, open_records, record_sample
-from reward_loop.records import ActiveSample, watch, watched_loops
+from reward_loop.records import ActiveSample, Records, records, watch, watched_loops
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
 from reward_loop.scoring.proofs import ProofCounts, Proofs
 from reward_loop.scoring.results import check_result
-from reward_loop.types import Reward, RewardResult, RewardSample
+from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
 
 __all__ = [
     "TOTAL_STEPS",
@@ -31,8 +29,10 @@ __all__ = [
     "TURNS",
     "VALIDATE",
     "RewardLoopManagerBase",
+    "decide",
     "generated_step_of",
     "last_row",
+    "open_records",
     "progress_of",
     "scoring_function",
     "training_step_of",
@@ -214,10 +214,7 @@ class RewardLoopManagerBase:
 
         Returns:
             ``{"reward_score": float, "reward_extra_info": dict}``, as in verl. The extra info contains what the
-            function returned, and always ``reward_outcome``, ``reward_masked``, ``reward_error``, ``reward_cause``,
-            ``reward_attempts``, ``reward_seconds``, ``reward_wait_seconds``, ``reward_queue_seconds`` and
-            ``reward_outage_seconds``;
-            docs/outcomes.md describes them.
+            function returned, and the keys that docs/outcomes.md describes.
 
         Raises:
             ScoringError: the sample has no score, and the policy is ``raise``.
@@ -347,13 +344,14 @@ class RewardLoopManagerBase:
         return [len(part) for part in parts] if "".join(parts) == solution else None
 
     async def score(self, sample: RewardSample) -> RewardResult:
-        """Score one sample: track it as active, call `score_one`, validate the result, and report it."""
+        """Score one sample: track it as active, call `score_one`, check its result, apply the policies, record it."""
         if asyncio.get_running_loop() not in watched_loops:  # a sample needs no call of the watchdog
             watch()
         with ActiveSample(sample, self.name, self.options.watchdog_s, self.records is not None) as active:
             result = check_result(sample, await self.score_one(sample))
+            result = decide(result, self.options, active.seconds)
             if self.records is not None:
-                record_sample(self.records, active, result, self.options)
+                self.records.write_sample(active, result, self.options.record.full)
         if self.observer is not None and not self.needs_group:
             self.observer.offer([sample], [result])
         return result
@@ -418,7 +416,7 @@ class RewardLoopManagerBase:
         )
 
     def to_reward(self, result: RewardResult) -> Reward:
-        """Count the outcome, and apply the policies for unscored and failed samples.
+        """Count the outcome of a result of `score`, and return its reward.
 
         A sample without a score also gets the key that verl filters groups by: verl stops if a sample lacks it.
 
@@ -427,7 +425,7 @@ class RewardLoopManagerBase:
             TooManyFailuresError: the share of failed samples among the recent samples is too large.
         """
         self.failures.count(result)
-        reward = apply_policy(result, self.options)
+        reward = result.to_reward()
         if result.score is None and self._filter_metric:
             reward["reward_extra_info"].setdefault(self._filter_metric, reward["reward_score"])
         return reward
@@ -499,6 +497,25 @@ def _limits_of(function: Any, options: RewardLoopConfig) -> Limits | None:
         return None
     same = all(getattr(limits.options, name) == getattr(options, name) for name in ("limits", "budget", "job"))
     return limits if same else None
+
+
+def decide(result: RewardResult, options: RewardLoopConfig, total_s: float = 0.0) -> RewardResult:
+    """Return a result with what the policies make of it: its ``reward``, whether it is ``masked``, and the ``policy``.
+
+    Nothing else applies the policies. ``total_s`` is that of the result.
+    """
+    if result.score is not None:
+        return replace(result, reward=result.score, total_s=total_s)
+    policy = result.policy or (options.on_failed if result.outcome is Outcome.FAILED else options.on_unscored)
+    if isinstance(result.exception, BudgetSpentError):
+        policy = options.budget.at_cap
+    reward = options.default_score if policy == "default" else None
+    return replace(result, policy=policy, reward=reward, masked=policy == "mask", total_s=total_s)
+
+
+def open_records(options: RewardLoopConfig) -> Records | None:
+    """Return this process's writer for ``log_dir``; ``None`` if it is not set."""
+    return records(options.log_dir, options.record.max_bytes) if options.log_dir else None
 
 
 def verl_options(config: Any, path: str) -> Any:

@@ -246,9 +246,8 @@ class GDPORewardLoopManager(RewardLoopManagerBase):
         A masked sample gets no such rewards, because they would count in the means.
         """
         reward = super().to_reward(result)
-        info = reward["reward_extra_info"]
-        if result.score is None and not info["reward_masked"]:
-            info.update(dict.fromkeys(self.reward_keys, reward["reward_score"]))
+        if result.score is None and not result.masked:
+            reward["reward_extra_info"].update(dict.fromkeys(self.reward_keys, result.reward))
         return reward
 
 

@@ -6,19 +6,18 @@ import asyncio
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
 from reward_loop._util.text import did_you_mean, listing
 from reward_loop.errors import ConfigError, InvalidScoreError
-from reward_loop.limits.failures import failure_bound
+from reward_loop.limits.client import failure_bound
 from reward_loop.limits.permit import DEFAULT, Limits
-from reward_loop.managers.base import RewardLoopManagerBase, scoring_function
+from reward_loop.managers.base import RewardLoopManagerBase, decide, scoring_function
 from reward_loop.managers.options import ComponentConfig, RewardLoopConfig
-from reward_loop.managers.policy import policy_of
 from reward_loop.managers.registry import register
 from reward_loop.scoring import ScoringFunction, load_function
 from reward_loop.scoring.results import failed_after, not_called
-from reward_loop.types import PART_KEYS, RESERVED_KEYS, Outcome, Policy, RewardResult, RewardSample
+from reward_loop.types import MEASURED, PART_KEYS, RESERVED_KEYS, Outcome, RewardResult, RewardSample
 
 __all__ = ["CompositeRewardLoopManager", "names_for"]
 
@@ -38,7 +37,7 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
     its score. If the score is below the gate, or there is none, the later components are not called and their scores
     are 0.
 
-    Extra info: ``<name>`` is the component's score, ``<name>/outcome`` its outcome, ``<name>/seconds`` and others its
+    Extra info: ``<name>`` is the component's score, ``<name>/outcome`` its outcome, ``<name>/work_s`` and others its
     times, and ``<name>/<key>`` the other keys that its function returned; a key with one of these names becomes
     ``<name>/returned_<key>``.
     """
@@ -102,28 +101,19 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
             if result is None:
                 info |= {name: 0.0, f"{name}/outcome": "gated"}
                 continue
-            if PART_KEYS & result.extra_info.keys():
-                result = _without_dense_rewards(sample, name, result)
             if not sample.is_probe:
                 component.failures.count(result)
-            score, policy = component.resolve(result)
-            own = {
-                "outcome": str(result.outcome),
-                "seconds": result.seconds,
-                "wait_seconds": result.wait_seconds,
-                "queue_seconds": result.queue_seconds,
-                "attempts": result.attempts,
-                "error": result.error,
-            }
+            own = {"outcome": str(result.outcome), "error": result.error}
+            own |= {key: getattr(result, key) for key in MEASURED}
             for key, value in result.extra_info.items():
                 if key not in ("score", "acc"):
                     info[f"{name}/returned_{key}" if key in own else f"{name}/{key}"] = value
             info |= {f"{name}/{key}": value for key, value in own.items() if key != "error" or value}
-            if score is not None:
-                info[name] = score
-                total += component.config.weight * score
-            elif decides is None or (policy in _STOPS and not stops):
-                decides, stops = replace(result, policy=None if policy == "stop" else policy), policy in _STOPS
+            if result.reward is not None:
+                info[name] = result.reward
+                total += component.config.weight * result.reward
+            elif decides is None or (result.policy in _STOPS and not stops):
+                decides, stops = result, result.policy in _STOPS
         called = results.values()
         if decides is None:
             decides = RewardResult(Outcome.SCORED, total)
@@ -131,10 +121,10 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
         return replace(
             decides,
             extra_info=info,
-            seconds=sum(result.seconds for result in called),
-            wait_seconds=sum(result.wait_seconds for result in called),
-            queue_seconds=sum(result.queue_seconds for result in called),
-            outage_seconds=sum(result.outage_seconds for result in called),
+            work_s=sum(result.work_s for result in called),
+            wait_s=sum(result.wait_s for result in called),
+            queue_s=sum(result.queue_s for result in called),
+            outage_s=sum(result.outage_s for result in called),
             attempts=max(result.attempts for result in called),
         )
 
@@ -173,9 +163,9 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
         try:
             async with asyncio.TaskGroup() as group:
                 for name, component in components.items():
-                    calls[name] = group.create_task(component.function(sample, **context))
+                    calls[name] = group.create_task(component.score(sample, context))
                     if component.config.gate is not None:
-                        score, _ = component.resolve(await calls[name])
+                        score = (await calls[name]).reward
                         if score is None or score < component.config.gate:
                             break
         except ExceptionGroup as errors:  # an error that stops the run
@@ -207,12 +197,6 @@ def _sources(component: ComponentConfig) -> tuple[str, ...] | None:
     return (sources,) if isinstance(sources, str) else sources
 
 
-def _without_dense_rewards(sample: RewardSample, name: str, result: RewardResult) -> RewardResult:
-    keys = listing(PART_KEYS & result.extra_info.keys())
-    problem = f"returned {keys}; `composite` does not support dense rewards"
-    return failed_after(result, InvalidScoreError(problem, sample=sample, function=f"reward_loop.components.{name}"))
-
-
 class _Component:
     """One component: its function, and its policies for unscored and failed samples."""
 
@@ -226,6 +210,7 @@ class _Component:
                 f"{where}.limit: unknown limit {config.limit!r}"
                 f"{did_you_mean(config.limit, options.limits) or '.'} Known: {listing(options.limits)}"
             )
+        self._where = where
         self.config = config
         changed: dict[str, Any] = {
             key: own[key] for key in ("timeout", "on_failed", "on_unscored", "default_score") if key in own
@@ -256,9 +241,10 @@ class _Component:
             self.function = default
         self.failures = failure_bound(options, limits, where)
 
-    def resolve(self, result: RewardResult) -> tuple[float | None, Policy | Literal["stop"] | None]:
-        """Return ``(score, None)``, where the score may be the default score, or ``(None, policy)`` without a score."""
-        if result.score is not None:
-            return result.score, None
-        policy = policy_of(result, self.options)
-        return (self.options.default_score, None) if policy == "default" else (None, policy)
+    async def score(self, sample: RewardSample, context: Mapping[str, Any]) -> RewardResult:
+        """Return the result of the function, with the component's policies."""
+        result: RewardResult = await self.function(sample, **context)
+        if keys := PART_KEYS & result.extra_info.keys():
+            problem = f"returned {listing(keys)}; `composite` does not support dense rewards"
+            result = failed_after(result, InvalidScoreError(problem, sample=sample, function=self._where))
+        return decide(result, self.options)

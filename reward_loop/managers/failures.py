@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from collections.abc import Iterable
+from typing import Self
 
 from reward_loop._util.text import Causes, counted, cut
-from reward_loop.types import Outcome
+from reward_loop.types import Outcome, RewardResult
 
 __all__ = ["Failures", "on_one_line"]
 
@@ -23,21 +23,20 @@ class Failures:
         self._causes = Causes()
 
     @classmethod
-    def of(cls, infos: Iterable[Mapping[str, Any]]) -> Self:
-        """Return the counts of some samples, whose ``reward_extra_info`` are given."""
+    def of(cls, results: Iterable[RewardResult]) -> Self:
+        """Return the counts of some samples, whose results are given."""
         found = cls()
-        for info in infos:
-            outcome = info.get("reward_outcome") or Outcome.SCORED
-            found.add(outcome, info.get("reward_cause"), info.get("reward_error"))
+        for result in results:
+            found.add(result)
         return found
 
-    def add(self, outcome: str, cause: str | None, error: str | None) -> bool:
+    def add(self, result: RewardResult) -> bool:
         """Count a sample. Return whether it is the first one with its cause."""
-        self._outcomes[outcome] += 1
-        if outcome == Outcome.SCORED:
+        self._outcomes[result.outcome] += 1
+        if result.outcome is Outcome.SCORED:
             return False
         before = len(self._causes)
-        self._causes.add(cause or (None if error else f"{outcome} without a cause"), error or "")
+        self._causes.add(result.cause, result.error or "")
         return len(self._causes) > before
 
     def line(self, see: str | None = None) -> str | None:

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any, Self
 
 from reward_loop.errors import ScoringError
-from reward_loop.limits.failures import FailureBound
+from reward_loop.limits.local import FailureBound
+from reward_loop.managers.base import decide, open_records
 from reward_loop.managers.options import RewardLoopConfig
-from reward_loop.managers.policy import apply_policy, record_reward_change, result_of, reward_after_policy
+from reward_loop.records import reward_change_row
 from reward_loop.scoring import ScoringFunction
 from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
 
@@ -47,11 +48,12 @@ class PostProcess:
             TooManyFailuresError: the share of samples that failed in this way among the recent samples is too large.
         """
         processed = list(rewards)
-        scored = [i for i, reward in enumerate(rewards) if _is_scored(reward)]
+        results = [RewardResult.of(reward) for reward in rewards]
+        scored = {i: result.score for i, result in enumerate(results) if result.score is not None}
         if not scored:
             return processed
         try:
-            scores = await self._function.post_process_scores([rewards[i]["reward_score"] for i in scored])
+            scores = await self._function.post_process_scores(list(scored.values()))
         except ScoringError as error:
             for i in scored:
                 failure = error.about(RewardSample("", uid=names[i]))
@@ -59,18 +61,12 @@ class PostProcess:
                 processed[i] = fail_reward(rewards[i], failure, self._failures, self._options)
         else:
             for i, score in zip(scored, scores, strict=True):
-                self._failures.count(RewardResult(Outcome.SCORED, score))
-                if score != rewards[i]["reward_score"]:
+                self._failures.count(results[i])
+                if score != scored[i]:
                     sample = RewardSample("", uid=names[i])
-                    record_reward_change(self._options, sample, self._function.name, reward=score)
+                    _record_change(self._options, sample, self._function.name, reward=score)
                 processed[i] = {**rewards[i], "reward_score": score}
         return processed
-
-
-def _is_scored(reward: Reward) -> bool:
-    """Whether the sample was scored; a reward without ``reward_outcome`` counts as scored."""
-    info = reward.get("reward_extra_info") or {}
-    return info.get("reward_outcome", Outcome.SCORED) == Outcome.SCORED
 
 
 def fail_reward(reward: Reward, failure: ScoringError, failures: FailureBound, options: RewardLoopConfig) -> Reward:
@@ -88,10 +84,17 @@ def fail_reward(reward: Reward, failure: ScoringError, failures: FailureBound, o
         ScoringError: the policy is ``raise``.
         TooManyFailuresError: the share of failed samples among the recent samples is too large.
     """
-    result = replace(result_of(reward), outcome=Outcome.FAILED, score=None, error=str(failure), exception=failure)
+    before = RewardResult.of(reward)
+    result = replace(before, outcome=Outcome.FAILED, score=None, error=str(failure), exception=failure)
+    result = decide(result, options, before.total_s)
     sample = RewardSample("", uid=failure.sample_uid, data_source=failure.data_source)
-    after, masked = reward_after_policy(result, options)
-    changes = {"outcome": Outcome.FAILED, "error": result.error, "cause": result.cause}
-    record_reward_change(options, sample, failure.function or "", **changes, reward=after, masked=masked)
+    changes = {"outcome": result.outcome, "error": result.error, "cause": result.cause, "masked": result.masked}
+    _record_change(options, sample, failure.function or "", reward=result.reward, **changes)
     failures.count(result)
-    return apply_policy(result, options)
+    return result.to_reward()
+
+
+def _record_change(options: RewardLoopConfig, sample: RewardSample, function: str, **changes: Any) -> None:
+    """Record that the reward of a recorded sample has changed; see `reward_change_row` for the arguments."""
+    if (writer := open_records(options)) is not None:
+        writer.write(reward_change_row(sample, function, **changes))

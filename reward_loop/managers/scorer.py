@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from reward_loop import managers
 from reward_loop._util.text import shorten
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.managers.options import RewardLoopConfig
 from reward_loop.scoring import load_function
-from reward_loop.types import Outcome, Reward, RewardSample, finite_number, returned_numbers
+from reward_loop.types import Reward, RewardSample
 
-__all__ = ["Scored", "Scorer", "functions_of", "load_scorer", "reward_of", "scores_groups"]
+__all__ = ["Scorer", "functions_of", "load_scorer", "reward_of", "scores_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,49 +119,6 @@ async def reward_of(manager: Any, sample: RewardSample, name: str) -> Reward:
             f"{method} returned {shorten(reward)}, not a dict with reward_score and reward_extra_info"
         )
     return reward
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """The result of a sample, read from its reward. A manager that reports no outcome has *scored* the sample."""
-
-    uid: str
-    score: float | None
-    """The score; ``None`` if the sample is masked. Under the policy ``default``, the user's default score."""
-    outcome: Outcome
-    error: str | None
-    """Why the sample is failed or unscored; ``None`` if it is scored."""
-    extra_info: dict[str, Any]
-    """The extra info of the reward, with the keys that the reward loop sets."""
-
-    @classmethod
-    def of(cls, uid: str, reward: Reward) -> Self:
-        """Return the result of the sample with this name. A score that is not a finite number is *failed*."""
-        extra_info = dict(reward.get("reward_extra_info") or {})
-        outcome = Outcome(extra_info.get("reward_outcome", Outcome.SCORED))
-        error = extra_info.get("reward_error") or None
-        score = None if extra_info.get("reward_masked") else reward["reward_score"]
-        if score is not None and finite_number(score) is None:
-            error = f"sample {uid}: the manager returned the score {score!r}, which is not a finite number"
-            return cls(uid, None, Outcome.FAILED, error, extra_info)
-        if outcome is Outcome.UNSCORED and error is None:
-            error = f"sample {uid}: the function gave no score"
-        return cls(uid, None if score is None else float(score), outcome, error, extra_info)
-
-    @property
-    def cause(self) -> str | None:
-        """The key by which samples without a score are grouped, see `ScoringError`; ``None`` if it is not known."""
-        return self.extra_info.get("reward_cause") or None
-
-    @property
-    def numbers(self) -> dict[str, float]:
-        """The finite numbers that the function returned, by their keys, ``score`` included."""
-        return returned_numbers(self.extra_info)
-
-    @property
-    def components(self) -> dict[str, float]:
-        """The finite numbers that the function returned in addition to the score, by their keys."""
-        return {key: number for key, number in self.numbers.items() if key != "score"}
 
 
 def functions_of(manager: Any) -> list[Any]:

@@ -19,7 +19,7 @@ from reward_loop.errors import ConfigError
 from reward_loop.managers import CompositeRewardLoopManager, RewardLoopManagerBase
 from reward_loop.managers.scorer import load_scorer, reward_of
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
-from reward_loop.types import RewardSample, is_returned
+from reward_loop.types import RewardResult, RewardSample, is_returned
 
 __all__ = ["Callee", "Calls", "CheckedRow", "Finding", "StepTimer"]
 
@@ -174,16 +174,16 @@ class Calls:
         return changed
 
     async def _run_one(self, sample: RewardSample) -> CheckedRow:
-        reward = await reward_of(self._manager, sample, str(sample.uid))
-        info = dict(reward.get("reward_extra_info") or {})
+        result = RewardResult.of(await reward_of(self._manager, sample, str(sample.uid)), sample.uid)
+        info = result.extra_info
         scored = {f"{name}/outcome" for name in self.functions if info.get(f"{name}/outcome") == "scored"}
         return CheckedRow(
             sample.uid or "",
-            info.get("reward_outcome", "scored"),
-            None if info.get("reward_masked", False) else reward["reward_score"],
-            info.get("reward_seconds", 0.0),
+            result.outcome,
+            result.reward,
+            result.work_s,
             {name: value for name, value in info.items() if is_returned(name) and name not in scored},
-            info.get("reward_error", ""),
+            result.error or "",
         )
 
 

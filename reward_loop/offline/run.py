@@ -26,13 +26,12 @@ from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.limits import LocalLimits
 from reward_loop.managers import RewardLoopManagerBase
 from reward_loop.managers.failures import Failures, on_one_line
-from reward_loop.managers.policy import result_of
-from reward_loop.managers.scorer import Scored, functions_of, reward_of
+from reward_loop.managers.scorer import functions_of, reward_of
 from reward_loop.offline.fields import Fields
 from reward_loop.offline.folder import ScoredFolder
 from reward_loop.offline.inputs import Inputs
-from reward_loop.records import ActiveSample, exchanges_of, large_components, sample_row, text_row
-from reward_loop.types import Outcome, Reward, RewardSample, finite_number
+from reward_loop.records import ActiveSample
+from reward_loop.types import Outcome, RewardResult, RewardSample
 
 __all__ = ["RunUsage", "ScoringProgress", "score_rows", "usage_of"]
 
@@ -56,7 +55,7 @@ def score_rows(
     *,
     fields: Fields,
     concurrency: int = 64,
-    on_row: Callable[[int, Reward | None], None] = lambda done, reward: None,
+    on_row: Callable[[int, RewardResult | None], None] = lambda done, result: None,
 ) -> int:
     """Score the rows of the inputs that have no record in the folder; runs its own event loop.
 
@@ -67,8 +66,8 @@ def score_rows(
             rows of a group are scored at the same time; a group that lacks records is scored as a whole.
         fields: the field mapping.
         concurrency: maximum number of rows in flight; at least one group.
-        on_row: called with the number of rows that have a reward, and the latest reward: after each row, and at the
-            start, without a reward.
+        on_row: called with the number of rows that have a result, and the latest result: after each row, and at the
+            start, without a result.
 
     Returns:
         the number of rows that had a record before.
@@ -99,12 +98,12 @@ def score_rows(
     async def score(sample: RewardSample) -> None:
         nonlocal done
         if is_recording:
-            reward = await reward_of(manager, sample, str(sample.uid))
+            result = RewardResult.of(await reward_of(manager, sample, str(sample.uid)), sample.uid)
         else:
-            reward = await _recorded(manager, sample, folder)
+            result = await _recorded(manager, sample, folder)
         folder.check_written()
         done += 1
-        on_row(done, reward)
+        on_row(done, result)
 
     async def score_together(samples: list[RewardSample]) -> None:
         if len(samples) == 1:
@@ -179,18 +178,13 @@ async def _for_each(
     raise stopped
 
 
-async def _recorded(manager: Any, sample: RewardSample, folder: ScoredFolder) -> Reward:
-    """Return the reward of a manager that records no samples, or changes rewards after that, and record it."""
+async def _recorded(manager: Any, sample: RewardSample, folder: ScoredFolder) -> RewardResult:
+    """Return the result of a manager that records no samples, or changes rewards after that, and record it."""
     with ActiveSample(sample, type(manager).__name__) as active:
-        reward = await reward_of(manager, sample, str(sample.uid))
-        scored = Scored.of(str(sample.uid), reward)
-        score = scored.score if scored.outcome is Outcome.SCORED else None
-        result = replace(result_of(reward), outcome=scored.outcome, score=score, error=scored.error)
-        masked = bool(scored.extra_info.get("reward_masked"))
-        large = large_components(result.extra_info)
-        row = sample_row(active, result, large, scored.score, masked)
-        folder.writer.write(row, text_row(sample, large), exchanges_of(active))
-    return reward
+        result = RewardResult.of(await reward_of(manager, sample, str(sample.uid)), sample.uid)
+        result = replace(result, total_s=active.seconds)
+        folder.writer.write_sample(active, result)
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,29 +234,26 @@ class ScoringProgress:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def completed(self, rows: int, reward: Reward | None) -> None:
-        """Show that this many rows are complete, earlier runs included; ``reward`` is the latest one of this run."""
-        if reward is not None:
-            info = reward.get("reward_extra_info") or {}
-            outcome = info.get("reward_outcome") or Outcome.SCORED
-            self._failed += outcome == Outcome.FAILED
-            self._say_new_cause(outcome, info.get("reward_cause"), info.get("reward_error"))
-            score = finite_number(reward["reward_score"])
-            if score is not None and not info.get("reward_masked"):
+    def completed(self, rows: int, result: RewardResult | None) -> None:
+        """Show that this many rows are complete, earlier runs included; ``result`` is the latest one of this run."""
+        if result is not None:
+            self._failed += result.outcome is Outcome.FAILED
+            self._say_new_cause(result)
+            if result.reward is not None:
                 self._scores += 1
-                self._sum += score
+                self._sum += result.reward
         if self._console.is_terminal:
             self._bar.update(self._task, completed=rows, description=self.detail())
         elif self._clock() >= self._last_line + LINE_S:
             self._last_line = self._clock()
             self._console.print(f"scoring: {rows:,} of {self._total:,} rows, {self.detail()}")
 
-    def _say_new_cause(self, outcome: str, cause: str | None, error: str | None) -> None:
+    def _say_new_cause(self, result: RewardResult) -> None:
         """Print the first error of each cause; the summary at the end has the numbers."""
-        if self._failures.add(outcome, cause, error) and self._causes < MAX_CAUSES:
+        if self._failures.add(result) and self._causes < MAX_CAUSES:
             self._causes += 1
-            what = f"{outcome} (further rows with this cause are only counted)"
-            self._console.print(f"{what}: {escape(on_one_line(error or cause or 'no cause is known'))}")
+            what = f"{result.outcome} (further rows with this cause are only counted)"
+            self._console.print(f"{what}: {escape(on_one_line(result.error or result.cause or ''))}")
 
     def detail(self) -> str:
         """Return failures, mean score, tokens and cost, as far as they are known."""

@@ -86,27 +86,27 @@ class CallOutcome:
     """The return value."""
     exception: BaseException | None
     """The exception that the function raised."""
-    seconds: float
+    work_s: float
     """Seconds that the function ran."""
     error: ScoringError | None = None
     """Why there is neither a value nor an exception: the call was stopped, crashed, or did not start."""
     attempts: int = 1
     """The number of calls of the function."""
-    waited: float = 0.0
+    wait_s: float = 0.0
     """Seconds of waiting for limits and between attempts."""
-    outage: float = 0.0
-    """Seconds of waiting for a judge that could not be reached; part of `waited`."""
+    outage_s: float = 0.0
+    """Seconds of waiting for a judge that could not be reached; part of `wait_s`."""
     note: str = ""
     """What the message of a failed sample says below the exception."""
-    queued: float = 0.0
+    queue_s: float = 0.0
     """Seconds of waiting for a free thread or process."""
     is_discarded: bool = False
     """Whether the process that returned the value failed its next proof, see `reward_loop.scoring.proofs`."""
 
     @classmethod
-    def without_call(cls, error: ScoringError, waited: float = 0.0) -> CallOutcome:
-        """Return the outcome of a call that did not start, after ``waited`` seconds of waiting for a limit."""
-        return cls(None, None, 0.0, error, attempts=0, waited=waited)
+    def without_call(cls, error: ScoringError, wait_s: float = 0.0) -> CallOutcome:
+        """Return the outcome of a call that did not start, after ``wait_s`` seconds of waiting for a limit."""
+        return cls(None, None, 0.0, error, attempts=0, wait_s=wait_s)
 
 
 def outcome_of(function: Callable[..., Any], arguments: Mapping[str, Any]) -> CallOutcome:

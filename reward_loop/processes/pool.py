@@ -42,7 +42,7 @@ from reward_loop._util.sockets import readable
 from reward_loop.errors import FunctionLoadError, RewardCrashedError, RewardFunctionError
 from reward_loop.processes.forkserver import DeathReport
 from reward_loop.processes.outcome import CallOutcome
-from reward_loop.processes.worker import ANSWER, CALL, DIED, ENDED, STARTED, TOLD, Setup, unpack
+from reward_loop.processes.worker import ANSWER, CALL, DIED, ENDED, STARTED, TOLD, Setup
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class WorkerProcesses:
                     if self.prover is not None and not is_proof:
                         proven = self.prover.hold(worker.place, outcome)
                         is_last = not worker.usable
-                        if (alone and not is_last) or self.prover.is_due(worker.place, outcome.seconds, is_last):
+                        if (alone and not is_last) or self.prover.is_due(worker.place, outcome.work_s, is_last):
                             await self._prove(worker, self.prover)
                     break
                 except DiedIdleError:
@@ -379,7 +379,7 @@ class WorkerConnection:
                 raise DiedIdleError
             raise RewardCrashedError(_death(answer))
         self.usable = kind == ENDED
-        return unpack(answer)
+        return _unpack(answer)
 
     def close(self) -> None:
         """Close the connection; the fork server then kills the worker if it is alive."""
@@ -556,3 +556,23 @@ def _dumps(arguments: Any) -> bytes:
         if b"__main__" not in (content := pickle.dumps(arguments)):
             return content
     return cloudpickle.dumps(arguments)
+
+
+def _unpack(answer: bytes | memoryview) -> CallOutcome:
+    """Return the outcome that a worker has sent, see `worker.py`."""
+    content, seconds, error, remote = pickle.loads(answer)
+    found = None
+    try:
+        if content is not None:
+            found = pickle.loads(content)
+    except Exception as failure:
+        error = RewardFunctionError(f"returned a value that cannot be unpickled ({type(failure).__name__}: {failure})")
+    if remote is None:
+        return CallOutcome(found, None, seconds, error)
+    if not isinstance(found, BaseException):
+        return CallOutcome(None, remote, seconds)
+    try:
+        found.__cause__ = remote
+    except Exception:  # a frozen dataclass
+        return CallOutcome(None, remote, seconds)
+    return CallOutcome(None, found, seconds)

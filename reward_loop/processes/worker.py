@@ -44,7 +44,6 @@ __all__ = [
     "Channel",
     "Setup",
     "serve",
-    "unpack",
 ]
 
 CALL, ANSWER = b"C", b"A"
@@ -256,26 +255,6 @@ def serve(connection: socket.socket, stack_fd: int, max_memory_mb: int | None) -
             os._exit(0)  # if the pool has already sent the next call, it sends that to another worker
 
 
-def unpack(answer: bytes | memoryview) -> CallOutcome:
-    """Return the outcome that a worker serialised with `_pack`. Called in the pool's process."""
-    content, seconds, error, remote = pickle.loads(answer)
-    found = None
-    try:
-        if content is not None:
-            found = pickle.loads(content)
-    except Exception as failure:
-        error = RewardFunctionError(f"returned a value that cannot be unpickled ({type(failure).__name__}: {failure})")
-    if remote is None:
-        return CallOutcome(found, None, seconds, error)
-    if not isinstance(found, BaseException):
-        return CallOutcome(None, remote, seconds)
-    try:
-        found.__cause__ = remote
-    except Exception:  # a frozen dataclass
-        return CallOutcome(None, remote, seconds)
-    return CallOutcome(None, found, seconds)
-
-
 def _pack(outcome: CallOutcome) -> bytes:
     """Pickle an outcome. For an exception, always send its `RemoteError`; also send the original if it unpickles."""
     content, error, remote = None, outcome.error, None
@@ -298,7 +277,7 @@ def _pack(outcome: CallOutcome) -> bytes:
                 f"returned {len(content) >> 20} MB, more than the maximum of {_MAX_ANSWER_MB} MB for a worker process"
             )
         content = None
-    return pickle.dumps((content, outcome.seconds, error, remote))
+    return pickle.dumps((content, outcome.work_s, error, remote))
 
 
 def _dumps(value: Any) -> bytes:

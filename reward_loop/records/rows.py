@@ -49,17 +49,13 @@ def new_row(kind: str, **fields: Any) -> dict[str, Any]:
     return {"version": VERSION, "kind": kind, "time": time.time(), **fields}
 
 
-def sample_row(
-    active: ActiveSample, result: RewardResult, large: Mapping[str, Any], reward: float | None, masked: bool
-) -> dict[str, Any]:
+def sample_row(active: ActiveSample, result: RewardResult, large: Mapping[str, Any]) -> dict[str, Any]:
     """Return the summary row of a sample.
 
     Args:
         active: the sample, with what it measured.
-        result: the result of the function.
+        result: its result, with the reward.
         large: its `large_components`; their texts are cut, their lists become ``None``.
-        reward: the score after the policy; ``None`` if the sample is masked or stops the run.
-        masked: whether the sample is excluded from training.
     """
     sample = active.sample
     return {
@@ -76,19 +72,19 @@ def sample_row(
         "batch": None if active.batch is None else active.batch.id,
         "outcome": str(result.outcome),
         "score": result.score,
-        "reward": reward,
-        "masked": masked,
+        "reward": result.reward,
+        "masked": result.masked,
         "error": result.error,
         "cause": result.cause,
         "components": {**result.extra_info, **{name: _cut(large[name]) for name in large}}
         if large
         else result.extra_info,
         "response_length": sample.response_length,
-        "total_s": active.seconds,
+        "total_s": result.total_s,
         "batch_s": active.batch_s,
-        "queue_s": result.queue_seconds,
-        "wait_s": result.wait_seconds,
-        "work_s": result.seconds,
+        "queue_s": result.queue_s,
+        "wait_s": result.wait_s,
+        "work_s": result.work_s,
         "attempts": result.attempts,
         "calls": [call._asdict() for call in active.calls] if len(active.calls) > 1 else (),
         "prompt_tokens": active.prompt_tokens,
@@ -96,7 +92,7 @@ def sample_row(
         "cost": active.cost or None,
         **({"merged": active.merged} if active.merged else {}),
         **({"cached": active.cached} if active.cached else {}),
-        **({"outage_s": result.outage_seconds} if result.outage_seconds else {}),
+        **({"outage_s": result.outage_s} if result.outage_s else {}),
         **({"over_budget": True} if isinstance(result.exception, BudgetSpentError) else {}),
     }
 

@@ -8,14 +8,24 @@ import logging
 import os
 import re
 import threading
+import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from reward_loop._util.json import BYTES, decode, encode_fast, to_json
+from reward_loop.records.active import ActiveSample
 from reward_loop.records.files import EXCHANGES, TEXTS, RecordFiles, TextPlace
-from reward_loop.records.rows import TEXT_FIELDS, VERSION
+from reward_loop.records.rows import (
+    TEXT_FIELDS,
+    VERSION,
+    exchanges_of,
+    large_components,
+    sample_row,
+    text_row,
+)
+from reward_loop.types import Outcome, RewardResult, RewardSample
 
 __all__ = ["MAX_BYTES", "ExchangeCounts", "Records", "cleaned", "encode_record", "hide", "records"]
 
@@ -112,6 +122,16 @@ class Records:
             size += _ROW_SIZE + len(exchange.get("reply") or "")
         self._queue(_Record(row, size, text, exchanges, has_id=True))
 
+    def write_sample(self, active: ActiveSample, result: RewardResult, full: float = 1.0) -> None:
+        """Record a sample that has been scored; the result has its reward.
+
+        Samples without a score, and the share ``full`` of the others, get their texts, too.
+        """
+        is_full = full >= 1 or result.outcome is not Outcome.SCORED or _fraction(active.sample) < full
+        large = large_components(result.extra_info)
+        text = text_row(active.sample, large) if is_full else None
+        self.write(sample_row(active, result, large), text, exchanges_of(active) if active.exchanges else ())
+
     def write_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Queue rows that are not samples, so they have no ID, texts or exchanges. The caller must not change them."""
         for row in rows:
@@ -196,6 +216,12 @@ class Records:
         texts = self._files.add_texts(TEXTS, [*map(_text_line, found, names)])
         exchanges = self._files.add_texts(EXCHANGES, [*map(_exchange_lines, found, names)])
         self._files.add_rows([*map(_row_line, found, names, texts, exchanges)])
+
+
+def _fraction(sample: RewardSample) -> float:
+    """Return a number from 0 to 1, the same for all samples of a group, and in all processes and runs."""
+    name = sample.group or sample.uid or sample.solution_str
+    return zlib.crc32(name.encode("utf-8", "backslashreplace")) / 2**32
 
 
 class ExchangeCounts:

@@ -139,6 +139,8 @@ class UserFunction:
             self.isolate(options.max_processes, options.max_memory_mb)
         self._sync_calls = 0
         """The number of sync calls, without probes, that run or wait for a free thread or process."""
+        self._address = f"of {self.name}"
+        """The place of the function's answers in `Outages`."""
         self._deadlines: Deadlines | None = None
         self._retry = Retry(options.retry)
         self._cache = Cache(options.cache, self._target) if options.cache.enabled else None
@@ -267,8 +269,9 @@ class UserFunction:
             outcome = await self._retry.again(outcome, again, started, waits, self.name)
         if outcome.is_discarded:
             outcome = await self._score_again(arguments, traffic_class)
-        if outcome.exception is None:
-            outages.answered(f"of {self.name}")
+        # `answered` does nothing otherwise: a sample needs no call of it.
+        if outcome.exception is None and (outages.open or self._address not in outages.reached):
+            outages.answered(self._address)
         return outcome
 
     async def _score_again(self, arguments: dict[str, Any], traffic_class: str) -> CallOutcome:
@@ -283,7 +286,7 @@ class UserFunction:
             if not outcome.is_discarded:
                 return outcome
         problem = "breaks its process: after the call, a known right answer scored no more than a wrong one"
-        return CallOutcome(None, None, outcome.seconds, RewardFunctionError(problem))
+        return CallOutcome(None, None, outcome.work_s, RewardFunctionError(problem))
 
     async def _attempt(
         self, arguments: dict[str, Any], traffic_class: str, attempt: int = 1, alone: bool = False
@@ -305,7 +308,7 @@ class UserFunction:
                 return CallOutcome.without_call(type(error)(_not_called(str(error), attempt)), call.waited)
             except JobServiceError as error:
                 call.end(abandoned=True)
-                return CallOutcome(None, error, 0.0, attempts=0, waited=call.waited)
+                return CallOutcome(None, error, 0.0, attempts=0, wait_s=call.waited)
             except BaseException:
                 call.end(abandoned=True)
                 raise
@@ -345,15 +348,15 @@ class UserFunction:
             call.end(abandoned, *answer)
         if call.budget_error is not None and outcome.exception is not None:  # it may be another one, raised from this
             outcome.exception, outcome.error = None, BudgetSpentError(f"got no permit: {call.budget_error}")
-        outcome.waited = call.waited
-        inside = outcome.waited and call.waited_inside
+        outcome.wait_s = call.waited
+        inside = outcome.wait_s and call.waited_inside
         if call.started is not None and not self._target.is_async:
-            outcome.queued = max(0.0, call.started - permitted)
+            outcome.queue_s = max(0.0, call.started - permitted)
         if inside and not isinstance(outcome.error, RewardTimeoutError):  # its `seconds` are the deadline
-            outcome.seconds = max(0.0, outcome.seconds - inside)
+            outcome.work_s = max(0.0, outcome.work_s - inside)
         if (active := call.sample) is not None and active.is_recorded:
             problem = outcome.exception or outcome.error
-            active.called(self._target.name, outcome.seconds, outcome.queued, inside, problem)
+            active.called(self._target.name, outcome.work_s, outcome.queue_s, inside, problem)
         return outcome
 
     async def _call_sync(self, call: Call, arguments: dict[str, Any], deadlines: Deadlines, alone: bool) -> CallOutcome:
@@ -380,7 +383,7 @@ class UserFunction:
         deadlines.watch(call)
         outcome = await self._threads.run(functools.partial(_begin, call, function, arguments), call.future, hold)
         if outcome.exception is None and inspect.isawaitable(outcome.value):
-            seconds, awaitable = outcome.seconds, outcome.value
+            seconds, awaitable = outcome.work_s, outcome.value
             call.future, call.has_ended = call.loop.create_future(), False
             deadlines.continue_with(call)
             task = call.loop.create_task(_run_on_loop(call, lambda: awaitable, {}))
@@ -388,7 +391,7 @@ class UserFunction:
                 outcome = await call.future
             finally:
                 _cancel(task)
-            outcome.seconds += seconds
+            outcome.work_s += seconds
         return outcome
 
     def _without_end(self, error: Exception, call: Call) -> CallOutcome:

@@ -106,7 +106,7 @@ class ScoringFunction(UserFunction):
         if active is not None:
             active.merged += 1
         # The times and calls are those of the sample whose call it was.
-        return replace(result, seconds=0, wait_seconds=0, queue_seconds=0, outage_seconds=0, attempts=0)
+        return replace(result, work_s=0.0, wait_s=0.0, queue_s=0.0, outage_s=0.0, attempts=0)
 
     async def post_process_scores(self, scores: list[float]) -> list[float]:
         """Return the scores after the class's ``post_process_scores``, or unchanged if the class has none.

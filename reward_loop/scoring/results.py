@@ -1,4 +1,4 @@
-"""From what a function returned to the result of a sample: its score and extra info, normalised and checked."""
+"""From what a function returned to the result of a sample: normalised, checked, and completed by the policies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,16 @@ from reward_loop.errors import (
 from reward_loop.processes.outcome import CallOutcome, cause_of, describe_exception
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Outcome, RewardResult, RewardSample
 
-__all__ = ["are_numbers", "check_result", "failed", "failed_after", "is_finite", "normalise", "not_called", "to_result"]
+__all__ = [
+    "are_numbers",
+    "check_result",
+    "failed",
+    "failed_after",
+    "is_finite",
+    "normalise",
+    "not_called",
+    "to_result",
+]
 
 _MAX = (2 - 2**-23) * 2.0**127
 """The largest finite float32. Trainers store rewards in float32, where a larger score would become infinite."""
@@ -66,11 +75,11 @@ def to_result(call: CallOutcome, sample: RewardSample, function: str) -> RewardR
         score,
         extra_info,
         error=None if problem is None or isinstance(problem, UnscoredError) else str(problem),
-        seconds=call.seconds,
         attempts=call.attempts,
-        wait_seconds=call.waited,
-        queue_seconds=call.queued,
-        outage_seconds=call.outage,
+        work_s=call.work_s,
+        wait_s=call.wait_s,
+        queue_s=call.queue_s,
+        outage_s=call.outage_s,
         exception=problem,
     )
 

@@ -8,7 +8,7 @@ Cause                                          Repeated by                      
 A server answered nothing, 429 or 5xx to the   the router (`router/proxy.py`), on   ``max_attempts`` of the router and
 router, and another one is up                  another server                       its retry budget
 A connection to ``host:port`` was lost         `client/http.py`, the request        once
-408, 409, 425, 5xx, or an unusable answer, to  the client (`client/repeats.py`),    ``retry.max_attempts`` requests, or
+408, 409, 425, 5xx, or an unusable answer, to  the client (`client/http.py`),       ``retry.max_attempts`` requests, or
 a request of `reward_loop.client`              the request                          ``attempts`` of a `Judge`
 429, 529 or ``Retry-After``: a busy service    the function: its permits must be    ``retry.max_seconds``
                                                free meanwhile. Only a `Judge` with
@@ -126,17 +126,17 @@ class Retry:
             pause = (retry_after(error) or 0.0) + random.uniform(0, longest)
             longest = min(2 * longest, self.config.max_wait)
             counted += not _is_postponed(error)
-            elapsed = time.monotonic() - started - outage_s - sum(outcome.waited for outcome in outcomes)
+            elapsed = time.monotonic() - started - outage_s - sum(outcome.wait_s for outcome in outcomes)
             if counted >= self.config.max_attempts or elapsed + pause >= self.config.max_seconds:
                 break
             await self._sleep(pause)
             outcomes.append(await attempt(len(outcomes) + 1))
         last = outcomes[-1]
         last.attempts = sum(outcome.attempts for outcome in outcomes)
-        last.seconds = sum(outcome.seconds for outcome in outcomes)
-        last.queued = sum(outcome.queued for outcome in outcomes)
-        last.waited = max(0.0, time.monotonic() - started - last.seconds - last.queued)
-        last.outage = outage_s
+        last.work_s = sum(outcome.work_s for outcome in outcomes)
+        last.queue_s = sum(outcome.queue_s for outcome in outcomes)
+        last.wait_s = max(0.0, time.monotonic() - started - last.work_s - last.queue_s)
+        last.outage_s = outage_s
         return last
 
     def _away(self, error: BaseException, counted: int, function: str) -> str | None:

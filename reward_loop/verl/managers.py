@@ -165,13 +165,13 @@ class VerlManager(RewardLoopManagerBase):
                 outcome=Outcome.UNSCORED if score is None else Outcome.SCORED,
                 score=score,
                 extra_info=dict(returned.get("reward_extra_info") or {}),
-                seconds=time.monotonic() - started,
+                work_s=time.monotonic() - started,
             )
         except Exception as error:
             failure = RewardFunctionError(f"{self.name}: {type(error).__name__}: {error}", cause=cause_of(error))
             failure.__cause__ = error
-            seconds = time.monotonic() - started
-            return RewardResult(Outcome.FAILED, None, error=str(failure), exception=failure, seconds=seconds)
+            work_s = time.monotonic() - started
+            return RewardResult(Outcome.FAILED, None, error=str(failure), exception=failure, work_s=work_s)
 
 
 def _scoring_function(

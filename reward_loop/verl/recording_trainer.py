@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from reward_loop.managers.policy import open_records
+from reward_loop.managers.base import open_records
 from reward_loop.records import (
     Records,
     WaitsFor,

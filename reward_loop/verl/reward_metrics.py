@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from reward_loop.records import Interval, hidden_share, seconds_of
-from reward_loop.types import RESERVED_KEYS, Outcome, finite_number
+from reward_loop.types import MEASURED, RESERVED_KEYS, Outcome, finite_number
 from reward_loop.verl.trajectory_keys import final_outputs, session_of, uid_of
 
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
 Info = Mapping[str, Any]
 """The ``reward_extra_info`` of a trajectory."""
 
-_MEASURED = frozenset({"reward_seconds", "reward_wait_seconds", "reward_queue_seconds", "reward_attempts"})
+_MEASURED = frozenset(f"reward_{name}" for name in MEASURED) - {"reward_outage_s"}
 """Keys of the values that the reward loop measures for every sample."""
 
 
@@ -108,7 +108,7 @@ class StepRewards:
         Keys may differ between samples: a mean covers the samples that have the key.
         """
         samples = self.samples().values()
-        outages = [sample.info.get("reward_outage_seconds") or 0.0 for sample in samples]
+        outages = [sample.info.get("reward_outage_s") or 0.0 for sample in samples]
         outcomes = Counter(sample.info.get("reward_outcome") for sample in samples)
         measured: dict[str, list[float]] = defaultdict(list)
         returned: dict[str, list[float]] = defaultdict(list)

@@ -15,8 +15,7 @@ from reward_loop.audit import AuditCounts, Feature, open_audit
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import InvalidScoreError, RewardLoopError
 from reward_loop.limits import FailureBound, open_limits
-from reward_loop.managers.base import VALIDATE
-from reward_loop.managers.policy import open_records
+from reward_loop.managers.base import VALIDATE, open_records
 from reward_loop.managers.post_process import PostProcess, fail_reward
 from reward_loop.records import ExchangeCounts, watch
 from reward_loop.scoring.proofs import ProofCounts

@@ -21,7 +21,7 @@ from reward_loop.audit import AuditCounts
 from reward_loop.errors import RewardLoopError
 from reward_loop.managers.failures import Failures
 from reward_loop.records import cleaned
-from reward_loop.types import RESERVED_KEYS
+from reward_loop.types import RESERVED_KEYS, RewardResult
 from reward_loop.verl.agent_loop_manager import RewardAgentLoopManager
 from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.gdpo import GDPO, component_rewards, switch_estimator, use_rewards
@@ -222,7 +222,8 @@ class RewardLoopTrainer(RecordingTrainer):
     def _say_failures(self, of: str, infos: Iterable[Mapping[str, Any]]) -> None:
         """Log one line if samples of a step or validation have no score."""
         folder = self._settings.options.log_dir
-        if line := Failures.of(infos).line(None if folder is None else f"reward-loop view {folder}"):
+        results = (RewardResult.of({"reward_score": 0.0, "reward_extra_info": dict(info)}) for info in infos)
+        if line := Failures.of(results).line(None if folder is None else f"reward-loop view {folder}"):
             logger.warning("%s: %s", of, line)
 
     @overrides(PPOTrainer)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 
 from reward_loop import RewardLoopConfig, RewardResult, RewardSample, ScoringFunction
-from reward_loop.client import Choice, Judge, Number, Order, Ratings, repeats
+from reward_loop.client import Choice, Judge, Number, Order, Ratings, http
 from reward_loop.errors import ConfigError, RequestError
 from reward_loop.limits.call import RequestRetries
 from reward_loop.records import ActiveSample
@@ -275,7 +275,7 @@ async def test_one_request_is_sent_again_after_a_transient_error_and_not_the_who
 async def test_an_error_is_raised_after_the_last_attempt(
     faults: list[Status], requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(repeats, "_NO_CALL", RequestRetries(1, 0.001, waits_for_outages=False))
+    monkeypatch.setattr(http, "_NO_CALL", RequestRetries(1, 0.001, waits_for_outages=False))
     async with FakeJudge("Score: 7") as server:
         server.script(*faults)
         with pytest.raises(RequestError):
@@ -307,8 +307,8 @@ async def test_the_pause_between_two_requests_does_not_count_towards_the_deadlin
         result = await scoring(RewardSample("4"), reward_router_address=server.address)
         await asyncio.to_thread(scoring.close)
     assert (result.score, result.attempts) == (7.0, 1)
-    assert result.wait_seconds >= 2.5
-    assert result.seconds < 2
+    assert result.wait_s >= 2.5
+    assert result.work_s < 2
 
 
 async def test_what_the_client_repeated_to_no_avail_is_not_repeated_by_the_function() -> None:

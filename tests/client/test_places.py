@@ -59,7 +59,7 @@ async def test_requests_wait_for_a_free_place_outside_the_deadline(status, is_ur
         function = ScoringFunction(judge, options=options)
         results = await asyncio.gather(*(function(RewardSample(str(number))) for number in range(64)))
         assert Counter(str(result.outcome) for result in results) == {"scored": 64}
-        assert max(result.wait_seconds for result in results) > 3
+        assert max(result.wait_s for result in results) > 3
         # All come at once, so each is refused once; then nearly none.
         assert engine.counts["refused"] < 1.3 * engine.counts["accepted"]
 

@@ -14,8 +14,7 @@ from reward_loop import (
 from reward_loop._util.framing import frame, read_frame
 from reward_loop.config import RewardLoopConfig
 from reward_loop.limits import client, local, server
-from reward_loop.limits.client import RemoteLimits, open_limits
-from reward_loop.limits.failures import SharedFailureBound
+from reward_loop.limits.client import RemoteLimits, SharedFailureBound, open_limits
 from reward_loop.limits.local import LocalLimits
 from reward_loop.limits.protocol import encode
 from reward_loop.limits.server import LimitServer, serve_limits

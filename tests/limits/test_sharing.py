@@ -8,7 +8,7 @@ import pytest
 import reward_loop
 from reward_loop import LimitError, Outcome, RewardLoopConfig, RewardResult, RewardSample, ScoringFunction
 from reward_loop.client import Judge, Number, chat_complete, classify, score
-from reward_loop.client.exchange import Exchange
+from reward_loop.client.http import Exchange
 from reward_loop.limits.client import RemoteLimits
 from reward_loop.limits.limiter import WINDOW
 from reward_loop.limits.local import LocalLimits

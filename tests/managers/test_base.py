@@ -217,7 +217,7 @@ async def test_every_reward_has_the_same_keys_of_the_loop_and_its_own_of_the_fun
         assert type(info["reward_outcome"]) is str
         assert type(info["reward_masked"]) is bool
         assert type(info["reward_error"]) is str
-        assert info["reward_seconds"] >= 0
+        assert info["reward_work_s"] >= 0
 
 
 async def test_a_run_whose_samples_fail_stops():

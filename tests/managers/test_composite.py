@@ -191,7 +191,7 @@ async def test_components_are_retried_and_their_attempts_logged(make, calls):
     info = (await run(manager, "down"))["reward_extra_info"]
     assert calls == ["down"] * 2
     assert (info["Judge/attempts"], info["form/attempts"], info["reward_attempts"]) == (2, 1, 2)
-    assert 0 < info["Judge/wait_seconds"] == info["reward_wait_seconds"]
+    assert 0 < info["Judge/wait_s"] == info["reward_wait_s"]
 
 
 async def test_components_share_the_cache_of_the_run_and_differ_by_their_arguments(make, calls, tmp_path):
@@ -318,15 +318,15 @@ async def test_options_of_a_component_that_is_a_scoring_function_are_refused(mod
 
 async def test_a_components_own_keys_replace_none_of_the_managers(module):
     async def judge(solution_str):
-        return {"score": 1.0, "outcome": "win", "seconds": 7, "error": "of grammar", "words": 2}
+        return {"score": 1.0, "outcome": "win", "work_s": 7, "error": "of grammar", "words": 2}
 
     module.judge = judge
     manager = CompositeRewardLoopManager({"reward_loop": {"components": {"judge": {"path": "judges:judge"}}}})
     reward = (await run(manager, "x"))["reward_extra_info"]
     assert reward["judge/outcome"] == "scored"
-    assert reward["judge/seconds"] != 7
+    assert reward["judge/work_s"] != 7
     assert "judge/error" not in reward
-    assert [reward[f"judge/{key}"] for key in ("returned_outcome", "returned_seconds", "returned_error", "words")] == [
+    assert [reward[f"judge/{key}"] for key in ("returned_outcome", "returned_work_s", "returned_error", "words")] == [
         "win",
         7,
         "of grammar",

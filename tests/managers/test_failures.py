@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from reward_loop import NaiveRewardLoopManager, RewardSample
+from reward_loop import NaiveRewardLoopManager, RewardResult, RewardSample
 from reward_loop.managers.failures import Failures
 from reward_loop.offline.report import Report
 from reward_loop.records import records
@@ -28,14 +28,18 @@ def line_of(text: str) -> int:
     return first + next(i for i, line in enumerate(lines) if text in line)
 
 
-async def rewards(answers: list[str], **options: Any) -> list[dict[str, Any]]:
+def result_of(**info: Any) -> RewardResult:
+    return RewardResult.of({"reward_score": 0.0, "reward_extra_info": info})
+
+
+async def results_of(answers: list[str], **options: Any) -> list[RewardResult]:
     manager = NaiveRewardLoopManager({"max_failed_share": 1.0, **options}, compute_score=compute_score)
     samples = [RewardSample(answer, uid=f"u{i}") for i, answer in enumerate(answers)]
     try:
         found = [await manager.run_single(sample) for sample in samples]
     finally:
         await asyncio.to_thread(manager.close)
-    return [reward["reward_extra_info"] for reward in found]
+    return [RewardResult.of(reward) for reward in found]
 
 
 FAILING = [f"no number: {i}" for i in range(15)] + [f"key {i}" for i in range(4)] + ["none", "none", "1", "2"]
@@ -43,7 +47,7 @@ FAILING = [f"no number: {i}" for i in range(15)] + [f"key {i}" for i in range(4)
 
 @pytest.mark.parametrize("isolation", ["thread", pytest.param("process", marks=pytest.mark.integration)])
 async def test_a_cause_with_data_in_its_text_is_one_cause(isolation: str) -> None:
-    line = Failures.of(await rewards(FAILING, isolation=isolation, max_processes=1)).line("reward-loop view rewards")
+    line = Failures.of(await results_of(FAILING, isolation=isolation, max_processes=1)).line("reward-loop view rewards")
     assert line is not None
     where = f"in compute_score ({__file__}:{line_of('float(solution_str)')})"
     assert line.startswith(
@@ -55,23 +59,21 @@ async def test_a_cause_with_data_in_its_text_is_one_cause(isolation: str) -> Non
 
 
 async def test_without_a_missing_score_there_is_no_line() -> None:
-    assert Failures.of(await rewards(["1", "2"])).line() is None
-    assert Failures.of([{}, {"reward_outcome": None}]).line() is None  # of a manager that reports no outcome
+    assert Failures.of(await results_of(["1", "2"])).line() is None
+    assert (
+        Failures.of([result_of(), result_of(reward_outcome=None)]).line() is None
+    )  # of a manager that reports no outcome
 
 
 async def test_an_unscored_sample_has_no_error_to_show() -> None:
-    line = Failures.of(await rewards(["none", "1"])).line()
+    line = Failures.of(await results_of(["none", "1"])).line()
     assert line == "1 unscored of 2 samples: no score from compute_score (test_failures.py)"
-    assert Failures.of([{"reward_outcome": "failed"}]).line() == "1 failed of 1 sample: failed without a cause"
+    assert Failures.of([result_of(reward_outcome="failed")]).line() == "1 failed of 1 sample: failed without a cause"
 
 
 async def test_one_cause_with_a_long_message_of_several_lines_is_one_short_line() -> None:
-    info = {
-        "reward_outcome": "failed",
-        "reward_error": "sample a: " + "x" * 1000 + "\nFile",
-        "reward_cause": "KeyError",
-    }
-    line = Failures.of([info] * 3).line()
+    error = "sample a: " + "x" * 1000 + "\nFile"
+    line = Failures.of([result_of(reward_outcome="failed", reward_error=error, reward_cause="KeyError")] * 3).line()
     assert line is not None
     assert line.startswith("3 failed of 3 samples: KeyError; first: sample a: xxx")
     assert (len(line) < 400, "\n" in line) == (True, False)
@@ -79,7 +81,7 @@ async def test_one_cause_with_a_long_message_of_several_lines_is_one_short_line(
 
 async def test_records_have_the_cause_and_the_report_groups_by_it(tmp_path: Any) -> None:
     folder = str(tmp_path / "rewards")
-    await rewards(FAILING, log_dir=folder)
+    await results_of(FAILING, log_dir=folder)
     report = Report()
     await asyncio.to_thread(records(folder).flush)
     for row in RecordsReader(tmp_path / "rewards").rows():

@@ -53,9 +53,9 @@ async def test_waiting_and_running_are_measured_separately(tmp_path: Path) -> No
     for row in rows.values():
         assert row["work_s"] >= 0.1
         assert row["work_s"] + row["wait_s"] + row["queue_s"] >= 0.5
-    assert rewards[2]["reward_queue_seconds"] >= 0.4
+    assert rewards[2]["reward_queue_s"] >= 0.4
     for info, name in zip(rewards, "abc", strict=True):
-        assert info["reward_queue_seconds"] <= rows[name]["queue_s"] + 0.001
+        assert info["reward_queue_s"] <= rows[name]["queue_s"] + 0.001
 
 
 async def test_calls_that_the_cache_saves_are_recorded(tmp_path: Path) -> None:

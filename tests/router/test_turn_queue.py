@@ -188,7 +188,7 @@ async def test_calls_wait_outside_their_deadlines_and_without_a_place_at_the_rew
         results = await asyncio.gather(*calls)
         await asyncio.to_thread(function.close)
         assert [result.outcome for result in results] == ["scored"] * len(calls)
-        assert max(result.wait_seconds for result in results) > DEADLINE_S
+        assert max(result.wait_s for result in results) > DEADLINE_S
         # With one place, they would else alternate between the models.
         assert owner.wakes == ["a", "b"]
 

@@ -75,7 +75,7 @@ async def test_another_number_of_scores_fails_all(returned):
     assert [result.outcome for result in results] == [Outcome.FAILED] * 2
     assert "must return a list of 2 scores" in results[0].error
     assert "sample u1 (" in results[1].error
-    assert all(result.queue_seconds > 0 and result.attempts == 1 for result in results)
+    assert all(result.queue_s > 0 and result.attempts == 1 for result in results)
 
 
 async def test_a_call_that_ends_badly_fails_all_and_names_them():
@@ -122,10 +122,10 @@ async def test_attempts_and_times_are_those_of_the_call():
     assert [result.outcome for result in results] == outcomes
     assert [result.attempts for result in results] == [2, 2, 2, 2, 0]
     first = results[0]
-    assert first.seconds >= 0.01
-    assert first.wait_seconds > 0
+    assert first.work_s >= 0.01
+    assert first.wait_s > 0
     for result in results[:4]:
-        assert (result.seconds, result.wait_seconds) == (first.seconds, first.wait_seconds)
+        assert (result.work_s, result.wait_s) == (first.work_s, first.wait_s)
 
 
 def test_the_signature_is_read_and_calls_are_not_cached():

@@ -101,7 +101,7 @@ async def test_every_form_is_called(function, is_async):
     assert scoring.is_async is is_async
     result = await scoring(SAMPLE)
     assert (result.outcome, result.score, result.error) == (Outcome.SCORED, 1.0, None)
-    assert result.seconds >= 0
+    assert result.work_s >= 0
 
 
 async def test_a_function_receives_by_keyword_only_what_it_declares():
@@ -475,7 +475,7 @@ async def test_the_deadline_does_not_count_the_queue():
     await advance(700)
     release.set()
     assert [(await task).outcome for task in (first, second)] == [Outcome.SCORED] * 2
-    assert (await second).queue_seconds > 600
+    assert (await second).queue_s > 600
 
 
 @pytest.mark.parametrize("is_async", [True, False])
@@ -618,7 +618,7 @@ async def test_the_wait_for_a_limit_that_grants_nothing_is_measured():
     scoring = ScoringFunction(hold, options=RewardLoopConfig(limits=limits))
     _, refused = await asyncio.gather(scoring(SAMPLE), scoring(SAMPLE))
     assert (refused.outcome, refused.attempts) == (Outcome.FAILED, 0)
-    assert refused.wait_seconds >= 0.3
+    assert refused.wait_s >= 0.3
 
 
 async def test_a_function_that_needs_signals_is_told_to_run_in_processes():

@@ -240,7 +240,7 @@ async def test_samples_wait_for_a_judge_that_is_away(client: Any, kind: str, jud
     results = await samples
     assert [(result.outcome, result.score) for result in results] == [(Outcome.SCORED, 7.0)] * 3
     for result in results:
-        assert 0 < result.outage_seconds <= result.wait_seconds
+        assert 0 < result.outage_s <= result.wait_s
         assert result.attempts > 1
 
 
@@ -259,7 +259,7 @@ async def test_the_wait_is_not_part_of_the_deadline_and_holds_no_permit(isolatio
     await asyncio.to_thread(function.close)
     assert status["limits"]["default"]["in_flight"] <= 1  # the probe
     assert [result.score for result in results] == [7.0, 7.0]
-    assert min(result.outage_seconds for result in results) > 1  # the calls of the probes do not count
+    assert min(result.outage_s for result in results) > 1  # the calls of the probes do not count
     assert asyncio.get_running_loop().time() - began < 20
 
 
@@ -346,7 +346,7 @@ async def test_after_the_bound_samples_fail_with_the_address_the_duration_and_th
 
 async def test_without_a_bound_an_unreachable_judge_is_a_transient_error(judge: Judge) -> None:
     (result,) = await scored(scoring(by_our_client, outage_timeout_s=0), judge)
-    assert (result.outcome, result.attempts, result.outage_seconds) == (Outcome.FAILED, 3, 0.0)
+    assert (result.outcome, result.attempts, result.outage_s) == (Outcome.FAILED, 3, 0.0)
 
 
 async def test_a_cancelled_sample_leaves_the_outage(judge: Judge) -> None:
@@ -503,7 +503,7 @@ async def test_one_of_two_judges_is_away(client: Any, isolation: str, judge: Jud
         for _ in range(20):  # the answers of the other judge are none of this one
             assert (await function(RewardSample("4"), reward_router_address=other.address)).score == 7
         assert not sample.done()
-        assert list(outages._open) == [judge.address]
+        assert list(outages.open) == [judge.address]
         await judge.be(answers(200))
         assert (await sample).score == 7
     await other.stop()

@@ -90,9 +90,9 @@ async def test_the_times_of_all_attempts_are_in_the_result(last):
     result = await ScoringFunction(function, options=options)(RewardSample(""))
     assert result.score == (last if last == 1.0 else None)
     assert result.attempts == 2
-    assert result.seconds >= 0.04
-    assert result.wait_seconds >= 0.05
-    assert result.queue_seconds > 0
+    assert result.work_s >= 0.04
+    assert result.wait_s >= 0.05
+    assert result.queue_s > 0
 
 
 class BusyError(Exception):
@@ -140,7 +140,7 @@ async def test_a_service_that_stays_busy_is_asked_at_growing_intervals_until_max
 
 async def test_waiting_for_limits_does_not_count_towards_max_seconds():
     waited = CallOutcome(None, BusyError(1), 0.0)
-    waited.waited = 1000.0
+    waited.wait_s = 1000.0
     pauses = Pauses()
 
     async def attempt(*_):

@@ -35,18 +35,18 @@ def step_rewards(infos: dict[str, dict[str, Any]], scores: dict[str, float]) -> 
 
 def test_metrics_of_samples_whose_keys_differ() -> None:
     infos: dict[str, dict[str, Any]] = {
-        "a_0_0": {"reward_outcome": "scored", "reward_seconds": 1.0, "score": 1.0, "format": True, "text": "x"},
+        "a_0_0": {"reward_outcome": "scored", "reward_work_s": 1.0, "score": 1.0, "format": True, "text": "x"},
         "a_1_0": {
             "reward_outcome": "scored",
-            "reward_seconds": 3.0,
-            "reward_wait_seconds": 0.5,
-            "reward_queue_seconds": 0.25,
+            "reward_work_s": 3.0,
+            "reward_wait_s": 0.5,
+            "reward_queue_s": 0.25,
             "reward_attempts": 2,
             "score": 3.0,
             "judge": np.float32(0.5),
         },
-        "a_2_0": {"reward_outcome": "failed", "reward_seconds": 2.0, "steps": [1, 2]},
-        "a_2_1": {"reward_outcome": "unscored", "reward_seconds": 2.0},  # the session's last output counts
+        "a_2_0": {"reward_outcome": "failed", "reward_work_s": 2.0, "steps": [1, 2]},
+        "a_2_1": {"reward_outcome": "unscored", "reward_work_s": 2.0},  # the session's last output counts
     }
     rewards = step_rewards(infos, {"a_0_0": 1.0, "a_1_0": 3.0, "a_2_0": 0.0, "a_2_1": 0.0})
     assert rewards.metrics() == {
@@ -54,12 +54,12 @@ def test_metrics_of_samples_whose_keys_differ() -> None:
         "reward_loop/unscored": 1,
         "reward_loop/failed": 0,
         "reward_loop/raw_score/mean": 2.0,
-        "reward_loop/seconds/mean": 2.0,
-        "reward_loop/seconds/max": 3.0,
-        "reward_loop/wait_seconds/mean": 0.5,
-        "reward_loop/wait_seconds/max": 0.5,
-        "reward_loop/queue_seconds/mean": 0.25,
-        "reward_loop/queue_seconds/max": 0.25,
+        "reward_loop/work_s/mean": 2.0,
+        "reward_loop/work_s/max": 3.0,
+        "reward_loop/wait_s/mean": 0.5,
+        "reward_loop/wait_s/max": 0.5,
+        "reward_loop/queue_s/mean": 0.25,
+        "reward_loop/queue_s/max": 0.25,
         "reward_loop/attempts/mean": 2.0,
         "reward_loop/attempts/max": 2.0,
         "reward_loop/outage/samples": 0.0,

@@ -16,7 +16,7 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardLoopError, TooManyFailuresError
 from reward_loop.limits.server import serve_limits
 from reward_loop.managers import registry
-from reward_loop.managers.policy import open_records
+from reward_loop.managers.base import open_records
 from reward_loop.records.reader import RecordsReader
 from reward_loop.types import RewardSample, is_returned
 from reward_loop.verl.reward_worker import RewardWorker
@@ -318,7 +318,7 @@ REJECTED: list[Any] = [
             "turn_level_scores": [9.0],
             "reward_outcome": "scored",
             "reward_masked": False,
-            "reward_seconds": 2.0,
+            "reward_work_s": 2.0,
             "reward_attempts": 3,
         },
     }
@@ -337,7 +337,7 @@ async def test_a_reward_whose_parts_do_not_fit_obeys_the_policy(
     info = reward["reward_extra_info"]
     assert (info["reward_outcome"], info["reward_masked"]) == ("failed", masked)
     assert info["reward_error"] == f"sample x_3: {PROBLEM}"
-    assert (info["reward_seconds"], info["reward_attempts"]) == (2.0, 3)
+    assert (info["reward_work_s"], info["reward_attempts"]) == (2.0, 3)
     assert not {"score", "turn_level_scores"} & info.keys()
     assert await worker.fatal_error() is None
 

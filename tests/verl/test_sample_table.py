@@ -17,7 +17,7 @@ from reward_loop.verl import sample_table
 from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward
 from reward_loop.verl.sample_table import COLUMNS, MAX_TEXT, SampleTable, chosen_keys
 
-INFO = {"reward_outcome": "scored", "reward_masked": False, "reward_error": "", "reward_seconds": 0.1}
+INFO = {"reward_outcome": "scored", "reward_masked": False, "reward_error": "", "reward_work_s": 0.1}
 
 
 def step_rewards(**infos: dict[str, Any]) -> StepRewards:

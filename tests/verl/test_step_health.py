@@ -43,9 +43,9 @@ class Run:
         self.rows[key] = {"responses": torch.arange(TOKENS) + 100 * (4 * group + session)}
         self.scores[key] = score
         outcome = "unscored" if session == 2 else "scored"
-        self.infos[key] = {"reward_outcome": outcome, "reward_masked": session == 2, "reward_seconds": 1.0}
+        self.infos[key] = {"reward_outcome": outcome, "reward_masked": session == 2, "reward_work_s": 1.0}
         if session != 2:
-            self.infos[key] |= {"score": score, "quality": 2 * score, "a/seconds": 1.0, "note": "x"}
+            self.infos[key] |= {"score": score, "quality": 2 * score, "a/work_s": 1.0, "note": "x"}
 
     def _get(self, keys: list[str], partition_id: str, select_fields: list[str]) -> Any:
         (field,) = select_fields

@@ -14,7 +14,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardLoopError, ScoringError
-from reward_loop.limits.failures import FailureBound
+from reward_loop.limits import FailureBound
 from reward_loop.managers.post_process import fail_reward
 from reward_loop.types import RewardSample
 from reward_loop.verl import pipeline, reward_changes, tq_rows  # noqa: F401  registers the mode reward_pipeline

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reward_loop.config import RewardLoopConfig
-from reward_loop.managers.policy import record_sample
+from reward_loop.managers.base import decide
 from reward_loop.records import ActiveSample, Records, reward_change_row
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
@@ -54,10 +54,11 @@ def record(
     outcome = Outcome.SCORED if score is not None else Outcome.FAILED
     problem = error or ("it failed" if score is None else None)
     result = RewardResult(outcome=outcome, score=score, error=problem, extra_info=components or {})
+    result = decide(result, RewardLoopConfig())
     active = ActiveSample(found, "compute_score (reward.py)", is_recorded=True)
     for one in exchanges or ():
         active.exchange(one)
-    record_sample(writer, active, result, RewardLoopConfig(record={"full": full}))
+    writer.write_sample(active, result, full)
 
 
 def revise(writer: Records, uid: str, reward: float | None, **more: Any) -> None:

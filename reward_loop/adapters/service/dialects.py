@@ -18,8 +18,7 @@ from pydantic import Field
 
 from reward_loop.adapters.service.replies import ERRORS, JsonBody, ServiceError, json_reply, numbers_of
 from reward_loop.adapters.service.service import RewardService
-from reward_loop.managers.scorer import Scored
-from reward_loop.types import RewardSample
+from reward_loop.types import RewardResult, RewardSample
 
 __all__ = ["DialectOptions", "llamafactory", "openrlhf", "slime"]
 
@@ -122,9 +121,9 @@ def _samples(body: Rollouts, service: RewardService, options: DialectOptions, so
     return samples
 
 
-def _extra_logs(scored: list[Scored]) -> dict[str, list[float]]:
-    keys = dict.fromkeys(key for result in scored for key in result.components)
-    return {key: [result.components.get(key, math.nan) for result in scored] for key in keys}
+def _extra_logs(results: list[RewardResult]) -> dict[str, list[float]]:
+    keys = dict.fromkeys(key for result in results for key in result.components)
+    return {key: [result.components.get(key, math.nan) for result in results] for key in keys}
 
 
 # --- slime and miles: `--rm-type remote_rm --rm-url http://host:port/slime`

@@ -91,14 +91,13 @@ def _routes(service: RewardService, options: DialectOptions) -> APIRouter:
         sample = replace(_sample(body, fields), uid=request.path_params.get("rollout_id"))
         if sample.error is not None:
             raise ServiceError(422, f"the request has {sample.error}")
-        (scored,) = await service.score_request(request, [sample])
-        is_masked = scored.score is None
+        (result,) = await service.score_request(request, [sample])
         reply = {
-            "reward": 0.0 if is_masked else scored.score,
-            "mask_sample": is_masked,
-            "failure_kind": FAILURE_KINDS.get(scored.outcome),
-            "failure_reason": scored.error,
-            "reward_components": scored.components,
+            "reward": result.reward or 0.0,
+            "mask_sample": result.masked,
+            "failure_kind": FAILURE_KINDS.get(result.outcome),
+            "failure_reason": result.reason,
+            "reward_components": result.components,
         }
         return json_reply(body.model_dump() | reply)
 

@@ -9,8 +9,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict
 
 from reward_loop._util.json import encode
-from reward_loop.managers.scorer import Scored
-from reward_loop.types import Outcome
+from reward_loop.types import Outcome, RewardResult
 
 __all__ = ["ERRORS", "ErrorBody", "JsonBody", "ServiceError", "error_reply", "json_reply", "numbers_of"]
 
@@ -82,7 +81,7 @@ def error_reply(error: ServiceError) -> Response:
     return reply
 
 
-def numbers_of(results: list[Scored], trainer: str) -> list[float]:
+def numbers_of(results: list[RewardResult], trainer: str) -> list[float]:
     """Return the scores, for a reply that consists of numbers.
 
     Args:
@@ -92,15 +91,15 @@ def numbers_of(results: list[Scored], trainer: str) -> list[float]:
     Raises:
         ServiceError: a sample has no score. Status 500: the reply cannot express that, and no number is made up.
     """
-    missing = [result for result in results if result.score is None]
+    missing = [result for result in results if result.reward is None]
     if missing:
         first = missing[0]
         policy = "on_unscored" if first.outcome is Outcome.UNSCORED else "on_failed"
         raise ServiceError(
             500,
             f"{len(missing)} of {len(results)} samples have no score, and a reply to {trainer} consists of numbers. "
-            f"The first one is {first.outcome}: {first.error}. To send a number of your choice for such samples, "
+            f"The first one is {first.outcome}: {first.reason}. To send a number of your choice for such samples, "
             f"start the service with -O {policy}=default -O default_score=NUMBER",
             outcome=first.outcome,
         )
-    return [result.score for result in results if result.score is not None]
+    return [result.reward for result in results if result.reward is not None]

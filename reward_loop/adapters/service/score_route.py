@@ -11,8 +11,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from reward_loop.adapters.service.replies import ERRORS, JsonBody, ServiceError, json_reply
 from reward_loop.adapters.service.service import RewardService
-from reward_loop.managers.scorer import Scored
-from reward_loop.types import Outcome, RewardSample
+from reward_loop.types import Outcome, RewardResult, RewardSample
 
 __all__ = ["KINDS", "routes"]
 
@@ -122,11 +121,10 @@ def routes(service: RewardService) -> APIRouter:
             service.check_given(sample.given(), f"sample {sample.uid or index}")
         groups = _members(given, service)
         order = [index for members in groups for index in members]
-        samples = [given[index].to_sample() for index in order]
+        samples = service.named([given[index].to_sample() for index in order])
         scored = await service.score_request(request, samples, [len(members) for members in groups])
-        results = dict(zip(order, scored, strict=True))
-        shown = [_result(results[index]) for index in range(len(given))]
-        return json_reply({"results": shown} if isinstance(body, Samples) else shown[0])
+        shown = dict(zip(order, map(_result, samples, scored), strict=True))
+        return json_reply({"results": [shown[i] for i in range(len(given))]} if isinstance(body, Samples) else shown[0])
 
     return router
 
@@ -149,11 +147,11 @@ def _members(samples: Sequence[Sample], service: RewardService) -> list[list[int
     return list(groups.values())
 
 
-def _result(scored: Scored) -> dict[str, Any]:
+def _result(sample: RewardSample, result: RewardResult) -> dict[str, Any]:
     return {
-        "uid": scored.uid,
-        "score": scored.score,
-        "outcome": str(scored.outcome),
-        "error": scored.error,
-        "reward_extra_info": scored.extra_info,
+        "uid": sample.uid,
+        "score": result.reward,
+        "outcome": str(result.outcome),
+        "error": result.reason,
+        "reward_extra_info": result.to_reward()["reward_extra_info"],
     }

@@ -36,9 +36,9 @@ from reward_loop.errors import (
     UnscoredError,
 )
 from reward_loop.managers.failures import Failures
-from reward_loop.managers.scorer import Scored, Scorer, scores_groups
+from reward_loop.managers.scorer import Scorer, scores_groups
 from reward_loop.scoring.forms import BY_NAME
-from reward_loop.types import Outcome, Reward, RewardSample
+from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
 
 __all__ = ["RETRY_AFTER_S", "Metrics", "RewardService"]
 
@@ -177,7 +177,7 @@ class RewardService:
 
     async def score(
         self, samples: Sequence[RewardSample], *, path: str, groups: Sequence[int] | None = None
-    ) -> list[Scored]:
+    ) -> list[RewardResult]:
         """Score the samples of a request, and return their results in order. If cancelled, its samples are cancelled.
 
         Args:
@@ -190,8 +190,7 @@ class RewardService:
                 error of the manager or the policy ``raise`` ended the request (500).
         """
         self._check_room(len(samples))
-        named = [self._named(sample, index) for index, sample in enumerate(samples)]
-        self._requests += 1
+        named = self.named(samples)
         try:
             pending = self._agent.submit(named, groups=groups)
         except ConfigError as error:
@@ -214,10 +213,10 @@ class RewardService:
             self._pending.discard(pending)
             self.in_flight -= len(named)
             self._end_if_idle()
-        results = [Scored.of(str(sample.uid), reward) for sample, reward in zip(named, rewards, strict=True)]
+        results = [RewardResult.of(reward, sample.uid) for sample, reward in zip(named, rewards, strict=True)]
         for result in results:
             self.metrics.samples.labels(path, result.outcome).inc()
-            self._failures.add(result.outcome, result.cause, result.error)
+            self._failures.add(result)
             if result.outcome is Outcome.FAILED:
                 self._log(result.cause or "failed", result.error or "a sample failed")
         self._say_failures()
@@ -225,14 +224,14 @@ class RewardService:
 
     async def score_request(
         self, request: Request, samples: Sequence[RewardSample], groups: Sequence[int] | None = None
-    ) -> list[Scored]:
+    ) -> list[RewardResult]:
         """Score the samples of a request. If the client disconnects, its samples are cancelled.
 
         Raises:
             ServiceError: see `score`.
             ClientDisconnect: the client disconnected.
         """
-        results: list[Scored] = []
+        results: list[RewardResult] = []
 
         async def work() -> None:
             results.extend(await self.score(samples, path=request.url.path, groups=groups))
@@ -292,12 +291,17 @@ class RewardService:
                 retry_after_s=RETRY_AFTER_S,
             )
 
-    def _named(self, sample: RewardSample, index: int) -> RewardSample:
-        return replace(
-            sample,
-            uid=f"{self._name}.{self._requests}.{index}" if sample.uid is None else sample.uid,
-            data_source=sample.data_source or self.data_source or "",
-        )
+    def named(self, samples: Sequence[RewardSample]) -> list[RewardSample]:
+        """Return the samples of a request, each with a unique name and a data source where they have none."""
+        self._requests += 1
+        return [
+            replace(
+                sample,
+                uid=f"{self._name}.{self._requests}.{index}" if sample.uid is None else sample.uid,
+                data_source=sample.data_source or self.data_source or "",
+            )
+            for index, sample in enumerate(samples)
+        ]
 
     def _say_failures(self) -> None:
         """Log how many of the latest samples have no score, at most once in `LINE_S` seconds."""

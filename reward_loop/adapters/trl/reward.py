@@ -18,10 +18,10 @@ from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError
 from reward_loop.managers.base import progress_of
 from reward_loop.managers.failures import Failures
-from reward_loop.managers.scorer import Scored, Scorer, load_scorer
+from reward_loop.managers.scorer import Scorer, load_scorer
 from reward_loop.scoring import load_function
 from reward_loop.scoring.signature import required_by_name
-from reward_loop.types import Outcome, finite_number, is_returned
+from reward_loop.types import Outcome, RewardResult, finite_number, is_returned
 
 __all__ = ["RewardLog", "TRLReward", "reward_function"]
 
@@ -188,14 +188,11 @@ class TRLReward:
         if log_metric is not None:
             for metric, value in (await agent.audit_metrics(f"reward_loop/{self.__name__}/audit")).items():
                 log_metric(metric, value)
-        return [scored.score for scored in results]
+        return [result.reward for result in results]
 
-    def _say_failures(self, results: Sequence[Scored], step: int | None, folder: str | None) -> None:
+    def _say_failures(self, results: Sequence[RewardResult], step: int | None, folder: str | None) -> None:
         """Log one line if samples of a batch have no score."""
-        failures = Failures()
-        for scored in results:
-            failures.add(scored.outcome, scored.cause, scored.error)
-        if line := failures.line(None if folder is None else f"reward-loop view {folder}"):
+        if line := Failures.of(results).line(None if folder is None else f"reward-loop view {folder}"):
             logger.warning("%s%s: %s", self.__name__, "" if step is None else f", step {step}", line)
 
     def _groups(self, prompts: Sequence[Any], needs_group: bool) -> list[int]:
@@ -232,32 +229,32 @@ class RewardLog:
         self._name = name
         self._numeric: dict[str, bool] | None = None
 
-    def metrics(self, results: Sequence[Scored]) -> dict[str, float]:
+    def metrics(self, results: Sequence[RewardResult]) -> dict[str, float]:
         """Return the metrics of a batch: the number of samples by outcome, mean seconds, and the mean components."""
-        outcomes = Counter(scored.outcome for scored in results)
+        outcomes = Counter(result.outcome for result in results)
         group = f"reward_loop/{self._name}"
         metrics: dict[str, float] = {f"{group}/{outcome}": outcomes[outcome] for outcome in Outcome}
-        metrics[f"{group}/masked"] = sum(scored.score is None for scored in results)
-        infos = [scored.extra_info for scored in results]
-        if seconds := [info["reward_seconds"] for info in infos if "reward_seconds" in info]:
-            metrics[f"{group}/seconds"] = fmean(seconds)
+        metrics[f"{group}/masked"] = sum(result.masked for result in results)
+        infos = [result.extra_info for result in results]
+        if measured := [result.work_s for result in results if result.total_s]:  # not by a manager written for verl
+            metrics[f"{group}/work_s"] = fmean(measured)
         for key in _components(infos):
             numbers = (finite_number(info.get(key)) for info in infos)
             if values := [number for number in numbers if number is not None]:
                 metrics[f"reward_components/{self._name}/{key}"] = fmean(values)
         return metrics
 
-    def columns(self, results: Sequence[Scored]) -> dict[str, list[Any]]:
+    def columns(self, results: Sequence[RewardResult]) -> dict[str, list[Any]]:
         """Return a column for the outcomes, one for the errors, and one for each component of the first batch."""
-        infos = [scored.extra_info for scored in results]
+        infos = [result.extra_info for result in results]
         if self._numeric is None:
             self._numeric = {
                 key: all(finite_number(info[key]) is not None for info in infos if info.get(key) is not None)
                 for key in _components(infos)
             }
         columns: dict[str, list[Any]] = {
-            f"{self._name}/outcome": [str(scored.outcome) for scored in results],
-            f"{self._name}/error": [scored.error or "" for scored in results],
+            f"{self._name}/outcome": [str(result.outcome) for result in results],
+            f"{self._name}/error": [result.reason or "" for result in results],
         }
         for key, is_numeric in self._numeric.items():
             convert = finite_number if is_numeric else _text
@@ -266,7 +263,7 @@ class RewardLog:
 
     def log(
         self,
-        results: Sequence[Scored],
+        results: Sequence[RewardResult],
         log_extra: Callable[[str, list[Any]], None] | None,
         log_metric: Callable[[str, float], None] | None,
     ) -> None:

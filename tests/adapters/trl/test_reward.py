@@ -17,9 +17,9 @@ import pytest
 from reward_loop import ConfigError, FunctionLoadError, RewardFunctionError
 from reward_loop.adapters.trl import TRLReward, reward_function
 from reward_loop.adapters.trl.reward import RewardLog
-from reward_loop.managers.scorer import Scored
 from reward_loop.records import records
 from reward_loop.records.reader import RecordsReader
+from reward_loop.types import RewardResult
 from tests.adapters.rewards import Centred, rank
 from tests.scoring import published
 from tests.scoring.logging_functions import logging_function
@@ -214,11 +214,11 @@ def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
 # --- Metrics and columns
 
 
-def result(outcome: str = "scored", **info: Any) -> Scored:
+def result(outcome: str = "scored", **info: Any) -> RewardResult:
     masked = outcome != "scored"
-    seconds = {"reward_seconds": 2.0, "reward_error": "broken" if outcome == "failed" else ""}
+    seconds = {"reward_work_s": 2.0, "reward_total_s": 2.5, "reward_error": "broken" if outcome == "failed" else ""}
     extra_info = {"reward_outcome": outcome, "reward_masked": masked, **seconds, **info}
-    return Scored.of("a", {"reward_score": 0.0 if masked else 1.0, "reward_extra_info": extra_info})
+    return RewardResult.of({"reward_score": 0.0 if masked else 1.0, "reward_extra_info": extra_info}, "a")
 
 
 def test_outcomes_are_counted_and_finite_components_averaged_over_the_samples_that_have_them() -> None:
@@ -232,16 +232,16 @@ def test_outcomes_are_counted_and_finite_components_averaged_over_the_samples_th
         "reward_loop/judge/unscored": 0,
         "reward_loop/judge/failed": 1,
         "reward_loop/judge/masked": 1,
-        "reward_loop/judge/seconds": 2.0,
+        "reward_loop/judge/work_s": 2.0,
         "reward_components/judge/format": 0.5,
         "reward_components/judge/style": 1.0,
     }
 
 
 def test_a_reward_of_another_manager_counts_as_scored() -> None:
-    metrics = RewardLog("judge").metrics([Scored.of("a", {"reward_score": 1.0, "reward_extra_info": {}})])
+    metrics = RewardLog("judge").metrics([RewardResult.of({"reward_score": 1.0, "reward_extra_info": {}})])
     assert metrics["reward_loop/judge/scored"] == 1
-    assert "reward_loop/judge/seconds" not in metrics
+    assert "reward_loop/judge/work_s" not in metrics
 
 
 def test_each_component_of_the_first_batch_becomes_a_column_of_one_type() -> None:
