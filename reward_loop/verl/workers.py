@@ -27,7 +27,7 @@ from reward_loop.verl.reward_worker import RewardWorker
 from reward_loop.verl.run_scorer import worker_name
 from reward_loop.verl.settings import RewardSettings
 
-__all__ = ["RewardWorkers", "longest_quiet_s"]
+__all__ = ["RewardWorkers", "beside", "longest_quiet_s"]
 
 logger = logging.getLogger(__name__)
 
@@ -281,7 +281,7 @@ class RewardWorkers:
     ) -> list[T]:
         """Wait for calls of workers, and return their results."""
         try:
-            return asyncio.run(_with(self._gather(pending), meanwhile))
+            return asyncio.run(beside(self._gather(pending), meanwhile))
         except RayTaskError as error:
             self.check_fatal_errors()
             raise RewardLoopError(f"a reward worker failed: {error}") from error
@@ -377,7 +377,7 @@ def _turns_s(model: RewardModelConfig) -> float:
     return model.turn_timeout_s if len(colocated_models(model)) > 1 else 0.0
 
 
-async def _with(work: Coroutine[Any, Any, T], meanwhile: Callable[[], Coroutine[Any, Any, None]] | None) -> T:
+async def beside(work: Coroutine[Any, Any, T], meanwhile: Callable[[], Coroutine[Any, Any, None]] | None) -> T:
     """Await `work` while another coroutine runs, whose failure cancels it; the other one is cancelled at the end."""
     if meanwhile is None:
         return await work

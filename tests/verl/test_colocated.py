@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
 import json
 import urllib.request
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from verl.single_controller.ray import ResourcePoolManager
 
-from reward_loop.config import RewardModelConfig
+from reward_loop.config import RewardModelConfig, parse
 from reward_loop.errors import ServerError
 from reward_loop.router.config import BackendConfig
 from reward_loop.verl import colocated
 from reward_loop.verl.reward_model import MOST_COLOCATED
+from reward_loop.verl.workers import beside
+from tests.servers import CHAT, model_server, post, serving
 from tests.verl.checks import signature, texts
 from tests.verl.configs import settled
 from tests.verl.runs import Run, agent_loop, train
@@ -101,7 +108,9 @@ def test_the_router_has_servers_only_while_they_are_awake_also_if_it_was_restart
     )
     monkeypatch.setattr(colocated, "_Replicas", lambda options, pool: replicas)
     # With an address that the user has chosen, Ray is not asked for tunnels to other nodes.
-    served = RewardModelConfig(engine="transformers", model_path="model", kind="generative", host="127.0.0.2")
+    served = RewardModelConfig(
+        engine="transformers", model_path="model", kind="generative", host="127.0.0.2", placement="colocated"
+    )
     with colocated.ColocatedRewardModels(settled(), served, workers=1) as models:
         router = models.start(pool=None).address
         assert servers() == []
@@ -121,3 +130,64 @@ def test_the_router_has_servers_only_while_they_are_awake_also_if_it_was_restart
 
 def test_verl_has_room_for_the_models() -> None:
     assert ResourcePoolManager.max_colocate_count == 1 + MOST_COLOCATED
+
+
+@contextlib.asynccontextmanager
+async def two_models(
+    monkeypatch: pytest.MonkeyPatch, fails: str = ""
+) -> AsyncIterator[tuple[colocated.ColocatedRewardModels, list[str], str]]:
+    """The models ``a`` and ``b``, the changes of their replicas, and the URL of the router."""
+    changes: list[str] = []
+
+    def change(what: str) -> None:
+        if what == fails:
+            raise RuntimeError("the actor died")
+        changes.append(what)
+
+    async with serving(model_server("a")) as a, serving(model_server("b")) as b, asyncio.timeout(120):
+        addresses = {name: url.removeprefix("http://") for name, url in (("a", a), ("b", b))}
+
+        def replicas(options: Any, pool: Any) -> SimpleNamespace:
+            name = options.model_path
+            return SimpleNamespace(
+                server_addresses=[addresses[name]],
+                wake_up=functools.partial(change, f"{name} wakes up"),
+                sleep=functools.partial(change, f"{name} sleeps"),
+            )
+
+        monkeypatch.setattr(colocated, "_Replicas", replicas)
+        named = {"model_path": "b", "engine": "transformers", "kind": "generative"}
+        options = {"model_path": "a", "kind": "generative", "host": "127.0.0.2", "placement": "colocated"}
+        served = parse(RewardModelConfig, {**options, "models": {"b": named}}, "reward_model.server")
+        with colocated.ColocatedRewardModels(settled(), served, workers=1) as models:
+            router = await asyncio.to_thread(models.start, None)
+            yield models, changes, f"http://{router.address}"
+
+
+async def ask(url: str, *names: str) -> list[bytes]:
+    answers = [await post(url, CHAT, json.dumps({"model": name}).encode()) for name in names]
+    return [body for _, body in answers]
+
+
+async def test_all_models_sleep_when_judging_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics: dict[str, float] = {}
+    async with two_models(monkeypatch) as (models, changes, url):
+        for _ in range(2):
+            changes.clear()
+            with models.awake(metrics) as turns:
+                assert await beside(ask(url, "a", "b", "a"), turns) == [b"a", b"b", b"a"]
+            assert changes == [f"{name} {what}" for name in "aba" for what in ("wakes up", "sleeps")]
+    counts = {name: value for name, value in metrics.items() if "wakes" in name}
+    assert counts == {"reward_loop/model_wakes": 6, "reward_loop/model_wakes/a": 4, "reward_loop/model_wakes/b": 2}
+
+
+@pytest.mark.parametrize(("fails", "what"), [("b wakes up", "wake up"), ("a sleeps", "fall asleep")])
+async def test_judging_ends_with_the_error_of_a_model_that_cannot_change(
+    fails: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two_models(monkeypatch, fails) as (models, _, url):
+        with (
+            models.awake() as turns,
+            pytest.raises(ServerError, match=f"'{fails[0]}' did not {what}: .*the actor died"),
+        ):
+            await beside(ask(url, "a", "b"), turns)
