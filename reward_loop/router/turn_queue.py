@@ -15,7 +15,7 @@ from reward_loop.router.turns import Turns
 
 __all__ = ["TurnQueue"]
 
-_LOOK_S = 1.0
+_LOOK_S = 0.1
 """Seconds between two looks for a change that comes with time alone."""
 
 
@@ -57,7 +57,7 @@ class TurnQueue:
         try:
             yield
         finally:
-            self._turns.end()
+            self._turns.end(time.monotonic())
             self._changed.set()
 
     async def until_awake(self, model: str) -> None:
@@ -77,7 +77,7 @@ class TurnQueue:
         Args:
             awake: the model that is awake, whose requests are admitted until then; ``None`` if all sleep.
         """
-        self._turns.wake(awake)
+        self._turns.wake(awake, time.monotonic())
         try:
             while True:
                 self._release()
@@ -88,7 +88,7 @@ class TurnQueue:
                     async with asyncio.timeout(_LOOK_S):
                         await self._changed.wait()
         finally:
-            self._turns.wake(None)
+            self._turns.wake(None, time.monotonic())
 
     async def _wait(self, model: str) -> None:
         turn = asyncio.get_running_loop().create_future()

@@ -13,7 +13,8 @@ CLOSING wait; those in flight end              ASLEEP, when it is idle; AWAKE, i
 ======= ====================================== =================================================================
 
 - The next model is the one with the request that has waited longest, so none starves.
-- A model is idle when it has no request in flight, and none that has waited is expected: see `Turns.released`.
+- A model is idle when it has had no request in flight for `IDLE_S`, and none that has waited is expected: see
+  `Turns.released`.
 - A model stays awake until another one is asked for: waking up takes seconds.
 """
 
@@ -25,6 +26,9 @@ __all__ = ["TURN_S", "Turns"]
 
 TURN_S = 120.0
 """Seconds that a request waits for its model before the model that is awake gets no further requests."""
+
+IDLE_S = 0.2
+"""Seconds without a request after which a turn may end: a short gap between two requests should not cost a turn."""
 
 EXPECTED_S = 30.0
 """Seconds for which requests are expected that have waited: their clients may have ended meanwhile."""
@@ -43,6 +47,7 @@ class Turns:
         self.awake: str | None = None
         """The model that is awake; ``None`` while the owner puts one to sleep or wakes one up."""
         self._in_flight = 0
+        self._idle_since = 0.0
         self._expected = 0
         self._expected_until = 0.0
 
@@ -60,9 +65,10 @@ class Turns:
         self._in_flight += 1
         self._expected = max(0, self._expected - 1)
 
-    def end(self) -> None:
+    def end(self, now: float) -> None:
         """Count the end of an admitted request."""
         self._in_flight -= 1
+        self._idle_since = now
 
     def wait(self, model: str, waiter: object, now: float) -> None:
         """Record that a request, for which an object stands, waits for a model until it is `released` or `give_up`."""
@@ -72,10 +78,11 @@ class Turns:
         """Record that a request no longer waits."""
         self._waiting[model].pop(waiter, None)
 
-    def wake(self, model: str | None) -> None:
+    def wake(self, model: str | None, now: float) -> None:
         """Record that the owner has woken a model up, or with ``None`` that none is awake."""
         self.awake = model
         self._expected = 0
+        self._idle_since = now
 
     def released(self, now: float) -> list[object]:
         """Return the waiting requests of the model that is awake, which wait no longer.
@@ -95,7 +102,7 @@ class Turns:
         wanted = self._longest_waiting()
         if wanted is None or self.awake is None:
             return wanted
-        expects = self._expected > 0 and now < self._expected_until
+        expects = now < self._idle_since + IDLE_S or (self._expected > 0 and now < self._expected_until)
         return None if self._in_flight or (expects and not self._is_closing(now)) else wanted
 
     def _longest_waiting(self) -> str | None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
+import json
 import logging
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -56,6 +58,7 @@ class RewardModelManager:
     Args:
         config: the models and how to serve them.
         gpus: for the placement ``ray``, the reservation of GPUs (``GpuReservation``); by default, any free GPUs in Ray.
+        turns: the names of external models that share GPUs, which their owner wakes up as the router says.
 
     Entering raises:
         ConfigError: there is no model at `model_path`, its kind differs from the configured kind, an option is not
@@ -64,9 +67,12 @@ class RewardModelManager:
             ready, and the message shows the end of its log.
     """
 
-    def __init__(self, config: RewardModelConfig, gpus: GpuReservation | None = None) -> None:
+    def __init__(
+        self, config: RewardModelConfig, gpus: GpuReservation | None = None, *, turns: Sequence[str] = ()
+    ) -> None:
         self._config = config
         self._gpus = gpus
+        self._turns = turns
         self._starts = asyncio.Semaphore(config.starts_at_a_time)
         self._supervisors: dict[str, Supervisor] = {}
         self._router_url = ""
@@ -88,7 +94,7 @@ class RewardModelManager:
     async def __aenter__(self) -> Self:
         # served_models reads files and may download from the Hugging Face hub.
         models = await asyncio.to_thread(served_models, self._config)
-        if self._config.placement == "colocated":
+        if any(model.placement == "colocated" for model in models):
             raise ConfigError(
                 "placement='colocated' is only for verl runs, which start the servers on the "
                 "trainer's GPUs; set placement='local' or 'ray'"
@@ -138,8 +144,7 @@ class RewardModelManager:
         log_dir = log_folder(config.log_dir)
         if not config.log_dir:
             self._temporary_logs = log_dir
-        # In Ray, a server has its log on its own node: in the same folder, or in a temporary one.
-        specs = server_specs(models, log_dir if config.placement == "local" or config.log_dir else None)
+        specs = server_specs(models, log_dir, is_shared=config.log_dir is not None)
         launches = await self._launches(specs)
         logger.info("starting %d reward model server(s); logs are in %s", sum(map(len, specs)), log_dir)
         listener = self._listen()
@@ -184,14 +189,16 @@ class RewardModelManager:
                     )
 
     async def _launches(self, specs: list[list[ServerSpec]]) -> Iterable[Launch]:
-        if self._config.placement == "local":
-            return on_this_machine(specs)
+        local = [servers for servers in specs if servers[0].model.placement == "local"]
+        elsewhere = [servers for servers in specs if servers[0].model.placement == "ray"]
+        if not elsewhere:
+            return on_this_machine(local)
         # Imported only if Ray is used.
         from reward_loop.serving.ray_server import in_ray
         from reward_loop.serving.reservation import GpuReservation
 
         self._gpus = self._gpus or GpuReservation(timeout_s=self._config.placement_timeout_s)
-        return await in_ray(specs, self._gpus)
+        return itertools.chain(on_this_machine(local), await in_ray(elsewhere, self._gpus))
 
     def _supervise(self, role: str, new_process: Callable[[], Server], **options: Any) -> Supervisor:
         config = self._config
@@ -222,10 +229,11 @@ class RewardModelManager:
 
     def _router_command(self) -> list[str]:
         shared = {
-            *("policy", "request_timeout_s", "max_in_flight"),
+            *("policy", "request_timeout_s", "max_in_flight", "turn_timeout_s"),
             *("health_interval_s", "health_timeout_s", "max_failed_checks", "hang_timeout_s"),
         }
-        options = ["--options", self._config.model_dump_json(include=shared)]
+        given = {**self._config.model_dump(include=shared), "turns": self._turns}
+        options = ["--options", json.dumps(given)]
         for server in self._servers:
             if server.url:
                 options += ["--worker", server.config().model_dump_json()]
@@ -233,7 +241,9 @@ class RewardModelManager:
 
 
 @contextmanager
-def serve_reward_model(config: RewardModelConfig, gpus: GpuReservation | None = None) -> Iterator[RewardModelManager]:
+def serve_reward_model(
+    config: RewardModelConfig, gpus: GpuReservation | None = None, *, turns: Sequence[str] = ()
+) -> Iterator[RewardModelManager]:
     """Run a :class:`RewardModelManager` on an event loop in a background thread, for synchronous programs.
 
         with serve_reward_model(RewardModelConfig(model_path="...")) as models:
@@ -242,8 +252,7 @@ def serve_reward_model(config: RewardModelConfig, gpus: GpuReservation | None = 
     The processes are stopped when the block ends, or when the interpreter exits inside the block.
 
     Args:
-        config: as for :class:`RewardModelManager`.
-        gpus: as for :class:`RewardModelManager`.
+        config, gpus, turns: as for :class:`RewardModelManager`.
 
     Yields:
         the manager, once all processes are ready. Its address and `pids` may be read from any thread.
@@ -252,5 +261,5 @@ def serve_reward_model(config: RewardModelConfig, gpus: GpuReservation | None = 
         ConfigError, ServerStartError: as on entry of :class:`RewardModelManager`.
     """
 
-    with in_background(lambda: RewardModelManager(config, gpus), name="reward-model-manager") as manager:
+    with in_background(lambda: RewardModelManager(config, gpus, turns=turns), name="reward-model-manager") as manager:
         yield manager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from reward_loop.config import Config
 from reward_loop.router.config import PolicyName
@@ -80,6 +80,11 @@ class ServedModelConfig(Config):
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables for the servers."""
 
+    placement: Literal["local", "ray", "colocated"] = "local"
+    """Where the servers run; a model of `models` has by default that of the model outside of it. ``local``: as
+    processes of this machine. ``ray``: in Ray actors that reserve their GPUs, on any node. ``colocated``, only in a
+    verl run: on the trainer's GPUs, awake only while the rollout sleeps; several models are awake in turn."""
+
 
 class RewardModelConfig(ServedModelConfig):
     """Reward models, their servers, and the router in front of them."""
@@ -87,9 +92,8 @@ class RewardModelConfig(ServedModelConfig):
     models: dict[str, ServedModelConfig] = Field(default_factory=dict)
     """More models behind the same router, by the name that requests use."""
 
-    placement: Literal["local", "ray", "colocated"] = "local"
-    """Where servers run. ``local``: as processes of this machine. ``ray``: in Ray actors that reserve their GPUs, on
-    any node. ``colocated``, only in a verl run: on the trainer's GPUs, awake only while the rollout sleeps."""
+    turn_timeout_s: float = Field(default=3600.0, gt=0)
+    """Seconds that a request waits until its model is awake, if several models are on the trainer's GPUs."""
 
     placement_timeout_s: float = Field(default=300.0, gt=0)
     """For the placement ``ray``: seconds within which Ray must find room for all servers."""
@@ -143,6 +147,13 @@ class RewardModelConfig(ServedModelConfig):
     log_dir: str | None = None
     """The directory of the logs of servers and router. By default a new temporary directory, which is removed at the
     end unless a server has failed."""
+
+    @model_validator(mode="after")
+    def _place_models(self) -> RewardModelConfig:
+        for name, model in self.models.items():
+            if "placement" not in model.model_fields_set and model.engine != "external":
+                self.models[name] = model.model_copy(update={"placement": self.placement})
+        return self
 
     @field_validator("host")
     @classmethod

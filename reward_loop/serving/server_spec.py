@@ -69,8 +69,16 @@ class ServerSpec:
         )
 
 
-def server_specs(models: Sequence[ServedModelConfig], log_dir: Path | None) -> list[list[ServerSpec]]:
-    """Return the servers of each model, without those of external models, which run already."""
+def server_specs(
+    models: Sequence[ServedModelConfig], log_dir: Path | None, *, is_shared: bool = True
+) -> list[list[ServerSpec]]:
+    """Return the servers of each model, without those of external models, which run already.
+
+    Args:
+        models: the models.
+        log_dir: the folder of their logs.
+        is_shared: whether other nodes have this folder; if not, servers in Ray log to a temporary one of their node.
+    """
     numbers = itertools.count(1)
     specs = []
     for model in models:
@@ -78,7 +86,8 @@ def server_specs(models: Sequence[ServedModelConfig], log_dir: Path | None) -> l
             continue
         of = f" of {model.served_model_name}" if len(models) > 1 else ""
         names = [f"reward model server {replica}/{model.replicas}{of}" for replica in range(1, model.replicas + 1)]
-        specs.append([ServerSpec(model, ENGINES[model.engine], name, next(numbers), log_dir) for name in names])
+        logs = log_dir if is_shared or model.placement == "local" else None
+        specs.append([ServerSpec(model, ENGINES[model.engine], name, next(numbers), logs) for name in names])
     return specs
 
 

@@ -1,60 +1,76 @@
-"""A reward model on the trainer's GPUs: verl's own replicas, which it has run on GPUs, behind this library's router."""
+"""Reward models on the trainer's GPUs: verl's own replicas, which it has run on GPUs, behind this library's router.
+
+One model is awake while a batch is judged. Of several, one at a time is awake: the router names the next one, in the
+order in which functions ask for them (:mod:`reward_loop.router.turns`).
+"""
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlencode
 
-from omegaconf import DictConfig, OmegaConf
-from verl.experimental.reward_loop import RewardModelManager
+import aiohttp
+from omegaconf import DictConfig
+from verl.experimental.reward_loop import RewardModelManager, reward_model
 
 from reward_loop._util.api_keys import api_key_of
-from reward_loop.config import RewardModelConfig
+from reward_loop.config import RewardModelConfig, ServedModelConfig
 from reward_loop.errors import ServerError
 from reward_loop.router.config import API_KEY_VARIABLE, BackendConfig
 from reward_loop.serving.manager import serve_reward_model
 from reward_loop.serving.models import model_kind
-from reward_loop.verl.cluster import RouterAddress, router_address
+from reward_loop.serving.reservation import GpuReservation
+from reward_loop.verl.cluster import RouterAddress, accelerator, router_address
 from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.reward_metrics import added_seconds
+from reward_loop.verl.reward_model import colocated_models, verls_options
 
-__all__ = ["ColocatedRewardModel"]
+__all__ = ["ColocatedRewardModels"]
 
 uses(__name__, "verl.experimental.reward_loop:RewardModelManager", "__init__(config, resource_pool)")
 uses(__name__, "verl.experimental.reward_loop:RewardModelManager", "server_addresses", "sleep()", "wake_up()")
+uses(__name__, "verl.experimental.reward_loop.reward_model", "get_rollout_replica_class(rollout)")
 
 logger = logging.getLogger(__name__)
 
 _IDLE_WITHIN_S = 600.0
-"""Seconds within which the requests in flight must end before the model sleeps: SGLang dies if it must sleep while it
+"""Seconds within which the requests in flight must end before a model sleeps: SGLang dies if it must sleep while it
 computes. Late requests are those of calls that passed their deadline."""
 
+_ROUTER_PAUSE_S = 0.2
+_ROUTER_BACK_WITHIN_S = 600.0
+"""Between two attempts to reach the router, which its supervisor restarts if it has died; and the longest wait."""
 
-class ColocatedRewardModel:
-    """A reward model that the trainer wakes up and puts to sleep. A context manager: the router stops at exit.
+
+class ColocatedRewardModels:
+    """Reward models that the trainer wakes up and puts to sleep. A context manager: the router stops at exit.
 
     The replicas are Ray actors, which end with the run. A replica that has died ends the run when it should wake up.
-    The router has servers only while they are awake: a request that comes too late gets a 503.
+    The router has the servers of a model only while they are awake. A request that comes too late gets a 503 if there
+    is one model; of several, it waits.
 
     Args:
         config: verl's whole configuration.
-        model: the options of the reward model.
+        served: the options of the reward models, and of those with another placement.
         workers: the number of reward workers.
     """
 
-    def __init__(self, config: DictConfig, model: RewardModelConfig, workers: int) -> None:
+    def __init__(self, config: DictConfig, served: RewardModelConfig, workers: int) -> None:
         self._config = config
-        self._model = model
+        self._served = served
         self._workers = workers
         self._stack = ExitStack()
-        self._replicas: _Replicas
-        self._router = ""
-        self._servers: list[BackendConfig] = []
+        self._models: dict[str, _Model] = {}
+        """The models by the name that requests use."""
 
     def __enter__(self) -> Self:
         return self
@@ -63,7 +79,7 @@ class ColocatedRewardModel:
         self._stack.close()
 
     def start(self, pool: Any) -> RouterAddress:
-        """Start the replicas on the GPUs of verl's resource pool, and put them to sleep.
+        """Start the replicas on the GPUs of verl's resource pool, one model after the other, and put each to sleep.
 
         Args:
             pool: a pool whose GPUs have enough free memory at this moment.
@@ -72,66 +88,194 @@ class ColocatedRewardModel:
             The address of the router for the reward workers.
 
         Raises:
-            ConfigError, ServerStartError: the router cannot start. Errors of the replicas are verl's.
+            ConfigError, ServerStartError: the router, or a server elsewhere, cannot start. Errors of the replicas are
+                verl's.
         """
-        reward = self._config.reward
-        options: Any = OmegaConf.create(OmegaConf.to_container(reward.reward_model, resolve=True))
-        options.nnodes, options.n_gpus_per_node = self._config.trainer.nnodes, self._config.trainer.n_gpus_per_node
-        if options.rollout.full_determinism and reward.custom_reward_function.path is None:
-            options.rollout.max_num_seqs = 1  # as verl does: batches of /classify are not reproducible
-        self._replicas = _Replicas(options, pool)
-        urls = tuple(f"http://{address}" for address in self._replicas.server_addresses)
-        logger.info("the reward model sleeps; its servers: %s", ", ".join(urls))
-        # For the router, these are servers that run already.
-        servers = {"engine": "external", "urls": urls, "placement": "local"}
-        served = self._stack.enter_context(serve_reward_model(self._model.model_copy(update=servers)))
-        self._router = served.reward_router_address
-        kind = self._model.kind if self._model.kind != "auto" else model_kind(str(self._model.model_path), "model_path")
-        self._servers = [BackendConfig(url=url, kind=kind, engine=self._model.engine) for url in urls]
-        self._remove_servers()
-        return self._stack.enter_context(router_address(self._router, self._model, self._workers))
+        models, served = colocated_models(self._served), self._served
+        several, is_named = len(models) > 1, bool(served.models or served.served_model_name)
+        external: dict[str, ServedModelConfig] = {}
+        for name, model in models.items():
+            is_first = model is self._served
+            replicas = _start(
+                verls_options(self._config, model, name if is_named else None), pool, "" if is_first else name
+            )
+            urls = tuple(f"http://{address}" for address in replicas.server_addresses)
+            logger.info("the reward model %s sleeps; its servers: %s", name, ", ".join(urls))
+            kind = model.kind if model.kind != "auto" else model_kind(str(model.model_path), "model_path")
+            names = (name,) if is_named else ()
+            backends = [BackendConfig(url=url, models=names, kind=kind, engine=model.engine) for url in urls]
+            self._models[name] = _Model(name, replicas, backends, in_turn=several)
+            # For the router, these are servers that run already.
+            changes = {"engine": "external", "urls": urls, "placement": "local"}
+            if is_first:
+                served = served.model_copy(update={**changes, "served_model_name": name if is_named else None})
+            else:
+                external[name] = model.model_copy(update=changes)
+        served = served.model_copy(update={"models": {**served.models, **external}})
+        elsewhere = GpuReservation(accelerator=accelerator(), timeout_s=served.placement_timeout_s)
+        turns = tuple(models) if several else ()
+        router = self._stack.enter_context(serve_reward_model(served, elsewhere, turns=turns)).reward_router_address
+        for one in self._models.values():
+            one.router = router
+            one.remove_servers()
+        return self._stack.enter_context(router_address(router, self._served, self._workers))
 
     @contextmanager
-    def awake(self, metrics: dict[str, float] | None = None) -> Iterator[None]:
-        """Wake the model up for the block, and then put it to sleep.
+    def awake(
+        self, metrics: dict[str, float] | None = None
+    ) -> Iterator[Callable[[], Coroutine[Any, Any, None]] | None]:
+        """Judge in the block: wake the model up, and then put it to sleep.
+
+        Of several models, it wakes up none. The coroutine function that it yields then wakes them up in turn, until it
+        is cancelled: all sleep at its end.
 
         Args:
-            metrics: the seconds of both operations are added here.
+            metrics: the seconds of both operations are added here, and of several models their number, by model.
 
         Raises:
-            RayActorError: a replica has died.
-            ServerError: the router does not answer, or requests were in flight for too long.
+            ServerError: the model did not wake up or fall asleep, for example because a replica has died; the router
+                does not answer, or requests were in flight for too long.
         """
         metrics = {} if metrics is None else metrics
-        with added_seconds("reward_loop/model_wake_s", metrics):
-            self._replicas.wake_up()
-            for server in self._servers:
-                # A router that was restarted has the servers already (409).
-                self._ask_router("POST", "/workers", server.model_dump_json().encode(), confirmed_by=409)
+        if len(self._models) > 1:
+            yield functools.partial(self._take_turns, metrics)
+            return
+        (model,) = self._models.values()
+        model.wake_up(metrics)
         # No `finally`: if judging fails, the run and its servers stop.
-        yield
-        with added_seconds("reward_loop/model_sleep_s", metrics):
-            self._remove_servers()
+        yield None
+        model.sleep(metrics)
+
+    async def _take_turns(self, metrics: dict[str, float]) -> None:
+        """Wake up the models that functions ask for, one after the other, until cancelled; then all sleep."""
+        awake: _Model | None = None
+        change: asyncio.Task[None] | None = None
+        try:
+            while True:
+                following, before, awake = self._models[await self._next_turn(awake)], awake, None
+                if before is not None:
+                    change = asyncio.create_task(asyncio.to_thread(before.sleep, metrics))
+                    await asyncio.shield(change)
+                awake = following
+                change = asyncio.create_task(asyncio.to_thread(awake.wake_up, metrics))
+                await asyncio.shield(change)
+        except asyncio.CancelledError:
+            if change is not None:
+                await change  # a thread cannot be cancelled
+            if awake is not None:
+                await asyncio.to_thread(awake.sleep, metrics)
+            raise
+
+    async def _next_turn(self, awake: _Model | None) -> str:
+        """Wait until the router names a model that must wake up, and return its name.
+
+        Raises:
+            ServerError: the router does not answer, or no server of the model that is awake is up.
+        """
+        router = next(iter(self._models.values())).router
+        until, name = time.monotonic() + _ROUTER_BACK_WITHIN_S, awake.name if awake else None
+        async with aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=None), headers=_authorization()
+        ) as session:
+            while True:
+                try:
+                    params = {} if name is None else {"awake": name}
+                    async with session.post(f"http://{router}/turns", params=params) as response:
+                        if response.status == 200:
+                            return str(await response.json())
+                        problem = f"{response.status}: {await response.text()}"
+                    raise ServerError(f"the reward model {name!r} did not wake up: the router answered {problem}")
+                except aiohttp.ClientError as error:
+                    if time.monotonic() > until:
+                        raise ServerError(f"the router of the reward models at {router} is away: {error!r}") from error
+                await asyncio.sleep(_ROUTER_PAUSE_S)
+                # A router that was restarted has all servers.
+                with suppress(ServerError):
+                    await asyncio.to_thread(self._register_again, awake)
+
+    def _register_again(self, awake: _Model | None) -> None:
+        for model in self._models.values():
+            if model is awake:
+                model.add_servers()
+            else:
+                model.remove_servers()
+
+
+class _Model:
+    """One model: verl's replicas, and its servers at the router, which has them only while they are awake."""
+
+    def __init__(
+        self, name: str, replicas: RewardModelManager, servers: list[BackendConfig], *, in_turn: bool = False
+    ) -> None:
+        self.name = name
+        self._suffixes = ["", f"/{Path(name).name}"] if in_turn else [""]
+        """Of the names of metrics."""
+        self._in_turn = in_turn
+        self.router = ""
+        """The ``host:port`` of the router."""
+        self._replicas = replicas
+        self._servers = servers
+
+    def wake_up(self, metrics: dict[str, float]) -> None:
+        """Wake the replicas up, and add the servers to the router; the seconds are added to `metrics`.
+
+        Raises:
+            ServerError: a replica did not wake up; or the router does not answer.
+        """
+        with self._changing("wake up", metrics, "reward_loop/model_wake_s"):
+            self._replicas.wake_up()
+            self.add_servers()
+        if self._in_turn:
+            for suffix in self._suffixes:
+                name = f"reward_loop/model_wakes{suffix}"
+                metrics[name] = metrics.get(name, 0.0) + 1
+
+    def sleep(self, metrics: dict[str, float]) -> None:
+        """Remove the servers from the router, and put the replicas to sleep; the seconds are added to `metrics`.
+
+        Raises:
+            ServerError: a replica did not fall asleep; the router does not answer, or requests were in flight too long.
+        """
+        with self._changing("fall asleep", metrics, "reward_loop/model_sleep_s"):
+            self.remove_servers()
             self._replicas.sleep()
 
-    def _remove_servers(self) -> None:
+    @contextmanager
+    def _changing(self, what: str, metrics: dict[str, float], seconds: str) -> Iterator[None]:
+        with ExitStack() as stack:
+            for suffix in self._suffixes:
+                stack.enter_context(added_seconds(f"{seconds}{suffix}", metrics))
+            try:
+                yield
+            except ServerError:
+                raise
+            except Exception as error:
+                raise ServerError(f"the reward model {self.name!r} did not {what}: {error!r}") from error
+
+    def add_servers(self) -> None:
+        """Add the servers to the router."""
+        for server in self._servers:
+            # A router that was restarted has the servers already (409).
+            self._ask_router("POST", "/workers", server.model_dump_json().encode(), confirmed_by=409)
+
+    def remove_servers(self) -> None:
         """Remove the servers from the router, and wait until their requests in flight have ended."""
         for server in self._servers:
             self._ask_router("DELETE", f"/workers?{urlencode({'url': server.url})}", confirmed_by=404)
 
     def _ask_router(self, method: str, path: str, body: bytes | None = None, *, confirmed_by: int) -> None:
         """Send a request to the router. ``confirmed_by`` is the error status of a change that was made before."""
-        headers = {"Content-Type": "application/json"}
-        if key := api_key_of(API_KEY_VARIABLE):
-            headers["Authorization"] = f"Bearer {key}"
-        request = urllib.request.Request(f"http://{self._router}{path}", body, headers, method=method)
+        headers = {"Content-Type": "application/json", **_authorization()}
+        request = urllib.request.Request(f"http://{self.router}{path}", body, headers, method=method)
         without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             without_proxy.open(request, timeout=_IDLE_WITHIN_S).close()
         except OSError as error:
             if isinstance(error, urllib.error.HTTPError) and error.code == confirmed_by:
                 return
-            raise ServerError(f"the router of the reward model did not confirm {method} {path}: {error!r}") from error
+            raise ServerError(
+                f"the router of the reward model {self.name!r} did not confirm {method} {path}: {error!r}"
+            ) from error
 
 
 class _Replicas(RewardModelManager):
@@ -140,3 +284,22 @@ class _Replicas(RewardModelManager):
     @overrides(RewardModelManager)
     def _initialize_router(self) -> None:
         self.router_address = None
+
+
+def _start(options: DictConfig, pool: Any, suffix: str) -> _Replicas:
+    """Start the replicas of a model; the suffix keeps the names of their Ray actors apart from those of the others."""
+    if not suffix:
+        return _Replicas(options, pool)
+    replica_class = reward_model.get_rollout_replica_class
+    reward_model.get_rollout_replica_class = lambda *arguments: functools.partial(
+        replica_class(*arguments), name_suffix=suffix.replace("/", "_")
+    )
+    try:
+        return _Replicas(options, pool)
+    finally:
+        reward_model.get_rollout_replica_class = replica_class
+
+
+def _authorization() -> dict[str, str]:
+    key = api_key_of(API_KEY_VARIABLE)
+    return {"Authorization": f"Bearer {key}"} if key else {}

@@ -345,12 +345,12 @@ class RewardLoopTrainer(RecordingTrainer):
 
     @overrides(PPOTrainer)
     def _compute_reward_colocate(self, batch: Any, metrics: dict | None = None) -> Any:
-        """Score the whole batch after the rollout, with a reward model on the trainer's GPUs."""
+        """Score the whole batch after the rollout, with reward models on the trainer's GPUs."""
         assert self._colocated is not None
         keys, rows = read_sessions(batch)
         # Not in `metrics`: verl would average these seconds over the parts of a step, not add them.
-        with self._colocated.awake(None if metrics is None else self._rewards.seconds):
-            rewards = self.reward_workers.finish_batch(self.reward_workers.start_batch(rows))
+        with self._colocated.awake(None if metrics is None else self._rewards.seconds) as turns:
+            rewards = self.reward_workers.finish_batch(self.reward_workers.start_batch(rows), turns)
         write_rewards(batch, keys, rewards)
         return batch
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,18 +15,19 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from reward_loop.audit import AuditCounts, Feature
-from reward_loop.config import RewardLoopConfig
+from reward_loop.config import RewardLoopConfig, RewardModelConfig
 from reward_loop.errors import RewardLoopError
 from reward_loop.limits import MAX_PATIENCE, MAX_SHARED_S, REWARD_MODEL
 from reward_loop.scoring.proofs import ProofCounts
 from reward_loop.types import Reward, RewardSample
 from reward_loop.verl.cluster import RouterAddress, worker_nodes
 from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient, SentSample, prompt_of, raise_if_lost
+from reward_loop.verl.reward_model import colocated_models
 from reward_loop.verl.reward_worker import RewardWorker
 from reward_loop.verl.run_scorer import worker_name
 from reward_loop.verl.settings import RewardSettings
 
-__all__ = ["RewardWorkers", "longest_quiet_s"]
+__all__ = ["RewardWorkers", "beside", "longest_quiet_s"]
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +147,8 @@ class RewardWorkers:
             for position, node in enumerate(nodes)
         ]
         self.client = RewardClient(self.handles, settings.options)
+        # Until the models that have no turn yet are awake, no reward may arrive.
+        self._turns_s = 0.0 if settings.model is None else _turns_s(settings.model)
         self._fatal_errors = _Requests(self.handles, "fatal_error")
         self._polled_at = 0.0
         self._exchange_counts = _Requests(self.handles, "exchange_counts")
@@ -258,19 +261,27 @@ class RewardWorkers:
             rows = [_in_group(row, sizes[prompt_of(row)]) for row in rows]
         return [self.client.send(row) for row in rows]
 
-    def finish_batch(self, pending: Sequence[SentSample]) -> list[Reward]:
+    def finish_batch(
+        self, pending: Sequence[SentSample], meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None
+    ) -> list[Reward]:
         """Wait for the rewards of a batch, and return them in the order of its rows.
 
-        Raises:
-            RewardLoopError: the run must stop; no reward arrived for longer than the timeout of the function and its
-                retries; or a worker does not respond.
-        """
-        return self._results([self.client.reward_of(sample) for sample in pending])
+        Args:
+            pending: the rollouts, from `start_batch`.
+            meanwhile: runs on the event loop of the wait, and is cancelled when all rewards are there.
 
-    def _results(self, pending: Sequence[Awaitable[T]]) -> list[T]:
+        Raises:
+            RewardLoopError: `meanwhile` failed; the run must stop; no reward arrived for longer than the timeout of the
+                function and its retries; or a worker does not respond.
+        """
+        return self._results([self.client.reward_of(sample) for sample in pending], meanwhile)
+
+    def _results(
+        self, pending: Sequence[Awaitable[T]], meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None
+    ) -> list[T]:
         """Wait for calls of workers, and return their results."""
         try:
-            return asyncio.run(self._gather(pending))
+            return asyncio.run(beside(self._gather(pending), meanwhile))
         except RayTaskError as error:
             self.check_fatal_errors()
             raise RewardLoopError(f"a reward worker failed: {error}") from error
@@ -279,6 +290,8 @@ class RewardWorkers:
         """Fail if no result arrives for longer than `longest_quiet_s` seconds."""
         options = self.client.options
         patience = longest_quiet_s(options, by_group=self.client.by_group)
+        if patience is not None:
+            patience += self._turns_s
         calls = [asyncio.ensure_future(call) for call in pending]
         left, last_arrival = set(calls), time.monotonic()
         while left:
@@ -358,6 +371,26 @@ class RewardWorkers:
                 f"a reward worker did not answer within {timeout:g} s (reward_loop.{option}): raise it for a slow "
                 "shared file system; otherwise, does the reward function or its manager block the event loop?"
             ) from cause
+
+
+def _turns_s(model: RewardModelConfig) -> float:
+    return model.turn_timeout_s if len(colocated_models(model)) > 1 else 0.0
+
+
+async def beside(work: Coroutine[Any, Any, T], meanwhile: Callable[[], Coroutine[Any, Any, None]] | None) -> T:
+    """Await `work` while another coroutine runs, whose failure cancels it; the other one is cancelled at the end."""
+    if meanwhile is None:
+        return await work
+    working, other = asyncio.create_task(work), asyncio.create_task(meanwhile())
+    try:
+        await asyncio.wait([working, other], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (working, other):
+            task.cancel()
+        _, ended = await asyncio.gather(working, other, return_exceptions=True)
+    if isinstance(ended, Exception):
+        raise ended
+    return await working
 
 
 def _raise_first(fatal_errors: Sequence[str | None]) -> None:

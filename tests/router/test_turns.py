@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_loop.router.turns import EXPECTED_S, TURN_S, Turns
+from reward_loop.router.turns import EXPECTED_S, IDLE_S, TURN_S, Turns
 
 
 def asleep(*models: str) -> Turns:
@@ -14,7 +14,7 @@ def asleep(*models: str) -> Turns:
 
 def awake(model: str, *models: str) -> Turns:
     turns = asleep(*models)
-    turns.wake(model)
+    turns.wake(model, -10)
     return turns
 
 
@@ -32,7 +32,7 @@ def test_a_model_that_wakes_up_gets_all_that_wait_for_it_and_no_others() -> None
         turns.wait("a", waiter, 0)
     turns.wait("b", 3, 0)
     assert turns.released(0) == []
-    turns.wake("a")
+    turns.wake("a", 0)
     assert turns.released(0) == [1, 2]
     assert turns.released(0) == []
     assert (turns.admits("a", 0), turns.admits("b", 0)) == (True, False)
@@ -53,10 +53,11 @@ def test_the_next_model_wakes_up_when_the_one_before_has_nothing_in_flight() -> 
     turns.wait("b", "request", 0)
     assert turns.next(1) is None
     assert turns.admits("a", 1)
-    turns.end()
-    assert turns.next(1) is None
-    turns.end()
-    assert turns.next(1) == "b"
+    turns.end(1)
+    assert turns.next(1 + IDLE_S) is None
+    turns.end(2)
+    assert turns.next(2) is None  # the next request may follow
+    assert turns.next(2 + IDLE_S) == "b"
 
 
 def test_requests_that_waited_are_expected_for_a_while() -> None:
@@ -64,22 +65,22 @@ def test_requests_that_waited_are_expected_for_a_while() -> None:
     for waiter in (1, 2):
         turns.wait("a", waiter, 0)
     turns.wait("b", 3, 0)
-    turns.wake("a")
+    turns.wake("a", 0)
     turns.released(0)
-    assert turns.next(0) is None
+    assert turns.next(1) is None
     turns.begin()
-    turns.end()
-    assert turns.next(0) is None  # the second one
+    turns.end(1)
+    assert turns.next(2) is None  # the second one
     turns.begin()
-    turns.end()
-    assert turns.next(0) == "b"
+    turns.end(2)
+    assert turns.next(3) == "b"
 
 
 def test_a_client_that_never_comes_does_not_keep_the_model_awake() -> None:
     turns = asleep()
     turns.wait("a", 1, 0)
     turns.wait("b", 2, 0)
-    turns.wake("a")
+    turns.wake("a", 0)
     turns.released(0)
     assert turns.next(EXPECTED_S - 1) is None
     assert turns.next(EXPECTED_S) == "b"
@@ -111,7 +112,7 @@ def test_a_model_with_endless_requests_lets_another_have_its_turn() -> None:
     turns.wait("a", 2, late)
     assert turns.released(late) == []
     assert turns.next(late) is None  # one is in flight
-    turns.end()
+    turns.end(late)
     assert turns.next(late) == "b"
 
 
@@ -140,12 +141,12 @@ def test_functions_that_ask_one_model_after_another_all_finish(functions: list[l
             if turns.admits(model, now):
                 turns.begin()
                 left[number].pop(0)
-                turns.end()
+                turns.end(now)
             else:
                 turns.wait(model, number, now)
                 blocked.add(number)
         if (model_next := turns.next(now)) is not None:
-            turns.wake(model_next)
+            turns.wake(model_next, now)
             wakes += 1
         assert now < 1000
     assert wakes <= sum(map(len, functions))

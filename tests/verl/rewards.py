@@ -407,19 +407,23 @@ async def queued(solution_str: str, ground_truth: str, reward_router_address: st
 
 
 async def watched(solution_str: str, ground_truth: str, extra_info: dict, reward_router_address: str) -> float:
-    """Asks the reward model, and writes down whether only the rollout slept before and afterwards."""
+    """Asks one reward model and then another, and writes down whether all but the asked one slept, before and after."""
     import ray
 
-    async def slept() -> tuple[bool, bool]:
-        servers = (ray.get_actor("cpu_rollout_server_0"), ray.get_actor("cpu_reward_server_0"))
-        rollout, model = [await server.is_sleeping.remote() for server in servers]
-        return rollout, model
+    async def awake() -> list[str]:
+        servers = {
+            "rollout": "cpu_rollout_server_0",
+            "first": "cpu_reward_server_0",
+            "second": "cpu_reward_server_0_second",
+        }
+        return [name for name, actor in servers.items() if not await ray.get_actor(actor).is_sleeping.remote()]
 
-    before = await slept()
-    score = await classify(reward_router_address, solution_str or " ", timeout=None)
+    score = await classify(reward_router_address, solution_str or " ", model="first", timeout=None)
     assert isinstance(score, float)
-    slept_right = before == await slept() == (True, False)
-    line = {"score": score, "outcome": "scored", "split": extra_info["split"], "slept_right": slept_right}
+    of_first = await awake()
+    await chat_complete(reward_router_address, f"Judge: {solution_str}", model="second", max_tokens=1)
+    of_second = await awake()
+    line = {"score": score, "outcome": "scored", "split": extra_info["split"], "awake": [of_first, of_second]}
     _log(output=solution_str, gts=ground_truth, **line)
     return score
 

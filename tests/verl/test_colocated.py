@@ -1,17 +1,27 @@
-"""A reward model on the trainer's devices, in a real run of verl's trainer on a CPU: who is awake when."""
+"""Two reward models on the trainer's devices, in a real run of verl's trainer on a CPU: who is awake when."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
 import json
 import urllib.request
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from verl.single_controller.ray import ResourcePoolManager
 
-from reward_loop.config import RewardModelConfig
+from reward_loop.config import RewardModelConfig, parse
+from reward_loop.errors import ServerError
 from reward_loop.router.config import BackendConfig
 from reward_loop.verl import colocated
+from reward_loop.verl.reward_model import MOST_COLOCATED
+from reward_loop.verl.workers import beside
+from tests.servers import CHAT, model_server, post, serving
 from tests.verl.checks import signature, texts
 from tests.verl.configs import settled
 from tests.verl.runs import Run, agent_loop, train
@@ -35,6 +45,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path, t
         "reward_model.enable=True",
         f"reward_model.model.path={tiny_discriminative_model}",
         "+reward_model.server.placement=colocated",
+        "+reward_model.server.served_model_name=first",
+        f"+reward_model.server.models.second.model_path={tiny_generative_model}",
         *agent_loop("timed"),
         function="watched",
     )
@@ -49,11 +61,15 @@ def test_every_sample_is_scored_exactly_once(run: Run) -> None:
     assert signature([call for call in run.calls if call["split"] == "val"]) == signature(validated)
 
 
-def test_judging_happens_while_the_reward_model_is_awake_and_the_rollout_asleep(run: Run) -> None:
-    assert all(call["slept_right"] for call in run.calls)
+def test_only_the_model_that_is_asked_is_awake(run: Run) -> None:
+    # An answer is followed by the end of a turn only when the others have been asked, too: the answer of the last one
+    # may be read when its model falls asleep.
+    seen = [awake for call in run.calls for awake in call["awake"]]
+    assert all(awake in (["first"], ["second"], []) for awake in seen)
+    assert sum(call["awake"] == [["first"], ["second"]] for call in run.calls) > len(run.calls) / 2
 
 
-def test_nothing_is_generated_while_the_reward_model_is_awake(run: Run) -> None:
+def test_nothing_is_generated_while_a_reward_model_is_awake(run: Run) -> None:
     assert len(run.generations) == 2 * 8 * 4 + 2 * 8
     assert all(generation["model_slept"] for generation in run.generations)
 
@@ -67,6 +83,12 @@ def test_no_judging_is_hidden(run: Run) -> None:
         assert metrics["reward_pipeline/hidden_share"] == pytest.approx(0, abs=1e-3)
         assert metrics["reward_pipeline/off_policy_steps"] == 0
         assert metrics["actor/grad_norm"] > 0
+        wakes = [metrics[f"reward_loop/model_wakes/{name}"] for name in ("first", "second")]
+        # 32 functions ask one and then the other: with a turn for each function, there would be 32.
+        assert metrics["reward_loop/model_wakes"] == sum(wakes)
+        assert all(1 <= number <= 4 for number in wakes)
+        for name in ("first", "second"):
+            assert 0 < metrics[f"reward_loop/model_wake_s/{name}"] < metrics["reward_loop/model_wake_s"]
 
 
 def test_the_router_has_servers_only_while_they_are_awake_also_if_it_was_restarted_with_them(
@@ -86,9 +108,11 @@ def test_the_router_has_servers_only_while_they_are_awake_also_if_it_was_restart
     )
     monkeypatch.setattr(colocated, "_Replicas", lambda options, pool: replicas)
     # With an address that the user has chosen, Ray is not asked for tunnels to other nodes.
-    served = RewardModelConfig(engine="transformers", model_path="model", kind="generative", host="127.0.0.2")
-    with colocated.ColocatedRewardModel(settled(), served, workers=1) as model:
-        router = model.start(pool=None).address
+    served = RewardModelConfig(
+        engine="transformers", model_path="model", kind="generative", host="127.0.0.2", placement="colocated"
+    )
+    with colocated.ColocatedRewardModels(settled(), served, workers=1) as models:
+        router = models.start(pool=None).address
         assert servers() == []
         # A router that was restarted has the servers already.
         body = BackendConfig(url=url, kind="generative", engine="transformers").model_dump_json().encode()
@@ -96,9 +120,74 @@ def test_the_router_has_servers_only_while_they_are_awake_also_if_it_was_restart
             f"http://{router}/workers", body, {"Content-Type": "application/json"}, method="POST"
         )
         urllib.request.urlopen(request).close()
-        with model.awake():
-            assert servers() == [url]
-        with model.awake():
-            assert servers() == [url]
+        for _ in range(2):
+            with models.awake() as turns:
+                assert turns is None
+                assert servers() == [url]
         assert servers() == []
     assert events == ["wake up", "sleep, router has []"] * 2
+
+
+def test_verl_has_room_for_the_models() -> None:
+    assert ResourcePoolManager.max_colocate_count == 1 + MOST_COLOCATED
+
+
+@contextlib.asynccontextmanager
+async def two_models(
+    monkeypatch: pytest.MonkeyPatch, fails: str = ""
+) -> AsyncIterator[tuple[colocated.ColocatedRewardModels, list[str], str]]:
+    """The models ``a`` and ``b``, the changes of their replicas, and the URL of the router."""
+    changes: list[str] = []
+
+    def change(what: str) -> None:
+        if what == fails:
+            raise RuntimeError("the actor died")
+        changes.append(what)
+
+    async with serving(model_server("a")) as a, serving(model_server("b")) as b, asyncio.timeout(120):
+        addresses = {name: url.removeprefix("http://") for name, url in (("a", a), ("b", b))}
+
+        def replicas(options: Any, pool: Any) -> SimpleNamespace:
+            name = options.model_path
+            return SimpleNamespace(
+                server_addresses=[addresses[name]],
+                wake_up=functools.partial(change, f"{name} wakes up"),
+                sleep=functools.partial(change, f"{name} sleeps"),
+            )
+
+        monkeypatch.setattr(colocated, "_Replicas", replicas)
+        named = {"model_path": "b", "engine": "transformers", "kind": "generative"}
+        options = {"model_path": "a", "kind": "generative", "host": "127.0.0.2", "placement": "colocated"}
+        served = parse(RewardModelConfig, {**options, "models": {"b": named}}, "reward_model.server")
+        with colocated.ColocatedRewardModels(settled(), served, workers=1) as models:
+            router = await asyncio.to_thread(models.start, None)
+            yield models, changes, f"http://{router.address}"
+
+
+async def ask(url: str, *names: str) -> list[bytes]:
+    answers = [await post(url, CHAT, json.dumps({"model": name}).encode()) for name in names]
+    return [body for _, body in answers]
+
+
+async def test_all_models_sleep_when_judging_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics: dict[str, float] = {}
+    async with two_models(monkeypatch) as (models, changes, url):
+        for _ in range(2):
+            changes.clear()
+            with models.awake(metrics) as turns:
+                assert await beside(ask(url, "a", "b", "a"), turns) == [b"a", b"b", b"a"]
+            assert changes == [f"{name} {what}" for name in "aba" for what in ("wakes up", "sleeps")]
+    counts = {name: value for name, value in metrics.items() if "wakes" in name}
+    assert counts == {"reward_loop/model_wakes": 6, "reward_loop/model_wakes/a": 4, "reward_loop/model_wakes/b": 2}
+
+
+@pytest.mark.parametrize(("fails", "what"), [("b wakes up", "wake up"), ("a sleeps", "fall asleep")])
+async def test_judging_ends_with_the_error_of_a_model_that_cannot_change(
+    fails: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two_models(monkeypatch, fails) as (models, _, url):
+        with (
+            models.awake() as turns,
+            pytest.raises(ServerError, match=f"'{fails[0]}' did not {what}: .*the actor died"),
+        ):
+            await beside(ask(url, "a", "b"), turns)

@@ -47,10 +47,11 @@ class CPUReplica(RolloutReplica):
         options = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=node, soft=False)}
         path = copy_to_local(self.model_config.path)
         if self.is_reward_model:
+            name = (self.config.engine_kwargs.get("transformers") or {}).get("served_model_name")
             server = (
                 ray.remote(CPURewardServer)
-                .options(name=f"cpu_reward_server_{self.replica_rank}", **options)
-                .remote(path)
+                .options(name=f"cpu_reward_server_{self.replica_rank}{self.name_suffix}", **options)
+                .remote(path, name)
             )
         else:
             options |= {"name": _server_name(self.replica_rank), "num_cpus": 1, "max_concurrency": self.max_concurrency}

@@ -190,10 +190,12 @@ class CPURewardServer:
 
     Args:
         model_path: the local directory of the model.
+        name: its name in requests; by default the directory.
     """
 
-    def __init__(self, model_path: str) -> None:
-        self._models = RewardModelManager(RewardModelConfig(model_path=model_path, engine="transformers"))
+    def __init__(self, model_path: str, name: str | None = None) -> None:
+        served = RewardModelConfig(model_path=model_path, served_model_name=name, engine="transformers")
+        self._models = RewardModelManager(served)
         self._open = AsyncExitStack()
         self._asleep = False
 

@@ -106,9 +106,9 @@ def _stand_alone_ranks(config: DictConfig) -> int:
 
 
 def _cpus_of_servers(model: RewardModelConfig | None) -> int:
-    if model is None or model.placement != "ray":
+    if model is None or all(one.placement != "ray" for one in (model, *model.models.values())):
         return 0
-    return sum(served.replicas * served.threads for served in served_models(model))
+    return sum(one.replicas * one.threads for one in served_models(model) if one.placement == "ray")
 
 
 def _joins_running_ray(config: DictConfig) -> bool:
