@@ -5,14 +5,14 @@ from __future__ import annotations
 import decimal
 import functools
 import gc
+import importlib
 import locale
 import logging
+import operator
 import os
 import resource
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -22,12 +22,16 @@ from typing import Any
 
 __all__ = ["ProcessState", "Watch"]
 
-_MODULES = (os, sys, subprocess, shutil, signal, sys.modules["builtins"])
-"""Modules in which graders of generated code set functions to ``None``, or replace them."""
+_MODULES = tuple(map(importlib.import_module, (
+    "os", "sys", "subprocess", "shutil", "signal", "builtins",
+    "contextvars", "decimal", "fractions", "functools", "io", "json", "math", "pickle", "random", "re", "time",
+)))  # fmt: skip
+"""Modules in which graders of generated code, and the code itself, replace functions or set them to ``None``. To
+compare the names of all modules would take too long."""
 
 _LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_CORE, resource.RLIMIT_CPU, resource.RLIMIT_DATA, resource.RLIMIT_FSIZE,
            resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_STACK)  # fmt: skip
-_SIGNALS = (signal.SIGALRM, signal.SIGCHLD, signal.SIGPIPE, signal.SIGTERM)
+_SIGNALS = (signal.SIGALRM, signal.SIGCHLD, signal.SIGINT, signal.SIGPIPE, signal.SIGTERM, signal.SIGXCPU)
 """The signals whose handlers are compared."""
 
 _MAX_NEW_THREADS = 64
@@ -38,9 +42,9 @@ class ProcessState:
     """The state of the process before its first call, to which `restore` returns.
 
     Covered are resource limits, environment, umask, signal handlers and mask, the names of `_MODULES`, ``sys.path``,
-    settings of the interpreter (`_settings`), decimal context, time zone and warning filters. The worker itself
-    restores working directory, timers and streams. Not covered are files, child processes, random generators, and the
-    user's own modules.
+    settings of the interpreter (`_settings`), decimal context, time zone and warning filters. A process with another
+    user or priority is replaced. The worker itself restores working directory, timers and streams. Not covered are
+    files, child processes, random generators, and other modules.
 
     The functions that `restore` uses are kept here: a call may set them to ``None``.
 
@@ -50,6 +54,7 @@ class ProcessState:
 
     def __init__(self, watch: Watch) -> None:
         self._names = [_Names(vars(module)) for module in _MODULES]
+        self._loaded = operator.itemgetter(*(module.__name__ for module in _MODULES))
         self._modules = dict(sys.modules)
         lists: list[list[Any]] = [sys.path, sys.meta_path, sys.path_hooks]
         self._lists = [(found, list(found)) for found in lists]
@@ -61,12 +66,13 @@ class ProcessState:
         self._getsignal, self._signal, self._sigmask = signal.getsignal, watch.signal, signal.pthread_sigmask
         self._handlers = [self._getsignal(number) for number in _SIGNALS]
         self._blocked = self._sigmask(signal.SIG_BLOCK, ())
-        self._environment = dict(os.environ)
+        self._environment, self._unsetenv = dict(os.environ), watch.unsetenv
         self._getcontext, self._decimal = decimal.getcontext, decimal.getcontext().copy()
         self._decimal_fields = _fields(self._decimal)
         self._settings = _settings()
         self._values = [get() for get, _ in self._settings]
         self._catching, self._filters = _catch_warnings()
+        self._identity, self._owner = _identity, _identity()
         self._active_threads, self._threads = threading.active_count, threading.active_count()
         self._tzset = time.tzset
         watch.changed.clear()  # by imports
@@ -77,6 +83,13 @@ class ProcessState:
         A function that limits its CPU time expects a new process: the limit counts the time of all calls before.
         """
         changed = True in [names.restore() for names in self._names]  # all of them
+        try:
+            is_loaded = self._loaded(sys.modules) == _MODULES
+        except KeyError:
+            is_loaded = False
+        if not is_loaded:
+            changed = True
+            sys.modules.update((module.__name__, module) for module in _MODULES)
         for found, before_list in self._lists:
             if found != before_list:
                 changed = True
@@ -103,6 +116,7 @@ class ProcessState:
             self._catching, self._filters = _catch_warnings()
         is_restored = "limits" not in self._watch.changed or self._restore_limits()
         self._watch.changed.clear()
+        is_restored = is_restored and self._identity() == self._owner
         return is_restored and self._active_threads() - self._threads <= _MAX_NEW_THREADS
 
     def _current_limits(self) -> list[tuple[int, int]]:
@@ -124,9 +138,12 @@ class ProcessState:
 
     def _restore_environment(self) -> None:
         zone = os.environ.get("TZ")
-        for name in os.environ.keys() - self._environment.keys():
-            del os.environ[name]
-        os.environ.update(self._environment)
+        for name in {*self._watch.variables}:
+            os.environ.pop(name, None)
+            self._unsetenv(name)  # `putenv` changes only what child processes get
+            if name in self._environment:
+                os.environ[name] = self._environment[name]
+        self._watch.variables.clear()
         if zone != self._environment.get("TZ"):
             self._tzset()
 
@@ -141,8 +158,11 @@ class Watch:
     def __init__(self) -> None:
         self.changed: set[str] = set()
         """Of ``environment``, ``limits`` and ``handlers``, those that may have changed."""
-        self.setrlimit, self.signal = resource.setrlimit, signal.signal
-        self._watch_environment()
+        self.variables: set[str] = set()
+        """The names of the environment variables that may have changed."""
+        self.setrlimit, self.signal, self.unsetenv = resource.setrlimit, signal.signal, os.unsetenv
+        for name in ("putenv", "unsetenv"):  # `os.environ` calls them, too
+            setattr(os, name, self._named(getattr(os, name)))
         for module, name, what in (
             (resource, "setrlimit", "limits"),
             (resource, "prlimit", "limits"),
@@ -158,21 +178,16 @@ class Watch:
 
         return call
 
-    def _watch_environment(self) -> None:
-        changed = self.changed
-        kind: Any = type(os.environ)
+    def _named(self, function: Callable[..., None]) -> Callable[..., None]:
+        decode = os.fsdecode
 
-        class Watched(kind):
-            def __setitem__(self, name: str, value: str) -> None:
-                changed.add("environment")
-                super().__setitem__(name, value)
+        @functools.wraps(function)
+        def call(name: str | bytes, *value: str | bytes) -> None:
+            self.changed.add("environment")
+            self.variables.add(decode(name))
+            function(name, *value)
 
-            def __delitem__(self, name: str) -> None:
-                changed.add("environment")
-                super().__delitem__(name)
-
-        Watched.__name__ = Watched.__qualname__ = kind.__name__
-        os.environ.__class__ = Watched
+        return call
 
 
 class _Names:
@@ -193,6 +208,14 @@ class _Names:
             before[name] = names[name]
         self._values = [*names.values()]
         return True
+
+
+def _identity(
+    getpriority: Callable[[int, int], int] = os.getpriority,
+    geteuid: Callable[[], int] = os.geteuid,
+    getegid: Callable[[], int] = os.getegid,
+) -> tuple[int, ...]:
+    return geteuid(), getegid(), getpriority(0, 0)
 
 
 def _fields(context: decimal.Context) -> tuple[Any, ...]:

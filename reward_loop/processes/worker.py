@@ -222,6 +222,7 @@ def serve(connection: socket.socket, stack_fd: int, max_memory_mb: int | None) -
     memory_fd = os.open("/proc/self/statm", os.O_RDONLY)
     pid, folder, had_streams, first_mb = os.getpid(), os.open(".", os.O_PATH), _settle_streams(), None
     fchdir, getpid, setitimer = os.fchdir, os.getpid, signal.setitimer  # graders of generated code set them to None
+    cancel_dump = faulthandler.cancel_dump_traceback_later
     global channel
     channel = to_pool = Channel(connection)
     os.register_at_fork(after_in_child=_detach)
@@ -240,6 +241,7 @@ def serve(connection: socket.socket, stack_fd: int, max_memory_mb: int | None) -
         # the answer, the rest.
         for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
             setitimer(timer, 0)
+        cancel_dump()
         fchdir(folder)
         memory_mb = _memory_mb(memory_fd)
         first_mb = first_mb or memory_mb

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import builtins
+import contextvars
 import ctypes
 import dataclasses
 import decimal
 import faulthandler
 import gc
 import io
+import json
 import locale
 import logging
+import math
 import os
+import pickle
+import re
 import resource
 import shutil
 import signal
@@ -20,6 +25,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -238,6 +244,18 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "garbage collector": lambda: (gc.disable(), gc.set_threshold(0)),
     "sockets": lambda: socket.setdefaulttimeout(0.001),
     "trace": lambda: sys.setprofile(lambda *_: None),
+    "math": lambda: setattr(math, "isclose", lambda *_: True),
+    "regular expressions": lambda: setattr(re, "match", None),
+    "json": lambda: setattr(json, "loads", lambda text: {}),
+    "a module": lambda: sys.modules.update(json=types.ModuleType("json")),
+    "clock": lambda: [setattr(time, name, None) for name in ("time", "sleep", "monotonic")],
+    "pickle": lambda: (setattr(pickle, "loads", None), setattr(pickle, "dumps", None)),
+    "context variables": lambda: setattr(contextvars, "copy_context", None),
+    "environment in bytes": lambda: os.environb.update({b"NEW": b"1"}),
+    "environment of children": lambda: (os.putenv("NEW", "1"), os.unsetenv("HOME")),
+    "priority": lambda: os.nice(1),
+    "interrupts": lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    "a death of later": lambda: faulthandler.dump_traceback_later(0.001, exit=True),
 }
 """Changes of the process that a reward function may leave behind."""
 
@@ -252,15 +270,17 @@ def state() -> dict[str, Any]:
     limits = [resource.getrlimit(limit) for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)]
     mask = os.umask(0o22)
     os.umask(mask)
-    handlers = [str(signal.getsignal(number)) for number in (signal.SIGCHLD, signal.SIGALRM)]
+    handlers = [str(signal.getsignal(number)) for number in (signal.SIGCHLD, signal.SIGALRM, signal.SIGINT)]
     found = [
-        *(limits, dict(os.environ), time.tzname, mask, handlers, os.getcwd(), decimal.getcontext()),
+        *(limits, sorted(os.environ.items()), time.tzname, mask, handlers, os.getcwd(), decimal.getcontext()),
         *(len(signal.pthread_sigmask(signal.SIG_BLOCK, ())), round(2.0), subprocess.run(["true"]).returncode),
         *(os.kill, shutil.rmtree, sys.argv, sys.exit, sys.stdin.name, sys.stdout.name, sys.stderr.name),
         *(sys.modules["resource"], sys.path, len(sys.meta_path), sys.getrecursionlimit()),
         *(sys.get_int_max_str_digits(), locale.setlocale(locale.LC_ALL), warnings.filters),
         *(logging.root.manager.disable, gc.isenabled(), gc.get_threshold(), socket.getdefaulttimeout()),
-        sys.getprofile(),
+        *(sys.getprofile(), math.isclose(1, 2), re.match, json.loads("[1]"), sys.modules["json"], pickle.dumps),
+        *(time.time, time.sleep, contextvars.copy_context, os.getpriority(os.PRIO_PROCESS, 0)),
+        sorted(subprocess.run(["env"], capture_output=True).stdout.splitlines()),
     ]
     return {"score": 1.0, "state": repr(found), "pid": os.getpid()}
 
