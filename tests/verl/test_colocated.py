@@ -148,7 +148,7 @@ async def two_models(
         addresses = {name: url.removeprefix("http://") for name, url in (("a", a), ("b", b))}
 
         def replicas(options: Any, pool: Any) -> SimpleNamespace:
-            name = options.model_path
+            name = options.model_path or "a"  # the first one's is verl's option
             return SimpleNamespace(
                 server_addresses=[addresses[name]],
                 wake_up=functools.partial(change, f"{name} wakes up"),
