@@ -113,12 +113,14 @@ def _take_over(command: Any, options: Path) -> None:
         command.run_ppo = run_ppo  # with --multirun, `main` runs several times
         on = _is_on(config)
         if not on:
+            given = _given(config, options)
             mode = str(OmegaConf.select(config, MODE))
-            if get_close_matches(mode, [PIPELINE], cutoff=0.8):
+            # With options of reward_loop, an unknown mode may have been meant to turn it on.
+            if given or get_close_matches(mode, [PIPELINE], cutoff=0.8):
                 from reward_loop.verl.main_ppo import check_trainer_mode
 
                 check_trainer_mode(mode)
-            _check_unused(config, options)
+            _check_unused(config, given)
         if on or OmegaConf.select(config, "actor_rollout_ref.rollout.name") == CPU_ROLLOUT:
             from reward_loop.verl.main_ppo import begin
 
@@ -136,18 +138,24 @@ def _is_on(config: DictConfig) -> bool:
     )
 
 
-def _check_unused(config: DictConfig, options: Path) -> None:
+def _given(config: DictConfig, options: Path) -> dict[str, Any]:
+    """Return the options of reward_loop that are set, although it is off."""
+    if all(OmegaConf.select(config, name) is None for name in OURS):
+        return {}
+    given = dict(_set(config, OmegaConf.load(options)))
+    # A manager of this library in verl's reward loop reads them. With `known`, all options are there.
+    if OmegaConf.select(config, "reward.reward_manager.source") == "importlib":
+        if OmegaConf.select(config, "reward_loop.check") is None:
+            given = {key: value for key, value in given.items() if not key.startswith("reward_loop.")}
+        elif given:
+            _stop(f"{_listed(given)}: for a reward manager in verl's own reward loop, write a + before the option")
+    return given
+
+
+def _check_unused(config: DictConfig, given: dict[str, Any]) -> None:
     """Stop if options of reward_loop are set, which is off; warn of old keys, which only reward_loop reads."""
-    if any(OmegaConf.select(config, name) is not None for name in OURS):
-        given = dict(_set(config, OmegaConf.load(options)))
-        # A manager of this library in verl's reward loop reads them. With `known`, all options are there.
-        if OmegaConf.select(config, "reward.reward_manager.source") == "importlib":
-            if OmegaConf.select(config, "reward_loop.check") is None:
-                given = {key: value for key, value in given.items() if not key.startswith("reward_loop.")}
-            elif given:
-                _stop(f"{_listed(given)}: for a reward manager in verl's own reward loop, write a + before the option")
-        if given:
-            _stop(f"{_listed(given)} has no effect, because reward_loop is off. Leave it out, or set {TURN_ON}")
+    if given:
+        _stop(f"{_listed(given)} has no effect, because reward_loop is off. Leave it out, or set {TURN_ON}")
     old = [key for group in VERLS_GROUPS for key, _ in _leaves(group, config.get(group)) if not _is_ours(key)]
     if old:
         print(

@@ -115,7 +115,15 @@ def test_a_row_gives_the_arguments_that_a_function_asks_for():
         given = {key: value for key, value in ROW.items() if key != field}
         without = Fields(requires=frozenset({name})).to_sample(Row("r", given))
         assert without.error is not None, name
-        assert f"no field {field!r}" in without.error
+        assert f"no field {field!r} (for {name})" in without.error
+
+
+def test_the_step_is_named_as_the_argument_or_as_in_records():
+    row = Row("r", {"solution_str": "4", "global_steps": 3, "at": 5})
+    requires = frozenset({"global_steps"})
+    assert Fields(requires=requires).to_sample(row).global_steps == 3
+    for name in ("global_steps", "step"):
+        assert Fields({name: "at"}, requires=requires).to_sample(row).global_steps == 5
 
 
 def test_a_required_field_has_its_type_and_another_is_left_out():

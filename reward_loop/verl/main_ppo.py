@@ -232,6 +232,11 @@ def check_function(settings: RewardSettings) -> None:
     ours = isinstance(manager, type) and issubclass(manager, RewardLoopManagerBase)
     if settings.function is not None and ours and not isinstance(function, type):
         scoring_function(manager, function, settings.options, reward_kwargs=settings.function.kwargs)
+    if settings.function is not None and settings.model is None and _requires_address(function):
+        _say(
+            f"warning: {settings.function.path} requires reward_router_address, which will be None, since no reward "
+            "model is served. Set reward.reward_model.enable=True and its model, or give the argument a default"
+        )
     for key, component in settings.options.components.items():
         if component.path:
             function = load_function(component.path, component.name)
@@ -242,6 +247,14 @@ def check_function(settings: RewardSettings) -> None:
                 )
             if not isinstance(function, type):
                 ScoringFunction(function, reward_kwargs=component.reward_kwargs)
+
+
+def _requires_address(function: Any) -> bool:
+    try:
+        parameter = inspect.signature(function).parameters.get("reward_router_address")
+    except (TypeError, ValueError):  # an object or a class without a signature
+        return False
+    return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
 def _check_constructor(manager: type, settings: RewardSettings) -> None:
@@ -259,7 +272,7 @@ def _check_constructor(manager: type, settings: RewardSettings) -> None:
 
 
 def _check_model(settings: RewardSettings, model: RewardModelConfig) -> None:
-    option = "reward_model.model.path"
+    option = "reward.reward_model.model_path"
     names = architectures(str(model.model_path), option)
     kind = model_kind(str(model.model_path), option) if model.kind == "auto" else model.kind
     if not settings.scores_by_model:

@@ -73,6 +73,8 @@ _OPEN = {
 }
 """Option groups with arbitrary keys, which the user chooses."""
 
+_MODE_OPTIONS = f"trainer.v1.{PIPELINE_MODE}"
+
 _UNUSED = {
     "reward_model.launch_reward_fn_async": "rollouts are scored while others are generated. Leave it out",
     "reward_model.model.external_lib": "import what the model needs in the module of your reward function",
@@ -171,7 +173,7 @@ def read(config: DictConfig) -> RewardSettings:
     if settings.scores_by_model and settings.model is not None and not settings.model.model_path:
         raise ConfigError(
             "reward_model.rollout.name=external without custom_reward_function.path: the reward is the output of the "
-            "model, whose tokenizer and name are needed: set reward_model.model.path; or set the path of a function"
+            "model, whose tokenizer and name are needed: set reward.reward_model.model_path; or the path of a function"
         )
     if settings.scores_by_model and manager.name != "naive":
         raise ConfigError(
@@ -199,8 +201,13 @@ def unknown_overrides(words: Iterable[str]) -> Iterator[str]:
     """Yield a message for each override of a command line that sets an unknown option of rewards."""
     for word in words:
         key, equals, _ = word.lstrip("+").partition("=")
-        if equals and key.partition(".")[0] in _GROUPS and re.fullmatch(r"[\w.]+", key):
-            yield from _unknown_in(OmegaConf.from_dotlist([f"{key}=null"]))
+        if not equals or not re.fullmatch(r"[\w.]+", key):
+            continue
+        given = OmegaConf.from_dotlist([f"{key}=null"])
+        if key.partition(".")[0] in _GROUPS:
+            yield from _unknown_in(given)
+        elif (options := OmegaConf.select(given, _MODE_OPTIONS)) is not None:
+            yield from _unknown(_MODE_OPTIONS, options, OmegaConf.select(added_options(), _MODE_OPTIONS))
 
 
 def _unknown_in(config: DictConfig) -> Iterator[str]:

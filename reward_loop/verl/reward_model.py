@@ -335,12 +335,12 @@ def _check(model: DictConfig) -> None:
     """Reject options of verl's group ``reward.reward_model`` that are missing or contradict each other."""
     engine = OmegaConf.select(model, "rollout.name", throw_on_missing=False)
     if model.enable and not model.model_path and engine != "external":
-        raise ConfigError("reward_model.enable=True needs a model: set reward_model.model.path")
+        raise ConfigError("reward.reward_model.enable=True needs a model: set reward.reward_model.model_path")
     if model.enable and model.model_path:
-        check_path(str(model.model_path), "reward_model.model.path")
+        check_path(str(model.model_path), "reward.reward_model.model_path")
     if model.enable and engine is None:
         raise ConfigError(
-            "reward_model.rollout.name is missing: set the engine of the reward model's servers (vllm, sglang, "
+            "reward.reward_model.rollout.name is missing: set the engine of the reward model's servers (vllm, sglang, "
             "transformers or external)"
         )
     if model.enable_resource_pool and not model.enable:

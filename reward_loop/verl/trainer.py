@@ -393,9 +393,11 @@ class RewardLoopTrainer(RecordingTrainer):
         self._left_out |= {batch.keys[i]: batch.tags[i] for i in rows if batch.keys[i] in masked}
         if not learners:
             info = next(reward.info for reward in rewards.values() if reward.is_masked)
+            log_dir = self._settings.options.log_dir
+            where = f". `reward-loop report {log_dir}` shows why, with the replies of judges" if log_dir else ""
             raise NothingToLearnError(
                 f"no sample of step {self.global_steps} has a score to learn from; the first one is "
-                f"{info['reward_outcome']}{': ' if info['reward_error'] else ''}{info['reward_error']}"
+                f"{info['reward_outcome']}{': ' if info['reward_error'] else ''}{info['reward_error']}{where}"
             )
         return select(batch, learners)
 

@@ -322,6 +322,11 @@ def test_old_keys_that_verl_ignores_are_warned_of(command: Command, capfd: pytes
         (["reward_loop.timout=60"], "reward_loop.timout: unknown option; did you mean 'timeout'?"),
         ([PIPELINE, "reward_model.enabel=True"], "reward_model.enabel: unknown option; did you mean 'enable'?"),
         ([PIPELINE, "+reward.num_worker=1"], "reward.num_worker: unknown option; did you mean 'num_workers'?"),
+        (
+            [PIPELINE, "trainer.v1.reward_pipeline.one_step_offpolicy=False"],
+            "trainer.v1.reward_pipeline.one_step_offpolicy: unknown option; did you mean 'one_step_off_policy'?",
+        ),
+        (["reward_loop.check=True", "trainer.v1.trainer_mode=pipeline"], "trainer.v1.trainer_mode=pipeline: unknown"),
         ([ON, "trainer.nnodez=2"], "nnodez"),
         (
             ["reward_model.use_reward_lop=True"],

@@ -76,7 +76,7 @@ def test_a_reward_model_that_does_not_exist_stops_the_command(refused: Callable[
         f"reward_model.model.path={tmp_path}/nowhere",
         f"custom_reward_function.path={tmp_path}/f.py",
     )
-    assert "reward_model.model.path" in error
+    assert "reward.reward_model.model_path" in error
     assert "nowhere" in error
 
 

@@ -303,7 +303,7 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["reward_model.enable=True", "custom_reward_function.path=f.py"], ["reward_model.model.path"]),
+        (["reward_model.enable=True", "custom_reward_function.path=f.py"], ["reward.reward_model.model_path"]),
         (
             [
                 "reward_model.enable=True",
@@ -392,7 +392,7 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
             [*VLLM, *POOL, "reward_model.rollout.tensor_model_parallel_size=3"],
             ["n_gpus_per_node=8 is not a multiple of 3", "tensor_model_parallel_size"],
         ),
-        (WITHOUT_PATH[:-1], ["reward_model.model.path", "custom_reward_function.path"]),
+        (WITHOUT_PATH[:-1], ["reward.reward_model.model_path", "custom_reward_function.path"]),
         ([*EXTERNAL, "reward_model.rollout.dtype=float16"], ["rollout.dtype has no effect"]),
         (
             [*VLLM, *POOL, "reward_model.rollout.tensor_model_parallel_size=16"],
@@ -400,7 +400,7 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
         ),
         (
             [*VLLM, "reward_model.model.path=hdfs://cluster/models/judge"],
-            ["reward_model.model.path=hdfs://cluster/models/judge", "a directory that all nodes have"],
+            ["reward.reward_model.model_path=hdfs://cluster/models/judge", "a directory that all nodes have"],
         ),
         (
             [*VLLM, *POOL, "reward_model.rollout.name=sglang", "reward.reward_model.rollout.temperature=0.5"],
