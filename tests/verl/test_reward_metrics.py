@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -415,12 +415,15 @@ def test_the_files_of_a_validation_have_verls_score_where_the_function_returned_
     assert written[0][4]["score"] == [0.5, 1.0, None]
 
 
-class Unreadable(dict[str, Any]):
-    def items(self) -> Any:
-        raise RuntimeError("no items")
+class Unreadable(Mapping[str, Any]):
+    def __getitem__(self, name: str) -> Any:
+        raise RuntimeError("no value")
 
     def __iter__(self) -> Any:
         raise RuntimeError("no keys")
+
+    def __len__(self) -> int:
+        return 1
 
 
 def test_what_json_lacks_is_written_in_a_readable_form(tmp_path: Path) -> None:
