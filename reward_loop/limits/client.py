@@ -12,7 +12,7 @@ from typing import Any
 
 from reward_loop._util.framing import frame, read_frame
 from reward_loop.errors import ConfigError, JobServiceError, TooManyFailuresError
-from reward_loop.limits.equal import EqualCall
+from reward_loop.limits.equal_calls import EqualCall
 from reward_loop.limits.local import FailureBound, LocalLimits
 from reward_loop.limits.options import JobOptions
 from reward_loop.limits.permit import Limits, Permit

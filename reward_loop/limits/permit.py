@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from reward_loop._util.transient import is_refusal, retry_after
 from reward_loop.errors import BudgetSpentError, LimitError
-from reward_loop.limits.equal import EqualCall
+from reward_loop.limits.equal_calls import EqualCall
 from reward_loop.limits.options import JobOptions
 from reward_loop.limits.outages import Outages
 

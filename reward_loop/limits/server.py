@@ -13,7 +13,7 @@ from typing import Any
 from reward_loop._util.background_loop import in_background
 from reward_loop._util.framing import frame, read_frame
 from reward_loop.errors import ConfigError, RewardLoopError, TooManyFailuresError
-from reward_loop.limits.equal import EqualCalls
+from reward_loop.limits.equal_calls import EqualCalls
 from reward_loop.limits.limiter import PERIOD_S
 from reward_loop.limits.local import FailureBound, LocalLimits
 from reward_loop.limits.options import JobOptions

@@ -12,16 +12,17 @@ from typing import Any, ClassVar, Protocol
 from reward_loop._util.addresses import checked_address
 from reward_loop._util.text import listing, shorten
 from reward_loop.config import parse
-from reward_loop.errors import BudgetSpentError, ConfigError
+from reward_loop.errors import ConfigError
 from reward_loop.limits.client import failure_bound, open_limits
 from reward_loop.limits.permit import DEFAULT, Limits
 from reward_loop.managers.decoding import ResponseDecoder
+from reward_loop.managers.failures import decide
 from reward_loop.managers.options import RewardLoopConfig
 from reward_loop.records import ActiveSample, Records, records, watch, watched_loops
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
 from reward_loop.scoring.proofs import ProofCounts, Proofs
 from reward_loop.scoring.results import check_result
-from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
+from reward_loop.types import Reward, RewardResult, RewardSample
 
 __all__ = [
     "TOTAL_STEPS",
@@ -29,7 +30,6 @@ __all__ = [
     "TURNS",
     "VALIDATE",
     "RewardLoopManagerBase",
-    "decide",
     "generated_step_of",
     "last_row",
     "open_records",
@@ -497,20 +497,6 @@ def _limits_of(function: Any, options: RewardLoopConfig) -> Limits | None:
         return None
     same = all(getattr(limits.options, name) == getattr(options, name) for name in ("limits", "budget", "job"))
     return limits if same else None
-
-
-def decide(result: RewardResult, options: RewardLoopConfig, total_s: float = 0.0) -> RewardResult:
-    """Return a result with what the policies make of it: its ``reward``, whether it is ``masked``, and the ``policy``.
-
-    Nothing else applies the policies. ``total_s`` is that of the result.
-    """
-    if result.score is not None:
-        return replace(result, reward=result.score, total_s=total_s)
-    policy = result.policy or (options.on_failed if result.outcome is Outcome.FAILED else options.on_unscored)
-    if isinstance(result.exception, BudgetSpentError):
-        policy = options.budget.at_cap
-    reward = options.default_score if policy == "default" else None
-    return replace(result, policy=policy, reward=reward, masked=policy == "mask", total_s=total_s)
 
 
 def open_records(options: RewardLoopConfig) -> Records | None:

@@ -12,7 +12,8 @@ from reward_loop._util.text import did_you_mean, listing
 from reward_loop.errors import ConfigError, InvalidScoreError
 from reward_loop.limits.client import failure_bound
 from reward_loop.limits.permit import DEFAULT, Limits
-from reward_loop.managers.base import RewardLoopManagerBase, decide, scoring_function
+from reward_loop.managers.base import RewardLoopManagerBase, scoring_function
+from reward_loop.managers.failures import decide
 from reward_loop.managers.options import ComponentConfig, RewardLoopConfig
 from reward_loop.managers.registry import register
 from reward_loop.scoring import ScoringFunction, load_function

@@ -1,18 +1,35 @@
-"""The samples of a step, a batch or a period that have no score, and the line on the console about them."""
+"""Samples without a score: what the policies make of one; how many a step, a batch or a period has, for the console."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Self
 
 from reward_loop._util.text import Causes, counted, cut
+from reward_loop.errors import BudgetSpentError
+from reward_loop.managers.options import RewardLoopConfig
 from reward_loop.types import Outcome, RewardResult
 
-__all__ = ["Failures", "on_one_line"]
+__all__ = ["Failures", "decide", "on_one_line"]
 
 _EXAMPLE = 300
 """The largest number of characters of the first error."""
+
+
+def decide(result: RewardResult, options: RewardLoopConfig, total_s: float = 0.0) -> RewardResult:
+    """Return a result with what the policies make of it: its ``reward``, whether it is ``masked``, and the ``policy``.
+
+    Nothing else applies the policies. ``total_s`` is that of the result.
+    """
+    if result.score is not None:
+        return replace(result, reward=result.score, total_s=total_s)
+    policy = result.policy or (options.on_failed if result.outcome is Outcome.FAILED else options.on_unscored)
+    if isinstance(result.exception, BudgetSpentError):
+        policy = options.budget.at_cap
+    reward = options.default_score if policy == "default" else None
+    return replace(result, policy=policy, reward=reward, masked=policy == "mask", total_s=total_s)
 
 
 class Failures:

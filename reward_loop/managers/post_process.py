@@ -8,7 +8,8 @@ from typing import Any, Self
 
 from reward_loop.errors import ScoringError
 from reward_loop.limits.local import FailureBound
-from reward_loop.managers.base import decide, open_records
+from reward_loop.managers.base import open_records
+from reward_loop.managers.failures import decide
 from reward_loop.managers.options import RewardLoopConfig
 from reward_loop.records import reward_change_row
 from reward_loop.scoring import ScoringFunction

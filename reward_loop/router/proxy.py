@@ -12,9 +12,9 @@ import orjson
 from reward_loop._util.places import FULL_STATUS
 from reward_loop._util.refusals import asked_pause
 from reward_loop.router.backend import Backend, Route
-from reward_loop.router.breaking import BreakingRequests, Suspect
 from reward_loop.router.client_request import ClientRequest, WaitsFor
 from reward_loop.router.config import RouterConfig
+from reward_loop.router.crashing_requests import BreakingRequests, Suspect
 from reward_loop.router.headers import (
     BACKEND,
     HOP_BY_HOP,
@@ -78,7 +78,7 @@ class Proxy:
     `StaleError`                  retried without a pause; not counted as a failure
     `ConnectError`                server taken out of use; retried, not counted in `max_attempts`
     `BrokenError`                 server taken out of use; retried up to `max_attempts`, then 502; a request that
-                                  breaks servers is refused, see :mod:`~reward_loop.router.breaking`
+                                  breaks servers is refused, see :mod:`~reward_loop.router.crashing_requests`
     404 of a model                the servers are asked for their models; retried on one that has the model
     ============================= ============================================================================
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reward_loop._util.sockets import is_taken, listen, reserve, url_of
-from reward_loop.serving.engine import Engine
-from reward_loop.serving.engines import ENGINES
+from reward_loop.serving.engines import ENGINES, Engine
 from reward_loop.serving.gpus import GpuShares
 from reward_loop.serving.options import ServedModelConfig
 from reward_loop.serving.process import ServerProcess

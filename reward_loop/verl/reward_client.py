@@ -15,7 +15,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardFunctionError, RewardLoopError
-from reward_loop.managers.base import decide
+from reward_loop.managers.failures import decide
 from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
 
 __all__ = ["MAX_TASK_RETRIES", "RewardClient", "SentSample", "prompt_of", "raise_if_lost"]

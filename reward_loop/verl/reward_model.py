@@ -10,8 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from reward_loop.config import AuditConfig, RewardModelConfig, ServedModelConfig, parse
 from reward_loop.errors import ConfigError
-from reward_loop.serving.engine import normalised
-from reward_loop.serving.engines import ENGINES
+from reward_loop.serving.engines import ENGINES, normalised
 from reward_loop.serving.gpus import VISIBLE_DEVICES
 from reward_loop.serving.models import check_path
 from reward_loop.verl.mode_options import PIPELINE_MODE, ModeOptions

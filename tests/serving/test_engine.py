@@ -11,8 +11,7 @@ import pytest
 
 from reward_loop.config import RewardModelConfig, ServedModelConfig
 from reward_loop.errors import ConfigError
-from reward_loop.serving.engine import has_module, version
-from reward_loop.serving.engines import ENGINES
+from reward_loop.serving.engines import ENGINES, has_module, version
 from reward_loop.serving.models import served_models
 
 pytestmark = pytest.mark.integration  # starts processes

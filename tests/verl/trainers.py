@@ -44,7 +44,7 @@ def reward_workers(monkeypatch: pytest.MonkeyPatch, options: RewardLoopConfig, *
     actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: next(left)))
     monkeypatch.setattr(workers.ray, "remote", lambda cls: actor)
     monkeypatch.setattr(workers, "worker_nodes", lambda count: [f"{0:056x}"] * len(handles))
-    settings: Any = SimpleNamespace(num_workers=len(handles), options=options)
+    settings: Any = SimpleNamespace(num_workers=len(handles), options=options, model=None)
     return RewardWorkers(settings, None)
 
 

@@ -15,9 +15,9 @@ import pytest
 
 from reward_loop._util.sockets import reserve, url_of
 from reward_loop.router.backend import Backend
-from reward_loop.router.breaking import BreakingRequests
 from reward_loop.router.client_request import ClientRequest, Flow
 from reward_loop.router.config import BackendConfig
+from reward_loop.router.crashing_requests import BreakingRequests
 from reward_loop.router.refusals import Refusal
 from tests.router.transport import Transport
 from tests.servers import CHAT, listed, post, routed_urls
