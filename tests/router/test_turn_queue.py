@@ -116,7 +116,7 @@ async def test_functions_that_ask_one_model_and_then_the_other_wake_each_once() 
     async with two_models() as (address, owner):
 
         async def judge(number: int) -> list[str]:
-            # The second one is no client of ours: its request waits in the router.
+            # The second request does not come from this library, so it waits in the router.
             first = await chat_complete(address, str(number), model="a")
             async with owner.session.post(CHAT, json={"model": "b", "messages": []}) as response:
                 return [first.text, (await response.json(content_type=None))["choices"][0]["message"]["content"]]

@@ -182,6 +182,16 @@ def test_a_manager_that_cannot_be_created_stops_the_command(
             main_ppo.check_function(settings)
 
 
+@pytest.mark.parametrize(("default", "is_warned"), [("", True), (" = None", False)])
+def test_a_function_that_requires_the_address_of_no_model_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], default: str, is_warned: bool
+) -> None:
+    path = tmp_path / "f.py"
+    path.write_text(f"def compute_score(solution_str, reward_router_address{default}): return 1.0\n")
+    main_ppo.check_function(resolved(f"custom_reward_function.path={path}"))
+    assert (f"{path} requires reward_router_address" in capsys.readouterr().out) is is_warned
+
+
 def test_a_manager_whose_module_raises_names_its_line(tmp_path: Path) -> None:
     (tmp_path / "managers.py").write_text("import json\n\njson.loads('{')\n")
     with pytest.raises(ConfigError, match=r"JSONDecodeError.*managers\.py:3\)"):
