@@ -331,7 +331,8 @@ GROUPS = ("reward_model.reward_manager=group", "reward_loop.group.timeout=300", 
 async def test_a_group_meets_in_one_of_several_workers(cluster: None, with_function: Settings) -> None:
     workers = started(with_function(RANKS, "reward.num_workers=2", "reward_loop.audit.share=0.000001", *GROUPS))
     rows = [rollout("x" * length, uid=f"q{q}", session_id=length) for length in (1, 2, 3) for q in range(6)]
-    rows.append(rollout("x", uid="validation", group_size=1))
+    # As a sample of a validation, it is not among the answers of `ablate`.
+    rows.append(rollout("x", uid="validation", group_size=1, __validate__=True))
     rewards = await asyncio.gather(*(workers.client.compute_score.remote(row) for row in rows))
     assert [reward["reward_score"] for reward in rewards] == [0] * 6 + [1] * 6 + [2] * 6 + [0]
     batch = await asyncio.to_thread(workers.finish_batch, workers.start_batch(rows))
