@@ -4,7 +4,8 @@ There are three kinds of events; docs/records.md describes their fields:
 
 - a *phase* of the trainer, such as generation or an update, under the name of verl's timing;
 - a *rollout*: when a response was generated, and when its reward was requested and arrived;
-- an *overlap*: for how long the trainer waited in a step, and for how long its rewards were pending.
+- an *overlap*: for how long the trainer waited in a step, and for how long its rewards were pending. `hidden_share` is
+  the one definition of how much judging is hidden, for verl's metrics, TRL's, the report and the viewer.
 
 The health of a run is the values of the monitors in each step, and their warnings.
 """
@@ -12,13 +13,12 @@ The health of a run is the values of the monitors in each step, and their warnin
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from reward_loop._util.text import cut
 from reward_loop.records.files import EVENTS, HEALTH
-from reward_loop.records.overlap import hidden_share
 from reward_loop.records.reader import check_version, has_step, read_files, read_rows
 from reward_loop.records.rows import MAX_TEXT, VERSION, new_row
 from reward_loop.records.writer import Records, records
@@ -28,15 +28,19 @@ __all__ = [
     "PHASE",
     "ROLLOUT",
     "STEP",
+    "Interval",
     "WaitsFor",
     "effect_row",
     "health",
+    "hidden_share",
     "open_health",
     "overlap_event",
     "overlaps",
     "phase_event",
     "read_events",
     "rollout_event",
+    "seconds_of",
+    "union",
     "values_row",
     "warning_row",
 ]
@@ -203,3 +207,40 @@ def health(folder: Path) -> list[dict[str, Any]]:
 
 def _key(row: Mapping[str, Any], step: int | None) -> tuple[Any, ...]:
     return step, row.get("monitor"), row.get("subject")
+
+
+Interval = tuple[float, float]
+"""Start and end in seconds."""
+
+
+def hidden_share(waiting_s: float, pending_s: float) -> float | None:
+    """Return the share of the time with pending rewards in which the trainer did not wait for them.
+
+    Args:
+        waiting_s: seconds for which the trainer waited for the rewards of a step, and for nothing else.
+        pending_s: seconds in which at least one reward of the step was pending: requested, and not arrived. A reward
+            belongs to the step that trains on it.
+
+    Returns:
+        from 0 to 1; ``None`` if no reward was pending.
+    """
+    return max(0.0, 1 - waiting_s / pending_s) if pending_s > 0 else None
+
+
+def union(intervals: Iterable[Interval]) -> Iterator[Interval]:
+    """Yield the union of intervals as intervals that do not overlap."""
+    begun: float | None = None
+    until = 0.0
+    for start, end in sorted(intervals):
+        if begun is None or start > until:
+            if begun is not None:
+                yield begun, until
+            begun, until = start, end
+        until = max(until, end)
+    if begun is not None:
+        yield begun, until
+
+
+def seconds_of(intervals: Iterable[Interval]) -> float:
+    """Return the seconds in which at least one of the intervals runs."""
+    return sum(end - start for start, end in union(intervals))

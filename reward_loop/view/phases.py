@@ -135,7 +135,7 @@ class PhaseReader:
         Returns:
             for each step: ``phases``, the seconds of each phase without the phases within it, which add up to the step;
             ``waiting_s``, the seconds for which the trainer waited for rewards alone, ``None`` if that is not known
-            because no rollouts are recorded; and ``hidden_share``, see `reward_loop.records.overlap`.
+            because no rollouts are recorded; and ``hidden_share``, see `reward_loop.records.events`.
 
         Raises:
             ConfigError: a newer version of the library has written the events.

@@ -13,8 +13,7 @@ from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
 from reward_loop import cli
-from reward_loop.records.events import read_events
-from reward_loop.records.overlap import seconds_of
+from reward_loop.records.events import read_events, seconds_of
 from reward_loop.view.app import create_app
 from reward_loop.view.index import Index
 from reward_loop.view.phases import PhaseReader
