@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reward_loop.audit.monitors import MONITORS
-from reward_loop.audit.probe_history import ProbeHistory, fall, wilson_lower
+from reward_loop.audit.monitors import MONITORS, ProbeHistory, fall, wilson_lower
 from reward_loop.audit.values import ProbeCounts
 from reward_loop.audit.watch import HealthWarning, HealthWatch
 from reward_loop.config import HealthConfig
