@@ -68,9 +68,8 @@ from reward_loop.errors import RewardLoopError
 from reward_loop.managers.base import TRAINING_STEP
 from reward_loop.records import Interval, overlap_event, seconds_of
 from reward_loop.verl.compat import overrides, uses
-from reward_loop.verl.filter_forecast import FilterForecast
 from reward_loop.verl.mode_options import PIPELINE_MODE, make_schedule, mini_batch_groups, read_mode
-from reward_loop.verl.refills import RefillLimit
+from reward_loop.verl.refills import FilterForecast, RefillLimit
 from reward_loop.verl.reward_metrics import added_seconds, overlap_metrics
 from reward_loop.verl.step_batch import StepBatch
 from reward_loop.verl.tq_rows import copy, last_failure, read_tags, read_trajectories, select, spread_padding

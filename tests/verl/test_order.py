@@ -15,10 +15,9 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from reward_loop.agent.schedule import Schedule
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl import pipeline, tq_rows
-from reward_loop.verl.filter_forecast import FilterForecast
 from reward_loop.verl.mode_options import PipelineOptions
 from reward_loop.verl.pipeline import RewardPipelineTrainer
-from reward_loop.verl.refills import RefillLimit
+from reward_loop.verl.refills import FilterForecast, RefillLimit
 from reward_loop.verl.replay_buffer import Evicted
 from reward_loop.verl.step_batch import StepBatch
 from reward_loop.verl.tq_rows import select
