@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from reward_loop import ConfigError, RewardSample
-from reward_loop.adapters.trl.columns import Columns, group_sizes, text_of
+from reward_loop.adapters.trl.reward import Columns, group_sizes, text_of
 
 
 def samples(columns: Columns, completions: list[Any], **data: Any) -> Any:
