@@ -1,4 +1,4 @@
-"""Parts of error messages: shortened values, causes of failures, the lines of a traceback that are the user's."""
+"""Parts of error messages: shortened values, causes, the user's lines of a traceback, the fix of a failed import."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ __all__ = [
     "did_you_mean",
     "duration",
     "first_line",
+    "import_hint",
     "last_user_frame",
     "listing",
     "rounded",
@@ -112,7 +113,7 @@ def user_lines(error: BaseException) -> str:
     The last entry is that of the user's own code. If a library raised the exception, the library's last entry follows.
     Entries of reward_loop are left out.
     """
-    frames = _frames(error)
+    frames = _without_ours(traceback.extract_tb(error.__traceback__))
     last = _last_of_user(frames) or 0  # no user code: the function belongs to an installed package
     shown = frames[: last + 1][-_SHOWN:]
     if last + 1 < len(frames):
@@ -132,10 +133,6 @@ def user_frame(stack: Iterable[traceback.FrameSummary]) -> traceback.FrameSummar
     return frames[-1 if last is None else last] if frames else None
 
 
-def _frames(error: BaseException) -> list[traceback.FrameSummary]:
-    return _without_ours(traceback.extract_tb(error.__traceback__))
-
-
 def _without_ours(stack: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
     return [frame for frame in stack if not frame.filename.startswith(_OURS)]
 
@@ -146,3 +143,36 @@ def _last_of_user(frames: list[traceback.FrameSummary]) -> int | None:
 
 def _is_library(filename: str) -> bool:
     return filename.startswith((*_LIBRARIES, "<frozen ")) or any(folder in filename for folder in _PACKAGE_FOLDERS)
+
+
+_LEVELS = 4
+"""The number of folders in which a module is looked for: that of the importing file, and those above it."""
+
+
+def import_hint(error: BaseException) -> str:
+    """Return the fix of a failed import as the end of a message, such as ``; helper is in /home/me: ...``.
+
+    Empty if the error is another one, or the module is not near the file that imports it.
+    """
+    if not isinstance(error, ImportError):
+        return ""
+    files = [
+        Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_file()
+    ]
+    if not files:
+        return ""
+    if error.name is None and "relative import" in str(error):
+        return (
+            "; a file on its own has no package: write `import helper`, or name the module of a package that is on "
+            "PYTHONPATH, such as package.reward:compute_score"
+        )
+    for folder in list(files[-1].resolve().parents)[:_LEVELS]:
+        path = folder.joinpath(*(error.name or "").split("."))
+        found = next((one for one in (path.with_suffix(".py"), path) if error.name and one.exists()), None)
+        if found is None:
+            continue
+        if isinstance(error, ModuleNotFoundError):
+            return f"; {error.name} is in {folder}: add that folder to PYTHONPATH"
+        if error.path is not None and not Path(error.path).resolve().is_relative_to(folder):
+            return f"; {error.path} was imported in place of {found}: rename that file"
+    return ""

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reward_loop._util.import_hint import import_hint
-from reward_loop._util.text import last_user_frame, user_lines
+from reward_loop._util.text import import_hint, last_user_frame, user_lines
 from reward_loop._util.transient import is_refusal, is_transient, out_of_credit, retry_after, status_of, unreachable
 from reward_loop.errors import ScoringError
 

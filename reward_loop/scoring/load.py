@@ -12,8 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from reward_loop._util.import_hint import import_hint
-from reward_loop._util.text import did_you_mean, last_user_frame, listing
+from reward_loop._util.text import did_you_mean, import_hint, last_user_frame, listing
 from reward_loop.errors import FunctionLoadError
 
 __all__ = ["file_modules", "load_function", "load_object", "source_hash"]
