@@ -35,7 +35,7 @@ import psutil
 from benchmarks import _scale_trainer, limits
 from benchmarks.router_servers import Servers, rss_mb
 from benchmarks.scoring import answers, configuration, save_tokenizer
-from reward_loop._util.background_loop import in_background
+from reward_loop._util.event_loops import in_background
 from reward_loop.config import RewardLoopConfig
 from reward_loop.limits.server import serve_limits
 from reward_loop.records import ActiveSample, records

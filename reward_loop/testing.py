@@ -30,7 +30,7 @@ from typing import Any, Self, get_args
 
 from aiohttp import web
 
-from reward_loop._util.background_loop import in_background
+from reward_loop._util.event_loops import in_background
 from reward_loop._util.sockets import listen, url_of
 from reward_loop.errors import ConfigError
 

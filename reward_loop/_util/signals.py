@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from types import FrameType
 from typing import Any, Self, TypeVar
 
-from reward_loop._util.loop_pulse import LoopPulse, line_on_loop
+from reward_loop._util.event_loops import LoopPulse, line_on_loop
 
 __all__ = ["LoopBlocked", "LoopBreaker", "end_blocking_code", "handle", "name_of", "run"]
 

@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import Field
 
-from reward_loop._util.background_loop import in_background
+from reward_loop._util.event_loops import in_background
 from reward_loop._util.text import listing, shorten
 from reward_loop.agent import RewardAgent
 from reward_loop.audit import open_audit

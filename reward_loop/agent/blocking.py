@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from reward_loop._util.background_loop import in_background
+from reward_loop._util.event_loops import in_background
 from reward_loop.agent.agent import RewardAgent
 from reward_loop.agent.pending import Group, MiniBatch, PendingRewards
 from reward_loop.errors import ConfigError, RewardLoopError

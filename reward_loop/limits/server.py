@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any
 
-from reward_loop._util.background_loop import in_background
+from reward_loop._util.event_loops import in_background
 from reward_loop._util.framing import frame, read_frame
 from reward_loop.errors import ConfigError, RewardLoopError, TooManyFailuresError
 from reward_loop.limits.equal_calls import EqualCalls

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from reward_loop._util.loop_pulse import line_on_loop
+from reward_loop._util.event_loops import line_on_loop
 from reward_loop.config import AuditConfig, CacheConfig, ProofConfig, RewardLoopConfig
 from reward_loop.errors import ConfigError
 from reward_loop.managers import CompositeRewardLoopManager, RewardLoopManagerBase

@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from reward_loop._util.event_loops import LoopPulse
 from reward_loop._util.framing import frame, receive_frame
-from reward_loop._util.loop_pulse import LoopPulse
 from reward_loop.errors import ConfigError
 from reward_loop.records.active import OUTAGE, ActiveSample, active_samples
 

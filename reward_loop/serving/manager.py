@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from reward_loop._util.background_loop import in_background
+from reward_loop._util.event_loops import in_background
 from reward_loop._util.sockets import listen, url_of
 from reward_loop.errors import ConfigError
 from reward_loop.serving.logs import log_folder

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import ray
 from omegaconf import DictConfig
 
-from reward_loop._util.background_loop import in_background
+from reward_loop._util.event_loops import in_background
 from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ServerStartError
 from reward_loop.serving.gpus import Accelerator

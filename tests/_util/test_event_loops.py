@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from reward_loop._util import background_loop
-from reward_loop._util.background_loop import in_background
+from reward_loop._util import event_loops
+from reward_loop._util.event_loops import in_background
 
 
 def test_the_context_is_entered_and_left_in_another_thread() -> None:
@@ -51,7 +51,7 @@ def test_errors_at_entry_and_exit_are_raised_in_the_callers_thread() -> None:
 
 def test_an_error_at_entry_is_raised_also_while_the_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     closed, joined = threading.Event(), threading.Event()
-    run = background_loop._Background._run
+    run = event_loops._Background._run
 
     def closing(self: Any) -> None:
         run(self)
@@ -63,8 +63,8 @@ def test_an_error_at_entry_is_raised_also_while_the_thread_ends(monkeypatch: pyt
         raise ValueError("at entry")
         yield
 
-    monkeypatch.setattr(background_loop._Background, "_run", closing)
-    made = background_loop._Background(failing, "x")
+    monkeypatch.setattr(event_loops._Background, "_run", closing)
+    made = event_loops._Background(failing, "x")
     join = made._thread.join
     monkeypatch.setattr(made._thread, "join", lambda *timeout: (joined.set(), join(*timeout)))
     with pytest.raises(ValueError, match="at entry"):
@@ -77,8 +77,8 @@ def test_an_error_at_entry_is_raised_also_while_the_thread_ends(monkeypatch: pyt
 def test_code_that_blocks_the_loop_does_not_block_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(background_loop, "BLOCKED_S", 0.05)
-    monkeypatch.setattr(background_loop, "_LOOK_S", 0.01)
+    monkeypatch.setattr(event_loops, "BLOCKED_S", 0.05)
+    monkeypatch.setattr(event_loops, "_LOOK_S", 0.01)
     blocks, release = threading.Event(), threading.Event()
 
     async def block() -> None:
@@ -100,7 +100,7 @@ def test_code_that_blocks_the_loop_does_not_block_the_end(
 def test_the_interpreters_exit_leaves_it() -> None:
     code = """
 from contextlib import asynccontextmanager
-from reward_loop._util.background_loop import in_background
+from reward_loop._util.event_loops import in_background
 
 @asynccontextmanager
 async def serving():
