@@ -19,7 +19,6 @@ from reward_loop.client import Judge, Number
 from reward_loop.config import parse
 from reward_loop.records import records
 from reward_loop.records.configuration import config_row, open_configuration
-from reward_loop.records.events import ROLLOUT, phase_event
 from reward_loop.testing import FakeJudge, Status
 
 PROBLEMS = (
@@ -118,8 +117,7 @@ async def score(folder: Path, samples: list[RewardSample], seed: int = 0, audit:
             await asyncio.gather(*(rollout(folder, manager, sample, start, dice.random()) for sample in samples))
             await asyncio.sleep(0.2)  # training
             trained = time.time()
-            for phase in phases(samples[0].step or 0, start, trained):
-                records(folder).write_event(phase)
+            write_phases(folder, samples[0].step or 0, start, trained)
             await asyncio.to_thread(records(folder).flush)
             if probes is not None:
                 await probes.drain(60.0)
@@ -134,20 +132,19 @@ async def rollout(
     await asyncio.sleep(0.1 + 0.4 * seconds**3)
     end = time.time()
     await manager.run_single(sample)
-    times = {"start": start, "end": end, "scoring": end, "scored": time.time()}
-    names = {"step": sample.step, "validate": sample.validate, "uid": sample.uid, "group": sample.group}
-    records(folder).write_event({"version": 1, "kind": ROLLOUT, **names, **times, "error": None})
+    times = {"end": end, "scoring": end, "scored": time.time()}
+    about = {"validate": bool(sample.validate), "start": start, "times": times, "error": None}
+    records(folder).write_rollout(str(sample.uid), sample.group, sample.step, **about)
 
 
-def phases(step: int, start: float, end: float) -> list[dict[str, Any]]:
-    """Return the events of the phases of a step: its last fifth of a second is training."""
-    return [
-        phase_event("gen", step, start, end - 0.2, "rewards"),
-        phase_event("old_log_prob", step, end - 0.2, end - 0.14),
-        phase_event("update_actor", step, end - 0.14, end - 0.02),
-        phase_event("update_weights", step, end - 0.02, end),
-        phase_event("step", step, start, end),
-    ]
+def write_phases(folder: Path, step: int, start: float, end: float) -> None:
+    """Record the phases of a step: its last fifth of a second is training."""
+    writer = records(folder)
+    writer.write_phase("gen", step, start, end - 0.2, "rewards")
+    writer.write_phase("old_log_prob", step, end - 0.2, end - 0.14)
+    writer.write_phase("update_actor", step, end - 0.14, end - 0.02)
+    writer.write_phase("update_weights", step, end - 0.02, end)
+    writer.write_phase("step", step, start, end)
 
 
 def step_samples(step: int, *, groups: int = 8, size: int = 4, steps: int = 8) -> list[RewardSample]:

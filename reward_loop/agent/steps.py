@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.records import Records
-from reward_loop.records.events import STEP, WaitsFor, phase_event, rollout_event
+from reward_loop.records.events import STEP
+from reward_loop.records.rows import WaitsFor
 from reward_loop.types import RewardSample
 
 __all__ = ["StepEvents"]
@@ -65,7 +66,7 @@ class StepEvents:
             yield
         finally:
             if self._records is not None:
-                self._records.write_event(phase_event(name, step, start, time.time(), waits_for))
+                self._records.write_phase(name, step, start, time.time(), waits_for)
 
     def reward_arrived(self, sample: object, submitted: float) -> None:
         """Record a sample whose reward has arrived, after the first step has begun. Rows of verl's batch have no event.
@@ -77,14 +78,12 @@ class StepEvents:
         if self._records is None or not self._has_steps or not isinstance(sample, RewardSample):
             return
         times = {"end": submitted, "scoring": submitted, "scored": time.time()}
-        self._records.write_event(
-            rollout_event(
-                str(sample.uid),
-                sample.group,
-                sample.step,
-                validate=bool(sample.validate),
-                start=submitted,
-                times=times,
-                error=None,
-            )
+        self._records.write_rollout(
+            str(sample.uid),
+            sample.group,
+            sample.step,
+            validate=bool(sample.validate),
+            start=submitted,
+            times=times,
+            error=None,
         )

@@ -1,4 +1,4 @@
-"""What a trainer records beside the samples: events, and the health of the run.
+"""What a trainer records beside the samples: its events, as they are read, and the health of the run.
 
 There are three kinds of events; docs/records.md describes their fields:
 
@@ -12,116 +12,32 @@ The health of a run is the values of the monitors in each step, and their warnin
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from reward_loop._util.text import cut
 from reward_loop.records.files import EVENTS, HEALTH
 from reward_loop.records.reader import check_version, has_step, read_files, read_rows
-from reward_loop.records.rows import MAX_TEXT, VERSION, new_row
-from reward_loop.records.writer import Records, records
+from reward_loop.records.rows import OVERLAP, new_row
+from reward_loop.records.writer import CLOSING_S, records
 
 __all__ = [
-    "OVERLAP",
-    "PHASE",
-    "ROLLOUT",
     "STEP",
+    "HealthRecords",
     "Interval",
-    "WaitsFor",
-    "effect_row",
     "health",
     "hidden_share",
-    "open_health",
-    "overlap_event",
     "overlaps",
-    "phase_event",
     "read_events",
-    "rollout_event",
     "seconds_of",
     "union",
-    "values_row",
-    "warning_row",
 ]
-
-PHASE, ROLLOUT, OVERLAP = "phase", "rollout", "overlap"
-"""The kinds of events."""
 
 _KIND_HEAD = 64
 """The number of bytes within which an event has its kind."""
 
 STEP = "step"
 """The name of the phase that contains the phases of a training step."""
-
-WaitsFor = Literal["rollouts", "rewards"]
-"""What the trainer waits for in a phase: for responses, or for responses and their rewards."""
-
-
-def phase_event(name: str, step: int, start: float, end: float, waits_for: WaitsFor | None = None) -> dict[str, Any]:
-    """Return the event of a phase of the trainer.
-
-    Args:
-        name: the name of verl's timing, such as ``update_actor``.
-        step: the training step.
-        start: when the phase began, in seconds since 1970.
-        end: when it ended.
-        waits_for: what the trainer waited for; ``None`` if it computed.
-    """
-    return {
-        "version": VERSION,
-        "kind": PHASE,
-        "step": step,
-        "name": name,
-        "start": start,
-        "end": end,
-        "waits_for": waits_for,
-    }
-
-
-def overlap_event(step: int, waiting_s: float, pending_s: float) -> dict[str, Any]:
-    """Return the event with the seconds of a step that `hidden_share` takes."""
-    return new_row(OVERLAP, step=step, waiting_s=waiting_s, pending_s=pending_s)
-
-
-def rollout_event(
-    uid: str,
-    group: str | None,
-    step: int | None,
-    *,
-    generated_step: int | None = None,
-    validate: bool,
-    start: float,
-    times: Mapping[str, float],
-    error: str | None,
-) -> dict[str, Any]:
-    """Return the event of a rollout that has ended, rewards included.
-
-    Args:
-        uid: the uid of its sample.
-        group: the uid of the prompt.
-        step: the training step that trains on it; ``None`` if this is not known yet.
-        generated_step: the training step in which the prompt was submitted.
-        validate: whether it belongs to validation.
-        start: when generation began, in seconds since 1970.
-        times: when generation ended (``end``), and when the reward was requested (``scoring``) and arrived
-            (``scored``), as far as they are known.
-        error: why the rollout failed.
-    """
-    return {
-        "version": VERSION,
-        "kind": ROLLOUT,
-        "step": step,
-        "generated_step": generated_step,
-        "validate": validate,
-        "uid": uid,
-        "group": group,
-        "start": start,
-        "end": times.get("end") or time.time(),
-        "scoring": times.get("scoring"),
-        "scored": times.get("scored"),
-        "error": None if error is None else cut(error, MAX_TEXT),
-    }
 
 
 def read_events(folder: Path, steps: Collection[int] | None = None) -> Iterator[dict[str, Any]]:
@@ -164,28 +80,31 @@ VALUES, WARNING, EFFECT = "values", "warning", "effect"
 _FIELDS = ("step", "monitor", "subject", "message", "value", "threshold", "since", "samples")
 
 
-def open_health(folder: str | Path) -> Records:
-    """Return this process's writer of health rows for a records folder."""
-    return records(Path(folder) / HEALTH)
+class HealthRecords:
+    """Writes the health of a run into a records folder."""
 
+    def __init__(self, folder: str | Path) -> None:
+        self._records = records(Path(folder) / HEALTH)
 
-def values_row(step: int, values: Mapping[str, float]) -> dict[str, Any]:
-    """Return the row with the values of the monitors in a step."""
-    return new_row(VALUES, step=step, values=values)
+    def write_values(self, step: int, values: Mapping[str, float]) -> None:
+        """Record the values of the monitors in a step."""
+        self._records.write_rows([new_row(VALUES, step=step, values=values)])
 
+    def write_warnings(self, warnings: Sequence[Mapping[str, Any]]) -> None:
+        """Record warnings, each with ``step``, ``monitor``, ``subject`` and the fields that `health` returns."""
+        self._records.write_rows([new_row(WARNING, **warning) for warning in warnings])
 
-def warning_row(**fields: Any) -> dict[str, Any]:
-    """Return the row of a warning, with ``step``, ``monitor``, ``subject`` and the fields that `health` returns."""
-    return new_row(WARNING, **fields)
+    def write_effects(self, effects: Sequence[Mapping[str, Any]]) -> None:
+        """Record warnings that were put to the test.
 
+        The fields of each are ``warned`` (the step of the warning), monitor, subject, ``message``, ``verdict``, and the
+        effect: ``mean``, ``low``, ``high``, ``pairs``.
+        """
+        self._records.write_rows([new_row(EFFECT, **effect) for effect in effects])
 
-def effect_row(**fields: Any) -> dict[str, Any]:
-    """Return the row of a warning that was put to the test.
-
-    Its fields are ``warned`` (the step of the warning), monitor, subject, ``message``, ``verdict``, and the effect:
-    ``mean``, ``low``, ``high``, ``pairs``.
-    """
-    return new_row(EFFECT, **fields)
+    def flush(self, timeout: float = CLOSING_S) -> bool:
+        """Wait until all rows are written, see `Records.flush`."""
+        return self._records.flush(timeout)
 
 
 def health(folder: Path) -> list[dict[str, Any]]:

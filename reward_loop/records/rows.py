@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from types import NoneType
-from typing import Any
+from typing import Any, Literal
 
 from reward_loop._util.text import cut
 from reward_loop.errors import BudgetSpentError
@@ -14,15 +14,22 @@ from reward_loop.types import Outcome, RewardResult, RewardSample
 
 __all__ = [
     "ADVANTAGE",
+    "OVERLAP",
+    "PHASE",
     "REVISION",
+    "ROLLOUT",
     "SAMPLE",
     "TEXT_FIELDS",
     "VERSION",
+    "WaitsFor",
     "advantage_row",
     "exchanges_of",
     "large_components",
     "new_row",
+    "overlap_event",
+    "phase_event",
     "reward_change_row",
+    "rollout_event",
     "sample_row",
     "text_row",
 ]
@@ -32,6 +39,12 @@ VERSION = 1
 
 SAMPLE, REVISION, ADVANTAGE = "sample", "revision", "advantage"
 """The kinds of rows. A revision changes an earlier row of the same ``uid``; an advantage adds to it."""
+
+PHASE, ROLLOUT, OVERLAP = "phase", "rollout", "overlap"
+"""The kinds of events of a trainer: they are in files of their own."""
+
+WaitsFor = Literal["rollouts", "rewards"]
+"""What the trainer waits for in a phase: for responses, or for responses and their rewards."""
 
 TEXT_FIELDS = frozenset({"messages", "request", "response", "reply"})
 """The large fields of an exchange. They are in the files of exchanges, the others in the row of the sample, too."""
@@ -182,3 +195,69 @@ def advantage_row(uid: str, step: int, advantage: float | None) -> dict[str, Any
     the mean over the tokens of the response that are trained on; ``None`` if there are none.
     """
     return new_row(ADVANTAGE, uid=uid, step=step, advantage=advantage)
+
+
+def phase_event(name: str, step: int, start: float, end: float, waits_for: WaitsFor | None = None) -> dict[str, Any]:
+    """Return the event of a phase of the trainer.
+
+    Args:
+        name: the name of verl's timing, such as ``update_actor``.
+        step: the training step.
+        start: when the phase began, in seconds since 1970.
+        end: when it ended.
+        waits_for: what the trainer waited for; ``None`` if it computed.
+    """
+    return {
+        "version": VERSION,
+        "kind": PHASE,
+        "step": step,
+        "name": name,
+        "start": start,
+        "end": end,
+        "waits_for": waits_for,
+    }
+
+
+def overlap_event(step: int, waiting_s: float, pending_s: float) -> dict[str, Any]:
+    """Return the event with the seconds of a step that `records.events.hidden_share` takes."""
+    return new_row(OVERLAP, step=step, waiting_s=waiting_s, pending_s=pending_s)
+
+
+def rollout_event(
+    uid: str,
+    group: str | None,
+    step: int | None,
+    *,
+    generated_step: int | None = None,
+    validate: bool,
+    start: float,
+    times: Mapping[str, float],
+    error: str | None,
+) -> dict[str, Any]:
+    """Return the event of a rollout that has ended, rewards included.
+
+    Args:
+        uid: the uid of its sample.
+        group: the uid of the prompt.
+        step: the training step that trains on it; ``None`` if this is not known yet.
+        generated_step: the training step in which the prompt was submitted.
+        validate: whether it belongs to validation.
+        start: when generation began, in seconds since 1970.
+        times: when generation ended (``end``), and when the reward was requested (``scoring``) and arrived
+            (``scored``), as far as they are known.
+        error: why the rollout failed.
+    """
+    return {
+        "version": VERSION,
+        "kind": ROLLOUT,
+        "step": step,
+        "generated_step": generated_step,
+        "validate": validate,
+        "uid": uid,
+        "group": group,
+        "start": start,
+        "end": times.get("end") or time.time(),
+        "scoring": times.get("scoring"),
+        "scored": times.get("scored"),
+        "error": None if error is None else cut(error, MAX_TEXT),
+    }

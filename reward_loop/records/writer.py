@@ -20,8 +20,13 @@ from reward_loop.records.files import EXCHANGES, TEXTS, RecordFiles, TextPlace
 from reward_loop.records.rows import (
     TEXT_FIELDS,
     VERSION,
+    WaitsFor,
+    advantage_row,
     exchanges_of,
     large_components,
+    overlap_event,
+    phase_event,
+    rollout_event,
     sample_row,
     text_row,
 )
@@ -137,8 +142,23 @@ class Records:
         for row in rows:
             self._queue(_Record(row, _PLAIN_SIZE))
 
-    def write_event(self, event: Mapping[str, Any]) -> None:
-        """Queue an event of the trainer (`reward_loop.records.events`) for writing."""
+    def write_advantages(self, step: int, advantages: Mapping[str, float | None]) -> None:
+        """Record that the batch of a step has these samples, with their advantages by uid; see `advantage_row`."""
+        self.write_rows([advantage_row(uid, step, advantage) for uid, advantage in advantages.items()])
+
+    def write_phase(self, name: str, step: int, start: float, end: float, waits_for: WaitsFor | None = None) -> None:
+        """Record a phase of the trainer, see `phase_event`."""
+        self._write_event(phase_event(name, step, start, end, waits_for))
+
+    def write_rollout(self, uid: str, group: str | None, step: int | None, **fields: Any) -> None:
+        """Record a rollout that has ended, see `rollout_event` for its fields."""
+        self._write_event(rollout_event(uid, group, step, **fields))
+
+    def write_overlap(self, step: int, waiting_s: float, pending_s: float) -> None:
+        """Record the seconds of a step that `hidden_share` takes."""
+        self._write_event(overlap_event(step, waiting_s, pending_s))
+
+    def _write_event(self, event: Mapping[str, Any]) -> None:
         self._queue(_Record(event, _PLAIN_SIZE, is_event=True))
 
     def _queue(self, record: _Record) -> None:

@@ -13,7 +13,7 @@ from reward_loop._util.text import counted
 from reward_loop.errors import BrokenScorerError, FunctionLoadError, RewardCrashedError
 from reward_loop.processes.outcome import CallOutcome, outcome_of
 from reward_loop.processes.pool import WorkerProcesses
-from reward_loop.records.events import open_health, warning_row
+from reward_loop.records.events import HealthRecords
 from reward_loop.scoring.options import ScoringOptions
 from reward_loop.scoring.proofs import Place, Proofs, score_of
 from reward_loop.scoring.signature import Target
@@ -139,8 +139,8 @@ class Proving:
         """Log that a proof has failed, and record it as a warning, which the report and the viewer show."""
         logger.error("%s", message)
         if self._options.log_dir:
-            row = warning_row(step=self.step, monitor="proofs", subject=self._target.name, message=message)
-            open_health(self._options.log_dir).write_rows([row])
+            warning = {"step": self.step, "monitor": "proofs", "subject": self._target.name, "message": message}
+            HealthRecords(self._options.log_dir).write_warnings([warning])
 
     async def _score_in_thread(self, answer: RewardSample) -> float | None:
         call = functools.partial(outcome_of, self._target.call, self._arguments(answer))

@@ -44,7 +44,7 @@ from reward_loop.managers.base import (
     progress_of,
     training_step_of,
 )
-from reward_loop.records import MAX_BYTES, Records, records, rollout_event
+from reward_loop.records import Records, records
 from reward_loop.types import Outcome, Reward, RewardSample
 from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.tq_rows import REQUESTED
@@ -152,7 +152,7 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
             _session.reset(token)
             if self._records is not None:
                 validate = bool(trajectory["validate"])
-                event = rollout_event(
+                self._records.write_rollout(
                     session.name,
                     uid,
                     self._training_step(kwargs, validate),
@@ -162,7 +162,6 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
                     times=session.times,
                     error=error,
                 )
-                self._records.write_event(event)
 
     def _training_step(self, columns: dict, validate: bool) -> int | None:
         return training_step_of(columns, OmegaConf.select(self.config, TRAINER_MODE), validate=validate)
@@ -321,4 +320,6 @@ async def _write_reward(session: _Session, outputs: list[Any]) -> None:
 def _open_records(config: DictConfig) -> Records | None:
     folder = OmegaConf.select(config, "reward_loop.log_dir")
     max_bytes = OmegaConf.select(config, "reward_loop.record.max_bytes")
-    return None if folder is None else records(folder, MAX_BYTES if max_bytes is None else max_bytes)
+    if folder is None:
+        return None
+    return records(folder) if max_bytes is None else records(folder, max_bytes)

@@ -66,7 +66,7 @@ from verl.utils.tensordict_utils import assign_non_tensor
 from reward_loop.agent.schedule import Action, Generate, Prepare, Train, Wait
 from reward_loop.errors import RewardLoopError
 from reward_loop.managers.base import TRAINING_STEP
-from reward_loop.records import Interval, overlap_event, seconds_of
+from reward_loop.records import Interval, seconds_of
 from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.mode_options import PIPELINE_MODE, make_schedule, mini_batch_groups, read_mode
 from reward_loop.verl.refills import FilterForecast, RefillLimit
@@ -374,7 +374,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         generation, waiting = timing_raw.get("gen", 0.0), timing_raw.get("wait_reward", 0.0)
         metrics.update(overlap_metrics(step, generation=generation, waiting=waiting, judged=self._judged))
         if self._records is not None:
-            self._records.write_event(overlap_event(self.global_steps, waiting, seconds_of(self._judged)))
+            self._records.write_overlap(self.global_steps, waiting, seconds_of(self._judged))
 
     def _trajectories(self, uids: list[str]) -> KVBatchMeta:
         trajectories = read_trajectories(set(uids))

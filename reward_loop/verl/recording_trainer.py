@@ -15,11 +15,9 @@ from reward_loop.managers.base import open_records
 from reward_loop.records import (
     Records,
     WaitsFor,
-    advantage_row,
     config_row,
     hide_environment,
     open_configuration,
-    phase_event,
 )
 from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.reward_metrics import StepRewards
@@ -28,7 +26,7 @@ from reward_loop.verl.settings import RewardSettings
 from reward_loop.verl.tq_rows import read_rows
 from reward_loop.verl.trajectory_keys import final_outputs, session_of
 
-__all__ = ["RecordedSeconds", "RecordingTrainer", "advantage_rows"]
+__all__ = ["RecordedSeconds", "RecordingTrainer", "advantages"]
 
 uses(__name__, "verl.trainer.ppo.v1.trainer_base:PPOTrainer", "logger", "tokenizer")
 uses(__name__, "verl.utils.tracking:Tracking", "logger")
@@ -114,7 +112,7 @@ class RecordingTrainer(PPOTrainer):
     def _record_phase(self, name: str, seconds: float) -> None:
         assert self._records is not None
         end = time.time()
-        self._records.write_event(phase_event(name, self.global_steps, end - seconds, end, self._waits_for(name)))
+        self._records.write_phase(name, self.global_steps, end - seconds, end, self._waits_for(name))
 
     def _waits_for(self, phase: str) -> WaitsFor | None:
         """Return what the trainer waits for in a phase."""
@@ -130,7 +128,7 @@ class RecordingTrainer(PPOTrainer):
         super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
         if self._records is not None:
             try:
-                self._records.write_rows(advantage_rows(self._rewards, self.global_steps))
+                self._records.write_advantages(self.global_steps, advantages(self._rewards))
             except Exception:  # observability must not stop a run
                 logger.exception("the advantages of step %d are not recorded", self.global_steps)
         if self._table is not None:
@@ -143,15 +141,15 @@ class RecordingTrainer(PPOTrainer):
             yield decode(prompt), decode(response)
 
 
-def advantage_rows(rewards: StepRewards, step: int) -> list[dict[str, Any]]:
-    """Return the record of each sample of a step: that it is in the batch, and its advantage if it is trained on.
+def advantages(rewards: StepRewards) -> dict[str, float | None]:
+    """Return the advantage of each sample in the batch of a step by uid; ``None`` if it is not trained on.
 
     The advantage is the mean over the tokens that are trained on.
     """
     keys = final_outputs(rewards.trained)
     columns = read_rows(keys, "train", "advantages", "response_mask")
-    found = dict.fromkeys(final_outputs(rewards.trajectories))
-    for key, (advantages, mask) in zip(keys, columns, strict=True):
-        trained = advantages[mask.bool()]
-        found[key] = float(trained.mean()) if len(trained) else None
-    return [advantage_row(session_of(key)[0], step, value) for key, value in found.items()]
+    found: dict[str, float | None] = {session_of(key)[0]: None for key in final_outputs(rewards.trajectories)}
+    for key, (values, mask) in zip(keys, columns, strict=True):
+        trained = values[mask.bool()]
+        found[session_of(key)[0]] = float(trained.mean()) if len(trained) else None
+    return found

@@ -19,7 +19,7 @@ from reward_loop.audit.ablation import Effect, EffectVerdict, effect_of
 from reward_loop.audit.values import JudgeCalls, Observation, ProbeCounts
 from reward_loop.audit.watch import HealthWarning, HealthWatch
 from reward_loop.config import RewardLoopConfig
-from reward_loop.records import effect_row, open_health, values_row, warning_row
+from reward_loop.records import HealthRecords
 from reward_loop.types import Outcome, returned_numbers
 from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward
 from reward_loop.verl.tq_rows import read_rows
@@ -115,7 +115,7 @@ class StepHealth:
         self._watch = HealthWatch(options.health, decode)
         self._ablations = Ablations(workers, options.health.window, decode) if options.audit.share else None
         self._is_reference_checked = False
-        self._records = open_health(options.log_dir) if options.log_dir else None
+        self._records = HealthRecords(options.log_dir) if options.log_dir else None
 
     def metrics(self, step: int, rewards: StepRewards, audit: AuditCounts | None = None) -> dict[str, float]:
         """Return the values of the monitors for a step, and log and record the warnings that begin with it.
@@ -141,8 +141,9 @@ class StepHealth:
             where = f" Records: {self._options.log_dir}." if self._options.log_dir else ""
             logger.warning("reward_loop.health.%s: %s%s%s", warning.monitor, warning.message, samples, where)
         if self._records is not None:
-            warnings = [warning_row(**dataclasses.asdict(warning)) for warning in found.warnings]
-            self._records.write_rows([values_row(step, found.values), *warnings, *(_row(step, one) for one in tested)])
+            self._records.write_values(step, found.values)
+            self._records.write_warnings([dataclasses.asdict(warning) for warning in found.warnings])
+            self._records.write_effects([_effect(step, one) for one in tested])
         for one in tested:
             logger.warning("reward_loop.health.%s of step %d: %s", one.warning.monitor, one.warning.step, one.message)
         if self._ablations is not None:
@@ -240,7 +241,7 @@ def _components(samples: Sequence[TrajectoryReward]) -> Mapping[str, np.ndarray]
     return {name: np.array([of_sample.get(name, np.nan) for of_sample in numbers]) for name in names}
 
 
-def _row(step: int, tested: Tested) -> dict[str, Any]:
+def _effect(step: int, tested: Tested) -> dict[str, Any]:
     warning, effect = tested.warning, tested.effect
-    about = {"warned": warning.step, "monitor": warning.monitor, "subject": warning.subject}
-    return effect_row(step=step, **about, message=tested.message, **dataclasses.asdict(effect))
+    about = {"step": step, "warned": warning.step, "monitor": warning.monitor, "subject": warning.subject}
+    return {**about, "message": tested.message, **dataclasses.asdict(effect)}

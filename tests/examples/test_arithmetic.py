@@ -38,7 +38,7 @@ from examples.arithmetic.models import (
 )
 from examples.arithmetic.report import Report, plot, read_report
 from examples.tiny_models import tiny_tokenizer
-from reward_loop.records.events import open_health, warning_row
+from reward_loop.records.events import HealthRecords
 from reward_loop.testing import FakeJudge
 
 RECORDED = Path(__file__).with_name("metrics.jsonl")
@@ -306,9 +306,9 @@ def test_the_conclusion_fits_a_screen_and_the_table_and_the_figure_are_written(
 
 
 def test_the_conclusion_names_the_first_warning_and_the_reward_at_that_time(judged: Report, tmp_path: Path) -> None:
-    health = open_health(tmp_path)
+    health = HealthRecords(tmp_path)
     for step, message in ((3, "the judge accepted 9 of 10 answers. Read them. "), (5, "another one")):
-        health.write_rows([warning_row(step=step, monitor="canaries", message=message)])
+        health.write_warnings([{"step": step, "monitor": "canaries", "message": message}])
     health.flush()
     (sentence,) = demo.warned(judged, tmp_path)
     assert "(of 2), in step 3, at a mean reward of 0.64:" in sentence

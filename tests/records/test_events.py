@@ -14,27 +14,19 @@ from reward_loop import cli
 from reward_loop.errors import ConfigError
 from reward_loop.records import Records
 from reward_loop.records.configuration import config_row, configurations
-from reward_loop.records.events import (
-    health,
-    open_health,
-    phase_event,
-    read_events,
-    rollout_event,
-    values_row,
-    warning_row,
-)
+from reward_loop.records.events import HealthRecords, health, read_events
 from reward_loop.records.files import CONFIG, EVENTS, HEALTH
 from reward_loop.records.reader import RecordsReader
-from reward_loop.records.rows import advantage_row
+from reward_loop.records.rows import new_row, phase_event, rollout_event
 from tests.records.rows import sample, write
 
 
 def test_events_are_written_beside_the_rows(tmp_path: Path) -> None:
     writer = Records(tmp_path)
     writer.write(sample("q_0"))
-    writer.write_event(phase_event("gen", 1, 10.0, 12.0, "rewards"))
+    writer.write_phase("gen", 1, 10.0, 12.0, "rewards")
     times = {"end": 11.0, "scoring": 11.1, "scored": 12.0}
-    writer.write_event(rollout_event("q_0", "q", 1, validate=False, start=10.0, times=times, error=None))
+    writer.write_rollout("q_0", "q", 1, validate=False, start=10.0, times=times, error=None)
     assert writer.flush()
     assert [path.parent.name for path in tmp_path.rglob("*.jsonl")].count(EVENTS) == 1
     (path,) = (tmp_path / EVENTS).iterdir()
@@ -74,7 +66,7 @@ def test_a_rollout_that_failed_ends_now_and_has_no_reward() -> None:
 def test_only_the_events_of_some_steps_are_read(tmp_path: Path) -> None:
     writer = Records(tmp_path)
     for step in (1, 2, 12):
-        writer.write_event(phase_event("gen", step, 0.0, 1.0))
+        writer.write_phase("gen", step, 0.0, 1.0)
     assert writer.flush()
     assert [event["step"] for event in read_events(tmp_path)] == [1, 2, 12]
     assert [event["step"] for event in read_events(tmp_path, [2, 3])] == [2]
@@ -87,8 +79,8 @@ def test_the_advantage_is_that_of_the_last_row_of_the_sample(tmp_path: Path) -> 
     one.write(sample("q_0", id="early", time=1.0))
     one.write(sample("q_0", time=2.0, reward=0.5))
     one.write(sample("masked_0"))
-    other.write_rows([advantage_row("q_0", 1, 0.25), advantage_row("gone_0", 1, 9.0)])
-    other.write_rows([advantage_row("q_0", 2, -1.5)])
+    other.write_advantages(1, {"q_0": 0.25, "gone_0": 9.0})
+    other.write_advantages(2, {"q_0": -1.5})
     assert one.flush()
     assert other.flush()
     rows = list(RecordsReader(tmp_path).rows())
@@ -105,8 +97,8 @@ def test_a_sample_has_the_step_that_trains_on_it_and_the_one_that_generated_it(t
     writer = Records(tmp_path)
     for uid, step in (("ahead_0", 2), ("masked_0", None), ("same_0", 1), ("waiting_0", None)):
         writer.write(sample(uid, step=step, generated_step=1))  # only some modes know the step when they score
-    writer.write_rows([advantage_row("ahead_0", 2, 0.5), advantage_row("masked_0", 2, None)])
-    writer.write_rows([advantage_row("same_0", 1, 0.5)])
+    writer.write_advantages(2, {"ahead_0": 0.5, "masked_0": None})
+    writer.write_advantages(1, {"same_0": 0.5})
     assert writer.flush()
     found = {
         row["uid"]: (row["step"], row.get("generated_step"), row.get("advantage"))
@@ -124,7 +116,7 @@ def test_a_row_can_have_a_revision_and_an_advantage(tmp_path: Path) -> None:
     writer = Records(tmp_path)
     writer.write(sample("q_0"))
     writer.write({"version": 1, "kind": "revision", "time": 2.0, "uid": "q_0", "reward": 0.75, "masked": False})
-    writer.write_rows([advantage_row("q_0", 1, 0.25)])
+    writer.write_advantages(1, {"q_0": 0.25})
     assert writer.flush()
     (row,) = RecordsReader(tmp_path).rows()
     assert (row["reward"], row["advantage"], row["revised"]) == (0.75, 0.25, True)
@@ -134,7 +126,7 @@ def test_the_rows_of_some_steps(tmp_path: Path) -> None:
     writer = Records(tmp_path)
     for step in (None, 1, 2, 12):
         writer.write(sample(f"q{step}_0", step=step))
-    writer.write_rows([advantage_row("q2_0", 2, 0.25)])
+    writer.write_advantages(2, {"q2_0": 0.25})
     assert writer.flush()
     assert [row["uid"] for row in RecordsReader(tmp_path).rows_of([2, 3])] == ["q2_0"]
     assert [row["uid"] for row in RecordsReader(tmp_path).rows_of(range(2, 10**12))] == ["q2_0", "q12_0"]
@@ -154,11 +146,12 @@ SECOND = {**FIRST, "step": 20, "monitor": "score_jump", "since": 20}
 
 
 def write_health(folder: Path, *warnings: dict[str, Any]) -> Path:
-    writer = open_health(folder)
-    writer.write_rows([values_row(12, {"masked_share": 0.3})])
-    writer.write_rows([warning_row(**warning) for warning in warnings])
+    writer = HealthRecords(folder)
+    writer.write_values(12, {"masked_share": 0.3})
+    writer.write_warnings(warnings)
     assert writer.flush()
-    return writer.path
+    (path,) = (folder / HEALTH).iterdir()
+    return path
 
 
 def test_rows_of_health_have_no_fields_of_samples(tmp_path: Path) -> None:
@@ -197,7 +190,7 @@ def health_of(folder: Path) -> tuple[list[Any], bool]:
     ("sub_folder", "row", "read"),
     [
         (EVENTS, phase_event("gen", 1, 0.0, 1.0), read_events),
-        (HEALTH, warning_row(**FIRST), health),
+        (HEALTH, new_row("warning", **FIRST), health),
         (CONFIG, config_row({"trainer": {"nnodes": 1}}, 1), configurations),
     ],
 )

@@ -199,7 +199,7 @@ def test_what_cannot_be_written_costs_nothing_else_and_one_warning(
         (tmp_path / sub_folder).write_text("a file where the folder should be")
     for uid in "abc":
         found.write({"uid": uid}, {"response": "x"})
-        found.write_event({"kind": "phase"})
+        found.write_phase("gen", 1, 0.0, 1.0)
         assert found.flush()
     lost = [record.message for record in caplog.records if "records of samples are lost" in record.message]
     assert len(lost) == 1

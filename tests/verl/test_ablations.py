@@ -16,7 +16,7 @@ from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample
 from reward_loop.audit import Feature, open_audit
 from reward_loop.audit.monitors import MONITORS
 from reward_loop.config import HealthConfig
-from reward_loop.records.events import health, open_health
+from reward_loop.records.events import HealthRecords, health
 from reward_loop.verl import tq_rows
 from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward
 from reward_loop.verl.step_health import StepHealth
@@ -104,7 +104,7 @@ async def test_a_warning_is_confirmed_or_cleared_in_the_next_step(
     logged = [message for message in caplog.messages if "The judge pays" in message]
     assert len(logged) == 1
     assert f"'Let me verify' alone: the warning is {verdict}." in logged[0]
-    open_health(tmp_path).flush()
+    HealthRecords(tmp_path).flush()
     (warning,) = [one for one in health(tmp_path) if one["monitor"] == "phrases"]
     assert "a phrase becomes more frequent" in warning["message"]
     assert warning["message"].endswith(f"alone: the warning is {verdict}.")

@@ -16,7 +16,7 @@ from verl.utils.tracking import Tracking
 from reward_loop.records import records
 from reward_loop.records.events import read_events
 from reward_loop.verl import recording_trainer, sample_table, tq_rows
-from reward_loop.verl.recording_trainer import RecordedSeconds, advantage_rows
+from reward_loop.verl.recording_trainer import RecordedSeconds, advantages
 from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward, added_seconds
 from tests.verl.configs import resolved
 from tests.verl.fake_queue import FakeQueue
@@ -92,14 +92,13 @@ def test_the_advantage_is_the_mean_over_the_tokens_that_are_trained_on(monkeypat
         "q_2_0": ([3.0], [0]),  # verl's rejection sampling has cleared the mask
     }
     queue = FakeQueue()
-    for key, (advantages, mask) in rows.items():
-        queue.rows[key] = {"advantages": torch.tensor(advantages), "response_mask": torch.tensor(mask)}
+    for key, (values, mask) in rows.items():
+        queue.rows[key] = {"advantages": torch.tensor(values), "response_mask": torch.tensor(mask)}
     monkeypatch.setattr(tq_rows, "tq", queue)
     reward = TrajectoryReward({}, reward=0.0, raw_score=0.0)
     masked = "q_3_0"
-    written = advantage_rows(StepRewards(dict.fromkeys([*rows, masked], reward), trained=set(rows)), 7)
-    assert {line["uid"]: line["advantage"] for line in written} == {"q_0": 1.5, "q_1": -0.5, "q_2": None, "q_3": None}
-    assert {(line["kind"], line["step"]) for line in written} == {("advantage", 7)}
+    written = advantages(StepRewards(dict.fromkeys([*rows, masked], reward), trained=set(rows)))
+    assert written == {"q_0": 1.5, "q_1": -0.5, "q_2": None, "q_3": None}
 
 
 def test_advantages_that_cannot_be_read_do_not_stop_the_run(
@@ -111,7 +110,7 @@ def test_advantages_that_cannot_be_read_do_not_stop_the_run(
     def compute(self: Any, batch: Any, metrics: dict, timing_raw: dict, **_: Any) -> None:
         metrics["perf/throughput"] = 1.0
 
-    monkeypatch.setattr(recording_trainer, "advantage_rows", fail)
+    monkeypatch.setattr(recording_trainer, "advantages", fail)
     monkeypatch.setattr(PPOTrainer, "_compute_metrics", compute)
     metrics: dict[str, float] = {}
     batch = SimpleNamespace(partition_id="train", keys=[], tags=[])

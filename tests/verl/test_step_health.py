@@ -14,7 +14,7 @@ import torch
 
 from reward_loop.audit import AuditCounts, ReferencePair
 from reward_loop.config import HealthConfig, RewardLoopConfig
-from reward_loop.records.events import health, open_health
+from reward_loop.records.events import HealthRecords, health
 from reward_loop.verl import tq_rows
 from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward
 from reward_loop.verl.step_health import StepHealth, ends, sampled_keys
@@ -97,7 +97,7 @@ def test_the_reference_and_the_samples_that_contradict_it(
     assert [metrics.get("reward_loop/health/reference_gap", 0.0) > 0.5 for metrics in found] == [False] * 3 + [True]
     (logged,) = [message for message in caplog.messages if "reference_gap" in message]
     assert "Samples: p0_3; p1_3; p2_3; p3_3; p4_3." in logged
-    assert open_health(tmp_path).flush()
+    assert HealthRecords(tmp_path).flush()
     (warning,) = [warning for warning in health(tmp_path) if warning["monitor"] == "reference_gap"]
     assert warning["samples"] == [f"p{group}_3" for group in range(5)]
 
@@ -133,11 +133,11 @@ def test_a_warning_is_logged_and_recorded_once(run: Run, tmp_path: Path, caplog:
         "reward_loop.health.masked_share: Since step 1, 25% of the samples are masked (limit 10%)."
     )
     assert str(tmp_path) in logged
-    writer = open_health(tmp_path)
-    assert writer.flush()
+    assert HealthRecords(tmp_path).flush()
     (warning,) = health(tmp_path)
     assert (warning["monitor"], warning["step"], warning["since"]) == ("masked_share", 3, 1)
-    lines = [json.loads(line) for line in writer.path.read_text().splitlines()]
+    (path,) = (tmp_path / "health").iterdir()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "values"] == [1, 2, 3, 4, 5, 6]
 
 

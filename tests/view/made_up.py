@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from reward_loop.records.events import phase_event
+from reward_loop.records.rows import phase_event
 
 
 def phases(step: int, *found: tuple[Any, ...]) -> list[dict[str, Any]]:

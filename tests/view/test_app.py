@@ -17,9 +17,8 @@ from starlette.testclient import TestClient
 
 from reward_loop.offline.report import Price
 from reward_loop.records import Records
-from reward_loop.records.events import open_health, warning_row
+from reward_loop.records.events import HealthRecords
 from reward_loop.records.reader import RecordsReader
-from reward_loop.records.rows import advantage_row
 from reward_loop.view.app import Guard, create_app
 from reward_loop.view.index import Index
 from tests.view import made_up
@@ -444,8 +443,8 @@ def test_warnings_of_the_health_monitors(client: TestClient, tmp_path: Path) -> 
     made_up.write(tmp_path / "rewards", [], [made_up.row("u_0", 1.0, 3.0)])
     about = {"step": 1, "monitor": "masked", "subject": ""}
     fields = {**about, "value": 0.9, "threshold": 0.5, "since": 1, "samples": ["u_0"]}
-    health = open_health(tmp_path / "rewards")
-    health.write_rows([warning_row(message="90 % of the samples are masked", **fields)])
+    health = HealthRecords(tmp_path / "rewards")
+    health.write_warnings([{"message": "90 % of the samples are masked", **fields}])
     flushed(health)
     with serving(tmp_path / "rewards") as client:
         assert get(client, "health")["warnings"] == [{"message": "90 % of the samples are masked", **fields}]
@@ -457,7 +456,7 @@ def test_the_advantage_is_that_of_the_last_row_of_a_repeated_uid(tmp_path: Path)
     for reward in (1.0, 2.0):
         record(writer, "same", reward)
         flushed(writer)
-    writer.write_rows([advantage_row("same", 1, 0.25)])
+    writer.write_advantages(1, {"same": 0.25})
     flushed(writer)
     with serving(tmp_path) as client:
         shown = [get(client, f"sample/{row['id']}")["row"] for row in get(client, "samples")["rows"]]
@@ -525,14 +524,15 @@ def test_a_sample_is_in_the_step_that_trains_on_it(tmp_path: Path) -> None:
         for _ in range(2):
             record(writer, f"u{len(list(writer_rows(writer)))}", 1.0, step=step)
             flushed(writer)
-    writer.write_rows([advantage_row(f"u{i}", 1 if i < 2 else 2, 0.5) for i in range(4)])
+    writer.write_advantages(1, {"u0": 0.5, "u1": 0.5})
+    writer.write_advantages(2, {"u2": 0.5, "u3": 0.5})
     flushed(writer)
     with Index(tmp_path / "rewards") as index:
         index.update()
         with TestClient(create_app(index)) as client:
             counts = {row["step"]: row["count"] for row in get(client, "steps")["rows"]}
             assert counts == {1: 2, 2: 4}
-            writer.write_rows([advantage_row(f"u{i}", 3, None) for i in (4, 5)])
+            writer.write_advantages(3, {"u4": None, "u5": None})
             flushed(writer)
             index.update()
             assert {row["step"]: row["count"] for row in get(client, "steps")["rows"]} == {1: 2, 2: 2, 3: 2}
@@ -614,9 +614,9 @@ def test_the_cost_of_judges_and_samples_at_a_price(tmp_path: Path) -> None:
 
 def test_a_step_without_samples_has_its_phases_and_warnings(tmp_path: Path) -> None:
     """In the mode `reward_pipeline` with one step ahead, the last step trains on the samples of the step before."""
-    writer = open_health(tmp_path / "run")
+    writer = HealthRecords(tmp_path / "run")
     warning = {"monitor": "score_jump", "subject": "", "message": "a jump", "value": 1.0, "threshold": 0.5, "since": 3}
-    writer.write_rows([warning_row(step=3, **warning)])
+    writer.write_warnings([{"step": 3, **warning}])
     assert writer.flush()
     events = made_up.phases(2, ("update_actor", 4.0, 9.0), ("step", 0.0, 10.0))
     rows = [made_up.row("a_0", 1.0, 2.0), made_up.row("b_0", 1.0, 2.0, step=None)]

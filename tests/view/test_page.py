@@ -16,7 +16,7 @@ import pytest
 
 from reward_loop import RewardSample
 from reward_loop.records import Records
-from reward_loop.records.events import open_health, warning_row
+from reward_loop.records.events import HealthRecords
 from tests.view import made_up
 from tests.view.recorded import flushed, record
 from tools.browser import CHROMIUM, browser, server
@@ -116,8 +116,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     in_a_thread(asyncio.run, score(folder, list(HOSTILE)))
     in_a_thread(asyncio.run, score(folder, rollouts()))
     warning = {"monitor": "score_jump", "message": f"jump {ATTACK}", "value": 0.5, "threshold": 0.3, "samples": []}
-    health = open_health(folder)
-    health.write_rows([warning_row(step=AGENT_STEP, since=AGENT_STEP - 1, subject="", **warning)])
+    health = HealthRecords(folder)
+    health.write_warnings([{"step": AGENT_STEP, "since": AGENT_STEP - 1, "subject": "", **warning}])
     assert health.flush(60.0)
     ungrouped = RewardSample("no idea", uid="ungrouped", step=UNGROUPED_STEP, extra_info={"question": "?"})
     in_a_thread(asyncio.run, score(folder, [ungrouped]))
@@ -327,9 +327,9 @@ def test_a_warning_about_a_labelled_answer_leads_to_its_question_and_answer(chro
     (tmp_path / "audit").mkdir()
     (tmp_path / "audit" / "a.jsonl").write_text(json.dumps({**record, **labelled, **texts}) + "\n")
     (tmp_path / "samples.jsonl").write_text(json.dumps({**retried(), "step": 1}) + "\n")
-    health = open_health(tmp_path)
+    health = HealthRecords(tmp_path)
     about = {"monitor": "canaries", "subject": "labelled", "message": "accepted", "value": 1.0, "threshold": 0.1}
-    health.write_rows([warning_row(step=1, since=1, samples=["near, 2 + 2"], **about)])
+    health.write_warnings([{"step": 1, "since": 1, "samples": ["near, 2 + 2"], **about}])
     assert health.flush(60.0)
     with server(tmp_path) as address:
         page = chromium.new_page(viewport={"width": 1366, "height": 1400}, base_url=address)

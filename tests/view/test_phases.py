@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from reward_loop.errors import ConfigError
-from reward_loop.records.events import overlap_event
+from reward_loop.records.rows import overlap_event
 from reward_loop.view import phases as module
 from reward_loop.view.phases import PhaseReader
 from tests.view.made_up import phases, rollout, write
