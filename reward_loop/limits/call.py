@@ -16,10 +16,11 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from reward_loop.errors import BudgetSpentError, LimitError
-from reward_loop.limits.permit import ABANDONED, REWARD_MODEL, WHOLE_CALL, Limits, Permit, give_up
+from reward_loop.limits.options import JobOptions
+from reward_loop.limits.permit import ABANDONED, MAX_PATIENCE, REWARD_MODEL, WHOLE_CALL, Limits, Permit, give_up
 from reward_loop.records import current
 
-__all__ = ["MAX_SHARED_S", "Call", "Deadlines", "RequestRetries", "SharedTime", "current_call"]
+__all__ = ["MAX_SHARED_S", "Call", "Deadlines", "RequestRetries", "SharedTime", "current_call", "longest_call_s"]
 
 
 class RequestRetries(NamedTuple):
@@ -427,3 +428,21 @@ class SharedTime:
             f": it computed for {self.own_s:.2g} s, and shared the interpreter with {self.threads - 1} other threads "
             "for the rest. Decorate it with @reward_loop.isolated, or set isolation=process: processes use all cores"
         )
+
+
+def longest_call_s(options: JobOptions, timeout: float | None) -> float | None:
+    """Return how many seconds may pass until the end of some call, while calls are running; ``None`` without a bound.
+
+    A call waits for a thread, or for a place at the reward model, only while another one runs; and for another permit
+    no longer than ``max_wait`` of the limit. A slow judge of the run extends deadlines up to `MAX_PATIENCE` times.
+
+    Args:
+        options: the options of the job.
+        timeout: the deadline of a call in seconds.
+    """
+    waits = [limit.max_wait for name, limit in options.limits.items() if name != REWARD_MODEL]
+    if timeout is None or None in waits:
+        return None
+    judge = options.limits.get(REWARD_MODEL)
+    patience = MAX_PATIENCE if judge is not None and judge.adaptive else 1.0
+    return patience * timeout + MAX_SHARED_S + options.retry.max_seconds + max(filter(None, waits), default=0.0)

@@ -54,8 +54,6 @@ from reward_loop.records.watchdog import processes as processes
 from reward_loop.records.watchdog import watch as watch
 from reward_loop.records.watchdog import watched_loops as watched_loops
 from reward_loop.records.watchdog import why as why
-from reward_loop.records.writer import MAX_BYTES as MAX_BYTES
-from reward_loop.records.writer import ExchangeCounts as ExchangeCounts
 from reward_loop.records.writer import Records as Records
 from reward_loop.records.writer import cleaned as cleaned
 from reward_loop.records.writer import encode_record as encode_record

@@ -17,7 +17,7 @@ from reward_loop.errors import InvalidScoreError, RewardLoopError
 from reward_loop.limits import FailureBound, open_limits
 from reward_loop.managers.base import VALIDATE, open_records
 from reward_loop.managers.post_process import PostProcess, fail_reward
-from reward_loop.records import ExchangeCounts, watch
+from reward_loop.records import watch
 from reward_loop.scoring.proofs import ProofCounts
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Reward, RewardSample
 from reward_loop.verl.cluster import RouterAddress, address_on_this_node
@@ -140,10 +140,10 @@ class RewardWorker:
             self._fatal = await self._limits.why_stopped()
         return self._fatal
 
-    async def exchange_counts(self) -> dict[str, Any]:
-        """Return the counts of exchanges with model servers since the last call; see `ExchangeCounts`."""
+    async def exchange_counts(self) -> dict[str, Any] | None:
+        """Return the counts of exchanges with model servers since the last call; ``None`` without records."""
         writer = open_records(self._options)
-        return ExchangeCounts().take() if writer is None else writer.exchange_counts.take()
+        return None if writer is None else writer.exchange_counts.take()
 
     async def audit_counts(self) -> AuditCounts:
         """Return the counts of probes since the last call, see `Audit.take`."""

@@ -17,7 +17,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from reward_loop.audit import AuditCounts, Feature
 from reward_loop.config import RewardLoopConfig, RewardModelConfig
 from reward_loop.errors import RewardLoopError
-from reward_loop.limits import MAX_PATIENCE, MAX_SHARED_S, REWARD_MODEL
+from reward_loop.limits import longest_call_s
 from reward_loop.scoring.proofs import ProofCounts
 from reward_loop.types import Reward, RewardSample
 from reward_loop.verl.cluster import RouterAddress, worker_nodes
@@ -89,25 +89,20 @@ class _Requests:
 def longest_quiet_s(options: RewardLoopConfig, *, by_group: bool) -> float | None:
     """Return how many seconds may pass without a reward while samples are being scored; ``None`` if there is no bound.
 
-    A sample waits for a thread, or for a place at the reward model, only while another sample runs, and for another
-    permit no longer than ``max_wait`` of the limit. The components of a composite may run one after the other, and an
-    incomplete group fails only after its timeout. The samples of a worker that dies start again when it has restarted,
-    within ``worker_answer_timeout_s``. In an outage, all samples wait. A slow judge of the run extends deadlines up to
-    `MAX_PATIENCE` times.
+    See `longest_call_s`. The components of a composite may run one after the other, and an incomplete group fails only
+    after its timeout. The samples of a worker that dies start again when it has restarted, within
+    ``worker_answer_timeout_s``. In an outage, all samples wait.
 
     Args:
         options: the options of the run.
         by_group: whether the manager waits for all rollouts of a prompt.
     """
-    waits = [limit.max_wait for name, limit in options.limits.items() if name != REWARD_MODEL]
     total = options.worker_answer_timeout_s + options.outage_timeout_s + (options.group.timeout if by_group else 0.0)
-    judge = options.limits.get(REWARD_MODEL)
-    patience = MAX_PATIENCE if judge is not None and judge.adaptive else 1.0
     for call in options.components.values() or [options]:
-        timeout = call.timeout or options.timeout
-        if timeout is None or None in waits:
+        longest = longest_call_s(options, call.timeout or options.timeout)
+        if longest is None:
             return None
-        total += patience * timeout + MAX_SHARED_S + options.retry.max_seconds + max(filter(None, waits), default=0.0)
+        total += longest
     return total
 
 
@@ -205,7 +200,7 @@ class RewardWorkers:
         Waits at most `COUNTS_S` seconds. A later call returns the counts of a worker that does not answer in time.
         """
         self._exchange_counts.send()
-        return self._exchange_counts.answers(COUNTS_S)
+        return [counts for counts in self._exchange_counts.answers(COUNTS_S) if counts is not None]
 
     def audit_counts(self) -> AuditCounts:
         """Return the counts of probes since the last call, in the same way as `exchange_counts`."""

@@ -209,7 +209,7 @@ def test_a_batch_whose_rewards_do_not_come_is_not_awaited_for_ever(
 ) -> None:
     import ray
 
-    monkeypatch.setattr("reward_loop.verl.workers.MAX_SHARED_S", 0.0)
+    monkeypatch.setattr("reward_loop.limits.call.MAX_SHARED_S", 0.0)
     workers = started(with_function(HANGS, ONE_WORKER, "reward_loop.timeout=null"))
     pending = workers.start_batch([rollout("1"), rollout("hang")])
     ray.wait([sample.answer for sample in pending], num_returns=1, timeout=300)
