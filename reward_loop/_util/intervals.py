@@ -1,11 +1,13 @@
-"""Confidence intervals of shares, and of means of paired differences."""
+"""Confidence intervals of shares, and of means of paired differences; the agreement of two judges beyond chance."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["FALSE_ACCEPT", "Z95", "WeightedShare", "paired_interval", "wilson"]
+__all__ = ["FALSE_ACCEPT", "Z95", "WeightedShare", "kappa", "paired_interval", "wilson"]
 
 Z95 = 1.96
 """The 97.5 % quantile of the normal distribution, for confidence intervals of 95 %."""
@@ -84,3 +86,20 @@ def paired_interval(count: int, mean: float, spread: float, span: float) -> tupl
     middle = count * mean / total
     error = Z95 * math.sqrt(max(0.0, squares / total - middle**2) / total)
     return middle - error, middle + error
+
+
+def kappa(labels: Mapping[tuple[bool, bool], int]) -> float:
+    """Return Cohen's kappa of label and verdict: 0 for agreement by chance, 1 for full agreement.
+
+    It is 0 if all labels and verdicts are equal, because chance then explains the agreement.
+
+    Args:
+        labels: the number of answers by label and verdict.
+    """
+    counts = Counter(labels)
+    total = counts.total()
+    observed = (counts[True, True] + counts[False, False]) / total
+    labelled = (counts[True, True] + counts[True, False]) / total
+    accepted = (counts[True, True] + counts[False, True]) / total
+    expected = labelled * accepted + (1 - labelled) * (1 - accepted)
+    return 0.0 if expected == 1 else (observed - expected) / (1 - expected)

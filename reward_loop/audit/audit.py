@@ -29,11 +29,11 @@ from reward_loop._util.text import cut
 from reward_loop.audit.ablation import AblationCount, Feature
 from reward_loop.audit.counts import REJECTED, AuditCounts, ReferencePair
 from reward_loop.audit.labelled import LabelledAnswers
-from reward_loop.audit.probes import CANARY, Probe, Probes
+from reward_loop.audit.probes import ABLATION, CANARY, Probe, Probes
 from reward_loop.config import CacheConfig
 from reward_loop.errors import ConfigError, FunctionLoadError, ScoringError
 from reward_loop.managers import RewardLoopManagerBase
-from reward_loop.records import ABLATION, AUDIT, ActiveSample, Records, exchanges_of, new_row, records
+from reward_loop.records import AUDIT, ActiveSample, Records, exchanges_of, new_row, records
 from reward_loop.scoring import ScoringFunction, load_function
 from reward_loop.scoring.results import check_result, failed
 from reward_loop.types import RewardResult, RewardSample, returned_numbers

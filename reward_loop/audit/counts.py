@@ -8,10 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from reward_loop._util.intervals import Z95
+from reward_loop._util.intervals import Z95, kappa
 from reward_loop.audit.ablation import AblationCount
 from reward_loop.audit.probes import CANARY
-from reward_loop.records import kappa
 
 __all__ = ["REJECTED", "AuditCounts", "ProbeCount", "ReferencePair"]
 

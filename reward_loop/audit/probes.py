@@ -11,9 +11,9 @@ from typing import Any
 from reward_loop.config import AuditConfig
 from reward_loop.types import RewardSample
 
-__all__ = ["CANARIES", "CANARY", "Probe", "Probes"]
+__all__ = ["ABLATION", "CANARIES", "CANARY", "Probe", "Probes"]
 
-CANARY = "canary"
+CANARY, ABLATION = "canary", "ablation"
 CANARIES = ("master_key", "empty", "other_answer", "cut_off", "question")
 """The kinds of canaries: answers that are wrong by construction."""
 

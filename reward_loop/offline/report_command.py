@@ -17,6 +17,7 @@ from reward_loop._util.json import encode
 from reward_loop._util.standard_streams import console
 from reward_loop._util.text import counted, cut, did_you_mean, duration, listing, rounded
 from reward_loop.errors import ConfigError
+from reward_loop.offline.probes import probe_counts
 from reward_loop.offline.report import SHOWN, Price, Report
 from reward_loop.records import (
     AUDIT,
@@ -25,7 +26,6 @@ from reward_loop.records import (
     health,
     hidden_share,
     overlaps,
-    probe_counts,
     processes,
     read_rows,
     why,

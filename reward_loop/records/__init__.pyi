@@ -25,13 +25,6 @@ from reward_loop.records.files import EVENTS as EVENTS
 from reward_loop.records.files import NOTES as NOTES
 from reward_loop.records.files import SUB_FOLDERS as SUB_FOLDERS
 from reward_loop.records.files import RecordFiles as RecordFiles
-from reward_loop.records.probes import ABLATION as ABLATION
-from reward_loop.records.probes import CANARY as CANARY
-from reward_loop.records.probes import LABELLED as LABELLED
-from reward_loop.records.probes import REFERENCE as REFERENCE
-from reward_loop.records.probes import kappa as kappa
-from reward_loop.records.probes import measured as measured
-from reward_loop.records.probes import probe_counts as probe_counts
 from reward_loop.records.reader import NoRecordsError as NoRecordsError
 from reward_loop.records.reader import RecordsReader as RecordsReader
 from reward_loop.records.reader import check_version as check_version

@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reward_loop.records import ABLATION, CANARY, LABELLED, REFERENCE, RecordsReader, measured
+from reward_loop.offline.probes import ABLATION, CANARY, LABELLED, REFERENCE, measured
+from reward_loop.records import RecordsReader
 from reward_loop.view.filters import BadRequestError
 from reward_loop.view.index import Index
 

@@ -12,7 +12,7 @@ from reward_loop import NaiveRewardLoopManager, RewardSample
 from reward_loop.audit import AuditCounts, Feature
 from reward_loop.audit.ablation import EffectVerdict, effect_of
 from reward_loop.managers import GroupRewardLoopManager
-from reward_loop.records.probes import probe_counts
+from reward_loop.offline.probes import probe_counts
 from tests.audit.test_audit import audit_of, audited, ended, rows_of, scores_of
 
 PHRASE = "Let me verify"

@@ -13,9 +13,9 @@ pytest.importorskip("duckdb")
 
 from starlette.testclient import TestClient
 
+from reward_loop.offline.probes import probe_counts
 from reward_loop.records import Records
 from reward_loop.records.configuration import config_row, open_configuration
-from reward_loop.records.probes import probe_counts
 from reward_loop.records.reader import read_rows
 from reward_loop.records.rows import new_row
 from reward_loop.view.app import create_app

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from reward_loop.records.probes import kappa, probe_counts
+from reward_loop._util.intervals import kappa
+from reward_loop.offline.probes import probe_counts
 
 
 def row(probe: str, score: float, probed: float | None, accepted: bool | None = None, **fields: Any) -> dict[str, Any]:

@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from reward_loop._util.intervals import Z95, paired_interval, wilson
+from reward_loop._util.intervals import Z95, kappa, paired_interval, wilson
 
-__all__ = ["ABLATION", "CANARY", "LABELLED", "REFERENCE", "kappa", "measured", "probe_counts"]
+__all__ = ["ABLATION", "CANARY", "LABELLED", "REFERENCE", "measured", "probe_counts"]
 
 CANARY, LABELLED, REFERENCE, ABLATION = "canary", "labelled", "reference", "ablation"
 """The probes whose value is not a share of scores that agree."""
 
 _METRICS = {CANARY: "accepted", LABELLED: "accuracy", REFERENCE: "gap", ABLATION: "effect"}
-
-
-def kappa(labels: Mapping[tuple[bool, bool], int]) -> float:
-    """Return Cohen's kappa of label and verdict: 0 for agreement by chance, 1 for full agreement.
-
-    It is 0 if all labels and verdicts are equal, because chance then explains the agreement.
-
-    Args:
-        labels: the number of answers by label and verdict.
-    """
-    counts = Counter(labels)
-    total = counts.total()
-    observed = (counts[True, True] + counts[False, False]) / total
-    labelled = (counts[True, True] + counts[True, False]) / total
-    accepted = (counts[True, True] + counts[False, True]) / total
-    expected = labelled * accepted + (1 - labelled) * (1 - accepted)
-    return 0.0 if expected == 1 else (observed - expected) / (1 - expected)
 
 
 def measured(kind: str, sums: Mapping[str, Any]) -> list[dict[str, Any]]:
