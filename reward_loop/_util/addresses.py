@@ -76,6 +76,7 @@ def _parts(address: str) -> SplitResult:
         parts = urlsplit(text if has_scheme else f"http://{text}")
         port = parts.port
     except ValueError as error:
+        # Its text may quote a password.
         raise invalid("" if "@" in text else f" ({error})") from None
     if parts.scheme not in ("http", "https"):
         raise invalid(f": the scheme {parts.scheme!r} is not http or https")

@@ -55,4 +55,5 @@ def has_key(authorization: bytes, key: bytes, *, basic: bool = False) -> bool:
             return False
     elif scheme.lower() != b"bearer":
         return False
+    # Not ==, whose time depends on the number of equal bytes.
     return hmac.compare_digest(given, key)

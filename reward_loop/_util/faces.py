@@ -37,6 +37,7 @@ def face(package: str, file: str) -> tuple[list[str], Callable[[str], Any], Call
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(modules[name]), name)
+        # Python finds it without this function from now on.
         setattr(sys.modules[package], name, value)
         return value
 

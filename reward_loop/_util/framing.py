@@ -37,6 +37,7 @@ class FrameBuffer:
         end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
         if len(self._received) < end:
             return None
+        # A copy: a bytearray cannot shrink while a view of it exists.
         content = bytes(memoryview(self._received)[_LENGTH.size : end])
         del self._received[:end]
         return content

@@ -94,6 +94,7 @@ def children(pid: int) -> list[int]:
     found: list[int] = []
     # A process or thread that has ended in the meantime has no children.
     with contextlib.suppress(OSError):
+        # The kernel lists the children of a process by the thread that started them.
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
                 found += map(int, file.read().split())
@@ -136,6 +137,7 @@ def kill_marked(mark: str) -> None:
     while marked := _marked(mark.encode()):
         for pid in marked:
             with contextlib.suppress(ProcessLookupError, PermissionError):
+                # Not `waitpid`: these processes need not be children of this one.
                 ended = os.pidfd_open(pid)
                 try:
                     kill(pid)

@@ -1,4 +1,4 @@
-"""The limits of a connection that uvicorn does not have."""
+"""The limits of a connection that uvicorn does not have. A file of its own, since its base class imports uvicorn."""
 
 from __future__ import annotations
 

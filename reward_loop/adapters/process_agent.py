@@ -157,6 +157,7 @@ class AgentOwner(Generic[A]):
         """Close the agent of this process, if it was started; blocks until that is done. `get` may start another."""
         agent = self._agent
         if agent is not None and self._pid == os.getpid():
+            # In this order: a call during `close`, which takes a while, must not get the agent that is being closed.
             self._reset()
             agent.close()
 
@@ -302,6 +303,7 @@ def load_config(source: Source = None) -> AdapterConfig:
 
 def _read(path: Path) -> Any:
     try:
+        # Without the mark (BOM) that some editors write at the beginning of a file.
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the options of the rewards, {path}, cannot be read: {error}") from None

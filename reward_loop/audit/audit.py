@@ -290,6 +290,7 @@ class Audit:
             task.add_done_callback(self._ended, context=self._context)
 
     def _next_queue(self) -> deque[Callable[[], Coroutine[Any, Any, None]]]:
+        # While the audit drains, no further scores will come.
         is_known = self._options.accept is not None or len(self._scores) >= MIN_SCORES or self._is_draining
         return self._waiting or (self._labelled_waiting if is_known else deque())
 

@@ -263,6 +263,7 @@ def _canaries(step: Observation, history: History) -> dict[str, Reading]:
     The window finds a small share, the step alone a sudden change.
     """
     kinds = {kind: counts for kind, counts in step.probes.items() if kind.startswith(CANARY) and counts.asked}
+    # The monitor `false_accepts` reads these.
     kinds.pop(CANARY + REFERENCE, None)
     made = [counts for kind, counts in kinds.items() if kind != CANARY + LABELLED]
     if len(made) > 1:

@@ -178,6 +178,7 @@ class Call:
                 place.leave()
             yield
             if place is not None:
+                # Of several requests that go on, the first one gets the place for all.
                 async with self._rejoining:
                     if self._whole[-1].has_left:
                         request = self._request(REWARD_MODEL, 0)
@@ -236,6 +237,7 @@ class Call:
             raise
 
     def _give_up(self, acquiring: Future[Permit]) -> None:
+        # It may have been granted in the meantime: then it would never end.
         if not acquiring.cancel() and not acquiring.cancelled() and acquiring.exception() is None:
             self.run(acquiring.result().leave)
 
@@ -288,6 +290,7 @@ class Call:
 
     def run(self, function: Callable[..., None], *arguments: Any) -> None:
         """Run a function on the call's event loop: at once, or by `call_soon_threadsafe` from elsewhere."""
+        # Not `get_running_loop`, which raises in a thread without a loop.
         if asyncio._get_running_loop() is self.loop:
             function(*arguments)
         elif not self.loop.is_closed():

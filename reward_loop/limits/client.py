@@ -264,6 +264,7 @@ class RemoteLimits(Limits):
         for what, *rest in messages:
             if what == "settled":
                 number, why = rest
+                # The permit of a refused request must not be ended: the service has none.
                 permit, request = (self._open.get if why is None else self._open.pop)(number, (None, None))
                 if permit is None or request is None or request.done():
                     continue

@@ -161,6 +161,7 @@ def _on_loops(
         try:
             done = asyncio.run_coroutine_threadsafe(coroutine, loop)
         except RuntimeError:  # the loop was closed in the meantime
+            # Otherwise Python warns of a coroutine that was never awaited.
             coroutine.close()
             continue
         try:

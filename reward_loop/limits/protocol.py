@@ -74,6 +74,7 @@ class MessageQueue:
             start = size = 0
             for i, message in enumerate(self._messages):
                 size += len(message) + 1
+                # The peer ends the connection when it gets a longer frame.
                 if size >= MAX_LENGTH:
                     self._write(self._messages[start:i])
                     start, size = i, len(message) + 1

@@ -119,6 +119,7 @@ class ActiveSample:
 
     def ask(self, request: str) -> None:
         """Add an open request. Thread-safe, as `answered` is: a function may make requests in several threads."""
+        # In one step, since two threads may make the first request at the same time.
         asking: list[str] = self.__dict__.setdefault("asking", [])
         asking.append(request)
 
@@ -187,6 +188,7 @@ class ActiveBatch(ActiveSample):
         self.id = secrets.token_hex(6)
 
     def __enter__(self) -> Self:
+        # A batch is not in `_active`: its members are, and the waits of each include those of the batch.
         for member in self.members:
             member.batch = self
             member.batch_s = self.started - member.started

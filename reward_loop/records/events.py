@@ -60,6 +60,7 @@ def overlaps(folder: Path) -> list[dict[str, Any]]:
     Raises:
         ConfigError: a newer version has written them.
     """
+    # Rollouts, of which there may be millions, are not parsed.
     lines = read_files(folder / EVENTS, lambda line: line.find(f'"{OVERLAP}"'.encode(), 0, _KIND_HEAD) >= 0)
     found: dict[int, dict[str, Any]] = {}
     for path, event in lines:

@@ -130,6 +130,7 @@ class RecordFiles:
         """Append to a file. Return the offset of the data; ``None`` if it could not be written."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            # Unbuffered: an error must come from `write`, so that `truncate` removes the whole line.
             with path.open("ab", buffering=0) as file:
                 start = file.tell()
                 try:

@@ -99,6 +99,7 @@ def sample_row(active: ActiveSample, result: RewardResult, large: Mapping[str, A
         "wait_s": result.wait_s,
         "work_s": result.work_s,
         "attempts": result.attempts,
+        # The times of a single call are those of the row.
         "calls": [call._asdict() for call in active.calls] if len(active.calls) > 1 else (),
         "prompt_tokens": active.prompt_tokens,
         "completion_tokens": active.completion_tokens,

@@ -61,6 +61,7 @@ def watch() -> None:
         with _lock:
             if _watchdog is None:
                 _watchdog = _Watchdog()
+    # Not `get_running_loop`, which raises in a thread without a loop: managers are created there, too.
     loop = asyncio._get_running_loop()
     if loop is not None and loop not in watched_loops:
         watched_loops[loop] = LoopPulse(loop)

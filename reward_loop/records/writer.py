@@ -196,6 +196,7 @@ class Records:
             if self._started:
                 return
             self._started = True
+        # A daemon: the process must also end if the file system hangs; `_close` waits for at most `CLOSING_S`.
         threading.Thread(target=self._run, name="reward-records", daemon=True).start()
         atexit.register(self._close)
 
@@ -209,6 +210,7 @@ class Records:
             # Many records are written at once; a `flush` ends the pause.
             self._write_now.wait(GATHERING_S)
             self._write_now.clear()
+            # Before the records are taken: one that is queued in the meantime sets it again.
             self._has_records.clear()
             items = [self._waiting.popleft() for _ in range(len(self._waiting))]
             found = [item for item in items if isinstance(item, _Record)]

@@ -94,6 +94,7 @@ class Cache:
         A call is in flight until its score is written to the file. It is cancelled when all its waiters are cancelled.
         """
         shared = self._in_flight.get(key)
+        # A task of another event loop cannot be awaited here.
         is_earlier = shared is not None and shared.task.get_loop() is asyncio.get_running_loop()
         if shared is None or not is_earlier:
             shared = self._in_flight[key] = _Shared(asyncio.ensure_future(call()))
@@ -101,6 +102,7 @@ class Cache:
         shared.waiting += 1
         try:
             with waiting_for(current() if is_earlier else None, "an equal call"):
+                # Shielded: a waiter that is cancelled must not end the call of the others.
                 return await asyncio.shield(shared.task), is_earlier
         finally:
             shared.waiting -= 1
@@ -169,6 +171,7 @@ class _Store:
         self._lock = threading.Lock()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            # Without an isolation level, each statement is committed at once, for the other processes.
             self._database = sqlite3.connect(
                 path, timeout=BUSY_TIMEOUT_S, check_same_thread=False, isolation_level=None
             )

@@ -337,6 +337,7 @@ class UserFunction:
                 finally:
                     _cancel(task)
             abandoned = False
+        # `TimeoutError` is an OSError; `Thread.start` raises RuntimeError if there are no more threads.
         except (RewardCrashedError, OSError, RuntimeError) as error:
             outcome = self._without_end(error, call)
         finally:

@@ -181,6 +181,7 @@ class RewardAgentLoopManager(AgentLoopManagerTQ):
     def _start(self, number: int) -> Any:
         worker = self.agent_loop_workers_class.options(
             name=f"agent_loop_worker_{number}_{uuid4().hex[:8]}",
+            # Soft: this node may be lost before the worker has started.
             scheduling_strategy=NodeAffinitySchedulingStrategy(worker_nodes(number + 1)[-1], soft=True),
         ).remote(self.config, self.llm_client, self.teacher_client, self.reward_loop_worker_handles)
         self._deaths[number] = worker.until_death.remote()

@@ -75,6 +75,7 @@ class RewardReplayBuffer(ReplayBuffer):
         mode: ModeOptions,
         final_rewards: Callable[[KVBatchMeta, str], Rewards],
     ) -> None:
+        # Not `super().__init__`: verl has created the buffer, by a constructor that may be the user's.
         self.__dict__.update(vars(buffer))
         self.checks: list[Callable[[], None]] = []
         """Functions that are called at every poll. An exception from one of them ends the wait."""

@@ -86,6 +86,7 @@ class RewardClient:
         The worker of a prompt is the same in every process.
         """
         if self.by_group:
+            # Not `hash`, which is another one in each process.
             turn = zlib.crc32(prompt_of(data).encode())
         else:
             turn = self._turn

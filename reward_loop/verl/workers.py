@@ -133,6 +133,7 @@ class RewardWorkers:
             actor.options(
                 max_restarts=-1,
                 max_task_retries=MAX_TASK_RETRIES,
+                # Ray's default of 1,000 would make further samples wait in Ray, without a limit or a deadline of ours.
                 max_concurrency=100_000,
                 scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
                     node_id=node, soft=True

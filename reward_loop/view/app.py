@@ -137,6 +137,7 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
 
     @app.get("/api/steps", dependencies=_only("validate"))
     def steps(validate: bool = False) -> Response:
+        # Routes run in threads, and the reader of phases keeps its place in the files.
         with reading:
             known = {} if validate else phases.steps()
         warnings: dict[Any, list[str]] = defaultdict(list)

@@ -71,6 +71,7 @@ def view(
 
 def _update(index: Index) -> None:
     """Read all records, with a progress bar in a terminal."""
+    # Here, since it imports DuckDB: `view` has said by now what to do if it is missing.
     from reward_loop.view.summaries import Summaries
 
     progress = Progress(

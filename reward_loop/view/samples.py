@@ -277,6 +277,7 @@ class _TextSearch:
 
     def __init__(self, index: Index) -> None:
         self._index = index
+        # Not as a decorator of the method: its cache would keep this object alive, and the index.
         self._found = lru_cache(_CACHED)(self._find)
 
     def find(self, text: str, chosen: SampleFilter) -> list[str]:

@@ -53,6 +53,7 @@ def index_file(folder: Path) -> Iterator[Path]:
             path = cache / f"{hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:24]}.duckdb"
             lock = stack.enter_context(path.with_suffix(".lock").open("wb"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # `_delete_old` reads from it when the index was last used.
             os.utime(lock.fileno())
         except (OSError, RuntimeError):  # RuntimeError: there is no home directory
             path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="reward-loop-view-"))) / "index.duckdb"
@@ -125,6 +126,7 @@ def _connect(path: Path) -> duckdb.DuckDBPyConnection:
             "threads": _THREADS,
             "memory_limit": MEMORY,
             "temp_directory": str(_spill(path)),
+            # By default, DuckDB downloads an extension that a query seems to need.
             "autoinstall_known_extensions": False,
             "autoload_known_extensions": False,
         },

@@ -3,6 +3,8 @@
 TRL generates and scores a batch in one function. The function runs in a greenlet here: the first reward function that
 TRL calls starts all async functions and switches back to the training, which resumes the greenlet when it needs the
 rewards. Between these two points, the training generates the next batch.
+
+Does not import TRL, so that it is tested without it.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ class _WithoutOffload:
     def _build_fsdp_module(self, module: Any) -> Any:
         configured = self.engine_config
         self.engine_config = copy.copy(configured)
+        # Around the check of verl's configuration, which is frozen; this is a copy of it.
         object.__setattr__(self.engine_config, "forward_only", False)
         object.__setattr__(self.engine_config, "offload_policy", False)
         try:
