@@ -115,7 +115,7 @@ def serve(
     [cyan]/health[/], [cyan]/ready[/] and [cyan]/metrics[/] are for operation. Ctrl-C lets the
     samples in flight end.
     """
-    # Here: the help of the command must not wait for FastAPI and the managers.
+    # Here: the help of the command must not wait for FastAPI.
     from reward_loop.adapters.service.app import create_app
     from reward_loop.adapters.service.dialects import DialectOptions
     from reward_loop.adapters.service.service import RewardService
