@@ -45,12 +45,13 @@ class DaemonThreads:
         # Used only to wait and notify. Always acquire `_lock` itself: a KeyboardInterrupt inside the condition's
         # `__enter__`, which is Python code, could leave the lock held forever.
         self._changed = threading.Condition(self._lock)
-        # `_lock` guards `_queue`, `_threads`, `_idle` and `_coming`; only the event loop's thread uses `_home`.
+        # `_lock` guards `_queue`, `_threads`, `_idle` and `_is_adding`; only the event loop's thread uses `_submitter`.
         self._queue: deque[_Job] = deque()
         self._threads = 0
         self._idle = 0
-        self._coming = False
-        self._home: _Home | None = None
+        self._is_adding = False
+        """Whether a thread is being woken or started."""
+        self._submitter: _Submitter | None = None
 
     async def run(
         self,
@@ -71,24 +72,24 @@ class DaemonThreads:
             The function's return value. Its exceptions propagate.
         """
         loop = asyncio.get_running_loop()
-        home = self._home
-        if home is None or home.loop is not loop:
+        submitter = self._submitter
+        if submitter is None or submitter.loop is not loop:
             # This object may outlive several loops (asyncio.run more than once).
-            home = self._home = _Home(loop)
-        job = _Job(function, home, loop.create_future() if future is None else future, hold)
-        if not home.submitted:
-            loop.call_soon(self._hand_over, home)
-        home.submitted.append(job)
+            submitter = self._submitter = _Submitter(loop)
+        job = _Job(function, submitter, loop.create_future() if future is None else future, hold)
+        if not submitter.submitted:
+            loop.call_soon(self._hand_over, submitter)
+        submitter.submitted.append(job)
         try:
             result: T = await job.future
             return result
         finally:
             self._leave(job)
 
-    def _hand_over(self, home: _Home) -> None:
+    def _hand_over(self, submitter: _Submitter) -> None:
         with self._lock:
-            self._queue.extend(home.submitted)
-            home.submitted.clear()
+            self._queue.extend(submitter.submitted)
+            submitter.submitted.clear()
         self._add_thread()
 
     def _leave(self, job: _Job) -> None:
@@ -105,12 +106,12 @@ class DaemonThreads:
 
     def _add_thread(self) -> None:
         """Wake or start one more thread, if calls are queued and no thread is being woken or started."""
-        if not self._queue or self._coming:
+        if not self._queue or self._is_adding:
             return  # read without the lock: after each change of these, this method is called again
         with self._lock:
-            if not self._queue or self._coming or not (self._idle or self._threads < self.max_threads):
+            if not self._queue or self._is_adding or not (self._idle or self._threads < self.max_threads):
                 return
-            self._coming = True
+            self._is_adding = True
             if self._idle:
                 self._changed.notify()
                 return
@@ -124,7 +125,7 @@ class DaemonThreads:
                 threading.Thread(target=self._work, args=(gate,), name="reward-function", daemon=True).start()
         except RuntimeError as error:  # No more threads available. Existing threads continue; without any, fail.
             with self._lock:
-                self._coming = False
+                self._is_adding = False
                 self._threads -= 1
                 if self._threads:
                     return
@@ -135,7 +136,7 @@ class DaemonThreads:
     def _work(self, gate: threading.Lock) -> None:
         gate.acquire()
         with self._lock:
-            self._coming = False
+            self._is_adding = False
         while (job := self._take()) is not None:
             self._add_thread()
             job.run()
@@ -143,7 +144,7 @@ class DaemonThreads:
                 job.ended = True
                 if job.abandoned:
                     return
-            job.home.report(job)
+            job.submitter.report(job)
             del job  # do not keep the job alive while waiting for the next one
 
     def _take(self) -> _Job | None:
@@ -157,7 +158,7 @@ class DaemonThreads:
                 self._idle += 1
                 in_time = self._changed.wait(_IDLE_SECONDS)
                 self._idle -= 1
-                self._coming = False
+                self._is_adding = False
                 if not in_time and not self._queue:
                     self._threads -= 1
                     return None
@@ -176,18 +177,18 @@ os.register_at_fork(after_in_child=_begin_all)
 
 class _Job:
     __slots__ = (
-        *("abandoned", "context", "ended", "error", "function", "future", "has_started", "hold", "home", "result"),
+        *("abandoned", "context", "ended", "error", "function", "future", "has_started", "hold", "submitter", "result"),
     )
 
     def __init__(
         self,
         function: Callable[[], Any],
-        home: _Home,
+        submitter: _Submitter,
         future: asyncio.Future[Any],
         hold: Callable[[asyncio.Future[Any], Any], bool] | None,
     ) -> None:
         self.function = function
-        self.home = home
+        self.submitter = submitter
         self.future = future
         self.hold = hold
         self.has_started = False
@@ -199,7 +200,7 @@ class _Job:
 
     def fail(self, error: BaseException) -> None:
         self.error, self.ended = error, True
-        self.home.report(self)
+        self.submitter.report(self)
 
     def run(self) -> None:
         try:
@@ -208,8 +209,8 @@ class _Job:
             self.error = error
 
 
-class _Home:
-    """An event loop with its newly submitted jobs, and its ended jobs to report."""
+class _Submitter:
+    """The event loop that submits jobs, with its newly submitted ones, and its ended ones to report."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
