@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from reward_loop._util.refusals import REFUSAL_STATUS, asked_pause, is_out_of_credit, retry_after_seconds
+from reward_loop._util.refusals import REFUSAL_STATUS, asked_pause, is_out_of_credit
 
 __all__ = [
     "DOWN_STATUS",
@@ -24,7 +24,6 @@ __all__ = [
     "is_transient",
     "out_of_credit",
     "retry_after",
-    "retry_after_seconds",
     "status_of",
     "unreachable",
 ]
