@@ -18,6 +18,7 @@ C = TypeVar("C", bound=BaseModel)
 class Config(BaseModel):
     """The base class of all groups of options. A group is immutable, and an unknown key is an error."""
 
+    # Deferred: a process builds the validators of the groups that it uses, when it uses them.
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, defer_build=True)
 
 
@@ -42,6 +43,7 @@ def parse(cls: type[C], options: Mapping[str, Any] | C | None, where: str | Call
         return cls.model_validate(_plain(options or {}))
     except ValidationError as error:
         problems = [_problem(cls, detail, where) for detail in error.errors()]
+    # Outside of `except`: the message says all, without the traceback of pydantic.
     raise ConfigError("\n".join(problems))
 
 

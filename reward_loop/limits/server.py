@@ -61,6 +61,7 @@ class LimitServer:
         """Stop listening, close all connections, and close the limits."""
         assert self._server is not None
         self._server.close()
+        # In this order: since Python 3.12, `wait_closed` waits for the end of all connections.
         await self.disconnect()
         await self._server.wait_closed()
         self.limits.close()

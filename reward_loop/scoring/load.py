@@ -152,6 +152,7 @@ def _load_file(path: str) -> ModuleType:
         sys.modules[name] = module
         try:
             spec.loader.exec_module(module)
+        # The user's file may call `sys.exit`.
         except (Exception, SystemExit) as error:
             # A module that ran half must not be found by the next load.
             del sys.modules[name]

@@ -140,7 +140,8 @@ class Target:
         for name in self.from_sample:
             value = getattr(sample, name)
             if name == "extra_info":
-                value = _copied(value)
+                # A copy, which the function may modify. It may be any mapping, and `_copy` shares those.
+                value = {key: _copy(item) for key, item in value.items()}
             elif name in _BY_NAME:
                 if value is None:
                     continue
@@ -370,11 +371,6 @@ def _name(function: Any) -> str:
     file = getattr(inspect.getmodule(function), "__file__", None)
     where = Path(file).name if file else function.__module__
     return f"{function.__qualname__} ({where})"
-
-
-def _copied(extra_info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a sample's extra info, which the function may modify."""
-    return {key: _copy(value) for key, value in extra_info.items()}
 
 
 def _copy(value: Any) -> Any:

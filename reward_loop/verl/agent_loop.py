@@ -143,11 +143,13 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
                 return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
         except BaseException as raised:
             error = f"{type(raised).__name__}: {raised}"
+            # Not of a cancelled session, which did not fail.
             if number in session.prompt.generating and isinstance(raised, Exception):
                 tag = {FAILURE: f"{session.name}: {error}"}
                 await tq.async_kv_put(key=uid, partition_id=session.prompt.partition, tag=tag)
             raise
         finally:
+            # Also of a failed session: the prompt is generated when its other sessions are.
             await _end_generation(session)
             _session.reset(token)
             if self._records is not None:

@@ -127,6 +127,7 @@ class RewardAgentLoopManager(AgentLoopManagerTQ):
         self._assignments.keep(set().union(*unfinished_prompts().values()))
         parts = list(enumerate(prompts.chunk(len(self.agent_loop_workers))))
         for number, part in parts:
+            # Before it is sent: the worker may die while it receives its part.
             self._assignments.assign(number, part, part["uid"])
         self._send(parts)
 

@@ -61,6 +61,7 @@ class RewardWorker:
         self._running: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)
         """Prompt uid -> the calls of `compute_score` for its rollouts."""
         self._is_stopped = False
+        # After the imports and the tokenizers of the manager, which are frozen with all else.
         freeze_and_raise_gc_threshold()
         watch()  # so that `reward-loop stuck` also lists an idle worker
 

@@ -43,6 +43,7 @@ class SampleTable:
         self._size = size
         self._every = every
         self._failed: set[str] = set()
+        # The tables leave the machine: `cleaned` replaces what is hidden.
         hide_environment()
 
     @classmethod

@@ -151,5 +151,6 @@ def defaults() -> DictConfig:
         added_options(),
         {"reward_model": {"server": dict.fromkeys(RewardModelConfig.model_fields)}},
     )
+    # All callers share the cached object.
     OmegaConf.set_readonly(merged, True)
     return merged
