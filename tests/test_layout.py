@@ -83,13 +83,13 @@ INSIDE: dict[str, set[str]] = {
     "scoring.isolation": {"SplitSemaphore"},
     "scoring.load": {"source_hash"},
     "scoring.proofs": {"KnownAnswers", "ProofCounts", "TEMPLATES", "find_pair", "right_answers"},
-    "scoring.results": {"are_numbers", "check_result", "failed"},
+    "scoring.results": {"are_numbers", "check_result"},
     "scoring.signature": {"Target", "declared", "required_by_name"},
 }
 """The names in the rooms of the core that satellites import, although they are not in the ``__all__`` of the room. It
 may only become smaller."""
 
-MOST_NAMES = 206
+MOST_NAMES = 205
 """The number of different names of the core that satellites import. It may only become smaller; the aim is 60."""
 
 COMMAND = ("__main__", "cli")

@@ -35,8 +35,8 @@ from reward_loop.errors import ConfigError, FunctionLoadError, ScoringError
 from reward_loop.managers import RewardLoopManagerBase
 from reward_loop.records import AUDIT, ActiveSample, Records, exchanges_of, new_row, records
 from reward_loop.scoring import ScoringFunction, load_function
-from reward_loop.scoring.results import check_result, failed
-from reward_loop.types import RewardResult, RewardSample, returned_numbers
+from reward_loop.scoring.results import check_result
+from reward_loop.types import Outcome, RewardResult, RewardSample, returned_numbers
 
 __all__ = ["Audit", "open_audit"]
 
@@ -418,7 +418,8 @@ class Audit:
                 # The number of tokens of a changed answer is unknown, so dense rewards cannot be checked.
                 return check_result(replace(sample, response_length=None), result), active
             except Exception as error:  # an audit must not stop a run
-                return failed(ScoringError(f"raised {type(error).__name__}: {error}", sample=sample)), active
+                problem = ScoringError(f"raised {type(error).__name__}: {error}", sample=sample)
+                return RewardResult(Outcome.FAILED, None, error=str(problem), exception=problem), active
 
     def _record(
         self,
