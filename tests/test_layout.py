@@ -82,7 +82,8 @@ INSIDE: dict[str, set[str]] = {
     "scoring.forms": {"BY_NAME", "content_of"},
     "scoring.isolation": {"SplitSemaphore"},
     "scoring.load": {"source_hash"},
-    "scoring.proofs": {"KnownAnswers", "ProofCounts", "TEMPLATES", "find_pair", "right_answers"},
+    "scoring.known_answers": {"KnownAnswers", "TEMPLATES", "find_pair", "right_answers"},
+    "scoring.proofs": {"ProofCounts"},
     "scoring.results": {"are_numbers", "check_result"},
     "scoring.signature": {"Target", "declared", "required_by_name"},
 }

@@ -36,8 +36,7 @@ from reward_loop.processes.pool import WorkerProcesses
 from reward_loop.scoring.cache import Cache
 from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
 from reward_loop.scoring.options import ScoringOptions
-from reward_loop.scoring.proofs import Proofs
-from reward_loop.scoring.proving import Proving
+from reward_loop.scoring.proofs import Proofs, Proving
 from reward_loop.scoring.retry import Retry
 from reward_loop.scoring.signature import Target, resolve
 from reward_loop.scoring.threads import DaemonThreads

@@ -22,36 +22,35 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
+import inspect
 import logging
-import re
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from reward_loop._util.text import shorten
-from reward_loop.errors import BrokenScorerError, InvalidScoreError, RewardLoopError
-from reward_loop.processes.outcome import CallOutcome
+from reward_loop._util.text import counted, shorten
+from reward_loop.errors import (
+    BrokenScorerError,
+    FunctionLoadError,
+    InvalidScoreError,
+    RewardCrashedError,
+    RewardLoopError,
+)
+from reward_loop.processes.outcome import CallOutcome, outcome_of
+from reward_loop.processes.pool import WorkerProcesses
+from reward_loop.records.events import HealthRecords
+from reward_loop.scoring.known_answers import KnownAnswers, Score, find_pair, labelled_pair
+from reward_loop.scoring.options import ScoringOptions
 from reward_loop.scoring.results import normalise
+from reward_loop.scoring.signature import Target
+from reward_loop.scoring.threads import DaemonThreads
 from reward_loop.types import RewardSample
 
-__all__ = ["TEMPLATES", "KnownAnswers", "Place", "ProofCounts", "Proofs", "find_pair", "right_answers", "score_of"]
+__all__ = ["Place", "ProofCounts", "Proofs", "Proving", "score_of"]
 
 logger = logging.getLogger(__name__)
-
-TEMPLATES = (
-    "\\boxed{{{}}}",
-    "#### {}",
-    "Answer: {}",
-    "{}",
-    "<answer>{}</answer>",
-    "The answer is {}.",
-    "The answer is \\boxed{{{}}}.\n#### {}\nAnswer: {}",
-    "<think>\nI compute it.\n</think>\n<answer>{}</answer>",
-    "<think>\nI compute it.\n</think>\n\\boxed{{{}}}",
-    "<think>\nI compute it.\n</think>\n<answer>\\boxed{{{}}}</answer>",
-)
-"""The forms in which a reference answer is tried as an answer."""
 
 MAX_SOURCES = 16
 """The largest number of data sources that are proven."""
@@ -64,7 +63,6 @@ _MAX_PROOF_S = 1.0
 """A data source whose proof takes longer is not proven."""
 _TRYING_S = 60.0
 """Seconds within which the templates of a data source must have been tried."""
-_MAX_TEXTS = 4
 
 
 @dataclass(slots=True)
@@ -143,27 +141,6 @@ def _settle(
         else:
             outcome.is_discarded = not is_clean
             future.set_result(outcome)
-
-
-@dataclass(frozen=True, slots=True)
-class KnownAnswers:
-    """A right answer and a wrong one of a data source."""
-
-    right: RewardSample
-    wrong: RewardSample
-    score: float
-    """The score of the right answer."""
-    wrong_score: float
-    """The score of the wrong answer, which is smaller."""
-
-    @property
-    def gap(self) -> float:
-        """The difference of the scores."""
-        return self.score - self.wrong_score
-
-
-Score = Callable[[RewardSample], Awaitable[float | None]]
-"""Scores an answer of a proof in one process; returns ``None`` if it has no score."""
 
 
 class Proofs:
@@ -339,7 +316,7 @@ class Proofs:
     async def _find(self, source: str, sample: RewardSample, score: Score) -> str | None:
         """Add the known answers of a data source, or return why there are none."""
         labelled = [one for one in self.labelled if one[0].data_source == source]
-        found = await _labelled_pair(labelled, score) or await find_pair(sample, self._truths.get(source, ()), score)
+        found = await labelled_pair(labelled, score) or await find_pair(sample, self._truths.get(source, ()), score)
         if isinstance(found, str):
             return found
         answers = (found.right, found.wrong)
@@ -358,68 +335,6 @@ class Proofs:
         return None
 
 
-async def _labelled_pair(labelled: Sequence[tuple[RewardSample, bool]], score: Score) -> KnownAnswers | None:
-    """Return the labelled right answer with the largest score, and the wrong one with the smallest, if that is less."""
-    known: dict[bool, list[tuple[float, RewardSample]]] = {True: [], False: []}
-    for label, found in known.items():
-        for answer in [answer for answer, its_label in labelled if its_label is label][:_MAX_TEXTS]:
-            if (scored := await score(answer)) is not None:
-                found.append((scored, answer))
-    right = max(known[True], key=lambda one: one[0], default=None)
-    wrong = min(known[False], key=lambda one: one[0], default=None)
-    if right is None or wrong is None or right[0] <= wrong[0]:
-        return None
-    return KnownAnswers(right[1], wrong[1], right[0], wrong[0])
-
-
-async def find_pair(sample: RewardSample, truths: Sequence[Any], score: Score) -> KnownAnswers | str:
-    """Return a right and a wrong answer that a function distinguishes, or why there are none.
-
-    Args:
-        sample: the sample with the ground truth of the answers, and the other arguments of the function.
-        truths: ground truths of other samples, whose right answers are wrong ones here.
-        score: calls the function.
-    """
-    if sample.ground_truth is None:
-        return "its samples have no ground truth"
-    texts = list(_texts(sample.ground_truth))[:_MAX_TEXTS]
-    others = [text for truth in truths for text in _texts(truth) if text not in texts][:2]
-
-    async def scored(template: str, text: str) -> float | None:
-        return await score(_answer(sample, template, text))
-
-    best: KnownAnswers | None = None
-    for text in texts:
-        rights = await asyncio.gather(*(scored(template, text) for template in TEMPLATES))
-        known = [(right, template) for right, template in zip(rights, TEMPLATES, strict=True) if right is not None]
-        for right, template in sorted(known, key=lambda one: -one[0])[:3]:
-            if best is not None and right <= best.score:
-                break
-            for other in (*others, _another(text)):
-                wrong = await scored(template, other)
-                if wrong is not None and wrong < right:
-                    pair = _answer(sample, template, text), _answer(sample, template, other)
-                    best = KnownAnswers(*pair, right, wrong)
-                    break
-        if best is not None and best.score >= 1.0:
-            break
-    return best or "no answer made from the ground truth scores more than a wrong one"
-
-
-def right_answers(sample: RewardSample) -> list[str]:
-    """Return what may be right answers to a sample: the likeliest text of its ground truth, in each form."""
-    text = next(_texts(sample.ground_truth), "")
-    return [_answer(sample, template, text).solution_str for template in TEMPLATES]
-
-
-def _answer(sample: RewardSample, template: str, text: str) -> RewardSample:
-    answer = template.format(*[text] * template.count("{}"))
-    cut_off = None if sample.is_truncated is None else False
-    return replace(
-        sample, solution_str=answer, uid="proof", group=None, turns=None, is_truncated=cut_off, is_probe=True
-    )
-
-
 def score_of(outcome: CallOutcome) -> float | None:
     """Return the score of an answer of a proof, or ``None`` if the call has none."""
     if outcome.exception is not None or outcome.error is not None:
@@ -430,31 +345,180 @@ def score_of(outcome: CallOutcome) -> float | None:
         return None
 
 
-def _texts(truth: Any) -> Iterator[str]:
-    """Yield texts that may be the answer within a ground truth, the likeliest first."""
-    if isinstance(truth, bool) or truth is None:
-        yield str(truth)
-    elif isinstance(truth, str):
-        yield truth
-        for pattern in (r"####\s*(.+?)\s*$", r"\\boxed\{(.*)\}", r"<answer>\s*(.*?)\s*</answer>"):
-            if found := re.search(pattern, truth, re.DOTALL):
-                yield found[1]
-    elif isinstance(truth, Mapping):
-        for value in truth.values():
-            yield from _texts(value)
-    elif isinstance(truth, Sequence) or hasattr(truth, "tolist"):
-        items = truth.tolist() if hasattr(truth, "tolist") else truth
-        for item in items if isinstance(items, list | tuple) else [str(items)]:
-            yield from _texts(item)
-    else:
-        yield str(truth)
+_THREADS = 4
+"""The number of threads of proofs. Samples that wait for a thread must not delay them."""
+
+_MAX_S = 60.0
+"""The deadline of each call of a proof, in seconds: results wait for it."""
 
 
-def _another(text: str) -> str:
-    """Return a text of the same kind that is another answer: its last digit or letter is changed."""
-    for place in range(len(text) - 1, -1, -1):
-        if text[place].isdigit():
-            return f"{text[:place]}{'7' if text[place] != '7' else '3'}{text[place + 1 :]}"
-    if len(text) == 1:
-        return "B" if text != "B" else "C"
-    return text[::-1] if text[::-1] != text else text + "x"
+class Proving:
+    """The proofs of one function, in the threads of this process or in worker processes (`processes.pool.Prover`).
+
+    Args:
+        target: the function.
+        options: its options.
+        isolate: moves the function into worker processes; raises `FunctionLoadError` if it cannot run there.
+    """
+
+    def __init__(
+        self, target: Target, options: ScoringOptions, isolate: Callable[[int | None, int | None], None]
+    ) -> None:
+        assert options.proofs.every is not None
+        self.proofs = Proofs(options.proofs.every, target.name)
+        self.timeout = min(options.timeout or _MAX_S, _MAX_S)
+        self._target = target
+        self._options = options
+        self._isolate = isolate
+        self._threads = DaemonThreads(_THREADS)
+        self._threads_place = Place(self._become_due)
+        self._error: BrokenScorerError | None = None
+        self.step: int | None = None
+        """The training step of the latest sample."""
+        self.pool: WorkerProcesses | None = None
+        """The worker processes in which the function runs; ``None`` if it runs in threads."""
+
+    async def ready(self, sample: RewardSample) -> None:
+        """Wait until answers for the sample's data source have been looked for."""
+        await self.proofs.ready(sample, self._score)
+
+    async def _score(self, answer: RewardSample) -> float | None:
+        if self.pool is None:
+            return await self._score_in_thread(answer)
+        try:
+            return score_of(await self.pool.score_proof(self._arguments(answer), self.timeout))
+        except (TimeoutError, RewardCrashedError):
+            return None
+
+    def _arguments(self, answer: RewardSample) -> dict[str, Any]:
+        return self._target.arguments(answer, None, None)
+
+    # In threads
+
+    def hold_in_threads(self, future: asyncio.Future[CallOutcome], outcome: CallOutcome) -> bool:
+        """Have the outcome of a thread wait for the next proof; return false if it needs none."""
+        proofs, place = self.proofs, self._threads_place
+        if not proofs.limit or outcome.exception is not None or future.done():
+            return False
+        if place.is_replaced:
+            # The function cannot move into processes: its later results are as doubtful as those that failed.
+            if self._error is not None:
+                future.set_exception(self._error)
+                return True
+            outcome.is_discarded = True
+            return False
+        proofs.hold(place, future, outcome)
+        if len(place.results) >= proofs.limit:
+            self._become_due()
+        return True
+
+    def _become_due(self) -> None:
+        place = self._threads_place
+        if not place.is_proving and not place.is_replaced:
+            place.is_proving = True
+            self.start(self._prove_threads(place))
+
+    async def _prove_threads(self, place: Place) -> None:
+        problem = None
+        try:
+            while True:
+                for _ in range(2):  # once more, before the run stops or the function moves
+                    problem = await self.proofs.prove(place, self._score_in_thread, raising_fails=False)
+                    if problem is None:
+                        break
+                if problem is not None or not self.proofs.is_due(place):
+                    break
+        except Exception as error:
+            problem = f"the proof could not be made: {error!r}"
+        finally:
+            place.is_proving = False
+        if problem is not None:
+            self._replace_threads(place, problem)
+
+    def _replace_threads(self, place: Place, problem: str) -> None:
+        why = f"{self._target.name} failed a proof, so its scores may be wrong: {problem}"
+        try:
+            if self._options.proofs.in_threads == "stop":
+                raise FunctionLoadError("reward_loop.proofs.in_threads=stop")
+            self._isolate(self._options.max_processes, self._options.max_memory_mb)
+        except FunctionLoadError as error:
+            self._error = BrokenScorerError(
+                f"{why}. An answer may have changed the state of this process. Set isolation=process: worker processes "
+                f"that fail a proof are replaced. ({error})"
+            )
+            self._warn(str(self._error))
+            place.end(self._error)
+        else:
+            self.proofs.counts.replaced += 1
+            self._warn(
+                f"{why}. The function now runs in worker processes; {counted(len(place.results), 'sample')} will be "
+                "scored again"
+            )
+            place.end()
+
+    def _warn(self, message: str) -> None:
+        """Log that a proof has failed, and record it as a warning, which the report and the viewer show."""
+        logger.error("%s", message)
+        if self._options.log_dir:
+            warning = {"step": self.step, "monitor": "proofs", "subject": self._target.name, "message": message}
+            HealthRecords(self._options.log_dir).write_warnings([warning])
+
+    async def _score_in_thread(self, answer: RewardSample) -> float | None:
+        call = functools.partial(outcome_of, self._target.call, self._arguments(answer))
+        try:
+            async with asyncio.timeout(self.timeout):
+                outcome = await self._threads.run(call)
+        except TimeoutError:
+            return None
+        # Otherwise Python warns of a coroutine that was never awaited.
+        if inspect.iscoroutine(outcome.value):
+            outcome.value.close()
+        return score_of(outcome)
+
+    # In worker processes
+
+    def new_place(self, due: Callable[[], None]) -> Place:
+        """Return the place of a new worker process."""
+        return Place(due)
+
+    def is_suspect(self, place: Place) -> bool:
+        """Return whether a worker process has returned results since its last proof."""
+        return bool(place.results)
+
+    def hold(self, place: Place, outcome: CallOutcome) -> asyncio.Future[CallOutcome] | None:
+        """Have the outcome of a worker process wait for the next proof; return ``None`` if it needs none."""
+        if not self.proofs.limit or outcome.exception is not None or outcome.error is not None:
+            return None
+        future: asyncio.Future[CallOutcome] = asyncio.get_running_loop().create_future()
+        self.proofs.hold(place, future, outcome)
+        return future
+
+    def is_due(self, place: Place, next_seconds: float, is_last: bool) -> bool:
+        """Return whether a worker process must be proven before its next call, which may take ``next_seconds``.
+
+        Before it is replaced, too, unless it has returned only one result since it was clean: see `ended`.
+        """
+        return self.proofs.is_due(place, next_seconds) if not is_last else len(place.results) > 1
+
+    async def prove(self, place: Place, score: Callable[[Mapping[str, Any]], Awaitable[CallOutcome]]) -> bool:
+        """Prove a worker process, and return whether it is clean. If not, the pool replaces it."""
+
+        async def score_answer(answer: RewardSample) -> float | None:
+            return score_of(await score(self._arguments(answer)))
+
+        problem = await self.proofs.prove(place, score_answer, raising_fails=True)
+        if problem is not None:
+            self._warn(
+                f"a worker process of {self._target.name} failed a proof, so its scores may be wrong: {problem}. The "
+                f"process is replaced; {counted(len(place.results), 'sample')} will be scored again"
+            )
+        return problem is None
+
+    def ended(self, place: Place) -> None:
+        """Discard the results of an ended worker process that no proof has confirmed."""
+        if place.end(trusts_first=True):
+            self.proofs.counts.replaced += 1
+
+    def start(self, work: Coroutine[Any, Any, None]) -> object:
+        """Start a task that belongs to no sample."""
+        return self.proofs.start(work)

@@ -12,6 +12,7 @@ from reward_loop import NaiveRewardLoopManager, Outcome, RewardLoopConfig, Rewar
 from reward_loop.audit import open_audit
 from reward_loop.errors import BrokenScorerError
 from reward_loop.scoring import proofs
+from reward_loop.scoring.known_answers import TEMPLATES
 from tests.scoring import scorers
 
 TRUTHS = [str(number) for number in range(300)]
@@ -119,7 +120,7 @@ async def test_proofs_are_few_and_no_samples(scoring):
     made = function.proofs.take().made
     assert made >= 3
     scored = len([call for call in scorers.calls if call in {sample.solution_str for sample in samples}])
-    assert 3000 <= scored <= 3000 + 2 * made + 2 * len(proofs.TEMPLATES)
+    assert 3000 <= scored <= 3000 + 2 * made + 2 * len(TEMPLATES)
 
 
 async def test_a_single_sample_does_not_wait_for_others(scoring):
