@@ -68,7 +68,7 @@ def freeze_and_raise_gc_threshold() -> None:
 
     torch and verl create more than a million objects, which a full collection would scan for half a second.
     """
-    gc.collect()
+    gc.collect()  # garbage that is frozen would stay
     gc.freeze()
     raise_gc_threshold()
 
@@ -207,6 +207,6 @@ def exit_with_parent(fd: int, before_exit: Callable[[], None] = lambda: None) ->
         try:
             before_exit()
         finally:
-            os._exit(1)
+            os._exit(1)  # `sys.exit` would end only this thread
 
     threading.Thread(target=wait, name="parent-death-pipe", daemon=True).start()

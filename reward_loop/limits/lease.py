@@ -130,6 +130,7 @@ class limit:
         self.__exit__(*raised)
 
     def __enter__(self) -> Lease:
+        # Not `get_running_loop`, which raises in a thread without a loop.
         if asyncio._get_running_loop() is not None:
             raise RuntimeError("in an async function, write `async with reward_loop.limit(...)`")
         call = call_here()

@@ -88,6 +88,7 @@ class Outages:
         if address not in self.reached:
             self.reached.add(address)
         if address in self.open:
+            # Not `get_running_loop`, which raises in a thread without a loop.
             if asyncio._get_running_loop() is self.loop:
                 self._answered(address)
             elif not self.loop.is_closed():

@@ -175,6 +175,7 @@ class _Watchdog:
             return
         with connection:
             connection.settimeout(_TALK_S)
+            # An abstract socket has no permissions, and answers name samples and the user's code.
             _, uid, _ = _CREDENTIALS.unpack(
                 connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             )
@@ -256,7 +257,7 @@ def _stacks() -> Iterator[tuple[str, list[str]]]:
     """Yield the innermost stack lines of threads that run user code: the main thread, those of event loops and those
     of sync functions."""
     frames = sys._current_frames()
-    of_loops = {pulse.thread for pulse in list(watched_loops.values())}
+    of_loops = {pulse.thread for pulse in list(watched_loops.values())}  # a copy: other threads add loops
     for thread in threading.enumerate():
         frame = frames.get(thread.ident or 0)
         is_shown = thread is threading.main_thread() or thread.ident in of_loops

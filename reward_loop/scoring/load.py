@@ -99,6 +99,7 @@ def source_hash(function: Any) -> str | None:
 
 def file_modules() -> dict[str, str]:
     """Return the modules loaded from files: name -> path. Another process cannot import them by name alone."""
+    # Of a copy, because other threads may import modules meanwhile.
     return {name: str(module.__file__) for name, module in list(sys.modules.items()) if name.startswith(_FILE_MODULE)}
 
 

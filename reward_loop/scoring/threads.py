@@ -192,7 +192,7 @@ class _Job:
         self.future = future
         self.hold = hold
         self.has_started = False
-        self.context = contextvars.copy_context()
+        self.context = contextvars.copy_context()  # for `reward_loop.limit` and `current`, which look there
         self.result: Any = None
         self.error: BaseException | None = None
         self.ended = False
@@ -228,7 +228,7 @@ class _Submitter:
                 self.loop.call_soon_threadsafe(self._collect)
 
     def _collect(self) -> None:
-        self._wake_up_scheduled = False
+        self._wake_up_scheduled = False  # first: a job that ends after the last look schedules another
         while self._ended:
             job = self._ended.popleft()
             if job.future.done():
