@@ -209,7 +209,7 @@ class RewardService:
         finally:
             if rewards is None:
                 self.metrics.dropped.labels(path).inc(len(named))
-            pending.cancel()
+            pending.cancel()  # if this request was cancelled or one sample raised, the others would run on
             self._pending.discard(pending)
             self.in_flight -= len(named)
             self._end_if_idle()

@@ -103,6 +103,7 @@ class CPURolloutServer:
             repetition_penalty=float(sampling_params.get("repetition_penalty", 1.0)),
             seed=sampling_params.get("seed"),
         )
+        # A task of its own: `abort_all_requests` cancels it, and verl's call still gets an answer.
         request = asyncio.ensure_future(self._engine.generate(list(prompt_ids), params))
         self._in_flight.add(request)
         try:
