@@ -25,6 +25,8 @@ CPU_ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # Ray's default timeout is 30 s, which can be too short on a busy laptop.
     "RAY_agent_register_timeout_ms": "300000",
+    # By default, Ray starts one worker for each core at once. A run never uses them: they lack its `runtime_env`.
+    "RAY_prestart_worker_first_driver": "0",
     # By default, Ray runs workers at nice 15, so all other processes of the machine have priority.
     "RAY_worker_niceness": "0",
     "TOKENIZERS_PARALLELISM": "false",
