@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from tests.clusters import started_cluster
-
-REPOSITORY = Path(__file__).parents[1]
+from tests.fork_server import module_environment, worker_python
 
 NODE = {
     "num_cpus": 64,
@@ -24,22 +23,8 @@ NODE = {
 }
 """More CPUs and GPUs than any test asks for. Tests take turns."""
 
-RAY_ENVIRONMENT = {"RAY_prestart_worker_first_driver": "0"}
-"""Workers that Ray starts before it receives a task have no environment of the run, so they are not used."""
-
 _open = ExitStack()
 atexit.register(_open.close)
-
-
-def module_environment(verl: Path | None = None) -> dict[str, str]:
-    """The environment variables of a run that are read when modules are imported.
-
-    Args:
-        verl: a folder with another release of verl, which comes before the installed one.
-    """
-    # Ray's workers import the agent loops from the repository. It comes first, because verl 0.9.0 also has a `tests`.
-    path = (REPOSITORY, verl, os.environ.get("PYTHONPATH"))
-    return {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(str(folder) for folder in path if folder)}
 
 
 @functools.cache
@@ -52,7 +37,7 @@ def ray_address() -> str:
 
     platform = {name: value for name, value in CPU_ENVIRONMENT.items() if name not in os.environ}
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (platform | module_environment() | RAY_ENVIRONMENT).items():
+        for name, value in (platform | module_environment()).items():
             patch.setenv(name, value)
         return _open.enter_context(started_cluster(NODE))
 
@@ -65,14 +50,15 @@ def stop_ray() -> None:
 
 @contextmanager
 def local_ray(**options: Any) -> Iterator[None]:
-    """Connects to Ray, and stops everything that was started in it at the end.
+    """Connects to Ray, and stops everything that was started in it at the end. Workers are forked.
 
     Args:
         **options: of ``ray.init``.
     """
     import ray
 
-    ray.init(ray_address(), **options)
+    runtime_env = {"py_executable": worker_python(), **options.pop("runtime_env", {})}
+    ray.init(ray_address(), runtime_env=runtime_env, **options)
     try:
         yield
     finally:

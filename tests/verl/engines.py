@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 
-from tests.local_ray import module_environment
+from tests.fork_server import module_environment, run_forked
 from tests.verl import minibatches
-from tests.verl.runs import run_forked
 
 VOCABULARY = 256
 LENGTHS = (3, 1, 5, 9, 1, 6, 1, 4)

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import functools
 import json
 import os
-import shlex
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import pytest
 
 from examples.nodes import Node
-from reward_loop.verl.cpu.preload import preloaded
-from reward_loop.verl.cpu.setup import CPU_ENVIRONMENT
-from tests.local_ray import RAY_ENVIRONMENT, module_environment, ray_address, stop_ray
-
-FORKED = Path(__file__).with_name("forked_trainer.py")
+from tests.fork_server import module_environment, run_forked, worker_python
+from tests.local_ray import ray_address, stop_ray
 
 PIPELINE = "trainer.v1.trainer_mode=reward_pipeline"
-
-TIMEOUT_S = 600
-"""A run takes less than a minute on two quiet cores. Two runs fit into the time limit of an integration test."""
 
 
 def agent_loop(name: str) -> tuple[str, ...]:
@@ -130,8 +116,8 @@ def train(
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / "train.parquet").exists():
         write_data(directory)
-    command = [
-        *(sys.executable, "-m", "verl.trainer.main_ppo", "--config-name", "cpu"),
+    module = [
+        *("verl.trainer.main_ppo", "--config-name", "cpu"),
         *(["reward_model.use_reward_loop=True"] if reward_loop and PIPELINE not in overrides else []),
         f"actor_rollout_ref.model.path={policy}",
         f"data.train_files={directory}/train.parquet",
@@ -158,83 +144,16 @@ def train(
         **module_environment(verl),
         **(environment or {}),
     }
-    environment = {**os.environ, **RAY_ENVIRONMENT, **given}
+    environment = {**os.environ, **given}
     if node is not None or not own_ray:
         # A running Ray does not have the environment of the command.
-        command += [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}='{value}'" for name, value in given.items()]
+        module += [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}='{value}'" for name, value in given.items()]
+    if node is None and not own_ray:
+        environment["RAY_ADDRESS"] = ray_address()
     log = directory / "output.log"
-    if node is not None:
-        status: int | None = _wait(node.command(*command, directory=directory), environment, directory, log)
-    else:
-        if not own_ray:
-            environment["RAY_ADDRESS"] = ray_address()
-        status = run_forked(command[2:], environment, directory, log)
-    output = _text(log)
+    status = run_forked(module, environment, directory, log, node=node, python=python)
+    output = log.read_text(errors="replace")
     if status != returncode:
         stop_ray()
         raise AssertionError(f"the exit status is {status}:\n{output[-8000:]}")
     return Run(returncode, output, directory)
-
-
-def run_forked(module: Sequence[str], environment: Mapping[str, str], directory: Path, log: Path) -> int | None:
-    """Runs ``python -m MODULE ARGUMENTS`` in a process of the fork server of `worker_python`, and waits for its end.
-
-    Args:
-        module: the name of the module, and its arguments.
-        environment: all environment variables.
-        directory: its current directory, of this process alone.
-        log: receives its output.
-
-    Returns:
-        The exit status, or ``None`` if a signal killed the process.
-
-    Raises:
-        AssertionError: it did not end within `TIMEOUT_S`.
-    """
-    _wait([*shlex.split(worker_python()), str(FORKED), *module], environment, directory, log)
-    ended = directory / "status"
-    return int(ended.read_text()) if ended.exists() else None
-
-
-def _wait(command: list[str], environment: Mapping[str, str], directory: Path, log: Path) -> int:
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=directory, start_new_session=True
-        )
-    try:
-        return process.wait(TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise AssertionError(f"the run did not end within {TIMEOUT_S} s:\n{_text(log)[-5000:]}") from None
-    finally:
-        if process.poll() is None:
-            trainer = directory / "trainer"
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(int(trainer.read_text()) if trainer.exists() else process.pid, signal.SIGKILL)
-            process.kill()
-            process.wait()
-
-
-@contextlib.contextmanager
-def _modules_environment() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (CPU_ENVIRONMENT | module_environment()).items():
-            patch.setenv(name, value)
-        yield
-
-
-def _text(path: Path) -> str:
-    return path.read_text(errors="replace")
-
-
-_open = contextlib.ExitStack()
-atexit.register(_open.close)
-
-
-@functools.cache
-def worker_python() -> str:
-    """The Python of all trainers, and of Ray's workers: it forks them from a process with preloaded modules.
-
-    By default, each run starts a fork server of its own, which takes some 10 s of CPU time.
-    """
-    with _modules_environment():
-        return _open.enter_context(preloaded())

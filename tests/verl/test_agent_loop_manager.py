@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +22,7 @@ from reward_loop.verl import agent_loop_manager
 from reward_loop.verl.agent_loop import RewardAgentLoopWorker
 from reward_loop.verl.agent_loop_manager import MAX_DEATHS, MAX_STARTS, Assignments, RewardAgentLoopManager
 from reward_loop.verl.separate_async import QueueAgentLoopWorker
+from tests.fork_server import module_environment, run_forked
 
 pytestmark = pytest.mark.integration  # it imports verl
 
@@ -149,10 +150,10 @@ def test_a_replacement_that_does_not_start_is_an_error(monkeypatch: pytest.Monke
 
 
 OTHER_PROCESS = """
-import inspect, sys
+import inspect, pathlib
 from ray import cloudpickle
 
-for cls in cloudpickle.load(sys.stdin.buffer):
+for cls in cloudpickle.loads(pathlib.Path("classes").read_bytes()):
     for name, method in inspect.getmembers(cls, inspect.isfunction):
         method = inspect.unwrap(method)
         cells = dict(zip(method.__code__.co_freevars, method.__closure__ or ()))
@@ -161,15 +162,18 @@ for cls in cloudpickle.load(sys.stdin.buffer):
 """
 
 
-def test_the_workers_work_in_the_processes_of_ray() -> None:
+def test_the_workers_work_in_the_processes_of_ray(tmp_path: Path) -> None:
     # Ray copies the methods that a class inherits into a subclass, and sends those of verl's actor class by value. A
     # copy that uses super() would refer to a copy of verl's class, which is not a base class of the worker.
     workers = (RewardAgentLoopWorker, QueueAgentLoopWorker)
     classes = [ray.remote(worker).__ray_metadata__.modified_class for worker in workers]
-    done = subprocess.run(
-        [sys.executable, "-c", OTHER_PROCESS], input=cloudpickle.dumps(classes), capture_output=True, timeout=300
-    )
-    assert (done.returncode, done.stdout.decode()) == (0, ""), done.stderr.decode()[-3000:]
+    (tmp_path / "classes").write_bytes(cloudpickle.dumps(classes))
+    (tmp_path / "other_process.py").write_text(OTHER_PROCESS)
+    path = os.pathsep.join([str(tmp_path), module_environment()["PYTHONPATH"]])
+    status = run_forked(["other_process"], {**os.environ, "PYTHONPATH": path}, tmp_path, tmp_path / "log")
+    printed = (tmp_path / "log").read_text()
+    assert status == 0, printed
+    assert "super() fails" not in printed
 
 
 def assigned() -> Assignments:

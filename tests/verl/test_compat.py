@@ -17,6 +17,7 @@ import pytest
 
 from reward_loop.verl import compat
 from reward_loop.verl.compat import COMMAND, CPU, TRAINING, Use
+from tests.fork_server import module_environment, run_forked
 from tests.gsm8k import ROOT
 
 pytestmark = pytest.mark.integration  # imports verl
@@ -124,12 +125,13 @@ def test_further_parameters_may_be_there() -> None:
     assert problem_of("verl.trainer.main_ppo", "run_ppo(config, **)", overridden=True) is None
 
 
-def test_a_module_that_verl_lacks_a_name_for_is_an_error() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", MISSING], capture_output=True, text=True, timeout=300, check=False, cwd=ROOT
-    )
-    assert "VerlVersionError" in done.stdout, done.stderr
-    assert "reward_loop.verl.step_batch cannot be imported" in done.stdout
+def test_a_module_that_verl_lacks_a_name_for_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "missing.py").write_text(MISSING)
+    path = os.pathsep.join([str(tmp_path), module_environment()["PYTHONPATH"]])
+    run_forked(["missing"], {**os.environ, "PYTHONPATH": path}, tmp_path, tmp_path / "log")
+    printed = (tmp_path / "log").read_text()
+    assert "VerlVersionError" in printed
+    assert "reward_loop.verl.step_batch cannot be imported" in printed
 
 
 MISSING = """

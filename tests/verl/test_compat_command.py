@@ -12,6 +12,7 @@ import pytest
 
 from reward_loop.verl.compat import CPU, TRAINING, installed_version, registered, verl_folder
 from reward_loop.verl.compat.__main__ import main
+from tests.fork_server import run_forked
 from tests.gsm8k import ROOT
 
 pytestmark = pytest.mark.integration  # imports verl
@@ -55,15 +56,17 @@ def test_what_another_verl_lacks_is_named_and_the_status_is_1(tmp_path: Path) ->
     rename(
         verl / "experimental" / "reward_loop" / "__init__.py", "import RewardModelManager", "import RewardModelConfig"
     )
-    done = run_command("--against", str(tmp_path))
-    assert done.returncode == 1, done.stderr
-    assert f"in {tmp_path}/verl" in done.stdout
-    assert "    NO  _compute_advantage(batch, metrics)  overridden in reward_loop.verl.trainer" in done.stdout
-    assert "    ok  _compute_values(batch, metrics)  used in reward_loop.verl.pipeline" in done.stdout
-    missing, problem = done.stdout[done.stdout.index("reward_loop does not work with verl") :].splitlines()[1:]
+    environment, log = {**os.environ, "PYTHONPATH": str(ROOT)}, tmp_path / "log"
+    status = run_forked(["reward_loop.verl.compat", "--against", str(tmp_path)], environment, tmp_path, log)
+    printed = log.read_text()
+    assert status == 1, printed
+    assert f"in {tmp_path}/verl" in printed
+    assert "    NO  _compute_advantage(batch, metrics)  overridden in reward_loop.verl.trainer" in printed
+    assert "    ok  _compute_values(batch, metrics)  used in reward_loop.verl.pipeline" in printed
+    missing, problem = printed[printed.index("reward_loop does not work with verl") :].splitlines()[1:]
     assert "trainer_base:PPOTrainer._compute_advantage is missing (overridden in reward_loop.verl.trainer)" in problem
     assert "reward_loop.verl.colocated cannot be imported (cannot import name 'RewardModelManager'" in missing
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in printed
 
 
 def test_help_names_what_is_imported_without_importing_it(tmp_path: Path) -> None:

@@ -6,13 +6,13 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from reward_loop.verl.compat import COMMAND, SUPPORTED, TRAINING, installed_version, registered, verl_folder
+from tests.fork_server import run_forked
 from tests.gsm8k import ROOT
 
 PATCHES = sorted((ROOT / "tools" / "verl-seams").glob("*.patch"))
@@ -86,13 +86,6 @@ def test_the_page_has_the_numbers_of_overrides_and_private_names() -> None:
 @pytest.mark.integration  # imports verl
 def test_the_patched_verl_calls_each_hook_and_has_the_names_that_are_used_now(tmp_path: Path) -> None:
     patched(tmp_path, PATCHES)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.verl.seams", tmp_path],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    environment, log = {**os.environ, "PYTHONPATH": str(ROOT)}, tmp_path / "log"
+    status = run_forked(["tests.verl.seams", str(tmp_path)], environment, tmp_path, log)
+    assert status == 0, log.read_text()

@@ -23,9 +23,9 @@ from reward_loop.limits.server import serve_limits
 from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient
 from reward_loop.verl.run_scorer import InNewRun, scorer_of_run
 from reward_loop.verl.workers import RewardWorkers
-from tests.local_ray import REPOSITORY, local_ray
+from tests.gsm8k import ROOT
+from tests.local_ray import local_ray
 from tests.verl.rollouts import rollout
-from tests.verl.runs import worker_python
 from tests.verl.trainers import reward_workers
 
 pytestmark = pytest.mark.integration
@@ -36,9 +36,8 @@ ONE_WORKER = "reward.num_workers=1"
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    environment = {"PYTHONPATH": str(REPOSITORY), "RAY_worker_niceness": "0"}
-    runtime_env = {"env_vars": environment, "py_executable": worker_python()}
-    with local_ray(runtime_env=runtime_env):
+    environment = {"PYTHONPATH": str(ROOT), "RAY_worker_niceness": "0"}
+    with local_ray(runtime_env={"env_vars": environment}):
         yield
 
 
@@ -164,7 +163,7 @@ async def test_limits_of_all_workers_are_changed_from_outside(
         done = await asyncio.to_thread(
             subprocess.run,
             [*command, *pids, "--json", "--timeout", "60"],
-            cwd=REPOSITORY,
+            cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,
             timeout=300,

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +31,7 @@ from tests.adapters.trl.trainers import (
     score,
     trainer,
 )
-from tests.gsm8k import ROOT
+from tests.fork_server import run_forked
 from tests.trl_folder import needs_trl, trl_on_path
 
 pytestmark = [pytest.mark.integration, needs_trl]
@@ -349,25 +348,24 @@ def test_another_release_of_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 def test_two_processes_with_uneven_judges_have_equal_weights(tmp_path: Path, tiny_generative_model: Path) -> None:
     with closing(listen("127.0.0.1")) as listener:
         port = str(listener.getsockname()[1])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.adapters.trl.one_of_two", str(tiny_generative_model), str(tmp_path)],
-            cwd=ROOT,
-            env=os.environ
-            | {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in ("0", "1")
-    ]
-    try:
-        outputs = [process.communicate(timeout=300)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+    }
+
+    def process(rank: str) -> str:
+        folder = tmp_path / rank
+        folder.mkdir()
+        module, own = ["tests.adapters.trl.one_of_two", str(tiny_generative_model)], {"RANK": rank, "LOCAL_RANK": rank}
+        run_forked([*module, str(tmp_path)], environment | own, folder, folder / "log")
+        return (folder / "log").read_text()
+
+    with ThreadPoolExecutor(2) as pool:
+        outputs = list(pool.map(process, ("0", "1")))
     digests = [re.search(r"^digest (\w+) (\d) (\d)$", output, re.MULTILINE) for output in outputs]
     assert all(digests), outputs
     assert {found.groups()[1:] for found in digests if found} == {("3", "2")}

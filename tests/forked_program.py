@@ -1,4 +1,4 @@
-"""``forked_trainer.py MODULE ARGUMENTS``: runs ``python -m MODULE ARGUMENTS`` in a process of the fork server.
+"""``forked_program.py MODULE ARGUMENTS``: runs ``python -m MODULE ARGUMENTS`` in a process of the fork server.
 
 The fork server does not pass on the id and the exit status of the process, so the files ``trainer`` and ``status`` of
 the current directory get them.
@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
+    sys.path.remove(os.path.dirname(sys.argv[0]))  # the folder of this file has a package `verl`, of tests
     Path("trainer").write_text(str(os.getpid()))
     file, status = Path("status").absolute(), 1
     sys.argv = sys.argv[1:]

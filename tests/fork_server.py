@@ -1,0 +1,109 @@
+"""A fork server of this process: programs that start with torch and other modules imported, as Ray's workers do.
+
+An import of torch and transformers takes some 5 s of CPU time, and one of verl 10 s.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import shlex
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from examples.nodes import Node
+from tests.gsm8k import ROOT
+
+PROGRAM = Path(__file__).with_name("forked_program.py")
+
+TIMEOUT_S = 600
+"""A run of verl takes less than a minute on two quiet cores. An integration test has time for two runs."""
+
+_open = ExitStack()
+atexit.register(_open.close)
+_starting = threading.Lock()
+
+
+def module_environment(verl: Path | None = None) -> dict[str, str]:
+    """The environment variables of a run that are read when modules are imported.
+
+    Args:
+        verl: a folder with another release of verl, which comes before the installed one.
+    """
+    # Ray's workers import the agent loops from the repository. It comes first, because verl 0.9.0 also has a `tests`.
+    path = (ROOT, verl, os.environ.get("PYTHONPATH"))
+    return {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(str(folder) for folder in path if folder)}
+
+
+def worker_python() -> str:
+    """The Python of Ray's workers: it forks them from a process with preloaded modules, which starts at the first call.
+
+    Each fork server takes some 8 s of CPU time, so the runs share one.
+    """
+    with _starting:
+        return _worker_python()
+
+
+@functools.cache
+def _worker_python() -> str:
+    from reward_loop.verl.cpu.preload import preloaded
+    from reward_loop.verl.cpu.setup import CPU_ENVIRONMENT
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (CPU_ENVIRONMENT | module_environment()).items():
+            patch.setenv(name, value)
+        return _open.enter_context(preloaded())
+
+
+def run_forked(
+    module: Sequence[str],
+    environment: Mapping[str, str],
+    directory: Path,
+    log: Path,
+    *,
+    node: Node | None = None,
+    python: str | None = None,
+) -> int | None:
+    """Runs ``python -m MODULE ARGUMENTS`` in a process of a fork server, and waits for its end.
+
+    Args:
+        module: the name of the module, and its arguments.
+        environment: all environment variables.
+        directory: its current directory, of this process alone.
+        log: receives its output.
+        node: the node on which it runs; by default, on none.
+        python: the Python that asks the fork server of the node; by default, that of `worker_python`.
+
+    Returns:
+        The exit status, or ``None`` if a signal killed the process.
+
+    Raises:
+        AssertionError: it did not end within `TIMEOUT_S`.
+    """
+    trainer, ended = directory / "trainer", directory / "status"
+    for file in (trainer, ended):
+        file.unlink(missing_ok=True)
+    on_node = functools.partial(node.command, directory=directory) if node else lambda *command: list(command)
+    command = on_node(*shlex.split(python or worker_python()), str(PROGRAM), *module)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=directory, start_new_session=True
+        )
+    try:
+        process.wait(TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        end = log.read_text(errors="replace")[-5000:]
+        raise AssertionError(f"the run did not end within {TIMEOUT_S} s:\n{end}") from None
+    finally:
+        if process.poll() is None:
+            if trainer.exists():  # the process group of the trainer, by its id on the node
+                subprocess.run(on_node("bash", "-c", f"kill -KILL -- -{trainer.read_text()}"), check=False)
+            process.kill()
+            process.wait()
+    return int(ended.read_text()) if ended.exists() else None
