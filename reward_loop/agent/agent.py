@@ -11,31 +11,29 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import itertools
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
+from reward_loop._util.bounded_tasks import BoundedTasks
 from reward_loop.agent.pending import PendingRewards, group_sizes
 from reward_loop.agent.steps import StepEvents
 from reward_loop.errors import ConfigError, RewardLoopError, RewardsCancelledError
 from reward_loop.managers import RewardLoopManagerBase
 from reward_loop.managers.post_process import PostProcess
+from reward_loop.managers.scorer import reward_of
 from reward_loop.records import Records
-from reward_loop.types import Reward, RewardSample
+from reward_loop.types import RewardSample
 
-__all__ = ["RewardAgent", "checked", "close_manager", "failure_of"]
+__all__ = ["RewardAgent", "close_manager", "failure_of"]
 
 logger = logging.getLogger(__name__)
-
-STARTS_PER_TURN = 32
-"""Samples started in one turn of the event loop. Starting a large batch at once would block the loop for too long."""
 
 CLOSING_SECONDS = 5.0
 """How long closing waits for user code that keeps running after its cancellation."""
@@ -72,8 +70,6 @@ class RewardAgent:
         """The reward manager."""
         self.concurrency = concurrency
         """How many samples run at a time; ``None`` for no limit."""
-        self.running = 0
-        """The number of running samples."""
         self._post_process = PostProcess.of(manager)
         self._needs_group: bool = getattr(manager, "needs_group", False)
         records = getattr(manager, "records", None)
@@ -86,13 +82,10 @@ class RewardAgent:
         self._unstarted: deque[tuple[PendingRewards, int]] = deque()
         """The samples that wait to be started."""
         self._numbers = itertools.count()
-        self._tasks: dict[asyncio.Task[None], PendingRewards] = {}
-        # One context and one bound method for all tasks: with one each per task, the garbage collector would visit
-        # two more objects for each sample in flight.
-        self._context = contextvars.copy_context()
-        self._on_sample_done = self._sample_done
+        self._batches: dict[asyncio.Task[None], PendingRewards] = {}
+        """The batch of each running sample, by its task."""
+        self._tasks = BoundedTasks(self._start_one, self._ended, concurrency)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._starting = False
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -109,13 +102,7 @@ class RewardAgent:
         self._closed = True
         for pending in list(self._unsettled.values()):
             pending._fail(RewardsCancelledError("the agent was closed before this batch was complete"))
-        if self._tasks:
-            _, left = await asyncio.wait(self._tasks, timeout=CLOSING_SECONDS)
-            if left:
-                logger.warning(
-                    "%d reward tasks still run after their cancellation; the agent no longer waits for them", len(left)
-                )
-        await close_manager(self.manager)
+        await close_manager(self.manager, self._tasks)
         if error is None:
             self._raise_unseen_error()
 
@@ -124,6 +111,11 @@ class RewardAgent:
         for pending in self._unsettled.values():
             if pending.error is not None:
                 raise pending.error
+
+    @property
+    def running(self) -> int:
+        """The number of running samples."""
+        return len(self._tasks.tasks)
 
     @property
     def waiting(self) -> int:
@@ -176,11 +168,7 @@ class RewardAgent:
 
     async def drain(self) -> None:
         """Wait until everything that was submitted has ended."""
-        while self._tasks or self._starting:
-            if self._tasks:
-                await asyncio.wait(self._tasks)
-            else:
-                await asyncio.sleep(0)
+        await self._tasks.drain()
 
     def _accept(
         self, samples: Iterable[Any], group_size: int | None = None, groups: Sequence[int] | None = None
@@ -207,59 +195,42 @@ class RewardAgent:
         if self._closed:
             pending._fail(RewardsCancelledError("the agent was closed before this batch was complete"))
         self._unstarted.extend((pending, sample) for sample in range(len(pending)))
-        self._start_soon()
+        self._tasks.fill()
 
-    def _start_soon(self) -> None:
-        if not self._starting and self._unstarted:
-            self._starting = True
-            asyncio.get_running_loop().call_soon(self._start_some)
-
-    def _start_some(self) -> None:
-        self._starting = False
-        started = 0
-        while self._unstarted and started < STARTS_PER_TURN:
-            if self.concurrency is not None and self.running >= self.concurrency:
-                return
+    def _start_one(self) -> asyncio.Task[None] | None:
+        while self._unstarted:
             pending, sample = self._unstarted.popleft()
             if pending.error is None:
-                started += 1
-                self.running += 1
-                self._own(pending, asyncio.create_task(self._score(pending, sample)), self._on_sample_done)
-        self._start_soon()
+                task = asyncio.create_task(self._score(pending, sample))
+                pending._tasks.add(task)
+                self._batches[task] = pending
+                return task
+        return None
 
-    def _own(
-        self, pending: PendingRewards, task: asyncio.Task[None], done: Callable[[asyncio.Task[None]], None]
-    ) -> None:
-        pending._tasks.add(task)
-        self._tasks[task] = pending
-        task.add_done_callback(done, context=self._context)
-
-    def _task_done(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[None]) -> None:
         """End the batch of a task that ended with an error."""
-        pending = self._tasks.pop(task)
+        pending = self._batches.pop(task)
         pending._tasks.discard(task)
         if (error := failure_of(task, self.manager)) is not None:
             pending._fail(error)
 
-    def _sample_done(self, task: asyncio.Task[None]) -> None:
-        self.running -= 1
-        self._task_done(task)
-        self._start_soon()
-
     async def _score(self, pending: PendingRewards, sample: int) -> None:
         row = self._row(pending, sample)
-        reward = checked(await self.manager.run_single(row))
+        reward = await reward_of(self.manager, row, f"sample {getattr(row, 'uid', None) or sample}")
         self._events.reward_arrived(row, pending.submitted)
         if pending.error is not None:
             return
         group = pending._add_reward(sample, reward)
         if group is None:
             return
-        if self._post_process is None:
-            pending._complete(group)
-        else:
-            processing = self._post_process_group(self._post_process, pending, group)
-            self._own(pending, asyncio.create_task(processing), self._task_done)
+        if self._post_process is not None:
+            members, complete = pending._members(group), pending._group(group)
+            names = [getattr(pending._samples[i], "uid", None) for i in members]
+            processed = await self._post_process(complete.rewards, names)
+            if pending.error is not None:
+                return
+            pending._rewards[members.start : members.stop] = processed
+        pending._complete(group)
 
     def _row(self, pending: PendingRewards, sample: int) -> Any:
         """The sample as the manager receives it: with uid and group, if the manager needs the group or has records."""
@@ -274,47 +245,31 @@ class RewardAgent:
             return replace(row, uid=uid)
         return replace(row, uid=uid, group=name, group_size=len(members))
 
-    async def _post_process_group(self, post_process: PostProcess, pending: PendingRewards, group: int) -> None:
-        members = pending._members(group)
-        rewards = pending._group(group).rewards
-        processed = await post_process(rewards, [getattr(pending._samples[i], "uid", None) for i in members])
-        if pending.error is None:
-            pending._rewards[members.start : members.stop] = processed
-            pending._complete(group)
 
-
-def checked(reward: Any) -> Reward:
-    """Return what ``run_single`` returned, if it is a reward.
-
-    Raises:
-        TypeError: it is not.
-    """
-    if not isinstance(reward, Mapping) or "reward_score" not in reward:
-        raise TypeError(f"it returned {type(reward).__name__}, not a dict with reward_score")
-    return reward  # type: ignore[return-value]
-
-
-def failure_of(task: asyncio.Task[Any], manager: Any) -> RewardLoopError | None:
-    """Return why a task that awaits ``run_single`` failed; ``None`` if it did not.
+def failure_of(task: asyncio.Task[None], manager: Any) -> RewardLoopError | None:
+    """Return why a task that scores a sample failed; ``None`` if it did not.
 
     Errors of the user's function are not among them: they arrive as outcomes.
     """
-    name = f"{type(manager).__name__}.run_single"
     if task.cancelled():  # it may never have run a line of its own
+        name = f"{type(manager).__name__}.run_single"
         return RewardLoopError(f"a sample of this batch was cancelled, from outside or by {name}")
     error = task.exception()
     if error is None or isinstance(error, RewardLoopError):
         return error
-    wrapped = RewardLoopError(f"{name} raised {type(error).__name__}: {error}")
+    wrapped = RewardLoopError(f"a sample could not be scored: {type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped
 
 
-async def close_manager(manager: Any) -> None:
-    """Close a manager that has a ``close``, in a thread, because closing may wait for processes.
+async def close_manager(manager: Any, scoring: BoundedTasks | None = None) -> None:
+    """Cancel the tasks that score samples, and close a manager that has a ``close``.
 
-    The last probes of its audit have `CLOSING_SECONDS` to end.
+    It is closed in a thread, because closing may wait for processes. The tasks, and after them the last probes of its
+    audit, have `CLOSING_SECONDS` to end.
     """
+    if scoring is not None and (left := await scoring.end(CLOSING_SECONDS)):
+        logger.warning("%d reward tasks still run after their cancellation; they are no longer awaited", left)
     if isinstance(manager, RewardLoopManagerBase) and manager.observer is not None:
         await manager.observer.drain(CLOSING_SECONDS)
     if not callable(close := getattr(manager, "close", None)):

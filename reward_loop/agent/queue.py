@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Hashable, Iterable
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ from reward_loop.errors import ConfigError, QueueClosedError, RewardLoopError
 __all__ = ["QueueEntry", "RewardQueue", "Staleness"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # two entries may have equal fields
 class QueueEntry:
     """A rollout that waits to be judged; see `RewardQueue.put` for the fields."""
 
@@ -24,7 +24,7 @@ class QueueEntry:
     group_size: int
     member: int
     step: int
-    queued_at: float = field(default_factory=time.monotonic, compare=False)
+    queued_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,8 @@ class RewardQueue:
         self._most = 0
         self._producer_wait_s = 0.0
         self._wait_until = time.monotonic()
+        self.changed: Callable[[], None] = lambda: None
+        """Called when an entry was added, and when the queue was closed."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -141,6 +143,7 @@ class RewardQueue:
         self._put += 1
         self._most = max(self._most, len(self._entries))
         self._filled.set()
+        self.changed()
         return entry
 
     def release(self, count: int = 1) -> None:
@@ -150,10 +153,9 @@ class RewardQueue:
 
     def withdraw(self, entry: QueueEntry) -> None:
         """Remove an entry that is still in the queue, because its producer was cancelled."""
-        kept = [other for other in self._entries if other is not entry]
-        if len(kept) == len(self._entries):
+        if entry not in self._entries:
             raise RewardLoopError("withdraw: the entry is not in the queue")
-        self._entries = deque(kept)
+        self._entries.remove(entry)
         self._room.set()
 
     @property
@@ -174,15 +176,20 @@ class RewardQueue:
             QueueClosedError: the queue is closed and empty.
         """
         async with self._first_getter:
-            while not self._entries:
+            while (entry := self.get_nowait()) is None:
                 if self._closed:
                     raise QueueClosedError("the queue is closed and empty")
                 self._filled.clear()
                 await self._filled.wait()
-            self._got += 1
-            entry = self._entries.popleft()
+            return entry
+
+    def get_nowait(self) -> QueueEntry | None:
+        """Remove and return the oldest entry; ``None`` if the queue is empty."""
+        if not self._entries:
+            return None
+        self._got += 1
         self._room.set()
-        return entry
+        return self._entries.popleft()
 
     async def __aiter__(self) -> AsyncIterator[QueueEntry]:
         with suppress(QueueClosedError):
@@ -194,6 +201,7 @@ class RewardQueue:
         self._closed = True
         self._room.set()
         self._filled.set()
+        self.changed()
 
     def staleness(self, current_step: int) -> Staleness:
         """The staleness of the entries in the queue."""
@@ -206,12 +214,18 @@ class RewardQueue:
         self._producer_wait_s = 0.0
         self._most = len(self)
 
-    def metrics(self, current_step: int) -> dict[str, float]:
-        """Metrics since the last `start_step`."""
+    def metrics(self, current_step: int, taken: Iterable[QueueEntry] | None = None) -> dict[str, float]:
+        """Metrics since the last `start_step`.
+
+        Args:
+            current_step: the step of the current weights.
+            taken: the entries that were taken, and whose rewards are not in use yet. With them, the metrics contain the
+                staleness of all entries, and not only of those in the queue.
+        """
         self._count_wait(0)
         staleness = self.staleness(current_step)
         now = time.monotonic()
-        return {
+        metrics: dict[str, float] = {
             "reward_queue/size": len(self),
             "reward_queue/reserved": self._reserved,
             "reward_queue/largest_size": self._most,
@@ -224,6 +238,11 @@ class RewardQueue:
             "reward_queue/staleness_max": staleness.max,
             "reward_queue/staleness_mean": staleness.mean,
         }
+        if taken is not None:
+            everything = Staleness.of([*self.steps, *(entry.step for entry in taken)], current_step)
+            metrics["reward_queue/all_staleness_max"] = everything.max
+            metrics["reward_queue/all_staleness_mean"] = everything.mean
+        return metrics
 
 
 def _check_member(member: int, group_size: int) -> None:

@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
-from reward_loop.agent.agent import checked, close_manager, failure_of
+from reward_loop._util.bounded_tasks import BoundedTasks
+from reward_loop.agent.agent import close_manager, failure_of
 from reward_loop.agent.queue import QueueEntry, RewardQueue, Staleness
-from reward_loop.errors import ConfigError, QueueClosedError, RewardLoopError
+from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.managers.post_process import PostProcess
+from reward_loop.managers.scorer import reward_of
 from reward_loop.types import Reward, RewardSample
 
 __all__ = ["CompleteGroup", "QueuedRewards"]
@@ -58,30 +60,29 @@ class QueuedRewards:
         self._queue = queue
         self._manager = manager
         self._post_process = PostProcess.of(manager)
-        self._in_flight = in_flight
         self._max_ready = max_ready
         self._name = secrets.token_hex(4)
         """Part of the names of groups: several runs may record samples in one folder."""
-        self._judging: dict[asyncio.Task[None], QueueEntry] = {}
+        self._judging = BoundedTasks(self._start_one, self._judged, in_flight)
+        self._taken: set[QueueEntry] = set()
+        """The entries that are in flight, or whose group the trainer has not received."""
         self._incomplete: dict[Hashable, dict[int, tuple[QueueEntry, Reward]]] = {}
         """Group -> the members that have a reward, by their index in the group."""
         self._ready: deque[CompleteGroup] = deque()
         self._changed = asyncio.Event()
-        self._pump: asyncio.Task[None] | None = None
         self._error: RewardLoopError | None = None
+        self._is_closed = False
 
     async def __aenter__(self) -> Self:
-        self._pump = asyncio.get_running_loop().create_task(self._run())
+        self._queue.changed = self._queue_changed
+        self._judging.fill()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        tasks = [task for task in (self._pump, *self._judging) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await close_manager(self._manager)
+        self._is_closed, self._queue.changed = True, lambda: None
+        await close_manager(self._manager, self._judging)
 
     def __aiter__(self) -> Self:
         return self
@@ -95,22 +96,24 @@ class QueuedRewards:
         while not self._ready:
             if self._error is not None:
                 raise self._error
-            if self._pump is not None and self._pump.done() and not self._judging:
+            if self._queue.closed and not (self._queue or self._judging.tasks):
                 if self._incomplete:
                     raise RewardLoopError(
                         f"the queue was closed while {len(self._incomplete)} groups were incomplete; they have "
                         f"{sum(map(len, self._incomplete.values()))} scored samples"
                     )
                 raise StopAsyncIteration
-            await self._change()
+            self._changed.clear()
+            await self._changed.wait()
         group = self._ready.popleft()
-        self._changed.set()
+        self._taken.difference_update(entry for entry, _ in group.members)
+        self._judging.fill()
         return group
 
     @property
     def judging(self) -> int:
         """The number of samples that are being scored."""
-        return len(self._judging)
+        return len(self._judging.tasks)
 
     @property
     def ready(self) -> int:
@@ -119,55 +122,36 @@ class QueuedRewards:
 
     def staleness(self, current_step: int) -> Staleness:
         """Return the staleness of everything the trainer has not received: in the queue, in flight, and complete."""
-        return Staleness.of(
-            self._queue.steps
-            + [entry.step for entry in self._judging.values()]
-            + [entry.step for members in self._incomplete.values() for entry, _ in members.values()]
-            + [entry.step for group in self._ready for entry, _ in group.members],
-            current_step,
-        )
+        return Staleness.of([*self._queue.steps, *(entry.step for entry in self._taken)], current_step)
 
     def metrics(self, current_step: int) -> dict[str, float]:
         """Return the metrics of the queue, and of everything behind it."""
-        staleness = self.staleness(current_step)
         return {
-            **self._queue.metrics(current_step),
+            **self._queue.metrics(current_step, self._taken),
             "reward_queue/judging": self.judging,
             "reward_queue/incomplete_groups": len(self._incomplete),
             "reward_queue/ready_groups": self.ready,
-            "reward_queue/all_staleness_max": staleness.max,
-            "reward_queue/all_staleness_mean": staleness.mean,
         }
 
-    async def _change(self) -> None:
-        """Wait for the next change; both the trainer and the pump may wait."""
-        self._changed.clear()
-        await self._changed.wait()
+    def _queue_changed(self) -> None:
+        self._judging.fill()
+        self._changed.set()
 
-    async def _run(self) -> None:
-        try:
-            while True:
-                while len(self._judging) >= self._in_flight or (
-                    self._max_ready is not None and len(self._ready) >= self._max_ready
-                ):
-                    await self._change()
-                entry = await self._queue.get()
-                task = asyncio.create_task(self._judge(entry))
-                self._judging[task] = entry
-                task.add_done_callback(self._judged)
-        except QueueClosedError:
-            pass
-        finally:
-            self._changed.set()
+    def _start_one(self) -> asyncio.Task[None] | None:
+        is_full = self._max_ready is not None and len(self._ready) >= self._max_ready
+        entry = None if is_full or self._is_closed else self._queue.get_nowait()
+        if entry is None:
+            return None
+        self._taken.add(entry)
+        return asyncio.create_task(self._judge(entry))
 
     async def _judge(self, entry: QueueEntry) -> None:
         """Score one member of a group; if it is the last one, post-process the group."""
         sample = entry.sample
-        if (
-            isinstance(sample, RewardSample) and sample.group is None
-        ):  # records then show the members of a group together
+        if isinstance(sample, RewardSample) and sample.group is None:
+            # Records then show the members of a group together.
             sample = replace(sample, group=f"{self._name}.{entry.group}", group_size=entry.group_size)
-        reward = checked(await self._manager.run_single(sample))
+        reward = await reward_of(self._manager, sample, f"group {entry.group}, member {entry.member}")
         members = self._incomplete.setdefault(entry.group, {})
         if entry.member in members:
             raise RewardLoopError(f"group {entry.group!r} already has member {entry.member}")
@@ -187,7 +171,5 @@ class QueuedRewards:
         return list(zip(entries, rewards, strict=True))
 
     def _judged(self, task: asyncio.Task[None]) -> None:
-        del self._judging[task]
-        failure = failure_of(task, self._manager)
-        self._error = self._error or failure
+        self._error = self._error or failure_of(task, self._manager)
         self._changed.set()

@@ -12,19 +12,19 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import functools
 import itertools
 import logging
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from reward_loop._util.bounded_tasks import BoundedTasks
 from reward_loop._util.text import cut
 from reward_loop.audit.ablation import AblationCount, Feature
 from reward_loop.audit.counts import REJECTED, AuditCounts, ReferencePair
@@ -133,11 +133,11 @@ class Audit:
         self._recent: deque[tuple[int, list[RewardSample], list[float | None]]] = deque(maxlen=MAX_RECENT)
         self._advance = 0
         """The number of probes of features that were made before `AuditConfig.share` allowed them."""
-        # The samples' own contexts belong to their calls.
-        self._context = contextvars.copy_context()
         self._waiting: deque[Callable[[], Coroutine[Any, Any, None]]] = deque()
         self._labelled_waiting: deque[Callable[[], Coroutine[Any, Any, None]]] = deque()
-        self._running: set[asyncio.Task[None]] = set()
+        # Not in the contexts of the samples, which belong to their calls.
+        self._probing = BoundedTasks(self._start_one, _log_error, MAX_RUNNING)
+        self._running = self._probing.tasks
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_draining = self._is_closed = False
 
@@ -158,7 +158,7 @@ class Audit:
         self._loop = asyncio.get_running_loop()
         if not samples[0].validate:
             self._choose(samples, results)
-        self._start()
+        self._probing.fill()
 
     def _choose(self, samples: Sequence[RewardSample], results: Sequence[RewardResult]) -> None:
         scores = [result.score for result in results]
@@ -210,7 +210,7 @@ class Audit:
             # Other probes can wait: a warning is open until these have ended.
             self._waiting.appendleft(functools.partial(self._ask, probe, index, list(samples), scores))
         self._advance += len(chosen)
-        self._start()
+        self._probing.fill()
         return len(chosen)
 
     def take(self) -> AuditCounts:
@@ -223,9 +223,8 @@ class Audit:
         try:
             async with asyncio.timeout(timeout):
                 self._is_draining = True
-                self._start()
-                while self._running:
-                    await asyncio.wait(self._running)
+                self._probing.fill()
+                await self._probing.drain()
         except TimeoutError:
             logger.warning("%d probes were cancelled: they took longer than %g s", len(self._running), timeout)
         finally:
@@ -240,7 +239,9 @@ class Audit:
         self._is_closed = True
         if self._loop is not None and self._loop.is_running():
             if asyncio._get_running_loop() is self._loop:
-                self._cancel(self._running)
+                self._forget_waiting()
+                for task in self._running:
+                    task.cancel()
             else:
                 self._end_from_thread(self._loop)
         if self._reference is not None:
@@ -258,21 +259,13 @@ class Audit:
 
     async def _end(self) -> None:
         """Cancel the probes, again if they suppress it, and wait until they have ended, at most `ENDING_S` seconds."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + ENDING_S
-        self._cancel(left := set(self._running))
-        while left and (seconds := deadline - loop.time()) > 0:
-            _, left = await asyncio.wait(left, timeout=min(seconds, CANCEL_AGAIN_S))
-            self._cancel(left)
-        if left:
-            logger.warning("%d probes do not end: their function suppresses the cancellation", len(left))
+        self._forget_waiting()
+        if left := await self._probing.end(ENDING_S, CANCEL_AGAIN_S):
+            logger.warning("%d probes do not end: their function suppresses the cancellation", left)
 
-    def _cancel(self, probes: Collection[asyncio.Task[None]]) -> None:
-        """Cancel probes, and forget those that wait."""
+    def _forget_waiting(self) -> None:
         self._waiting.clear()
         self._labelled_waiting.clear()
-        for task in probes:
-            task.cancel()
 
     def _enqueue(self, probe: Callable[[], Coroutine[Any, Any, None]]) -> None:
         if len(self._waiting) < MAX_WAITING:
@@ -280,26 +273,16 @@ class Audit:
         else:
             self._counts.skipped += 1
 
-    def _start(self) -> None:
-        """Start the probes for which there is room; called when a sample or a probe has ended."""
-        while (queue := self._next_queue()) and not self._is_closed:
-            if len(self._running) >= MAX_RUNNING or not self._manager.has_room(len(self._running)):
-                return
-            task = asyncio.get_running_loop().create_task(queue.popleft()(), context=self._context.copy())
-            self._running.add(task)
-            task.add_done_callback(self._ended, context=self._context)
+    def _start_one(self) -> asyncio.Task[None] | None:
+        queue = self._next_queue()
+        if self._is_closed or not queue or not self._manager.has_room(len(self._running)):
+            return None
+        return asyncio.create_task(queue.popleft()())
 
     def _next_queue(self) -> deque[Callable[[], Coroutine[Any, Any, None]]]:
         # While the audit drains, no further scores will come.
         is_known = self._options.accept is not None or len(self._scores) >= MIN_SCORES or self._is_draining
         return self._waiting or (self._labelled_waiting if is_known else deque())
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
-        if not task.cancelled():
-            if (error := task.exception()) is not None:  # an audit must not stop a run
-                logger.error("a probe of reward_loop.audit failed", exc_info=error)
-            self._start()
 
     def _accepts(self, score: float) -> bool | None:
         """Return whether a score is that of an accepted answer; ``None`` while all scores are equal.
@@ -457,6 +440,11 @@ class Audit:
             **(texts or {}),
         )
         self._records.write_rows([row])
+
+
+def _log_error(probe: asyncio.Task[None]) -> None:
+    if not probe.cancelled() and (error := probe.exception()) is not None:  # an audit must not stop a run
+        logger.error("a probe of reward_loop.audit failed", exc_info=error)
 
 
 def _components(result: RewardResult) -> dict[str, float]:

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from ray.exceptions import RayActorError
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
-from reward_loop.agent import RewardQueue, Staleness
+from reward_loop.agent import RewardQueue
 from reward_loop.agent.queue import QueueEntry
 from reward_loop.errors import RewardLoopError
 from reward_loop.types import Outcome
@@ -240,20 +240,18 @@ class JudgingQueue:
         Uses one place of the reservation. ``step`` is the version of the weights that generated the rollout.
         """
         reservation.left -= 1
-        entry = self.queue.put_reserved(object(), step=step)
-        taken = False
+        entry = self.queue.put_reserved(None, step=step)
         try:
             # The semaphore and the queue are both first in, first out, so each caller takes its own entry.
             async with self._turns:
-                await self.queue.get()
-                taken = True
+                taken = self.queue.get_nowait()
+                assert taken is entry
                 self._judging.add(entry)
-                try:
-                    yield
-                finally:
-                    self._judging.discard(entry)
+                yield
         finally:
-            if not taken:
+            if entry in self._judging:
+                self._judging.remove(entry)
+            else:  # cancelled before its turn
                 self.queue.withdraw(entry)
 
     def metrics(self, current_step: int, updates_per_step: int = 1) -> dict[str, float]:
@@ -263,16 +261,11 @@ class JudgingQueue:
             current_step: the version of the current weights.
             updates_per_step: the number of updates between two versions of the weights. Staleness counts updates.
         """
-        everything = Staleness.of([*self.queue.steps, *(entry.step for entry in self._judging)], current_step)
-        queue = self.queue.metrics(current_step)
-        for name in ("reward_queue/staleness_max", "reward_queue/staleness_mean"):
-            queue[name] *= updates_per_step
-        return {
-            **queue,
-            "reward_queue/judging": len(self._judging),
-            "reward_queue/all_staleness_max": everything.max * updates_per_step,
-            "reward_queue/all_staleness_mean": everything.mean * updates_per_step,
-        }
+        metrics = self.queue.metrics(current_step, self._judging)
+        for name in metrics:
+            if "staleness" in name:
+                metrics[name] *= updates_per_step
+        return {**metrics, "reward_queue/judging": len(self._judging)}
 
 
 def merge_metrics(queues: Sequence[Mapping[str, float]]) -> dict[str, float]:

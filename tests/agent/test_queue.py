@@ -224,6 +224,19 @@ async def test_leaving_cancels_what_is_in_judging():
     assert sorted(gate.cancelled) == ["0", "1"]
 
 
+async def test_after_leaving_the_queue_keeps_what_was_not_taken():
+    gate = Gate()
+    queue = RewardQueue(6)
+    async with QueuedRewards(queue, naive(gate), in_flight=1) as rewards:
+        await put_groups(queue, [1, 1])
+        await within(gate.called(1))
+    await queue.put(numbered(1, start=7)[0], step=1)
+    await turns()
+    assert (gate.calls, rewards.judging) == (["0"], 0)
+    assert [queue.get_nowait().sample.solution_str for _ in range(2)] == ["1", "7"]
+    assert queue.get_nowait() is None
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_nothing_is_lost_with_any_bounds(data):

@@ -1,0 +1,86 @@
+"""`BoundedTasks`: tasks with one owner, of which at most a given number run at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Callable
+
+__all__ = ["BoundedTasks"]
+
+STARTS_PER_TURN = 32
+"""Tasks started in one turn of the event loop. Starting thousands at once would block the loop for too long."""
+
+
+class BoundedTasks:
+    """Starts tasks in order, at most ``limit`` at a time, and owns them until they end. For one event loop.
+
+    Work that waits costs no task: it is taken from its source when it can start.
+
+    Args:
+        start: starts the next task, and returns it; ``None`` if there is no work now. It runs in the context in which
+            this object was created, and so does the task.
+        ended: called with each task that has ended. It must retrieve the task's error.
+        limit: how many tasks run at a time; ``None`` for no limit.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], asyncio.Task[None] | None],
+        ended: Callable[[asyncio.Task[None]], None],
+        limit: int | None = None,
+    ) -> None:
+        self.limit = limit
+        self.tasks: set[asyncio.Task[None]] = set()
+        """The tasks that have not ended."""
+        self._start = start
+        self._on_end = ended
+        self._is_filling = False
+        # One context and one bound method for all tasks: with one each per task, the garbage collector would visit two
+        # more objects for each of thousands of tasks in flight.
+        self._context = contextvars.copy_context()
+        self._done = self._ended
+
+    def fill(self) -> None:
+        """Start tasks soon, while there is room. Call it when there is new work; the end of a task also does it."""
+        if not self._is_filling:
+            self._is_filling = True
+            asyncio.get_running_loop().call_soon(self._fill, context=self._context)
+
+    def _fill(self) -> None:
+        self._is_filling = False
+        for _ in range(STARTS_PER_TURN):
+            if (self.limit is not None and len(self.tasks) >= self.limit) or (task := self._start()) is None:
+                return
+            self.tasks.add(task)
+            task.add_done_callback(self._done, context=self._context)
+        self.fill()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        self._on_end(task)
+        self.fill()
+
+    async def drain(self) -> None:
+        """Wait until all tasks have ended, and no work is left that can start."""
+        while self.tasks or self._is_filling:
+            if self.tasks:
+                await asyncio.wait(self.tasks)
+            else:
+                await asyncio.sleep(0)
+
+    async def end(self, seconds: float, again_s: float | None = None) -> int:
+        """Cancel all tasks, and wait until they have ended; return the number of those that have not.
+
+        Args:
+            seconds: the longest wait.
+            again_s: cancels those that are left again each time that this number of seconds has passed: user code may
+                suppress the first cancellation. ``None`` leaves them the whole time to clean up.
+        """
+        loop = asyncio.get_running_loop()
+        deadline, ending = loop.time() + seconds, set(self.tasks)
+        while (left := ending & self.tasks) and (seconds := deadline - loop.time()) > 0:
+            for task in left:
+                task.cancel()
+            await asyncio.wait(left, timeout=seconds if again_s is None else min(seconds, again_s))
+        return len(left)
