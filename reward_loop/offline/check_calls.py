@@ -18,6 +18,7 @@ from reward_loop.config import AuditConfig, CacheConfig, ProofConfig, RewardLoop
 from reward_loop.errors import ConfigError
 from reward_loop.managers import CompositeRewardLoopManager, RewardLoopManagerBase
 from reward_loop.managers.scorer import load_scorer, reward_of
+from reward_loop.offline.run import for_each
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
 from reward_loop.types import RewardResult, RewardSample, is_returned
 
@@ -148,13 +149,13 @@ class Calls:
 
     async def run_each(self, samples: Sequence[RewardSample], concurrency: int) -> list[CheckedRow]:
         """Score each sample in a call of its own, ``concurrency`` at a time."""
-        slots = asyncio.Semaphore(concurrency)
+        rows: dict[int, CheckedRow] = {}
 
-        async def run(sample: RewardSample) -> CheckedRow:
-            async with slots:
-                return (await self.run([sample]))[0]
+        async def run(index: int) -> None:
+            [rows[index]] = await self.run([samples[index]])
 
-        return list(await asyncio.gather(*map(run, samples)))
+        await for_each(range(len(samples)), concurrency, run)
+        return [rows[index] for index in range(len(samples))]
 
     def check_probes(self) -> None:
         """Check that the answer of a single sample can be replaced, as the probes of a judge do.

@@ -14,7 +14,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -33,7 +33,9 @@ from reward_loop.offline.inputs import Inputs
 from reward_loop.records import ActiveSample
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
-__all__ = ["RunUsage", "ScoringProgress", "score_rows", "usage_of"]
+__all__ = ["RunUsage", "ScoringProgress", "for_each", "score_rows", "usage_of"]
+
+T = TypeVar("T")
 
 _RECORDING = ("run_single", "score", "to_reward")
 """The methods of `RewardLoopManagerBase` that record a sample, or decide about its reward afterwards."""
@@ -114,7 +116,7 @@ def score_rows(
                     tasks.create_task(score(sample))
 
     async def score_all() -> None:
-        await _for_each(units, at_once, score_together)
+        await for_each(units, at_once, score_together)
         if isinstance(manager, RewardLoopManagerBase) and manager.observer is not None:
             await manager.observer.drain(PROBES_S)
 
@@ -151,19 +153,17 @@ def _groups(source: Inputs, fields: Fields) -> list[dict[str, RewardSample]]:
     ]
 
 
-async def _for_each(
-    units: Iterable[list[RewardSample]], concurrency: int, score: Callable[[list[RewardSample]], Awaitable[None]]
-) -> None:
-    """Call ``score`` for each list, at most ``concurrency`` at a time. Only the samples in flight are in memory.
+async def for_each(items: Iterable[T], concurrency: int, call: Callable[[T], Awaitable[None]]) -> None:
+    """Call ``call`` with each item, at most ``concurrency`` at a time. Only the items in flight are in memory.
 
     Raises:
-        RewardLoopError | OSError: the first of these errors that ``score`` raised; it has stopped the others.
+        RewardLoopError | OSError: the first of these errors that ``call`` raised; it has cancelled the others.
     """
-    left = iter(units)
+    left = iter(items)
 
     async def worker() -> None:
-        for samples in left:  # the workers share one iterator
-            await score(samples)
+        for item in left:  # the workers share one iterator
+            await call(item)
 
     try:
         async with asyncio.TaskGroup() as workers:
