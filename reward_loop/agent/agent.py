@@ -216,7 +216,7 @@ class RewardAgent:
 
     async def _score(self, pending: PendingRewards, sample: int) -> None:
         row = self._row(pending, sample)
-        reward = await reward_of(self.manager, row, f"sample {getattr(row, 'uid', None) or sample}")
+        reward = await reward_of(self.manager, row, getattr(row, "uid", None) or f"sample {sample}")
         self._events.reward_arrived(row, pending.submitted)
         if pending.error is not None:
             return

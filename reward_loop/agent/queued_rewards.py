@@ -156,19 +156,14 @@ class QueuedRewards:
         if entry.member in members:
             raise RewardLoopError(f"group {entry.group!r} already has member {entry.member}")
         members[entry.member] = (entry, reward)
-        if len(members) == entry.group_size:
-            del self._incomplete[entry.group]
-            in_order = [members[i] for i in sorted(members)]
-            self._ready.append(CompleteGroup(entry.group, await self._processed(in_order)))
-
-    async def _processed(self, members: list[tuple[QueueEntry, Reward]]) -> list[tuple[QueueEntry, Reward]]:
-        """Return the members of a group after the user's ``post_process_scores``, if the function has one."""
-        if self._post_process is None:
-            return members
-        entries = [entry for entry, _ in members]
-        uids = [getattr(entry.sample, "uid", None) for entry in entries]
-        rewards = await self._post_process([reward for _, reward in members], uids)
-        return list(zip(entries, rewards, strict=True))
+        if len(members) < entry.group_size:
+            return
+        del self._incomplete[entry.group]
+        entries, rewards = zip(*(members[i] for i in sorted(members)), strict=True)
+        if self._post_process is not None:
+            uids = [getattr(entry.sample, "uid", None) for entry in entries]
+            rewards = await self._post_process(rewards, uids)
+        self._ready.append(CompleteGroup(entry.group, list(zip(entries, rewards, strict=True))))
 
     def _judged(self, task: asyncio.Task[None]) -> None:
         self._error = self._error or failure_of(task, self._manager)

@@ -11,7 +11,7 @@ from reward_loop._util.text import shorten
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.managers.options import RewardLoopConfig
 from reward_loop.scoring import load_function
-from reward_loop.types import Reward, RewardSample
+from reward_loop.types import Reward
 
 __all__ = ["Scorer", "functions_of", "load_scorer", "reward_of", "scores_groups"]
 
@@ -99,26 +99,27 @@ def load_scorer(
     return Scorer(loaded, function, made, requires, getattr(made, "columns", frozenset()))
 
 
-async def reward_of(manager: Any, sample: RewardSample, name: str) -> Reward:
-    """Return the reward of a sample, from a manager that may be the user's own. Messages contain the ``name``.
+async def reward_of(manager: Any, sample: Any, name: object) -> Reward:
+    """Return the reward of a sample, or of a row of verl's ``DataProto``, from a manager that may be the user's own.
+
+    Messages contain the ``name``.
 
     Raises:
         RewardLoopError: an error that stops the run; or ``run_single`` raised another exception, which would occur for
             every sample, or did not return a reward.
     """
-    method = f"{name}: {type(manager).__name__}.run_single"
     try:
         reward: Reward = await manager.run_single(sample)
     except RewardLoopError:
         raise
     except Exception as error:
-        raise RewardLoopError(f"{method} raised {type(error).__name__}: {error}") from error
+        cause = f"raised {type(error).__name__}: {error}"
+        raise RewardLoopError(f"{name}: {type(manager).__name__}.run_single {cause}") from error
     is_reward = isinstance(reward, Mapping) and "reward_score" in reward
-    if not is_reward or not isinstance(reward.get("reward_extra_info") or {}, Mapping):
-        raise RewardLoopError(
-            f"{method} returned {shorten(reward)}, not a dict with reward_score and reward_extra_info"
-        )
-    return reward
+    if is_reward and isinstance(reward.get("reward_extra_info") or {}, Mapping):
+        return reward
+    cause = f"returned {shorten(reward)}, not a dict with reward_score and reward_extra_info"
+    raise RewardLoopError(f"{name}: {type(manager).__name__}.run_single {cause}")
 
 
 def functions_of(manager: Any) -> list[Any]:
