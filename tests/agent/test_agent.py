@@ -274,6 +274,49 @@ async def test_leaving_the_agent_cancels_what_has_not_ended():
         agent.submit(numbered(1))
 
 
+class Stubborn:
+    """A manager whose samples end only when they may, whatever is cancelled."""
+
+    def __init__(self):
+        self.begun, self.may_end = asyncio.Event(), asyncio.Event()
+
+    async def run_single(self, data):
+        self.begun.set()
+        while not self.may_end.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.may_end.wait()
+        return {"reward_score": 1.0, "reward_extra_info": {}}
+
+
+@contextlib.asynccontextmanager
+async def scoring_in_an_agent(manager):
+    async with RewardAgent(manager) as agent:
+        agent.submit(numbered(1))
+        yield
+
+
+@contextlib.asynccontextmanager
+async def scoring_from_a_queue(manager):
+    queue = RewardQueue(1)
+    async with QueuedRewards(queue, manager):
+        await queue.put(numbered(1)[0], step=1)
+        yield
+
+
+@pytest.mark.parametrize("scoring", [scoring_in_an_agent, scoring_from_a_queue])
+async def test_leaving_does_not_wait_indefinitely_for_code_that_suppresses_its_cancellation(
+    scoring, monkeypatch, caplog
+):
+    monkeypatch.setattr("reward_loop.agent.agent.CLOSING_SECONDS", 0.05)
+    manager = Stubborn()
+    try:
+        async with asyncio.timeout(30), scoring(manager):
+            await manager.begun.wait()
+    finally:
+        manager.may_end.set()  # or the event loop would wait for it
+    assert "1 reward tasks still run after their cancellation" in caplog.text
+
+
 async def test_invalid_group_sizes_are_refused():
     async with RewardAgent(naive(number)) as agent:
         for options in ({"group_size": 2}, {"group_size": 0}, {"groups": [1, 1]}, {"groups": [3, 0]}):
