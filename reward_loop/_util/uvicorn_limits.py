@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -15,11 +16,18 @@ MAX_HEAD_BYTES = 64 * 1024
 """The longest head of a request, in bytes; longer ones get 400."""
 
 
+_SILENT_S = 5.0
+"""When most file descriptors are in use, connections without a complete request for longer make room for others, in
+seconds."""
+
+
 class LimitedHttp(HttpToolsProtocol):
-    """A connection of uvicorn that closes if a request is not complete within `KEEP_ALIVE_S`, and bounds its head.
+    """A connection of uvicorn that closes if a request is not complete within `KEEP_ALIVE_S`, or an answer not read.
 
     uvicorn itself closes only connections that are idle after an answer: a client that sends nothing, or half a
-    request, would keep its connection, and the file descriptor, without ever needing the API key.
+    request, or does not read, would keep its connection, and the file descriptor, without ever needing the API key. The
+    head, the trailer and the extensions of chunks are bounded; trailers are ignored, where uvicorn adds them to the
+    headers.
     """
 
     _timer: asyncio.TimerHandle | None = None
@@ -27,25 +35,67 @@ class LimitedHttp(HttpToolsProtocol):
     request is complete."""
     _in_head = True
     """Whether the head of a request is incomplete, or has not begun."""
-    _head_bytes = 0
-    """The number of bytes received since the last complete request."""
+    _unproductive_bytes = 0
+    """The number of bytes received since the last complete head, part of a body, or complete request."""
+    _unread: asyncio.TimerHandle | None = None
+    """Closes the connection while its client does not read."""
+    _silent_since = 0.0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._start_timer()
+        self._silent_since = self.loop.time()
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if files > 0 and 4 * len(self.connections) > 3 * files:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Close the connection that has been without a complete request for longest."""
+        silent = [one for one in self.connections if isinstance(one, LimitedHttp) and one.is_silent]
+        oldest = min(silent, key=lambda one: one._silent_since, default=None)
+        if oldest is not None and self.loop.time() - oldest._silent_since > _SILENT_S:
+            oldest.transport.abort()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the connection has no complete request."""
+        return self._timer is not None or self.timeout_keep_alive_task is not None
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._unread:
+            self._unread.cancel()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(KEEP_ALIVE_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._unread:
+            self._unread.cancel()
+        super().resume_writing()
+
+    def on_response_complete(self) -> None:
+        self._silent_since = self.loop.time()
+        super().on_response_complete()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        if self.transport.get_write_buffer_size():  # the client has not read the answer
+            self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self.timeout_keep_alive_task is not None:  # The connection is idle; uvicorn stops its own timer now.
             self._start_timer()
-        self._head_bytes += len(data)
+        self._unproductive_bytes += len(data)
         super().data_received(data)
         # A head that is complete is measured in `on_headers_complete`.
-        if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response("The head of the request is too long.")
+        if self._unproductive_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            if self._in_head:
+                self.send_400_response("The head of the request is too long.")
+            else:  # its answer may have begun
+                self.transport.abort()
 
     # httptools calls these.
 
@@ -57,12 +107,20 @@ class LimitedHttp(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD_BYTES:
             raise ValueError("the head of the request is too long")  # uvicorn answers with 400
-        self._in_head = False
+        self._in_head, self._unproductive_bytes = False, 0
         super().on_headers_complete()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._unproductive_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._stop_timer()
-        self._in_head, self._head_bytes = True, 0
+        self._in_head, self._unproductive_bytes = True, 0
         super().on_message_complete()
 
     def _start_timer(self) -> None:

@@ -12,21 +12,24 @@ belongs here, to one of the rules: in a format, the other formats would still ac
 2. *Candidates.* A candidate is a marker, such as ``Score:``, at the beginning of a word, with its value directly after
    it, or alone on the next line. Markdown, quotes and brackets may surround both. Case is ignored. The candidates of
    `Json` are objects, and those of `Pattern` matches; rule 3 checks only the text directly before and after them.
-3. *Only the last candidate can be the verdict.* It must be understood: nothing may qualify its value, or make it an
-   example (``e.g. Score: 8``), a condition, a quotation in a sentence, what another one says or asks for (``The answer
-   says Score: 8``), or what the judge does not give. These qualify it: another number or word that may be the verdict
-   in the same clause, a range, a unit such as ``%``, a question mark, a cross beside another than the lowest score, a
-   hedge such as ``or`` or ``maybe``, also before the marker. The rest of the line may be an explanation; after
-   ``because`` it is not checked.
+3. *Only the last candidate can be the verdict.* It must be understood, and about this answer: the sentence that leads
+   to it, also from the line before, may not make it an example (``e.g. Score: 8``), a condition, a quotation, what
+   another one gives, says or asks for (``A perfect answer gets``), or what the judge does not give. Nothing may qualify
+   its value: another number or word that may be the verdict in the same clause, a word that judges otherwise
+   (``correct, wrong``), a range, a unit such as ``%``, a question mark, a cross beside another than the lowest score, a
+   hedge such as ``or`` or ``maybe``, also before the marker. A word of `Choice` is qualified by each word directly
+   after it that is not known to be harmless (``correct approach``, ``correct in part``). The rest of the line may be
+   an explanation; after ``because`` it is not checked.
 4. *An earlier candidate is a draft*, and never replaces a last one that is not understood. It makes the last one
    doubtful if the two differ, it is not quoted, and nothing but punctuation or ``or`` stands between them, or a turn
-   of the user, which the model made up.
+   of the user, which the model made up; or if both are items of a list, of criteria, answers or grades.
 5. *A quoted candidate*, which stands in quotation marks, a block quote, a code block or after a word such as ``wrote``,
    or which has a name of its own, such as ``Style score:``, counts only as the end of the reply, and only if no draft
    differs. A code block that is the whole reply is not a quote.
 6. *Nothing after the candidate may contradict it*: neither the marker's words with another value (``The score is 3``),
    nor another value alone in a line, also after a word such as ``Revised:``, nor a sentence that takes the verdict
-   back (``Wait, ...``). Of objects and matches, only such a sentence is checked.
+   back (``Wait, ...``). Objects and matches have no marker: a word such as ``Score:`` with another value, in a line
+   directly before or anywhere after, contradicts them.
 
 Each rule takes linear time, because replies are read on the event loop: patterns cannot backtrack over more than a
 bounded number of characters. Where a judge writes far less, numbers are limited: of tags, of drafts, of characters
@@ -40,10 +43,23 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import groupby, takewhile
+from itertools import dropwhile, groupby, takewhile
 from typing import Any, NamedTuple
 
-__all__ = ["MOST_DRAFTS", "Candidate", "Grammar", "NoVerdictError", "check_last", "final_text", "folded", "is_quoted"]
+from reward_loop.client import wording
+
+__all__ = [
+    "MOST_DRAFTS",
+    "Candidate",
+    "Grammar",
+    "NoVerdictError",
+    "check_last",
+    "check_restated",
+    "final_text",
+    "folded",
+    "is_quoted",
+    "number_of",
+]
 
 
 class NoVerdictError(ValueError):
@@ -202,102 +218,8 @@ _LETTER = r"[^\W\d_\u2e80-\ua4cf\uac00-\ud7af\U00020000-\U0003ffff]"
 _BOUNDARY = rf"(?<!{_LETTER}.)(?<!{_LETTER}[-_].)(?<!{_LETTER}__.)"
 """Comes after the first letter of a word."""
 
-_HEDGES = frozenset(
-    re.findall(
-        r"\w+",
-        "or to if unless but not no nor maybe perhaps possibly probably likely at about around approx approximately "
-        "roughly nearly almost would could should might may than per percent percentage cent times minus plus half "
-        "hundred thousand million initially initial first tentative tentatively provisional provisionally draft guess "
-        "before until versus vs however except assuming depending between higher lower more less fewer up down wait "
-        "actually rather instead though otherwise is was were seems isn wasn partially partly mostly largely somewhat "
-        "borderline ish out of off deducted lost below above false apart part max maximum tops min minimum example "
-        "placeholder illustration uncertain unsure pending means requires",
-    )
-)
-"""Words that qualify a value, or make it the subject of a sentence, if they are among the first two after it."""
-_PROSE = frozenset(re.findall(r"\w+", "to but not no is was than more less lower higher first half out up down"))
-"""Those of them that do not qualify it as the second word after a comma, a bracket or a dash."""
-_DOUBTED = frozenset("?\u061f\u203d\u2047\u2048\u2049\u2753\u2754\U0001f914")
-"""Signs in the clause of a value that qualify it; those of `_CROSSED` do if its score is not the lowest."""
-_REASON = re.compile(r"[\s,;:(\u2012-]{1,5}(?:because|since|due\s+to|given\s+that)\b", re.IGNORECASE)
-_TAKEN_BACK = re.compile(
-    r"(?:[.!?\n]|\A)[\s*_>-]{0,9}(?:(?:oh|well|but)[,.]?\s)?"
-    r"(?:wait|hmm+|oops|sorry|correction|scratch that|on second thoughts?|actually|rather|not really[.!]"
-    r"|maybe|perhaps|or\b|no[,.:;!\u2012-]|let me re|i take (?:it|that|this) back|edit:|just kidding|my mistake"
-    r"|on (?:further )?reflection|in hindsight|on closer|(?:strike|disregard|ignore) that"
-    r"|i (?:(?:would|will|must|should|have to) )?(?:changed my mind|change |lower |raise |reduce |revise |downgrade "
-    r"|upgrade |correct )|make (?:that|it) (?:an? )?\d|i(?:'d| would) now|(?:this|that) (?:is|was) not (?:my|the) final"
-    r"|(?:the|this|that|my) (?:above )?(?:score|verdict|rating|grade)(?: above)? (?:is|was|seems) (?:only |just )?"
-    r"(?:wrong|too |an? (?:example|placeholder)|not (?:my|the|final|valid)))",
-    re.IGNORECASE,
-)
-_GAP = rf"(?:[\s\d*_\"'`.,;:/|&()\[\]{{}}<>$\\\u2012-]|(?<=```)\w{{1,9}}|{_HTML}){{0,40}}"
-_BETWEEN = re.compile(rf"{_GAP}(?:(?:or|and|vs|versus)\b)?{_GAP}")
-_ENDS_LINE = re.compile(r"(?:[*_\"'` \t|.!)\]}$\u2019\u201d]|\\[)\]])*+(?:\n|\Z)")
-_ENDS_SENTENCE = re.compile(r"[ \t]*+(?:\n|\Z)|(?:!++|[.\u3002])(?![.\w?])")
-_BEGINS_PROSE = re.compile(
-    r"(?:\s++(?:[^\W\d]|[,;:(\[|<\u2012*_\"'`.!\u201c\u2300-\U0010ffff]|-\s)|[,;:](?!\w)|[(|<\u2012]|(?!\w)[\u2300-\U0010ffff]|-\s)"
-)
-_ENDS = re.compile(r"(?:[\s*_\"'`.!)\]}|>~$\u2019\u201d\u00bb\u300d]|\\[)\]])*+\Z")
-_NEUTRAL = frozenset(
-    re.findall(r"\w+", "a an and as final give hence i is it my our overall so the then therefore this thus total")
-)
-"""Words before a marker that do not give it another meaning."""
-_DENIALS = frozenset(
-    re.findall(
-        r"\w+",
-        "not no nor or either neither never maybe perhaps possibly probably likely max maximum min minimum previous "
-        "possible threshold passing expected hypothetical reverse reversed",
-    )
-)
-"""Words before a marker that qualify what follows."""
-_NOT_SAID = re.compile(
-    r"(?:\b(?:example|template|instance)|\be\.g\.|(?<!json )(?<!ed )\bformat(?:\s(?:is|was))?)[\s:,*_\"'`(]{0,6}\Z"
-    r"|(?:<(?:s|del|strike)>|\b(?:not|never|reject(?:ed)?|loser|wors[et])\b)[\s:*_\"'`(]{0,6}\Z"
-    r"|\bif\b[^.!?\n]{0,80}\Z"
-    r"|(?:n't|n\u2019t|\bnot|\bnever|\bcannot)\s(?:\w{1,20}\s){0,2}(?:write|give|award|assign|say|output|use|deserve)"
-    r"[\s:,*_\"'`(an]{0,6}\Z",
-    re.IGNORECASE,
-)
-"""Text before a candidate that makes it an example, a condition, or what the judge does not give."""
-_OTHERS = re.compile(
-    r"\b(?:wrote|writes|written|says|said|states|stated|claims|claimed|quotes|quoted|contains?|contained|includes?"
-    r"|asks|demands|wants|requests|instructs|tells|insists|into (?:writing|giving|saying))\b"
-    r"(?:[^\S\n][^\s.,;:!?]{1,20}){0,6}?[^\S\n]?(?::\s{0,3}(?:```\w{0,9}\s)?)?[\"'`\u201c>(*_ ]{0,4}\Z"
-)
-"""Text before a candidate that makes it what somebody else wrote or asks for."""
-_INLINE_QUOTE = re.compile(r"\w[^\n\"\u201c\u201e\u00ab\u300c]{0,60}[^\w\n][\"\u201c\u201e\u00ab\u300c][*_(]{0,3}\Z")
-_LONGEST_BEFORE = 120
-_TURN = re.compile(
-    r"[\n\[<](?:(?<=\n)[#* ]{0,6}(?:Human|User|HUMAN|USER|Question)\b[* ]{0,4}:|(?<=\[)INST\]"
-    r"|(?<=<)(?:\|im_start\||\|start_header_id\||start_of_turn)>user)"
-)
-"""The beginning of a turn of the user. After a verdict, it is a question that the model made up and then answers."""
-_QUALIFIED = re.compile(
-    r"[*_\"'`)\]}>]{0,6}[^\S\n]{0,3}(?:(?://|[(,])\s?)?"
-    r"(?:[?\u061f]|(?:or|if|unless|vs|versus|loses)\b|is (?:not|worse|wrong)\b)"
-)
-"""Text after a candidate of any format that qualifies it."""
-_REVISED = (
-    r"(?:[\s#=>*_\u2012-]|(?:final(?: answer)?|overall|revised|corrected|updated|adjusted|new|total|so|thus|hence"
-    r"|therefore|my|update|rating|grade|mark|verdict|judge?ment|decision|conclusion|evaluation|assessment"
-    r"|i(?:'d| would) say)\b[:,=]?){0,9}+"
-)
-"""What may stand in a line before a value that replaces the verdict."""
-_CLAIM = (
-    r"[.!\n]\s{0,3}(?:(?:so|thus|hence|therefore),?\s)?the\s(?:(?:final|given|model's|student's|submitted)\s)?"
-    r"(?:answer|response|solution|submission)\sis\s(?:therefore\s|thus\s|clearly\s|actually\s)?"
-)
-"""What may stand before a word that is another verdict."""
-_SAYING = re.compile(
-    r"\b(?:wrote|writes?|written|says?|said|states?|stated|claims?|claimed|quotes?|quoted|contains?|outputs|prints?"
-    r"|reads?|begins?|ends?)\b(?:\s(?:with|in|as))?[\s:,*_\"'`(>]{0,6}\Z",
-    re.IGNORECASE,
-)
+_LONGEST_BEFORE = 160
 _LONGEST_SAYING = 20
-_QUOTES = "\"'`\u2018\u201c\u201e\u00ab\u300c\u300e"
-_WHOLE_BLOCK = re.compile(r"[\s\ufffc]*+```(?:[^`]++|`(?!``))*+```\s*+")
-"""A reply that is one code block, which is then not a quote."""
 _LONGEST_REST = 20_000
 _LONGEST_LAST = 500
 """The number of characters at the end of a text in which the last verdict is searched first."""
@@ -305,6 +227,11 @@ _LONGEST_DRAFT = 1000
 """The largest number of characters between the beginnings of a draft and of a verdict directly after it."""
 MOST_DRAFTS = 100
 """The largest number of earlier candidates that are compared, which bounds the time."""
+_WHOLE_BLOCK = re.compile(r"[\s\ufffc]*+```(?:[^`]++|`(?!``))*+```\s*+")
+"""A reply that is one code block, which is then not a quote."""
+_BLOCK_BEGIN = re.compile(r"```\w{0,9}\s*\Z")
+_GAP = rf"(?:[\s\d*_\"'`.,;:/|&()\[\]{{}}<>$\\\u2012-]|(?<=```)\w{{1,9}}|{_HTML}){{0,40}}"
+_BETWEEN = re.compile(rf"{_GAP}(?:(?:or|and|vs|versus)\b)?{_GAP}")
 
 
 def check_last(found: Candidate, drafts: Sequence[Candidate | None], quoted: bool) -> None:
@@ -319,23 +246,79 @@ def check_last(found: Candidate, drafts: Sequence[Candidate | None], quoted: boo
         NoVerdictError: the candidate is doubtful.
     """
     _check_before(found)
-    if _QUALIFIED.match(found.text, found.end):
+    if wording.QUALIFIED.match(found.text, found.end):
         raise NoVerdictError(f"the text after it qualifies the last verdict: {found.shown}")
     for index, draft in enumerate(drafts):
         if draft is None or draft.verdict == found.verdict:
             continue
-        is_near = index == 0 and _BETWEEN.fullmatch(found.text, draft.end, found.begin)
-        if is_near and not is_quoted(found.text, draft.begin, found.text[draft.begin : draft.start]):
-            raise NoVerdictError(f"the reply has two different verdicts: {_shown(found.text, draft.begin)}")
+        if index == 0 and not is_quoted(found.text, draft.begin, found.text[draft.begin : draft.start]):
+            _check_draft(found, draft)
         if quoted:
             raise NoVerdictError(f"the last verdict may be a quote, and an earlier one differs: {found.shown}")
-        if index == 0 and _TURN.search(found.text, draft.end, found.begin):
+        if index == 0 and wording.TURN.search(found.text, draft.end, found.begin):
             raise NoVerdictError(f"a turn of the user stands between two different verdicts: {found.shown}")
-    if taken_back := _TAKEN_BACK.search(found.text, found.end, found.end + _LONGEST_REST):
+    if taken_back := wording.TAKEN_BACK.search(found.text, found.end, found.end + _LONGEST_REST):
         shown = _shown(found.text, taken_back.start())
         raise NoVerdictError(f"the text after {found.shown} takes it back: {shown}")
-    if quoted and (len(drafts) == MOST_DRAFTS or not _ENDS.match(found.text, found.end)):
+    if quoted and (len(drafts) == MOST_DRAFTS or not wording.ENDS.match(found.text, found.end)):
         raise NoVerdictError(f"the last verdict may be a quote: {found.shown}")
+
+
+def _check_draft(found: Candidate, draft: Candidate) -> None:
+    """Check that another verdict before the last one is not as good as it: rule 4."""
+    name, draft_name = _item_name(found, draft.end), _item_name(draft, 0)
+    is_named = name != "" and not wording.FINAL_NAME.search(name)
+    is_draft_named = draft_name != "" and not wording.FINAL_NAME.search(draft_name)
+    if not is_draft_named or is_named:
+        if _BETWEEN.fullmatch(found.text, draft.end, found.begin):
+            raise NoVerdictError(f"the reply has two different verdicts: {_shown(found.text, draft.begin)}")
+        is_next = found.text.count("\n", draft.end, found.begin) == 1
+        are_described = is_next and all(wording.DESCRIBED.match(found.text, one.end) for one in (draft, found))
+        if (is_named and is_draft_named) or are_described:
+            raise NoVerdictError(f"the last verdict is one of a list: {_shown(found.text, draft.begin)}")
+
+
+def _item_name(candidate: Candidate, start: int) -> str:
+    """Return the name that a candidate has in a list: before it in its line, or in a heading above it."""
+    text = candidate.text[max(start, candidate.begin - _LONGEST_BEFORE) : candidate.begin]
+    above, _, line = _BLOCK_BEGIN.sub("", text).rpartition("\n")
+    if re.search(r"[^\W\d_]", line):
+        is_named = re.search(r"[:|\u2012(>\u2192-][\s*_`(]*\Z", line) or re.match(r"\s*\d{1,2}[.)]\s", line)
+        return line if is_named else ""
+    above = above.rstrip().rpartition("\n")[2]
+    mark = wording.ITEM_MARK.match(above)
+    assert mark is not None
+    is_numbered = re.match(r"\s*\d{1,2}[.)]\s", above) is not None
+    is_heading = bool(mark[0].strip()) and not re.search(r"[.!?\u3002]\W*\Z", above)
+    if len(above) < 80 and (is_numbered or is_heading or re.search(r":\W*\Z", above)):
+        return above
+    headings = wording.HEADING.findall(candidate.text, max(start, candidate.begin - _LONGEST_DRAFT), candidate.begin)
+    return headings[-1] if headings else ""
+
+
+def check_restated(found: Candidate, names: Sequence[str], value: Any, known: Callable[[str], Any]) -> None:
+    """Check that no word such as ``Score:`` with another value contradicts an object or a match: rule 6.
+
+    Args:
+        found: the candidate.
+        names: the names of the value, besides ``score`` and similar.
+        value: the value.
+        known: returns the value that a text stands for, or ``None``.
+
+    Raises:
+        NoVerdictError: there is another value.
+    """
+    start, end = max(0, found.begin - _LONGEST_BEFORE), found.end + _LONGEST_REST
+    around = (found.text[start : found.begin] + found.text[found.end : end]).lower()
+    if not any(name.lower() in around for name in names):
+        return
+    pattern = re.compile(wording.RESTATED % "|".join(map(re.escape, names)), re.IGNORECASE)
+    before = [*pattern.finditer(found.text, start, found.begin)][-1:]
+    after = pattern.finditer(found.text, found.end, end)
+    for other in (*(one for one in before if _BETWEEN.fullmatch(found.text, one.end(), found.begin)), *after):
+        stated = known(other["value"])
+        if stated is not None and stated != value:
+            raise NoVerdictError(f"another value stands beside {found.shown}: {_shown(found.text, other.start())}")
 
 
 def _check_before(found: Candidate) -> None:
@@ -343,10 +326,32 @@ def _check_before(found: Candidate) -> None:
     begin = max(0, found.begin - _LONGEST_BEFORE)
     before = found.text[begin : found.begin]
     line = before.rpartition("\n")[2]
-    if _NOT_SAID.search(line[-60:]) or _OTHERS.search(before):
+    stripped = (_BLOCK_BEGIN.sub("", before) if "```" in before else before).rstrip(" \t\r\n*_\"'`(>#|[$\ufffc-")
+    lead = wording.LEAD_BREAK.split(stripped.rstrip(" \t\r\n*_\"'`(>#|[:$\ufffc-"))[-1]
+    words = dropwhile(wording.GIVEN.__contains__, reversed(re.findall(r"\w+", lead[-40:].lower())))
+    clause = lead.rpartition(", ")[2]
+    clause = clause if " " in clause.strip() else lead
+    is_alien = next(words, "") in wording.GIVES and bool(wording.ALIEN.search(clause) or not wording.OWN.match(clause))
+    if stripped.endswith(":") and len(name := re.findall(r"\w+", lead.lower())) < 6:
+        is_alien = is_alien or not wording.NAMING.isdisjoint(name) or wording.POSSESSIVE.search(lead) is not None
+    if is_alien or wording.CONDITION.match(lead) or (not lead.isascii() and wording.ALIEN_CJK.search(lead)):
+        raise NoVerdictError(
+            f"the last verdict is about something else, or under a condition: {_shown(lead.strip(), 0)}"
+        )
+    if wording.NOT_SAID.search(line[-60:]) or wording.OTHERS.search(before):
         raise NoVerdictError(f"the text before it qualifies the last verdict: {_shown(line[-60:], 0)}")
-    if _INLINE_QUOTE.search(line) and '"' not in found.text[found.begin : found.start]:
+    if wording.INLINE_QUOTE.search(line) and '"' not in found.text[found.begin : found.start]:
         raise NoVerdictError(f"the last verdict is a quotation in a sentence: {_shown(line[-60:], 0)}")
+
+
+def number_of(text: str) -> float | None:
+    """Return the number in digits or as a word; ``None`` for another text."""
+    if text.lower() in wording.NUMBER_WORDS:
+        return float(wording.NUMBER_WORDS.index(text.lower()))
+    try:
+        return None if "_" in text else float(text)  # Python reads 1_0 as 10
+    except ValueError:
+        return None
 
 
 def is_quoted(text: str, start: int, marker: str = "") -> bool:
@@ -359,12 +364,12 @@ def is_quoted(text: str, start: int, marker: str = "") -> bool:
     """
     line_start = text.rfind("\n", 0, start) + 1
     before = text[max(line_start, start - 20) : start].rstrip(" *_(")
-    if not any(quote in marker for quote in _QUOTES):
+    if not any(quote in marker for quote in wording.QUOTES):
         odd = text.count('"', 0, start) % 2 == 1
-        if before[-1:] in (*_QUOTES,) or odd or text.rfind("\u201c", 0, start) > text.rfind("\u201d", 0, start):
+        if before[-1:] in (*wording.QUOTES,) or odd or text.rfind("\u201c", 0, start) > text.rfind("\u201d", 0, start):
             return True
     return text[line_start : min(line_start + 20, start)].lstrip().startswith(">") or bool(
-        _SAYING.search(text, max(0, start - _LONGEST_SAYING), start)
+        wording.SAYING.search(text, max(0, start - _LONGEST_SAYING), start)
     )
 
 
@@ -384,6 +389,8 @@ class Grammar:
         what: str,
         *,
         lowest: float = -math.inf,
+        highest: float = math.inf,
+        ignored: re.Pattern[str] | None = None,
         is_word: bool = False,
     ) -> None:
         """Define the format.
@@ -395,9 +402,11 @@ class Grammar:
             rivals: whether a clause after the given verdict contains another value.
             what: the name of a value in error messages.
             lowest: the lowest score, the only one that a cross may stand beside.
+            highest: the highest score.
+            ignored: what may follow a value and does not qualify it, although it contains a value.
             is_word: whether a sentence such as ``The answer is incorrect.`` may contain another verdict.
         """
-        self._lowest = lowest
+        self._lowest, self._highest, self._ignored, self._is_choice = lowest, highest, ignored, is_word
         self._after, self._convert, self._rivals, self._what = after, convert, rivals, what
         parts = re.findall(r"\w+|[^\w\s]", folded(after or ""))
         self._closes = {"[": "]", "(": ")", "{": "}"}.get(parts[-1] if parts else "")
@@ -405,8 +414,8 @@ class Grammar:
         # After an opening bracket, a closing one ends the candidate.
         around = _AROUND.replace(r"|)\]}", "|") if self._closes else _AROUND
         self._value = re.compile(rf"{around}(?P<value>{value})", re.IGNORECASE)
-        claim = f"|{_CLAIM}" if is_word else ""
-        self._line = re.compile(rf"(?:\n{_REVISED}{claim}){_AROUND}(?P<value>{value})", re.IGNORECASE)
+        claim = f"|{wording.CLAIM}" if is_word else ""
+        self._line = re.compile(rf"(?:\n{wording.REVISED}{claim}){_AROUND}(?P<value>{value})", re.IGNORECASE)
         self._marker = re.compile(_of_parts(parts))
         weak = parts[:-1] if len(parts) > 1 and not re.match(r"\w", parts[-1]) else []
         # "Score (final): 8" is only for words: after a bracket, the text is free.
@@ -430,7 +439,7 @@ class Grammar:
         found = self._at(text, last)
         self._check_clause(found, last.end())
         quoted = self._is_doubtful(text, last)
-        if quoted or _TURN.search(text, 0, last.start()):
+        if quoted or wording.TURN.search(text, 0, last.start()):
             markers = self._last_markers(text, MOST_DRAFTS + 1, _LONGEST_REST)
         else:  # only a draft directly before it counts
             markers = [*self._marker.finditer(text, max(0, last.start() - _LONGEST_DRAFT), last.start()), last]
@@ -467,11 +476,12 @@ class Grammar:
         """Check that nothing qualifies the value: rule 3."""
         closed = _CLOSED.match(found.text, found.end)
         assert closed is not None
-        rest = found.text[closed.end() : closed.end() + 400]
+        end = points.end() if (points := wording.POINTS.match(found.text, closed.end())) else closed.end()
+        rest = found.text[end : end + 400]
         if self._closes:
             is_plain = (self._closes in closed[0] or rest.startswith(f" {self._closes}")) and not rest.startswith("?")
         elif "\n" in found.text[marker_end : found.start]:
-            is_plain = _ENDS_LINE.match(rest) is not None
+            is_plain = wording.ENDS_LINE.match(rest) is not None
         else:
             is_plain = self._is_plain(rest, found)
         signs = found.text[marker_end : found.start]
@@ -479,19 +489,27 @@ class Grammar:
             raise NoVerdictError(f"the last verdict is not a single {self._what}: {found.shown}")
 
     def _are_fitting(self, text: str, found: Candidate) -> bool:
-        return _DOUBTED.isdisjoint(text) and (found.score == self._lowest or not set(_CROSSED) & set(text))
+        return wording.DOUBTED.isdisjoint(text) and (found.score == self._lowest or not set(_CROSSED) & set(text))
 
     def _is_plain(self, rest: str, found: Candidate) -> bool:
-        if _ENDS_SENTENCE.match(rest) or _REASON.match(rest):
+        if wording.ENDS_SENTENCE.match(rest) or wording.REASON.match(rest):
             return True
-        if not _BEGINS_PROSE.match(rest):
+        if not wording.BEGINS_PROSE.match(rest):
             return False
-        clause = re.split(r"\u3002|[.!](?=[\s*_\"'`)]|\Z)|\n", rest, maxsplit=1)[0]
-        words = [word.lower() for word in re.findall(r"[^\W\d_]+", clause[:100])[:2]]
+        clause = wording.FAULTLESS.sub("", re.split(r"\u3002|[.!](?=[\s*_\"'`)]|\Z)|\n", rest, maxsplit=1)[0])
+        if self._ignored is not None:
+            clause = self._ignored.sub("", clause)
+        is_harmless = wording.HARMLESS.match(clause) is not None
+        is_open = self._is_choice and wording.DIRECT.match(clause) and not is_harmless
+        if is_open or (self._is_choice and wording.RESERVATIONS.match(clause)):
+            return False
+        words = [word.lower() for word in re.findall(r"[^\W_]+", clause[:100])[:2]]
         if not re.match(r"\s*\w", rest) and words[:1] not in (["this"], ["that"], ["which"]):
-            words = [*words[:1], *(word for word in words[1:] if word not in _PROSE)]
-        is_plain = self._are_fitting(clause, found) and _HEDGES.isdisjoint(words)
-        return is_plain and not self._rivals(clause, found.verdict)
+            words = [*words[:1], *(word for word in words[1:] if word not in wording.PROSE)]
+        if found.score is not None and self._lowest < found.score < self._highest < math.inf:
+            words = [word for word in words if word not in wording.PARTIAL]
+        is_hedged = wording.CJK_HEDGE.match(clause) or not (wording.HEDGES.isdisjoint(words) or is_harmless)
+        return self._are_fitting(clause, found) and not is_hedged and not self._rivals(clause, found.verdict)
 
     def _is_doubtful(self, text: str, marker: re.Match[str]) -> bool:
         """Return whether a candidate is quoted, or has a name of its own: rule 5."""
@@ -501,22 +519,26 @@ class Grammar:
         if (in_code and not _WHOLE_BLOCK.fullmatch(text)) or is_quoted(text, start, marker[0]):
             return True
         stripped = before.rstrip(" \t*_~`(")
+        words = re.split(r"[^\w\s*~`]", before.rstrip(" \t*_~`:"))[-1].lower().split()
+        last = next((word for word in reversed(words) if word not in wording.NEUTRAL), None)
+        if last in wording.DENIALS:
+            raise NoVerdictError(f"the word {last!r} before it qualifies the last verdict: {_shown(text, start)}")
         letters = sum(1 for _ in takewhile(str.isalnum, reversed(stripped)))
         word = stripped[len(stripped) - letters :].lower()
-        if word in _DENIALS:
+        if word in wording.DENIALS:
             place = start - len(before) + len(stripped) - letters
             raise NoVerdictError(f"the word before it qualifies the last verdict: {_shown(text, place)}")
         if not self._is_word:
             return False
         is_attached = before[-1:] == "." and before[-2:-1].isalnum()
-        return is_attached or (word != "" and word not in _NEUTRAL)
+        return is_attached or (word != "" and word not in wording.NEUTRAL)
 
     def _check_rest(self, found: Candidate) -> None:
         """Check that nothing after the value contradicts it: rule 6."""
         if len(found.text) - found.end > _LONGEST_REST:
             raise NoVerdictError(f"more than {_LONGEST_REST} characters follow the last verdict: {found.shown}")
         lines = self._line.finditer(found.text, found.end)
-        alone = [line for line in lines if _ENDS_LINE.match(found.text, line.end())]
+        alone = [line for line in lines if wording.ENDS_LINE.match(found.text, line.end())]
         for other in [*self._weak.finditer(found.text, found.end), *alone]:
             try:
                 differs = self._convert(other)[0] != found.verdict
@@ -545,7 +567,7 @@ class Grammar:
     def _at_end(self, text: str) -> Candidate | None:
         begin = text.rfind("\n") + 1
         match = self._value.match(text, begin)
-        if match is None or not _ENDS_LINE.fullmatch(text, match.end()):
+        if match is None or not wording.ENDS_LINE.fullmatch(text, match.end()):
             return None
         return Candidate(text, begin, match.start("value"), match.end(), *self._convert(match))
 

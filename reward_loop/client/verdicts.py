@@ -10,23 +10,25 @@ import math
 import re
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Protocol
 
 from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from reward_loop._util.text import listing, shorten
+from reward_loop.client import wording
 from reward_loop.client.grammar import (
     MOST_DRAFTS,
     Candidate,
     Grammar,
     NoVerdictError,
     check_last,
+    check_restated,
     final_text,
     folded,
     is_quoted,
+    number_of,
 )
 from reward_loop.errors import ConfigError
 
@@ -34,8 +36,16 @@ __all__ = ["Choice", "Json", "NoVerdictError", "Number", "Order", "Pattern", "Ra
 
 # Longer numbers end in the middle, which is then not a single number.
 _NUMBER = r"\d{1,17}(?:\.\d{1,17})?"
+_WORDS = rf"(?:{'|'.join(wording.NUMBER_WORDS)})\b"
 _OUT_OF = r"(?:points?\s{1,3})?out\s{1,3}of\b(?:\s{1,3}a\s{1,3}possible\b)?"
-_SCALE = rf"[*_\"'`)\]}}$]{{0,6}}\s{{0,3}}\(?(?:/|{_OUT_OF})\s{{0,3}}[*_\"'`(\[{{$]{{0,6}}(?P<scale>{_NUMBER})"
+_SCALE = rf"[*_\"'`)\]}}$]{{0,6}}\s{{0,3}}\(?(?:/|{_OUT_OF})\s{{0,3}}[*_\"'`(\[{{$]{{0,6}}(?P<scale>{_NUMBER}|ten\b)"
+_SUBJECT = (
+    r"(?:(?:it|(?:the|this) (?:(?:final|given|student's|model's) )?(?:answer|response|solution|submission)) is\s{1,3}"
+    r"[*_`]{0,3})?"
+)
+"""What may stand between a marker and a word."""
+_DENIED = re.compile(r"\W*(?:does|do|did)(?:\snot|n['\u2019]t)\b", re.IGNORECASE)
+_NEGATION = frozenset(("no", "not", "nothing", "never", "nor", "none"))
 _ITEM = r"[*_`\[(#]{0,6}(?:[a-z]{1,12}\s{1,3})?[*_`\[(#]{0,6}\d{1,4}[*_`\])]{0,6}"
 _MOST_BRACES = 20_000
 
@@ -76,7 +86,7 @@ class Number:
         if not low < high:
             raise ConfigError(f"Number({low}, {high}): the first bound must be below the second")
         self.low, self.high, self.after, self.scaled = low, high, after, scaled
-        value = rf"(?P<number>[-+]?{_NUMBER}(?:e[-+]?\d{{1,3}})?)(?:{_SCALE})?"
+        value = rf"(?P<number>[-+]?{_NUMBER}(?:e[-+]?\d{{1,3}})?|{_WORDS})(?:{_SCALE})?"
         lowest = self._score(low)
         self._grammar = Grammar(after, value, self._convert, _has_number, "number", lowest=lowest)
 
@@ -91,9 +101,9 @@ class Number:
 
     def _convert(self, match: re.Match[str]) -> tuple[float, float]:
         written, scale = match["number"], match["scale"]
-        if scale is not None and float(scale) != self.high:
+        if scale is not None and number_of(scale) != self.high:
             raise NoVerdictError(f"the number is out of {scale}, not out of {self.high:g}: {shorten(match['value'])}")
-        if not self.low <= (number := float(written)) <= self.high:
+        if (number := number_of(written)) is None or not self.low <= number <= self.high:
             raise NoVerdictError(f"{written} is not between {self.low:g} and {self.high:g}")
         return number, self._score(number)
 
@@ -146,14 +156,22 @@ class Choice:
             for (choice, _), word in zip(self._choices, patterns, strict=True)
         ]
         value = "|".join(f"({word})" for word in patterns)
+        self._polarity = {choice: self._judges(choice, score, scores.values()) for choice, score in self._choices}
         # "incorrect (the correct answer is 7)"
-        self._right = re.compile(
-            rf"(?:\A\W*|\bthe )(?:{value}) (?:answer|value|result|option)(?: (?:is|was|should|would)\b|\s?[:=])",
+        ignored = re.compile(
+            rf"(?:\A\W*|\bthe )(?:{value}|right|true|actual) (?:answer|value|result|option)(?: (?:is|was|should"
+            rf"|would)\b|\s?[:=])"
+            rf"|\bnot (?:an? |the )?(?:{value})",
             re.IGNORECASE,
         )
-        lowest = min(self.words.values())
-        what = f"verdict of {listing(scores)}"
-        self._grammar = Grammar(after, value, self._convert, self._has_rival, what, lowest=lowest, is_word=True)
+        what, bounds = f"verdict of {listing(scores)}", (min(self.words.values()), max(self.words.values()))
+        self._grammar = Grammar(
+            *(after, f"{_SUBJECT}(?:{value})" if after else value, self._convert, self._has_rival, what),
+            lowest=bounds[0],
+            highest=bounds[1],
+            ignored=ignored,
+            is_word=True,
+        )
 
     def read(self, reply: str) -> tuple[str, float]:
         """Return the word, as written in `scores`, and its score."""
@@ -173,8 +191,25 @@ class Choice:
         _, *words = match.groups()  # the first is the whole value
         return next(choice for choice, word in zip(self._choices, words, strict=True) if word is not None)
 
+    @staticmethod
+    def _judges(choice: str, score: float, scores: Collection[float]) -> tuple[int, bool]:
+        """Return 1 for a word that means a right answer, -1 for a wrong one, else 0; and whether by itself."""
+        words = re.findall(r"\w+", choice.lower())
+        if words and words[-1] in wording.AGAINST:
+            return -1, True
+        if len(words) == 1 and words[0] in wording.FOR:
+            return 1, True
+        return (score == max(scores)) - (score == min(scores)), False
+
     def _has_rival(self, clause: str, verdict: str) -> bool:
-        clause = self._right.sub("", clause)
+        polarity, says_so = self._polarity[verdict]
+        if polarity == 1 and _DENIED.match(clause):
+            return True
+        against = wording.AGAINST if polarity == 1 else wording.FOR if polarity == -1 else ()
+        words = re.findall(r"[^\W\d_]+", clause[:60].lower())[: 2 if says_so else 1]
+        is_alone = says_so or not words or re.match(rf"\W*{words[0]}\s?(?:[.,;:)\]]|\Z)", clause, re.IGNORECASE)
+        if is_alone and not _NEGATION & {*words} and any(word in against for word in words):
+            return True
         return any(
             choice != verdict and rival.search(clause)
             for (choice, _), rival in zip(self._choices, self._rivals, strict=True)
@@ -217,6 +252,7 @@ class Pattern:
         if text != reply and self._pattern.search(reply, found.end):
             raise NoVerdictError(f"reasoning with another verdict follows the last one: {found.shown}")
         verdict, score = found.verdict, found.score
+        check_restated(found, wording.RATING_NAMES, score, self._score_of)
         if score is None:
             known = "a number" if self._scores is None else f"one of {listing(self._scores)}"
             raise NoVerdictError(f"{shorten(verdict)} is not {known}")
@@ -226,13 +262,12 @@ class Pattern:
 
     def _candidate(self, match: re.Match[str]) -> Candidate:
         group = 1 if self._pattern.groups else 0
-        verdict, score = match[group] or "", None
-        if self._scores is not None:
-            score = self._scores.get(_squeezed(verdict))
-        elif "_" not in verdict:  # Python reads 1_0 as 10
-            with suppress(ValueError):
-                score = float(verdict)
+        verdict = match[group] or ""
+        score = self._score_of(verdict)
         return Candidate(match.string, match.start(), match.start(group), match.end(), verdict, score)
+
+    def _score_of(self, verdict: str) -> float | None:
+        return number_of(verdict) if self._scores is None else self._scores.get(_squeezed(verdict))
 
 
 class Json:
@@ -259,18 +294,19 @@ class Json:
 
     def read(self, reply: str) -> tuple[Any, float]:
         """Return the validated object, as dicts, lists and scalars, and its score."""
-        found, checked = self._object(reply)
+        candidate, checked = self._object(reply)
         score = checked.get(self._field) if isinstance(checked, Mapping) else None
         if not isinstance(score, int | float) or not abs(score) <= sys.float_info.max:
             raise NoVerdictError(f"{self._field!r} in the JSON object is {shorten(score)}, which is not a number")
-        _check_number(found, self._field, score)
+        _check_number(candidate.verdict, self._field, score)
+        check_restated(candidate, (self._field, *wording.RATING_NAMES), score, number_of)
         return checked, float(score)
 
-    def _object(self, reply: str) -> tuple[dict[str, Any], Any]:
+    def _object(self, reply: str) -> tuple[Candidate, Any]:
         """Return the last object as it was written, and as it was validated."""
         found = _last_object(reply)
         try:
-            return found, self._adapter.dump_python(self._adapter.validate_python(found), mode="json")
+            return found, self._adapter.dump_python(self._adapter.validate_python(found.verdict), mode="json")
         except ValidationError as error:
             problem = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(map(str, problem["loc"]))
@@ -312,7 +348,8 @@ class Ratings(Json):
         """Return the ratings, scaled to 0..1, and their weighted sum."""
         found, checked = self._object(reply)
         for name, given in checked.items():
-            _check_number(found, name, given)
+            _check_number(found.verdict, name, given)
+            check_restated(found, (name,), given, number_of)
         ratings = {name: (given - self.low) / (self.high - self.low) for name, given in checked.items()}
         return ratings, self.weigh(ratings)
 
@@ -353,8 +390,22 @@ class Order:
         return [self._known[number] for number in found], None
 
 
-def _has_number(clause: str, _: Any) -> bool:
-    return re.search(r"[\d%\u2030]|\band a (?:half|quarter)\b", clause) is not None
+_OTHER_NUMBER = re.compile(
+    rf"[%\u2030]|\band a (?:half|quarter)\b|\A\s*(?:halves|thirds|quarters|fifths|tenths)\b|\bpoint\s(?:\d|{_WORDS})"
+    rf"|\A\W*{_WORDS}(?!\s(?!if\b|for\b|or\b|at\b|would\b|points?\b|out\b))",
+    re.IGNORECASE,
+)
+"""Text after a number that makes it another number."""
+
+
+def _has_number(clause: str, verdict: float) -> bool:
+    """Return whether a clause has another number, in digits or as its first word."""
+    if any(char.isdigit() for char in clause):
+        digits = re.findall(r"\d+(?:\.\d+)?", clause)
+        if not digits or any(float(number) != verdict for number in digits):
+            return True
+    other = _OTHER_NUMBER.search(clause)
+    return other is not None and number_of(re.sub(r"\W", "", other[0])) != verdict
 
 
 def _has_another_order(clause: str, _: Any) -> bool:
@@ -372,7 +423,7 @@ def _check_number(found: Mapping[str, Any], name: str, score: Any) -> None:
         raise NoVerdictError(f"{name!r} in the JSON object is {shorten(given)}, which is not a number")
 
 
-def _last_object(reply: str) -> dict[str, Any]:
+def _last_object(reply: str) -> Candidate:
     """Return the last JSON object that is not part of another value.
 
     Text in braces without a colon, such as TeX, is not an object. All else in braces must be one: an inner object never
@@ -396,7 +447,7 @@ def _last_object(reply: str) -> dict[str, Any]:
     quoted = is_quoted(text, found.begin)
     earlier = places[-2 : -2 - (MOST_DRAFTS if quoted else 1) : -1]
     check_last(found, [one for place in earlier if (one := _decoded(text, *place)).verdict is not None], quoted)
-    return found.verdict
+    return found
 
 
 def _in_braces(text: str) -> Iterator[tuple[int, int]]:

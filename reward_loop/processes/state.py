@@ -6,28 +6,44 @@ import decimal
 import functools
 import gc
 import importlib
+import json
 import locale
 import logging
 import operator
 import os
+import pathlib
+import random
 import resource
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from types import ModuleType
 from typing import Any
 
 __all__ = ["ProcessState", "Watch"]
 
-_MODULES = tuple(map(importlib.import_module, (
-    "os", "sys", "subprocess", "shutil", "signal", "builtins",
+_MODULES: tuple[ModuleType, ...] = tuple(map(importlib.import_module, (
+    "builtins",  # first: to restore classes needs builtins
+    "os", "sys", "subprocess", "shutil", "signal",
     "contextvars", "decimal", "fractions", "functools", "io", "json", "math", "pickle", "random", "re", "time",
+    "collections", "datetime", "importlib", "itertools", "pathlib", "resource", "socket", "struct", "tempfile",
+    "threading",
 )))  # fmt: skip
 """Modules in which graders of generated code, and the code itself, replace functions or set them to ``None``. To
 compare the names of all modules would take too long."""
+
+_CLASSES: tuple[type, ...] = (
+    subprocess.Popen, pathlib.PurePath, pathlib.Path, type(pathlib.Path()), threading.Thread, socket.socket,
+    random.Random, json.JSONEncoder,
+)  # fmt: skip
+"""Classes whose attributes are compared. Classes written in C cannot be changed."""
 
 _LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_CORE, resource.RLIMIT_CPU, resource.RLIMIT_DATA, resource.RLIMIT_FSIZE,
            resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_STACK)  # fmt: skip
@@ -41,10 +57,11 @@ _MAX_NEW_THREADS = 64
 class ProcessState:
     """The state of the process before its first call, to which `restore` returns.
 
-    Covered are resource limits, environment, umask, signal handlers and mask, the names of `_MODULES`, ``sys.path``,
-    settings of the interpreter (`_settings`), decimal context, time zone and warning filters. A process with another
-    user or priority is replaced. The worker itself restores working directory, timers and streams. Not covered are
-    files, child processes, random generators, and other modules.
+    Covered are resource limits, environment, umask, signal handlers and mask, the names of `_MODULES`, the attributes
+    of `_CLASSES`, ``sys.path``, settings of the interpreter (`_settings`), decimal context, time zone and warning
+    filters. Global random generators that a call has seeded, of Python and NumPy, get a new seed. A process with
+    another user or priority is replaced. The worker itself restores working directory, timers and streams. Not covered
+    are files, child processes, other modules and classes, constants of ``socket``, and other random generators.
 
     The functions that `restore` uses are kept here: a call may set them to ``None``.
 
@@ -53,7 +70,9 @@ class ProcessState:
     """
 
     def __init__(self, watch: Watch) -> None:
-        self._names = [_Names(vars(module)) for module in _MODULES]
+        with suppress(OSError):
+            tempfile.gettempdir()  # it keeps its result in a name of the module
+        self._names = [*map(_Names, _MODULES), *map(_Names, _CLASSES)]
         self._loaded = operator.itemgetter(*(module.__name__ for module in _MODULES))
         self._modules = dict(sys.modules)
         lists: list[list[Any]] = [sys.path, sys.meta_path, sys.path_hooks]
@@ -75,6 +94,7 @@ class ProcessState:
         self._identity, self._owner = _identity, _identity()
         self._active_threads, self._threads = threading.active_count, threading.active_count()
         self._tzset = time.tzset
+        watch.watch_numpy()
         watch.changed.clear()  # by imports
 
     def restore(self) -> bool:
@@ -114,6 +134,8 @@ class ProcessState:
         if warnings.filters != self._filters:
             self._catching.__exit__(None, None, None)
             self._catching, self._filters = _catch_warnings()
+        if self._watch.watch_numpy() or "random" in self._watch.changed:
+            self._watch.seed()
         is_restored = "limits" not in self._watch.changed or self._restore_limits()
         self._watch.changed.clear()
         is_restored = is_restored and self._identity() == self._owner
@@ -149,7 +171,7 @@ class ProcessState:
 
 
 class Watch:
-    """Records whether the environment, resource limits or signal handlers may have changed.
+    """Records whether the environment, resource limits, signal handlers or random generators may have changed.
 
     To compare them after each call would take 30 microseconds. Create it before the user's function is imported, which
     may keep the functions that are watched.
@@ -157,18 +179,38 @@ class Watch:
 
     def __init__(self) -> None:
         self.changed: set[str] = set()
-        """Of ``environment``, ``limits`` and ``handlers``, those that may have changed."""
+        """Of ``environment``, ``limits``, ``handlers`` and ``random``, those that may have changed."""
         self.variables: set[str] = set()
         """The names of the environment variables that may have changed."""
         self.setrlimit, self.signal, self.unsetenv = resource.setrlimit, signal.signal, os.unsetenv
+        self._seeds: list[Callable[[], Any]] = [random.seed]
+        self._watches_numpy = False
         for name in ("putenv", "unsetenv"):  # `os.environ` calls them, too
             setattr(os, name, self._named(getattr(os, name)))
         for module, name, what in (
             (resource, "setrlimit", "limits"),
             (resource, "prlimit", "limits"),
             (signal, "signal", "handlers"),
+            (random, "seed", "random"),
+            (random, "setstate", "random"),
         ):
             setattr(module, name, self._watched(getattr(module, name), what))
+
+    def watch_numpy(self) -> bool:
+        """Watch NumPy's global random generator once NumPy is imported; return whether that has just begun."""
+        if self._watches_numpy or "numpy.random" not in sys.modules:
+            return False
+        module = sys.modules["numpy.random"]
+        self._seeds.append(module.seed)
+        for name in ("seed", "set_state"):
+            setattr(module, name, self._watched(getattr(module, name), "random"))
+        self._watches_numpy = True
+        return True
+
+    def seed(self) -> None:
+        """Give the global random generators new seeds: a seed of one call would make the next calls draw the same."""
+        for seed in self._seeds:
+            seed()
 
     def _watched(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -191,22 +233,42 @@ class Watch:
 
 
 class _Names:
-    """The names of a module. To compare lists of their values takes half as long as to compare dicts."""
+    """The names of a module or class. To compare lists of their values takes half as long as to compare dicts."""
 
-    def __init__(self, names: dict[str, Any]) -> None:
-        self._names, self._before, self._values = names, dict(names), [*names.values()]
+    def __init__(self, owner: ModuleType | type) -> None:
+        self._owner, self._names, self._before = owner, vars(owner), dict(vars(owner))
+        self._class_setattr = setattr if isinstance(owner, type) else None
+        self._read: Callable[[Any], Any] | None = None
+        if owner is socket:  # most of its names are constants
+            self._before = {name: value for name, value in self._before.items() if callable(value)}
+            self._read = operator.itemgetter(*self._before)
+        self._values = self._current()
+
+    def _current(self) -> Any:
+        return [*self._names.values()] if self._read is None else self._read(self._names)
 
     def restore(self) -> bool:
         """Restore the names; return whether any had changed."""
+        try:
+            # Without a call of `_current`, which would take a quarter of the time.
+            if ([*self._names.values()] if self._read is None else self._read(self._names)) == self._values:
+                return False
+        except KeyError:  # a name was deleted
+            pass
         names, before = self._names, self._before
-        if [*names.values()] == self._values:
-            return False
         for name, value in before.items():
             if names.get(name, before) is not value:
-                names[name] = value
-        for name in names.keys() - before.keys():  # names that are new stay: modules that a call imports may need them
-            before[name] = names[name]
-        self._values = [*names.values()]
+                if self._class_setattr is None:
+                    names[name] = value
+                else:
+                    self._class_setattr(self._owner, name, value)
+        # Names that are new stay, since modules that a call imports may need them; but not in place of inherited ones.
+        for name in names.keys() - before.keys() if self._read is None else ():
+            if isinstance(self._owner, type) and any(name in vars(base) for base in self._owner.__mro__[1:]):
+                delattr(self._owner, name)
+            else:
+                before[name] = names[name]
+        self._values = self._current()
         return True
 
 

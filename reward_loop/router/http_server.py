@@ -34,6 +34,10 @@ _ACCEPTS = 64
 _FULL_S = 0.05
 """The pause before the next attempt to accept when the process has no free file descriptor, in seconds."""
 
+_SILENT_S = 5.0
+"""When all connections are in use, those that have been without a request for longer make room for others, in
+seconds."""
+
 _ABORT_S = 5.0
 """Seconds that cancelled requests have to end when the server stops."""
 
@@ -48,10 +52,12 @@ class HttpServer:
             :class:`~reward_loop.router.client_request.ClientRequest` without a complete answer, the connection is
             closed.
         max_head_bytes: longer heads are refused with 431, or with 414 if the URL is too long.
-        keep_alive_s: connections without a request are closed after this time, in seconds. It is longer than clients
-            keep idle connections, so that the client closes them, not the server.
+        keep_alive_s: connections without a request are closed after this time, in seconds, and those whose client
+            does not read its answer. It is longer than clients keep idle connections, so that the client closes them,
+            not the server.
         max_connections: further connections wait in the kernel's backlog; ``None`` for no bound. When three quarters
-            are in use, each connection closes after its answer, so that idle ones do not keep others waiting.
+            are in use, each connection closes after its answer, so that idle ones do not keep others waiting; when all
+            are, those without a request for some seconds close.
     """
 
     def __init__(
@@ -74,6 +80,7 @@ class HttpServer:
         self._listener: socket.socket | None = None
         """``None`` before the start, and from the stop on."""
         self._accepting = False
+        self._room_timer = self.loop.call_later(0, lambda: None)
 
     @property
     def crowded(self) -> bool:
@@ -148,10 +155,20 @@ class HttpServer:
             self._accepting = False
             self.loop.remove_reader(self._listener.fileno())
 
+    def _make_room(self) -> None:
+        """While no connection can be accepted, close those that have long been without a request."""
+        self._room_timer.cancel()
+        if self._listener and not self._accepting:
+            for connection in list(self._connections):
+                if connection.silent_s > _SILENT_S:
+                    connection.abort()
+            self._room_timer = self.loop.call_later(_SILENT_S / 5, self._make_room)
+
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(_ACCEPTS):
             if self._max_connections is not None and self._open >= self._max_connections:
                 self._pause()  # `discard` continues.
+                self._make_room()
                 return
             try:
                 accepted, _ = listener.accept()
@@ -178,6 +195,8 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._flow: Flow
         self._timer: asyncio.TimerHandle
+        self._unread: asyncio.TimerHandle | None = None
+        """Closes the connection while its client does not read."""
         self._request: ClientRequest | None = None
         self._task: asyncio.Task[None] | None = None
         self._stopped_parsing = False
@@ -190,6 +209,11 @@ class _Connection(asyncio.Protocol):
         """An upper bound for the length of a head that ends within the bytes that are being parsed."""
         self._unproductive_bytes = 0
         """The number of bytes received since the last complete head, part of a body, or complete request."""
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds without a request; 0 with one."""
+        return 0.0 if self._request or self._task else self._server.loop.time() - self._idle_since
 
     def stop(self) -> None:
         """Close the connection, after the answer to the request in flight if there is one."""
@@ -235,13 +259,18 @@ class _Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._flow.writable.clear()
+        self._unread = self._server.loop.call_later(self._server.keep_alive_s, self.abort)
 
     def resume_writing(self) -> None:
         self._flow.writable.set()
+        if self._unread:
+            self._unread.cancel()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lost = True
         self._timer.cancel()
+        if self._unread:
+            self._unread.cancel()
         if self._task:
             self._cancel(self._task)
         else:

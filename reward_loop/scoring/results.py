@@ -39,6 +39,8 @@ __all__ = [
 _MAX = (2 - 2**-23) * 2.0**127
 """The largest finite float32. Trainers store rewards in float32, where a larger score would become infinite."""
 
+_NO_SCORE = "gave no score"
+
 _ACCEPTED = "a number, a bool, a dict with `score`, a tuple (score, prompt, explanation), or None (unscored)"
 
 
@@ -64,8 +66,7 @@ def to_result(call: CallOutcome, sample: RewardSample, function: str) -> RewardR
             problem = error.about(sample, function)
         else:
             if score is None:
-                cause = f"no score from {function}"
-                problem = UnscoredError("gave no score", sample=sample, function=function, cause=cause)
+                problem = _unscored(extra_info, sample, function)
     outcome = Outcome.SCORED
     if problem is not None:
         is_unscored = isinstance(problem, UnscoredError | BudgetSpentError)
@@ -74,7 +75,7 @@ def to_result(call: CallOutcome, sample: RewardSample, function: str) -> RewardR
         outcome,
         score,
         extra_info,
-        error=None if problem is None or isinstance(problem, UnscoredError) else str(problem),
+        error=None if problem is None or getattr(problem, "problem", None) == _NO_SCORE else str(problem),
         attempts=call.attempts,
         work_s=call.work_s,
         wait_s=call.wait_s,
@@ -82,6 +83,19 @@ def to_result(call: CallOutcome, sample: RewardSample, function: str) -> RewardR
         outage_s=call.outage_s,
         exception=problem,
     )
+
+
+def _unscored(extra_info: Mapping[str, Any], sample: RewardSample, function: str) -> UnscoredError:
+    """Return the error of a sample without a score, with the reason if a judge gives one.
+
+    Samples are grouped by the part of the reason that names no text of the reply.
+    """
+    explanation = extra_info.get("explanation")
+    reason = ""
+    if isinstance(explanation, str) and explanation.startswith("unscored: "):
+        reason = ": " + explanation.partition("\n")[0].removeprefix("unscored: ")
+    cause = f"no score from {function}" + reason[:2] + reason[2:].partition(": ")[0]
+    return UnscoredError(_NO_SCORE + reason, sample=sample, function=function, cause=cause)
 
 
 def _problem(call: CallOutcome, sample: RewardSample, function: str) -> ScoringError | None:

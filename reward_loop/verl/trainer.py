@@ -222,9 +222,13 @@ class RewardLoopTrainer(RecordingTrainer):
     def _say_failures(self, of: str, infos: Iterable[Mapping[str, Any]]) -> None:
         """Log one line if samples of a step or validation have no score."""
         folder = self._settings.options.log_dir
-        results = (RewardResult.of({"reward_score": 0.0, "reward_extra_info": dict(info)}) for info in infos)
-        if line := Failures.of(results).line(None if folder is None else f"reward-loop view {folder}"):
+        if line := self._failures(infos).line(None if folder is None else f"reward-loop view {folder}"):
             logger.warning("%s: %s", of, line)
+
+    @staticmethod
+    def _failures(infos: Iterable[Mapping[str, Any]]) -> Failures:
+        results = (RewardResult.of({"reward_score": 0.0, "reward_extra_info": dict(info)}) for info in infos)
+        return Failures.of(results)
 
     @overrides(PPOTrainer)
     def _step_once(self, metrics: dict, timing_raw: dict, sample_batch_size: int) -> Any:
@@ -392,13 +396,10 @@ class RewardLoopTrainer(RecordingTrainer):
         learners = [i for i in rows if batch.keys[i] in rewards and batch.keys[i] not in masked]
         self._left_out |= {batch.keys[i]: batch.tags[i] for i in rows if batch.keys[i] in masked}
         if not learners:
-            info = next(reward.info for reward in rewards.values() if reward.is_masked)
             log_dir = self._settings.options.log_dir
             where = f". `reward-loop report {log_dir}` shows why, with the replies of judges" if log_dir else ""
-            raise NothingToLearnError(
-                f"no sample of step {self.global_steps} has a score to learn from; the first one is "
-                f"{info['reward_outcome']}{': ' if info['reward_error'] else ''}{info['reward_error']}{where}"
-            )
+            why = self._failures(reward.info for reward in rewards.values()).line() or "all are masked"
+            raise NothingToLearnError(f"no sample of step {self.global_steps} has a score to learn from: {why}{where}")
         return select(batch, learners)
 
     @overrides(PPOTrainer)

@@ -229,3 +229,61 @@ async def test_heads_are_bounded_and_bodies_are_not(end: bytes) -> None:
         writer.close()
         body = b"POST / HTTP/1.1\r\nhost: h\r\ncontent-length: %d\r\nconnection: close\r\n\r" % (4 << 20)
         assert (await LimitedServer(url).answer(body, b"\n" + b"z" * (4 << 20))).endswith(b"ok")
+
+
+@pytest.mark.parametrize(
+    "unproductive", [b"0\r\n" + b"a: b\r\n" * 200_000, b"1;" + b"x" * 1_200_000], ids=["trailers", "chunk extension"]
+)
+async def test_what_stands_between_the_parts_of_a_body_is_bounded(unproductive: bytes) -> None:
+    async with serving(ok, http=uvicorn_limits.LimitedHttp) as url:
+        reader, writer = await asyncio.open_connection(*LimitedServer(url).address)
+        async with asyncio.timeout(30):
+            writer.write(b"POST / HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n" + unproductive)
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+        writer.close()
+
+
+async def test_trailers_are_not_headers() -> None:
+    names: list[bytes] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await ok(scope, receive, send)
+        names.extend(name for name, _ in scope["headers"])
+
+    async with serving(app, http=uvicorn_limits.LimitedHttp) as url:
+        head = b"POST / HTTP/1.1\r\nhost: h\r\nconnection: close\r\ntransfer-encoding: chunked\r"
+        answer = await LimitedServer(url).answer(head, b"\n\r\n0\r\nauthorization: Bearer key\r", b"\n\r\n ")
+        assert answer.endswith(b"ok")
+    assert b"authorization" not in names
+
+
+async def test_a_client_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uvicorn_limits, "KEEP_ALIVE_S", 0.2)
+    ended = asyncio.Event()
+
+    async def large(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x" * (20 << 20), "more_body": True})
+        await send({"type": "http.response.body", "body": b""})  # waits until the client has read, or is disconnected
+        ended.set()
+
+    async with serving(large, http=uvicorn_limits.LimitedHttp, timeout_keep_alive=1) as url:
+        _, writer = await asyncio.open_connection(*LimitedServer(url).address, limit=1000)
+        writer.write(GET)
+        async with asyncio.timeout(30):
+            await ended.wait()
+        writer.close()
+
+
+async def test_silent_connections_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uvicorn_limits, "_SILENT_S", 0.0)
+    monkeypatch.setattr(uvicorn_limits.resource, "getrlimit", lambda _: (4, 4))
+    async with serving(ok, http=uvicorn_limits.LimitedHttp) as url:
+        server = LimitedServer(url)
+        silent = [await asyncio.open_connection(*server.address) for _ in range(8)]
+        assert (await server.answer(GET[:-2] + b"connection: close\r\n\r", b"\n")).endswith(b"ok")
+        async with asyncio.timeout(30):
+            assert await silent[0][0].read() == b""
+        for _, writer in silent:
+            writer.close()

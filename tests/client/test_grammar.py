@@ -210,7 +210,7 @@ DRAFTS = {
     NUMBER: "Score: 3. That was a draft.",
     CHOICE: "Verdict: correct. That was a draft.",
     BRACKETS: "[[A]]. That was a draft.",
-    JSON: 'A draft is {"score": 3}. It may be better.',
+    JSON: 'At first sight {"score": 3}. It may be better.',
     PATTERN: "<verdict>yes</verdict>. That was a draft.",
     ORDER: "Ranking: 1 > 2 > 3. That was a draft.",
 }
@@ -224,7 +224,7 @@ QUALIFIED = [
         "between 7 and 8", "~8", "≈8", "<8", ">8", "about 8", "around 8", "not 8", "8?", "8 ?", "8, right?", "N/A", "N",
         "7,5", "1,000", "1.000.000", "8%", "8 %", "8 (%)", "8\u2030", "8 percent", "8 per cent", "8th", "8x", "8k",
         "8+", "8-",
-        "8±1", "8 ± 1", "8²", "8½", "½", "8°", "8/5", "8 out of 5", "8 out of ten", "8 (out of 5)", "8 of 10", "8:10",
+        "8±1", "8 ± 1", "8²", "8½", "½", "8°", "8/5", "8 out of 5", "8 (out of 5)", "8 of 10", "8:10",
         "8*2", "8 * 2", "8 + 1", "8 minus 1", "8 points out of 20", "8 on a scale of 1 to 20", "8 (or 9)", "8, maybe 9",
         "8, but 7 for style", "8 at most", "8 at first sight", "8 if it compiles", "8 would be too high",
         "8 is too high",
@@ -238,7 +238,8 @@ QUALIFIED += [
     for value in (
         "8", "8.", "8.0", "08", "8/10", "8 / 10", "8/10.", "**8**/10", "8/**10**", "8 out of 10", "8 (out of 10)",
         "8e0",
-        "+8", "8!", "8 points", "8 (good)", "8 - good", "8 — good", "8: the proof is short", "8, since step 3 is wrong",
+        "+8", "8!", "8 points", "eight",
+        "8 out of ten", "8 (good)", "8 - good", "8 — good", "8: the proof is short", "8, since step 3 is wrong",
         "8 because 2 + 2 = 4", "8. Step 3 is wrong.", "8; the rest is fine", "\u0668",
     )
 ]  # fmt: skip
@@ -616,6 +617,7 @@ UNITS = [
     '{"k":', "{", "[", "}", "{}", '{"a":1}', "{[", '{"a":"', '"', '\\"', "```\n", "<", "<think>", "</think>",
     "<think></think>", "<|channel|>", "Score:", "Score: 1 ", "Score: x ", "Score", "S*", "Verdict: correct or ",
     "[[A]] ", "Ranking: 1 > 2 ", "\n", "8\n", "8", "\nwait ", "a\u200b", "\ud800", "<verdict>yes</verdict>",
+    "A human would give\n", "# a\n", "**a**\n", "a: Score: 1 - a\n", "score is ", "e.g. ", "\nrating: 3", ", no errors",
 ]  # fmt: skip
 
 

@@ -45,7 +45,7 @@ def test_a_scaled_number_has_a_score_from_0_to_1(reply: str, score: float) -> No
         "",
         "a good answer",
         "7",
-        "Score: seven",
+        "Score: eleven",
         "Score: 11",
         "Score: -1",
         "Score: 7/5",

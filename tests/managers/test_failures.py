@@ -33,7 +33,8 @@ def result_of(**info: Any) -> RewardResult:
 
 
 async def results_of(answers: list[str], **options: Any) -> list[RewardResult]:
-    manager = NaiveRewardLoopManager({"max_failed_share": 1.0, **options}, compute_score=compute_score)
+    function = options.pop("compute_score", compute_score)
+    manager = NaiveRewardLoopManager({"max_failed_share": 1.0, **options}, compute_score=function)
     samples = [RewardSample(answer, uid=f"u{i}") for i, answer in enumerate(answers)]
     try:
         found = [await manager.run_single(sample) for sample in samples]
@@ -69,6 +70,23 @@ async def test_an_unscored_sample_has_no_error_to_show() -> None:
     line = Failures.of(await results_of(["none", "1"])).line()
     assert line == "1 unscored of 2 samples: no score from compute_score (test_failures.py)"
     assert Failures.of([result_of(reward_outcome="failed")]).line() == "1 failed of 1 sample: failed without a cause"
+
+
+def judged(solution_str: str) -> dict[str, Any]:
+    """Return what a judge's `Judgement.reward` returns for a reply that is cut off, or has no verdict."""
+    reason = f"no single number follows the last 'Score:': {solution_str!r}"
+    if solution_str == "cut":
+        reason = "the reply may be cut off: its finish_reason is 'length', not 'stop'; max_tokens may be too low"
+    return {"score": None, "verdict": None, "explanation": f"unscored: {reason}\nA reply."}
+
+
+async def test_the_reason_of_a_judge_is_the_cause_without_the_text_of_the_reply() -> None:
+    line = Failures.of(await results_of(["a", "b", "cut", "cut", "cut"], compute_score=judged)).line()
+    assert line == (
+        "5 unscored of 5 samples; the most frequent of 2 causes, 3 times: no score from judged (test_failures.py): "
+        "the reply may be cut off; first: sample u2: judged (test_failures.py) gave no score: the reply may be cut "
+        "off: its finish_reason is 'length', not 'stop'; max_tokens may be too low"
+    )
 
 
 async def test_one_cause_with_a_long_message_of_several_lines_is_one_short_line() -> None:

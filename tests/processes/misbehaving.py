@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import builtins
+import collections
 import contextvars
 import ctypes
 import dataclasses
+import datetime
 import decimal
 import faulthandler
 import gc
+import importlib
 import io
+import itertools
 import json
 import locale
 import logging
 import math
 import os
 import pickle
+import random
 import re
 import resource
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -254,6 +261,21 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "environment in bytes": lambda: os.environb.update({b"NEW": b"1"}),
     "environment of children": lambda: (os.putenv("NEW", "1"), os.unsetenv("HOME")),
     "priority": lambda: os.nice(1),
+    "other modules": lambda: [
+        setattr(sys.modules[module], name, None)
+        for module, name in (
+            *(("socket", "create_connection"), ("threading", "Lock"), ("struct", "pack"), ("datetime", "datetime")),
+            *(("itertools", "chain"), ("pathlib", "Path"), ("importlib", "import_module"), ("tempfile", "mkdtemp")),
+            *(("collections", "Counter"), ("resource", "getrlimit")),
+        )
+    ],
+    "a deleted name of socket": lambda: delattr(socket, "socket"),
+    "the folder of temporary files": lambda: setattr(tempfile, "tempdir", "/nowhere"),
+    "classes": lambda: (
+        *(setattr(Path, "exists", lambda self: True), delattr(Path, "read_text")),
+        *(setattr(json.JSONEncoder, "encode", None), setattr(subprocess.Popen, "wait", lambda *_: 0)),
+    ),
+    "a class that hides an inherited attribute": lambda: setattr(type(Path()), "is_file", lambda self: True),
     "interrupts": lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     "a death of later": lambda: faulthandler.dump_traceback_later(0.001, exit=True),
 }
@@ -279,10 +301,30 @@ def state() -> dict[str, Any]:
         *(sys.get_int_max_str_digits(), locale.setlocale(locale.LC_ALL), warnings.filters),
         *(logging.root.manager.disable, gc.isenabled(), gc.get_threshold(), socket.getdefaulttimeout()),
         *(sys.getprofile(), math.isclose(1, 2), re.match, json.loads("[1]"), sys.modules["json"], pickle.dumps),
+        *(socket.create_connection, socket.socket, threading.Lock, struct.pack, datetime.datetime, itertools.chain),
+        *(importlib.import_module, tempfile.mkdtemp, tempfile.gettempdir(), collections.Counter),
+        *(
+            resource.getrlimit,
+            Path.exists,
+            Path("/no").exists(),
+            Path("/no").is_file(),
+            Path.read_text,
+        ),
+        *(json.dumps([]), subprocess.Popen.wait, "is_file" in vars(type(Path()))),
         *(time.time, time.sleep, contextvars.copy_context, os.getpriority(os.PRIO_PROCESS, 0)),
         sorted(subprocess.run(["env"], capture_output=True).stdout.splitlines()),
     ]
     return {"score": 1.0, "state": repr(found), "pid": os.getpid()}
+
+
+def draws_with_a_seed() -> dict[str, Any]:
+    """Seeds the global random generators, and draws before that."""
+    import numpy as np
+
+    drawn = [random.random(), np.random.random()]
+    random.seed(0)
+    np.random.seed(0)
+    return {"score": 1.0, "drawn": repr(drawn), "pid": os.getpid()}
 
 
 def works_for(seconds: float, limit: int) -> float:

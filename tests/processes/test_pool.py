@@ -2,6 +2,7 @@ import asyncio
 import faulthandler
 import functools
 import gc
+import json
 import os
 import select
 import socket
@@ -295,6 +296,15 @@ async def test_what_a_call_changes_in_its_process_is_restored(isolate):
         if what in ("hard limit", "priority"):  # only root can raise it: the process was replaced
             first = result.extra_info
         assert result.extra_info["pid"] == first["pid"], what
+
+
+async def test_a_seed_of_random_numbers_does_not_outlive_its_call(isolate):
+    scoring = isolate()
+    results = [(await scoring(sample("draws_with_a_seed"))).extra_info for _ in range(4)]
+    assert len({result["pid"] for result in results}) == 1
+    drawn = [json.loads(result["drawn"]) for result in results]
+    for numbers in zip(*drawn, strict=True):
+        assert len(set(numbers)) == 4
 
 
 async def test_settings_of_numpy_end_with_the_call(one):
