@@ -10,5 +10,5 @@ from reward_loop.client.http import post
 async def compute_score(solution_str: str) -> float:
     """Return the judge's score of a response."""
     body = {"messages": [{"role": "user", "content": solution_str}], "pid": os.getpid()}
-    answer, _ = await post(os.environ["JUDGE_ADDRESS"], "/v1/chat/completions", body)
-    return float(answer["choices"][0]["message"]["content"])
+    async with post(os.environ["JUDGE_ADDRESS"], "/v1/chat/completions", body) as (answer, _):
+        return float(answer["choices"][0]["message"]["content"])

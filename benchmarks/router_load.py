@@ -155,8 +155,11 @@ async def run_callers(address: str, count: int) -> None:
     """Send calls through the library's client, all at once, and print how many were answered."""
     from reward_loop.client.http import post
 
-    calls = (post(address, PATH, json.loads(BODY), timeout=120.0) for _ in range(count))
-    answers = await asyncio.gather(*calls, return_exceptions=True)
+    async def call() -> None:
+        async with post(address, PATH, json.loads(BODY), timeout=120.0):
+            pass
+
+    answers = await asyncio.gather(*(call() for _ in range(count)), return_exceptions=True)
     failed = [answer for answer in answers if isinstance(answer, BaseException)]
     for error in failed[:3]:
         print(f"  a call was lost: {error}", file=sys.stderr)

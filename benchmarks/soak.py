@@ -99,8 +99,10 @@ async def compute_score(extra_info: dict[str, Any], reward_router_address: str) 
         return float("nan")
     if own == "hangs":
         await asyncio.Event().wait()
-    async with reward_loop.limit("judge", tokens=10) as lease:
-        answer, _ = await post(reward_router_address, "/v1/chat/completions", {"messages": []}, timeout=None)
+    async with (
+        reward_loop.limit("judge", tokens=10) as lease,
+        post(reward_router_address, "/v1/chat/completions", {"messages": []}, timeout=None) as (answer, _),
+    ):
         lease.used(tokens=answer["usage"]["total_tokens"], cost=0.001)
         return float(answer["choices"][0]["message"]["content"])
 

@@ -28,7 +28,6 @@ from reward_loop import (
 )
 from reward_loop.audit import open_audit
 from reward_loop.client import chat_complete
-from reward_loop.client.http import post
 from reward_loop.managers import GroupRewardLoopManager
 from reward_loop.offline.fields import Fields, check_fields
 from reward_loop.offline.folder import COLUMNS, ScoredFolder, check_export, export
@@ -425,7 +424,7 @@ def test_a_missing_api_key_stops_the_run_before_a_row_fails(tmp_path, monkeypatc
     monkeypatch.delenv("THE_KEY", raising=False)
 
     async def judged(solution_str):
-        await post("http://127.0.0.1:9", "/v1/chat/completions", {}, api_key_env="THE_KEY")
+        await chat_complete("http://127.0.0.1:9", "?", api_key_env="THE_KEY")
 
     source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out"
     with pytest.raises(ConfigError, match=r"sample line \d+: .*judged.* the environment variable THE_KEY"):

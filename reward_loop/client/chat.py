@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reward_loop._util.text import shorten
-from reward_loop.client.http import MAX_REPLY_BYTES, Exchange, post, repeated
+from reward_loop.client.http import MAX_REPLY_BYTES, Exchange, Timeout, post, repeated
 from reward_loop.errors import ConfigError
 from reward_loop.limits.lease import book_tokens
 
@@ -66,7 +66,7 @@ async def chat_complete(
     prompt: Prompt,
     *,
     model: str | None = None,
-    timeout: float | None = 300.0,
+    timeout: Timeout = "model",
     api_key_env: str | None = None,
     max_reply_bytes: int = MAX_REPLY_BYTES,
     **request: Any,
@@ -80,7 +80,8 @@ async def chat_complete(
         address: ``host:port`` as in ``reward_router_address``, or the base URL of an OpenAI-compatible service.
         prompt: the user's message, or all messages of a conversation.
         model: the model's name; not needed if the address serves only one model.
-        timeout: seconds until the reply is received; ``None`` for no limit but the deadline of the reward function.
+        timeout: seconds until the reply is received; ``None`` for no limit but the deadline of the reward function. By
+            default those of the model (``reward_model.server.timeout``), or 300.
         api_key_env: the name of the environment variable with the service's API key.
         max_reply_bytes: the longest answer of the server, in bytes after decompression; a longer one is an error.
         request: other fields of the request, such as ``temperature``, ``max_tokens``, ``seed``, ``logprobs``,
@@ -112,7 +113,12 @@ async def complete(
     if request.get("stream") or request.get("n", 1) != 1:
         raise ConfigError("chat_complete returns one complete reply: remove `stream` and `n`")
     body = {"messages": messages_of(prompt), **({"model": model} if model else {}), **request}
-    answer, exchange = await post(address, "/v1/chat/completions", body, **options)
+    async with post(address, "/v1/chat/completions", body, **options) as (answer, exchange):
+        return _reply(address, answer, exchange, model), exchange
+
+
+def _reply(address: str | None, answer: Any, exchange: Exchange, model: str | None) -> Reply:
+    """Book the usage, and return the reply in an answer."""
     usage = book_usage(answer, exchange)
 
     def text(fields: Mapping[str, Any], name: str) -> str | None:
@@ -141,7 +147,7 @@ async def complete(
     except (KeyError, IndexError, TypeError, AttributeError):
         raise exchange.failed(f"{address} sent an answer without a reply: {shorten(answer, 500)}") from None
     exchange.update(reply=reply.text, finish_reason=reply.finish_reason, model=reply.model or model)
-    return reply, exchange
+    return reply
 
 
 def _text_of_parts(content: Any) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from reward_loop._util.text import shorten
 from reward_loop.client.chat import book_usage
-from reward_loop.client.http import MAX_REPLY_BYTES, post, repeated
+from reward_loop.client.http import MAX_REPLY_BYTES, Exchange, Timeout, post, repeated
 from reward_loop.errors import RequestError
 
 __all__ = ["classify", "score"]
@@ -24,7 +24,7 @@ async def classify(
     text: str | Sequence[Mapping[str, Any]],
     *,
     model: str | None = None,
-    timeout: float | None = 300.0,
+    timeout: Timeout = "model",
     api_key_env: str | None = None,
     max_reply_bytes: int = MAX_REPLY_BYTES,
 ) -> float | list[float]:
@@ -37,7 +37,8 @@ async def classify(
         text: the text to score, with the chat template applied; or messages, to which vLLM and the embedded server
             apply the model's chat template (SGLang does not).
         model: the model's name; needed if the address serves several models.
-        timeout: seconds until the answer is received; ``None`` for no limit but the deadline of the reward function.
+        timeout: seconds until the answer is received; ``None`` for no limit but the deadline of the reward function. By
+            default those of the model (``reward_model.server.timeout``), or 300.
         api_key_env: the name of the environment variable with the API key.
         max_reply_bytes: the longest answer of the server, in bytes after decompression; a longer one is an error.
 
@@ -94,7 +95,11 @@ async def _classify(
     address: str | None, body: Mapping[str, Any], options: Mapping[str, Any]
 ) -> tuple[list[float], bool]:
     """Return the values of an answer, and whether it is of a server that has an activation."""
-    answer, exchange = await post(address, "/classify", body, **options)
+    async with post(address, "/classify", body, **options) as (answer, exchange):
+        return _logits(address, answer, exchange)
+
+
+def _logits(address: str | None, answer: Any, exchange: Exchange) -> tuple[list[float], bool]:
     book_usage(answer, exchange)
     book_usage(answer, exchange, "meta_info")  # SGLang
     try:
@@ -118,7 +123,7 @@ async def score(
     documents: Sequence[str],
     *,
     model: str | None = None,
-    timeout: float | None = 300.0,
+    timeout: Timeout = "model",
     api_key_env: str | None = None,
     max_reply_bytes: int = MAX_REPLY_BYTES,
     **request: Any,
@@ -132,7 +137,8 @@ async def score(
         query: the query, such as a question.
         documents: the documents to score, such as answers.
         model: the model's name; needed if the address serves several models.
-        timeout: seconds until the answer is received; ``None`` for no limit but the deadline of the reward function.
+        timeout: seconds until the answer is received; ``None`` for no limit but the deadline of the reward function. By
+            default those of the model (``reward_model.server.timeout``), or 300.
         api_key_env: the name of the environment variable with the API key.
         max_reply_bytes: the longest answer of the server, in bytes after decompression; a longer one is an error.
         request: other fields of the request.
@@ -150,7 +156,11 @@ async def score(
 
 
 async def _score(address: str | None, body: Mapping[str, Any], options: Mapping[str, Any]) -> list[float]:
-    answer, exchange = await post(address, "/v1/rerank", body, **options)
+    async with post(address, "/v1/rerank", body, **options) as (answer, exchange):
+        return _scores(address, answer, exchange, len(body["documents"]))
+
+
+def _scores(address: str | None, answer: Any, exchange: Exchange, number: int) -> list[float]:
     book_usage(answer, exchange)
     try:
         # vLLM, Jina and Cohere send a mapping with `results`, vLLM's /v1/score one with `data`; SGLang sends a list of
@@ -163,7 +173,7 @@ async def _score(address: str | None, body: Mapping[str, Any], options: Mapping[
             int(result["index"]): float(result["relevance_score" if "relevance_score" in result else "score"])
             for result in results
         }
-        ordered = [scores[index] for index in range(len(body["documents"]))]
+        ordered = [scores[index] for index in range(number)]
     except (KeyError, TypeError, ValueError, AttributeError):
         raise exchange.failed(
             f"{address} sent an answer without a score for each document: {shorten(answer, 500)}"

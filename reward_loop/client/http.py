@@ -13,10 +13,10 @@ import random
 import resource
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -34,10 +34,12 @@ from reward_loop._util.transient import (
     is_refusal,
     unreachable,
 )
-from reward_loop.client.places import in_a_place
+from reward_loop.client.places import in_a_place, is_asleep
 from reward_loop.errors import ConfigError, RequestError
 from reward_loop.limits.call import Call, RequestRetries
+from reward_loop.limits.lease import limit as limited
 from reward_loop.limits.lease import report_failure
+from reward_loop.limits.permit import ModelRequests
 from reward_loop.limits.process_call import WorkerCall, call_here, pausing
 from reward_loop.records import current, hide, waiting_for
 
@@ -45,7 +47,9 @@ __all__ = [
     "BACKEND_HEADER",
     "GROUP_HEADER",
     "MAX_REPLY_BYTES",
+    "USUAL_TIMEOUT_S",
     "Exchange",
+    "Timeout",
     "post",
     "repeated",
     "server_of",
@@ -63,6 +67,9 @@ _CONNECT_S = 10.0
 """Seconds to establish a connection. An address that does not answer at all then counts as unreachable."""
 
 _KEEPALIVE_S = 3.0  # uvicorn, which vLLM and SGLang run in, closes idle connections after 5 s
+
+Timeout = float | Literal["model"] | None
+"""Seconds until an answer is received; ``None`` for no limit, ``model`` for those of the model, or 300."""
 
 T = TypeVar("T")
 
@@ -95,12 +102,19 @@ TAKES_TURNS_HEADER = "x-reward-loop-takes-turns"
 """The header with which the router refuses a request while its model sleeps: in the router, the deadline would run."""
 
 
+SILENT_S = 60.0
+"""Seconds without a sign of the router, which sends one every 10 s while a request waits for its model to wake up."""
+
+
 TIMEOUT_HEADER = "x-reward-loop-timeout"
 """The header with the seconds in which the router must answer, if they are more than usual: so that its explanation
 arrives before the client's own timeout, and not long before."""
 
-_USUAL_TIMEOUT_S = 300.0
-"""The timeout for which the router's own time limit is made, ``request_timeout_s``."""
+USUAL_TIMEOUT_S = 300.0
+"""The default timeout, for which the router's own time limit is made, ``request_timeout_s``."""
+
+_ASLEEP = object()
+"""In place of an answer: the model sleeps."""
 
 _EARLIER = 290 / 300
 
@@ -112,16 +126,21 @@ class _ReplyTooLongError(Exception):
         self.status = status
 
 
+@asynccontextmanager
 async def post(
     address: str | None,
     path: str,
     body: Mapping[str, Any],
     *,
-    timeout: float | None = 300.0,
+    limit: str | None = None,
+    timeout: Timeout = "model",
     api_key_env: str | None = None,
     max_reply_bytes: int = MAX_REPLY_BYTES,
-) -> tuple[Any, Exchange]:
-    """Send a JSON body with POST, and return the decoded JSON answer, and the exchange, which the caller must `end`.
+) -> AsyncIterator[tuple[Any, Exchange]]:
+    """Send a JSON body with POST, and yield the decoded JSON answer, and the exchange, which the caller must `end`.
+
+    The permit of the limit is held within the block, in which the caller books the tokens; and not while a model of the
+    run sleeps, so that the requests that wait for it hold nothing that others need.
 
     A cancelled request closes its connection, so that the server stops working on it. The connections of an event loop
     use at most half of the file descriptors that were free when its session was created (``ulimit -n``); further
@@ -135,8 +154,10 @@ async def post(
         address: ``host:port`` as in ``reward_router_address``, or the base URL of a service.
         path: the endpoint, such as ``/v1/chat/completions``.
         body: the JSON body of the request.
+        limit: the name of the limit; by default that of the model, see `ModelConfig`.
         timeout: seconds until the whole answer is received, including the wait for a connection; ``None`` for no
-            limit. Longer while the judge of a run is full; see `Limits.patience`. The router's time limit follows.
+            limit, ``model`` for those of the model, or 300. Longer while the judge of a run is full; see
+            `Limits.patience`. The router's time limit follows.
         api_key_env: the name of the environment variable with the service's API key.
         max_reply_bytes: the longest answer, in bytes after decompression.
 
@@ -152,26 +173,56 @@ async def post(
     if not is_base_url and (group := _group()):
         headers[GROUP_HEADER] = blake2b(group.encode(errors="replace"), digest_size=8).hexdigest()
     call = None if is_base_url else call_here()
+    model = body.get("model")
+    own = ModelRequests() if call is None else _requests(call.models, model)
+    limit = limit or own.limit
+    if timeout == "model":
+        timeout = own.timeout or USUAL_TIMEOUT_S
     if isinstance(call, Call):
         if timeout is not None:
             timeout *= call.patience  # Like the call's own deadline: the run's judge may be full.
         longest = timeout or (call.timeout and call.timeout * call.patience)
-        if longest is not None and longest > _USUAL_TIMEOUT_S:
+        if longest is not None and longest > USUAL_TIMEOUT_S:
             headers[TIMEOUT_HEADER] = f"{_EARLIER * longest:.0f}"
     if call is not None and call.request_retries.waits_for_outages:
         headers[NO_WAIT_HEADER] = "1"
-    exchange = _begin(url, body, api_key_env)
+    exchange: Exchange | None = None
+    asked_at = 0.0
+    while True:
+        async with nullcontext() if limit is None else limited(limit) as lease:
+            exchange = exchange or _begin(url, body, api_key_env)
+            with _timed(exchange):
+                _raise_if_away(url)
+                answer = await _post(exchange, url, is_base_url, headers, body, timeout, max_reply_bytes)
+            if answer is not _ASLEEP:
+                yield answer, exchange
+                return
+            if lease is not None:
+                lease.failed()  # not an answer of the model
+        asked_at = asked_at or time.monotonic()
+        with _timed(exchange):
+            await _until_awake(url, headers, model, time.monotonic() - asked_at)
+
+
+def _requests(models: Mapping[str, ModelRequests], model: str | None) -> ModelRequests:
+    """Return what applies to a request; one that names no model asks the only one."""
+    if model is None and len(models) == 1:
+        return next(iter(models.values()))
+    return ModelRequests() if model is None else models.get(model, ModelRequests())
+
+
+@contextmanager
+def _timed(exchange: Exchange) -> Iterator[None]:
+    """Add the seconds of the block to the exchange; an error ends it."""
     started = time.perf_counter()
     try:
-        _raise_if_away(url)
-        answer = await _post(exchange, url, is_base_url, headers, body, timeout, max_reply_bytes)
+        yield
     except BaseException as error:
         exchange.end(seconds=time.perf_counter() - started, error=_cause(error))
         if isinstance(error, RequestError):
             report_failure(error)
         raise
     exchange.update(seconds=time.perf_counter() - started)
-    return answer, exchange
 
 
 def _raise_if_away(url: str) -> None:
@@ -263,8 +314,9 @@ async def _post(
                 async with asyncio.timeout(timeout):
                     return await _send_and_read(send, max_reply_bytes, 0 if is_base_url else _MAX_RESENDS)
 
-            until_awake = functools.partial(_until_awake, session, url, headers, body.get("model"))
-            response, data = await in_a_place(url, once, until_awake)
+            response, data = await in_a_place(url, once)
+        if is_asleep(response, data):
+            return _ASLEEP
         exchange.update(status=response.status, backend=response.headers.get(BACKEND_HEADER))
     except _ReplyTooLongError as error:
         exchange.update(status=error.status)
@@ -306,8 +358,17 @@ async def _post(
     return answer
 
 
-async def _until_awake(session: aiohttp.ClientSession, url: str, headers: Mapping[str, str], model: Any) -> None:
+async def _until_awake(url: str, headers: Mapping[str, str], model: Any, waited_s: float) -> None:
     """Wait until a model of the run that sleeps is awake, outside of the deadline.
+
+    The router ends the wait after ``turn_timeout_s``, also one that has begun before the router was restarted. One that
+    is frozen sends no spaces meanwhile: the request itself then decides, with its own timeout, as after a restart.
+
+    Args:
+        url: the URL of the request.
+        headers: its headers.
+        model: its model.
+        waited_s: seconds since the request was first sent.
 
     Raises:
         RequestError: it did not wake up in time.
@@ -319,17 +380,18 @@ async def _until_awake(session: aiohttp.ClientSession, url: str, headers: Mappin
         else:
             stack.enter_context(waiting_for(current(), what) if call is None else pausing(call, what))
         try:
+            session = await shared_session()
             async with session.post(
                 f"{server_of(url)}/turns/wait",
-                params={"model": str(model)},
+                params={"model": str(model), "waited": waited_s},
                 headers=headers,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=SILENT_S),
             ) as response:
                 status, data = response.status, await response.read()
         except (aiohttp.ClientError, OSError):
-            return  # the router restarts: the request itself decides
-        if status != 200:
-            raise RequestError(f"POST {_shown_url(url)}: {_shown(data)}", status=status, final=True)
+            return
+        if status != 200 or data.strip() != b"null":
+            raise RequestError(f"POST {_shown_url(url)}: {_shown(data.strip())}", status=status, final=True)
 
 
 async def _send_and_read(

@@ -14,7 +14,6 @@ import re
 import secrets
 import string
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,10 +23,9 @@ from reward_loop._util.text import listing
 from reward_loop.client.chat import Reply, complete
 from reward_loop.client.expected import LOGPROBS, expected_score
 from reward_loop.client.grammar import folded
-from reward_loop.client.http import MAX_REPLY_BYTES, Exchange, repeated
+from reward_loop.client.http import MAX_REPLY_BYTES, Exchange, Timeout, repeated
 from reward_loop.client.verdicts import Choice, NoVerdictError, Number, Ratings, Verdict
 from reward_loop.errors import ConfigError
-from reward_loop.limits.lease import limit as limited
 
 __all__ = ["Judge", "Judgement", "fenced", "without_fenced"]
 
@@ -102,7 +100,7 @@ class Judge:
         model: str | None = None,
         limit: str | None = None,
         attempts: int | None = None,
-        timeout: float | None = 300.0,
+        timeout: Timeout = "model",
         api_key_env: str | None = None,
         max_reply_bytes: int = MAX_REPLY_BYTES,
         temperature: float | None = 0.0,
@@ -126,13 +124,15 @@ class Judge:
                 the score is that of the written verdict.
             address: the address of calls without one: ``host:port``, or the base URL of an OpenAI-compatible service.
             model: the model's name; needed if the address serves several models.
-            limit: the name of the limit in ``reward_loop.limits`` for each request; by default only
-                ``limits.default`` applies, to the whole function.
+            limit: the name of the limit in ``reward_loop.limits`` for each request, in place of that of the model
+                (``reward_model.server.max_concurrent``). Those of the whole function, such as ``limits.default``,
+                always apply.
             attempts: the largest number of attempts of a request that fails with a transient error, or that a busy
                 service refuses. The pauses between them do not count towards the function's deadline. By default
                 ``reward_loop.retry.max_attempts``, without refused requests: for those, and after a pause of more than
                 30 s that the service asks for, the whole function is called again.
             timeout: seconds until the reply is received; ``None`` for no limit but the deadline of the reward function.
+                By default those of the model (``reward_model.server.timeout``), or 300.
             api_key_env: the name of the environment variable with the service's API key.
             max_reply_bytes: the longest answer of the server, in bytes after decompression; a longer one is an error.
             temperature: the temperature of sampling. Some models, such as those of GPT-5, accept no 0: they need
@@ -167,9 +167,13 @@ class Judge:
         self._system = system
         self._address = address and checked_address(address)
         self._model = model
-        self._limit = limit
         self._attempts = attempts
-        self._options = {"timeout": timeout, "api_key_env": api_key_env, "max_reply_bytes": max_reply_bytes}
+        self._options = {
+            "limit": limit,
+            "timeout": timeout,
+            "api_key_env": api_key_env,
+            "max_reply_bytes": max_reply_bytes,
+        }
         given = {
             "temperature": temperature,
             "max_tokens": max_tokens,
@@ -240,11 +244,9 @@ class Judge:
         return judgement
 
     async def _ask(self, address: str | None, messages: list[dict[str, str]]) -> tuple[Reply, Exchange]:
-        async def send() -> tuple[Reply, Exchange]:
-            async with nullcontext() if self._limit is None else limited(self._limit):
-                return await complete(address, messages, self._model, self._options, self._request)
-
-        return await repeated(send, address, self._attempts)
+        return await repeated(
+            lambda: complete(address, messages, self._model, self._options, self._request), address, self._attempts
+        )
 
     def _judge(self, prompt: str, reply: Reply, marks: Sequence[str]) -> Judgement:
         if reply.cut_off or (reply.finish_reason == "tool_calls" and not self._request.get("tools")):

@@ -7,7 +7,6 @@ import contextlib
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
 
 import aiohttp
 
@@ -21,7 +20,7 @@ from reward_loop.limits.lease import report_failure
 from reward_loop.limits.process_call import call_here
 from reward_loop.records import current, waiting_for
 
-__all__ = ["in_a_place"]
+__all__ = ["in_a_place", "is_asleep"]
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
@@ -79,10 +78,8 @@ class _Server:
 _servers: dict[asyncio.AbstractEventLoop, dict[str, _Server]] = {}
 
 
-async def in_a_place(
-    url: str, send: Callable[[], Awaitable[Answer]], until_awake: Callable[[], Awaitable[None]]
-) -> Answer:
-    """Send a request when the server has a free place, and again while it is full, or when its model has woken up.
+async def in_a_place(url: str, send: Callable[[], Awaitable[Answer]]) -> Answer:
+    """Send a request when the server has a free place, and again while it is full.
 
     The wait does not count towards the deadline of the function, nor does the timeout of a request include it. A server
     that refuses requests while it has none of this process is full of others' requests: the pauses then grow.
@@ -90,7 +87,6 @@ async def in_a_place(
     Args:
         url: the URL of the request. A server has other places for other endpoints.
         send: sends the request, and returns the answer with its body.
-        until_awake: waits outside of the deadline until the model of the request is awake.
 
     Returns:
         the answer; one with a status of `FULL_STATUS` only if it has a ``Retry-After``, if the server is broken, or if
@@ -100,45 +96,41 @@ async def in_a_place(
     refused = 0
     while True:
         await server.enter(refused=refused > 0)
-        answered, asleep, pause = False, False, 0.0
+        answered, pause = False, 0.0
         try:
             response, data = await send()
             answered = response.status < 500 and response.status != 429
             if answered:
                 server.refusals = 0
-            asleep = response.status == 503 and _code(data) == MODEL_ASLEEP
-            if not asleep:
-                if not _is_full(response, data):
+            if not _is_full(response, data):
+                return response, data
+            report_failure(RequestError("", status=response.status))  # to the limits that adapt
+            if refused + 1 >= _GIVE_UP:
+                return response, data
+            if not server.places.refused():
+                server.refusals += 1
+                if server.refusals > _GIVE_UP:
                     return response, data
-                report_failure(RequestError("", status=response.status))  # to the limits that adapt
-                if refused + 1 >= _GIVE_UP:
-                    return response, data
-                if not server.places.refused():
-                    server.refusals += 1
-                    if server.refusals > _GIVE_UP:
-                        return response, data
-                    pause = min(_FIRST_PAUSE_S * 2**server.refusals, _LONGEST_PAUSE_S) * random.uniform(0.5, 1)
+                pause = min(_FIRST_PAUSE_S * 2**server.refusals, _LONGEST_PAUSE_S) * random.uniform(0.5, 1)
         finally:
             server.leave(answered)
-        if asleep:
-            await until_awake()
-            continue
         refused += 1
         if pause:
             with _outside_the_deadline("a free place at the server"):
                 await asyncio.sleep(pause)
 
 
-def _code(data: bytes) -> Any:
+def is_asleep(response: aiohttp.ClientResponse, data: bytes) -> bool:
+    """Return whether the router refused a request because its model sleeps."""
     try:
-        return error_code(decode(data))
+        return response.status == 503 and error_code(decode(data)) == MODEL_ASLEEP
     except ValueError:
-        return None
+        return False
 
 
 def _is_full(response: aiohttp.ClientResponse, data: bytes) -> bool:
     status = response.status
-    if status not in FULL_STATUS or asked_pause(response.headers, status) is not None:
+    if status not in FULL_STATUS or asked_pause(response.headers, status) is not None or is_asleep(response, data):
         return False
     return not is_out_of_credit(status, data.decode(errors="replace"))
 

@@ -6,6 +6,7 @@ from reward_loop.config.parsing import Config as Config
 from reward_loop.config.parsing import parse as parse
 from reward_loop.limits.options import BudgetConfig as BudgetConfig
 from reward_loop.limits.options import LimitConfig as LimitConfig
+from reward_loop.limits.options import ModelConfig as ModelConfig
 from reward_loop.limits.options import RetryConfig as RetryConfig
 from reward_loop.managers.options import BatchConfig as BatchConfig
 from reward_loop.managers.options import ComponentConfig as ComponentConfig

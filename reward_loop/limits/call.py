@@ -11,13 +11,23 @@ import contextvars
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from reward_loop.errors import BudgetSpentError, LimitError
 from reward_loop.limits.options import JobOptions
-from reward_loop.limits.permit import ABANDONED, MAX_PATIENCE, REWARD_MODEL, WHOLE_CALL, Limits, Permit, give_up
+from reward_loop.limits.permit import (
+    ABANDONED,
+    MAX_PATIENCE,
+    REWARD_MODEL,
+    WHOLE_CALL,
+    Limits,
+    ModelRequests,
+    Permit,
+    give_up,
+    users_limits,
+)
 from reward_loop.records import current
 
 __all__ = ["MAX_SHARED_S", "Call", "Deadlines", "RequestRetries", "SharedTime", "current_call", "longest_call_s"]
@@ -156,6 +166,15 @@ class Call:
         waits = options.outage_timeout_s > 0 and self.traffic_class != "probe"
         return RequestRetries(options.retry.max_attempts, options.retry.initial_wait, waits)
 
+    @property
+    def models(self) -> Mapping[str, ModelRequests]:
+        """See `Limits.models`; only with limits that the job has: a limiter service may have others."""
+        limits = self.limits
+        return {
+            name: model if model.limit in limits.max_waits else model._replace(limit=None)
+            for name, model in limits.models.items()
+        }
+
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Stop the clock of the deadline in the block; see `begin_wait`."""
@@ -174,6 +193,10 @@ class Call:
         """
         with self.waiting(what):
             place = self._whole[-1] if self._whole and self._whole[-1].name == REWARD_MODEL else None
+            open_requests = [request for request in self._requests if not _is_over(request)]
+            if any(not request.done() or request.result() not in self._whole for request in open_requests):
+                # It would come back for a place with a permit for which the calls that have the places may wait.
+                place = None
             if place is not None:
                 place.leave()
             yield
@@ -255,7 +278,7 @@ class Call:
         try:
             if self.limits.spent is not None:  # also without configured limits
                 raise BudgetSpentError(self.limits.spent)
-            if not self.limits.max_waits.keys() - WHOLE_CALL:
+            if name not in self.limits.max_waits and not users_limits(self.limits.max_waits):
                 return Permit(None, name)
             request = self._request(name, tokens)
             return request.result() if request.done() else await self._granted(name, request, f"limit {name!r}")

@@ -14,6 +14,7 @@ from reward_loop._util.json import encode
 from reward_loop._util.standard_streams import console
 from reward_loop._util.text import did_you_mean, listing
 from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.limits.permit import OF_MODEL
 from reward_loop.records.watchdog import ask, processes, why
 
 __all__ = ["limits"]
@@ -93,6 +94,8 @@ def limits(
         _show(job, name, out)
     if wanted:
         options = " ".join(f"reward_loop.limits.{name}.{change}" for change in changes or ())
+        if name is not None and name.startswith(OF_MODEL):
+            options = f"the option max_concurrent of the model {name.removeprefix(OF_MODEL)}"
         out.print(f"The change applies until the job ends. To keep it for a new or resumed job: {escape(options)}")
 
 

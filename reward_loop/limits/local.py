@@ -17,7 +17,7 @@ from reward_loop.config import parse
 from reward_loop.errors import BudgetSpentError, ConfigError, JobServiceError, LimitError, TooManyFailuresError
 from reward_loop.limits.limiter import PERIOD_S, Limiter, Waiting
 from reward_loop.limits.options import JobOptions, LimitConfig
-from reward_loop.limits.permit import REWARD_MODEL, WHOLE_CALL, Limits, Permit, live
+from reward_loop.limits.permit import OF_MODEL, REWARD_MODEL, Limits, Permit, live, users_limits
 from reward_loop.records import answers
 from reward_loop.types import Outcome, RewardResult
 
@@ -43,9 +43,15 @@ class LocalLimits(Limits):
         self.options = options
         self.name = f"process {os.getpid()}"
         self.cost = self.tokens = 0.0
-        self.max_waits = {name: config.max_wait for name, config in options.limits.items()}
+        # Without `max_wait`: a request waits only while others are in flight, and these have deadlines.
+        limits = options.limits | {
+            OF_MODEL + name: LimitConfig(max_concurrent=model.max_concurrent, max_wait=None)
+            for name, model in options.models.items()
+            if model.max_concurrent is not None
+        }
+        self.max_waits = {name: config.max_wait for name, config in limits.items()}
         self._period = period
-        self._limiters = {name: Limiter(name, config, period) for name, config in options.limits.items()}
+        self._limiters = {name: Limiter(name, config, period) for name, config in limits.items()}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self.on_patience: Callable[[float], None] = lambda patience: None
         """Called when `patience` has changed."""
@@ -56,7 +62,7 @@ class LocalLimits(Limits):
             raise BudgetSpentError(self.spent)
         limiter = self._limiters.get(name)
         if limiter is None:
-            known = self._limiters.keys() - WHOLE_CALL
+            known = users_limits(self._limiters)
             raise LimitError(
                 f"unknown limit {name!r}{did_you_mean(name, known) or '.'} Configured in "
                 f"reward_loop.limits: {listing(known) or 'none'}"

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from reward_loop.config import Config
 
-__all__ = ["MAX_COUNT", "BudgetConfig", "JobOptions", "LimitConfig", "RetryConfig"]
+__all__ = ["MAX_COUNT", "BudgetConfig", "JobOptions", "LimitConfig", "ModelConfig", "RetryConfig"]
 
 MAX_COUNT = 2**53
 """The largest number in a limit: larger integers are neither exact as floats nor, above 64 bits, valid in messages."""
@@ -40,6 +40,17 @@ class LimitConfig(Config):
 
     max_wait: float | None = Field(default=3600.0, gt=0)
     """Seconds that a call may wait for a permit before it fails; ``None`` for no limit."""
+
+
+class ModelConfig(Config):
+    """The requests of `reward_loop.client` that name a model, or that name none if only one has options."""
+
+    max_concurrent: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    """The largest number of requests in flight. Requests with another limit, as of ``Judge(limit=...)``, do not
+    count."""
+
+    timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Seconds until the answer is received, for requests without a ``timeout`` of their own. By default 300."""
 
 
 class RetryConfig(Config):
@@ -84,6 +95,10 @@ class JobOptions(Config):
     limits: dict[str, LimitConfig] = Field(default_factory=dict)
     """Limits by the name of a service. ``default`` applies to every call of the function, other names to the calls
     inside ``async with reward_loop.limit(name)``."""
+
+    models: dict[str, ModelConfig] = Field(default_factory=dict)
+    """Limit and deadline of requests to models at a ``host:port``, by the name of the model. A verl run has them from
+    ``reward_model.server``."""
 
     retry: RetryConfig = Field(default_factory=RetryConfig)
     """When a failed call is made again."""

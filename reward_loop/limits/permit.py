@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from reward_loop._util.transient import is_refusal, retry_after
 from reward_loop.errors import BudgetSpentError, LimitError
@@ -25,15 +25,18 @@ __all__ = [
     "ABANDONED",
     "DEFAULT",
     "MAX_PATIENCE",
+    "OF_MODEL",
     "REWARD_MODEL",
     "WHOLE_CALL",
     "Holder",
     "Limits",
+    "ModelRequests",
     "PeerPermits",
     "Permit",
     "answer_of",
     "give_up",
     "live",
+    "users_limits",
 ]
 
 DEFAULT = "default"
@@ -48,10 +51,27 @@ MAX_PATIENCE = 10.0
 WHOLE_CALL = frozenset({DEFAULT, REWARD_MODEL})
 """The limits that apply to a whole call of the function; inside the function, they cannot be used."""
 
+OF_MODEL = f"{REWARD_MODEL}/"
+"""The beginning of the names of limits for the requests to one model."""
+
 ABANDONED = "no permit was granted, because the call was cancelled or is past its deadline"
 
 live: weakref.WeakSet[Limits] = weakref.WeakSet()
 """The limits in use in this process, for the command ``reward-loop limits``. No code shares limits through this set."""
+
+
+def users_limits(names: Iterable[str]) -> set[str]:
+    """Return the names of limits that functions use by name."""
+    return {name for name in names if name not in WHOLE_CALL and not name.startswith(OF_MODEL)}
+
+
+class ModelRequests(NamedTuple):
+    """What applies to the requests to a model, unless a request has its own."""
+
+    limit: str | None = None
+    """The name of the limit."""
+    timeout: float | None = None
+    """Seconds until the answer is received; ``None`` for the usual time."""
 
 
 class Holder(Protocol):
@@ -217,6 +237,14 @@ class Limits(Holder, ABC):
 
     def __init__(self) -> None:
         self._outages: dict[asyncio.AbstractEventLoop, Outages] = {}
+
+    @property
+    def models(self) -> dict[str, ModelRequests]:
+        """What applies to the requests to each model, by its name."""
+        return {
+            name: ModelRequests(OF_MODEL + name if model.max_concurrent else None, model.timeout)
+            for name, model in self.options.models.items()
+        }
 
     def outages(self, loop: asyncio.AbstractEventLoop) -> Outages:
         """Return the outages of an event loop. Callable from any thread for the loop of a running call."""

@@ -26,7 +26,7 @@ from typing import Any
 from reward_loop._util.api_keys import api_key_of
 from reward_loop.errors import LimitError
 from reward_loop.limits.call import Call, Deadlines, RequestRetries, current_call
-from reward_loop.limits.permit import ABANDONED, PeerPermits, Permit
+from reward_loop.limits.permit import ABANDONED, ModelRequests, PeerPermits, Permit
 from reward_loop.limits.protocol import MAX_LENGTH, refusal
 from reward_loop.processes import worker
 from reward_loop.records import TEXT_FIELDS, encode_record, hide, shares_result
@@ -44,6 +44,7 @@ class WorkerCall:
         is_recorded: whether the sample has a record.
         group: the group of the sample.
         request_retries: see `Call.request_retries`.
+        models: see `Call.models`.
         shares_result: see `records.shares_result`.
     """
 
@@ -53,6 +54,7 @@ class WorkerCall:
         is_recorded: bool,
         group: str | None,
         request_retries: RequestRetries,
+        models: Mapping[str, ModelRequests],
         shares_result: bool,
     ) -> None:
         self._channel = channel
@@ -60,6 +62,7 @@ class WorkerCall:
         self.is_recorded = is_recorded
         self.group = group
         self.request_retries = request_retries
+        self.models = models
         self.shares_result = shares_result
 
     async def acquire(self, name: str, tokens: float) -> Permit:
@@ -178,7 +181,7 @@ class ServedCall:
     def __init__(self, call: Call, deadlines: Deadlines) -> None:
         sample = call.sample
         recorded = (False, None) if sample is None else (sample.is_recorded, sample.sample.group)
-        self.context = (*recorded, call.request_retries, shares_result.get())
+        self.context = (*recorded, call.request_retries, call.models, shares_result.get())
         self._call = call
         self._pauses: list[str] = []
         self._deadlines = deadlines

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from prometheus_client import CollectorRegistry, generate_latest
@@ -23,6 +24,7 @@ from reward_loop.router.pool import BackendPool
 from reward_loop.router.proxy import Proxy
 from reward_loop.router.refusals import Refusal
 from reward_loop.router.turn_queue import TurnQueue
+from reward_loop.router.turns import ALIVE_S
 
 __all__ = ["CONTENT_TYPE", "control_plane", "render"]
 
@@ -99,8 +101,8 @@ def _app(pool: BackendPool, proxy: Proxy) -> FastAPI:
         return await queue.next_model(awake)
 
     @app.post("/turns/wait")
-    async def until_awake(model: str) -> None:
-        await turns().until_awake(model)
+    async def until_awake(model: str, waited: Annotated[float, Query(ge=0, allow_inf_nan=False)] = 0) -> None:
+        await turns().until_awake(model, waited)
 
     def turns() -> TurnQueue:
         if proxy.turns is None:
@@ -166,9 +168,36 @@ async def _call_asgi(app: Callable[[Any, Any, Any], Awaitable[None]], client: Cl
             return
         parts.append(message.get("body", b""))
 
-    await app(scope, receive, send)
+    async with _alive(client) if client.path in _LONG_WAITS else nullcontext():
+        await app(scope, receive, send)
     # Only now: the client may send its next request as soon as it has the answer.
-    client.answer(head["status"], head["headers"], b"".join(parts))
+    if client.started:
+        await client.write(b"".join(parts))
+        client.end()
+    else:
+        client.answer(head["status"], head["headers"], b"".join(parts))
+
+
+_LONG_WAITS = frozenset({"/turns", "/turns/wait"})
+"""Paths whose answer may take an hour. After `ALIVE_S`, the status is 200; an error is in the body alone."""
+
+
+@asynccontextmanager
+async def _alive(client: ClientRequest) -> AsyncIterator[None]:
+    """Within the block, send a space before the JSON body every `ALIVE_S` seconds: a frozen router sends none."""
+
+    async def send_spaces() -> None:
+        while True:
+            await asyncio.sleep(ALIVE_S)
+            if not client.started:
+                client.start(200, [(b"content-type", b"application/json")])
+            await client.write(b" ")
+
+    sending = asyncio.create_task(send_spaces())
+    try:
+        yield
+    finally:
+        sending.cancel()
 
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -60,8 +60,12 @@ class TurnQueue:
             self._turns.end(time.monotonic())
             self._changed.set()
 
-    async def until_awake(self, model: str) -> None:
+    async def until_awake(self, model: str, waited_s: float = 0.0) -> None:
         """Wait until a model is awake, for a request that its client sends after that.
+
+        Args:
+            model: the name of the model.
+            waited_s: seconds for which the request has waited before, at this router or at one that was restarted.
 
         Raises:
             Refusal: 404 if there is no such model; 503 if it did not wake up in time.
@@ -69,7 +73,7 @@ class TurnQueue:
         if model not in self.models:
             raise Refusal(404, f"no model {model!r} takes turns, only {listing(self.models)}", param="model")
         if not self._turns.admits(model, time.monotonic()):
-            await self._wait(model)
+            await self._wait(model, waited_s)
 
     async def next_model(self, awake: str | None) -> str:
         """Wait until another model must wake up, and return its name. Its owner then puts the other one to sleep.
@@ -90,12 +94,12 @@ class TurnQueue:
         finally:
             self._turns.wake(None, time.monotonic())
 
-    async def _wait(self, model: str) -> None:
+    async def _wait(self, model: str, waited_s: float = 0.0) -> None:
         turn = asyncio.get_running_loop().create_future()
-        self._turns.wait(model, turn, time.monotonic())
+        self._turns.wait(model, turn, time.monotonic() - waited_s)
         self._changed.set()
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s - waited_s):
                 await turn
         except TimeoutError:
             waited = f"the reward model {model!r} did not wake up within {self._timeout_s:g} s"

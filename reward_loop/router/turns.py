@@ -20,15 +20,23 @@ CLOSING wait; those in flight end              ASLEEP, when it is idle; AWAKE, i
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Iterable
 
-__all__ = ["TURN_S", "Turns"]
+__all__ = ["ALIVE_S", "SILENT_S", "TURN_S", "Turns"]
 
 TURN_S = 120.0
 """Seconds that a request waits for its model before the model that is awake gets no further requests."""
 
 IDLE_S = 0.2
 """Seconds without a request after which a turn may end: a short gap between two requests should not cost a turn."""
+
+ALIVE_S = 10.0
+"""Seconds between two spaces that the router sends while it answers a wait for a turn, which may take an hour."""
+
+SILENT_S = 60.0
+"""Seconds without a space after which the router counts as frozen."""
 
 EXPECTED_S = 30.0
 """Seconds for which requests are expected that have waited: their clients may have ended meanwhile."""
@@ -42,8 +50,11 @@ class Turns:
     """
 
     def __init__(self, models: Iterable[str]) -> None:
-        self._waiting: dict[str, dict[object, float]] = {model: {} for model in models}
-        """Model -> what waits for it, in order -> the beginning of the wait."""
+        self._waiting: dict[str, dict[object, tuple[float, int]]] = {model: {} for model in models}
+        """Model -> what waits for it -> the beginning of the wait, and a number."""
+        self._order: dict[str, list[tuple[float, int, object]]] = {model: [] for model in models}
+        """Model -> a heap of its waits, also of those that have ended."""
+        self._numbers = itertools.count()
         self.awake: str | None = None
         """The model that is awake; ``None`` while the owner puts one to sleep or wakes one up."""
         self._in_flight = 0
@@ -70,9 +81,17 @@ class Turns:
         self._in_flight -= 1
         self._idle_since = now
 
-    def wait(self, model: str, waiter: object, now: float) -> None:
-        """Record that a request, for which an object stands, waits for a model until it is `released` or `give_up`."""
-        self._waiting[model][waiter] = now
+    def wait(self, model: str, waiter: object, since: float) -> None:
+        """Record that a request, for which an object stands, waits for a model until it is `released` or `give_up`.
+
+        Args:
+            model: the name of the model.
+            waiter: the object.
+            since: the beginning of the wait, which may be earlier: the request may have waited at another router.
+        """
+        number = next(self._numbers)
+        self._waiting[model][waiter] = since, number
+        heapq.heappush(self._order[model], (since, number, waiter))
 
     def give_up(self, model: str, waiter: object) -> None:
         """Record that a request no longer waits."""
@@ -115,4 +134,8 @@ class Turns:
         return wanted is not None and now >= self._since(wanted) + TURN_S
 
     def _since(self, model: str) -> float:
-        return next(iter(self._waiting[model].values()))
+        """Return the beginning of the longest wait for a model that is asked for."""
+        waiting, order = self._waiting[model], self._order[model]
+        while waiting.get(order[0][2]) != order[0][:2]:
+            heapq.heappop(order)
+        return order[0][0]

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from reward_loop.config import Config
+from reward_loop.errors import ConfigError
 from reward_loop.router.config import PolicyName
 
 __all__ = ["RewardModelConfig", "ServedModelConfig"]
@@ -80,6 +81,15 @@ class ServedModelConfig(Config):
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables for the servers."""
 
+    max_concurrent: int | None = Field(default=None, ge=1)
+    """In a verl run: the largest number of requests of `reward_loop.client` to this model that are in flight, of all
+    workers together. A request with a limit of its own (``Judge(limit=...)``) does not count. By default, only
+    ``reward_loop.limits.reward_model`` limits them, which applies to calls of the function that ask any model."""
+
+    timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """In a verl run: seconds until a request of `reward_loop.client` to this model is answered, unless the function
+    gives another ``timeout``; at most ``reward_loop.timeout``. By default 300."""
+
     placement: Literal["local", "ray", "colocated"] = "local"
     """Where the servers run; a model of `models` has by default that of the model outside of it. ``local``: as
     processes of this machine. ``ray``: in Ray actors that reserve their GPUs, on any node. ``colocated``, only in a
@@ -147,6 +157,22 @@ class RewardModelConfig(ServedModelConfig):
     log_dir: str | None = None
     """The directory of the logs of servers and router. By default a new temporary directory, which is removed at the
     end unless a server has failed."""
+
+    def requests(self) -> dict[str, dict[str, Any]]:
+        """Return the limit and the deadline of requests to each model that has one, for `RewardLoopConfig.models`.
+
+        Raises:
+            ConfigError: the model outside of `models` has one, but no name.
+        """
+        first = self.served_model_name or (None if self.engine == "external" else self.model_path)
+        requests = {}
+        for name, model in ((first, self), *self.models.items()):
+            if model.max_concurrent is None and model.timeout is None:
+                continue
+            if name is None:
+                raise ConfigError("max_concurrent and timeout need the name that requests use: set served_model_name")
+            requests[name] = model.model_dump(include={"max_concurrent", "timeout"})
+        return requests
 
     @model_validator(mode="after")
     def _place_models(self) -> RewardModelConfig:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import http.client
 import logging
 import time
 import urllib.error
@@ -26,6 +27,7 @@ from reward_loop._util.api_keys import api_key_of
 from reward_loop.config import RewardModelConfig, ServedModelConfig
 from reward_loop.errors import ServerError
 from reward_loop.router.config import API_KEY_VARIABLE, BackendConfig
+from reward_loop.router.turns import SILENT_S
 from reward_loop.serving.manager import serve_reward_model
 from reward_loop.serving.models import model_kind
 from reward_loop.serving.reservation import GpuReservation
@@ -48,7 +50,8 @@ computes. Late requests are those of calls that passed their deadline."""
 
 _ROUTER_PAUSE_S = 0.2
 _ROUTER_BACK_WITHIN_S = 600.0
-"""Between two attempts to reach the router, which its supervisor restarts if it has died; and the longest wait."""
+"""Between two attempts to reach the router, which its supervisor restarts if it has died; and the longest time that it
+may be away."""
 
 
 class ColocatedRewardModels:
@@ -149,19 +152,14 @@ class ColocatedRewardModels:
     async def _take_turns(self, metrics: dict[str, float]) -> None:
         """Wake up the models that functions ask for, one after the other, until cancelled; then all sleep."""
         awake: _Model | None = None
-        change: asyncio.Task[None] | None = None
         try:
             while True:
                 following, before, awake = self._models[await self._next_turn(awake)], awake, None
                 if before is not None:
-                    change = asyncio.create_task(asyncio.to_thread(before.sleep, metrics))
-                    await asyncio.shield(change)
+                    await _in_thread(before.sleep, metrics)
                 awake = following
-                change = asyncio.create_task(asyncio.to_thread(awake.wake_up, metrics))
-                await asyncio.shield(change)
+                await _in_thread(awake.wake_up, metrics)
         except asyncio.CancelledError:
-            if change is not None:
-                await change  # a thread cannot be cancelled
             if awake is not None:
                 await asyncio.to_thread(awake.sleep, metrics)
             raise
@@ -173,25 +171,28 @@ class ColocatedRewardModels:
             ServerError: the router does not answer, or no server of the model that is awake is up.
         """
         router = next(iter(self._models.values())).router
-        until, name = time.monotonic() + _ROUTER_BACK_WITHIN_S, awake.name if awake else None
-        async with aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=None), headers=_authorization()
-        ) as session:
+        name = awake.name if awake else None
+        away_since: float | None = None
+        # No bound in all: a turn lasts as long as requests come. A router that is frozen sends nothing meanwhile.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=SILENT_S, sock_read=SILENT_S)
+        async with aiohttp.ClientSession(timeout=timeout, headers=_authorization()) as session:
             while True:
                 try:
                     params = {} if name is None else {"awake": name}
                     async with session.post(f"http://{router}/turns", params=params) as response:
-                        if response.status == 200:
-                            return str(await response.json())
-                        problem = f"{response.status}: {await response.text()}"
-                    raise ServerError(f"the reward model {name!r} did not wake up: the router answered {problem}")
-                except aiohttp.ClientError as error:
-                    if time.monotonic() > until:
+                        away_since = None
+                        answer = await response.json(content_type=None)
+                    if isinstance(answer, str):
+                        return answer
+                    raise ServerError(f"the reward model {name!r} did not wake up: the router answered {answer}")
+                except (aiohttp.ClientError, TimeoutError) as error:
+                    away_since = away_since or time.monotonic()
+                    if time.monotonic() > away_since + _ROUTER_BACK_WITHIN_S:
                         raise ServerError(f"the router of the reward models at {router} is away: {error!r}") from error
                 await asyncio.sleep(_ROUTER_PAUSE_S)
                 # A router that was restarted has all servers.
                 with suppress(ServerError):
-                    await asyncio.to_thread(self._register_again, awake)
+                    await _in_thread(self._register_again, awake)
 
     def _register_again(self, awake: _Model | None) -> None:
         for model in self._models.values():
@@ -199,6 +200,16 @@ class ColocatedRewardModels:
                 model.add_servers()
             else:
                 model.remove_servers()
+
+
+async def _in_thread(function: Callable[..., None], *arguments: Any) -> None:
+    """Call a function in a thread. A cancellation waits until it has returned, since a thread cannot be cancelled."""
+    call = asyncio.create_task(asyncio.to_thread(function, *arguments))
+    try:
+        await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await call
+        raise
 
 
 class _Model:
@@ -264,18 +275,27 @@ class _Model:
             self._ask_router("DELETE", f"/workers?{urlencode({'url': server.url})}", confirmed_by=404)
 
     def _ask_router(self, method: str, path: str, body: bytes | None = None, *, confirmed_by: int) -> None:
-        """Send a request to the router. ``confirmed_by`` is the error status of a change that was made before."""
+        """Send a request to the router, again while it restarts.
+
+        ``confirmed_by`` is the error status of a change that was made before.
+        """
         headers = {"Content-Type": "application/json", **_authorization()}
         request = urllib.request.Request(f"http://{self.router}{path}", body, headers, method=method)
         without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        try:
-            without_proxy.open(request, timeout=_IDLE_WITHIN_S).close()
-        except OSError as error:
-            if isinstance(error, urllib.error.HTTPError) and error.code == confirmed_by:
+        until = time.monotonic() + _ROUTER_BACK_WITHIN_S
+        while True:
+            try:
+                without_proxy.open(request, timeout=_IDLE_WITHIN_S).close()
                 return
-            raise ServerError(
-                f"the router of the reward model {self.name!r} did not confirm {method} {path}: {error!r}"
-            ) from error
+            except (OSError, http.client.HTTPException) as error:
+                status = error.code if isinstance(error, urllib.error.HTTPError) else None
+                if status == confirmed_by:
+                    return
+                if status is not None or time.monotonic() > until:
+                    raise ServerError(
+                        f"the router of the reward model {self.name!r} did not confirm {method} {path}: {error!r}"
+                    ) from error
+            time.sleep(_ROUTER_PAUSE_S)
 
 
 class _Replicas(RewardModelManager):

@@ -8,6 +8,7 @@ is an error.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -16,7 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from reward_loop._util.text import did_you_mean, listing
-from reward_loop.config import RewardLoopConfig
+from reward_loop.config import RewardLoopConfig, RewardModelConfig
 from reward_loop.errors import ConfigError
 from reward_loop.managers import RewardLoopManagerBase
 from reward_loop.managers import get as get_manager
@@ -70,6 +71,7 @@ _OPEN = {
     "reward_model.server.models",
     "reward_loop.components",
     "reward_loop.limits",
+    "reward_loop.models",
 }
 """Option groups with arbitrary keys, which the user chooses."""
 
@@ -161,13 +163,16 @@ def read(config: DictConfig) -> RewardSettings:
     _check_manager_options(config, manager, function, options)
     mode = read_mode(config)
     check_mode(config, mode)
+    model = read_reward_model(config, mode)
+    if model is not None:
+        _check_requests(model, options)
     settings = RewardSettings(
         config=config,
         options=options,
         manager=manager,
         function=function,
         num_workers=reward.num_workers,
-        model=read_reward_model(config, mode),
+        model=model,
         mode=mode,
     )
     if settings.scores_by_model and settings.model is not None and not settings.model.model_path:
@@ -319,6 +324,34 @@ def _check_manager_options(
                     f"reward.{key} has an effect only with reward_model.reward_manager=rate_limited; for others, set "
                     "reward_loop.limits and reward_loop.timeout"
                 )
+
+
+def _check_requests(model: RewardModelConfig, options: RewardLoopConfig) -> None:
+    """Reject limits and deadlines of requests to the run's models that have no effect."""
+    if options.models:
+        raise ConfigError(
+            "reward_loop.models: the run serves its models, so set max_concurrent and timeout in reward_model.server "
+            "or reward_model.server.models.NAME"
+        )
+    try:
+        requests = model.requests()
+    except ConfigError as error:
+        raise ConfigError(f"reward_model.server: {error}") from None
+    functions = options.components.values() or [options]
+    longest = max(function.timeout or options.timeout or math.inf for function in functions)
+    for name, given in requests.items():
+        where = f"reward_model.server.models.{name}" if name in model.models else "reward_model.server"
+        most, timeout = given["max_concurrent"], given["timeout"]
+        if options.job is not None and most is not None:
+            raise ConfigError(
+                f"{where}.max_concurrent={most} has no effect with reward_loop.job: the limits are those of the "
+                f"service. Give it models={{{name!r}: {{'max_concurrent': {most}}}}}"
+            )
+        if timeout is not None and timeout > longest:
+            raise ConfigError(
+                f"{where}.timeout={timeout:g} is longer than the deadline of the function, reward_loop.timeout="
+                f"{longest:g}: raise that, too"
+            )
 
 
 def _check_gdpo(algorithm: DictConfig) -> None:

@@ -67,13 +67,17 @@ _UNUSED_BY_VERL = {
 """Options that verl's examples set, although neither this library nor verl uses them -> what applies instead."""
 
 _WITH_VERLS_SERVERS = (
-    *("models", "served_model_name", "turn_timeout_s"),
+    *("models", "served_model_name", "turn_timeout_s", "max_concurrent", "timeout"),
     *("placement", "host", "router_port", "log_dir", "policy", "request_timeout_s", "max_in_flight"),
     *("health_interval_s", "health_timeout_s", "max_failed_checks"),
 )
-"""The options of ``reward_model.server`` that apply to a reward model on the trainer's GPUs: those of the router."""
+"""The options of ``reward_model.server`` that apply to a reward model on the trainer's GPUs: those of the router and of
+requests."""
 
-_OF_MODELS_WITH_VERLS_SERVERS = ("model_path", "engine", "kind", "placement", "engine_args", *_SERVER_OPTIONS.values())
+_OF_MODELS_WITH_VERLS_SERVERS = (
+    *("model_path", "engine", "kind", "placement", "engine_args", "max_concurrent", "timeout"),
+    *_SERVER_OPTIONS.values(),
+)
 """The same for ``reward_model.server.models.NAME``."""
 
 MOST_COLOCATED = 2

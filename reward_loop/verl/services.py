@@ -22,7 +22,7 @@ from reward_loop.verl.settings import RewardSettings
 if TYPE_CHECKING:
     from reward_loop.verl.colocated import ColocatedRewardModels
 
-__all__ = ["RewardServices", "reward_services", "with_adaptive_limit"]
+__all__ = ["RewardServices", "reward_services", "with_limits_of_models"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +61,22 @@ def reward_services(config: DictConfig) -> Iterator[RewardServices]:
             served = stack.enter_context(serve_reward_model(model, _reservation(config, model)))
             router = stack.enter_context(router_address(served.reward_router_address, model, settings.num_workers))
         if model is not None:
-            settings = with_adaptive_limit(settings)
+            settings = with_limits_of_models(settings)
         if settings.options.job is None:
             settings = settings.with_job(stack.enter_context(serve_limits(settings.options, _address_of_node())))
         yield RewardServices(settings, router, colocated)
 
 
-def with_adaptive_limit(settings: RewardSettings) -> RewardSettings:
-    """Return the settings with an adaptive limit on the function calls that ask the reward model at the same time.
+def with_limits_of_models(settings: RewardSettings) -> RewardSettings:
+    """Return the settings with the limits and deadlines of the models that the run serves.
 
-    Without it, all rollouts of a batch ask at once, and wait in the queues of the servers while their deadlines run.
-    What the user has set of the limit stays. With a limiter service of the user, the limits are those of the service.
+    An adaptive limit applies to the function calls that ask a reward model at the same time. Without it, all rollouts
+    of a batch ask at once, and wait in the queues of the servers while their deadlines run. What the user has set of
+    the limit stays. With a limiter service of the user, the limits are those of the service.
     """
-    options = settings.options
+    assert settings.model is not None
+    options = type(settings.options)(**{**dict(settings.options), "models": settings.model.requests()})
+    settings = replace(settings, options=options)
     if options.job is not None:
         return settings
     # Without `max_wait`: a call waits only while others run, and these have deadlines.

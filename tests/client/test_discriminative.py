@@ -117,4 +117,5 @@ async def test_the_logit_of_the_embedded_server_is_that_of_transformers(tiny_dis
         address = models.reward_router_address
         assert await classify(address, text) == pytest.approx(expected, abs=1e-4)
         assert await classify(address, messages) == pytest.approx(expected, abs=1e-4)
-        assert (await post(address, "/classify", {"input": text}))[0]["data"][0]["probs"] != [expected]
+        async with post(address, "/classify", {"input": text}) as (answer, _):
+            assert answer["data"][0]["probs"] != [expected]

@@ -18,7 +18,7 @@ import pytest
 
 from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop.client import Judge, Number, chat_complete, classify, http
-from reward_loop.client.http import GROUP_HEADER, post, shared_session
+from reward_loop.client.http import GROUP_HEADER, shared_session
 from reward_loop.errors import ConfigError, RequestError
 from reward_loop.managers import BatchRewardLoopManager
 from reward_loop.records import ActiveSample, active_samples
@@ -32,7 +32,7 @@ from tests.servers import refusing, serving, until
 )
 async def test_a_malformed_address_is_a_configuration_error(address: str) -> None:
     with pytest.raises(ConfigError, match="not a valid address"):
-        await post(address, "/classify", {})
+        await classify(address, "?")
 
 
 @pytest.mark.parametrize(
@@ -229,11 +229,11 @@ def set_proxies(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
 async def test_http_requests_go_through_the_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     async with FakeJudge() as proxy:
         set_proxies(monkeypatch, http_proxy=f"http://{proxy.address}")
-        await post("http://judge.invalid:8000", "/v1/chat/completions", {"messages": []})
+        await chat_complete("http://judge.invalid:8000", "?")
         assert len(proxy.requests) == 1
         # A router address has no proxy: it is in the cluster.
         with pytest.raises(RequestError):
-            await post("judge.invalid:8000", "/v1/chat/completions", {"messages": []})
+            await chat_complete("judge.invalid:8000", "?")
         assert len(proxy.requests) == 1
 
 
@@ -381,7 +381,7 @@ async def test_a_reply_that_is_too_long_is_an_error_that_names_address_and_optio
 ) -> None:
     async with serving(sender(body, *headers, status=status)) as url:
         with pytest.raises(RequestError, match="more than 1000000 bytes after decompression") as raised:
-            await post(url, "/classify", {}, max_reply_bytes=1_000_000)
+            await classify(url, "?", max_reply_bytes=1_000_000)
     assert url in str(raised.value)
     assert "max_reply_bytes" in str(raised.value)
     assert raised.value.status == status
@@ -404,7 +404,7 @@ async def test_every_client_function_has_the_bound() -> None:
 async def test_a_redirect_to_an_invalid_url_is_a_request_error(target: bytes) -> None:
     async with serving(sender(b"", (b"location", target), status=307)) as url:
         with pytest.raises(RequestError, match="redirected") as raised:
-            await post(url, "/classify", {})
+            await classify(url, "?")
     assert url in str(raised.value)
 
 

@@ -1,6 +1,7 @@
 """Which calls share limits, budget and token counts, and what grows or paces a limit: through the public interface."""
 
 import asyncio
+import contextlib
 import time
 
 import pytest
@@ -112,8 +113,9 @@ async def test_the_command_score_keeps_the_limits_of_its_manager():
     "answer", [{"usage": {"total_tokens": 7}}, {"usage": {"prompt_tokens": 3, "completion_tokens": 4}}]
 )
 async def test_tokens_count_where_the_answer_cannot_be_read(answer, monkeypatch):
+    @contextlib.asynccontextmanager
     async def post(*args, **kwargs):
-        return answer, Exchange()
+        yield answer, Exchange()
 
     monkeypatch.setattr("reward_loop.client.chat.post", post)
     monkeypatch.setattr("reward_loop.client.discriminative.post", post)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
 
+import reward_loop
 from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop._util.transient import MODEL_ASLEEP
-from reward_loop.client import chat_complete
+from reward_loop.client import chat_complete, http
 from reward_loop.errors import RequestError
 from reward_loop.limits import REWARD_MODEL
+from reward_loop.router import control, turns
 from reward_loop.router import pool as pool_module
 from reward_loop.router.refusals import Refusal
 from reward_loop.router.turn_queue import TurnQueue
@@ -56,6 +60,8 @@ async def test_a_wait_has_a_bound_and_a_cancelled_one_wakes_nothing_up() -> None
         await queue.until_awake("b")
     with pytest.raises(Refusal, match="no model 'c' takes turns, only a, b"):
         await queue.until_awake("c")
+    with pytest.raises(Refusal, match=r"'b' did not wake up within 60 s"):
+        await TurnQueue(["a", "b"], 60).until_awake("b", waited_s=60)
     waiting = asyncio.create_task(TurnQueue(["a"], 60).until_awake("a"))
     await asyncio.sleep(0)
     waiting.cancel()
@@ -157,6 +163,73 @@ async def test_a_model_that_does_not_wake_up_fails_the_call_that_asks_for_it() -
         assert caught.value.final
 
 
+async def test_while_a_wait_lasts_the_router_shows_that_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert http.SILENT_S == turns.SILENT_S > 2 * turns.ALIVE_S
+    monkeypatch.setattr(control, "ALIVE_S", 0.01)
+    async with routed(turns=("a", "b")) as (url, _, session):
+        async with session.post("/turns") as owner:
+            assert await owner.content.readexactly(3) == b"   "
+            async with session.post("/turns/wait", params={"model": "b"}) as wait:
+                assert await wait.content.readexactly(3) == b"   "
+                assert await owner.json() == "b"
+        async with session.post("/turns/wait", params={"model": "b", "waited": "nan"}) as answer:
+            assert answer.status == 422
+    # An error that comes later is in the body alone.
+    async with routed(turns=("a", "b"), turn_timeout_s=0.2) as (url, _, _):
+        with pytest.raises(RequestError, match=r"did not wake up within 0\.2 s"):
+            await chat_complete(url.removeprefix("http://"), "?", model="b")
+
+
+async def test_a_wait_at_a_router_that_was_restarted_began_at_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        seen.append(scope["path"] + scope["query_string"].decode())
+        body, status = SLEEPS, 503
+        if scope["path"] == "/turns/wait":
+            now[0] += 100
+            body, status = b"null", 200
+        elif now[0] > 300:
+            body, status = reply("b").encode(), 200
+        await send(
+            {"type": "http.response.start", "status": status, "headers": [(b"content-length", b"%d" % len(body))]}
+        )
+        await send({"type": "http.response.body", "body": body})
+
+    now = [100.0]
+    monkeypatch.setattr(http, "time", SimpleNamespace(**vars(time) | {"monotonic": lambda: now[0]}))
+    async with serving(app) as url:
+        assert (await chat_complete(url.removeprefix("http://"), "?", model="b")).text == "b"
+    assert seen[1::2] == [f"/turns/waitmodel=b&waited={waited}" for waited in ("0.0", "100.0", "200.0")]
+
+
+async def test_a_router_that_is_silent_while_a_model_sleeps_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first answer is that the model sleeps; then it accepts connections, and sends nothing."""
+    monkeypatch.setattr(http, "SILENT_S", 0.05)
+    asked = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        asked += 1
+        head = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b"
+        if asked == 1:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(head % (len(SLEEPS), SLEEPS))
+        else:
+            await reader.read()  # until the client gives up
+        writer.close()
+
+    async with asyncio.timeout(60), await asyncio.start_server(serve, "127.0.0.1") as server:
+        host, port = server.sockets[0].getsockname()
+        with pytest.raises(RequestError, match=r"no answer within 0\.05 s"):
+            await chat_complete(f"{host}:{port}", "?", model="b", timeout=0.05)
+    assert asked == 3  # the request, the wait, and the request
+
+
+SLEEPS = json.dumps({"error": {"message": "b sleeps", "code": MODEL_ASLEEP}}).encode()
+
+
 async def test_a_model_whose_servers_do_not_come_up_has_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "_START_CHECK_S", 0.05)
     async with routed(turns=("a", "b")) as (_, _, session):
@@ -164,6 +237,27 @@ async def test_a_model_whose_servers_do_not_come_up_has_no_turn(monkeypatch: pyt
         async with session.post("/turns", params={"awake": "a"}) as response:
             assert response.status == 503
             assert "no server of 'a' is up: http://127.0.0.1:9 is down" in (await response.json())["error"]["message"]
+
+
+async def test_after_a_server_that_dies_in_its_turn_the_next_model_has_its_own() -> None:
+    async def asks(solution_str: str, reward_router_address: str) -> float:
+        return float((await chat_complete(reward_router_address, "?", model=solution_str)).text == solution_str)
+
+    function = ScoringFunction(asks, options=RewardLoopConfig(outage_timeout_s=0.5, retry={"max_attempts": 1}))
+    async with AsyncExitStack() as dies, serving(model_server(reply("b"))) as b, asyncio.timeout(60):
+        a = await dies.enter_async_context(serving(model_server(reply("a"))))
+        async with routed(turns=("a", "b"), health_interval_s=0.1) as (url, _, session):
+            address = url.removeprefix("http://")
+            running = asyncio.create_task(Owner(session, {"a": a, "b": b}).run())
+            assert (await function(RewardSample("a"), reward_router_address=address)).score == 1.0
+            await dies.aclose()
+            late, other = (
+                asyncio.create_task(function(RewardSample(model), reward_router_address=address)) for model in "ab"
+            )
+            assert (await other).score == 1.0
+            for task in (late, running):  # in a run, its owner ends judging when the model should wake up again
+                task.cancel()
+            await asyncio.gather(late, running, return_exceptions=True)
 
 
 @pytest.mark.parametrize("isolated", [False, pytest.param(True, marks=pytest.mark.integration)])
@@ -194,6 +288,22 @@ async def test_calls_wait_outside_their_deadlines_and_without_a_place_at_the_rew
 
 
 DEADLINE_S = 3.0
+
+
+async def test_calls_that_hold_a_limit_of_their_own_while_a_model_sleeps_do_not_wait_for_each_other() -> None:
+    async with two_models() as (address, _):
+
+        async def judge(solution_str: str, reward_router_address: str) -> float:
+            async with reward_loop.limit("mine"):
+                reply = await chat_complete(reward_router_address, solution_str, model="b")
+            return float(reply.text == "b")
+
+        limits = {REWARD_MODEL: {"max_concurrent": 1, "max_wait": None}, "mine": {"max_concurrent": 1}}
+        function = ScoringFunction(judge, options=RewardLoopConfig(limits=limits))
+        results = await asyncio.gather(
+            *(function(RewardSample(str(number)), reward_router_address=address) for number in range(4))
+        )
+        assert [result.score for result in results] == [1.0] * 4
 
 
 async def asks_both(solution_str: str, reward_router_address: str) -> float:

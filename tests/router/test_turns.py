@@ -102,6 +102,19 @@ def test_the_model_whose_request_has_waited_longest_is_the_next() -> None:
     assert turns.next(3) == "c"
 
 
+def test_a_wait_that_began_earlier_comes_first_whenever_it_is_recorded() -> None:
+    turns = awake("a", "a", "b", "c")
+    turns.wait("b", 1, 2)
+    turns.wait("c", 2, 3)
+    turns.wait("c", 3, 1)  # it waited at a router that was restarted
+    assert turns.next(4) == "c"
+    turns.give_up("c", 3)
+    assert turns.next(4) == "b"
+    turns.give_up("b", 1)
+    turns.wait("b", 1, 4)  # again
+    assert turns.next(4) == "c"
+
+
 def test_a_model_with_endless_requests_lets_another_have_its_turn() -> None:
     turns = awake("a")
     turns.begin()

@@ -6,22 +6,29 @@ import asyncio
 import contextlib
 import functools
 import json
+import os
+import signal
+import time
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import pytest
 from verl.single_controller.ray import ResourcePoolManager
 
+from reward_loop.client import chat_complete
+from reward_loop.client import http as client
 from reward_loop.config import RewardModelConfig, parse
 from reward_loop.errors import ServerError
 from reward_loop.router.config import BackendConfig
+from reward_loop.serving import serve_reward_model
 from reward_loop.verl import colocated
 from reward_loop.verl.reward_model import MOST_COLOCATED
 from reward_loop.verl.workers import beside
-from tests.servers import CHAT, model_server, post, serving
+from tests.servers import CHAT, listed, model_server, post, serving, until
 from tests.verl.checks import signature, texts
 from tests.verl.configs import settled
 from tests.verl.runs import Run, agent_loop, train
@@ -134,7 +141,7 @@ def test_verl_has_room_for_the_models() -> None:
 
 @contextlib.asynccontextmanager
 async def two_models(
-    monkeypatch: pytest.MonkeyPatch, fails: str = ""
+    monkeypatch: pytest.MonkeyPatch, fails: str = "", replies: tuple[Any, Any] = (model_server("a"), model_server("b"))
 ) -> AsyncIterator[tuple[colocated.ColocatedRewardModels, list[str], str]]:
     """The models ``a`` and ``b``, the changes of their replicas, and the URL of the router."""
     changes: list[str] = []
@@ -144,7 +151,7 @@ async def two_models(
             raise RuntimeError("the actor died")
         changes.append(what)
 
-    async with serving(model_server("a")) as a, serving(model_server("b")) as b, asyncio.timeout(120):
+    async with serving(replies[0]) as a, serving(replies[1]) as b, asyncio.timeout(120):
         addresses = {name: url.removeprefix("http://") for name, url in (("a", a), ("b", b))}
 
         def replicas(options: Any, pool: Any) -> SimpleNamespace:
@@ -179,6 +186,156 @@ async def test_all_models_sleep_when_judging_has_ended(monkeypatch: pytest.Monke
             assert changes == [f"{name} {what}" for name in "aba" for what in ("wakes up", "sleeps")]
     counts = {name: value for name, value in metrics.items() if "wakes" in name}
     assert counts == {"reward_loop/model_wakes": 6, "reward_loop/model_wakes/a": 4, "reward_loop/model_wakes/b": 2}
+
+
+class Judge:
+    """A server of a model that answers with its name, when its gate is open; a closed connection ends a request."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.asked = 0
+        self.open = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["method"] == "POST":
+            await receive()
+            self.asked += 1
+            waits = [asyncio.create_task(self.open.wait()), asyncio.create_task(receive())]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
+            if not self.open.is_set():
+                return
+        answer = {
+            "choices": [{"message": {"content": self.name}, "finish_reason": "stop"}],
+            "data": [{"id": self.name}],
+        }
+        await model_server(json.dumps(answer))(scope, _nothing, send)
+
+
+async def _nothing() -> None:
+    pass
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The models for which requests wait, or have waited."""
+    until_awake, seen = client._until_awake, []
+
+    async def recorded(url: str, headers: Any, model: Any, waited_s: float) -> None:
+        seen.append(model)
+        await until_awake(url, headers, model, waited_s)
+
+    monkeypatch.setattr(client, "_until_awake", recorded)
+    return seen
+
+
+def asking(url: str, model: str, number: int = 3) -> list[asyncio.Task[Any]]:
+    address = url.removeprefix("http://")
+    return [asyncio.create_task(chat_complete(address, str(i), model=model)) for i in range(number)]
+
+
+@pytest.fixture
+def managers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Whose processes include the router."""
+    started: list[Any] = []
+
+    @contextlib.contextmanager
+    def captured(*args: Any, **options: Any) -> Iterator[Any]:
+        with serve_reward_model(*args, **options) as manager:
+            started.append(manager)
+            yield manager
+
+    monkeypatch.setattr(colocated, "serve_reward_model", captured)
+    return started
+
+
+async def test_a_router_that_is_killed_while_calls_wait_for_their_turn_loses_none(
+    monkeypatch: pytest.MonkeyPatch, waits: list[str], managers: list[Any]
+) -> None:
+    later = [0.0]
+    clock = vars(time) | {"monotonic": lambda: time.monotonic() + later[0]}
+    monkeypatch.setattr(colocated, "time", SimpleNamespace(**clock))
+    a, b = Judge("a"), Judge("b")
+    async with two_models(monkeypatch, replies=(a, b)) as (models, changes, url):
+        changes.clear()
+        with models.awake() as turns:
+            assert turns is not None
+            owner = asyncio.create_task(turns())
+            calls = asking(url, "a")
+            await until(lambda: a.asked == 3)
+            calls += asking(url, "b")
+            await until(lambda: waits.count("b") == 3)
+            later[0] = 10_000  # the turn has lasted longer than the router may be away
+            os.kill(managers[0].pids()["router"], signal.SIGKILL)
+            a.open.set()
+            b.open.set()
+            assert [reply.text for reply in await asyncio.gather(*calls)] == list("aaabbb")
+            # Another one is killed while it waits for the requests of a model that must sleep.
+            b.open.clear()
+            calls = asking(url, "b")
+            await until(lambda: b.asked == 6)
+            owner.cancel()
+            async with aiohttp.ClientSession(url) as session:
+                while await listed(session):  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+            os.kill(managers[0].pids()["router"], signal.SIGKILL)
+            assert isinstance(*await asyncio.gather(owner, return_exceptions=True), asyncio.CancelledError)
+            assert changes == [f"{name} {what}" for name in "ab" for what in ("wakes up", "sleeps")]
+        b.open.set()
+        with models.awake() as turns:
+            replies = await beside(asyncio.wait_for(asyncio.gather(*calls), 60), turns)
+        assert [reply.text for reply in replies] == list("bbb")
+
+
+async def test_a_router_that_accepts_connections_and_sends_nothing_ends_judging(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(colocated, "SILENT_S", 0.05)
+    monkeypatch.setattr(colocated, "_ROUTER_BACK_WITHIN_S", 0.1)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async with asyncio.timeout(60), await asyncio.start_server(serve, "127.0.0.1") as server:
+        host, port = server.sockets[0].getsockname()
+        model = SimpleNamespace(router=f"{host}:{port}", remove_servers=lambda: None)
+        models = colocated.ColocatedRewardModels(settled(), RewardModelConfig(model_path="a"), workers=1)
+        monkeypatch.setattr(models, "_models", {"a": model, "b": model})
+        with models.awake() as turns:
+            assert turns is not None
+            with pytest.raises(ServerError, match=r"the router .* is away: SocketTimeoutError"):
+                await turns()
+
+
+async def test_calls_that_wait_when_training_resumes_have_their_turn_in_the_next_step(
+    monkeypatch: pytest.MonkeyPatch, waits: list[str]
+) -> None:
+    a, b = Judge("a"), Judge("b")
+    b.open.set()
+    async with two_models(monkeypatch, replies=(a, b)) as (models, changes, url):
+        changes.clear()
+        with models.awake() as turns:
+            assert turns is not None
+            owner = asyncio.create_task(turns())
+            first = asking(url, "a")
+            await until(lambda: a.asked == 3)
+            second = asking(url, "b")
+            await until(lambda: waits.count("b") == 3)
+            owner.cancel()  # as at the end of a step; the calls in flight end before the model sleeps
+            a.open.set()
+            await asyncio.gather(owner, return_exceptions=True)
+        assert changes == ["a wakes up", "a sleeps"]
+        assert [reply.text for reply in await asyncio.gather(*first)] == list("aaa")
+        late = asking(url, "a")
+        await until(lambda: waits.count("a") >= 6)
+        assert not any(call.done() for call in (*second, *late))
+        with models.awake() as turns:
+            replies = await beside(asyncio.wait_for(asyncio.gather(*second, *late), 60), turns)
+    assert [reply.text for reply in replies] == list("bbbaaa")
+    # Those that have waited since the step before come first.
+    assert changes[2:] == [f"{name} {what}" for name in "ba" for what in ("wakes up", "sleeps")]
 
 
 @pytest.mark.parametrize(("fails", "what"), [("b wakes up", "wake up"), ("a sleeps", "fall asleep")])

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from reward_loop.errors import ConfigError
 from reward_loop.limits.permit import MAX_PATIENCE, REWARD_MODEL
-from reward_loop.verl.services import with_adaptive_limit
+from reward_loop.verl.services import with_limits_of_models
 from reward_loop.verl.workers import longest_quiet_s
 from tests.verl.configs import resolved
 
@@ -26,23 +27,47 @@ def served(tiny_generative_model: Path) -> list[str]:
 def test_the_limit_adapts_to_served_and_external_judges(served: list[str]) -> None:
     external = ["reward_model.rollout.name=external", "+reward_model.server.urls=[http://127.0.0.1:1]"]
     for overrides in (served, ["reward_model.enable=True", "reward_model.model.path=x", *external]):
-        limit = with_adaptive_limit(resolved(*overrides)).options.limits[REWARD_MODEL]
+        limit = with_limits_of_models(resolved(*overrides)).options.limits[REWARD_MODEL]
         assert (limit.adaptive, limit.max_concurrent, limit.max_wait) == (True, None, None)
 
 
 def test_what_the_user_has_set_stays(served: list[str]) -> None:
     settings = resolved(*served, "+reward_loop.limits.reward_model.max_concurrent=5")
-    limit = with_adaptive_limit(settings).options.limits[REWARD_MODEL]
+    limit = with_limits_of_models(settings).options.limits[REWARD_MODEL]
     assert (limit.adaptive, limit.max_concurrent, limit.max_wait) == (True, 5, None)
     settings = resolved(*served, "+reward_loop.limits.reward_model.adaptive=False")
-    assert not with_adaptive_limit(settings).options.limits[REWARD_MODEL].adaptive
+    assert not with_limits_of_models(settings).options.limits[REWARD_MODEL].adaptive
     settings = resolved(*served, "reward_loop.job=127.0.0.1:1:x")
-    assert with_adaptive_limit(settings) is settings
+    assert with_limits_of_models(settings).options == settings.options
+
+
+def test_each_model_has_its_own_limit_and_deadline(served: list[str], tiny_discriminative_model: Path) -> None:
+    strong = "+reward_model.server.models.strong"
+    served += ["+reward_model.server.served_model_name=fast", f"{strong}.model_path={tiny_discriminative_model}"]
+    settings = resolved(
+        *served, "+reward_model.server.timeout=20", f"{strong}.max_concurrent=3", f"{strong}.timeout=60"
+    )
+    models = with_limits_of_models(settings).options.models
+    assert {name: (model.max_concurrent, model.timeout) for name, model in models.items()} == {
+        "fast": (None, 20),
+        "strong": (3, 60),
+    }
+    with_job = with_limits_of_models(resolved(*served, f"{strong}.timeout=60", "reward_loop.job=127.0.0.1:1:x"))
+    assert with_job.options.models["strong"].timeout == 60
+    for overrides, message in {
+        (f"{strong}.timeout=400",): r"models\.strong\.timeout=400 is longer than .*reward_loop\.timeout=300: raise",
+        ("+reward_loop.models.strong.timeout=4",): r"reward_loop\.models: .*set .* reward_model\.server\.models\.NAME",
+        (f"{strong}.max_concurrent=3", "reward_loop.job=127.0.0.1:1:x"): r"models\.strong\.max_concurrent=3 has no eff",
+        (f"{strong}.max_concurent=3",): r"models\.strong\.max_concurent: unknown option; did you mean 'max_concurrent'",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            resolved(*served, *overrides)
+    resolved(*served, f"{strong}.timeout=400", "reward_loop.timeout=500")
 
 
 def test_waiting_for_a_place_is_not_a_stall(served: list[str]) -> None:
     settings = resolved(*served)
-    limited = with_adaptive_limit(settings)
+    limited = with_limits_of_models(settings)
     quiet, patient = (longest_quiet_s(options, by_group=False) for options in (settings.options, limited.options))
     assert quiet is not None
     assert patient is not None
