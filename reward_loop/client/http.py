@@ -178,18 +178,23 @@ async def post(
     limit = limit or own.limit
     if timeout == "model":
         timeout = own.timeout or USUAL_TIMEOUT_S
+    longest = timeout
     if isinstance(call, Call):
         if timeout is not None:
             timeout *= call.patience  # Like the call's own deadline: the run's judge may be full.
         longest = timeout or (call.timeout and call.timeout * call.patience)
-        if longest is not None and longest > USUAL_TIMEOUT_S:
-            headers[TIMEOUT_HEADER] = f"{_EARLIER * longest:.0f}"
+    if not is_base_url and longest is not None and longest > USUAL_TIMEOUT_S:
+        headers[TIMEOUT_HEADER] = f"{_EARLIER * longest:.0f}"
     if call is not None and call.request_retries.waits_for_outages:
         headers[NO_WAIT_HEADER] = "1"
     exchange: Exchange | None = None
-    asked_at = 0.0
+    asked_at: float | None = None
     while True:
-        async with nullcontext() if limit is None else limited(limit) as lease:
+        async with AsyncExitStack() as stack:
+            lease = None
+            if limit is not None:
+                with nullcontext() if exchange is None else _timed(exchange):  # its error ends a request that has begun
+                    lease = await stack.enter_async_context(limited(limit))
             exchange = exchange or _begin(url, body, api_key_env)
             with _timed(exchange):
                 _raise_if_away(url)
@@ -199,9 +204,12 @@ async def post(
                 return
             if lease is not None:
                 lease.failed()  # not an answer of the model
-        asked_at = asked_at or time.monotonic()
+        if asked_at is None:
+            asked_at = time.monotonic()
         with _timed(exchange):
-            await _until_awake(url, headers, model, time.monotonic() - asked_at)
+            if await _until_awake(url, headers, model, time.monotonic() - asked_at):
+                # The model had its turn. If the request comes too late for it, it waits for the next one.
+                asked_at = None
 
 
 def _requests(models: Mapping[str, ModelRequests], model: str | None) -> ModelRequests:
@@ -358,8 +366,8 @@ async def _post(
     return answer
 
 
-async def _until_awake(url: str, headers: Mapping[str, str], model: Any, waited_s: float) -> None:
-    """Wait until a model of the run that sleeps is awake, outside of the deadline.
+async def _until_awake(url: str, headers: Mapping[str, str], model: Any, waited_s: float) -> bool:
+    """Wait until a model of the run that sleeps is awake, outside of the deadline; return whether the router said so.
 
     The router ends the wait after ``turn_timeout_s``, also one that has begun before the router was restarted. One that
     is frozen sends no spaces meanwhile: the request itself then decides, with its own timeout, as after a restart.
@@ -368,7 +376,7 @@ async def _until_awake(url: str, headers: Mapping[str, str], model: Any, waited_
         url: the URL of the request.
         headers: its headers.
         model: its model.
-        waited_s: seconds since the request was first sent.
+        waited_s: seconds for which the request has waited before, at a router that ended without an answer.
 
     Raises:
         RequestError: it did not wake up in time.
@@ -389,9 +397,10 @@ async def _until_awake(url: str, headers: Mapping[str, str], model: Any, waited_
             ) as response:
                 status, data = response.status, await response.read()
         except (aiohttp.ClientError, OSError):
-            return
+            return False
         if status != 200 or data.strip() != b"null":
             raise RequestError(f"POST {_shown_url(url)}: {_shown(data.strip())}", status=status, final=True)
+    return True
 
 
 async def _send_and_read(

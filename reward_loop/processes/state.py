@@ -71,7 +71,7 @@ class ProcessState:
 
     def __init__(self, watch: Watch) -> None:
         with suppress(OSError):
-            tempfile.gettempdir()  # it keeps its result in a name of the module
+            tempfile.NamedTemporaryFile().close()  # what it finds out, it keeps in names of the module
         self._names = [*map(_Names, _MODULES), *map(_Names, _CLASSES)]
         self._loaded = operator.itemgetter(*(module.__name__ for module in _MODULES))
         self._modules = dict(sys.modules)
@@ -198,9 +198,10 @@ class Watch:
 
     def watch_numpy(self) -> bool:
         """Watch NumPy's global random generator once NumPy is imported; return whether that has just begun."""
-        if self._watches_numpy or "numpy.random" not in sys.modules:
+        module: Any = sys.modules.get("numpy.random")
+        # A call may import it in vain, or replace it.
+        if self._watches_numpy or not (hasattr(module, "seed") and hasattr(module, "set_state")):
             return False
-        module = sys.modules["numpy.random"]
         self._seeds.append(module.seed)
         for name in ("seed", "set_state"):
             setattr(module, name, self._watched(getattr(module, name), "random"))

@@ -7,7 +7,7 @@ them to sleep.
 State   Requests for the model                 Next state
 ======= ====================================== =================================================================
 ASLEEP  wait                                   AWAKE, when the owner has woken it up
-AWAKE   are admitted                           CLOSING, when a request for another model has waited for `TURN_S`;
+AWAKE   are admitted                           CLOSING, when a request for another model waits and it has had `TURN_S`;
                                                ASLEEP, when it is idle and another model is asked for
 CLOSING wait; those in flight end              ASLEEP, when it is idle; AWAKE, if no other model is asked for
 ======= ====================================== =================================================================
@@ -27,7 +27,7 @@ from collections.abc import Iterable
 __all__ = ["ALIVE_S", "SILENT_S", "TURN_S", "Turns"]
 
 TURN_S = 120.0
-"""Seconds that a request waits for its model before the model that is awake gets no further requests."""
+"""Seconds that a request waits, in this turn, before the model that is awake gets no further requests."""
 
 IDLE_S = 0.2
 """Seconds without a request after which a turn may end: a short gap between two requests should not cost a turn."""
@@ -58,7 +58,7 @@ class Turns:
         self.awake: str | None = None
         """The model that is awake; ``None`` while the owner puts one to sleep or wakes one up."""
         self._in_flight = 0
-        self._idle_since = 0.0
+        self._woken_at = self._idle_since = 0.0
         self._expected = 0
         self._expected_until = 0.0
 
@@ -101,7 +101,7 @@ class Turns:
         """Record that the owner has woken a model up, or with ``None`` that none is awake."""
         self.awake = model
         self._expected = 0
-        self._idle_since = now
+        self._woken_at = self._idle_since = now
 
     def released(self, now: float) -> list[object]:
         """Return the waiting requests of the model that is awake, which wait no longer.
@@ -131,7 +131,8 @@ class Turns:
 
     def _is_closing(self, now: float) -> bool:
         wanted = self._longest_waiting()
-        return wanted is not None and now >= self._since(wanted) + TURN_S
+        # From the beginning of the turn: a request that waited before it would end each turn before it admits any.
+        return wanted is not None and now >= max(self._since(wanted), self._woken_at) + TURN_S
 
     def _since(self, model: str) -> float:
         """Return the beginning of the longest wait for a model that is asked for."""

@@ -10,6 +10,7 @@ import asyncio
 import functools
 import http.client
 import logging
+import math
 import time
 import urllib.error
 import urllib.request
@@ -172,7 +173,7 @@ class ColocatedRewardModels:
         """
         router = next(iter(self._models.values())).router
         name = awake.name if awake else None
-        away_since: float | None = None
+        away_since = answered_at = -math.inf
         # No bound in all: a turn lasts as long as requests come. A router that is frozen sends nothing meanwhile.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=SILENT_S, sock_read=SILENT_S)
         async with aiohttp.ClientSession(timeout=timeout, headers=_authorization()) as session:
@@ -180,13 +181,15 @@ class ColocatedRewardModels:
                 try:
                     params = {} if name is None else {"awake": name}
                     async with session.post(f"http://{router}/turns", params=params) as response:
-                        away_since = None
+                        answered_at = time.monotonic()
                         answer = await response.json(content_type=None)
                     if isinstance(answer, str):
                         return answer
                     raise ServerError(f"the reward model {name!r} did not wake up: the router answered {answer}")
                 except (aiohttp.ClientError, TimeoutError) as error:
-                    away_since = away_since or time.monotonic()
+                    # Not after each answer: a router that begins to answer and dies, again and again, is away, too.
+                    if away_since < answered_at < time.monotonic() - 2 * SILENT_S or away_since == -math.inf:
+                        away_since = time.monotonic()
                     if time.monotonic() > away_since + _ROUTER_BACK_WITHIN_S:
                         raise ServerError(f"the router of the reward models at {router} is away: {error!r}") from error
                 await asyncio.sleep(_ROUTER_PAUSE_S)

@@ -199,7 +199,10 @@ def _model_scoring(settings: RewardSettings, limits: Limits) -> Any:
         DiscriminativeRewardLoopManager,
         score_by_model,
         settings.options,
-        reward_kwargs={"model": settings.model.served_model_name or settings.model.model_path},
+        reward_kwargs={
+            "model": settings.model.served_model_name or settings.model.model_path,
+            "timeout": settings.model.timeout,
+        },
         limits=limits,
     )
 
@@ -263,14 +266,14 @@ class DiscriminativeRewardLoopManager(NaiveRewardLoopManager):
 
 
 async def score_by_model(
-    extra_info: dict[str, Any], reward_router_address: str, model: str | None = None
+    extra_info: dict[str, Any], reward_router_address: str, model: str | None = None, timeout: float | None = None
 ) -> dict[str, float]:
     """Return the logit of ``extra_info["reward_model_input"]``; if there are several, the last one, as in verl."""
     logits = await classify(
         reward_router_address,
         extra_info["reward_model_input"],
         model=model,
-        timeout=None,
+        timeout=timeout,
         api_key_env=API_KEY_VARIABLE if api_key_of(API_KEY_VARIABLE) else None,
     )
     return {"score": logits[-1] if isinstance(logits, list) else logits}

@@ -222,13 +222,8 @@ class RewardLoopTrainer(RecordingTrainer):
     def _say_failures(self, of: str, infos: Iterable[Mapping[str, Any]]) -> None:
         """Log one line if samples of a step or validation have no score."""
         folder = self._settings.options.log_dir
-        if line := self._failures(infos).line(None if folder is None else f"reward-loop view {folder}"):
+        if line := _failures_in(infos).line(None if folder is None else f"reward-loop view {folder}"):
             logger.warning("%s: %s", of, line)
-
-    @staticmethod
-    def _failures(infos: Iterable[Mapping[str, Any]]) -> Failures:
-        results = (RewardResult.of({"reward_score": 0.0, "reward_extra_info": dict(info)}) for info in infos)
-        return Failures.of(results)
 
     @overrides(PPOTrainer)
     def _step_once(self, metrics: dict, timing_raw: dict, sample_batch_size: int) -> Any:
@@ -398,7 +393,7 @@ class RewardLoopTrainer(RecordingTrainer):
         if not learners:
             log_dir = self._settings.options.log_dir
             where = f". `reward-loop report {log_dir}` shows why, with the replies of judges" if log_dir else ""
-            why = self._failures(reward.info for reward in rewards.values()).line() or "all are masked"
+            why = _failures_in(reward.info for reward in rewards.values()).line() or "all are masked"
             raise NothingToLearnError(f"no sample of step {self.global_steps} has a score to learn from: {why}{where}")
         return select(batch, learners)
 
@@ -487,6 +482,11 @@ def with_reward_loop(trainer: type[PPOTrainer]) -> type[RewardLoopTrainer]:
         trainer: the trainer class of one of verl's modes, or of a recipe.
     """
     return type(f"RewardLoop{trainer.__name__}", (RewardLoopTrainer, trainer), {})
+
+
+def _failures_in(infos: Iterable[Mapping[str, Any]]) -> Failures:
+    results = (RewardResult.of({"reward_score": 0.0, "reward_extra_info": dict(info)}) for info in infos)
+    return Failures.of(results)
 
 
 def _readable(value: Any) -> Any:

@@ -392,7 +392,7 @@ def test_the_options_become_settings(tmp_path: Path, monkeypatch: pytest.MonkeyP
         demo.Settings(),
         replace(demo.QUICK, steps=2),
         demo.Settings(judge_latency=0, seed=3, engine="vllm"),
-        demo.Settings(weak_judge=True, spot=0.2),
+        demo.Settings(weak_judge=True, spot=0.2, answers=16),
     ]
 
 

@@ -236,6 +236,7 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "a deleted name": lambda: delattr(os, "getcwd"),
     "sys": lambda: (setattr(sys, "argv", None), setattr(sys, "exit", None), setattr(sys, "stdin", None)),
     "modules": lambda: (sys.modules.update(resource=None), sys.modules.pop("shutil"), setattr(os, "kill", None)),
+    "a module that cannot be imported": lambda: sys.modules.update({"numpy.random": None}),
     "import path": lambda: sys.path.clear(),
     "import hooks": lambda: sys.meta_path.clear(),
     "recursion limit": lambda: sys.setrecursionlimit(60),

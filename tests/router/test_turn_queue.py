@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -16,8 +17,8 @@ import pytest
 import reward_loop
 from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop._util.transient import MODEL_ASLEEP
-from reward_loop.client import chat_complete, http
-from reward_loop.errors import RequestError
+from reward_loop.client import Judge, Number, chat_complete, http
+from reward_loop.errors import LimitError, RequestError
 from reward_loop.limits import REWARD_MODEL
 from reward_loop.router import control, turns
 from reward_loop.router import pool as pool_module
@@ -180,7 +181,9 @@ async def test_while_a_wait_lasts_the_router_shows_that_it_runs(monkeypatch: pyt
             await chat_complete(url.removeprefix("http://"), "?", model="b")
 
 
-async def test_a_wait_at_a_router_that_was_restarted_began_at_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_wait_that_a_router_did_not_answer_goes_on_and_one_that_it_answered_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -190,18 +193,48 @@ async def test_a_wait_at_a_router_that_was_restarted_began_at_the_first_one(monk
         if scope["path"] == "/turns/wait":
             now[0] += 100
             body, status = b"null", 200
-        elif now[0] > 300:
+        elif now[0] > 400:
             body, status = reply("b").encode(), 200
         await send(
             {"type": "http.response.start", "status": status, "headers": [(b"content-length", b"%d" % len(body))]}
         )
-        await send({"type": "http.response.body", "body": body})
+        if scope["path"] != "/turns/wait" or now[0] > 200:  # else the connection ends before the answer
+            await send({"type": "http.response.body", "body": body})
 
-    now = [100.0]
+    now = [0.0]
     monkeypatch.setattr(http, "time", SimpleNamespace(**vars(time) | {"monotonic": lambda: now[0]}))
     async with serving(app) as url:
         assert (await chat_complete(url.removeprefix("http://"), "?", model="b")).text == "b"
-    assert seen[1::2] == [f"/turns/waitmodel=b&waited={waited}" for waited in ("0.0", "100.0", "200.0")]
+    # The third wait ended with a turn, for which the request came too late.
+    waits = ("0.0", "100.0", "200.0", "0.0", "0.0")
+    assert seen[1::2] == [f"/turns/waitmodel=b&waited={waited}" for waited in waits]
+
+
+async def test_a_request_whose_limit_refuses_it_after_the_wait_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record shows what never ended, so an error outside of the request itself must end it, too."""
+    permits = itertools.count()
+    sent: list[dict[str, Any]] = []
+
+    @asynccontextmanager
+    async def limit(name: str) -> AsyncIterator[None]:
+        if next(permits):
+            raise LimitError(f"no permit of {name!r} within 1 s")
+        yield
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        is_wait = scope["path"] == "/turns/wait"
+        await send({"type": "http.response.start", "status": 200 if is_wait else 503, "headers": []})
+        await send({"type": "http.response.body", "body": b"null" if is_wait else SLEEPS})
+
+    monkeypatch.setattr(http, "limited", limit)
+    monkeypatch.setattr(http, "_destination", lambda: sent.append)
+    judge = Judge("{{answer}}", Number(1, 10), model="b", limit="x")
+    async with serving(app) as url:
+        with pytest.raises(LimitError, match="no permit"):
+            await judge(url.removeprefix("http://"), answer="?")
+    assert "no permit of 'x' within 1 s" in sent[-1]["error"]
+    assert sent[-1]["seconds"] >= 0
 
 
 async def test_a_router_that_is_silent_while_a_model_sleeps_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:

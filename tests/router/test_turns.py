@@ -129,6 +129,20 @@ def test_a_model_with_endless_requests_lets_another_have_its_turn() -> None:
     assert turns.next(late) == "b"
 
 
+def test_each_turn_admits_requests_however_long_others_have_waited() -> None:
+    turns, now = asleep("a", "b", "c"), 3 * TURN_S
+    for model in ("a", "b", "c"):
+        turns.wait(model, model, 0)  # all have waited at a router that was restarted
+    for model in ("a", "b", "c"):
+        assert turns.next(now) == model
+        turns.wake(model, now)
+        assert turns.released(now) == [model]
+        assert turns.admits(model, now + TURN_S - 1)
+        turns.begin()
+        turns.end(now + TURN_S)
+        now += TURN_S + IDLE_S
+
+
 def test_a_model_that_closes_opens_again_if_the_others_no_longer_wait() -> None:
     turns = awake("a")
     turns.wait("b", 1, 0)
