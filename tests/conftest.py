@@ -43,6 +43,7 @@ LONGEST = (
     "verl/test_two_nodes.py",
     "verl/test_updates.py",
     "integration/test_demo.py",
+    "examples/test_generative_judge.py",
     "verl/test_workers.py",
     "verl/test_vllm.py",
     "test_pages.py",
