@@ -476,10 +476,16 @@ class Grammar:
         """Check that nothing qualifies the value: rule 3."""
         closed = _CLOSED.match(found.text, found.end)
         assert closed is not None
-        end = points.end() if (points := wording.POINTS.match(found.text, closed.end())) else closed.end()
+        end = closed.end()
+        if points := wording.POINTS.match(found.text, end):
+            closed_again = _CLOSED.match(found.text, points.end())
+            assert closed_again is not None
+            end = closed_again.end()
         rest = found.text[end : end + 400]
         if self._closes:
-            is_plain = (self._closes in closed[0] or rest.startswith(f" {self._closes}")) and not rest.startswith("?")
+            # The bracket is closed within the value in \\boxed{7}/10.
+            is_closed = self._closes in found.text[found.start : closed.end()]
+            is_plain = (is_closed or rest.startswith(f" {self._closes}")) and not rest.startswith("?")
         elif "\n" in found.text[marker_end : found.start]:
             is_plain = wording.ENDS_LINE.match(rest) is not None
         else:
@@ -499,6 +505,11 @@ class Grammar:
         clause = wording.FAULTLESS.sub("", re.split(r"\u3002|[.!](?=[\s*_\"'`)]|\Z)|\n", rest, maxsplit=1)[0])
         if self._ignored is not None:
             clause = self._ignored.sub("", clause)
+        if found.score == self._lowest:
+            clause = wording.CONCEDED.sub("", clause)
+        if not self._is_choice:
+            clause = wording.REMARK.sub("", clause)
+            clause = wording.FLAW.sub(" ", clause if self._is_extreme(found) else wording.DEGREE.sub("", clause))
         is_harmless = wording.HARMLESS.match(clause) is not None
         is_open = self._is_choice and wording.DIRECT.match(clause) and not is_harmless
         if is_open or (self._is_choice and wording.RESERVATIONS.match(clause)):
@@ -506,10 +517,13 @@ class Grammar:
         words = [word.lower() for word in re.findall(r"[^\W_]+", clause[:100])[:2]]
         if not re.match(r"\s*\w", rest) and words[:1] not in (["this"], ["that"], ["which"]):
             words = [*words[:1], *(word for word in words[1:] if word not in wording.PROSE)]
-        if found.score is not None and self._lowest < found.score < self._highest < math.inf:
+        if self._is_choice and not self._is_extreme(found):
             words = [word for word in words if word not in wording.PARTIAL]
         is_hedged = wording.CJK_HEDGE.match(clause) or not (wording.HEDGES.isdisjoint(words) or is_harmless)
         return self._are_fitting(clause, found) and not is_hedged and not self._rivals(clause, found.verdict)
+
+    def _is_extreme(self, found: Candidate) -> bool:
+        return found.score is None or not self._lowest < found.score < self._highest
 
     def _is_doubtful(self, text: str, marker: re.Match[str]) -> bool:
         """Return whether a candidate is quoted, or has a name of its own: rule 5."""
@@ -544,7 +558,10 @@ class Grammar:
                 differs = self._convert(other)[0] != found.verdict
             except NoVerdictError:
                 differs = True
-            if differs:
+            is_missed = wording.MISSED.match(found.text, other.end()) and wording.HIGHER.search(
+                found.text, max(0, other.start() - 40), other.start()
+            )
+            if differs and not is_missed:
                 shown = _shown(found.text, other.start())
                 raise NoVerdictError(f"the text after {found.shown} contradicts it: {shown}")
 

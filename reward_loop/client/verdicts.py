@@ -37,13 +37,18 @@ __all__ = ["Choice", "Json", "NoVerdictError", "Number", "Order", "Pattern", "Ra
 # Longer numbers end in the middle, which is then not a single number.
 _NUMBER = r"\d{1,17}(?:\.\d{1,17})?"
 _WORDS = rf"(?:{'|'.join(wording.NUMBER_WORDS)})\b"
-_OUT_OF = r"(?:points?\s{1,3})?out\s{1,3}of\b(?:\s{1,3}a\s{1,3}possible\b)?"
+_OUT_OF = (
+    r"(?:(?:points?\s{1,3})?out\s{1,3}of\b(?:\s{1,3}a\s{1,3}possible\b)?|(?:von|sur|su|sobre|de|em|\u0438\u0437)\b"
+    r"|\u6ee1\u5206(?:\u4e3a|\u662f)?)"
+)
 _SCALE = rf"[*_\"'`)\]}}$]{{0,6}}\s{{0,3}}\(?(?:/|{_OUT_OF})\s{{0,3}}[*_\"'`(\[{{$]{{0,6}}(?P<scale>{_NUMBER}|ten\b)"
 _SUBJECT = (
     r"(?:(?:it|(?:the|this) (?:(?:final|given|student's|model's) )?(?:answer|response|solution|submission)) is\s{1,3}"
     r"[*_`]{0,3})?"
 )
 """What may stand between a marker and a word."""
+_LABEL = r"(?:(?:response|answer|assistant|model|option|candidate)\s(?!i\b))?"
+"""What may stand before a letter: ``Winner: Response A``."""
 _DENIED = re.compile(r"\W*(?:does|do|did)(?:\snot|n['\u2019]t)\b", re.IGNORECASE)
 _NEGATION = frozenset(("no", "not", "nothing", "never", "nor", "none"))
 _ITEM = r"[*_`\[(#]{0,6}(?:[a-z]{1,12}\s{1,3})?[*_`\[(#]{0,6}\d{1,4}[*_`\])]{0,6}"
@@ -87,8 +92,8 @@ class Number:
             raise ConfigError(f"Number({low}, {high}): the first bound must be below the second")
         self.low, self.high, self.after, self.scaled = low, high, after, scaled
         value = rf"(?P<number>[-+]?{_NUMBER}(?:e[-+]?\d{{1,3}})?|{_WORDS})(?:{_SCALE})?"
-        lowest = self._score(low)
-        self._grammar = Grammar(after, value, self._convert, _has_number, "number", lowest=lowest)
+        lowest, highest = self._score(low), self._score(high)
+        self._grammar = Grammar(after, value, self._convert, _has_number, "number", lowest=lowest, highest=highest)
 
     def read(self, reply: str) -> tuple[float, float]:
         """Return the number, and its score."""
@@ -152,21 +157,27 @@ class Choice:
         patterns = [r"\s{1,9}".join(map(re.escape, word.split())) for word in words]
         self._rivals = [
             # A word of one letter may also be the article "a" or the pronoun "I".
-            re.compile(rf"(?<!\w){choice}(?!\w| [a-z])") if len(choice) == 1 else re.compile(rf"(?<!\w){word}", re.I)
+            re.compile(rf"(?<!\w){choice}(?!\w| [a-z])")
+            if len(choice) == 1
+            else re.compile(
+                rf"(?<!\w){word}" + (r"(?:t|ne|thing)?(?!\w)" if word == "no" else ""), re.I
+            )  # not "notation"
             for (choice, _), word in zip(self._choices, patterns, strict=True)
         ]
         value = "|".join(f"({word})" for word in patterns)
         self._polarity = {choice: self._judges(choice, score, scores.values()) for choice, score in self._choices}
-        # "incorrect (the correct answer is 7)"
+        has_letters = any(len(word) == 1 for word in known)
+        # "incorrect (the correct answer is 7)", "A is better than B"
         ignored = re.compile(
             rf"(?:\A\W*|\bthe )(?:{value}|right|true|actual) (?:answer|value|result|option)(?: (?:is|was|should"
             rf"|would)\b|\s?[:=])"
-            rf"|\bnot (?:an? |the )?(?:{value})",
+            rf"|\bnot (?:an? |the )?(?:{value})" + (wording.PREFERRED % value if has_letters else ""),
             re.IGNORECASE,
         )
         what, bounds = f"verdict of {listing(scores)}", (min(self.words.values()), max(self.words.values()))
+        subject = _SUBJECT + (_LABEL if has_letters else "")
         self._grammar = Grammar(
-            *(after, f"{_SUBJECT}(?:{value})" if after else value, self._convert, self._has_rival, what),
+            *(after, f"{subject}(?:{value})" if after else value, self._convert, self._has_rival, what),
             lowest=bounds[0],
             highest=bounds[1],
             ignored=ignored,

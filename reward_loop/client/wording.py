@@ -32,22 +32,73 @@ PARTIAL = frozenset(re.findall(r"\w+", "part partially partly partial mostly lar
 """Words that qualify only a word with the highest or the lowest score."""
 FAULTLESS = re.compile(
     r"\b(?:no|without|free of|not)\s(?:any\s|an?\s)?(?:\w{1,12}\s)?"
-    r"(?:errors?|mistakes?|issues?|problems?|flaws?|gaps?|doubts?|objections?|faults?|defects?|reservations?)\b",
+    r"(?:errors?|mistakes?|issues?|problems?|flaws?|gaps?|doubts?|objections?|faults?|defects?|reservations?"
+    r"|contradictions?|violations?|discrepanc(?:y|ies)|inconsistenc(?:y|ies)|inaccurac(?:y|ies)|omissions?)\b",
     re.IGNORECASE,
 )
 """It does not qualify a value, although it has words that do."""
+CONCEDED = re.compile(
+    r"\A\W*(?:(?:but|although|(?:even )?though|despite|while)\s(?:the|its|most|some|all|many)\s(?:\w{1,12}\s)?"
+    r"(?:method|approach|reasoning|set-?up|steps?|working|logic|idea|calculations?|explanation|formula)\s"
+    r"(?:is|are|was|were|seems?|looks?)\s(?:correct|right|sound|valid|good|fine|reasonable|clear)\b"
+    r"|not\s(?:equal|equivalent|the same|a match|supported|met|satisfied)\b"
+    r"|no (?:credit|points?|marks?|(?:final |valid )answer(?: (?:was|is) (?:given|provided))?)\b"
+    r"|\d{1,4} (?:of|out of) \d{1,4} \w{1,20} (?:pass(?:ed)?|are right|are correct)\b)",
+    re.IGNORECASE,
+)
+"""What may be said of an answer with the lowest score, and does not qualify it."""
+_FLAWS = r"(?:(?:errors?|mistakes?|typos?|issues?|gaps?|flaws?|slips?|problems?)\b)"
+_PARTS = (
+    r"(?:(?:steps?|sections?|parts?|paragraphs?|lines?|sentences?|examples?|cases?|sources?|facts?|criteria|claims?)\b)"
+)
+REMARK = re.compile(
+    rf"\b{_FLAWS}\s(?:in|at)\s{_PARTS}\s\d{{1,3}}(?:\sand\s\d{{1,3}})?(?=\s*(?:[.,;)]|\Z))"
+    r"|(?<![+*/=\u2012-]\s)(?<![\d.:=/+*\u2012-])\b\d{1,3}\s"
+    rf"(?:(?:(?:minor|small|factual|major)\s)?{_FLAWS}|more\s{_PARTS}|of\s(?:the\s)?\d{{1,3}}\s(?:key\s)?{_PARTS})"
+    r"|\A\W{1,3}which (?:is|was) (?:an? )?(?:very |quite )?(?:good|solid|strong|fair|excellent|decent|acceptable)"
+    r"(?: (?:answer|response|result|score))?(?=\s*(?:[.,;:!)]|\Z))",
+    re.IGNORECASE,
+)
+"""A remark after a number that does not qualify it, although it has words or numbers that do."""
+DEGREE = re.compile(
+    r"\b(?:mostly|largely|partially|partly|somewhat|nearly|almost|not (?:fully|entirely|completely|quite))\s"
+    r"(?:correct|right|accurate|complete|helpful|relevant|clear|good|solid|perfect|incorrect|wrong|consistent"
+    r"|faithful|coherent|excellent|sound|valid|useful|there)\b|\b(?:above|below) average\b",
+    re.IGNORECASE,
+)
+"""What is said of an answer with a number between the lowest and the highest."""
+FLAW = re.compile(
+    r"\A[\s,;(\u2012-]{1,4}(?:but|however,?|(?:al|even )?though|yet)\s"
+    r"(?!.*(?:\d|\b(?:lower|higher|less|scores?|ratings?|grades?|marks?|verdict|judge\w*|numbers?|maybe|perhaps|should|would|might|if|unless|sure|unsure)\b))"
+    r"(?:(?:it|there|(?:the|its|some)(?:\s\w{1,15}){1,3})\s)?"
+    r"(?:(?:lacks?|lacking|misses|missing|omits|needs)\b|could (?:be (?:\w{1,12}er|improved|more \w{1,15}|expanded)"
+    r"|use|include|have (?:used|included|cited|mentioned|explained|been (?:clearer|shorter|longer|more \w{1,15})))\b"
+    r"|(?:is|are)\s(?:(?:a (?:bit|little)|rather|somewhat|slightly|quite|too|still|also|only)\s)?(?:short|brief|long"
+    r"|verbose|wordy|terse|formal|informal|unclear|vague|shallow|dense|thin|weak|missing|incomplete|repetitive|abrupt"
+    r"|room for|minor|small|some))",
+    re.IGNORECASE,
+)
+"""The beginning of a clause after a number that only names a flaw of the answer."""
 HARMLESS = re.compile(
     r"\s++(?:(?:and\s(?:complete|concise|clear|well|fully|consistent|valid|accurate|right|precise|equivalent"
     r"|matches|wrong"
     r"|false|invalid|incomplete|unclear|misleading|unsupported|inconsistent)"
+    r"|with\shigh\s(?:confidence|certainty)|as\s\d{1,9}(?=\s(?:=|\u2260|is|equals|matches|does))"
     r"|as\s(?:stated|given|shown|required|expected|written|the|it|this|both|all|is|there|they|every)"
     r"|with\s(?:the(?!\s(?:exception|caveat))|all|both|every|full|clear|its)|(?:in|for|on)\s(?:all|both|every"
     r"|each|full|any))\b"
     r"|overall|throughout|indeed|here|according to|without (?:any )?doubt"
+    r"|(?:given|per|based on) the (?:reference|rubric|ground truth|criteria)(?: answer| solution)?(?=\W*\Z)"
     r"|(?:(?:final|numerical|exact)\s)?(?:answer|solution|response|result|meaning)\b)",
     re.IGNORECASE,
 )
 """What may follow a word directly, without a sign between them, and does not qualify it."""
+PREFERRED = (
+    r"|\A\s(?:wins|is (?:the )?(?:clearly |slightly |much )?(?:better|best|stronger|superior|winner)"
+    r"(?: (?:answer|response|option|one|solution))?(?: than (?:(?:answer|response|assistant) )?(?:%s))?)"
+    r"(?=\W*\Z|,?\s(?:because|since|as|due)\b)"
+)
+"""What may be said of the better one of two answers, directly after its letter."""
 DIRECT = re.compile(r"\s*[^\W\d_]")
 RESERVATIONS = re.compile(
     r"\W*(?:only|yet|albeit|although|despite|just|barely|hardly|(?:in|with)\s(?:a|an|one|some|most|part"
@@ -105,9 +156,13 @@ BEGINS_PROSE = re.compile(
     r"(?:\s++(?:[^\W\d]|[,;:(\[|<\u2012*_\"'`.!\u201c\u2300-\U0010ffff]|-\s)|[,;:](?![a-zA-Z\d_])|\u3001|[("
     r"|<\u2012]|(?!\w)[\u2300-\U0010ffff]|-\s)"
 )
-ENDS = re.compile(r"(?:[\s*_\"'`.!)\]}|>~$\u2019\u201d\u00bb\u300d]|\\[)\]])*+\Z")
+ENDS = re.compile(r"(?:\s?[\u5206\u70b9\uc810])?(?:[\s*_\"'`.!\u3002)\]}|>~$\u2019\u201d\u00bb\u300d]|\\[)\]])*+\Z")
 NEUTRAL = frozenset(
-    re.findall(r"\w+", "a an and as final give hence i is it my our overall so the then therefore this thus total")
+    re.findall(
+        r"\w+",
+        "a an and as final give hence i is it my our overall so the then therefore this thus total "
+        "\u6700\u7ec8 \u6700\u7d42 \u7efc\u5408 \u7dcf\u5408 \u7d9c\u5408 \u603b \u603b\u4f53",
+    )
 )
 """Words before a marker that do not give it another meaning."""
 DENIALS = frozenset(
@@ -191,7 +246,8 @@ OWN = re.compile(
     r"|score|rating"
     r"|verdict|grade|mark|judge?ment|decision|assessment|evaluation|result|conclusion|winner|choice|ranking|attempt"
     r"|explanation|argument|work|reply|total|sum|average|quality|antwort|r\u00e9ponse|respuesta)\b"
-    r"|(?:weigh|combin|averag|add)\w+)|\W*\w+\W*\Z",
+    r"|(?:weigh|combin|averag|add)\w+|(?:the\s)?(?:final|json)\s(?:json\s)?output\W*\Z"
+    r"|in\s(?:the|your)\s(?:requested|required|specified|desired)\s(?:json\s)?(?:output\s)?format\W*\Z)|\W*\w+\W*\Z",
     re.IGNORECASE,
 )
 """The beginning of the last clause of such a sentence if it is about this answer."""
@@ -211,6 +267,16 @@ ALIEN = re.compile(
 """What it says if it is about something else, or not decided."""
 ALIEN_CJK = re.compile(r"(?:\u5b8c\u7f8e|\u7406\u60f3|\u6ee1\u5206)\u7684?(?:\u56de\u7b54|\u7b54\u6848)")
 INLINE_QUOTE = re.compile(r"\w[^\n\"\u201c\u201e\u00ab\u300c]{0,60}[^\w\n][\"\u201c\u201e\u00ab\u300c][*_(]{0,3}\Z")
+HIGHER = re.compile(
+    r"(?:\b(?:to (?:get|earn|receive|reach|achieve|deserve)|for)\s)?\b(?:an?|any)\s(?:higher\s|perfect\s|full\s)?\Z",
+    re.IGNORECASE,
+)
+MISSED = re.compile(
+    r"[*_`\"')\]]{0,4}(?:/\d{1,3})?\s(?:would (?:require|need|have (?:required|needed))|requires?|needs?"
+    r"|is (?:reserved|only for|not (?:justified|warranted|deserved|possible)))\b",
+    re.IGNORECASE,
+)
+"""What stands before and after a higher score that the answer does not get: ``A score of 10 would require``."""
 TURN = re.compile(
     r"[\n\[<](?:(?<=\n)[#* ]{0,6}(?:Human|User|HUMAN|USER|Question)\b[* ]{0,4}:|(?<=\[)INST\]"
     r"|(?<=<)(?:\|im_start\||\|start_header_id\||start_of_turn)>user)"

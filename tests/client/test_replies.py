@@ -24,6 +24,9 @@ LETTER = Choice({"C": 1, "P": 0.5, "I": 0}, after="GRADE:")
 SAME = Choice({"same": 1, "different": 0})
 YES = Choice({"yes": 1, "no": 0})
 BRACKETS = Choice({"A": 1, "B": 0, "tie": 0.5}, after="[[")
+PREFERRED = Choice({"A": 1, "B": 0, "tie": 0.5}, after="Winner:")
+BOXED = Number(1, 10, after="\\boxed{")
+CHINESE = Number(1, 10, after="\u8bc4\u5206:")
 JSON = Json(Grade)
 RATINGS = Ratings({"correct": 2, "clear": 1})
 PATTERN = Pattern(r"<verdict>(\w+)</verdict>", {"yes": 1, "no": 0})
@@ -391,6 +394,54 @@ REPLIES: list[tuple[Verdict, str, Any]] = [
         "As it stands, the answer is\nScore: 8", "Score: 8 (clear; one small gap)", "Score: 8 points",
         "Score: 8 because it is clear", "Score: 8, good", "Score: 8 :)",
     )),
+    # A remark after the verdict, as judges write it.
+    *((NUMBER, text, 8) for text in (
+        "Score: 8, which is good.", "Score: 8 \u2013 solid answer, minor issues in step 2.", "Score: 8 (mostly correct)",
+        "Score: 8/10 - Good answer overall, but could use 1 more example.", "Score: 8 (2 minor errors)",
+        "Score: 8, but the formatting could be improved.", "Score: 8, however the tone is a bit informal.",
+        "Score: 8, 4 of 5 facts are right", "Score: 8 (nearly perfect)", "Score: 8 - errors in steps 2 and 3",
+        "Score: 8\n\nA score of 10 would require a proof.", "Score: 8\nTo earn it a score of 10 needs a proof.", "Score: 8 (above average)", "Score: 8 von 10", "Score: 8 sur 10", "Score: 8 de 10", "Score: 8 \u0438\u0437 10",
+        "Score: 8\uff08\u6ee1\u520610\u5206\uff09", "In the requested format:\n\nScore: 8",
+    )),
+    *((NUMBER, text, None) for text in (
+        "Score: 8, which is high", "Score: 8, which is good for a draft", "Score: 8, step 2: 6", "Score: 8 for part 1 and 6 for part 2", "Score: 8 (part 1)",
+        "Score: 8 in part 1, 6 in part 2", "Score: 8, step 2 = 6",
+        "Score: 8, 2 errors, so 6", "Score: 10 - 2 errors", "Score: 8, but it could be lower", "Score: 8, mostly",
+        "Score: 8, but it is provisional", "Score: 8, but the rubric says 6", "Score: 8, but it is closer to seven",
+        "Score: 10 (partially correct)", "Score: 8 half", "Score: 8\nA score of 6 would be fairer.",
+        "Score: 8\nA score of 6 is right.", "Score: 8 von 100", "Score: 8\uff08\u6ee1\u5206100\u5206\uff09",
+        "In the following format:\n\nScore: 8", "Answer in the required format:\nScore: 8",
+    )),
+    *((CHOICE, text, "incorrect") for text in (
+        "Verdict: incorrect, although the method is correct.", "Verdict: incorrect, but the method is sound.",
+        "Verdict: incorrect as 7 \u2260 12.", "Verdict: incorrect \u2013 not equal.",
+    )),
+    *((CHOICE, text, None) for text in (
+        "Verdict: incorrect, but the method is correct, so correct", "Verdict: correct \u2013 not equal",
+        "Verdict: incorrect, although the final answer is correct", "Verdict: correct with high error",
+        "Verdict: correct is better", "Verdict: correct per the rubric only", "Verdict: correct per the reference but wrong",
+    )),
+    *((CHOICE, text, "correct") for text in (
+        "Verdict: correct with high confidence.", "Verdict: correct per the reference answer.",
+    )),
+    (CHOICE, "Verdict: incorrect (no final answer)", "incorrect"),
+    (YES, "Verdict: yes, the notation is the same.", "yes"), (YES, "Verdict: yes, it is not right.", None),
+    (YES, "Verdict: yes, there is no contradiction.", "yes"),
+    *((PREFERRED, text, "A") for text in (
+        "Winner: Response A", "Winner: Assistant A", "Winner: A is better.", "Winner: A is better than B.",
+        "Winner: A wins.", "Winner: A is the better response, since B is wrong.",
+    )),
+    *((PREFERRED, text, None) for text in (
+        "Winner: Response A or B", "Winner: A is better in style", "Winner: A is better than B, but B wins",
+        "Winner: A is worse", "Winner: A is better, B wins", "Winner: Model A fails", "Winner: A is better?", "Winner: Answer a question",
+    )),
+    *((JSON, text, {"score": 8}) for text in (
+        'Final output:\n```json\n{"score": 8}\n```', '**JSON output:**\n```json\n{"score": 8}\n```',
+        'In the requested JSON format:\n{"score": 8}',
+    )),
+    (BOXED, "Score: \\boxed{8}/10", 8),
+    (BOXED, "Score: \\boxed{8}/20", None),
+    (CHINESE, "\u7efc\u5408\u8bc4\u5206\uff1a8\u5206\u3002", 8),
 ]  # fmt: skip
 
 
