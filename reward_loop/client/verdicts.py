@@ -403,6 +403,7 @@ class Order:
 
 _OTHER_NUMBER = re.compile(
     rf"[%\u2030]|\band a (?:half|quarter)\b|\A\s*(?:halves|thirds|quarters|fifths|tenths)\b|\bpoint\s(?:\d|{_WORDS})"
+    r"|\A\s(?:errors?|mistakes?|issues?|steps?|examples?|cases?)\b"
     rf"|\A\W*{_WORDS}(?!\s(?!if\b|for\b|or\b|at\b|would\b|points?\b|out\b))",
     re.IGNORECASE,
 )

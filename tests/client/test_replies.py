@@ -408,7 +408,7 @@ REPLIES: list[tuple[Verdict, str, Any]] = [
         "Score: 8 in part 1, 6 in part 2", "Score: 8, step 2 = 6",
         "Score: 8, 2 errors, so 6", "Score: 10 - 2 errors", "Score: 8, but it could be lower", "Score: 8, mostly",
         "Score: 8, but it is provisional", "Score: 8, but the rubric says 6", "Score: 8, but it is closer to seven",
-        "Score: 10 (partially correct)", "Score: 8 half", "Score: 8\nA score of 6 would be fairer.",
+        "Score: 10 (partially correct)", "Score: 8 half", "Score: 8 errors", "Score: 3 steps are wrong", "Score: 8\nA score of 6 would be fairer.",
         "Score: 8\nA score of 6 is right.", "Score: 8 von 100", "Score: 8\uff08\u6ee1\u5206100\u5206\uff09",
         "In the following format:\n\nScore: 8", "Answer in the required format:\nScore: 8",
     )),
