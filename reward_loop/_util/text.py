@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import sysconfig
@@ -134,7 +135,14 @@ def user_frame(stack: Iterable[traceback.FrameSummary]) -> traceback.FrameSummar
 
 
 def _without_ours(stack: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    return [frame for frame in stack if not frame.filename.startswith(_OURS)]
+    frames, follows_ours = [], False
+    for frame in stack:
+        if frame.filename.startswith(_OURS):
+            follows_ours = True
+        elif not (follows_ours and frame.filename == contextlib.__file__):  # the one that enters a context of ours
+            follows_ours = False
+            frames.append(frame)
+    return frames
 
 
 def _last_of_user(frames: list[traceback.FrameSummary]) -> int | None:

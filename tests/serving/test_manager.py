@@ -409,8 +409,8 @@ async def test_calls_of_the_client_survive_a_killed_router(config: Any) -> None:
     async with served(config, 2.0) as (models, session):
 
         async def call(text: str) -> Any:
-            answer, _ = await client_post(models.reward_router_address, "/echo", {"caller": text})
-            return answer
+            async with client_post(models.reward_router_address, "/echo", {"caller": text}) as (answer, _):
+                return answer
 
         calls = await all_sent(session, call)
         router = kill(models, "router")
