@@ -221,9 +221,7 @@ def test_a_part_without_a_score_does_not_end_the_step(monkeypatch: pytest.Monkey
 
 def test_a_step_without_any_score_ends_the_run(monkeypatch: pytest.MonkeyPatch, queue: FakeQueue) -> None:
     run = Run(monkeypatch, queue, [[[None, None]], [[None, None]]])
-    with pytest.raises(
-        NothingToLearnError, match=r"no sample of step 1 has .* 2 failed of 2 samples: no judge"
-    ):
+    with pytest.raises(NothingToLearnError, match=r"no sample of step 1 has .* 2 failed of 2 samples: no judge"):
         run.step()
     assert not run.updated
 
