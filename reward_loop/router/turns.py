@@ -7,7 +7,7 @@ them to sleep.
 State   Requests for the model                 Next state
 ======= ====================================== =================================================================
 ASLEEP  wait                                   AWAKE, when the owner has woken it up
-AWAKE   are admitted                           CLOSING, when a request for another model waits and it has had `TURN_S`;
+AWAKE   are admitted                           CLOSING, when a request for another has waited `TURN_S` of this turn;
                                                ASLEEP, when it is idle and another model is asked for
 CLOSING wait; those in flight end              ASLEEP, when it is idle; AWAKE, if no other model is asked for
 ======= ====================================== =================================================================

@@ -101,6 +101,14 @@ async def test_the_last_of_several_logits_counts(overrides: list[str]) -> None:
         assert (await worker.compute_score(rollout("2", raw_prompt=PROMPT)))["reward_score"] == -1.0
 
 
+async def test_the_deadline_of_the_model_applies_to_its_output(overrides: list[str]) -> None:
+    async with FakeJudge() as judge:
+        judge.script(Logits((0.5,)))
+        settings = resolved(*overrides, "+reward_model.server.timeout=600", "reward_loop.timeout=900")
+        await RewardWorker(settings, RouterAddress(judge.address)).compute_score(rollout("2", raw_prompt=PROMPT))
+        assert judge.requests[0].headers["x-reward-loop-timeout"] == "580"
+
+
 async def test_a_router_with_a_key_is_given_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARD_LOOP_API_KEY", "secret")
     async with FakeJudge() as judge:
