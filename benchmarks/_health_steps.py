@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from reward_loop.audit.monitors import Findings, HealthWatch
 from reward_loop.audit.values import Observation
-from reward_loop.audit.watch import Findings, HealthWatch
 from reward_loop.config import RewardLoopConfig
 from reward_loop.verl import tq_rows
 from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward

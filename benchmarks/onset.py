@@ -27,10 +27,9 @@ from typing import Any
 import numpy as np
 
 from reward_loop.audit.ablation import EffectVerdict, effect_of
-from reward_loop.audit.monitors import MONITORS
+from reward_loop.audit.monitors import MONITORS, HealthWarning, HealthWatch
 from reward_loop.audit.reference import JUDGE
 from reward_loop.audit.values import Observation, ProbeCounts
-from reward_loop.audit.watch import HealthWarning, HealthWatch
 from reward_loop.config import HealthConfig
 
 GROUPS, SIZE, SAMPLED = 64, 8, 32

@@ -6,7 +6,7 @@ import torch, Ray, transformers or verl.
 
 from __future__ import annotations
 
-from reward_loop._util.faces import face
+from reward_loop._util.lazy_exports import face
 
 __version__ = "0.2.0"
 

@@ -28,7 +28,7 @@ from examples.arithmetic.models import Models, Recipe, WeakRewardModelError, mak
 from examples.arithmetic.report import Report, plot, read_report
 from examples.arithmetic.reward import CHEAP, STRONG
 from examples.training import TrainingProcess
-from reward_loop.client.spot import SMALLEST_SHARE
+from reward_loop.client.spot_checks import SMALLEST_SHARE
 from reward_loop.records.events import health
 from reward_loop.records.reader import read_rows
 

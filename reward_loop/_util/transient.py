@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from reward_loop._util.refusals import REFUSAL_STATUS, asked_pause, is_out_of_credit
+from reward_loop._util.retry_after import REFUSAL_STATUS, asked_pause, is_out_of_credit
 
 __all__ = [
     "DOWN_STATUS",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from reward_loop.agent.agent import RewardAgent
 from reward_loop.agent.blocking import BlockingPendingRewards, BlockingRewardAgent
 from reward_loop.agent.pending import Group, MiniBatch, PendingRewards
-from reward_loop.agent.queue import RewardQueue, Staleness
-from reward_loop.agent.queued_rewards import QueuedRewards
+from reward_loop.agent.queue import QueuedRewards, RewardQueue, Staleness
 
 __all__ = [
     "BlockingPendingRewards",

@@ -21,7 +21,7 @@ from reward_loop.client.chat import Reply, Usage, chat_complete
 from reward_loop.client.discriminative import classify, score
 from reward_loop.client.judge import Judge, Judgement
 from reward_loop.client.panel import majority, mean, panel
-from reward_loop.client.spot import escalate, spot_check
+from reward_loop.client.spot_checks import escalate, spot_check
 from reward_loop.client.verdicts import Choice, Json, NoVerdictError, Number, Order, Pattern, Ratings, Verdict
 
 __all__ = [

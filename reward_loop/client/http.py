@@ -24,7 +24,7 @@ import aiohttp
 from reward_loop._util.addresses import proxy_of, url_of
 from reward_loop._util.api_keys import api_key_of
 from reward_loop._util.json import decode, encode
-from reward_loop._util.refusals import asked_pause
+from reward_loop._util.retry_after import asked_pause
 from reward_loop._util.text import shorten
 from reward_loop._util.transient import (
     DOWN_STATUS,
@@ -34,13 +34,13 @@ from reward_loop._util.transient import (
     is_refusal,
     unreachable,
 )
-from reward_loop.client.places import in_a_place, is_asleep
+from reward_loop.client.full_servers import in_a_place, is_asleep
 from reward_loop.errors import ConfigError, RequestError
 from reward_loop.limits.call import Call, RequestRetries
 from reward_loop.limits.lease import limit as limited
 from reward_loop.limits.lease import report_failure
 from reward_loop.limits.permit import ModelRequests
-from reward_loop.limits.process_call import WorkerCall, call_here, pausing
+from reward_loop.limits.worker_processes import WorkerCall, call_here, pausing
 from reward_loop.records import current, hide, waiting_for
 
 __all__ = [

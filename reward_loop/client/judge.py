@@ -21,9 +21,9 @@ from reward_loop._util.addresses import checked_address
 from reward_loop._util.json import encode
 from reward_loop._util.text import listing
 from reward_loop.client.chat import Reply, complete
-from reward_loop.client.expected import LOGPROBS, expected_score
-from reward_loop.client.grammar import folded
+from reward_loop.client.expected_scores import LOGPROBS, expected_score
 from reward_loop.client.http import MAX_REPLY_BYTES, Exchange, Timeout, repeated
+from reward_loop.client.verdict_grammar import folded
 from reward_loop.client.verdicts import Choice, NoVerdictError, Number, Ratings, Verdict
 from reward_loop.errors import ConfigError
 

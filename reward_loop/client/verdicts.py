@@ -1,4 +1,4 @@
-"""Verdict formats: what a judge's verdict looks like, and its score. How it is found: `reward_loop.client.grammar`.
+"""Verdict formats: what a judge's verdict looks like, and its score. How it is found: `client/verdict_grammar.py`.
 
 No text is evaluated as code.
 """
@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 
 from reward_loop._util.text import listing, shorten
 from reward_loop.client import wording
-from reward_loop.client.grammar import (
+from reward_loop.client.verdict_grammar import (
     MOST_DRAFTS,
     Candidate,
     Grammar,

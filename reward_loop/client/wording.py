@@ -1,4 +1,4 @@
-"""Words and patterns that the rules of `reward_loop.client.grammar` look for around a verdict.
+"""Words and patterns that the rules of `reward_loop.client.verdict_grammar` look for around a verdict.
 
 Most are English; other languages have the most frequent words. No pattern can backtrack over more than a bounded number
 of characters.

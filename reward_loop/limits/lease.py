@@ -11,7 +11,7 @@ from typing import Any
 from reward_loop._util.text import shorten
 from reward_loop.limits.call import Call, current_call
 from reward_loop.limits.permit import Permit, answer_of
-from reward_loop.limits.process_call import WorkerCall, call_here
+from reward_loop.limits.worker_processes import WorkerCall, call_here
 
 __all__ = ["Lease", "book_tokens", "limit", "report_failure"]
 

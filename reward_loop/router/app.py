@@ -22,12 +22,12 @@ from reward_loop.errors import ConfigError
 from reward_loop.router.backend import Backend, check_health
 from reward_loop.router.client_request import ClientRequest, WaitsFor
 from reward_loop.router.config import API_KEY_VARIABLE, BackendConfig, RouterConfig
+from reward_loop.router.error_answers import Refusal
 from reward_loop.router.headers import TIMEOUT, find
 from reward_loop.router.http_server import HttpServer
 from reward_loop.router.limits import TimeLimit
 from reward_loop.router.pool import BackendPool
 from reward_loop.router.proxy import Proxy
-from reward_loop.router.refusals import Refusal
 
 __all__ = ["Router", "run_router"]
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from reward_loop._util.places import Places
+from reward_loop._util.capacity import LearnedCapacity
 from reward_loop.errors import ServerError
 from reward_loop.router.config import BackendConfig, RequestKind
 from reward_loop.router.http_client import BrokenError, StaleError, Upstream, UpstreamError
@@ -94,7 +94,7 @@ class Backend:
     """Why the server is out of use: its latest failure, or that of its latest health check; ``None`` in use."""
     requests: int = 0
     """The number of requests sent so far."""
-    places: Places = field(default_factory=Places)
+    capacity: LearnedCapacity = field(default_factory=LearnedCapacity)
     """How many requests it takes at a time, and how many are in flight."""
     models: tuple[str, ...] = ()
     """The names of the models that it serves; empty if unknown."""
@@ -134,7 +134,7 @@ class Backend:
     @property
     def in_flight(self) -> int:
         """The number of requests in flight."""
-        return self.places.in_flight
+        return self.capacity.in_flight
 
     @property
     def cooling_down(self) -> bool:
@@ -144,12 +144,12 @@ class Backend:
     def begin(self) -> None:
         """Count a request that is being sent."""
         self.requests += 1
-        self.places.begin()
+        self.capacity.begin()
 
     def end(self, status: int, seconds: float) -> None:
         """Count the end of a request, with the status of its answer (0 if there was none) and its duration."""
         # Only real answers show that the server had room: errors and refusals come fast from a full one, too.
-        self.places.end(answered=0 < status < 500 and status != 429)
+        self.capacity.end(answered=0 < status < 500 and status != 429)
         if not self.in_flight:
             self.idle.set()
         if status:

@@ -10,8 +10,8 @@ from urllib.parse import unquote
 
 import httptools
 
+from reward_loop.router.error_answers import Refusal, body_too_long
 from reward_loop.router.headers import RawHeader, find, to_wire
-from reward_loop.router.refusals import Refusal, body_too_long
 
 __all__ = ["ClientRequest", "Flow", "WaitsFor"]
 

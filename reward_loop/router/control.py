@@ -20,11 +20,10 @@ from reward_loop._util.text import shorten
 from reward_loop.router.backend import LATENCY_BOUNDS_S, Backend, BackendState
 from reward_loop.router.client_request import ClientRequest
 from reward_loop.router.config import BackendConfig
+from reward_loop.router.error_answers import Refusal
+from reward_loop.router.model_turns import ALIVE_S, TurnQueue
 from reward_loop.router.pool import BackendPool
 from reward_loop.router.proxy import Proxy
-from reward_loop.router.refusals import Refusal
-from reward_loop.router.turn_queue import TurnQueue
-from reward_loop.router.turns import ALIVE_S
 
 __all__ = ["CONTENT_TYPE", "control_plane", "render"]
 

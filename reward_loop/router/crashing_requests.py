@@ -19,8 +19,8 @@ from reward_loop._util.text import shorten
 from reward_loop._util.transient import REQUEST_BREAKS_SERVERS
 from reward_loop.router.backend import Backend
 from reward_loop.router.client_request import ClientRequest
+from reward_loop.router.error_answers import Refusal
 from reward_loop.router.pool import BackendPool
-from reward_loop.router.refusals import Refusal
 
 __all__ = ["BreakingRequests", "Suspect"]
 

@@ -19,8 +19,8 @@ from typing import cast
 import httptools
 
 from reward_loop.router.client_request import ClientRequest, Flow
+from reward_loop.router.error_answers import Refusal
 from reward_loop.router.headers import RawHeader, find, to_wire
-from reward_loop.router.refusals import Refusal
 
 __all__ = ["HttpServer"]
 

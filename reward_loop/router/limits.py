@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from reward_loop.router.refusals import Refusal
+from reward_loop.router.error_answers import Refusal
 
 __all__ = ["Gate", "RetryBudget", "TimeLimit"]
 

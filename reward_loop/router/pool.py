@@ -41,9 +41,9 @@ from reward_loop.router.backend import (
     update_models,
 )
 from reward_loop.router.config import BackendConfig, RouterConfig
+from reward_loop.router.error_answers import Refusal
 from reward_loop.router.http_client import ConnectError, Upstream, UpstreamError, tls_context
 from reward_loop.router.policies import Policy, policy_for
-from reward_loop.router.refusals import Refusal
 
 __all__ = ["BackendGroup", "BackendPool"]
 
@@ -161,7 +161,7 @@ class BackendPool:
         group = self.group(route)
         ready = group.ready
         if avoid or self._some_full:
-            ready = [backend for backend in ready if backend not in avoid and backend.places.has_free]
+            ready = [backend for backend in ready if backend not in avoid and backend.capacity.has_free]
         return group.policy.choose(ready, key) if ready else None
 
     def has_other(self, route: Route, avoid: Container[Backend]) -> bool:
@@ -282,14 +282,14 @@ class BackendPool:
         Call `freed` after the end of each request, of refused ones, too.
         """
         self._some_full = True
-        return backend.places.refused()
+        return backend.capacity.refused()
 
     def freed(self, backend: Backend) -> None:
         """Let waiting requests have the free places of a server."""
         if not self._waiting:
             return
         for route, waiting in self._waiting.items():
-            free = backend.places.number - backend.in_flight if backend.can_answer(route) else 0
+            free = backend.capacity.number - backend.in_flight if backend.can_answer(route) else 0
             while waiting and free > 0:
                 turn = waiting.popleft()
                 if not turn.done():  # else it was cancelled

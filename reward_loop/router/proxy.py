@@ -9,12 +9,13 @@ from contextlib import nullcontext
 
 import orjson
 
-from reward_loop._util.places import FULL_STATUS
-from reward_loop._util.refusals import asked_pause
+from reward_loop._util.capacity import FULL_STATUS
+from reward_loop._util.retry_after import asked_pause
 from reward_loop.router.backend import Backend, Route
 from reward_loop.router.client_request import ClientRequest, WaitsFor
 from reward_loop.router.config import RouterConfig
 from reward_loop.router.crashing_requests import BreakingRequests, Suspect
+from reward_loop.router.error_answers import LimitedLog, Refusal, body_too_long
 from reward_loop.router.headers import (
     BACKEND,
     HOP_BY_HOP,
@@ -35,11 +36,10 @@ from reward_loop.router.http_client import (
     UpstreamError,
 )
 from reward_loop.router.limits import Gate, RetryBudget
+from reward_loop.router.model_turns import TurnQueue
 from reward_loop.router.policies import policy_for
 from reward_loop.router.pool import BackendPool
-from reward_loop.router.refusals import LimitedLog, Refusal, body_too_long
 from reward_loop.router.routing import UnknownModelError, merged_models, model_in_turn, model_of, route
-from reward_loop.router.turn_queue import TurnQueue
 
 __all__ = ["Proxy"]
 
@@ -70,8 +70,7 @@ class Proxy:
     Attempt ended with            Then
     ============================= ============================================================================
     429, 503 without Retry-After  while the server works on other requests, it is full: the request waits for a
-                                  free place, as far as `Places` knows them; after `_MOST_REFUSALS` of them, the
-                                  answer is passed on
+                                  free place, see `LearnedCapacity`; after `_MOST_REFUSALS`, the answer is passed on
     429, 500, 502, 503, 504       retried if another server is available and the retry budget allows it;
                                   else the answer is passed on
     another status                the answer is passed on

@@ -9,8 +9,8 @@ import orjson
 
 from reward_loop.router.backend import ANY, Route
 from reward_loop.router.config import Kind, RequestKind
+from reward_loop.router.error_answers import Refusal
 from reward_loop.router.pool import BackendGroup, BackendPool
-from reward_loop.router.refusals import Refusal
 
 __all__ = ["UnknownModelError", "merged_models", "model_in_turn", "model_of", "route"]
 

@@ -15,7 +15,7 @@ from reward_loop.limits.call import Call, Deadlines
 from reward_loop.processes.outcome import CallOutcome, describe_exception
 from reward_loop.records import ActiveBatch, ActiveSample, current, shares_result
 from reward_loop.scoring.cache import Cache, Scored, decode
-from reward_loop.scoring.call import UserFunction
+from reward_loop.scoring.call_function import UserFunction
 from reward_loop.scoring.results import failed_after, normalise, not_called, to_result
 from reward_loop.scoring.signature import resolve
 from reward_loop.types import Outcome, RewardResult, RewardSample

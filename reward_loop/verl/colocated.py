@@ -1,7 +1,7 @@
 """Reward models on the trainer's GPUs: verl's own replicas, which it has run on GPUs, behind this library's router.
 
 One model is awake while a batch is judged. Of several, one at a time is awake: the router names the next one, in the
-order in which functions ask for them (:mod:`reward_loop.router.turns`).
+order in which functions ask for them (:mod:`reward_loop.router.model_turns`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from reward_loop._util.api_keys import api_key_of
 from reward_loop.config import RewardModelConfig, ServedModelConfig
 from reward_loop.errors import ServerError
 from reward_loop.router.config import API_KEY_VARIABLE, BackendConfig
-from reward_loop.router.turns import SILENT_S
+from reward_loop.router.model_turns import SILENT_S
 from reward_loop.serving.manager import serve_reward_model
 from reward_loop.serving.models import model_kind
 from reward_loop.serving.reservation import GpuReservation

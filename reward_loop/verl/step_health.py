@@ -16,8 +16,8 @@ import numpy as np
 from reward_loop._util.text import listing
 from reward_loop.audit import AblationCount, AuditCounts, Feature
 from reward_loop.audit.ablation import Effect, EffectVerdict, effect_of
+from reward_loop.audit.monitors import HealthWarning, HealthWatch
 from reward_loop.audit.values import JudgeCalls, Observation, ProbeCounts
-from reward_loop.audit.watch import HealthWarning, HealthWatch
 from reward_loop.config import RewardLoopConfig
 from reward_loop.records import HealthRecords
 from reward_loop.types import Outcome, returned_numbers

@@ -12,7 +12,7 @@ import pytest
 from multidict import CIMultiDict
 from yarl import URL
 
-from reward_loop._util.refusals import retry_after_seconds
+from reward_loop._util.retry_after import retry_after_seconds
 from reward_loop._util.transient import is_refusal, is_transient, retry_after, unreachable
 from reward_loop.errors import RequestError, TransientError
 

@@ -17,9 +17,9 @@ import pytest
 from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardLoopManagerBase, RewardSample
 from reward_loop.agent import RewardAgent
 from reward_loop.audit import Audit, AuditCounts, ProbeCount, ReferencePair, audit, open_audit
+from reward_loop.audit.monitors import HealthWatch
 from reward_loop.audit.probes import FRAME
 from reward_loop.audit.values import Observation, ProbeCounts
-from reward_loop.audit.watch import HealthWatch
 from reward_loop.config import AuditConfig, HealthConfig
 from reward_loop.errors import ConfigError
 from reward_loop.managers import BatchRewardLoopManager, CompositeRewardLoopManager, GroupRewardLoopManager

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from reward_loop.audit.ablation import EffectVerdict, effect_of
-from reward_loop.audit.monitors import MONITORS
-from reward_loop.audit.watch import HealthWarning, HealthWatch
+from reward_loop.audit.monitors import MONITORS, HealthWarning, HealthWatch
 from reward_loop.config import HealthConfig
 from tests.audit.steps import step
+from tests.audit.test_monitors import length_paid
 from tests.audit.test_phrases import PHRASE, steps
-from tests.audit.test_watch import length_paid
 
 
 def pairs_of(paid: float, count: int = 64, noise: float = 0.1) -> list[tuple[float, float]]:

@@ -8,10 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from reward_loop.audit.monitors import MONITORS
+from reward_loop.audit.monitors import MONITORS, HealthWarning, HealthWatch
 from reward_loop.audit.phrases import unexplained_rewards
 from reward_loop.audit.values import Observation
-from reward_loop.audit.watch import HealthWarning, HealthWatch
 from reward_loop.config import HealthConfig
 
 GROUPS, SIZE, STEPS = 32, 8, 28

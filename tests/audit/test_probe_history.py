@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reward_loop.audit.monitors import MONITORS, ProbeHistory, fall, wilson_lower
+from reward_loop.audit.monitors import MONITORS, HealthWarning, HealthWatch, ProbeHistory, fall, wilson_lower
 from reward_loop.audit.values import ProbeCounts
-from reward_loop.audit.watch import HealthWarning, HealthWatch
 from reward_loop.config import HealthConfig
 from tests.audit.steps import step
 

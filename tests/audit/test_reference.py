@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reward_loop.audit.monitors import MONITORS
+from reward_loop.audit.monitors import MONITORS, HealthWarning, HealthWatch
 from reward_loop.audit.reference import JUDGE
 from reward_loop.audit.values import Observation
-from reward_loop.audit.watch import HealthWarning, HealthWatch
 from reward_loop.config import HealthConfig
 from tests.audit.steps import demo_steps
 

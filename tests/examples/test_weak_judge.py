@@ -13,8 +13,8 @@ from examples.arithmetic.demo import UNSEEN
 from examples.arithmetic.models import Recipe, make_models, make_problems
 from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample
 from reward_loop.audit import open_audit
+from reward_loop.audit.monitors import HealthWatch
 from reward_loop.audit.values import ProbeCounts
-from reward_loop.audit.watch import HealthWatch
 from tests.audit.steps import step
 
 RECIPE = Recipe(

@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 
 from reward_loop.client import spot_check
-from reward_loop.offline.check_share import SMALLEST, Gap, advice
+from reward_loop.offline.check_judge import SMALLEST, Gap, advice
 
 
 async def strong_judge(score: float) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from reward_loop.router.client_request import ClientRequest, Flow
-from reward_loop.router.refusals import Refusal
+from reward_loop.router.error_answers import Refusal
 from tests.router.transport import Transport
 
 EXPECTING = [(b"expect", b"100-Continue")]

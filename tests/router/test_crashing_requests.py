@@ -18,7 +18,7 @@ from reward_loop.router.backend import Backend
 from reward_loop.router.client_request import ClientRequest, Flow
 from reward_loop.router.config import BackendConfig
 from reward_loop.router.crashing_requests import BreakingRequests
-from reward_loop.router.refusals import Refusal
+from reward_loop.router.error_answers import Refusal
 from tests.router.transport import Transport
 from tests.servers import CHAT, listed, post, routed_urls
 

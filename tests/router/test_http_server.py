@@ -11,8 +11,8 @@ import pytest
 from reward_loop._util.sockets import listen
 from reward_loop.router import http_server as http_server_module
 from reward_loop.router.client_request import ClientRequest
+from reward_loop.router.error_answers import Refusal
 from reward_loop.router.http_server import HttpServer
-from reward_loop.router.refusals import Refusal
 from tests.router.transport import Transport
 from tests.servers import http_server, until
 

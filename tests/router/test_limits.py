@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from reward_loop.router.error_answers import Refusal
 from reward_loop.router.limits import Gate, RetryBudget, TimeLimit
-from reward_loop.router.refusals import Refusal
 
 
 async def test_the_gate_lets_in_some_makes_some_wait_in_order_and_refuses_more() -> None:

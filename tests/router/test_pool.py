@@ -7,8 +7,8 @@ import pytest
 from reward_loop.router import pool as pool_module
 from reward_loop.router.backend import ANY, AsleepError, Backend, BackendState, Route
 from reward_loop.router.config import BackendConfig, RouterConfig
+from reward_loop.router.error_answers import Refusal
 from reward_loop.router.pool import BackendPool
-from reward_loop.router.refusals import Refusal
 from tests.servers import until
 
 URLS = ["http://a:1", "http://b:1", "http://c:1"]

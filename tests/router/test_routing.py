@@ -6,8 +6,8 @@ import pytest
 
 from reward_loop.router.backend import Backend
 from reward_loop.router.config import BackendConfig
+from reward_loop.router.error_answers import Refusal
 from reward_loop.router.pool import BackendPool
-from reward_loop.router.refusals import Refusal
 from reward_loop.router.routing import merged_models, route
 
 JUDGE = BackendConfig(url="http://a:1", models=("judge",), kind="generative")

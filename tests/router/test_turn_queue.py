@@ -20,10 +20,10 @@ from reward_loop._util.transient import MODEL_ASLEEP
 from reward_loop.client import Judge, Number, chat_complete, http
 from reward_loop.errors import LimitError, RequestError
 from reward_loop.limits import REWARD_MODEL
-from reward_loop.router import control, turns
+from reward_loop.router import control, model_turns
 from reward_loop.router import pool as pool_module
-from reward_loop.router.refusals import Refusal
-from reward_loop.router.turn_queue import TurnQueue
+from reward_loop.router.error_answers import Refusal
+from reward_loop.router.model_turns import TurnQueue
 from tests.clock import until
 from tests.servers import CHAT, model_server, routed, serving
 
@@ -165,7 +165,7 @@ async def test_a_model_that_does_not_wake_up_fails_the_call_that_asks_for_it() -
 
 
 async def test_while_a_wait_lasts_the_router_shows_that_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert http.SILENT_S == turns.SILENT_S > 2 * turns.ALIVE_S
+    assert http.SILENT_S == model_turns.SILENT_S > 2 * model_turns.ALIVE_S
     monkeypatch.setattr(control, "ALIVE_S", 0.01)
     async with routed(turns=("a", "b")) as (url, _, session):
         async with session.post("/turns") as owner:

@@ -30,7 +30,7 @@ from reward_loop.errors import (
 from reward_loop.limits.call import Call, Deadlines, SharedTime, current_call
 from reward_loop.limits.client import open_limits
 from reward_loop.limits.permit import DEFAULT, REWARD_MODEL, Limits, answer_of
-from reward_loop.limits.process_call import ServedCall
+from reward_loop.limits.worker_processes import ServedCall
 from reward_loop.processes.outcome import CallOutcome, outcome_of
 from reward_loop.processes.pool import WorkerProcesses
 from reward_loop.scoring.cache import Cache

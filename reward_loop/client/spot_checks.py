@@ -22,7 +22,7 @@ from reward_loop._util.transient import is_transient
 from reward_loop.client.chat import Reply
 from reward_loop.client.judge import Judgement
 from reward_loop.errors import BudgetSpentError, ConfigError, ServerError
-from reward_loop.limits.process_call import WorkerCall, call_here
+from reward_loop.limits.worker_processes import WorkerCall, call_here
 from reward_loop.records import ActiveBatch, ActiveSample, current, shares_result
 from reward_loop.types import RewardSample
 

@@ -15,7 +15,7 @@ import reward_loop
 from reward_loop import Outcome, RewardLoopConfig, RewardSample, RewardTimeoutError, ScoringFunction
 from reward_loop.limits.call import Call, Deadlines
 from reward_loop.limits.local import LocalLimits
-from reward_loop.limits.process_call import ServedCall
+from reward_loop.limits.worker_processes import ServedCall
 from tests.clock import advance, until
 
 pytestmark = pytest.mark.integration  # starts processes

@@ -10,14 +10,14 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import aiohttp
 
+from reward_loop._util.capacity import FULL_STATUS, LearnedCapacity
 from reward_loop._util.json import decode
-from reward_loop._util.places import FULL_STATUS, Places
-from reward_loop._util.refusals import asked_pause, is_out_of_credit
+from reward_loop._util.retry_after import asked_pause, is_out_of_credit
 from reward_loop._util.transient import MODEL_ASLEEP, error_code
 from reward_loop.errors import RequestError
 from reward_loop.limits.call import Call
 from reward_loop.limits.lease import report_failure
-from reward_loop.limits.process_call import call_here
+from reward_loop.limits.worker_processes import call_here
 from reward_loop.records import current, waiting_for
 
 __all__ = ["in_a_place", "is_asleep"]
@@ -41,14 +41,14 @@ class _Server:
     """
 
     def __init__(self) -> None:
-        self.places = Places()
+        self.capacity = LearnedCapacity()
         self.refusals = _GIVE_UP
         """The number of refusals since the last answer; without any answer yet, it may be broken."""
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def enter(self, *, refused: bool) -> None:
         """Wait for a place; a refused request is the first one."""
-        while not self.places.has_free or (self._waiting and not refused):
+        while not self.capacity.has_free or (self._waiting and not refused):
             turn = asyncio.get_running_loop().create_future()
             self._waiting.appendleft(turn) if refused else self._waiting.append(turn)
             try:
@@ -59,15 +59,15 @@ class _Server:
                     self._wake()
                 raise
             refused = True
-        self.places.begin()
+        self.capacity.begin()
 
     def leave(self, answered: bool) -> None:
         """Release the place; the next waiting request gets it."""
-        self.places.end(answered)
+        self.capacity.end(answered)
         self._wake()
 
     def _wake(self) -> None:
-        free = self.places.number - self.places.in_flight
+        free = self.capacity.number - self.capacity.in_flight
         while self._waiting and free > 0:
             turn = self._waiting.popleft()
             if not turn.done():
@@ -107,7 +107,7 @@ async def in_a_place(url: str, send: Callable[[], Awaitable[Answer]]) -> Answer:
             report_failure(RequestError("", status=response.status))  # to the limits that adapt
             if refused + 1 >= _GIVE_UP:
                 return response, data
-            if not server.places.refused():
+            if not server.capacity.refused():
                 server.refusals += 1
                 if server.refusals > _GIVE_UP:
                     return response, data

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from reward_loop.client.chat import Reply
-from reward_loop.client.grammar import folded
+from reward_loop.client.verdict_grammar import folded
 from reward_loop.client.verdicts import Choice, Number
 
 __all__ = ["LOGPROBS", "expected_score"]

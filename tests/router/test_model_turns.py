@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_loop.router.turns import EXPECTED_S, IDLE_S, TURN_S, Turns
+from reward_loop.router.model_turns import EXPECTED_S, IDLE_S, TURN_S, Turns
 
 
 def asleep(*models: str) -> Turns:

@@ -6,7 +6,7 @@ from email.utils import format_datetime
 import pytest
 
 from reward_loop import RewardLoopConfig, RewardLoopError, RewardSample, ScoringFunction
-from reward_loop._util.refusals import asked_pause, is_out_of_credit, retry_after_seconds
+from reward_loop._util.retry_after import asked_pause, is_out_of_credit, retry_after_seconds
 from reward_loop._util.transient import is_transient, out_of_credit
 from reward_loop.errors import RequestError, ServerError
 

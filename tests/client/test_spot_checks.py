@@ -13,7 +13,7 @@ import pytest
 
 from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample
 from reward_loop.client import Judge, Judgement, Number, escalate, spot_check
-from reward_loop.client.spot import chances, drawn
+from reward_loop.client.spot_checks import chances, drawn
 from reward_loop.config import BudgetConfig, CacheConfig, LimitConfig, RetryConfig
 from reward_loop.errors import ConfigError, ServerError
 from reward_loop.managers import GroupRewardLoopManager, RemoteRewardLoopManager

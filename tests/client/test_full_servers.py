@@ -79,7 +79,7 @@ async def test_a_server_that_is_full_of_the_requests_of_others_is_asked_again_af
 
 
 async def test_a_request_that_is_refused_whatever_the_load_ends(monkeypatch):
-    monkeypatch.setattr("tests.client.test_places.SECONDS", 0.02)
+    monkeypatch.setattr("tests.client.test_full_servers.SECONDS", 0.02)
     stop = asyncio.Event()
 
     class Picky(Engine):

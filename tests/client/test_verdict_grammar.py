@@ -1,4 +1,4 @@
-"""Which replies have a verdict, and which are doubtful: the rules are in `reward_loop.client.grammar`."""
+"""Which replies have a verdict, and which are doubtful: the rules are in `reward_loop.client.verdict_grammar`."""
 
 # ruff: noqa: RUF001 - look-alikes are what is tested
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from reward_loop.client import Choice, Json, NoVerdictError, Number, Order, Pattern, Ratings, Verdict
-from reward_loop.client.grammar import final_text, folded
+from reward_loop.client.verdict_grammar import final_text, folded
 
 
 class Grade(BaseModel):

@@ -1,10 +1,10 @@
-"""`Places`: how many requests a server takes at a time, learned from its refusals. A state machine without a clock."""
+"""`LearnedCapacity`: how many requests a server takes at a time, learned from its refusals. It has no clock."""
 
 from __future__ import annotations
 
 import math
 
-__all__ = ["FULL_STATUS", "Places"]
+__all__ = ["FULL_STATUS", "LearnedCapacity"]
 
 FULL_STATUS = frozenset({429, 503, 529})
 """HTTP statuses of a full server, unless the answer has a ``Retry-After``."""
@@ -18,7 +18,7 @@ FEW_ANSWERS = 2
 every further request; a service that refuses 2 % at random, whatever its load is, does so rarely."""
 
 
-class Places:
+class LearnedCapacity:
     """The number of requests that a server takes at a time.
 
     It is unlimited until the server refuses requests while it works on others: the number of the others is then the

@@ -4,7 +4,7 @@ from collections import deque
 
 import pytest
 
-from reward_loop._util.places import Places
+from reward_loop._util.capacity import LearnedCapacity
 
 
 def play(capacity, *, calls=2000, at_random=0.0, seed=0):
@@ -12,7 +12,7 @@ def play(capacity, *, calls=2000, at_random=0.0, seed=0):
 
     Return the refused requests after the first burst, and the largest number of requests in flight at each answer.
     """
-    rng, places = random.Random(seed), Places()
+    rng, places = random.Random(seed), LearnedCapacity()
     waiting, sent, running, answered, refused, levels = calls, deque(), 0, 0, 0, []
     while answered < calls:
         while waiting and places.has_free:
@@ -58,7 +58,7 @@ def test_refusals_at_random_do_not_take_the_places_away(seed):
 
 
 def test_a_server_that_refuses_without_other_requests_is_not_full():
-    places = Places()
+    places = LearnedCapacity()
     assert places.number == math.inf
     for _ in range(5):
         places.begin()
