@@ -234,7 +234,8 @@ class Records:
             self._drops = self._drops and self._waiting_size > 0
 
     def _write_rows(self, found: Sequence[_Record]) -> None:
-        names = [f"{self.path.stem}-{next(self._numbers)}" if record.has_id else "" for record in found]
+        stem = self.path.stem  # takes as long as the encoding of a row: once for all
+        names = [f"{stem}-{next(self._numbers)}" if record.has_id else "" for record in found]
         texts = self._files.add_texts(TEXTS, [*map(_text_line, found, names)])
         exchanges = self._files.add_texts(EXCHANGES, [*map(_exchange_lines, found, names)])
         self._files.add_rows([*map(_row_line, found, names, texts, exchanges)])
@@ -297,12 +298,24 @@ def _row_line(record: _Record, name: str, text: TextPlace | None, exchange: Text
     if not record.has_id:
         return _line(record.row)
     judges = [{key: made[key] for key in made if key not in TEXT_FIELDS} for made in record.exchanges]
-    return _line({**record.row, "id": name, "judges": judges, **_place("text", text), **_place("exchange", exchange)})
+    text_file, text_offset, text_bytes = text or _NO_PLACE
+    exchange_file, exchange_offset, exchange_bytes = exchange or _NO_PLACE
+    return _line(
+        {
+            **record.row,
+            "id": name,
+            "judges": judges,
+            "text_file": text_file,
+            "text_offset": text_offset,
+            "text_bytes": text_bytes,
+            "exchange_file": exchange_file,
+            "exchange_offset": exchange_offset,
+            "exchange_bytes": exchange_bytes,
+        }
+    )
 
 
-def _place(kind: str, place: TextPlace | None) -> dict[str, Any]:
-    file, offset, size = place or (None, None, None)
-    return {f"{kind}_file": file, f"{kind}_offset": offset, f"{kind}_bytes": size}
+_NO_PLACE = (None, None, None)
 
 
 def _text_line(record: _Record, name: str) -> bytes:
