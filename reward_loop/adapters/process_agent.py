@@ -140,6 +140,7 @@ class AgentOwner(Generic[A]):
             start: starts the agent. Called in a thread: loading a function may take seconds, which must not block the
                 event loop of the trainer. If it raises, the next call of `get` tries again.
         """
+        # Without the lock and a thread once the agent runs: trainers call this for each sample.
         agent = self._agent
         if agent is None or self._pid != os.getpid():
             agent = await asyncio.to_thread(self._get, start)

@@ -62,6 +62,7 @@ async def custom_rm(args: Any, sample: Any, **_: Any) -> Any:
 
 def _to_sample(agent: ProcessAgent, sample: Any, is_group: bool) -> RewardSample:
     metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
+    # Left out: `_apply` writes it, and a sample may be scored again.
     data = {name: value for name, value in metadata.items() if name != "reward_loop"}
     return RewardSample(
         sample.response,

@@ -68,6 +68,7 @@ async def score_completions(
         _to_sample(agent, completion, {name: column[i] for name, column in lists.items()}, step, progress)
         for i, completion in enumerate(completions)
     ]
+    # The agent needs the members of a group as neighbours, in whatever order ms-swift passes them.
     order, groups = list(range(len(samples))), None
     if agent.needs_group:
         order, groups = _grouped(agent.config.manager, lists.get("prompt_id"), args)

@@ -100,6 +100,7 @@ class RewardAgent:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closed = True
+        # A copy: `_fail` removes the batch.
         for pending in list(self._unsettled.values()):
             pending._fail(RewardsCancelledError("the agent was closed before this batch was complete"))
         await close_manager(self.manager, self._tasks)
@@ -184,6 +185,7 @@ class RewardAgent:
             )
         pending = PendingRewards(rows, sizes, next(self._numbers), self._settled, self._events.waiting)
         if not pending.done():
+            # Atomic, as `next` is: a BlockingRewardAgent accepts batches in its caller's threads.
             self._unsettled[pending.number] = pending
         return pending
 
@@ -200,6 +202,7 @@ class RewardAgent:
     def _start_one(self) -> asyncio.Task[None] | None:
         while self._unstarted:
             pending, sample = self._unstarted.popleft()
+            # An ended batch leaves its samples in the queue: to search for them then would take longer.
             if pending.error is None:
                 task = asyncio.create_task(self._score(pending, sample))
                 pending._tasks.add(task)
@@ -212,12 +215,14 @@ class RewardAgent:
         pending = self._batches.pop(task)
         pending._tasks.discard(task)
         if (error := failure_of(task, self.manager)) is not None:
+            # No effect if the batch has ended, and has cancelled this task itself.
             pending._fail(error)
 
     async def _score(self, pending: PendingRewards, sample: int) -> None:
         row = self._row(pending, sample)
         reward = await reward_of(self.manager, row, getattr(row, "uid", None) or f"sample {sample}")
         self._events.reward_arrived(row, pending.submitted)
+        # The batch may have ended, if user code has suppressed the cancellation: an ended batch never changes.
         if pending.error is not None:
             return
         group = pending._add_reward(sample, reward)

@@ -44,6 +44,7 @@ class BlockingRewardAgent:
     ) -> None:
         self._stack.close()
         if error is None:
+            # `in_background` exits the agent by cancellation, after which the agent raises no error of a batch.
             self._agent._raise_unseen_error()
 
     @asynccontextmanager
@@ -84,6 +85,7 @@ class BlockingRewardAgent:
         try:
             loop = self._open_loop()
         except RewardLoopError:
+            # Otherwise Python warns of a coroutine that was never awaited.
             work.close()
             raise
         future = asyncio.run_coroutine_threadsafe(work, loop)

@@ -162,6 +162,7 @@ def scoring_with(current: CurrentScorer) -> Iterator[None]:
     try:
         yield
     finally:
+        # Not `reset`: an async generator may be closed in another context, where Python rejects the token.
         _current.set(outer)
 
 

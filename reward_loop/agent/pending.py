@@ -241,6 +241,7 @@ class PendingRewards:
         if self.done():
             return
         self.error = error
+        # The caller may keep an ended batch; its samples need not stay in memory.
         self._samples = []
         for task in self._tasks:
             task.cancel()
@@ -251,6 +252,7 @@ class PendingRewards:
     def _wake(self) -> None:
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
+            # The task of a waiter may have been cancelled.
             if not waiter.done():
                 waiter.set_result(None)
 

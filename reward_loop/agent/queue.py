@@ -122,6 +122,7 @@ class RewardQueue:
         try:
             async with self._first_putter:
                 while self._taken and self._taken + count > self.capacity and not self._closed:
+                    # No `await` between the check and `wait`, so no wake-up is lost.
                     self._room.clear()
                     await self._room.wait()
                 if self._closed:
@@ -317,6 +318,7 @@ class QueuedRewards:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # First: the end of each cancelled task would start another one.
         self._is_closed, self._queue.changed = True, lambda: None
         await close_manager(self._manager, self._judging)
 
@@ -331,6 +333,7 @@ class QueuedRewards:
         """
         while not self._ready:
             if self._error is not None:
+                # Only after the complete groups: their rewards are not lost by the error.
                 raise self._error
             if self._queue.closed and not (self._queue or self._judging.tasks):
                 if self._incomplete:

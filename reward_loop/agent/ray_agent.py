@@ -124,10 +124,12 @@ class AsyncRewardAgent:
             RewardLoopError: every submitted batch was taken, or an error that must stop the run ended the batch.
             ConfigError: ``chunk_size`` is not a multiple of the group size.
         """
+        # One at a time: two calls that wait would return the same groups.
         async with self._taking:
             answer = await self._take(chunk_size)
         if hook_func is None:
             return answer
+        # In a thread, and without the lock: the hook is user code, which may take long.
         return await asyncio.to_thread(hook_func, *answer, **kwargs)
 
     async def shutdown(self) -> None:

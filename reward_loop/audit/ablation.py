@@ -72,6 +72,7 @@ class Feature:
             half = answer[: _nearest(answer, 0.5)] or answer
             return f"{half.rstrip()}\n\n{answer}", True
         if self.phrase in answer:
+            # With the space before it, since insertion adds one.
             return re.sub(r"[^\S\n]*" + re.escape(self.phrase), "", answer), False
         at = _nearest(answer, place)
         before, after = answer[:at], answer[at:]

@@ -158,6 +158,7 @@ class Audit:
         self._loop = asyncio.get_running_loop()
         if not samples[0].validate:
             self._choose(samples, results)
+        # Also without a new probe: a result is a sign of room for those that wait.
         self._probing.fill()
 
     def _choose(self, samples: Sequence[RewardSample], results: Sequence[RewardResult]) -> None:
@@ -238,6 +239,7 @@ class Audit:
         """
         self._is_closed = True
         if self._loop is not None and self._loop.is_running():
+            # Not `get_running_loop`, which raises in a thread without a loop.
             if asyncio._get_running_loop() is self._loop:
                 self._forget_waiting()
                 for task in self._running:
@@ -252,6 +254,7 @@ class Audit:
     def _end_from_thread(self, loop: asyncio.AbstractEventLoop) -> None:
         ending = asyncio.run_coroutine_threadsafe(self._end(), loop)
         try:
+            # Longer than `_end` takes itself, so a timeout means that the loop is blocked or has been stopped.
             ending.result(ENDING_S + CANCEL_AGAIN_S)
         except (TimeoutError, CancelledError):  # the loop is blocked, or has been stopped meanwhile
             ending.cancel()
@@ -305,11 +308,13 @@ class Audit:
         if probe.answer is not None:
             samples[index] = await self._manager.with_answer(samples[index], probe.answer)
         if self._manager.needs_group:
+            # A group of its own: the manager would join these samples with those of the run, or of another probe.
             name = f"{samples[0].group} (probe {next(self._numbers)})"
             samples = [replace(sample, group=name, group_size=len(samples)) for sample in samples]
         order = list(range(len(samples)))
         if probe.kind == "order":
             order.reverse()
+        # The judge gets the answers of a group in the order of these calls.
         calls = (self._score(replace(samples[i], is_probe=True)) for i in order)
         found = dict(zip(order, await asyncio.gather(*calls), strict=True))
         # With a changed answer, the others of its group are compared with another answer than before.
@@ -391,6 +396,7 @@ class Audit:
         with ActiveSample(sample, name, is_recorded=self._records is not None) as active:
             try:
                 if reference is None:
+                    # Not `score`, which applies the policies and records the probe as a sample.
                     result = await manager.score_one(sample)
                 else:
                     result = await reference(

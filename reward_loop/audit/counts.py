@@ -112,6 +112,7 @@ class AuditCounts:
     def metrics(self, group: str = "reward_loop/audit") -> dict[str, float]:
         """Return the metrics by name, each below ``group``; docs/health.md has their meanings."""
         found = {"without_score": float(self.without_score), "skipped": float(self.skipped)}
+        # These two repeat probes that are counted elsewhere: among the labelled answers, and in `pairs`.
         asked = sum(count.asked for kind, count in self.probes.items() if kind not in (WRONG, REJECTED))
         asked += sum(len(ablation.pairs) for ablation in self.ablations.values())
         found["asked"] = float(asked + len(self.pairs))

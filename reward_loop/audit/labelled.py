@@ -56,6 +56,7 @@ class LabelledAnswers:
     def __init__(self, path: str, every: int) -> None:
         where = f"reward_loop.audit.labelled={path}"
         try:
+            # Not `splitlines`, which also splits at characters that a JSON text may contain, such as U+2028.
             lines = Path(path).read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{where}: {error}") from error

@@ -544,6 +544,7 @@ class HealthWatch:
 
     def check(self, observation: Observation) -> Findings:
         """Return the values of the monitors for the next step, and its new warnings."""
+        # Before the monitors read the step: values above all earlier ones would otherwise count as saturated.
         self._history.widen(observation.components)
         values: dict[str, float] = {}
         warnings: list[HealthWarning] = []

@@ -97,6 +97,7 @@ class PhraseHistory:
 
     def clear(self, tokens: Sequence[int]) -> None:
         """Report no n-gram of a phrase any more."""
+        # All n-grams of it: otherwise, the next step would report the same phrase by another one.
         self._cleared = np.unique(np.concatenate([self._cleared, *_Texts([np.array(tokens)]).hashes]))
 
     def add(self, step: Observation, rewards: np.ndarray) -> Phrase | None:

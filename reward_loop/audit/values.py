@@ -125,6 +125,7 @@ def zero_variance_groups(rewards: np.ndarray, groups: np.ndarray) -> float | Non
     if not len(rewards):
         return None
     _, index, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    # Not a standard deviation of 0: rounding makes that of equal rewards slightly larger.
     low, high = np.full(len(sizes), np.inf), np.full(len(sizes), -np.inf)
     np.minimum.at(low, index, rewards)
     np.maximum.at(high, index, rewards)

@@ -55,6 +55,7 @@ class Asker:
         """
         if votes < 1 or combine not in _COMBINE:
             raise ConfigError(f"votes={votes}, combine={combine!r}: expected 1 or more votes, and {listing(_COMBINE)}")
+        # At temperature 0, all votes of a judge would be equal.
         defaults = {**_DEFAULTS, **({"temperature": 1.0} if votes > 1 else {})}
         self._options: dict[str, dict[str, Any]] = {}
         for judge in [judges] if isinstance(judges, str) else judges or [{}]:

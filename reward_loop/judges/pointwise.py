@@ -165,6 +165,7 @@ class Cascade:
             judgement = await spot_check(judgement, large, **self._spot)
             return judgement.reward(judged_by="large" if "strong" in judgement.components else "small")
         finally:
+            # If the small judge decides: otherwise Python warns of a coroutine that was never awaited.
             large.close()
 
 

@@ -159,6 +159,7 @@ class RewardLoopManagerBase:
         filters = verl_options(self.config, "algorithm.filter_groups") or {}
         self._filter_metric = filters.get("metric") if filters.get("enable") else None
         """The key of the extra info by which verl filters groups; ``None`` also if it filters by the reward itself."""
+        # No such key in the extra info: verl's validation appends it to its own column `reward`, and then fails.
         if self._filter_metric == "reward":
             self._filter_metric = None
 
@@ -169,6 +170,7 @@ class RewardLoopManagerBase:
             ConfigError: a function requires an argument that it does not pass, or an option has no effect there.
         """
         config = self.config
+        # A configuration of verl in which this library is off: verl's own reward worker has made this manager.
         if verl_options(config, "actor_rollout_ref") is None or verl_options(config, "reward_model.use_reward_loop"):
             return
         on = "set reward_model.use_reward_loop=True"
@@ -202,6 +204,7 @@ class RewardLoopManagerBase:
             if "reward_loop" in config:
                 # `check` is read by verl's command alone.
                 config = {key: value for key, value in (config["reward_loop"] or {}).items() if key != "check"}
+            # A whole configuration of verl without the group of this library: its keys are no unknown options.
             elif _VERL_GROUPS & set(config):
                 config = None
         return parse(RewardLoopConfig, config, "reward_loop")
@@ -225,6 +228,7 @@ class RewardLoopManagerBase:
 
     async def _with_response(self, data: Any, sample: RewardSample) -> RewardSample:
         """Return a sample with the text of the policy, for its record, if `to_sample` has changed it."""
+        # Without an override the text is that of the policy already; it need not be decoded again.
         if self.records is None or type(self).to_sample is RewardLoopManagerBase.to_sample:
             return sample
         if isinstance(data, RewardSample):
@@ -283,14 +287,17 @@ class RewardLoopManagerBase:
         row = last_row(data, responses)
         ids = _response(responses, data.batch, row.get("response_len"))
         solution = await self._decoder.decode(ids)
+        # Only records have the turns, and they need a second decoding.
         turns = None if self.records is None else await self._turns(ids, row.get(TURNS), solution)
         broken: list[str] = []
+        # A new dict: the row belongs to the caller, and the rollouts of a prompt may share its `extra_info`.
         extra_info = {**_mapping(row, "extra_info", broken), **_mapping(row, "tool_extra_fields", broken)}
         extra_info["num_turns"] = row.get("__num_turns__")
         extra_info["rollout_reward_scores"] = row.get("reward_scores", {})
         extra_info |= {name: row[name] for name in self.columns if name in row and name not in extra_info}
         reference = _mapping(row, "reward_model", broken)
         source, validate = str(row.get("data_source", "")), row.get(VALIDATE)
+        # `None` is not `False`: components for one phase refuse samples whose phase is unknown.
         validate = None if validate is None else bool(validate)
         error = None
         if broken:
@@ -352,6 +359,7 @@ class RewardLoopManagerBase:
             result = decide(result, self.options, active.seconds)
             if self.records is not None:
                 self.records.write_sample(active, result, self.options.record.full)
+        # A manager of groups offers each group as a whole: its probes need all members.
         if self.observer is not None and not self.needs_group:
             self.observer.offer([sample], [result])
         return result
@@ -384,6 +392,7 @@ class RewardLoopManagerBase:
         length = None if sample.response_length is None else min(sample.response_length, len(answer))
         ids = None
         if "response_ids" in self._takes and self.tokenizer is not None:
+            # A generated response does not begin with the special tokens that many tokenizers put before a text.
             ids = self.tokenizer.encode(answer, add_special_tokens=False)
             length = len(ids)
         cut_off = None if sample.is_truncated is None else False
@@ -427,6 +436,7 @@ class RewardLoopManagerBase:
         self.failures.count(result)
         reward = result.to_reward()
         if result.score is None and self._filter_metric:
+            # The function may have returned the value without a score: then that one stays.
             reward["reward_extra_info"].setdefault(self._filter_metric, reward["reward_score"])
         return reward
 
@@ -435,6 +445,7 @@ class RewardLoopManagerBase:
 
         Blocks until the processes have ended and all records are written: do not call it on the event loop.
         """
+        # Each part before what it uses: probes call the functions, their calls hold permits, and all write records.
         if self.observer is not None:
             self.observer.close()
         for function in self._functions():
@@ -460,6 +471,7 @@ class RewardLoopManagerBase:
         lengths = mask[:, -responses.shape[-1] :].sum(dim=-1)
         rewards = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
         values = torch.tensor(scores, dtype=torch.float32, device=responses.device)
+        # `scatter_` refuses the index -1 of an empty response.
         return rewards.scatter_(1, (lengths - 1).clamp(min=0).unsqueeze(1), values.unsqueeze(1))
 
 
@@ -520,6 +532,7 @@ def last_row(data: Any, responses: Any) -> dict[str, Any]:
     """
     if responses.ndim == 1:
         return dict(data.non_tensor_batch)
+    # As in verl: the reward of a rollout with several sequences is that of its last one.
     return {name: column[-1] for name, column in data.non_tensor_batch.items()}
 
 
@@ -549,6 +562,7 @@ def _response(responses: Any, batch: Any, length: int | None) -> Any:
     if length is None:
         mask = batch["attention_mask"]
         mask = mask[-1] if mask.ndim == 2 else mask
+        # `mask[-0:]` would be the whole mask, with the prompt.
         length = int(mask[-width:].sum()) if width else 0
     ids = responses.cpu().numpy() if hasattr(responses, "cpu") else responses
     if ids.ndim == 2:

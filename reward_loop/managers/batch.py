@@ -63,6 +63,7 @@ class Batcher:
         try:
             return await result
         finally:
+            # Cancelling a task also cancels the future that it awaits.
             if result.cancelled():
                 self._leave(key, batch, result)
 
@@ -106,6 +107,7 @@ class _Batch:
                         member.set_exception(error)
             if not isinstance(error, Exception):
                 raise
+            # The samples raise the error; raised here too, asyncio would log it as never retrieved.
             return
         for member, result in results.items():
             if not member.done():
@@ -190,5 +192,6 @@ class GroupRewardLoopManager(RewardLoopManagerBase):
         )
         # Samples that arrive late fail at once, because the others have already failed.
         self._expired[first.group] = problem
+        # Not kept for the whole run: each lost group would take memory until its end.
         asyncio.get_running_loop().call_later(timeout, self._expired.pop, first.group, None)
         return [failed(IncompleteGroupError(problem)) for _ in samples]

@@ -205,6 +205,7 @@ def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -
     The penalty is 0 up to ``max_length - buffer`` tokens, and decreases linearly from there: it is ``-factor`` at
     ``max_length``, and lower beyond.
     """
+    # No lower bound at `-factor`, unlike in the paper: verl has none either.
     return min(-(length - (max_length - buffer)) / buffer * factor, 0.0)
 
 

@@ -78,6 +78,7 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
         return {name: component.function for name, component in self._components.items()}
 
     def _functions(self) -> Collection[Any]:
+        # The base class asks while the components do not exist yet; `__init__` checks again when they do.
         return [component.function for component in getattr(self, "_components", {}).values()]
 
     async def score_one(self, sample: RewardSample) -> RewardResult:
@@ -102,11 +103,13 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
             if result is None:
                 info |= {name: 0.0, f"{name}/outcome": "gated"}
                 continue
+            # A probe must not stop the run.
             if not sample.is_probe:
                 component.failures.count(result)
             own = {"outcome": str(result.outcome), "error": result.error}
             own |= {key: getattr(result, key) for key in MEASURED}
             for key, value in result.extra_info.items():
+                # Both repeat the component's score, which has its name.
                 if key not in ("score", "acc"):
                     info[f"{name}/returned_{key}" if key in own else f"{name}/{key}"] = value
             info |= {f"{name}/{key}": value for key, value in own.items() if key != "error" or value}
@@ -169,6 +172,7 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
                         score = (await calls[name]).reward
                         if score is None or score < component.config.gate:
                             break
+        # Not `except*`, which puts what is raised in it into a group again.
         except ExceptionGroup as errors:  # an error that stops the run
             raise errors.exceptions[0] from None
         return {name: call.result() for name, call in calls.items()}

@@ -26,6 +26,7 @@ def decide(result: RewardResult, options: RewardLoopConfig, total_s: float = 0.0
     if result.score is not None:
         return replace(result, reward=result.score, total_s=total_s)
     policy = result.policy or (options.on_failed if result.outcome is Outcome.FAILED else options.on_unscored)
+    # Not a failure of the function: the user chose separately what happens at the cap.
     if isinstance(result.exception, BudgetSpentError):
         policy = options.budget.at_cap
     reward = options.default_score if policy == "default" else None

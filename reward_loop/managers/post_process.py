@@ -24,6 +24,7 @@ class PostProcess:
     def __init__(self, function: ScoringFunction, options: RewardLoopConfig) -> None:
         self._function = function
         self._options = options
+        # Not the manager's: `run_single` has counted these samples there already.
         self._failures = FailureBound.of_options(options)
 
     @classmethod

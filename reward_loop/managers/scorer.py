@@ -93,6 +93,7 @@ def load_scorer(
         )
     except RewardLoopError:
         raise
+    # `SystemExit`, too: a class of the user that calls `sys.exit` would end the command without a message.
     except (Exception, SystemExit) as error:
         raise ConfigError(f"the manager {manager} cannot be created: {type(error).__name__}: {error}") from error
     requires = getattr(made, "requires", function.requires if function is not None else frozenset())

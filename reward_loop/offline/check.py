@@ -152,6 +152,7 @@ async def check(
             router_address=router_address,
             concurrency=concurrency,
         )
+        # After the second round, which finds out whether results can be compared.
         rounds.insert(2, ("lists of samples", functools.partial(checks.lists_of_samples, in_lists)))
     try:
         for step, find in rounds:
@@ -167,6 +168,7 @@ async def check(
                 )
                 report.findings += findings
     finally:
+        # In a thread: closing waits until worker processes have ended.
         await asyncio.to_thread(calls.close)
     report.rows = checks.first
     return report
@@ -398,6 +400,7 @@ class _Checks:
         blocked = []
         for samples in [self.samples] if self.calls.is_batched else [[sample] for sample in self.samples]:
             with StepTimer(self.stuck_s, self.on_stuck) as timer:
+                # A task of its own: the timer measures only tasks that are created while it is open.
                 rows += await asyncio.create_task(self.calls.run(samples))
             blocked.append(timer)
         self.blocked.append(blocked)

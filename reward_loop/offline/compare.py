@@ -159,6 +159,7 @@ def compare(a: Scoring, b: Scoring, *, threshold: float | None = None, largest: 
 def _records(path: Path, label: str | None) -> Iterator[Mapping[str, Any]]:
     reader = RecordsReader(path)
     for row in reader.rows():
+        # Texts are in other files: they are read only for a field that the row lacks.
         yield row if label is None or look_up(row, label) is not MISSING else {**(reader.text(row) or {}), **row}
 
 

@@ -76,6 +76,7 @@ class ScoredFolder:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--output {path}: the folder cannot be created: {error.strerror}") from error
+        # The folder itself is locked, so no file is left behind; the kernel ends the lock of a killed process.
         lock = os.open(path, os.O_RDONLY)
         try:
             try:
@@ -84,6 +85,7 @@ class ScoredFolder:
                 raise ConfigError(f"another run is writing {path}: wait for it, or choose another --output") from None
             folder = cls(path)
             folder._begin(config_row({"score": identity}, step=0), restart)
+            # A process has one writer for a folder, which may have failed in an earlier run of this process.
             folder.writer.failure = None
             try:
                 yield folder
@@ -114,6 +116,7 @@ class ScoredFolder:
             kept = path.with_suffix(".tmp")
             with path.open("rb") as lines, kept.open("wb") as file:
                 file.writelines(line for line in lines if (parse_line(line) or {}).get("uid") not in names)
+            # A whole file takes the place of the old one: a process that is killed here loses no records.
             kept.replace(path)
 
     def check_written(self) -> None:

@@ -89,6 +89,7 @@ class Inputs:
 
     def identity(self) -> dict[str, Any]:
         """Return what tells these inputs from other ones, or from their earlier content."""
+        # Not a hash of the content: the inputs may be very large.
         stats = [file.stat() for path in self.paths for file in (_files(path) if path.is_dir() else [path])]
         return {
             "path": [str(path.resolve()) for path in self.paths],
@@ -223,6 +224,7 @@ def _parse(name: str, line: bytes) -> Row:
 
 def _too_deep(columns: Mapping[str, Any]) -> str | None:
     """Return the error of a row whose fields are nested too deeply; ``None`` if they are not."""
+    # Level by level: a recursive function would itself exceed the recursion limit.
     level: list[Any] = [columns]
     for _ in range(_MAX_DEPTH):
         items = (item for value in level for item in (value.values() if isinstance(value, dict) else value))

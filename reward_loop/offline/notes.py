@@ -28,6 +28,7 @@ class Notes:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / NOTES
+        # The size has no effect: only writing texts deletes files, and notes have none.
         self._files = RecordFiles(self._folder, max_bytes=0)
         self._lock = threading.Lock()
 
@@ -54,6 +55,7 @@ class Notes:
             OSError: the note cannot be written, such as on a full disk.
         """
         line = encode_record(new_row(NOTE, id=sample, uid=uid, step=step, text=text)) + b"\n"
+        # The routes of the viewer run in threads: `failure` must be that of this note.
         with self._lock:
             self._files.failure = None
             self._files.add_rows([line])

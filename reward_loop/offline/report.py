@@ -314,6 +314,7 @@ class Spread:
     """The distribution of numbers."""
 
     def __init__(self) -> None:
+        # 8 bytes for each number: a list of floats takes four times as much, and a run may have millions of samples.
         self._values = array("d")
 
     def __len__(self) -> int:

@@ -103,6 +103,7 @@ def score_rows(
             result = RewardResult.of(await reward_of(manager, sample, str(sample.uid)), sample.uid)
         else:
             result = await _recorded(manager, sample, folder)
+        # The records are the only result: without them, further calls would be in vain.
         folder.check_written()
         done += 1
         on_row(done, result)
@@ -170,6 +171,7 @@ async def for_each(items: Iterable[T], concurrency: int, call: Callable[[T], Awa
             for _ in range(concurrency):
                 workers.create_task(worker())
     except* (RewardLoopError, OSError) as group:
+        # Raised below, not here: within `except*`, it would become part of a group again.
         stopped: BaseException = group
         while isinstance(stopped, BaseExceptionGroup):
             stopped = stopped.exceptions[0]

@@ -246,4 +246,5 @@ def waiting_for(sample: ActiveSample | None, what: str) -> Iterator[None]:
 
 def active_samples() -> list[ActiveSample]:
     """Return all active samples of this process, the oldest first."""
+    # A copy in one step: the watchdog's thread calls this while the event loop changes the dict.
     return list(_active)

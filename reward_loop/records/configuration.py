@@ -132,6 +132,7 @@ def _without_secrets(value: Any, is_hidden: bool) -> Any:
         return [_without_secrets(item, is_hidden) for item in value]
     if value is None or isinstance(value, bool):
         return value
+    # Before numbers: a password may consist of digits.
     if is_hidden:
         return NOT_RECORDED
     if isinstance(value, int | float):

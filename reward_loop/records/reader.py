@@ -13,6 +13,7 @@ from reward_loop.records.rows import ADVANTAGE, REVISION, SAMPLE, VERSION
 
 __all__ = ["NoRecordsError", "RecordsReader", "check_version", "has_step", "parse_line", "read_files", "read_rows"]
 
+# At most 18 digits: `int` refuses numbers with thousands of them.
 _STEP = re.compile(rb'"(?:generated_)?step":\s*(-?\d{1,18})\b')
 
 
@@ -127,6 +128,7 @@ class RecordsReader:
             if row["kind"] != SAMPLE:
                 continue
             name = row.get("uid")
+            # A resumed run scores some uids again: the changes are those of the last row.
             if name in last and row.get("id") == last[name]:
                 if name in revisions:
                     row = _revised(row, revisions[name])
@@ -139,6 +141,7 @@ class RecordsReader:
         """Yield the rows of the samples of some training steps, or generated in them, without their revisions."""
         lines = self._lines(lambda line: has_step(line, steps, _HEAD))
         fields = ("step", "generated_step")
+        # Again on the parsed row: in the bytes, a component may have the same name.
         return (row for row in lines if row["kind"] == SAMPLE and any(row.get(name) in steps for name in fields))
 
     def text(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -147,6 +150,7 @@ class RecordsReader:
         ``None`` if they were not recorded, or have been deleted.
         """
         lines = self._read(row, "text")
+        # A segment that is deleted while its process still writes to it begins again, with other texts at this offset.
         return lines[0] if lines and lines[0].get("id") == row.get("id") else None
 
     def exchanges(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:

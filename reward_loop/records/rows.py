@@ -59,6 +59,7 @@ UNFINISHED = "no answer when the sample ended"
 
 def new_row(kind: str, **fields: Any) -> dict[str, Any]:
     """Return a row of a kind, written now."""
+    # The kind first: readers search for it in the first 64 bytes of a line.
     return {"version": VERSION, "kind": kind, "time": time.time(), **fields}
 
 
@@ -70,6 +71,7 @@ def sample_row(active: ActiveSample, result: RewardResult, large: Mapping[str, A
         result: its result, with the reward.
         large: its `large_components`; their texts are cut, their lists become ``None``.
     """
+    # Kind and steps come before what the function returned: readers search only the first bytes of a line for them.
     sample = active.sample
     return {
         "version": VERSION,

@@ -276,6 +276,7 @@ watched_loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopPulse] =
 def _forget() -> None:
     """Reset the watchdog in a forked child, which inherits the variable but not the thread."""
     global _watchdog, _lock
+    # A new lock: another thread of the parent may have held the old one during the fork.
     _watchdog, _lock = None, threading.Lock()
     watched_loops.clear()
 

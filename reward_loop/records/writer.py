@@ -56,6 +56,7 @@ _MAX_DURATIONS = 4096
 _CHUNK = 256
 """The largest number of records that are encoded and written together."""
 
+# Estimates of the characters of a row: only encoding gives the true size, and that is the thread's work.
 _ROW_SIZE, _PLAIN_SIZE = 1000, 300
 
 
@@ -186,6 +187,7 @@ class Records:
         if not self._started:
             return True
         written = threading.Event()
+        # In the queue of the records: it is set once those before it are written.
         self._waiting.append(written)
         self._write_now.set()
         self._has_records.set()
@@ -229,6 +231,7 @@ class Records:
         except Exception as error:  # a bug must not end the thread
             logger.exception("records of samples are lost")
             self.failure = self.failure or OSError(f"{self.path} cannot be written: {error!r}")
+        # Also in the thread: `-=` on an attribute is not atomic.
         with self._size_lock:
             self._waiting_size -= sum(record.size for record in found)
             self._drops = self._drops and self._waiting_size > 0

@@ -64,6 +64,7 @@ class BadRequestError(Exception):
 
 def component(name: str) -> str:
     """Return SQL for the JSON value of a component."""
+    # A JSON pointer, not a path: names of components contain dots and slashes.
     pointer = "/" + name.replace("~", "~0").replace("/", "~1")
     return f"json_extract(components, {_quote(pointer)})"
 

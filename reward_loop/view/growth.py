@@ -61,6 +61,7 @@ def append(lines: Lines, output: BinaryIO) -> None:
     with lines.path.open("rb") as file:
         offset, end = lines.start, lines.start + lines.bytes
         while offset < end:
+            # Writes past the buffer of `output`: bytes in it would be written later, in the wrong place.
             sent = os.sendfile(output.fileno(), file.fileno(), offset, end - offset)
             if not sent:
                 raise EOFError(f"{lines.path} has become shorter")

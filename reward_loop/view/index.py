@@ -516,4 +516,5 @@ def _delete_old(cache: Path) -> None:
             if time.time() - lock.stat().st_mtime > KEPT_S:
                 with lock.open("rb") as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    # The file of the lock stays: a process that has just opened it would lock a deleted file.
                     delete_database(lock.with_suffix(".duckdb"))

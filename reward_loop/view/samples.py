@@ -290,6 +290,7 @@ class _TextSearch:
         return self._found(text, chosen.where, tuple(chosen.parameters), self._index.revision)
 
     def _find(self, text: str, where: str, parameters: tuple[Any, ...], revision: int) -> list[str]:
+        # As it stands in a line of JSON, so that most lines need not be parsed.
         needle = _folded(orjson.dumps(text)[1:-1])
         found: dict[str, None] = {}
         for kind, contains in (("text", _text_contains), ("exchange", _reply_contains)):

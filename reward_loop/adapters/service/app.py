@@ -193,6 +193,7 @@ class ServiceGate:
             return
         unread = [body]
 
+        # After the body, the app must still be able to see that the client disconnects.
         async def replay() -> Message:
             return {"type": "http.request", "body": unread.pop(), "more_body": False} if unread else await receive()
 
@@ -205,6 +206,7 @@ class ServiceGate:
             ServiceError: the body is too long (413), or it does not arrive in time (408).
         """
         length = headers.get("content-length", "0")
+        # Before a byte is read. A body in chunks has no length, so what arrives is counted, too.
         self._check_length(int(length) if length.isdecimal() else 0)
         parts: list[bytes] = []
         size, more = 0, True

@@ -153,6 +153,7 @@ def _sample(body: VerifyBody, fields: Fields) -> RewardSample:
     """Return the sample of a request. If it lacks a field that the function requires, the sample has an error."""
     task = dict(body.model_extra or {})
     prompt = body.responses_create_params.get("input")
+    # `solution_str` comes last: a field of the task must not replace the response.
     columns = {"prompt": prompt, "extra_info": {"prompt": prompt, **task}, **task, "solution_str": _text(body.response)}
     if "expected_answer" in task:
         columns.setdefault("ground_truth", task["expected_answer"])

@@ -271,6 +271,7 @@ class RewardService:
     def _cancel_all(self) -> None:
         if self._pending:
             logger.warning("%d samples are cancelled", self.in_flight)
+        # A copy: a request removes its batch when it ends.
         for pending in list(self._pending):
             pending.cancel()
 

@@ -134,6 +134,7 @@ class Judging:
             self.cancel()
             raise
         self.waiting_s += time.perf_counter() - began
+        # Not a loop over the list: functions that still run append to it.
         while self._logged:
             log, values = self._logged.pop(0)
             log(*values)
@@ -216,6 +217,7 @@ def pausing(functions: Sequence[Any], is_async: Callable[[Any], bool]) -> tuple[
     return replaced, awaited
 
 
+# Positional only: a column of the data set may be named `index` or `function`.
 def _paused(index: int, function: Callable[..., Any] | None, /, **call: Any) -> Any:
     """Return the rewards of a function; ``function`` is ``None`` for an async one, whose rewards are waited for."""
     generation = getcurrent()

@@ -62,6 +62,7 @@ class OverlappedGRPOTrainer(GRPOTrainer):
     ) -> None:
         """Create the trainer; see `GRPOTrainer` for the arguments."""
         check_version()
+        # After the check: another release may not have this undocumented name.
         from trl.trainer.utils import is_async_callable
 
         super().__init__(model, reward_funcs, with_defaults(args, model), *others, **named)

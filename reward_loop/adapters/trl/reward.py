@@ -322,6 +322,7 @@ class TRLReward:
         agent = await self._owner.get(lambda: AgentInThread(self._load(), self._concurrency))
         self._columns.check(columns, len(prompts), agent.requires)
         groups = self._groups(prompts, agent.needs_group)
+        # TRL counts the steps that have ended; this reward is for the next one.
         step = None if trainer_state is None else trainer_state.global_step + 1
         progress = progress_of(step, getattr(trainer_state, "max_steps", None))
         samples = self._columns.samples(prompts, completions, completion_ids, columns, step, progress)
