@@ -194,6 +194,7 @@ class RewardAgent:
 
     def _start(self, pending: PendingRewards) -> None:
         """Start the samples of an accepted batch when it is their turn."""
+        # The agent may have been closed since `_accept`, which runs in the threads of a BlockingRewardAgent's callers.
         if self._closed:
             pending._fail(RewardsCancelledError("the agent was closed before this batch was complete"))
         self._unstarted.extend((pending, sample) for sample in range(len(pending)))

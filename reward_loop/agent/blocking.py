@@ -143,6 +143,7 @@ class BlockingPendingRewards:
     def cancel(self) -> None:
         """Cancel the samples that have not ended."""
 
+        # Run on the event loop: only there may the state of a batch change.
         async def cancel() -> None:
             self._pending.cancel()
 

@@ -198,6 +198,7 @@ class PendingRewards:
 
     async def groups(self) -> AsyncGenerator[Group, None]:
         """Yield the groups as they complete."""
+        # A caller that stops early would otherwise leave the inner generator to the garbage collector.
         async with aclosing(self.mini_batches(1)) as mini_batches:
             async for mini_batch in mini_batches:
                 yield mini_batch.groups[0]

@@ -146,6 +146,7 @@ class RewardQueue:
         self.release()
         if self._closed:
             raise QueueClosedError("the queue is closed")
+        # A new object: entries without a group must not become members of one group.
         entry = QueueEntry(sample, object() if group is None else group, group_size, member, step)
         self._entries.append(entry)
         self._put += 1

@@ -152,6 +152,7 @@ class AsyncRewardAgent:
             self._batches.popleft()
             raise
         groups = batch.pending.complete_groups(batch.taken, last)
+        # Not before the wait: a call that is cancelled while it waits takes nothing.
         batch.taken += len(groups)
         if batch.taken == batch.pending.group_count:
             self._batches.popleft()

@@ -112,6 +112,7 @@ class Audit:
     def __init__(self, manager: RewardLoopManagerBase) -> None:
         self._manager = manager
         self._options = options = manager.options.audit
+        # Not the global generator: the user's function may depend on its state.
         self._random = random.Random()
         self._probes = Probes(options, manager.needs_group, self._random)
         self._reference = _reference(manager) if options.reference else None
@@ -358,6 +359,7 @@ class Audit:
 
     async def _ask_labelled(self, answer: RewardSample, label: bool, is_first: bool) -> None:
         assert self._labelled is not None
+        # The manager adds what the file does not have, such as the token ids.
         sample = await self._manager.with_answer(answer, answer.solution_str)
         result, active = await self._score(sample)
         accepted = None if result.score is None else self._accepts(result.score)

@@ -332,6 +332,7 @@ def _jump(step: Observation, history: History) -> dict[str, Reading]:
     return {"": Reading(distance, distance if distance > critical else 0.0)}
 
 
+# No name contains `max`, `min`, `sum`, `mean` or `std`: by these words, verl chooses how it aggregates a metric.
 MONITORS = (
     Monitor(
         "zero_variance_groups",

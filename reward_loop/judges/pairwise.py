@@ -54,6 +54,7 @@ class Pairwise:
         if listwise and (options.get("judges") or options.get("votes", 1) != 1):
             raise ConfigError("listwise asks one judge once: leave out judges and votes")
         if listwise:
+            # A placeholder: `_rank` passes the verdict for the size of the group.
             self._asker = Asker(prompt or prompt_of("order"), Order(2), ["answers"], **options)
         else:
             self._asker = Asker(prompt or prompt_of("pair"), _BETTER, ["first", "second"], **options)

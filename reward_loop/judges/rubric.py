@@ -71,6 +71,7 @@ class Rubric:
         self._field = criteria if isinstance(criteria, str) and not criteria.lstrip().startswith("[") else None
         self._criteria = None if self._field is not None else _read(criteria)
         self._separate, self._low, self._high, self._enforce = separate, low, high, enforce
+        # Without `separate`, a placeholder: the criteria of each row give its verdict.
         verdict = Number(low, high, scaled=True) if separate else Ratings({"criterion": 1.0}, low, high)
         self._asker = Asker(prompt or prompt_of("criterion" if separate else "rubric"), verdict, **options)
 

@@ -256,6 +256,7 @@ class RewardLoopManagerBase:
         """The columns of the data set that functions in the form of another trainer require."""
         return frozenset().union(*(getattr(function, "columns", ()) for function in self._functions()))
 
+    # Not in the constructor: a composite creates its functions after that of the base class.
     @functools.cached_property
     def _takes(self) -> frozenset[str]:
         """The arguments that the user's functions receive, if the sample has them."""
@@ -352,6 +353,7 @@ class RewardLoopManagerBase:
 
     async def score(self, sample: RewardSample) -> RewardResult:
         """Score one sample: track it as active, call `score_one`, check its result, apply the policies, record it."""
+        # Not in the constructor: a process that only creates a manager gets no thread and no socket.
         if asyncio.get_running_loop() not in watched_loops:  # a sample needs no call of the watchdog
             watch()
         with ActiveSample(sample, self.name, self.options.watchdog_s, self.records is not None) as active:

@@ -51,6 +51,7 @@ class ResponseDecoder:
 def _bytes_of_tokens(tokenizer: Any, skips: bool) -> list[bytes] | None:
     """Return the bytes of each token id, or ``None`` if they do not reproduce the tokenizer's decoding."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    # By name: the package `tokenizers` is imported only if the user has a tokenizer of it.
     if type(getattr(backend, "decoder", None)).__name__ != "ByteLevel":
         return None
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}

@@ -232,6 +232,7 @@ class StepTimer:
                 return
 
     def _new_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        # Not `create_task`, which would call this factory again.
         task = asyncio.Task(self._run(coroutine), loop=loop, **options)
         task.add_done_callback(lambda task: coroutine.close())  # of a task that was cancelled before its first step
         return task
@@ -241,6 +242,7 @@ class StepTimer:
 
     @types.coroutine
     def _steps(self, coroutine: Any) -> Generator[Any, Any, Any]:
+        # The coroutine is driven by hand: only so are the times between its waits known.
         step, value = coroutine.send, None
         while True:
             measured = self._step = _MeasuredStep(time.perf_counter(), Counter())

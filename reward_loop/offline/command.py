@@ -130,6 +130,7 @@ def score(
     prices = Price.parse(price)
     source = Inputs.open(files)
     path = output or _default_output(source)
+    # Absolute: the function may change the working directory.
     config = config.model_copy(update={"log_dir": str(path.absolute()), "record": _keeping_all(config.record)})
     for one in source.paths:
         if one.is_dir() and path.resolve().is_relative_to(one.resolve()):

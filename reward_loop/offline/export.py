@@ -88,6 +88,7 @@ def export(
     """
     if not is_parquet(output) and output.suffix.lower() != ".jsonl":
         raise ConfigError(f"--output {output}: the file is JSON Lines (.jsonl) or parquet (.parquet)")
+    # Readers of the folder would take the file for one of records.
     if output.resolve().is_relative_to(folder.resolve()):
         raise ConfigError(f"--output {output}: it must not be in the folder of records")
     reader, left_out = RecordsReader(folder), 0
@@ -109,6 +110,7 @@ def export(
             count = _write_transcripts(temporary, reader, rollouts())
         else:
             count = _write_lines(temporary, rollouts())
+        # Within the block, so that a file of an earlier export stays.
         if not count:
             raise ConfigError(f"{folder} has no samples with recorded texts" + (f" in step {step}" if step else ""))
     without = f"; {counted(left_out, 'sample')} without texts left out" if left_out else ""

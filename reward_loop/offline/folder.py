@@ -142,6 +142,7 @@ class ScoredFolder:
         options = json.loads(encode(run["options"]))  # as they are read: for example, lists instead of tuples
         before = found[-1]["options"] if found else options
         changed = [name for name in {**before, **options} if before.get(name) != options.get(name)]
+        # If all rows have failed, nothing is lost: the function was corrected, and starts over without --restart.
         if changed and not restart and any(row["outcome"] != Outcome.FAILED for row in self.rows()):
             names = sorted({name.split(".")[1] for name in changed})
             raise ConfigError(

@@ -139,6 +139,7 @@ def read_batches(path: Path) -> Iterator[Any]:
 def _matches(name: str) -> list[Path]:
     """Return the path, or the paths that match a pattern: 2.jsonl before 10.jsonl."""
     path = Path(name)
+    # First as it stands: the name of a file may contain characters of a pattern.
     if path.exists() or not glob.has_magic(name):
         return [path]
     found = glob.glob(str(path.expanduser()), recursive=True)
@@ -212,6 +213,7 @@ def _decompressed(path: Path) -> io.BufferedReader:
 
 def _parse(name: str, line: bytes) -> Row:
     try:
+        # Python's `json`, with which verl dumps rollouts, writes NaN.
         columns = decode(line, nan=True)
     except ValueError as error:
         return Row(name, error=f"not JSON: {error}")

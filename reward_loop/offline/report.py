@@ -131,8 +131,10 @@ class Report:
             self.reward.add(reward)
         self.masked += bool(row.get("masked"))
         self.over_budget += bool(row.get("over_budget"))
+        # Neither masked nor rewarded: with this sample, the policy ended the run.
         self.stopped += row.get("masked") is False and reward is None
         self.revised += bool(row.get("revised"))
+        # A row lists its calls only if there are several.
         self.calls += len(row.get("calls") or ()) or row.get("attempts") or 0
         self.merged += row.get("merged") or 0
         self.cached += row.get("cached") or 0

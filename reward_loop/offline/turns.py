@@ -30,6 +30,7 @@ _RESULTS = frozenset({"tool", "ipython", "function", "observation"})
 _HEADER = re.compile(
     r"<\|im_start\|>([a-z]{1,20})(?:\n|$)|<\|start_header_id\|>([a-z]{1,20})<\|end_header_id\|>\n{0,2}"
 )
+# Repetitions are bounded: with `*`, a text of many spaces or end tokens would take quadratic time.
 _END = re.compile(r"(?:<\|(?:im_end|eot_id|eom_id|end_of_text|endoftext)\|>\s{0,8}){1,4}\Z")
 _TAG = re.compile(r"<(think|tool_call|tool_response)>|```")
 _TAGS = {"assistant": {"think", "tool_call", "tool_response"}, "system": set[str](), "developer": set[str]()}
@@ -200,6 +201,7 @@ def _parts(text: str, role: str) -> Iterator[Part]:
             continue
         end = text.find(closing, at)
         if end < 0:
+            # Looked for once: a text with many opening tags would otherwise take quadratic time.
             absent.add(closing)
             if tag != "think":
                 continue

@@ -73,6 +73,7 @@ class RecordFiles:
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder = folder
+        # With a random part: host names and process IDs repeat in containers and after a restart.
         self.path = folder / f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}.jsonl"
         self._max_bytes = max_bytes
         self._numbers = {TEXTS: 0, EXCHANGES: 0}

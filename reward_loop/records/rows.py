@@ -151,6 +151,7 @@ def text_row(sample: RewardSample, large: Mapping[str, Any]) -> dict[str, Any]:
 def exchanges_of(active: ActiveSample) -> list[dict[str, Any]]:
     """Return copies of the exchanges of a sample: a thread past its deadline may still change the originals."""
     now = time.time()
+    # `list` in one step: such a thread may also add an exchange.
     found = [dict(exchange) for exchange in list(active.exchanges.values())]
     for exchange in found:
         if "seconds" not in exchange:

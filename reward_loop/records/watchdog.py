@@ -174,6 +174,7 @@ class _Watchdog:
         except TimeoutError:
             return
         with connection:
+            # There is one thread: a client that sends nothing must not stop the watchdog.
             connection.settimeout(_TALK_S)
             # An abstract socket has no permissions, and answers name samples and the user's code.
             _, uid, _ = _CREDENTIALS.unpack(

@@ -345,6 +345,7 @@ class Guard:
         if not is_known_host(host, self._hosts, self._any_address):
             return JSONResponse({"error": "Unknown host name: open the address that reward-loop view printed."}, 400)
         if scope["method"] not in ("GET", "HEAD"):
+            # Required: without it, the size of a body is known only when it has been read.
             size = headers.get("content-length", "")
             if is_foreign_origin(origin or None, host):
                 return JSONResponse({"error": "Pages of other servers cannot change anything here."}, 403)
@@ -356,6 +357,7 @@ class Guard:
             return None
         given = parse_qs(scope["query_string"].decode("latin-1")).get("key")
         if scope["path"] == "/" and given and self._is_key(given[0]):
+            # A redirection, so that the key does not stay in the address and the history of the browser.
             answer = RedirectResponse("/", 303)
             answer.set_cookie(COOKIE, self._key, httponly=True, samesite="strict")
             return answer

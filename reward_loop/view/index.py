@@ -260,6 +260,7 @@ class Index:
             check_version(tables.load(cursor, samples, probes, places, fingerprints), self.folder)
         for chunk in chunks:
             chunk.path.unlink()
+        # After the commit: if that fails, the next call reads these lines again.
         self._known = self._after(self._known, chunks)
         self.revision = sum(self._known.values())
 

@@ -127,6 +127,7 @@ class Summaries:
 
     def compute(self) -> None:
         """Compute the summaries of the steps that have changed."""
+        # Before a transaction, which waits for the thread that loads new rows.
         if not self._index.rows("SELECT 1 FROM summaries WHERE content IS NULL LIMIT 1"):
             return
         with self._index.writing() as cursor:

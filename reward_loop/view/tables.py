@@ -289,6 +289,7 @@ def book(connection: duckdb.DuckDBPyConnection) -> None:
     read later. The connection must be within a transaction.
     """
     connection.execute(_BOOKED)
+    # Before and after the change: the summaries of both steps are no longer true.
     _forget(connection, "rowid IN (SELECT target FROM booked)")
     connection.execute(
         "UPDATE samples SET generated_step = booked.generated, step = booked.step FROM booked WHERE "

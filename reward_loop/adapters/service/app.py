@@ -82,6 +82,7 @@ def create_app(
     if not service.needs_groups:
         for routes in DIALECTS.values():
             app.include_router(routes(service, options or DialectOptions()))
+    # Before the routes of operation: a wrong path is answered with the paths that score.
     paths = sorted(app.openapi()["paths"])
     _add_errors(app, paths)
 
@@ -173,6 +174,7 @@ class ServiceGate:
             await self._app(scope, receive, send)
             return
         started = time.perf_counter()
+        # A client may ask for any path, and each label would be one more time series.
         path = scope["path"] if scope["path"] in self._paths else "other"
 
         async def counted(message: Message) -> None:

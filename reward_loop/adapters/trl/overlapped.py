@@ -108,6 +108,7 @@ class OverlappedGRPOTrainer(GRPOTrainer):
                 self._pending = self._started(inputs.following)
             return generation.finish()
         finally:
+            # No effect if it has finished. After an error, nothing else ends it: a paused greenlet is never collected.
             generation.drop()
 
     def _take_pending(self, inputs: GenerationBatch) -> Generation | None:
