@@ -45,6 +45,7 @@ class _Commands(TyperGroup):
         """Run the command, and exit with its status; without ``standalone_mode``, raise the errors of typer."""
         given = list(sys.argv[1:] if args is None else args)
         try:
+            # `obj`: messages name an option as it was typed.
             status = super().main(given, standalone_mode=False, obj=given, **options)
         except Exception as error:
             # The classes of typer's errors are public only in part, and their module depends on the release of typer.

@@ -97,6 +97,7 @@ class _Batch:
         try:
             # The task inherits the context of one member; `ActiveBatch` attributes its requests to all members.
             with ActiveBatch(active) if active else contextlib.nullcontext():
+                # `strict`: of another number of results, none can be assigned to its sample.
                 results = dict(zip(self.members, await score(samples), strict=True))
         except BaseException as error:
             for member in self.members:

@@ -170,6 +170,7 @@ def _choose(kind: str, samples: Sequence[RewardSample], options: RewardLoopConfi
     """Return the index of each sample to which a kind of probe applies, with its probe."""
     probes = Probes(options.audit.model_copy(update={"probes": (kind,)}), in_groups=False, generator=Random(SEED))
     order = list(enumerate(samples))
+    # All of them first: the first row, too, needs a row whose answer is another one.
     for sample in samples:
         probes.remember(sample)
     found = []

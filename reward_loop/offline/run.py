@@ -3,7 +3,7 @@
 Invariants:
 
 - The input is read as needed: while rows are scored, only the rows in flight are in memory, and for parquet also the
-  current record batch.
+  current record batch. If the manager needs groups, all rows are in memory: a group may be anywhere in the input.
 - A row whose record has been written is not scored again.
 """
 

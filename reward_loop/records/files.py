@@ -137,6 +137,7 @@ class RecordFiles:
                 try:
                     left = memoryview(data)
                     while left:
+                        # Without a buffer, `write` may write only a part.
                         left = left[file.write(left) :]
                 except OSError:
                     with contextlib.suppress(OSError):

@@ -206,6 +206,7 @@ class _Watchdog:
             bound = sample.watchdog_s
             if bound is not None and now - sample.started > bound and not _waits_for_outage(sample):
                 slow.setdefault(bound, []).append(sample)
+        # A bound without slow samples is forgotten: the next slow sample is logged at once.
         self._logged = {bound: at for bound, at in self._logged.items() if bound in slow}
         for bound, samples in slow.items():
             if now - self._logged.get(bound, -bound) < bound:

@@ -229,6 +229,7 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
     async def changes() -> StreamingResponse:
         return StreamingResponse(_changes(index, follower), media_type="text/event-stream")
 
+    # After all other routes: the first one that matches answers.
     @app.get("/api/{path:path}")
     def unknown(path: str) -> None:
         raise HTTPException(404, f"There is no /api/{path}.")

@@ -19,7 +19,7 @@ SHOWN = 20
 """The number of probes that are shown with their texts."""
 
 MIN_PROBES = 32
-"""The smallest number of probes of a baseline, as in `reward_loop.health`."""
+"""The smallest number of probes of a baseline, as in `reward_loop.audit.monitors`."""
 
 _SUMS = """
 count(positive) AS verdicts, count(*) FILTER (positive) AS positive, count(probe_score) AS scored,

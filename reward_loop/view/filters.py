@@ -209,8 +209,10 @@ class SortOrder:
                 keys += [(f"coalesce({number}, 0)", descends), (f"coalesce({text}, '')", descends)]
             else:
                 default = "''" if name in TEXTS else "0" if name in NUMBERS else "false"
+                # Without nulls: in SQL, no comparison with null is true, and `beyond` compares the keys.
                 keys += [(f'"{name}" IS NULL', False), (f'coalesce("{name}", {default})', descends)]
         keys += [
+            # The largest BIGINT: samples without a step come last.
             ("coalesce(step, 9223372036854775807)", False),
             ("validate", False),
             ("coalesce(\"group\", '')", False),

@@ -75,6 +75,7 @@ def fingerprint(path: Path) -> bytes:
             line = file.readline(_HEAD)
     except FileNotFoundError:
         return b""
+    # An incomplete line may still grow, and would not be the same afterwards.
     return line if line.endswith(b"\n") or len(line) == _HEAD else b""
 
 

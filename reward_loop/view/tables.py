@@ -129,6 +129,7 @@ SELECT version, kind, id, uid, "group", step, generated_step, coalesce(validate,
 FROM {_lines(_LINE)}
 """
 # A component of the reference judge is a row of its own.
+# A damaged line has neither kind nor version; it stays until `load` has counted it.
 _PROBES = f"""
 SELECT version, concat_ws('/', probe, nullif(variant, ''), part.key) AS kind, time, uid,
     coalesce(step, generated_step) AS step, function, coalesce(part.value[1], score) AS score,
@@ -164,6 +165,7 @@ WITH known AS (SELECT rowid AS target, uid, time FROM samples WHERE uid IN (SELE
 SELECT target, max(time) AS time, arg_max({o: outcome, e: error, c: cause, r: reward, m: masked}, time) AS new
 FROM (FROM earlier UNION ALL FROM later) GROUP BY target
 """
+# Files are read in no order: an earlier revision must not replace a later one.
 _REVISE = """
 UPDATE samples SET reward = new.r, masked = new.m, outcome = coalesce(new.o, outcome),
     error = coalesce(new.e, error), cause = coalesce(new.c, cause), revised_at = targets.time

@@ -189,6 +189,7 @@ class RewardService:
             ServiceError: the service is full (429) or stops (503), the samples do not fit into groups (422), or an
                 error of the manager or the policy ``raise`` ended the request (500).
         """
+        # No `await` before the samples are counted: two requests must not get the same room.
         self._check_room(len(samples))
         named = self.named(samples)
         try:
