@@ -109,7 +109,7 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
             own = {"outcome": str(result.outcome), "error": result.error}
             own |= {key: getattr(result, key) for key in MEASURED}
             for key, value in result.extra_info.items():
-                # Both repeat the component's score, which has its name.
+                # The score has the name of the component; `acc` of a function that returns a number is the same number.
                 if key not in ("score", "acc"):
                     info[f"{name}/returned_{key}" if key in own else f"{name}/{key}"] = value
             info |= {f"{name}/{key}": value for key, value in own.items() if key != "error" or value}
