@@ -108,6 +108,7 @@ class AgentInThread:
         try:
             return await pending
         except asyncio.CancelledError:
+            # A cancelled `await` alone does not cancel the batch.
             pending.cancel()
             raise
 

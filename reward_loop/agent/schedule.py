@@ -87,6 +87,7 @@ class Schedule:
                 yield Generate(step)
             if self.one_step_off_policy and step < last_step:
                 yield Generate(step + 1)
+            # Before the wait: it needs no reward.
             if self.overlaps:
                 yield Prepare(step)
             trained = 0
@@ -94,6 +95,7 @@ class Schedule:
                 wanted = trained + 1 if self.mini_batch_pipeline else self.mini_batches
                 if ready(step) < wanted:
                     yield Wait(step, wanted)
+                # Only once: without an overlap, the first turn trains on all mini-batches.
                 if not self.overlaps:
                     yield Prepare(step)
                 count = (ready(step) if self.mini_batch_pipeline else self.mini_batches) - trained

@@ -67,6 +67,7 @@ class Pairwise:
         With pairs, also ``order_flips``: the share of its pairs that another response wins if the order is swapped; and
         ``first_wins``: the share of wins of the answer shown first, in the whole group. 0.5 is without position bias.
         """
+        # The responses of a group have one prompt.
         question = self._asker.question_of(extra_infos[0])
         if self._listwise:
             return await self._rank(question, solution_strs, reward_router_address)

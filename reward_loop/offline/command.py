@@ -171,6 +171,7 @@ def score(
                     )
                 raise
             seconds = time.perf_counter() - started
+            # Within the block, in which the folder is locked: another run could change the records.
             report = Report()
             for row in folder.rows():
                 report.add(row)

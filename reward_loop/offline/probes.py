@@ -93,6 +93,7 @@ def _sums(kind: str, probes: Sequence[_Probe]) -> dict[str, Any]:
     scored = [probe for probe in probes if probe.probe_score is not None]
     both = [score for probe in scored for score in (probe.score, probe.probe_score) if score is not None]
     gaps = [probe.score - probe.probe_score for probe in scored if probe.probe_score is not None]
+    # The score of a labelled answer is its label.
     verdicts = [(probe.score > 0.5, probe.accepted) for probe in probes if probe.accepted is not None]
     drifts = _drifts(scored) if kind == LABELLED else []
     return {

@@ -337,6 +337,7 @@ class Spread:
         exponent = max(0, math.frexp(max(-low, high))[1] - _EXPONENT)
         if exponent:
             values = [math.ldexp(value, -exponent) for value in values]
+        # `quantiles` refuses a single value (Python < 3.13).
         cuts = statistics.quantiles(values, n=20, method="inclusive") if len(values) > 1 else values * 19
         mean = math.fsum(values) / len(values)
         std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))

@@ -92,6 +92,7 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
             try:
                 yield
             finally:
+                # Otherwise, the task group would wait for `run` indefinitely.
                 await follower.stop()
 
     def start() -> Mapping[str, Any] | None:
@@ -278,6 +279,7 @@ def _sample_of(path: Path, key: str, on: str) -> dict[str, Any] | None:
 
 COOKIE = "reward_loop_view_key"
 
+# The pages show texts of models: a script in one must not run, even if a page failed to escape it.
 HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "object-src 'none'",

@@ -64,6 +64,7 @@ def view(
         if error.name != "duckdb":
             raise
         raise ConfigError("reward-loop view needs DuckDB: pip install duckdb") from error
+    # The port first: a port in use is found before the index of a large folder is built.
     with open_listener(host, port, key) as listener, Index(folder) as index:
         _update(index)
         _serve(index, listener, host, key, open_browser, prices)

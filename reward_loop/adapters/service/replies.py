@@ -77,6 +77,7 @@ def error_reply(error: ServiceError) -> Response:
     if error.retry_after_s is not None:
         reply.headers["retry-after"] = str(error.retry_after_s)
     if error.status == HTTPStatus.UNAUTHORIZED:
+        # HTTP demands this header with a 401.
         reply.headers["www-authenticate"] = 'Basic realm="reward-loop serve"'
     return reply
 

@@ -143,6 +143,7 @@ def _members(samples: Sequence[Sample], service: RewardService) -> list[list[int
                 f"sample {index} has no group, and {service.name} compares the samples of a group: send all samples of "
                 "a prompt in one request, with the same group",
             )
+        # An index is never equal to a name, which is text.
         groups.setdefault(index if sample.group is None else sample.group, []).append(index)
     return list(groups.values())
 

@@ -350,6 +350,7 @@ class TRLReward:
 
     def close(self) -> None:
         """Cancel what runs, and close the manager; blocks until that is done. A later call creates a new manager."""
+        # A later training may have other components, and so other columns.
         self._log = RewardLog(self.__name__)
         self._owner.close()
 
