@@ -121,6 +121,7 @@ class RewardQueue:
         self._count_wait(+1)
         try:
             async with self._first_putter:
+                # An empty queue grants any request: one for more places than the capacity would otherwise never end.
                 while self._taken and self._taken + count > self.capacity and not self._closed:
                     # No `await` between the check and `wait`, so no wake-up is lost.
                     self._room.clear()

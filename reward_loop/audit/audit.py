@@ -173,6 +173,7 @@ class Audit:
             first = samples[0]
             step = first.generated_step if first.step is None else first.step
             for answer, label in self._labelled.due(step, self.part):
+                # The function may require what only a run has.
                 answer = replace(
                     answer, step=step, training_progress=first.training_progress, is_truncated=first.is_truncated
                 )

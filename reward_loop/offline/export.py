@@ -60,6 +60,7 @@ COLUMNS = {
 Rollouts = Iterator[tuple[dict[str, Any], dict[str, Any]]]
 """The row of each sample, with its ``note``, and the line of its texts."""
 
+# inspect_ai has only the roles system, user, assistant and tool.
 _ROLES = {"developer": "system", "ipython": "tool", "function": "tool", "observation": "tool"}
 
 

@@ -287,6 +287,7 @@ class _TextSearch:
             text: the text.
             chosen: the samples to search.
         """
+        # With the revision in the key, new rows make the results that are kept invalid.
         return self._found(text, chosen.where, tuple(chosen.parameters), self._index.revision)
 
     def _find(self, text: str, where: str, parameters: tuple[Any, ...], revision: int) -> list[str]:

@@ -165,7 +165,7 @@ WITH known AS (SELECT rowid AS target, uid, time FROM samples WHERE uid IN (SELE
 SELECT target, max(time) AS time, arg_max({o: outcome, e: error, c: cause, r: reward, m: masked}, time) AS new
 FROM (FROM earlier UNION ALL FROM later) GROUP BY target
 """
-# Files are read in no order: an earlier revision must not replace a later one.
+# Files are not read in the order of time: an earlier revision must not replace a later one.
 _REVISE = """
 UPDATE samples SET reward = new.r, masked = new.m, outcome = coalesce(new.o, outcome),
     error = coalesce(new.e, error), cause = coalesce(new.c, cause), revised_at = targets.time

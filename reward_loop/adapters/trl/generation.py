@@ -29,6 +29,7 @@ __all__ = ["Generation", "GenerationBatch", "Judging", "Lookahead", "pausing"]
 class GenerationBatch(list[Any]):
     """A batch of prompts. TRL's loader yields it once for each update in which its completions are used."""
 
+    # A class of its own, since a plain list accepts no attributes.
     following: GenerationBatch | None = None
     """The batch for which completions are generated next; ``None`` at the end of an epoch or of the training."""
     step: int = 0

@@ -85,6 +85,7 @@ class OverlappedGRPOTrainer(GRPOTrainer):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
         """Read the batches of one optimizer step, and those of the next generation."""
+        # Each epoch has another iterator.
         if self._lookahead is None or self._lookahead.source is not epoch_iterator:
             self._lookahead = Lookahead(epoch_iterator)
         batches = self._lookahead.take(
