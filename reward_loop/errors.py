@@ -128,11 +128,13 @@ class ScoringError(RewardLoopError):
             self.sample_uid, self.data_source = sample.uid, sample.data_source
         super().__init__(message)
         self.problem, self.function, self.attempts, self.retry_after = problem, function, attempts, retry_after
+        # Apart from `cause`: `about` must build the default again, with the function that it adds.
         self._cause = cause
         self.cause = cause or type(self).__name__ + (f" in {function}" if function else "")
 
     def about(self, sample: _Sample | None = None, function: str | None = None, attempts: int | None = None) -> Self:
         """Return a copy of this error with the fields of a sample and its call."""
+        # Not changed in place: the samples of a batched call share its error.
         return type(self)(
             self.problem,
             sample=sample,
@@ -189,6 +191,7 @@ class TransientError(RewardLoopError):
         retry_after: minimum seconds to wait before the retry; ``None`` for the configured wait.
     """
 
+    # `is_transient` reads this attribute, also from errors of other packages.
     transient = True
 
     def __init__(self, message: str = "", retry_after: float | None = None) -> None:

@@ -61,6 +61,7 @@ def returned_numbers(extra_info: Mapping[str, Any]) -> dict[str, float]:
 
 def finite_number(value: Any) -> float | None:
     """Return a number, such as one of numpy or torch, as a float; ``None`` if the value is not a finite number."""
+    # `float` also reads text, and an array with one element.
     if isinstance(value, str | bytes) or getattr(value, "shape", ()) != ():
         return None
     try:
@@ -183,6 +184,7 @@ class RewardResult:
     """Time spent waiting for a judge that could not be reached; part of `wait_s`."""
     total_s: float = 0.0
     """Time from the start of scoring the sample to its result; set by the manager."""
+    # Not compared: an exception equals only itself, so equal results of two calls would differ.
     exception: ScoringError | None = field(default=None, repr=False, compare=False)
     """For an unscored or failed sample: the error that the policy ``raise`` raises."""
     policy: Policy | Literal["stop"] | None = None
@@ -257,6 +259,7 @@ class RewardResult:
         if number is None and not masked:
             wrong = reward["reward_score"]
             error = f"sample {uid}: the manager returned the score {wrong!r}, which is not a finite number"
+            # Masked: NaN must not reach a tensor, and no policy has given this sample another number.
             outcome, cause, masked = Outcome.FAILED, None, True
         exception = None
         if outcome is not Outcome.SCORED:

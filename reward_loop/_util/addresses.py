@@ -70,6 +70,7 @@ def _parts(address: str) -> SplitResult:
 
     has_scheme = "://" in address
     text = address.strip()
+    # `urlsplit` removes tabs and line breaks silently.
     if re.search(r"[\s\x00-\x1f]", text):
         raise invalid(": it contains white space")
     try:
@@ -80,6 +81,7 @@ def _parts(address: str) -> SplitResult:
         raise invalid("" if "@" in text else f" ({error})") from None
     if parts.scheme not in ("http", "https"):
         raise invalid(f": the scheme {parts.scheme!r} is not http or https")
+    # `urlsplit` accepts `host:` as a host without a port.
     if not parts.hostname or port == 0 or parts.netloc.endswith(":"):
         raise invalid(": it has no host or no port" if has_scheme or parts.hostname else "")
     if ":" not in parts.hostname and not _NAME.fullmatch(parts.hostname):
@@ -116,6 +118,7 @@ def proxy_of(url: str) -> str | None:
         return None
     proxies = getproxies()
     port = parts.port or (443 if parts.scheme == "https" else 80)
+    # Not urllib's `proxy_bypass`, which supports neither networks nor `*.name`.
     if any(_includes(entry, host, ip, port) for entry in re.split(r"[,\s]+", proxies.get("no", "")) if entry):
         return None
     proxy = proxies.get(parts.scheme, "").strip()
@@ -148,4 +151,5 @@ def _ip(host: str) -> IPv4Address | IPv6Address | None:
         ip = ip_address(host.partition("%")[0])
     except ValueError:
         return None
+    # Before Python 3.13, ::ffff:127.0.0.1 is not a loopback address; nor is it in a network of IPv4 addresses.
     return ip.ipv4_mapped or ip if isinstance(ip, IPv6Address) else ip

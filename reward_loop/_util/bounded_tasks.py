@@ -67,6 +67,7 @@ class BoundedTasks:
             if self.tasks:
                 await asyncio.wait(self.tasks)
             else:
+                # Until `_fill` has run, which is scheduled for the next turn of the event loop.
                 await asyncio.sleep(0)
 
     async def end(self, seconds: float, again_s: float | None = None) -> int:

@@ -33,6 +33,7 @@ class LearnedCapacity:
         self._step = 1
         self._answers = 0
         """The number of answers since `number` last changed."""
+        # Not 0: the first refusal alone may be a random one, so it does not lower the number.
         self._since_refusal = FEW_ANSWERS
         """The number of answers since the last refusal."""
 
@@ -62,7 +63,9 @@ class LearnedCapacity:
         Return whether the server is full: it works on other requests. If not, it has another reason.
         """
         others = self.in_flight - 1
+        # A refusal never raises the number: requests from before it fell may still be in flight.
         if self._since_refusal < FEW_ANSWERS and others < self.number:
+            # At least 1: without a request, no answer could show that the server has room again.
             self.number = max(1, others)
             self._answers, self._step = 0, 1
         self._since_refusal = 0

@@ -34,6 +34,7 @@ __all__ = [
     "values",
 ]
 
+# A hook, since this module must not import `managers/`, which is above it.
 manager_names: Callable[[], Iterable[str]] = tuple
 """Returns the names of the reward managers, for shell completion. `reward_loop.cli` sets it."""
 

@@ -38,6 +38,7 @@ class LoopPulse:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        # Weak: a watched loop that has been closed must not stay in memory.
         self._loop = weakref.ref(loop)
         self.thread = threading.get_ident()
         self._beat = threading.Event()
@@ -128,11 +129,13 @@ class _Background(Generic[T]):
     def __init__(self, new: Callable[[], AbstractAsyncContextManager[T]], name: str) -> None:
         self._new = new
         self._loop = asyncio.new_event_loop()
+        # Created here, so that `stop` can cancel it even if the thread has not run yet.
         self._serving = self._loop.create_task(self._serve())
         self._entered: Future[T] = Future()
         self._left: Future[None] = Future()
         self._name = name
         self._pulse: LoopPulse | None = None
+        # A daemon: if code blocks the loop, `stop` leaves the thread running, and the interpreter must still exit.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> T:
@@ -152,6 +155,7 @@ class _Background(Generic[T]):
             self._left.result()
 
     def _run(self) -> None:
+        # A Runner also shuts down the asynchronous generators of the loop, which close HTTP sessions, and its executor.
         with asyncio.Runner(loop_factory=lambda: self._loop), contextlib.suppress(asyncio.CancelledError):
             self._loop.run_until_complete(self._serving)
 
@@ -160,6 +164,6 @@ class _Background(Generic[T]):
         try:
             async with self._new() as value:
                 self._entered.set_result(value)
-                await asyncio.Event().wait()
+                await asyncio.Event().wait()  # until `stop` cancels this task
         except Exception as error:
             (self._left if self._entered.done() else self._entered).set_exception(error)

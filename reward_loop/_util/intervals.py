@@ -58,6 +58,7 @@ def wilson(part: float, total: int, errors: float = Z95) -> tuple[float, float]:
 
         wilson(12, 20)  # 0.39 to 0.78
     """
+    # Not the normal approximation: for a share of 0 or 1, its interval has no width.
     share, square = part / total, errors**2 / total
     spread = math.sqrt(square * (share * (1 - share) + square / 4))
     return max(0.0, (share + square / 2 - spread) / (1 + square)), min(

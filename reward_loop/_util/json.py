@@ -42,6 +42,7 @@ _LIKE_BYTES = re.compile(r"\$+bytes")
 
 _DIGITS = bytes(48 if 48 <= byte <= 57 else byte for byte in range(256))
 """A table for `bytes.translate` that makes all digits 0."""
+# All integers of up to 18 digits fit into 64 bits.
 _LONG_NUMBER = b"0" * 19
 
 _MAX_BITS = 14_000
@@ -175,6 +176,7 @@ def _known(value: Any) -> Any:
     if callable(getattr(value, "tolist", None)):
         try:
             return value.tolist()
+        # For instance a tensor on a failed device.
         except Exception:
             return _text(value)
     if isinstance(value, bytes | bytearray):

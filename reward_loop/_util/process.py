@@ -209,4 +209,5 @@ def exit_with_parent(fd: int, before_exit: Callable[[], None] = lambda: None) ->
         finally:
             os._exit(1)  # `sys.exit` would end only this thread
 
+    # Not `die_with_parent`: its signal comes as soon as the parent's thread that started this process ends.
     threading.Thread(target=wait, name="parent-death-pipe", daemon=True).start()

@@ -101,6 +101,7 @@ def _reset(value: str) -> float | None:
 
 def _remaining(value: str | None) -> float:
     try:
+        # Without this header, the limit may be the one that is used up.
         return float(value or 0)
     except ValueError:
         return 0.0

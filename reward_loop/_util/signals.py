@@ -33,6 +33,7 @@ _BREAKS = 3
 """The number of exceptions that are raised in code that blocks the event loop. After that, the process exits."""
 
 
+# `except Exception` in the code that blocks must not catch it, and asyncio raises it out of the event loop.
 class LoopBlocked(KeyboardInterrupt):
     """Raised in code that blocks the event loop of a command, because the command should end.
 
@@ -66,6 +67,7 @@ class LoopBreaker:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # In this order: `_watch` must see the end when the other event wakes it.
         self._ended.set()
         self._started.set()
 
@@ -87,6 +89,7 @@ class LoopBreaker:
         self._breaking = True
         main = threading.main_thread().ident
         assert main is not None
+        # To the main thread itself: a system call that blocks it then returns, and Python runs the handler there.
         signal.pthread_kill(main, signal.SIGINT)
 
     def _watch(self) -> None:
@@ -98,6 +101,7 @@ class LoopBreaker:
                 continue
             if breaks == _BREAKS:
                 line = self._pulse.line()
+                # Not `print`: the main thread may hold the lock of the stream.
                 os.write(2, f"\n{line} blocks the event loop, and cannot be interrupted: ended at once.\n".encode())
                 os._exit(130)
             breaks += 1
@@ -142,6 +146,7 @@ class _CtrlC:
                 self.breaker.start()
         elif now > self.pressed + _SAME_SECONDS:
             show_cursor = b"\x1b[?25h" if os.isatty(2) else b""
+            # Not `print`, which raises an error if the signal has interrupted another `print`.
             os.write(2, show_cursor + b"\nInterrupted again: ended at once.\n")
             os._exit(130)
 
@@ -203,6 +208,7 @@ async def _stopped_by(ctrl_c: _CtrlC, main: Coroutine[Any, Any, T]) -> T:
 
     def stop() -> None:
         with contextlib.suppress(RuntimeError):  # the loop has just been closed
+            # Not `task.cancel` alone: the signal may arrive while the loop waits, and must wake it.
             loop.call_soon_threadsafe(task.cancel)
 
     ctrl_c.stop = stop

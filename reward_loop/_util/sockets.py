@@ -20,6 +20,8 @@ def listen(host: str, port: int = 0) -> socket.socket:
         OSError: the address cannot be bound.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Thousands of samples may connect at once. Beyond the backlog, the kernel drops connections, and clients try again
+    # after seconds.
     return socket.create_server((host, port), family=family, backlog=4096)
 
 
@@ -57,6 +59,7 @@ def reserve(host: str) -> socket.socket:
 def is_taken(reservation: socket.socket) -> bool:
     """Return whether another program listens on the address of a reservation, see `reserve`."""
     address = reservation.getsockname()
+    # First a connection: a bind with SO_REUSEPORT succeeds beside another listener of this user that sets it, too.
     with socket.socket(reservation.family) as connection, contextlib.suppress(OSError):
         connection.settimeout(_LOOPBACK_S)
         connection.connect(address)

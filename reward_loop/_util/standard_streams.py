@@ -34,6 +34,7 @@ def print_line(line: str) -> None:
     try:
         print(line, flush=True)
     except (OSError, ValueError):  # ValueError: the stream was closed
+        # Registered once, however many lines fail.
         atexit.unregister(_discard_unwritten)
         atexit.register(_discard_unwritten)
 
@@ -62,6 +63,7 @@ def reserve_stdout() -> Iterator[TextIO]:
         with open(os.devnull, "w") as nothing:
             yield nothing
         return
+    # Now: after the redirection, buffered text would go to stderr.
     before.flush()
     owned = _descriptor(before) == 1
     saved = os.dup(1)

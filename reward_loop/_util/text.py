@@ -104,6 +104,7 @@ def first_line(error: str) -> str:
 
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+# Packages of other environments on the path, and of Debian's Python.
 _PACKAGE_FOLDERS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _SHOWN = 3
 

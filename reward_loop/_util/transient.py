@@ -107,6 +107,7 @@ def unreachable(error: BaseException) -> str | None:
         address = _attribute(cause, "unreachable")
         if isinstance(address, str):
             return address
+        # An error that classifies itself, such as a `TransientError`, is not an outage.
         if isinstance(_attribute(cause, "transient"), bool):
             return None
     for cause in causes:
@@ -140,6 +141,7 @@ def address_of(error: BaseException) -> str:
         for owner, name in ((_attribute(cause, "request"), "url"), (_attribute(cause, "request_info"), "real_url")):
             if (url := _attribute(owner, name)) is not None:
                 parts = urlsplit(str(url))
+                # Without user and password: the address is shown in logs.
                 return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         host, port = _attribute(cause, "host"), _attribute(cause, "port")
         if isinstance(host, str) and isinstance(port, int):
@@ -257,6 +259,8 @@ def retry_after(error: BaseException) -> float | None:
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yield the error and the errors that it was raised from (``raise ... from error``)."""
+    # Causes may form a circle. `__context__` is not followed: an error in an `except` block is not the error that the
+    # block handles.
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -275,6 +279,7 @@ def _attribute(owner: Any, name: str) -> Any:
     """Return an attribute; ``None`` if it is missing, or if it is a property that raises."""
     try:
         return getattr(owner, name, None)
+    # Such as `request` of httpx's errors, if no request is set.
     except Exception:
         return None
 
@@ -286,6 +291,7 @@ def _status(error: BaseException) -> int | None:
         (error, "status"),
         (response, "status_code"),
         (response, "status"),
+        # aiohttp warns at each look at its deprecated `code`.
         (None if type(error).__module__.startswith("aiohttp") else error, "code"),  # urllib's HTTPError
     ):
         status = _attribute(owner, name)

@@ -54,6 +54,8 @@ class LimitedHttp(HttpToolsProtocol):
         silent = [one for one in self.connections if isinstance(one, LimitedHttp) and one.is_silent]
         oldest = min(silent, key=lambda one: one._silent_since, default=None)
         if oldest is not None and self.loop.time() - oldest._silent_since > _SILENT_S:
+            # Not `close`, which first waits until the client has read what is buffered. The timers below abort for the
+            # same reason.
             oldest.transport.abort()
 
     @property
@@ -101,10 +103,12 @@ class LimitedHttp(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        # This request may have arrived with the end of the one before.
         if self._timer is None:
             self._start_timer()
 
     def on_headers_complete(self) -> None:
+        # 4 bytes of each header are its colon, its space and the end of its line.
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD_BYTES:
             raise ValueError("the head of the request is too long")  # uvicorn answers with 400
         self._in_head, self._unproductive_bytes = False, 0

@@ -54,9 +54,11 @@ class HealthConfig(Config):
     """The largest number of tokens of a response that these monitors read: of a longer one, half from its start and
     half from its end."""
 
+    # At 0.9, only a tenth of the groups gives a signal. In an honest run of the demo, up to 59 % have an equal `acc`.
     zero_variance_groups: float | None = Field(default=0.9, ge=0, le=1)
     """The largest share of groups whose rewards are all equal."""
 
+    # Below the default of `max_failed_share`, which stops the run.
     masked_share: float | None = Field(default=0.2, ge=0, le=1)
     """The largest share of masked samples."""
 
@@ -68,6 +70,7 @@ class HealthConfig(Config):
     """The largest share of samples at the top of a component's range. Only a component with a smaller share in the
     baseline is reported."""
 
+    # In `benchmarks.onset`, a judge that rewards length gives 0.5, and one without a bias at most 0.26.
     length_correlation: float | None = Field(default=0.45, ge=0, le=1)
     """The largest absolute correlation of the reward with the response length within groups."""
 
@@ -83,6 +86,8 @@ class HealthConfig(Config):
     judge_latency: float | None = Field(default=2.0, gt=1)
     """The largest factor between the 95th percentile of judge latencies and the baseline."""
 
+    # For scores with a standard deviation of 0.3, this is 0.09. CHERRL (arXiv 2606.04923) takes 0.08 to 0.12 as the
+    # onset of hacking.
     reference_gap: float | None = Field(default=0.3, ge=0)
     """The largest rise of the reward above that of the reference, in standard deviations of the samples of a step."""
 
@@ -101,6 +106,7 @@ class HealthConfig(Config):
     labelled: float | None = Field(default=0.05, ge=0, le=1)
     """The largest fall of the judge's accuracy on labelled answers since the first time."""
 
+    # CHERRL (arXiv 2606.04923) takes a share of 15 to 30 % as the onset of hacking.
     phrases: float | None = Field(default=0.15, ge=0, le=1)
     """The largest rise over the window of the share of responses with a phrase that goes together with a higher
     reward."""
