@@ -72,6 +72,7 @@ class Call:
         attempt: 1 for the first call of the function for the sample, 2 for the first retry, and so on.
     """
 
+    # No dict for each call: with thousands in flight, the garbage collector would visit them all.
     __slots__ = (
         "_measured_at",
         "_prune_at",
@@ -157,6 +158,7 @@ class Call:
     @property
     def patience(self) -> float:
         """How many times its deadline the call may take; see `Limits.patience`."""
+        # The place at the reward model is acquired last, so that no call holds it while it waits for another limit.
         return self.limits.patience if self._whole and self._whole[-1].name == REWARD_MODEL else 1.0
 
     @property
@@ -200,6 +202,7 @@ class Call:
             if place is not None:
                 place.leave()
             yield
+            # Not in a `finally`: a cancelled call must not wait for a place again.
             if place is not None:
                 # Of several requests that go on, the first one gets the place for all.
                 async with self._rejoining:
@@ -209,6 +212,7 @@ class Call:
 
     def begin_wait(self, what: str) -> None:
         """Stop the clock of the deadline, on the call's event loop, until `end_wait`."""
+        # Requests of one call may wait at the same time; their time counts once.
         if not self._waits:
             self._waiting_since = time.monotonic()
         self._waits += 1
@@ -235,6 +239,7 @@ class Call:
                 if name == REWARD_MODEL:
                     what = f"a free place at the reward model ({what})"
                 request = self._request(name, 0)
+                # Most requests are granted at once: without a coroutine, and without a wait in the records.
                 permit = request.result() if request.done() else await self._granted(name, request, what)
                 self._whole = (*self._whole, permit)
 
@@ -268,6 +273,7 @@ class Call:
         return asyncio.run_coroutine_threadsafe(self._acquire_inside(name, tokens), self.loop)
 
     async def _acquire_inside(self, name: str, tokens: float) -> Permit:
+        # A thread cannot be killed: past its deadline, its function may still ask.
         if self.abandoned:
             raise LimitError(ABANDONED)
         # The call holds this permit: asking for a second one could wait for itself for ever.
@@ -370,6 +376,7 @@ class Deadlines:
     def continue_with(self, call: Call) -> None:
         """Watch the new future of a call that has started, until the deadline that it has had from its start."""
         self.forget(call)
+        # The last measurement in the thread: what it has lost still counts, and the awaitable runs on the event loop.
         call.lost_s()
         call.shared = None
         if call.timeout is not None and call.started is not None:
@@ -401,6 +408,8 @@ class Deadlines:
         more = (call.patience - 1) * call.timeout
         left = deadline + call.lost_s() + more - time.monotonic()
         if left > 0:
+            # While the call waits for a limit, `left` does not shrink: without a minimum, a tiny one would make the
+            # loop spin.
             self.loop.call_later(max(left, _SHARING_S if call.shared_s else 0.01), self._expire, call, deadline)
         else:
             # Set with the error: a thread cannot be stopped, and must get no more permits.

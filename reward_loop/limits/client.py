@@ -166,6 +166,7 @@ class RemoteLimits(Limits):
     def close(self) -> None:
         super().close()  # the end of the connection also ends its permits
         if self._connection is not None and not (loop := self._connection.get_loop()).is_closed():
+            # Threadsafe: the event loop may run in another thread than the one that closes the limits.
             loop.call_soon_threadsafe(self._connection.cancel)
 
     async def _ask(self, question: str, *arguments: Any) -> Any:
@@ -209,6 +210,7 @@ class RemoteLimits(Limits):
             for message in self._unsent:
                 messages.send(*message)
             self._unsent.clear()
+            # Only now: requests that were queued meanwhile must not reach the service before the proof.
             messages.connect(writer)
             watch = asyncio.create_task(self._end_if_frozen(messages, writer))
             while True:

@@ -77,6 +77,7 @@ class Lease:
         self._used(self.permit.reported + tokens, None, to_budget)
 
 
+# A tuple: contexts share the value, so a list would show the leases of one task to others.
 _leases: contextvars.ContextVar[tuple[Lease, ...]] = contextvars.ContextVar("reward_leases", default=())
 """The leases that the current code holds, the innermost first."""
 
@@ -132,6 +133,7 @@ class limit:
     def __enter__(self) -> Lease:
         # Not `get_running_loop`, which raises in a thread without a loop.
         if asyncio._get_running_loop() is not None:
+            # Blocking this loop would stop the limits that grant the permit.
             raise RuntimeError("in an async function, write `async with reward_loop.limit(...)`")
         call = call_here()
         return self._hold(call, None if call is None else call.acquire_in_thread(self._name, self._tokens))

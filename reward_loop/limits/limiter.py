@@ -311,6 +311,7 @@ class AdaptiveConcurrency:
             self.background, self.limit = share, self._cut[1]
             self._cut = None
             self._latest.clear()
+            # The refusals did not show the capacity: it is unknown again, so the limit may grow fast.
             self._slow_start, self._cool_down_until = True, now
             return
         if retry_after is not None:
@@ -335,6 +336,7 @@ class AdaptiveConcurrency:
 
     def _is_overloaded(self) -> bool:
         """Return whether the latest responses have more refusals than chance explains: four standard deviations."""
+        # For a full window, also while it fills: a few refusals among the first responses are not overload.
         expected = self.background * WINDOW
         return sum(self._latest) > expected + 4 * math.sqrt(expected)
 
@@ -468,6 +470,7 @@ class Limiter:
         waiting.request.set_result(permit)
 
     def _next(self) -> Waiting | None:
+        # The sort is stable: probes come last, and the other classes keep the order of their turns.
         for traffic_class, queue in sorted(self._queues.items(), key=lambda item: item[0] == PROBE):
             while queue and queue[0].request.done():
                 queue.popleft()
@@ -516,4 +519,5 @@ class Limiter:
                     self.name,
                     100 * self._adaptive.background,
                 )
+        # After the adaptive limit, for which this call is still in flight.
         self.in_flight -= 1

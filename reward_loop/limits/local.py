@@ -157,6 +157,7 @@ def _on_loops(
     """
     until = time.monotonic() + LOOP_TIMEOUT_S
     services: set[str] = set()
+    # A copy: this runs in the thread of the watchdog, and other threads may add limits meanwhile.
     for limits in list(live):
         loop = limits.loop
         if name not in (None, limits.name) or limits.name in services or loop is None or not loop.is_running():

@@ -161,6 +161,7 @@ class Outage:
         """Record that the address could not be reached."""
         now = time.monotonic()
         is_forgotten = not self.is_in_use and now - self._failed_at > _FORGET_S
+        # After an answer, this is another outage, with its own bound.
         if is_forgotten or self._has_answered:
             self._since, self._is_logged, self._has_answered = now, False, False
         self._failed_at = now
@@ -221,6 +222,7 @@ class Outage:
     def _schedule(self) -> None:
         """Let the next call try after a pause."""
         self._cancel_timer()
+        # Random: all workers of the job lose the judge at the same moment, and should not ask together.
         self._timer = self._loop.call_later(self._pause * random.uniform(0.75, 1), self._probe)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)
 
@@ -234,6 +236,7 @@ class Outage:
         if not self.is_back:
             self.is_back, self._batch, self._pause = True, 1, _FIRST_PAUSE_S
             self._log_return()
+        # The pending timer of a probe would return the calls a second time.
         self._cancel_timer()
         for _ in range(self._batch):
             self._give_turn()

@@ -109,6 +109,7 @@ class Permit:
         """The part of its deadline that the call has used, set before `leave` for the limit `REWARD_MODEL`."""
         self.charge: Any = None
         """The limiter's record of the tokens."""
+        # The best response, since `answer` only replaces it by a worse one.
         self._answer: tuple[bool | None, float | None] = (True, None)
 
     def used(self, tokens: float) -> None:
@@ -250,6 +251,7 @@ class Limits(Holder, ABC):
         """Return the outages of an event loop. Callable from any thread for the loop of a running call."""
         outages = self._outages.get(loop)
         if outages is None:
+            # Each `asyncio.run` brings a new loop: those that have ended would stay in memory.
             for ended in [other for other in self._outages if other.is_closed()]:
                 del self._outages[ended]
             outages = self._outages[loop] = Outages(self.options.outage_timeout_s, loop)

@@ -63,6 +63,7 @@ class MessageQueue:
         Raises:
             TypeError: the message cannot be serialised to JSON; other messages are not affected.
         """
+        # Encoded here, and not with the others in `_flush`: so the error is that of this message alone.
         encoded = orjson.dumps(message)
         if not self._messages and self.writer is not None:
             asyncio.get_running_loop().call_soon(self._flush)

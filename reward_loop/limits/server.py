@@ -80,6 +80,7 @@ class LimitServer:
             # Permits belong to the connection: a worker that dies, or whose node is lost, releases its permits with it.
             messages = MessageQueue(writer)
             permits, answer = PeerPermits(), partial(messages.send, "settled")
+            # None of them waits: the messages of a connection take effect in the order in which they were sent.
             handlers: dict[str, Callable[..., None]] = {
                 "request": lambda number, *what: permits.request(number, partial(self.limits.request, *what), answer),
                 "used": permits.used,
@@ -196,5 +197,6 @@ def serve_limits(options: JobOptions, host: str = "127.0.0.1", period: float = P
         finally:
             await server.stop()
 
+    # On a loop of its own: code that blocks another loop of this process would stop the calls of all workers.
     with in_background(served, name="limiter-service") as address:
         yield address

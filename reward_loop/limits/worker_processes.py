@@ -183,12 +183,14 @@ class ServedCall:
         recorded = (False, None) if sample is None else (sample.is_recorded, sample.sample.group)
         self.context = (*recorded, call.request_retries, call.models, shares_result.get())
         self._call = call
+        # A list: requests of one call may pause at the same time, with the same text.
         self._pauses: list[str] = []
         self._deadlines = deadlines
         self._permits = PeerPermits()
 
     def begin(self, ended: asyncio.Future[Any]) -> None:
         """Start the call's clock."""
+        # The deadline sets its error on this future, for which the pool waits.
         self._call.future = ended
         self._call.begin()
         self._deadlines.watch(self._call)
