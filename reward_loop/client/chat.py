@@ -119,10 +119,12 @@ async def complete(
 
 def _reply(address: str | None, answer: Any, exchange: Exchange, model: str | None) -> Reply:
     """Book the usage, and return the reply in an answer."""
+    # First: an answer without a usable reply has cost tokens, too.
     usage = book_usage(answer, exchange)
 
     def text(fields: Mapping[str, Any], name: str) -> str | None:
         value = fields.get(name)
+        # Some services send a list of parts, which may contain the reasoning.
         known = _text_of_parts(value) if name == "content" and isinstance(value, list) else value
         if isinstance(known, str):
             return _LONE_SURROGATES.sub("\ufffd", known)  # they cannot be encoded

@@ -73,6 +73,7 @@ async def _check_activation(
     Values between 0 and 1 may also be logits. So the same text is asked for with the activation: equal values are
     probabilities, since a sigmoid or softmax changes every logit but those of one class whose softmax is 1.
     """
+    # Before the request: other calls in flight should not check the same server.
     _checked.add((address, model))
     try:
         activated, _ = await _classify(address, {**body, "use_activation": True}, options)
@@ -95,6 +96,7 @@ async def _classify(
     address: str | None, body: Mapping[str, Any], options: Mapping[str, Any]
 ) -> tuple[list[float], bool]:
     """Return the values of an answer, and whether it is of a server that has an activation."""
+    # Not SGLang's `/v1/classify`, which applies softmax: the score of a single label would always be 1.
     async with post(address, "/classify", body, **options) as (answer, exchange):
         return _logits(address, answer, exchange)
 

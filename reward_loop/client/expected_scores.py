@@ -51,10 +51,12 @@ def expected_score(verdict: Number | Choice, text: str, reply: Reply) -> float |
         return None
     weights: dict[str, float] = {}
     for text_of, logprob in alternatives.items():
+        # Several tokens may begin one word: with a space or a capital letter.
         words = _begun(verdict, text_of)
         if len(words) == 1:
             weights[words[0]] = weights.get(words[0], 0.0) + math.exp(logprob)
     total = sum(weights.values())
+    # The sum of rounded probabilities may be a little above 1.
     if not _LEAST_COVERED <= total <= 1.01:
         return None
     return sum(verdict.words[word] * weight for word, weight in weights.items()) / total

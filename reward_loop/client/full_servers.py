@@ -55,6 +55,7 @@ class _Server:
                 with _outside_the_deadline("a free place at the server"):
                     await turn
             except asyncio.CancelledError:
+                # The cancelled request has got a place at the same moment: it goes to the next one.
                 if turn.done() and not turn.cancelled():
                     self._wake()
                 raise
@@ -99,6 +100,7 @@ async def in_a_place(url: str, send: Callable[[], Awaitable[Answer]]) -> Answer:
         answered, pause = False, 0.0
         try:
             response, data = await send()
+            # Other errors of the request, such as 400, show that the server has room.
             answered = response.status < 500 and response.status != 429
             if answered:
                 server.refusals = 0
@@ -111,6 +113,7 @@ async def in_a_place(url: str, send: Callable[[], Awaitable[Answer]]) -> Answer:
                 server.refusals += 1
                 if server.refusals > _GIVE_UP:
                     return response, data
+                # Random, since the other processes of the job wait for the same server.
                 pause = min(_FIRST_PAUSE_S * 2**server.refusals, _LONGEST_PAUSE_S) * random.uniform(0.5, 1)
         finally:
             server.leave(answered)

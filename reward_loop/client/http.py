@@ -117,6 +117,7 @@ _ASLEEP = object()
 """In place of an answer: the model sleeps."""
 
 _EARLIER = 290 / 300
+"""The part of the client's timeout in which the router must answer, as for their defaults of 290 and 300 s."""
 
 
 class _ReplyTooLongError(Exception):
@@ -171,6 +172,7 @@ async def post(
     if not is_base_url:
         headers[TAKES_TURNS_HEADER] = "1"
     if not is_base_url and (group := _group()):
+        # A hash: the id of a group may be any text, and a header may not.
         headers[GROUP_HEADER] = blake2b(group.encode(errors="replace"), digest_size=8).hexdigest()
     call = None if is_base_url else call_here()
     model = body.get("model")
@@ -228,6 +230,7 @@ def _timed(exchange: Exchange) -> Iterator[None]:
     except BaseException as error:
         exchange.end(seconds=time.perf_counter() - started, error=_cause(error))
         if isinstance(error, RequestError):
+            # Here: if the function catches the error, its own limits would otherwise count an answer.
             report_failure(error)
         raise
     exchange.update(seconds=time.perf_counter() - started)
@@ -312,6 +315,7 @@ async def _post(
             send = functools.partial(
                 session.post,
                 url,
+                # Not aiohttp's `json=`: it fails on numpy values, and writes NaN, which is not JSON.
                 data=encode(body),
                 headers=headers,
                 proxy=proxy_of(url) if is_base_url else None,  # No proxy for `host:port`: it is in the cluster.
@@ -319,6 +323,7 @@ async def _post(
             )
 
             async def once() -> tuple[aiohttp.ClientResponse, bytes]:
+                # Within the place: the wait for one does not count.
                 async with asyncio.timeout(timeout):
                     return await _send_and_read(send, max_reply_bytes, 0 if is_base_url else _MAX_RESENDS)
 
@@ -335,6 +340,7 @@ async def _post(
         ) from None
     except aiohttp.RedirectClientError as error:
         raise RequestError(f"{what} was redirected to {error}, which is not a valid URL") from error
+    # Before `TimeoutError`, a base class of it: without a connection, the server is unreachable.
     except aiohttp.ConnectionTimeoutError as error:
         raise RequestError(f"{what}: no connection within {_CONNECT_S:g} s", unreachable=server_of(url)) from error
     except TimeoutError as error:
@@ -411,6 +417,7 @@ async def _send_and_read(
         try:
             async with await _with_descriptor(send) as response:
                 return response, await _read(response, max_reply_bytes)
+        # Also a `ClientOSError`; but it is an outage: the function waits for its end, and nothing is sent again here.
         except aiohttp.ClientConnectorError:  # there was no connection
             raise
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, aiohttp.ClientPayloadError):
@@ -585,6 +592,7 @@ async def repeated(send: Callable[[], Awaitable[T]], address: str | None, attemp
             is_busy = is_refusal(error) or error.retry_after is not None
             if not error.transient or error.unreachable is not None or (is_busy and attempts is None):
                 raise
+            # Random: requests that failed at the same moment should not come back together.
             pause = (error.retry_after or 0.0) + random.uniform(0, retries.first_pause_s * 2 ** (attempt - 1))
             if attempt >= most or pause > _LONGEST_PAUSE_S:
                 if not is_busy and call is not None:

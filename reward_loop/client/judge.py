@@ -34,6 +34,7 @@ _KEY = secrets.token_bytes(32)
 
 class _Template(string.Template):
     # `$name` and `{name}` are not placeholders, because prompts often contain TeX and JSON.
+    # `string.Template` requires all four groups; three of them never match.
     pattern = r"\{\{\s*(?P<named>[a-z_]\w*)\s*\}\}|(?P<escaped>(?!))|(?P<braced>(?!))|(?P<invalid>(?!))"  # type: ignore[assignment]
 
 

@@ -69,6 +69,7 @@ async def panel(
         why = "; ".join(f"{name}: {error}" for name, error in failures.items())
         passing = [error for error in failures.values() if is_transient(error)]
         causes = passing if len(scores) + len(passing) >= needed else list(failures.values())
+        # `is_transient` reads the group as the cause: it is transient if all of its parts are.
         raise ServerError(f"{missing}: {why}") from ExceptionGroup(missing, causes)
     reply = Reply("\n\n".join(f"[{name}]\n{judgement.reply.text}" for name, judgement in given.items()))
     prompt = next(iter(given.values())).prompt

@@ -89,6 +89,7 @@ async def spot_check(
         return _combined(_judgement(first), _judgement(second), share, accept)
     finally:
         for asked in (cheap, strong):
+            # Python warns of a coroutine that was never awaited.
             if inspect.iscoroutine(asked):
                 asked.close()
 
@@ -193,6 +194,7 @@ def chances(counts: Sequence[int], share: float) -> list[float]:
 
 def drawn(name: str, seed: int) -> float:
     """Return a number from 0 to below 1 that depends on a sample's name and a seed only."""
+    # Not `hash`, which differs between processes: a repeated call, or a resumed run, must make the same choice.
     digest = hashlib.sha256(f"{seed}\n{name}".encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:8]) / 2**64
 

@@ -148,6 +148,7 @@ def folded(text: str) -> str:
         return text.translate(_FOLDS)
     # `translate` is slow for other texts: 50 ns for a character that it does not change.
     found, count = _FOLDED.subn(lambda run: run[0].translate(_FOLDS), text, count=_MOST_FOLDED)
+    # With many runs of such characters, one pass over the whole text is faster than a call for each.
     return found if count < _MOST_FOLDED else text.translate(_FOLDS)
 
 
@@ -176,6 +177,7 @@ def final_text(reply: str) -> str:
             blanks.append((begins[0] if begins else 0, tag.end()))
             begins.clear()
         else:
+            # The end of nested reasoning: the outer one goes on.
             begins.pop()
     if begins:
         raise NoVerdictError(f"the reply ends in reasoning, which begins with {_shown(reply, begins[0])}")
@@ -184,6 +186,7 @@ def final_text(reply: str) -> str:
     for begin, next_end in blanks:
         if begin < end:  # an end without its beginning: all text before is reasoning
             parts, begin, end = [], 0, 0
+        # As many characters, so that positions in both texts agree.
         parts += [reply[end:begin], "\ufffc" * (next_end - begin)]
         end = next_end
     return "".join([*parts, reply[end:]])
@@ -446,6 +449,7 @@ class Grammar:
         earlier = markers[-2 : -2 - (MOST_DRAFTS if quoted else 1) : -1]
         check_last(found, [self._draft(text, marker) for marker in earlier], quoted)
         self._check_rest(found)
+        # `whole` has the reasoning, too, and its positions are those of `text`.
         if self._marker.search(whole, found.end):
             raise NoVerdictError(f"reasoning with another verdict follows the last one: {found.shown}")
         return found
@@ -457,6 +461,7 @@ class Grammar:
             markers = list(self._marker.finditer(text, start))
             if len(markers) >= count or not start:
                 return markers
+            # So the shorter searches before add little to the last one.
             length *= 8
 
     def _at(self, text: str, marker: re.Match[str]) -> Candidate:

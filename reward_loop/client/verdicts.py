@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Protocol
 
 from pydantic import Field, TypeAdapter, ValidationError
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict  # before Python 3.12, pydantic does not accept the one of `typing`
 
 from reward_loop._util.text import listing, shorten
 from reward_loop.client import wording
@@ -254,6 +254,7 @@ class Pattern:
     def read(self, reply: str) -> tuple[str, float]:
         """Return the text that was found, and its score."""
         text = final_text(reply)
+        # Only the last ones are kept: a pattern may match at each character of a long reply.
         matches = deque(self._pattern.finditer(text), maxlen=MOST_DRAFTS + 1)
         if not matches:
             raise NoVerdictError(f"nothing in it matches {self._pattern.pattern!r}")
@@ -511,6 +512,7 @@ def _refuse(constant: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Compared without case and look-alikes: `score` beside `Score` leaves open which of them is meant.
     found = dict(pairs)
     if len({_squeezed(folded(name)) for name in found}) < len(pairs):
         raise ValueError("a key is repeated")
