@@ -205,6 +205,7 @@ class FakeJudge:
         self._stack.close()
 
     async def __aenter__(self) -> Self:
+        # In a thread, since it waits for the thread of the server.
         return await asyncio.to_thread(self.__enter__)
 
     async def __aexit__(self, *_: object) -> None:
@@ -212,6 +213,7 @@ class FakeJudge:
 
     @asynccontextmanager
     async def _serve(self) -> AsyncIterator[str]:
+        # 0 is no limit: the default of 1 MB is less than some prompts.
         app = web.Application(client_max_size=0)
         app.router.add_get("/health", _health)
         app.router.add_get("/v1/models", self._models)

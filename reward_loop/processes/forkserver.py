@@ -115,10 +115,11 @@ class _ForkServer:
         os.set_blocking(wake_fd, False)
         self._own_fds = [control.fileno(), parent_death_fd, self._woken_fd, wake_fd]
         signal.set_wakeup_fd(wake_fd, warn_on_full_buffer=False)
+        # Only a signal with a handler is written to the wake-up descriptor; by default, the kernel discards this one.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         adopt_orphans()
         self._poll = select.poll()
-        self._poll.register(parent_death_fd, 0)
+        self._poll.register(parent_death_fd, 0)  # the end of a pipe is always reported
         self._poll.register(control, select.POLLIN)
         self._poll.register(self._woken_fd, select.POLLIN)
 
@@ -154,7 +155,9 @@ class _ForkServer:
         if not received:
             return False
         channel = socket.socket(fileno=fds[0])
+        # Received descriptors are inheritable: a program that the function starts would hold the connection open.
         channel.set_inheritable(False)
+        # Not a pipe: the fork server looks at the text several times, and a full pipe would block the worker.
         stack_fd = os.memfd_create("reward-function-stack")
         try:
             pid = os.fork()
@@ -167,6 +170,7 @@ class _ForkServer:
                 self._become_worker()
                 worker.serve(channel, stack_fd, self._max_memory_mb)
             finally:
+                # An exception must not lead back into the fork server's own loop.
                 os._exit(worker.EXIT_BROKEN)
         self._alive[pid] = _Child(pid, channel, stack_fd)
         self._poll.register(channel, select.POLLRDHUP)
@@ -178,6 +182,7 @@ class _ForkServer:
         if os.getppid() != self._pid:  # the fork server had died before
             os._exit(worker.EXIT_BROKEN)
         adopt_orphans()
+        # A function that kills its process group must not kill the fork server.
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -249,6 +254,7 @@ def _send_report(child: _Child) -> None:
     # The report is a frame like those of the worker. If the worker died while sending a frame, or the pool has closed
     # its end, the report is lost; the pool then sees the end of the stream.
     with contextlib.suppress(OSError):
+        # Without waiting: a pool that does not read must not delay the deadlines of other workers.
         child.channel.send(frame(worker.DIED, pickle.dumps(child.report)), socket.MSG_DONTWAIT)
     child.channel.close()
     os.close(child.stack_fd)

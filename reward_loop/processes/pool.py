@@ -285,6 +285,7 @@ class WorkerProcesses:
         self._server, self._idle, self._working, self._slots = None, [], 0, None
         self._lock = threading.Lock()  # the old lock may be held by a thread that does not exist here
         if self._end is not None:
+            # Otherwise the end of this process would stop the fork server of the original.
             self._end.detach()
         self._end = None
 
@@ -356,6 +357,7 @@ class WorkerConnection:
                 def begin() -> None:
                     nonlocal started
                     started = True
+                    # From here on, the deadline is that of the caller.
                     loading.reschedule(None)
                     caller.begin(ended)
 
@@ -365,6 +367,7 @@ class WorkerConnection:
                     await loop.sock_sendall(self._channel, setup + frame(CALL, content))
                 kind, answer = await ended
         except TimeoutError:
+            # Now: `_kill` waits with its own reader, and a socket has only one.
             loop.remove_reader(self._channel)
             at = await self._kill(caller)
             if not started:
@@ -403,6 +406,7 @@ class WorkerConnection:
                     ended.set_result((kind, content))
             if not is_open and not ended.done():
                 ended.set_result((DIED, memoryview(b"")))
+        # The event loop would only log it, and the call would never end.
         except Exception as error:
             if not ended.done():
                 problem = f"sent a message from its worker process that failed: {type(error).__name__}: {error}"
@@ -509,6 +513,7 @@ class _ForkServerProcess:
         self._parent_death = ParentDeathPipe()
         self._control, theirs = _socket_pair()
         fds = (theirs.fileno(), self._parent_death.child_fd)
+        # The path of this process: with `-c`, Python adds the working directory, and not the folder of the script.
         code = (
             f"import sys; sys.path[:] = {path!r}; from reward_loop.processes.forkserver import main; "
             f"main(*{fds!r}, {max_memory_mb!r})"
@@ -542,6 +547,7 @@ class _ForkServerProcess:
 def _socket_pair() -> tuple[socket.socket, socket.socket]:
     """Return two connected sockets that block, also if the program has called `socket.setdefaulttimeout`."""
     pair = socket.socketpair()
+    # A default timeout makes a socket non-blocking, also in the process that inherits it.
     for end in pair:
         end.setblocking(True)
     return pair
@@ -553,6 +559,7 @@ def _dumps(arguments: Any) -> bytes:
     A worker does not have this process's ``__main__`` module.
     """
     with contextlib.suppress(Exception):
+        # If a text contains this name, `cloudpickle` is only slower.
         if b"__main__" not in (content := pickle.dumps(arguments)):
             return content
     return cloudpickle.dumps(arguments)

@@ -80,6 +80,7 @@ class ProcessState:
         self._watch = watch
         self._getrlimit, self._setrlimit = resource.getrlimit, watch.setrlimit
         self._limits = self._current_limits()
+        # The mask can only be read by setting it.
         self._umask, self._mask = os.umask, os.umask(0)
         self._umask(self._mask)
         self._getsignal, self._signal, self._sigmask = signal.getsignal, watch.signal, signal.pthread_sigmask
@@ -114,6 +115,7 @@ class ProcessState:
             if found != before_list:
                 changed = True
                 found[:] = before_list
+        # Only then: to compare thousands of modules takes too long after each call.
         if changed or len(sys.modules) < len(self._modules):
             for name, module in self._modules.items():
                 if sys.modules.get(name) is None:
@@ -258,6 +260,7 @@ class _Names:
             pass
         names, before = self._names, self._before
         for name, value in before.items():
+            # `before` stands for a deleted name: no name has this dict as its value.
             if names.get(name, before) is not value:
                 if self._class_setattr is None:
                     names[name] = value
@@ -274,6 +277,7 @@ class _Names:
 
 
 def _identity(
+    # As defaults, which a call cannot replace, unlike the names in `os`.
     getpriority: Callable[[int, int], int] = os.getpriority,
     geteuid: Callable[[], int] = os.geteuid,
     getegid: Callable[[], int] = os.getegid,
@@ -286,6 +290,7 @@ def _fields(context: decimal.Context) -> tuple[Any, ...]:
 
 
 def _catch_warnings() -> tuple[warnings.catch_warnings[None], list[Any]]:
+    # Not an assignment to `warnings.filters`: `__exit__` also makes modules forget which warnings they have shown.
     catching = warnings.catch_warnings()
     catching.__enter__()
     return catching, list(warnings.filters)

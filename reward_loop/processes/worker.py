@@ -100,6 +100,8 @@ class Setup:
     """The number of calls after which the worker is replaced."""
 
 
+# A fault whose signal is blocked kills the process before `faulthandler` writes the stack. `STACK_SIGNAL` must also
+# arrive while the function sends a message.
 _CATCHABLE_SIGNALS = signal.valid_signals() - {
     *(signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL),
     STACK_SIGNAL,
@@ -108,6 +110,7 @@ _CATCHABLE_SIGNALS = signal.valid_signals() - {
 
 @contextlib.contextmanager
 def _blocked_signals() -> Iterator[None]:
+    # Read on its own: an alarm that raises between the call that blocks and `try` would leave the signals blocked.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, _CATCHABLE_SIGNALS)
@@ -141,6 +144,7 @@ class Channel:
         """Send a message, unless this is a copy of the channel in a forked process."""
         if self._is_detached:
             return
+        # In this order: an alarm must not raise while the lock is held.
         with _blocked_signals(), self._sending:
             self._connection.sendall(frame(kind, content))
 
@@ -229,6 +233,7 @@ def serve(connection: socket.socket, stack_fd: int, max_memory_mb: int | None) -
     watch = Watch()
     function, max_calls, failure = _load(to_pool.receive())
     _settle_streams()
+    # After the import of the function: what the import has changed belongs to the state of the process.
     state = ProcessState(watch)
     while True:
         arguments = to_pool.next_call()
@@ -241,6 +246,7 @@ def serve(connection: socket.socket, stack_fd: int, max_memory_mb: int | None) -
         # the answer, the rest.
         for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
             setitimer(timer, 0)
+        # A `dump_traceback_later(exit=True)` of the function would end the process in a later call.
         cancel_dump()
         fchdir(folder)
         memory_mb = _memory_mb(memory_fd)
@@ -291,6 +297,7 @@ def _dumps(value: Any) -> bytes:
     try:
         return pickle.dumps(value)
     except Exception:
+        # Only if it is needed: workers start with few modules.
         import cloudpickle
 
         return cloudpickle.dumps(value)
@@ -301,8 +308,10 @@ def _load(setup: bytes) -> tuple[Callable[..., Any], int | None, CallOutcome | N
         made: Setup = pickle.loads(setup)
         global processes
         processes = made.processes
+        # Before the function, whose module may be one of these files.
         sys.meta_path.append(_Files(made.files))
         return pickle.loads(made.function), made.max_calls, None
+    # The module may call `sys.exit`.
     except BaseException as error:
         problem = f"cannot be loaded in a worker process: {describe_exception(error)}"
         return _load, None, CallOutcome(None, None, 0.0, RewardFunctionError(problem))

@@ -68,10 +68,12 @@ class Cache:
         self._is_known = bool(config.version) or _is_known(target)
         self._in_flight: dict[bytes, _Shared] = {}
         self._store = None if config.path is None else _Store(Path(config.path))
+        # Off the event loop: SQLite waits up to `BUSY_TIMEOUT_S` for another process.
         self._thread = DaemonThreads(1)
 
     def key(self, arguments: Mapping[str, Any]) -> bytes | None:
         """Return the cache key of a call, or ``None`` if its arguments cannot be serialised to JSON."""
+        # Without the address: its port changes with each run, and the score does not depend on it.
         named = {name: _stands_for(value) for name, value in arguments.items() if name != "reward_router_address"}
         try:
             text = orjson.dumps(named, option=_FORMAT)
@@ -176,6 +178,7 @@ class _Store:
                 path, timeout=BUSY_TIMEOUT_S, check_same_thread=False, isolation_level=None
             )
             self._use_wal()
+            # With WAL, a power failure loses the latest scores at most, and no write waits for the disk.
             self._database.execute("PRAGMA synchronous=NORMAL")
             self._database.execute("CREATE TABLE IF NOT EXISTS scores (key BLOB PRIMARY KEY, value BLOB) WITHOUT ROWID")
         except (OSError, sqlite3.Error) as error:
@@ -188,6 +191,7 @@ class _Store:
             try:
                 self._database.execute("PRAGMA journal_mode=WAL")
             except sqlite3.OperationalError as error:
+                # The low byte is the primary code, also of codes such as SQLITE_BUSY_RECOVERY.
                 if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
                     raise
                 time.sleep(0.01)

@@ -293,6 +293,7 @@ class UserFunction:
         """Call the function once, under its limits if they are configured."""
         if not self.limits.is_known:
             try:
+                # The service sends the limits of the job with its first message: before, none would apply.
                 await self.limits.status()
             except JobServiceError as error:
                 return CallOutcome(None, error, 0.0, attempts=0)
@@ -318,6 +319,7 @@ class UserFunction:
         outer = current_call.get()  # not the token of `set`, which is an object for the garbage collector
         current_call.set(call)
         outcome: CallOutcome | None = None
+        # Until the function has ended: after its deadline or a cancellation, its thread may run on.
         abandoned = True
         try:
             if not self._target.is_async:

@@ -82,6 +82,7 @@ class ScoringFunction(UserFunction):
             return _reused(active, False, known)
 
         async def call() -> CallOutcome | tuple[bool, Scored]:
+            # In the context of this task, so it ends with the task.
             shares_result.set(True)
             # As long as a call may take, without waits for limits and for the end of outages.
             longest_s = None if self.timeout is None else self.timeout + self.limits.options.retry.max_seconds
@@ -196,6 +197,7 @@ class ListScoringFunction(UserFunction):
         samples = [self._checked(sample) for sample in samples]
         valid = [sample for sample in samples if sample.error is None]
         if isinstance(batch := current(), ActiveBatch):
+            # `escalate` names its answers by these: they must match the arguments.
             batch.received = valid
         context = {"router_address": reward_router_address, "tokenizer": reward_model_tokenizer}
         results = iter(await self._score(valid, context) if valid else [])

@@ -197,6 +197,7 @@ class Proofs:
 
     def start(self, work: Any) -> asyncio.Task[Any]:
         """Start a task that the proofs own; it belongs to no sample."""
+        # In a sample's context, the limits and the record of that sample would count these calls.
         task = asyncio.get_running_loop().create_task(work, context=contextvars.Context())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -208,6 +208,7 @@ def declared(function: Any, reward_kwargs: Mapping[str, Any] | None = None) -> T
     name, origin = _name(function), function
     if callable(method := getattr(function, "compute_score", None)):
         static = inspect.isclass(function) and inspect.getattr_static(function, "compute_score")
+        # `None` stands for `self`: only the signature is read.
         function = functools.partial(method, None) if inspect.isfunction(static) else method
     elif inspect.isclass(function):
         function = functools.partial(function.__call__, None)

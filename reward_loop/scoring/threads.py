@@ -94,6 +94,7 @@ class DaemonThreads:
 
     def _leave(self, job: _Job) -> None:
         """Abandon a job that has not ended. If it is running, its thread no longer counts as part of the pool."""
+        # Without the lock: nearly all jobs have ended here.
         if job.ended:
             return
         with self._lock:
