@@ -74,6 +74,7 @@ def _parts(address: str) -> SplitResult:
     if re.search(r"[\s\x00-\x1f]", text):
         raise invalid(": it contains white space")
     try:
+        # Without a scheme, `urlsplit` takes the host of `host:port` for one.
         parts = urlsplit(text if has_scheme else f"http://{text}")
         port = parts.port
     except ValueError as error:

@@ -134,6 +134,7 @@ def kill_marked(mark: str) -> None:
     It finds processes that have left their group, session and parent. A process that rewrites its environment, as
     ``setproctitle`` does without ``SPT_NOENV``, is not found.
     """
+    # Again: a marked process may have forked since it was listed.
     while marked := _marked(mark.encode()):
         for pid in marked:
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -70,6 +70,7 @@ def reserve_stdout() -> Iterator[TextIO]:
     own = os.fdopen(os.dup(1), "w", encoding=before.encoding, errors=before.errors) if owned else before
     stderr = os.open(os.devnull, os.O_WRONLY) if sys.stderr is None else os.dup(2)
     os.dup2(stderr, 1)
+    # `closefd=False`: descriptor 1 must stay open when this stream is collected.
     sys.stdout = os.fdopen(1, "w", closefd=False, encoding="utf-8", errors="backslashreplace", buffering=1)
     try:
         yield own

@@ -192,6 +192,7 @@ def is_transient(error: BaseException) -> bool:
     them are.
     """
     causes = list(_causes(error))
+    # First: many such answers have status 429, which is transient otherwise.
     if out_of_credit(error):
         return False
     for cause in causes:

@@ -280,6 +280,7 @@ def _group() -> str | None:
 
 def _begin(url: str, body: Mapping[str, Any], api_key_env: str | None) -> Exchange:
     parts = urlsplit(url)
+    # Before anything is recorded: an error answer may repeat the key.
     for secret in (api_key_env and api_key_of(api_key_env), parts.password):
         if secret:
             hide(secret)
@@ -319,6 +320,7 @@ async def _post(
                 data=encode(body),
                 headers=headers,
                 proxy=proxy_of(url) if is_base_url else None,  # No proxy for `host:port`: it is in the cluster.
+                # Without `total`, aiohttp ends a request after 300 s, and the timeout may be longer.
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
             )
 
@@ -491,6 +493,7 @@ async def shared_session() -> aiohttp.ClientSession:
 
 
 async def _keep(loop: asyncio.AbstractEventLoop) -> AsyncGenerator[aiohttp.ClientSession, None]:
+    # aiohttp's default of 100 connections would make most of thousands of samples wait.
     connector = aiohttp.TCPConnector(limit=_max_connections(), keepalive_timeout=_KEEPALIVE_S)
     async with aiohttp.ClientSession(connector=connector) as session:
         try:
@@ -526,6 +529,7 @@ class Exchange:
     """
 
     def __init__(self, **fields: Any) -> None:
+        # Not a counter: the attempts of a sample may run in different processes.
         self._id = secrets.token_hex(4)
         self._send = _destination()
         self._fields: dict[str, Any] = {}

@@ -429,6 +429,7 @@ class SharedTime:
     __slots__ = ("_all_s", "_at", "_clock", "_own_s", "lost_s", "own_s", "threads")
 
     def __init__(self) -> None:
+        # `measure` runs in other threads, where `time.thread_time` would give their own time.
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
         self._at, self._own_s, self._all_s = time.monotonic(), time.thread_time(), time.process_time()
         self.lost_s = self.own_s = 0.0

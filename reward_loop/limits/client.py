@@ -48,6 +48,7 @@ class RemoteLimits(Limits):
 
     def __init__(self, address: str, options: JobOptions | None = None) -> None:
         try:
+            # From the right: an IPv6 host has colons.
             host, port, self._token = address.rsplit(":", 2)
             self._address = host, int(port)
         except ValueError:
@@ -232,6 +233,7 @@ class RemoteLimits(Limits):
             # Otherwise another event loop, or a later connection, owns the state by now.
             if self._messages is messages:
                 self._messages = None
+                # Closed on purpose is not lost: the next use connects again, and messages need not be kept until then.
                 self._lost = None if closed else lost
                 opened, self._open = self._open, {}
                 for _, request in opened.values():

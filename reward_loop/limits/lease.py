@@ -38,6 +38,7 @@ class Lease:
             ValueError: a value is not a finite number of 0 or more.
         """
         if self.call is not None:
+            # On the event loop of the limits, which are not thread-safe.
             self.call.run(self._used, amount("tokens", tokens), amount("cost", cost))
 
     def add(self, tokens: float, to_budget: bool = True) -> None:
@@ -121,6 +122,7 @@ class limit:
     def __init__(self, name: str, *, tokens: float = 0) -> None:
         self._name = name
         self._tokens = amount("tokens", tokens) or 0.0
+        # Of all calls that share this object; `__exit__` finds the right one by its context.
         self._open: dict[Lease, None] = {}
 
     async def __aenter__(self) -> Lease:

@@ -144,6 +144,7 @@ class Rate:
 
     def add(self, now: float, amount: float) -> Charge:
         """Add ``amount`` to the charge of the current time step; return the charge, which `change` can change."""
+        # Also without a limit: it may get one later, and nothing else would delete its old charges.
         self._forget(now)
         # Rounded up: a charge may end late, but never before its period is over.
         time = math.ceil(now * GRAINS) / GRAINS

@@ -35,6 +35,7 @@ class LimitServer:
     def __init__(self, options: JobOptions, period: float = PERIOD_S) -> None:
         self.limits = LocalLimits(options, period)
         self.limits.on_patience = partial(self._send_to_all, "patience")
+        # It has no colon, which separates the parts of the address.
         self.token = secrets.token_urlsafe(24)
         self.stopped: str | None = None
         """Why the run must stop, once too many samples have failed."""
@@ -117,6 +118,7 @@ class LimitServer:
         expected = proof(self.token, nonce)
         writer.write(frame(nonce))
         async with asyncio.timeout(_AUTHENTICATION_TIMEOUT_S):
+            # Bounded: without a proof, a peer must not make the service collect a long frame.
             answer = await read_frame(reader, max_length=len(expected))
         # Not ==, whose time depends on the number of equal bytes.
         valid = hmac.compare_digest(answer, expected)

@@ -156,6 +156,8 @@ def _granted(permit: Permit, error: Any) -> Permit:
 def call_here() -> Call | WorkerCall | None:
     """Return the call of a reward function that the current code belongs to, also in a worker process."""
     if worker.channel is not None:
+        # A new one: it has the number of the current call, so that the pool ignores what is sent after that call has
+        # ended.
         return WorkerCall(worker.channel, *worker.context)
     return current_call.get()
 

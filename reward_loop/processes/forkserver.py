@@ -188,6 +188,7 @@ class _ForkServer:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for fd in self._own_fds:
             os.close(fd)
+        # While a copy of another worker's connection is open, the pool does not see its end.
         for child in [*self._alive.values(), *self._dead]:
             child.channel.close()
             os.close(child.stack_fd)

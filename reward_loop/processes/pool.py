@@ -437,6 +437,7 @@ class WorkerConnection:
             complete = False
         except OSError:
             return  # the worker is dead, or is being killed
+        # After a part of a frame, the worker could not read any later one.
         if not complete:
             with contextlib.suppress(OSError):
                 self._channel.shutdown(socket.SHUT_RDWR)

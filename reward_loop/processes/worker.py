@@ -220,6 +220,7 @@ def serve(connection: socket.socket, stack_fd: int, max_memory_mb: int | None) -
         max_memory_mb: the memory limit of the worker in 2^20 bytes, enforced by the fork server.
     """
     faulthandler.enable(stack_fd, all_threads=False)
+    # Not a handler in Python, which would not run while the function holds the global lock.
     faulthandler.register(STACK_SIGNAL, stack_fd, all_threads=False)
     max_growth_mb = _MAX_GROWTH_MB if max_memory_mb is None else min(_MAX_GROWTH_MB, max_memory_mb / 2)
     # Opened once: opening this file takes longer than all other work between two calls.

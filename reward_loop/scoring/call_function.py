@@ -443,6 +443,7 @@ async def _run_on_loop(call: Call, function: Callable[..., Awaitable[Any]], argu
     as by a bare ``except:`` around a retry. `asyncio.wait` would do the same, but a sample would take a third more time
     and memory. Exceptions become part of the outcome, except KeyboardInterrupt and GeneratorExit.
     """
+    # Here, and not where the task is created: a stall of the loop in between must not count.
     call.begin()
     started = time.perf_counter()
     value: Any = None

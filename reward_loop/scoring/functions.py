@@ -156,6 +156,7 @@ def _process(post_process_scores: Callable[[list[float]], Any], scores: list[flo
     """Return what the method returns; the numbers of a generator as a list, with at most one number too many."""
     returned = post_process_scores(list(scores))
     # Here, the code of a generator runs in the thread and has a deadline; its exceptions are data.
+    # One more than expected shows a wrong number, also of a generator that never ends.
     return list(itertools.islice(returned, len(scores) + 1)) if isinstance(returned, Iterator) else returned
 
 
