@@ -273,10 +273,11 @@ class FakeJudge:
     async def _behave(self, received: Received, request: web.Request) -> web.StreamResponse:
         done = received.behaviour
         if isinstance(done, Stall):
-            await asyncio.Event().wait()
+            await asyncio.Event().wait()  # until the handler is cancelled
         if isinstance(done, Drop):
             if request.transport is not None:
                 request.transport.abort()
+            # aiohttp needs a response of the handler, although it cannot be sent any more.
             return web.Response()
         if isinstance(done, Status):
             headers = {} if done.retry_after is None else {"Retry-After": f"{done.retry_after:g}"}

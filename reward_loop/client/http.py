@@ -370,6 +370,7 @@ async def _post(
         # A server that has answered does not turn into web pages: this is a gateway's, while the server is away.
         away = server_of(url) if response.content_type == "text/html" and _has_answered(url) else None
         raise RequestError(f"{what}: the answer is not JSON: {_shown(data)}", status=200, unreachable=away)
+    # Only a usable answer counts: a gateway also answers while its server is away.
     _record_answer(url)
     return answer
 

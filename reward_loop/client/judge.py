@@ -295,6 +295,7 @@ def fenced(texts: str | list[str]) -> tuple[str, str]:
         texts: a text, or several, which are numbered from 1.
     """
     parts = [texts] if isinstance(texts, str) else texts
+    # Responses may contain lone surrogates, which strict UTF-8 cannot encode.
     digest = hashlib.blake2b("\0".join(parts).encode("utf-8", "surrogatepass"), key=_KEY, digest_size=8)
     mark = f"text-{digest.hexdigest()}"
     shown = [f"<{mark}>\n{part}\n</{mark}>" for part in parts]

@@ -240,6 +240,7 @@ class Outage:
         self._cancel_timer()
         for _ in range(self._batch):
             self._give_turn()
+        # Not all at once: a judge that has just started would be full, and some calls would fail again.
         self._batch *= 2
         if self._waiting:
             self._timer = self._loop.call_later(_RETURN_INTERVAL_S, self._return)

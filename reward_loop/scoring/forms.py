@@ -123,6 +123,7 @@ class Published:
         self._chat = _takes_messages(func)
         required = {name for name in self._named if not named[name]}
         truths = REFERENCES & (self.columns | set(self._optional))
+        # Of several such parameters, each is a column of its own if the data set has it.
         self._truth_first = len(truths) == 1
         self.reads_truth = bool(required & _OF_THE_TRUTH) or (self._truth_first and bool(truths & self.columns))
         """Whether a parameter without a default is the reference answer."""
@@ -179,6 +180,7 @@ class Published:
             optional += [name for name in (*keys, "ground_truth", "data_source") if name not in {*arguments, *optional}]
         for name in optional:
             column = [self._column(row, name) for row in rows]
+            # Otherwise the function's own default applies.
             if any(value is not _MISSING for value in column):
                 arguments[name] = [None if value is _MISSING else value for value in column]
         if not self.form.takes_lists:
@@ -240,6 +242,7 @@ def _takes_messages(function: Callable[..., Any]) -> bool | None:
         return None
     for name in ("completions", "completion"):
         if name in parameters and parameters[name].annotation is not inspect.Parameter.empty:
+            # As text, which annotations are with `from __future__ import annotations`.
             annotation = str(parameters[name].annotation).lower()
             if "dict" in annotation or "message" in annotation:
                 return True

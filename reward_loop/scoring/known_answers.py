@@ -75,6 +75,7 @@ async def find_pair(sample: RewardSample, truths: Sequence[Any], score: Score) -
     if sample.ground_truth is None:
         return "its samples have no ground truth"
     texts = list(_texts(sample.ground_truth))[:_MAX_TEXTS]
+    # Preferred to `_another`: they are of the kind that the function expects.
     others = [text for truth in truths for text in _texts(truth) if text not in texts][:2]
 
     async def scored(template: str, text: str) -> float | None:

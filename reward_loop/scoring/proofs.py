@@ -53,7 +53,7 @@ __all__ = ["Place", "ProofCounts", "Proofs", "Proving", "score_of"]
 logger = logging.getLogger(__name__)
 
 MAX_SOURCES = 16
-"""The largest number of data sources that are proven."""
+"""The largest number of data sources that are proven: each adds two calls to every proof."""
 
 _SHARE = 0.02
 """The part of the time of a process that proofs may take."""
@@ -279,6 +279,7 @@ class Proofs:
         return problem
 
     async def _problem(self, score: Score, raising_fails: bool) -> str | None:
+        # A copy: answers for another data source may be found meanwhile.
         for source, pair in list(self.pairs.items()):
             self.counts.made += 1
             found = [await score(answer) for answer in (pair.right, pair.wrong)]

@@ -227,6 +227,7 @@ def _scalar(value: Any) -> Any:
 def _score(value: Any, returned: Any) -> float | None:
     if value is None:
         return None
+    # `Decimal` is not registered as a `Real`.
     if not isinstance(value, Real | Decimal):
         shape = getattr(value, "shape", None)
         hint = f" of shape {tuple(shape)}; reduce it to one number" if shape else f"; return {_ACCEPTED}"

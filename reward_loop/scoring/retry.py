@@ -128,6 +128,7 @@ class Retry:
             longest = min(2 * longest, self.config.max_wait)
             counted += not _is_postponed(error)
             elapsed = time.monotonic() - started - outage_s - sum(outcome.wait_s for outcome in outcomes)
+            # Before the pause: after it, an attempt would be too late.
             if counted >= self.config.max_attempts or elapsed + pause >= self.config.max_seconds:
                 break
             await self._sleep(pause)

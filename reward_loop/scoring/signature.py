@@ -325,7 +325,7 @@ def _instantiate(cls: type, kwargs: Mapping[str, Any], name: str) -> tuple[Any, 
         )
     try:
         return cls(**mine), set(mine)
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # the class may call `sys.exit`
         raise FunctionLoadError(f"class {name} cannot be instantiated: {type(error).__name__}: {error}") from error
 
 
@@ -385,6 +385,7 @@ def _copy(value: Any) -> Any:
         return kind(_copy(item) for item in value)
     if kind is set:
         return set(value)
+    # By name, so that numpy is not imported.
     if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
         return value.copy()
     return value
