@@ -74,6 +74,7 @@ class FunctionLoadError(RewardLoopError):
     """The user's function cannot be found or imported, or requires arguments that the reward loop does not provide."""
 
 
+# A protocol, since the module with `RewardSample` imports this one.
 class _Sample(Protocol):
     """The fields of a `RewardSample` that messages contain."""
 

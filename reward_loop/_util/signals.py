@@ -192,6 +192,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     try:
         result = asyncio.run(_stopped_by(ctrl_c, main))
     except asyncio.CancelledError:
+        # Not the cancellation of `stop`: this one is an error of `main`.
         if ctrl_c.pressed is None:
             raise
         raise KeyboardInterrupt from None

@@ -48,6 +48,7 @@ class _Server:
 
     async def enter(self, *, refused: bool) -> None:
         """Wait for a place; a refused request is the first one."""
+        # A new request does not overtake those that wait.
         while not self.capacity.has_free or (self._waiting and not refused):
             turn = asyncio.get_running_loop().create_future()
             self._waiting.appendleft(turn) if refused else self._waiting.append(turn)
@@ -59,6 +60,7 @@ class _Server:
                 if turn.done() and not turn.cancelled():
                     self._wake()
                 raise
+            # It had its turn: if another request was faster, it waits in front of all others.
             refused = True
         self.capacity.begin()
 

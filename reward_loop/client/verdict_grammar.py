@@ -122,6 +122,7 @@ _FOLDS: dict[int, str | None] = {
 }  # fmt: skip
 _MOST_TAGS = 1000
 _MOST_BRACKETS = 20_000
+"""The number of brackets, at each of which a tag is tried: it bounds the time."""
 _FOLDED = re.compile(f"[{''.join(f'{chr(first)}-{chr(last)}' for first, last in _ranges(_FOLDS))}]++")
 _MOST_FOLDED = 1000
 
@@ -313,6 +314,7 @@ def check_restated(found: Candidate, names: Sequence[str], value: Any, known: Ca
     """
     start, end = max(0, found.begin - _LONGEST_BEFORE), found.end + _LONGEST_REST
     around = (found.text[start : found.begin] + found.text[found.end : end]).lower()
+    # Most replies have none of the names, and this is much faster than the pattern.
     if not any(name.lower() in around for name in names):
         return
     pattern = re.compile(wording.RESTATED % "|".join(map(re.escape, names)), re.IGNORECASE)
@@ -458,6 +460,7 @@ class Grammar:
         """Return the last markers, without a search of the whole text if the last ``length`` characters have enough."""
         while True:
             start = max(0, len(text) - length)
+            # Not a slice of the text: the look-behinds must see what stands before it.
             markers = list(self._marker.finditer(text, start))
             if len(markers) >= count or not start:
                 return markers

@@ -58,6 +58,7 @@ _REPORT_SECONDS = 5.0
 
 def usable_cores() -> int:
     """Return the number of cores that this process may run on."""
+    # Not `os.cpu_count`, which includes cores that cpusets or `taskset` exclude.
     return len(os.sched_getaffinity(0))
 
 
