@@ -74,7 +74,7 @@ def _parts(address: str) -> SplitResult:
     if re.search(r"[\s\x00-\x1f]", text):
         raise invalid(": it contains white space")
     try:
-        # Without a scheme, `urlsplit` takes the host of `host:port` for one.
+        # Without a scheme, `urlsplit` takes the host of `host:port` for the scheme.
         parts = urlsplit(text if has_scheme else f"http://{text}")
         port = parts.port
     except ValueError as error:
@@ -152,5 +152,5 @@ def _ip(host: str) -> IPv4Address | IPv6Address | None:
         ip = ip_address(host.partition("%")[0])
     except ValueError:
         return None
-    # Before Python 3.13, ::ffff:127.0.0.1 is not a loopback address; nor is it in a network of IPv4 addresses.
+    # Its IPv6 form is in no network of IPv4 addresses, and older versions of Python do not take it for loopback.
     return ip.ipv4_mapped or ip if isinstance(ip, IPv6Address) else ip

@@ -57,7 +57,7 @@ def asked_pause(headers: Mapping[str, str], status: int | None = None) -> float 
     service have these, too.
     """
     given = {str(name).lower(): str(value) for name, value in headers.items()}
-    # First: they are more precise than a `Retry-After` in whole seconds beside them.
+    # Milliseconds first: they are more precise than the whole seconds of a `Retry-After` beside them.
     for name in ("retry-after-ms", "x-ms-retry-after-ms"):  # the second one is Azure's
         if (milliseconds := retry_after_seconds(given.get(name))) is not None:
             return milliseconds / 1000

@@ -60,7 +60,7 @@ class _Server:
                 if turn.done() and not turn.cancelled():
                     self._wake()
                 raise
-            # It had its turn: if another request was faster, it waits in front of all others.
+            # This request had its turn: if another one was faster, it waits in front of all others.
             refused = True
         self.capacity.begin()
 

@@ -489,6 +489,7 @@ async def shared_session() -> aiohttp.ClientSession:
     # The session is held by an asynchronous generator, which the loop closes when it shuts down.
     keeper = _keep(loop)
     session = await anext(keeper)
+    # The keeper, too: the event loop has only a weak reference to it.
     _sessions[loop] = keeper, session
     return session
 

@@ -122,7 +122,7 @@ _FOLDS: dict[int, str | None] = {
 }  # fmt: skip
 _MOST_TAGS = 1000
 _MOST_BRACKETS = 20_000
-"""The number of brackets, at each of which a tag is tried: it bounds the time."""
+"""The largest number of brackets, at each of which a tag is tried: a bound on the time."""
 _FOLDED = re.compile(f"[{''.join(f'{chr(first)}-{chr(last)}' for first, last in _ranges(_FOLDS))}]++")
 _MOST_FOLDED = 1000
 

@@ -369,6 +369,7 @@ class Deadlines:
             return
         calls = self._calls.get(call.timeout)
         if calls is None:
+            # Not a dict, which looks for its first item past the places of all that were deleted.
             calls = self._calls[call.timeout] = OrderedDict()
             self.loop.call_later(call.timeout, self._look, call.timeout)
         calls[call] = None

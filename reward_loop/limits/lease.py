@@ -122,7 +122,7 @@ class limit:
     def __init__(self, name: str, *, tokens: float = 0) -> None:
         self._name = name
         self._tokens = amount("tokens", tokens) or 0.0
-        # Of all calls that share this object; `__exit__` finds the right one by its context.
+        # The leases of all calls that share this object; `__exit__` finds its own by the context.
         self._open: dict[Lease, None] = {}
 
     async def __aenter__(self) -> Lease:
@@ -144,6 +144,7 @@ class limit:
         held = _leases.get()
         # If exited in another context than entered, as in a generator: any lease of this object.
         lease = next((lease for lease in held if lease in self._open), None) or next(reversed(self._open))
+        # Not `reset`, which fails in another context than that of `__enter__`.
         _leases.set(tuple(other for other in held if other is not lease))
         del self._open[lease]
         if lease.call is not None:

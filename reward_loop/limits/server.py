@@ -35,7 +35,7 @@ class LimitServer:
     def __init__(self, options: JobOptions, period: float = PERIOD_S) -> None:
         self.limits = LocalLimits(options, period)
         self.limits.on_patience = partial(self._send_to_all, "patience")
-        # It has no colon, which separates the parts of the address.
+        # A text without a colon, which separates the parts of the address.
         self.token = secrets.token_urlsafe(24)
         self.stopped: str | None = None
         """Why the run must stop, once too many samples have failed."""
@@ -81,7 +81,7 @@ class LimitServer:
             # Permits belong to the connection: a worker that dies, or whose node is lost, releases its permits with it.
             messages = MessageQueue(writer)
             permits, answer = PeerPermits(), partial(messages.send, "settled")
-            # None of them waits: the messages of a connection take effect in the order in which they were sent.
+            # No handler waits: the messages of a connection take effect in the order in which they were sent.
             handlers: dict[str, Callable[..., None]] = {
                 "request": lambda number, *what: permits.request(number, partial(self.limits.request, *what), answer),
                 "used": permits.used,

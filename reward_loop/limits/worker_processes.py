@@ -156,8 +156,7 @@ def _granted(permit: Permit, error: Any) -> Permit:
 def call_here() -> Call | WorkerCall | None:
     """Return the call of a reward function that the current code belongs to, also in a worker process."""
     if worker.channel is not None:
-        # A new one: it has the number of the current call, so that the pool ignores what is sent after that call has
-        # ended.
+        # A new object: it keeps the number of the current call, and the pool ignores what is sent after that call.
         return WorkerCall(worker.channel, *worker.context)
     return current_call.get()
 

@@ -65,7 +65,7 @@ class RemoteError(Exception):
             out_of_credit(error),
         )
 
-    # By default, an exception is unpickled from `args` alone, which has only the description.
+    # By default, unpickling calls the class with `args`, which has only the description.
     def __reduce__(self) -> tuple[Any, ...]:
         return RemoteError, (
             self.description,

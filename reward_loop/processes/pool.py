@@ -407,7 +407,7 @@ class WorkerConnection:
                     ended.set_result((kind, content))
             if not is_open and not ended.done():
                 ended.set_result((DIED, memoryview(b"")))
-        # The event loop would only log it, and the call would never end.
+        # Otherwise the event loop would only log the error, and the call would never end.
         except Exception as error:
             if not ended.done():
                 problem = f"sent a message from its worker process that failed: {type(error).__name__}: {error}"

@@ -178,7 +178,7 @@ class _Store:
                 path, timeout=BUSY_TIMEOUT_S, check_same_thread=False, isolation_level=None
             )
             self._use_wal()
-            # With WAL, a power failure loses the latest scores at most, and no write waits for the disk.
+            # With WAL, a power failure loses the latest scores at most, and a commit does not wait for the disk.
             self._database.execute("PRAGMA synchronous=NORMAL")
             self._database.execute("CREATE TABLE IF NOT EXISTS scores (key BLOB PRIMARY KEY, value BLOB) WITHOUT ROWID")
         except (OSError, sqlite3.Error) as error:

@@ -118,7 +118,7 @@ class Retry:
                     elif not isinstance(again.error, RewardTimeoutError):  # that may be a connection without a timeout
                         outages.answered(away)
                 finally:
-                    # Also after a cancellation: no other call would get a turn.
+                    # Also after a cancellation: otherwise no other call would get a turn.
                     outages.ended(outage)
                 continue
             if self.config.max_attempts == 1 or not is_transient(error):
