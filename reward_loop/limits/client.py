@@ -233,7 +233,7 @@ class RemoteLimits(Limits):
             # Otherwise another event loop, or a later connection, owns the state by now.
             if self._messages is messages:
                 self._messages = None
-                # After a deliberate close, nothing is lost: the next use connects again, and no message is kept until then.
+                # After a deliberate close, the next use connects again: until then, no message is kept.
                 self._lost = None if closed else lost
                 opened, self._open = self._open, {}
                 for _, request in opened.values():

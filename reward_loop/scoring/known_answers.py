@@ -27,6 +27,7 @@ TEMPLATES = (
 """The forms in which a reference answer is tried as an answer."""
 
 _MAX_TEXTS = 4
+"""The largest number of reference texts, or of labelled answers of a kind, that are tried: each takes calls."""
 
 
 @dataclass(frozen=True, slots=True)
