@@ -564,7 +564,7 @@ class Grammar:
         for other in [*self._weak.finditer(found.text, found.end), *alone]:
             try:
                 differs = self._convert(other)[0] != found.verdict
-            except NoVerdictError:
+            except NoVerdictError:  # a number out of range, for example, contradicts, too
                 differs = True
             is_missed = wording.MISSED.match(found.text, other.end()) and wording.HIGHER.search(
                 found.text, max(0, other.start() - 40), other.start()

@@ -233,7 +233,7 @@ class _ForkServer:
                 cpu_limit = _cpu_limit(dead.si_pid)  # the kernel forgets it with the process
                 pid, status, usage = os.wait4(dead.si_pid, 0)
                 if child := self._alive.pop(pid, None):
-                    with contextlib.suppress(KeyError):
+                    with contextlib.suppress(KeyError):  # if `_abandon` has done it
                         self._poll.unregister(child.channel)
                     code = os.waitstatus_to_exitcode(status)
                     limit = _limit_of(code, usage.ru_utime + usage.ru_stime, cpu_limit)

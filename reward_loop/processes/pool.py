@@ -170,6 +170,7 @@ class WorkerProcesses:
         """
         try:
             content = _dumps((caller.context, arguments))
+        # Pickling runs code of the user's types, which may raise anything.
         except Exception as error:
             problem = f"has arguments that cannot be sent to a worker process: {type(error).__name__}: {error}"
             return CallOutcome(None, None, 0.0, RewardFunctionError(problem))

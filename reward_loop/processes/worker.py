@@ -200,6 +200,7 @@ class Channel:
                         if (answered := self._answered.pop(number, None)) is not None:
                             answered(answer)
         finally:
+            # The main thread exits when it looks for the next call.
             calls.put(None)
 
 

@@ -296,6 +296,7 @@ class UserFunction:
                 # The service sends the limits of the job with its first message: before, none would apply.
                 await self.limits.status()
             except JobServiceError as error:
+                # As the exception of the call: so `Retry` waits for the end of the outage.
                 return CallOutcome(None, error, 0.0, attempts=0)
         if self.limits.spent is not None:
             return CallOutcome.without_call(BudgetSpentError(_not_called(self.limits.spent, attempt)))

@@ -304,6 +304,7 @@ class Proofs:
                 why = await self._find(source, sample, score)
         except TimeoutError:
             why = f"the function takes longer than {_TRYING_S:g} s"
+        # The latter two: the system has no more processes or threads.
         except (RewardLoopError, OSError, RuntimeError) as error:
             why = str(error)
         finally:

@@ -206,6 +206,7 @@ class _Job:
     def run(self) -> None:
         try:
             self.result = self.context.run(self.function)
+        # Also `SystemExit`, which would end the thread without a result.
         except BaseException as error:
             self.error = error
 
