@@ -138,6 +138,14 @@ def test_an_output_in_the_folder_that_is_read_is_an_error(folder: Path, argument
     assert len(list((folder / "run").glob("*.jsonl"))) == 1
 
 
+def test_the_output_of_a_folder_that_is_the_current_one_is_beside_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder / "run")
+    run("score", ".", "../strict.py")
+    assert list((folder / "run.scored").glob("*.jsonl"))
+
+
 def test_what_was_recorded_comes_back_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     big, code, alike = 2**64 + 1, b"\x00\xff byte", {"$bytes": "AAAA"}
     (tmp_path / "exact.py").write_text(

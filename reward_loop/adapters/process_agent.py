@@ -120,16 +120,19 @@ class AgentInThread:
 A = TypeVar("A", bound=AgentInThread)
 
 
+class _Place(Generic[A]):
+    """Where one process keeps its agent."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.agent: A | None = None
+
+
 class AgentOwner(Generic[A]):
     """Owns one agent in each process. It ends with `close`, or with the interpreter."""
 
     def __init__(self) -> None:
-        self._reset()
-
-    def _reset(self) -> None:
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._agent: A | None = None
+        self._places: dict[int, _Place[A]] = {}
 
     def __reduce__(self) -> tuple[type[AgentOwner[A]], tuple[()]]:
         return type(self), ()  # a copy in another process has no agent yet
@@ -142,26 +145,26 @@ class AgentOwner(Generic[A]):
                 event loop of the trainer. If it raises, the next call of `get` tries again.
         """
         # Without the lock and a thread once the agent runs: trainers call this for each sample.
-        agent = self._agent
-        if agent is None or self._pid != os.getpid():
-            agent = await asyncio.to_thread(self._get, start)
-        return agent
+        place = self._places.get(os.getpid())
+        if place is None or place.agent is None:
+            return await asyncio.to_thread(self._get, start)
+        return place.agent
 
     def _get(self, start: Callable[[], A]) -> A:
-        if self._pid != os.getpid():  # a fork copies this object, but not the agent's thread
-            self._reset()
-        with self._lock:
-            if self._agent is None:
-                self._agent = start()
-            return self._agent
+        # By process: a fork copies this object, but not the agent's thread, and the copy of the lock may be held.
+        # `setdefault`, since two threads of a process may be the first.
+        place = self._places.setdefault(os.getpid(), _Place())
+        with place.lock:
+            if place.agent is None:
+                place.agent = start()
+            return place.agent
 
     def close(self) -> None:
         """Close the agent of this process, if it was started; blocks until that is done. `get` may start another."""
-        agent = self._agent
-        if agent is not None and self._pid == os.getpid():
-            # In this order: a call during `close`, which takes a while, must not get the agent that is being closed.
-            self._reset()
-            agent.close()
+        # In this order: a call during `close`, which takes a while, must not get the agent that is being closed.
+        place = self._places.pop(os.getpid(), None)
+        if place is not None and place.agent is not None:
+            place.agent.close()
 
 
 ENVIRONMENT = "REWARD_LOOP_CONFIG"

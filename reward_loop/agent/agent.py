@@ -231,7 +231,8 @@ class RewardAgent:
             return
         if self._post_process is not None:
             members, complete = pending._members(group), pending._group(group)
-            names = [getattr(pending._samples[i], "uid", None) for i in members]
+            # Of the rows, not of the samples: the records have these uids, also of samples without one.
+            names = [getattr(self._row(pending, i), "uid", None) for i in members]
             processed = await self._post_process(complete.rewards, names)
             if pending.error is not None:
                 return

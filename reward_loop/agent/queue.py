@@ -388,10 +388,7 @@ class QueuedRewards:
 
     async def _judge(self, entry: QueueEntry) -> None:
         """Score one member of a group; if it is the last one, post-process the group."""
-        sample = entry.sample
-        if isinstance(sample, RewardSample) and sample.group is None:
-            # Records then show the members of a group together.
-            sample = replace(sample, group=f"{self._name}.{entry.group}", group_size=entry.group_size)
+        sample = self._row(entry)
         reward = await reward_of(self._manager, sample, f"group {entry.group}, member {entry.member}")
         members = self._incomplete.setdefault(entry.group, {})
         if entry.member in members:
@@ -402,9 +399,23 @@ class QueuedRewards:
         del self._incomplete[entry.group]
         entries, rewards = zip(*(members[i] for i in sorted(members)), strict=True)
         if self._post_process is not None:
-            uids = [getattr(entry.sample, "uid", None) for entry in entries]
+            uids = [getattr(self._row(entry), "uid", None) for entry in entries]
             rewards = await self._post_process(rewards, uids)
         self._ready.append(CompleteGroup(entry.group, list(zip(entries, rewards, strict=True))))
+
+    def _row(self, entry: QueueEntry) -> Any:
+        """The sample as the manager receives it: with uid and group, so that records show the group's members together.
+
+        Without a uid, a reward that is changed later could not be assigned to its record.
+        """
+        sample = entry.sample
+        if not isinstance(sample, RewardSample):
+            return sample
+        name = f"{self._name}.{entry.group}"
+        uid = sample.uid or f"{name}_{entry.member}"
+        if sample.group is not None:
+            return replace(sample, uid=uid)
+        return replace(sample, uid=uid, group=name, group_size=entry.group_size)
 
     def _judged(self, task: asyncio.Task[None]) -> None:
         self._error = self._error or failure_of(task, self._manager)

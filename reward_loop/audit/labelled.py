@@ -57,7 +57,8 @@ class LabelledAnswers:
         where = f"reward_loop.audit.labelled={path}"
         try:
             # Not `splitlines`, which also splits at characters that a JSON text may contain, such as U+2028.
-            lines = Path(path).read_text(encoding="utf-8").split("\n")
+            # `utf-8-sig`: some editors write a mark (BOM) at the beginning of a file.
+            lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{where}: {error}") from error
         self.answers: list[tuple[RewardSample, bool]] = []

@@ -127,9 +127,9 @@ class Cascade:
         if spot is None:
             logger.warning(
                 "judge:cascade asks the large model only where the small one is unsure. As the reward of a training, "
-                "such a choice let a policy learn answers about which the cheap judge was sure and wrong: with 20%% of "
-                "strong calls, 84%% of its answers were right and 14%% wrong and rewarded; with as many random checks "
-                "93%% and 5%% (docs/judges.md). Set spot=0.2 to check the verdicts of the small model. Scoring "
+                "such a choice let a policy learn answers about which the cheap judge was sure and wrong: with 20 % of "
+                "strong calls, 84 % of its answers were right and 14 % wrong and rewarded; with as many random checks "
+                "93 % and 5 % (docs/judges.md). Set spot=0.2 to check the verdicts of the small model. Scoring "
                 "stored answers does not need it."
             )
         else:

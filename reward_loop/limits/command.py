@@ -38,7 +38,7 @@ def limits(
         typer.Option(help="Process to query; by default all processes of this user on this machine. Repeatable."),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(min=0, max=86400, help="Seconds to wait for the response of a process.")
+        float, typer.Option(min=0.001, max=86400, help="Seconds to wait for the response of a process.")
     ] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print the limits as JSON.")] = False,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -108,9 +109,11 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
                 component.failures.count(result)
             own = {"outcome": str(result.outcome), "error": result.error}
             own |= {key: getattr(result, key) for key in MEASURED}
+            # The score has the name of the component. A function that returns a number has it as `acc`; `acc` of a dict
+            # is the function's own.
+            repeated = "score" if "score" in result.extra_info else "acc"
             for key, value in result.extra_info.items():
-                # The score has the name of the component; `acc` of a function that returns a number is the same number.
-                if key not in ("score", "acc"):
+                if key != repeated:
                     info[f"{name}/returned_{key}" if key in own else f"{name}/{key}"] = value
             info |= {f"{name}/{key}": value for key, value in own.items() if key != "error" or value}
             if result.reward is not None:
@@ -248,8 +251,9 @@ class _Component:
 
     async def score(self, sample: RewardSample, context: Mapping[str, Any]) -> RewardResult:
         """Return the result of the function, with the component's policies."""
+        started = time.perf_counter()
         result: RewardResult = await self.function(sample, **context)
         if keys := PART_KEYS & result.extra_info.keys():
             problem = f"returned {listing(keys)}; `composite` does not support dense rewards"
             result = failed_after(result, InvalidScoreError(problem, sample=sample, function=self._where))
-        return decide(result, self.options)
+        return decide(result, self.options, time.perf_counter() - started)

@@ -225,7 +225,9 @@ def _default_output(source: Inputs) -> Path:
         raise ConfigError(f"{len(source.paths)} inputs are scored: name the folder of the records by --output DIR")
     path = source.paths[0].resolve()
     if path.is_dir():
-        return source.paths[0].parent / f"{path.name}.scored"
+        # `.` and `..` have no parent as they are: the output would be in the folder that is scored.
+        beside = path if source.paths[0].name in ("", "..") else source.paths[0]
+        return beside.parent / f"{path.name}.scored"
     plain = path.with_suffix("") if is_compressed(path) else path
     return source.paths[0].parent / f"{plain.stem}.scored"
 

@@ -260,7 +260,9 @@ def stuck(
         typer.Argument(metavar="PID", help="Processes to ask; by default all processes of this user on this machine."),
     ] = None,
     threads: Annotated[bool, typer.Option("--threads", help="Also show where the threads of a process are.")] = False,
-    timeout: Annotated[float, typer.Option(min=0, max=86400, help="Seconds to wait for the answer of a process.")] = 5,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, max=86400, help="Seconds to wait for the answer of a process.")
+    ] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answers as JSON.")] = False,
 ) -> None:
     """Ask running jobs which samples have been running longest.

@@ -287,6 +287,15 @@ _writers: dict[tuple[str, int], Records] = {}
 _lock = threading.Lock()
 
 
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+# Another thread may hold the lock at the fork; its copy would never be released.
+os.register_at_fork(after_in_child=_renew_lock)
+
+
 def records(directory: str | Path, max_bytes: int = MAX_BYTES) -> Records:
     """Return this process's writer for a directory. The first call for a directory decides on `max_bytes`."""
     # By process: a forked child has no writing thread, and needs a file of its own.

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from reward_loop.adapters.service.dialects import DialectOptions
+from reward_loop.errors import ConfigError
 from tests.adapters.services import client_of, post, ranks, scorer
 
 
@@ -136,6 +137,11 @@ async def test_end_of_text_tokens_are_stripped() -> None:
     assert reply["rewards"] == [1, 1, 0]
 
 
+def test_an_empty_text_is_no_end_of_a_response() -> None:
+    with pytest.raises(ConfigError, match="--strip is empty"):
+        DialectOptions(strip=("<|im_end|>", ""))
+
+
 async def test_the_prompt_of_slime_may_be_chat_messages_and_is_extra_info() -> None:
     def score(solution_str: str, extra_info: dict[str, Any]) -> float:
         return float(extra_info["prompt"][0]["content"] == "2+2")
@@ -188,6 +194,16 @@ async def test_nemo_gym_gets_the_metrics_of_an_evaluation_and_may_verify_stored_
     tasks = [(one["_ng_task_index"], one["num_rollouts"], one["mean/reward"]) for one in found["group_level_metrics"]]
     assert tasks == [(0, 2, 1.0), (1, 1, 0.5)]
     assert empty == {"group_level_metrics": [], "agent_metrics": {}, "key_metrics": {}}
+
+
+async def test_a_task_index_of_nemo_gym_may_be_null_and_must_be_a_number() -> None:
+    replies = [{"_ng_task_index": index, "reward": 1.0} for index in (1, None)]
+    async with client_of() as client:
+        found = await post(client, "/aggregate_metrics", {"verify_responses": replies})
+        assert [one["_ng_task_index"] for one in found["group_level_metrics"]] == [0, 1]
+        for wrong in ("a", [1]):
+            answer = await client.post("/aggregate_metrics", json={"verify_responses": [{"_ng_task_index": wrong}]})
+            assert (answer.status_code, "_ng_task_index is" in answer.text) == (422, True)
 
 
 async def test_functions_that_need_groups_are_served_at_score_only() -> None:

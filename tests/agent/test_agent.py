@@ -20,6 +20,7 @@ from reward_loop import (
 )
 from reward_loop.agent import QueuedRewards, RewardQueue
 from reward_loop.audit import open_audit
+from reward_loop.records import RecordsReader, records
 from tests.agent.judges import Gate, naive, numbered, scores, within
 
 
@@ -405,6 +406,22 @@ async def test_post_processing_passes_over_members_without_a_score():
     assert judge.given == [[1, 3]]
     assert rewards[0]["reward_extra_info"]["acc"] == 1
     assert [r["reward_extra_info"]["reward_outcome"] for r in rewards[:4]] == ["scored", "unscored", "scored", "failed"]
+
+
+@pytest.mark.parametrize("scoring", ["agent", "queue"])
+async def test_the_record_of_a_sample_without_a_uid_has_the_processed_reward(tmp_path, scoring):
+    manager, samples = naive(Judge(), log_dir=str(tmp_path)), [RewardSample("1"), RewardSample("3")]
+    if scoring == "agent":
+        async with RewardAgent(manager) as agent:
+            await within(agent.submit(samples, group_size=2))
+    else:
+        queue = RewardQueue(2)
+        async with QueuedRewards(queue, manager) as rewards:
+            for member, sample in enumerate(samples):
+                await queue.put(sample, group=0, group_size=2, member=member, step=1)
+            await within(anext(rewards))
+    records(str(tmp_path)).flush()
+    assert sorted(row["reward"] for row in RecordsReader(tmp_path).rows()) == [-1, 1]
 
 
 @pytest.mark.parametrize(("bad", "message"), [("99", "2 scores and returned 1"), ("98", "not finite")])

@@ -49,6 +49,12 @@ def test_a_wrong_file_is_refused_with_its_line(tmp_path: Path, lines: list[Any],
         LabelledAnswers(written(tmp_path, *lines), 10)
 
 
+def test_a_file_may_begin_with_the_mark_of_an_editor(tmp_path: Path) -> None:
+    path = Path(numbered(tmp_path, 2))
+    path.write_text("\ufeff" + path.read_text())
+    assert len(LabelledAnswers(str(path), 10).answers) == 2
+
+
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"reward_loop\.audit\.labelled=.*missing\.jsonl"):
         LabelledAnswers(str(tmp_path / "missing.jsonl"), 10)

@@ -120,6 +120,7 @@ async def test_a_cascade_without_spot_checks_warns_and_with_them_the_large_model
         result = await judged("cascade", small, large=options)
         assert (result.score, result.extra_info["judged_by"], len(large.requests)) == (1.0, "small", 0)
         assert "Set spot=0.2" in caplog.text
+        assert "with 20 % of strong calls, 84 %" in caplog.text
         caplog.clear()
         results = [await judged("cascade", small, large=options, spot=0.5) for _ in range(24)]
         assert not caplog.text

@@ -334,6 +334,23 @@ async def test_a_components_own_keys_replace_none_of_the_managers(module):
     ]
 
 
+async def test_acc_of_a_dict_is_a_key_of_the_function_and_acc_of_a_number_is_the_score(module):
+    async def judge(solution_str):
+        return {"score": 0.5, "acc": True}
+
+    async def number(solution_str):
+        return 0.25
+
+    module.judge, module.number = judge, number
+    components = {name: {"path": f"judges:{name}"} for name in ("judge", "number")}
+    manager = CompositeRewardLoopManager({"reward_loop": {"components": components}})
+    reward = (await run(manager, "x"))["reward_extra_info"]
+    assert reward["judge/acc"] is True
+    assert {"number/acc", "judge/score"}.isdisjoint(reward)
+    for name in components:
+        assert 0 < reward[f"{name}/work_s"] < reward[f"{name}/total_s"]
+
+
 def test_the_name_of_a_component_has_no_slash(path):
     with pytest.raises(ConfigError, match="name a/b contains a slash"):
         CompositeRewardLoopManager({"reward_loop": {"components": {"a": {"path": path}, "a/b": {"path": path}}}})

@@ -60,7 +60,8 @@ def test_without_a_running_process_the_exit_status_is_1(monkeypatch: pytest.Monk
     assert "no process" in done.output
 
 
-def test_a_timeout_beyond_the_range_of_the_clock_is_refused() -> None:
+@pytest.mark.parametrize("timeout", ["inf", "0"])  # no process can answer within 0 s
+def test_a_timeout_beyond_the_range_of_the_clock_is_refused(timeout: str) -> None:
     for command in ("stuck", "limits"):
-        found = runner.invoke(app, [command, "--timeout", "inf"])
+        found = runner.invoke(app, [command, "--timeout", timeout])
         assert (found.exit_code, "--timeout" in found.output) == (2, True)

@@ -18,6 +18,7 @@ from pydantic import Field
 
 from reward_loop.adapters.service.replies import ERRORS, JsonBody, ServiceError, json_reply, numbers_of
 from reward_loop.adapters.service.service import RewardService
+from reward_loop.errors import ConfigError
 from reward_loop.types import RewardResult, RewardSample
 
 __all__ = ["DialectOptions", "llamafactory", "openrlhf", "slime"]
@@ -31,6 +32,11 @@ class DialectOptions:
     """Texts that are removed from the end of responses: end-of-text tokens, which some trainers send."""
     field_paths: Mapping[str, str] = field(default_factory=dict)
     """For NeMo-Gym: the field of a task that contains a part of the sample, as in ``reward-loop score --field``."""
+
+    def __post_init__(self) -> None:
+        # Every response ends in it, so `without_end` would not end.
+        if "" in self.strip:
+            raise ConfigError("--strip is empty: give the end-of-text token, or leave the option out")
 
     def without_end(self, text: str) -> str:
         """Return a response without the texts of `strip` at its end."""

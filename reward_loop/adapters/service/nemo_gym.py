@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import ConfigDict, Field
 
+from reward_loop._util.text import shorten
 from reward_loop.adapters.service.dialects import DialectOptions
 from reward_loop.adapters.service.replies import ERRORS, JsonBody, ServiceError, json_reply
 from reward_loop.adapters.service.service import RewardService
@@ -114,7 +115,11 @@ def _routes(service: RewardService, options: DialectOptions) -> APIRouter:
         """
         tasks: dict[int, list[dict[str, Any]]] = defaultdict(list)
         for reply in body.verify_responses:
-            tasks[reply.get(TASK_INDEX, 0)].append(reply)
+            # As without observability, where the index is left out.
+            task = reply.get(TASK_INDEX) or 0
+            if not isinstance(task, int):
+                raise ServiceError(422, f"{TASK_INDEX} is {shorten(task)}, not the number of a task")
+            tasks[task].append(reply)
         overall = _statistics(body.verify_responses)
         return json_reply(
             {
