@@ -83,6 +83,7 @@ class BackendStats:
         self.latency_sum_s += seconds
 
 
+# eq=False: a server is a key of dicts, and equal only to itself.
 @dataclass(slots=True, eq=False)
 class Backend:
     """One server."""
@@ -195,6 +196,7 @@ async def check_health(backend: Backend) -> None:
         status, body = await _get(backend.upstream, "/is_sleeping")
         if status == 200 and _decoded(body).get("is_sleeping") is True:
             raise AsleepError("the engine is asleep")
+    # Not at each check of a server in use: requests for unknown models have it asked again (`ask_for_model`).
     if backend.state is BackendState.DOWN:
         await update_models(backend)
 
@@ -229,6 +231,7 @@ async def ask_for_one_token(backend: Backend) -> None:
     fields: dict[str, Any] = {"model": backend.models[0]} if backend.models else {}
     if backend.config.kind == "discriminative":
         path = "/classify"
+        # Not an empty text, which can crash SGLang.
         fields |= {"text": "1"} if backend.config.engine == "sglang" else {"input": "1"}
     else:
         path = "/v1/chat/completions"

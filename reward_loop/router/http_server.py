@@ -175,6 +175,7 @@ class HttpServer:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
+                # With a pause: while the listener stays readable, the event loop would call this again at once.
                 logger.error("no connection can be accepted: %s", error)
                 self._pause()
                 self.loop.call_later(_FULL_S, self._accept_again)
@@ -271,6 +272,7 @@ class _Connection(asyncio.Protocol):
         self._timer.cancel()
         if self._unread:
             self._unread.cancel()
+        # With a task, `_end` discards the connection later: the server's stop waits for the task, too.
         if self._task:
             self._cancel(self._task)
         else:
@@ -298,6 +300,7 @@ class _Connection(asyncio.Protocol):
             if length > self._server.max_head_bytes:
                 raise self._too_long()  # It is the context of the error that the parser raises.
         upgrades = parser.should_upgrade()
+        # `_ignore_upgrade` parses the request again.
         if upgrades and not self._wants_websocket():
             return
         version = parser.get_http_version()
@@ -418,9 +421,11 @@ class _Connection(asyncio.Protocol):
         # One timer for the whole connection: it closes the connection, or restarts with the time that is left.
         server = self._server
         left = server.keep_alive_s
+        # With a task, the time limit of the request applies.
         if not self._task:
             left += self._idle_since - server.loop.time()
         if left > 0:
             self._timer = server.loop.call_later(left, self._check_idle)
         else:
+            # Not `close`, which waits until the client has read what is buffered.
             self._transport.abort()
