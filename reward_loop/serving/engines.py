@@ -207,6 +207,7 @@ def _value_in(python: str, env: frozenset[tuple[str, str]], expression: str) -> 
         raise ConfigError(f"python={python!r}: no answer within {_ANSWERS_WITHIN_S:g} s") from None
     try:
         if not done.returncode:
+            # The last line: what runs at the start of the interpreter may print, too.
             return json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
         pass

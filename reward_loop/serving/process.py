@@ -165,6 +165,7 @@ class ServerProcess:
         try:
             ends: list[asyncio.Future[Any]] = [health, self._exited]
             await asyncio.wait(ends, timeout=self._start_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            # First the exit: a server that dies may fail its health check, too, and the exit status says more.
             if self._exited.done():
                 problem: str | None = f"{_ending(self._exited.result())} before it was ready"
                 if not self._inherits_socket and "address already in use" in self.log.end().lower():
@@ -191,6 +192,7 @@ class ServerProcess:
         A server that inherits its socket is asked once. A server that binds the address itself is asked until the check
         succeeds.
         """
+        # None: a request in the backlog is answered when the server is ready, and `_ready` has the deadline.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=None)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             while True:
@@ -212,6 +214,7 @@ class ServerProcess:
             return
         is_well = self.started_in_s is not None and not exited.done()
         try:
+            # Shielded: a stop that is cancelled must not leave the process running.
             with anyio.CancelScope(shield=True):
                 if not exited.done():
                     _signal(process, signal.SIGTERM)
@@ -224,6 +227,7 @@ class ServerProcess:
             # The process still runs only if the wait was interrupted, for example by a second Ctrl-C.
             if not exited.done():
                 _signal(process, signal.SIGKILL)
+            # Only now: the child kills itself when its end of the pipe is closed.
             parent_death.close()
             if is_well:
                 self.log.discard()

@@ -141,6 +141,7 @@ class RayServer:
     async def _stop(self) -> None:
         with anyio.CancelScope(shield=True):
             await self._tunnel.aclose()
+            # If the actor does not answer, `placed` kills it, and the server ends with it.
             with contextlib.suppress(RayError, TimeoutError):
                 async with asyncio.timeout(_STOPS_WITHIN_S):
                     await self._actor.stop.remote()

@@ -77,6 +77,7 @@ class EmbeddedModel:
         if max_tokens is None:
             max_tokens = max(1, (self.engine.max_length or len(prompt) + 512) - len(prompt))
         params = SamplingParams(max_tokens=max_tokens, **body.model_dump(include=set(SamplingOptions.model_fields)))
+        # One seed for each choice: with the same one, all choices would be equal.
         seeds = [None if body.seed is None else body.seed + index for index in range(body.n)]
         generations = await asyncio.gather(
             *(self.engine.generate(prompt, params.model_copy(update={"seed": seed})) for seed in seeds)
