@@ -256,7 +256,7 @@ class Proxy:
                 failure = error
                 backend.stats.broken += 1
                 pool.mark_unhealthy(backend, f"{type(error).__name__}: {error}")
-                # Too late for a retry. `HttpServer` closes the connection, which shows the client that a part is missing.
+                # Too late for a retry. `HttpServer` closes the connection: the client must see that a part is missing.
                 if client.started:
                     self.log.warning(
                         backend, "%s: the connection to %s broke within the answer: %s", client.name, backend.url, error

@@ -128,6 +128,7 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
         rollout = self.config.actor_rollout_ref.rollout
         partition, n = ("val", rollout.val_kwargs.n) if trajectory["validate"] else ("train", rollout.n)
+        # Read here, because verl's method removes it.
         size = int(prompt.get("__rollout_n__", n))
         # The tasks of its sessions inherit it. A prompt that was sent again may still be generated for the first time.
         _prompt.set(_Prompt(partition, size, set(range(size))))
@@ -208,11 +209,13 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         try:
             await super()._agent_loop_postprocess(output, validate, **kwargs)
             if outputs:
+                # Only now: `GENERATED` is written to a trajectory that is in TransferQueue.
                 session.prompt.published = f"{session.name}_0"
             await _end_generation(session)
             if session.judging is not None:
                 await _take_reward(session, outputs)
         finally:
+            # If verl could not write the trajectory, the task still judges, and nothing else awaits it.
             if session.judging is not None:
                 session.judging.cancel()  # no effect after the reward has arrived
                 await asyncio.gather(session.judging, return_exceptions=True)

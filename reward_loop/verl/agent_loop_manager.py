@@ -167,6 +167,7 @@ class RewardAgentLoopManager(AgentLoopManagerTQ):
         """
         left = list(workers)
         for number in left:
+            # Also a worker that is only unreachable: it must not write to prompts that are reset.
             ray.kill(self.agent_loop_workers[number])
         for _ in range(MAX_STARTS):
             for number in left:

@@ -119,6 +119,7 @@ class ColocatedRewardModels:
         elsewhere = GpuReservation(accelerator=accelerator(), timeout_s=served.placement_timeout_s)
         turns = tuple(models) if several else ()
         router = self._stack.enter_context(serve_reward_model(served, elsewhere, turns=turns)).reward_router_address
+        # The router has the servers from its options, and the models sleep.
         for one in self._models.values():
             one.router = router
             one.remove_servers()
@@ -155,9 +156,11 @@ class ColocatedRewardModels:
         awake: _Model | None = None
         try:
             while True:
+                # `None` during the change: a cancellation must not put the model to sleep twice.
                 following, before, awake = self._models[await self._next_turn(awake)], awake, None
                 if before is not None:
                     await _in_thread(before.sleep, metrics)
+                # Before it wakes up: a cancellation waits until it is awake, and then puts it to sleep.
                 awake = following
                 await _in_thread(awake.wake_up, metrics)
         except asyncio.CancelledError:
@@ -284,6 +287,7 @@ class _Model:
         """
         headers = {"Content-Type": "application/json", **_authorization()}
         request = urllib.request.Request(f"http://{self.router}{path}", body, headers, method=method)
+        # The router is on this machine, which the proxy of the environment may not reach.
         without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         until = time.monotonic() + _ROUTER_BACK_WITHIN_S
         while True:

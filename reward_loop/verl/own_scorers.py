@@ -143,6 +143,7 @@ def _guard_math_verify(math_verify: Any) -> None:
             except math_verify.TimeoutException:
                 return timeout_score
             except FutureTimeoutError:
+                # The call had not started: 0 would be a score that nothing has computed.
                 if future is not None and future.cancel():
                     raise TimeoutError(f"verl's math_verify had no free process for {timeout:g} s") from None
                 return timeout_score
@@ -218,6 +219,7 @@ def _parse(text: str, *, transformations: Any = None) -> Any:
         if not isinstance(node, _NODES) or (isinstance(node, ast.Name) and node.id not in names):
             raise ValueError(f"not an expression of numbers and symbols: {type(node).__name__}")
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _NAMED:
+            # A text is allowed here. The walk also counts it as a node, so that only texts elsewhere are left.
             texts -= sum(_is_text(argument) for argument in node.args)
         texts += _is_text(node)
     if texts:

@@ -159,6 +159,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
                 first_step=self.global_steps,
                 generated=len(self._submitted) >= self.config.data.train_batch_size,
             )
+        # The loop ends before the iterator does: the next step continues with the action that follows.
         for action in self._actions:
             if isinstance(action, Generate):
                 with added_seconds("gen", timing_raw):
@@ -249,6 +250,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
             self._judged = [(began, began + timing_raw["wait_reward"])]
         # The rows without a reward are still among them: the rewards have not arrived.
         whole = copy(super()._balance_batch(trajectories, metrics=metrics))
+        # verl sets it in `_step_once`, which this mode does not call. The log-probabilities depend on it.
         whole.extra_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
         in_order = self._schedule.mini_batch_pipeline and self.options.order == "submission"
         return StepBatch.of(uids, whole, in_order=in_order)
@@ -273,6 +275,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         """Evict groups that are filtered, failed without a trajectory or are too old. Returns how many are filtered."""
         if not self._replaces:
             return 0
+        # Before the eviction, which deletes the prompts with their tags.
         failure = last_failure()
         evicted = self.replay_buffer.evict(self.global_steps, metrics)
         if evicted.uids:
@@ -345,6 +348,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
             raise batch.nothing
         metrics.update(batch.metrics.get_aggregated_metrics())
         self._count_rewards(set(batch.uids), metrics)
+        # Only the prompts: verl deletes the trajectories after it has written metrics and files from them.
         tq.kv_clear(keys=batch.uids, partition_id="train")
         metrics["reward_pipeline/prompts_ahead"] = len(self._submitted)
         if self._filters:

@@ -239,6 +239,7 @@ def _without_reward(trajectories: KVBatchMeta) -> set[str]:
     return {
         key
         for key, tag in zip(trajectories.keys, trajectories.tags, strict=True)
+        # A reward that the agent loop has set itself is published with the trajectory, without the tag.
         if JUDGED not in tag and "rm_scores" not in field_names(key, tag, partition)
     }
 

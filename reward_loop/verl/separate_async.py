@@ -179,6 +179,7 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
         """Send new weights to the rollout, and the number of the next step to the agent loop workers."""
         super().on_step_end()
         for worker in self.agent_loop_manager.agent_loop_workers:
+            # Not awaited: a worker that misses it only judges rollouts that will be evicted.
             worker.start_step.remote(self.global_steps + 1)
 
     @overrides(PPOTrainerSeparateAsync)

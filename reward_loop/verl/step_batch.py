@@ -78,6 +78,7 @@ class StepBatch:
         if complete == len(self.groups):
             return total
         trained = len(self.uids) - len(self.groups)
+        # The last mini-batch takes all groups that are left, so it is ready only with all of them.
         return min(total - 1, (trained + complete) // size)
 
     def staleness(self, step: int) -> list[int]:
@@ -89,6 +90,7 @@ class StepBatch:
         """Remove these groups from `groups`, and return their rows."""
         rows = [row for uid in uids for row in self.groups.pop(uid)]
         if not self.in_order:
+            # In the order in which verl has balanced the batch over the ranks.
             return sorted(rows)
         place = {uid: number for number, uid in enumerate(uids)}
         return sorted(rows, key=lambda row: (place[uid_of(self.whole.keys[row])], self.whole.keys[row]))

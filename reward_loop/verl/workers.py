@@ -135,6 +135,7 @@ class RewardWorkers:
                 max_task_retries=MAX_TASK_RETRIES,
                 # Ray's default of 1,000 would make further samples wait in Ray, without a limit or a deadline of ours.
                 max_concurrency=100_000,
+                # Soft: if the node is lost, Ray restarts the worker on another one.
                 scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
                     node_id=node, soft=True
                 ),
@@ -279,6 +280,7 @@ class RewardWorkers:
         try:
             return asyncio.run(beside(self._gather(pending), meanwhile))
         except RayTaskError as error:
+            # First the stored error of a worker, which names the sample and the cause.
             self.check_fatal_errors()
             raise RewardLoopError(f"a reward worker failed: {error}") from error
 
@@ -384,6 +386,7 @@ async def beside(work: Coroutine[Any, Any, T], meanwhile: Callable[[], Coroutine
         for task in (working, other):
             task.cancel()
         _, ended = await asyncio.gather(working, other, return_exceptions=True)
+    # First its error: `work` was cancelled because of it.
     if isinstance(ended, Exception):
         raise ended
     return await working
