@@ -241,6 +241,7 @@ class Connection(asyncio.Protocol):
         self._is_check = is_check
         self._answer = answer = BackendAnswer(self, head_only=head_only)
         self._arrival = self._upstream.loop.create_future()
+        # A new one: after the answer to a HEAD, the parser before still expects a body.
         self.parser = httptools.HttpResponseParser(answer)
         self._transport.write(message)
         try:

@@ -194,6 +194,7 @@ class BackendPool:
                     return backend
             members = self.group(route).members
             if any(backend.state is BackendState.UP and not backend.cooling_down for backend in members):
+                # It is full, or other requests wait for its places: `pick` or the condition above would otherwise end the loop.
                 # A request whose turn came, and whose place another one took, keeps its position.
                 await self._turn(route, first=has_turn)
                 has_turn = True
@@ -294,6 +295,7 @@ class BackendPool:
         if not self._waiting:
             return
         for route, waiting in self._waiting.items():
+            # For each route alone: of two requests that are woken for the same place, one waits again, as the first.
             free = backend.capacity.number - backend.in_flight if backend.can_answer(route) else 0
             while waiting and free > 0:
                 turn = waiting.popleft()

@@ -107,6 +107,7 @@ _prompt: ContextVar[_Prompt] = ContextVar("prompt")
 _session: ContextVar[_Session | None] = ContextVar("session", default=None)
 
 
+# verl's name is an actor class of Ray, from which no class may inherit: this is the class inside.
 class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
     """An agent loop worker that publishes a trajectory first, and its reward later. A Ray actor.
 

@@ -97,6 +97,7 @@ def begin(config: DictConfig, run_ppo: Callable[..., None], *, on: bool) -> Call
         run_ppo: verl's function.
         on: whether the reward loop scores the rollouts. Otherwise verl does, on a CPU.
     """
+    # Only in place of Python's handler: a program that calls verl's `main` may have its own.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt_once)
     opened = ExitStack()

@@ -374,6 +374,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
     @overrides(PPOTrainerSync)
     def _compute_metrics(self, batch: KVBatchMeta, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
+        # verl's timer of the step contains the checkpoint.
         step = timing_raw["step"] - timing_raw.get("save_checkpoint", 0.0)
         generation, waiting = timing_raw.get("gen", 0.0), timing_raw.get("wait_reward", 0.0)
         metrics.update(overlap_metrics(step, generation=generation, waiting=waiting, judged=self._judged))

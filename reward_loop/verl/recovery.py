@@ -143,6 +143,7 @@ class Recovery:
         partition = trajectories.partition_id
         if stale := [key for key in trajectories.keys if uid_of(key) in uids]:
             tq.kv_clear(keys=stale, partition_id=partition)
+        # `None`, because TransferQueue merges tags: an old failure would stay.
         tag = {"is_prompt": True, "status": "pending", "global_steps": step, FAILURE: None}
         tq.kv_batch_put(keys=list(uids), partition_id=partition, tags=[dict(tag) for _ in uids])
 
@@ -201,6 +202,7 @@ class Recovery:
         if not prompts:
             return
         counts, sizes = _session_counts(rows), self._sizes(prompts)
+        # A finished prompt may have fewer trajectories: verl accepts an agent loop that returns nothing.
         complete = {uid for uid, tag in prompts.items() if tag["status"] == "finished" or counts[uid] >= sizes[uid]}
         batch, missing = read_trajectories(complete), set[str]()
         if self._judges:

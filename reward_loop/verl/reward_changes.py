@@ -45,6 +45,7 @@ def post_process(batch: Any, rewards: Rewards, workers: RewardWorkers) -> Reward
     Groups that have been post-processed already stay as they are. Returns the rewards after the change.
     """
     by_group: dict[str, list[str]] = defaultdict(list)
+    # In the order of the rollouts, not in that in which rewards arrived.
     for key in sorted(final_outputs(rewards), key=_session_number):
         by_group[uid_of(key)].append(key)
     groups = [keys for keys in by_group.values() if not any(rewards[key].post_processed for key in keys)]

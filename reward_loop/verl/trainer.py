@@ -142,6 +142,7 @@ class RewardLoopTrainer(RecordingTrainer):
             super()._setup()
         # The agent loop workers, which verl starts next, get this configuration.
         self._run_config.trainer.total_training_steps = self.total_training_steps
+        # On the objects, where verl has bound these methods, too.
         self.actor_rollout_wg.update_actor = self._counting_learners(self.actor_rollout_wg.update_actor)
         if self.use_critic:
             self.critic_wg.train_mini_batch = self._counting_learners(self.critic_wg.train_mini_batch)
@@ -456,6 +457,7 @@ class RewardLoopTrainer(RecordingTrainer):
         verl reads only fields that all rows have, so rows without an advantage need the fields too.
         """
         fields = ["advantages", "returns", *MASKS]
+        # verl's `_compute_advantage` writes these fields to the other rows, under the same conditions.
         if self.config.algorithm.use_kl_in_reward:
             fields.append("token_level_rewards")
         correction = self.config.algorithm.get("rollout_correction")
