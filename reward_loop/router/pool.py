@@ -194,7 +194,7 @@ class BackendPool:
                     return backend
             members = self.group(route).members
             if any(backend.state is BackendState.UP and not backend.cooling_down for backend in members):
-                # It is full, or other requests wait for its places: `pick` or the condition above would otherwise end the loop.
+                # It is full, or its places are for requests that have waited longer.
                 # A request whose turn came, and whose place another one took, keeps its position.
                 await self._turn(route, first=has_turn)
                 has_turn = True
