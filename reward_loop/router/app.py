@@ -184,7 +184,7 @@ class Router:
 logger = logging.getLogger(__name__)
 
 _MOST_LONGER = 10.0
-"""A client gets at most this many times the usual time limit."""
+"""A client gets at most this many times the usual time limit: a header must not occupy a place without end."""
 
 _SPARE_FILES = 1024
 """File descriptors reserved for idle connections to servers, and the process itself."""
@@ -255,6 +255,7 @@ def _room_for(requests: int, queue: int) -> tuple[int, int]:
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
+        # Not an error: with fewer files, fewer requests are in flight.
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

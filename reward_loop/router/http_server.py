@@ -259,6 +259,7 @@ class _Connection(asyncio.Protocol):
             self._serve()
 
     def pause_writing(self) -> None:
+        # With a bound: a client that does not read would keep its connection, an open file, for as long as it wishes.
         self._flow.writable.clear()
         self._unread = self._server.loop.call_later(self._server.keep_alive_s, self.abort)
 

@@ -102,6 +102,7 @@ class RewardModelManager:
         try:
             await self._start(models)
             await asyncio.gather(*(supervisor.started for supervisor in self._supervisors.values()))
+        # A cancellation, too: a start that is cut off must not leave processes.
         except BaseException:
             await self.stop()
             raise

@@ -114,6 +114,7 @@ class ServerProcess:
         self._spawn()
         try:
             await self._ready()
+        # A cancellation, too: the process must not stay if nothing waits for it.
         except BaseException:
             await self._stop()
             raise

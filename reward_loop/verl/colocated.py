@@ -98,6 +98,7 @@ class ColocatedRewardModels:
         models, served = colocated_models(self._served), self._served
         several, is_named = len(models) > 1, bool(served.models or served.served_model_name)
         external: dict[str, ServedModelConfig] = {}
+        # One after the other: an engine sizes its cache by the GPU memory that is free at its start.
         for name, model in models.items():
             is_first = model is self._served
             replicas = _start(

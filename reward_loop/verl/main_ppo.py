@@ -167,6 +167,7 @@ def _prepare(config: DictConfig, opened: ExitStack, task_runner: Any) -> Callabl
             with_ray(lambda: run_ppo(config, task_runner_class=InNewRun(task_runner or TaskRunner)))
         except RayTaskError as error:
             if isinstance(error.cause, RewardLoopError):
+                # Our message alone, without the traceback of the task runner.
                 raise error.cause from None
             raise
 

@@ -234,12 +234,14 @@ class RewardPipelineTrainer(PPOTrainerSync):
             if not self._replaces:
                 break
             with added_seconds("wait_reward", timing_raw):
+                # The engine is awake until then, because it may have to generate replacements.
                 missing = self._wait_for_filter(size, metrics)
             if not missing:
                 break
         uids, self._submitted = self._submitted[:size], self._submitted[size:]
         with added_seconds("gen", timing_raw):
             self.on_sample_end()
+        # In other modes, `_balance_batch` does this. Waits poll only while something is missing.
         self._check_fatal_errors()
         trajectories = self._trajectories(uids)
         if self.reward_loop_manager.reward_loop_worker_handles is None:

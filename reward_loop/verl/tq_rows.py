@@ -285,6 +285,7 @@ def read_rewards(batch: Any) -> dict[str, TrajectoryReward]:
             reward=reward,
             raw_score=extra.get(RAW_SCORE, reward),
             post_processed=RAW_SCORE in extra,
+            # One score for each token of the response.
             tokens=len(scores),
         )
     return rewards
