@@ -161,6 +161,7 @@ class Backend:
         # A server whose models are unknown is tried: its own 404 is clearer than a refusal here.
         if route.model is not None and self.models and route.model not in self.models:
             return False
+        # Not only for a clear error: a chat request can crash a discriminative SGLang server.
         own = self.config.kind
         if route.kind == "reranking":
             return own != "generative" or self.config.engine in ("sglang", "external")

@@ -184,6 +184,7 @@ class ClientRequest:
         return b"".join((line, to_wire(headers), framing, end, body))
 
 
+# Cached: nearly all requests have one of a few targets.
 @lru_cache(maxsize=64)
 def _parse_target(url: bytes) -> tuple[str, bytes]:
     """Return the percent-decoded path, and the path with the query as in the request line."""

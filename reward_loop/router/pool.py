@@ -58,7 +58,7 @@ _START_CHECK_S = 30.0
 is starting may accept connections and answer only when it is ready."""
 
 _ASK_INTERVAL_S = 1.0
-"""The least time between two questions to all servers for their models, in seconds: a client may repeat a wrong name."""
+"""The least time between two questions to all servers for their models, in seconds: clients may repeat a wrong name."""
 
 _LOG_INTERVAL_S = 30.0
 """Seconds between two log lines about a server that stays unhealthy for the same reason."""

@@ -51,8 +51,8 @@ _WORTH_A_RETRY = frozenset({429, 500, 502, 503, 504})
 """HTTP statuses that are retried on another server."""
 
 _MOST_REFUSALS = 10
-"""The largest number of times that full servers refuse a request. They may refuse it whatever their load is: it would be
-sent until its time limit, before all others, and each refusal would lower the learned number of places."""
+"""The largest number of times that full servers refuse a request. They may refuse it whatever their load is: it would
+be sent until its time limit, before all others, and each refusal would lower the learned number of places."""
 
 _FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 2.0

@@ -241,6 +241,7 @@ class Vllm(Engine):
             options |= {"runner": "pooling", "convert": "classify"}
         if self._on_cpu(model):
             options |= {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_KV_CACHE}
+        # Not the command `vllm`, which runs in the interpreter of its own environment.
         start = [interpreter(model), "-m", "vllm.entrypoints.cli.main", "serve", str(model.model_path)]
         return start + flags(model, options, _RESERVED)
 

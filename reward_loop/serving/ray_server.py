@@ -95,6 +95,7 @@ class RayServer:
                 await self._actor.__ray_ready__.remote()
             yield
         finally:
+            # Frees the place, for the actor of the next run.
             ray.kill(self._actor)
 
     async def __aenter__(self) -> Self:

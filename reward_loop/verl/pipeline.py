@@ -333,6 +333,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         filler = select(whole, padding)
         self._mask(filler.keys)
         # Without the override of `_balance_batch`: these rows have rewards.
+        # They are as many as verl needs, so it adds no padding of its own.
         batch = super()._balance_batch(select(whole, rows + padding), metrics={})
         is_padding = [key in filler.keys for key in batch.keys]
         return select(batch, spread_padding(is_padding, self._data_parallel_size()))

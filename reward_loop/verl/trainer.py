@@ -417,6 +417,7 @@ class RewardLoopTrainer(RecordingTrainer):
             super()._compute_advantage(rows, metrics)
         self._rewards.trained |= set(rows.keys)
         self._mask(padding)
+        # Not verl's result, which lacks the padding.
         return copy(batch)
 
     def _counting_learners(self, update: Callable[[Any], Any]) -> Callable[[Any], Any]:
