@@ -119,6 +119,7 @@ def router_address(address: str, served: RewardModelConfig, workers: int) -> Ite
         yield RouterAddress(address)  # the user has chosen an address that all nodes reach
         return
     here = ray.get_runtime_context().get_node_id()
+    # No worker elsewhere needs the router: open nothing to other nodes.
     if set(worker_nodes(workers)) <= {here}:
         yield RouterAddress(address, here)
         return

@@ -181,6 +181,7 @@ class Recovery:
         began = time.time()
         sessions, samples = read_sessions(batch)
         write_rewards(batch, sessions, self._reward_workers.finish_batch(self._reward_workers.start_batch(samples)))
+        # After the rewards: a row with this tag has one.
         tags = [{JUDGED: [began, time.time()]} for _ in batch.keys]
         tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, tags=tags)
         changed = {key: reward for key, reward in read_rewards(others).items() if reward.post_processed}

@@ -186,6 +186,7 @@ class RewardReplayBuffer(ReplayBuffer):
             if reward.is_masked:
                 continue
             if value is not None:
+                # By session, whose outputs all have the same reward: it counts once.
                 values[uid][session] = float(value)
             elif reward.is_scored:
                 undecided.add(uid)

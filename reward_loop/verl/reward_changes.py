@@ -32,6 +32,7 @@ def reject_parts(batch: Any, rewards: Rewards, workers: RewardWorkers, examined:
     problems = {key: misfit(mask, rewards[key].info) for key, (mask,) in zip(keys, masks, strict=True)}
     rejected = {key: problem for key, problem in problems.items() if problem is not None}
     before = [Reward(reward_score=0.0, reward_extra_info=dict(rewards[key].info)) for key in rejected]
+    # Also if none is rejected: samples that fit count in the bound on the share of failures.
     failed = workers.reject(before, _names(rejected), list(rejected.values()), len(keys) - len(rejected))
     if not rejected:
         return rewards

@@ -64,6 +64,7 @@ class _Requests:
         """Call the method of each worker that has no open call."""
         busy = set(self.open.values())
         for position, worker in enumerate(self._handles):
+            # A worker that blocks its event loop would otherwise collect calls.
             if position not in busy:
                 self.open[getattr(worker, self._method).remote()] = position
 
