@@ -103,6 +103,7 @@ class RouterClient:
             aiohttp.ClientError: the router is not reachable.
         """
         await asyncio.shield(self.started)
+        # Without a timeout, because a server may never hang.
         options: dict[str, Any] = {"timeout": aiohttp.ClientTimeout(total=None), "headers": _authorization()}
         async with (
             aiohttp.ClientSession(self.url, raise_for_status=True, **options) as session,

@@ -183,6 +183,7 @@ class Supervisor:
         process = self._process = self._new_process()
         try:
             # Outside of `_starts`: after the loss of a node, its servers may wait long for another place.
+            # In a stack, so that `_starts` is free for others when the server is ready, not when it ends.
             async with process.placed(), AsyncExitStack() as stack:
                 async with self._starts:
                     await stack.enter_async_context(process)

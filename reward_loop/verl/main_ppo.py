@@ -369,6 +369,7 @@ def with_ray(function: Callable[[], T]) -> T:
         try:
             return function()
         except Exception as error:
+            # If Ray runs, the error is one of the function itself.
             if ray.is_initialized() or START_TIMED_OUT not in str(error):
                 raise
             for pid in set(descendants(os.getpid())).difference(before):

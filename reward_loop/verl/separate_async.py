@@ -57,6 +57,7 @@ class QueueAgentLoopWorker(RewardAgentLoopWorker):
         assert options is not None
         capacity, in_flight = queue_shares(self.config, options)
         self._by_group = any(client.by_group for client in self.reward_loop_worker_handles)
+        # With a bound, the rollouts that are judged could wait for others of their prompt, which wait for their turn.
         self._queue = JudgingQueue(capacity, None if self._by_group else in_flight)
         self._reservations: dict[str, Reservation] = {}
         self._step = 0

@@ -442,6 +442,7 @@ class RewardLoopTrainer(RecordingTrainer):
 
         To be called before `post_process_scores` compares the scores of a group.
         """
+        # Groups that a filter has examined went through here then, and their failures were counted.
         examined = self.replay_buffer.classified_groups(batch.partition_id)
         return reject_parts(batch, read_rewards(batch), self.reward_workers, examined)
 

@@ -120,6 +120,7 @@ def _serve(listener: socket.socket, parent_pipe: int) -> Request | None:
             os.setpgid(0, 0)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.close(parent_pipe)
+            # A copy in a worker would outlive the fork server: `_ask` would then wait for an answer that does not come.
             listener.close()
             for target, fd in enumerate(fds):
                 os.dup2(fd, target)
