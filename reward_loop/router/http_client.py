@@ -206,6 +206,7 @@ class BackendAnswer:
             self.add(body)
 
     def on_message_complete(self) -> None:
+        # Also called after an interim answer, which leaves the status at 0.
         if self.status and not self.complete:
             self.complete = True
             self.keeps_alive = self._connection.parser.should_keep_alive()

@@ -325,6 +325,7 @@ class _Connection(asyncio.Protocol):
         if self._request:
             self._unproductive_bytes = 0
             self._request.end_body()
+            # It was answered before its body ended: only now another request may follow.
             if self._request.answered and not self._task:
                 self._request = None
 

@@ -85,6 +85,7 @@ class ServerProcess:
         """Seconds from the start until the server was ready; ``None`` before."""
         self._command = list(command)
         self._bound = bound
+        # Whether it listens: a reserved address never does.
         self._inherits_socket = bool(bound.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
         self._mark = f"REWARD_LOOP_SERVER={uuid.uuid4().hex}"
         # SPT_NOENV: vLLM and SGLang name their processes with setproctitle, which would overwrite the mark.
@@ -170,6 +171,7 @@ class ServerProcess:
             # First the exit: a server that dies may fail its health check, too, and the exit status says more.
             if self._exited.done():
                 problem: str | None = f"{_ending(self._exited.result())} before it was ready"
+                # Engines show it only in their log: the exit status is that of any error.
                 if not self._inherits_socket and "address already in use" in self.log.end().lower():
                     raise AddressTakenError(f"{self.name}: another program listens on {self.url}.\n{self.log.end()}")
             elif health.done():

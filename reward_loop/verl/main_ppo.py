@@ -100,6 +100,7 @@ def begin(config: DictConfig, run_ppo: Callable[..., None], *, on: bool) -> Call
     # Only in place of Python's handler: a program that calls verl's `main` may have its own.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt_once)
+    # Closed by `replacement`, which verl calls after its own checks.
     opened = ExitStack()
     with _ending():
         if on:

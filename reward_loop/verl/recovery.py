@@ -225,6 +225,7 @@ class Recovery:
     def _sizes(self, prompts: Mapping[str, dict]) -> dict[str, int]:
         """Return the number of rollouts of each prompt of a checkpoint, which contains the data of the prompts."""
         uid, tag = next(iter(prompts.items()))
+        # One prompt shows it: all have the columns of the data.
         if "__rollout_n__" not in field_names(uid, tag, "train"):
             return dict.fromkeys(prompts, self._rollouts["train"])
         sizes = read_rows(list(prompts), "train", "__rollout_n__")

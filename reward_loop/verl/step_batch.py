@@ -54,6 +54,7 @@ class StepBatch:
     @classmethod
     def of(cls, uids: list[str], whole: KVBatchMeta, *, in_order: bool) -> Self:
         """Return the batch of these prompts, oldest first; ``whole`` are the rows of their rollouts, and padding."""
+        # Also for a prompt whose rollouts all failed: the group is complete, and has no rows.
         groups: dict[str, list[int]] = {uid: [] for uid in uids}
         spare = []
         for position, (key, tag) in enumerate(zip(whole.keys, whole.tags, strict=True)):

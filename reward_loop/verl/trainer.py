@@ -276,6 +276,7 @@ class RewardLoopTrainer(RecordingTrainer):
         columns = ("input", "output", "gts", "step")
         infos = {f"returned_{name}" if name in columns else name: v for name, v in reward_extra_infos_dict.items()}
         if self._padding:
+            # In verl's column `uid` are the keys of trajectories.
             real = [row for row, key in enumerate(infos["uid"]) if key not in self._padding]
             inputs, outputs, gts, scores = ([column[row] for row in real] for column in (inputs, outputs, gts, scores))
             infos = {name: [values[row] for row in real] for name, values in infos.items()}

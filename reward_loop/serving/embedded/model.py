@@ -212,6 +212,7 @@ class EmbeddedModel:
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
     ids: set[int] = set()
+    # The token that ends a turn of a chat may be in one of them only, often in the generation config.
     for source in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
         eos = getattr(source, "eos_token_id", None)
         ids.update([eos] if isinstance(eos, int) else eos or ())
