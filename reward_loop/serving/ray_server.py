@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 _PLACED_WITHIN_S = 600.0
 """Seconds that the actor of a server may take to start: after the loss of a node, until Ray finds another place."""
 _STOPS_WITHIN_S = 30.0
+"""Seconds that the actor may take to stop the server: longer than a `ServerProcess` waits before SIGKILL."""
 _EXTRA_START_S = 60.0
 """Seconds for what a start needs in addition to `start_timeout_s` of the server's process: the stop of a process that
 was not ready in time, and the tunnel."""

@@ -287,6 +287,7 @@ class _Model:
         ``confirmed_by`` is the error status of a change that was made before.
         """
         headers = {"Content-Type": "application/json", **_authorization()}
+        # Blocking: `_take_turns` calls it in threads, and the trainer without an event loop.
         request = urllib.request.Request(f"http://{self.router}{path}", body, headers, method=method)
         # The router is on this machine, which the proxy of the environment may not reach.
         without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))

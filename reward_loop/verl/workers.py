@@ -279,6 +279,7 @@ class RewardWorkers:
     ) -> list[T]:
         """Wait for calls of workers, and return their results."""
         try:
+            # The trainer's thread has no event loop.
             return asyncio.run(beside(self._gather(pending), meanwhile))
         except RayTaskError as error:
             # First the stored error of a worker, which names the sample and the cause.
