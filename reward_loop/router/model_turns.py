@@ -146,7 +146,7 @@ class Turns:
     def _since(self, model: str) -> float:
         """Return the beginning of the longest wait for a model that is asked for."""
         waiting, order = self._waiting[model], self._order[model]
-        # A heap cannot remove an entry inside: waits that have ended are dropped when they come first.
+        # A heap cannot remove an entry in its middle: waits that have ended are dropped when they come first.
         while waiting.get(order[0][2]) != order[0][:2]:
             heapq.heappop(order)
         return order[0][0]

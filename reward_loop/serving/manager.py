@@ -134,7 +134,7 @@ class RewardModelManager:
                 stopping += [asyncio.create_task(server.stop()) for server in supervisors.values()]
                 await asyncio.gather(*stopping, return_exceptions=True)
             finally:
-                # After the servers: with the placement group, Ray kills the actors in it.
+                # After the servers: Ray kills the actors of a placement group that is removed.
                 if self._gpus:
                     self._gpus.release()
                 if logs is not None and keeps_logs:

@@ -128,7 +128,7 @@ class ServerProcess:
     async def wait(self) -> ServerDiedError:
         """Wait until the process exits by itself; return an error with the exit status and the end of the log."""
         assert self._exited is not None
-        # Shielded: `_stop` waits for the same future.
+        # Shielded: `_stop` waits for the same future, which a cancellation here would cancel.
         code = await asyncio.shield(self._exited)
         return ServerDiedError(f"{self.name} (pid {self.pid}) {_ending(code)}.\n{self.log.end()}")
 

@@ -118,7 +118,7 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
     """``None`` if nothing is recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Needed as a method of this class: Ray would send verl's by value instead, and its `super()` would fail there.
+        # Must be here: otherwise Ray sends verl's method by value, and its `super()` fails in the process of the actor.
         super().__init__(*args, **kwargs)
         self._records = _open_records(self.config)
 
