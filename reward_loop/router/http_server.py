@@ -297,6 +297,7 @@ class _Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         parser, headers = self._parser, self._headers
         if self._head_up_to > self._server.max_head_bytes:
+            # Only now exactly: nearly all heads are far below the limit.
             length = len(self._url) + sum(len(name) + len(value) + 4 for name, value in headers)
             if length > self._server.max_head_bytes:
                 raise self._too_long()  # It is the context of the error that the parser raises.
@@ -323,6 +324,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if self._request:
+            # Its bytes are parsed, and counted, again.
             self._unproductive_bytes = 0
             self._request.end_body()
             # It was answered before its body ended: only now another request may follow.

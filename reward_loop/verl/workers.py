@@ -132,6 +132,7 @@ class RewardWorkers:
         nodes = worker_nodes(settings.num_workers)
         self.handles = [
             actor.options(
+                # Without a bound, which a long run could reach. `MAX_TASK_RETRIES` bounds those that one sample causes.
                 max_restarts=-1,
                 max_task_retries=MAX_TASK_RETRIES,
                 # Ray's default of 1,000 would make further samples wait in Ray, without a limit or a deadline of ours.
