@@ -324,7 +324,6 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if self._request:
-            # Its bytes are parsed, and counted, again.
             self._unproductive_bytes = 0
             self._request.end_body()
             # It was answered before its body ended: only now another request may follow.
@@ -382,6 +381,7 @@ class _Connection(asyncio.Protocol):
 
         With the header, the parser would not parse the request's body.
         """
+        # The bytes of the head are parsed, and counted, again.
         self._unproductive_bytes = 0
         method, version = self._parser.get_method(), self._parser.get_http_version().encode()
         head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self._url, version, to_wire(self._headers, {b"upgrade"}))
