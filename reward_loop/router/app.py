@@ -119,6 +119,7 @@ class Router:
             self._refuse_web_pages(client)
             body = await client.read_body(self._control_body_bytes)
             self._limit.stop(task)  # Removing a server waits for its requests in flight.
+            # Shielded: all requests of the control plane await this task, so one that is cancelled must not end it.
             answer = await asyncio.shield(self._control)
             await answer(client, body)
         else:
@@ -183,7 +184,7 @@ class Router:
 logger = logging.getLogger(__name__)
 
 _MOST_LONGER = 10.0
-"""A client gets at most this many times the usual time limit."""
+"""A client gets at most this many times the usual time limit: a header must not occupy a place without end."""
 
 _SPARE_FILES = 1024
 """File descriptors reserved for idle connections to servers, and the process itself."""
@@ -234,6 +235,7 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
+    # After the signal handlers: a program that has read this line may send SIGTERM at once.
     print_line(f"router listens on {url_of(listener)}")
     async with Router(backends, config) as router:
         server = HttpServer(router, config.max_header_bytes, max_connections=connections)
@@ -253,11 +255,13 @@ def _room_for(requests: int, queue: int) -> tuple[int, int]:
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
+        # Not an error: with fewer files, fewer requests are in flight.
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         files = wanted
+    # A quarter of a low limit: all of it would leave no room for requests.
     usable = files - min(_SPARE_FILES, files // 4)
     requests = min(requests, max(1, usable // 2))
     return requests, max(1, usable - requests)

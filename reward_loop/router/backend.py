@@ -83,6 +83,7 @@ class BackendStats:
         self.latency_sum_s += seconds
 
 
+# eq=False: a server is a key of dicts, and equal only to itself.
 @dataclass(slots=True, eq=False)
 class Backend:
     """One server."""
@@ -160,6 +161,7 @@ class Backend:
         # A server whose models are unknown is tried: its own 404 is clearer than a refusal here.
         if route.model is not None and self.models and route.model not in self.models:
             return False
+        # Not only for a clear error: a chat request can crash a discriminative SGLang server.
         own = self.config.kind
         if route.kind == "reranking":
             return own != "generative" or self.config.engine in ("sglang", "external")
@@ -195,6 +197,7 @@ async def check_health(backend: Backend) -> None:
         status, body = await _get(backend.upstream, "/is_sleeping")
         if status == 200 and _decoded(body).get("is_sleeping") is True:
             raise AsleepError("the engine is asleep")
+    # Not at each check of a server in use: requests for unknown models have it asked again (`ask_for_model`).
     if backend.state is BackendState.DOWN:
         await update_models(backend)
 
@@ -229,6 +232,7 @@ async def ask_for_one_token(backend: Backend) -> None:
     fields: dict[str, Any] = {"model": backend.models[0]} if backend.models else {}
     if backend.config.kind == "discriminative":
         path = "/classify"
+        # Not an empty text, which can crash SGLang.
         fields |= {"text": "1"} if backend.config.engine == "sglang" else {"input": "1"}
     else:
         path = "/v1/chat/completions"

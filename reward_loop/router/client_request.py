@@ -98,6 +98,7 @@ class ClientRequest:
 
     def add(self, part: bytes) -> None:
         """Append a received part of the body."""
+        # The rest of a refused body is received and dropped: a close before its end could reset the connection.
         if self.answered:
             return
         self._parts.append(part)
@@ -177,11 +178,13 @@ class ClientRequest:
         # Without a "100 Continue", the client may send its body or not, so the connection cannot be reused.
         if not self.body_complete and self._expects_continue():
             self.keep_alive = False
+        # The space before an empty reason is required (RFC 9112, 4).
         line = _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
         end = b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n"
         return b"".join((line, to_wire(headers), framing, end, body))
 
 
+# Cached: nearly all requests have one of a few targets.
 @lru_cache(maxsize=64)
 def _parse_target(url: bytes) -> tuple[str, bytes]:
     """Return the percent-decoded path, and the path with the query as in the request line."""

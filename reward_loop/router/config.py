@@ -54,6 +54,7 @@ class BackendConfig(Config):
     """The inference engine. For ``vllm``, the health check includes whether the engine sleeps. For a discriminative
     ``sglang`` server, requests with empty texts are rejected, because they can crash it."""
 
+    # Visible characters only: a space or a line end would split the request.
     health_path: str = Field(default="/health", pattern="^/[!-~]*$")
     """The path of the health check: a healthy server answers a GET with a status below 400."""
 
@@ -96,6 +97,7 @@ class RouterConfig(Config):
     max_failures: int = Field(default=5, ge=1)
     """After this number of 5xx answers in a row, a server is taken out of use until a health check succeeds."""
 
+    # By these three defaults, a frozen server is found within 10 s: one interval, and two checks that time out.
     health_interval_s: float = Field(default=2.0, gt=0)
     """Seconds between two health checks of a server in use."""
 

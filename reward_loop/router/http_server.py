@@ -175,6 +175,7 @@ class HttpServer:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
+                # With a pause: while the listener stays readable, the event loop would call this again at once.
                 logger.error("no connection can be accepted: %s", error)
                 self._pause()
                 self.loop.call_later(_FULL_S, self._accept_again)
@@ -258,6 +259,7 @@ class _Connection(asyncio.Protocol):
             self._serve()
 
     def pause_writing(self) -> None:
+        # With a bound: a client that does not read would keep its connection, an open file, for as long as it wishes.
         self._flow.writable.clear()
         self._unread = self._server.loop.call_later(self._server.keep_alive_s, self.abort)
 
@@ -271,6 +273,7 @@ class _Connection(asyncio.Protocol):
         self._timer.cancel()
         if self._unread:
             self._unread.cancel()
+        # With a task, `_end` discards the connection later: the server's stop waits for the task, too.
         if self._task:
             self._cancel(self._task)
         else:
@@ -294,10 +297,12 @@ class _Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         parser, headers = self._parser, self._headers
         if self._head_up_to > self._server.max_head_bytes:
+            # Only now exactly: nearly all heads are far below the limit.
             length = len(self._url) + sum(len(name) + len(value) + 4 for name, value in headers)
             if length > self._server.max_head_bytes:
                 raise self._too_long()  # It is the context of the error that the parser raises.
         upgrades = parser.should_upgrade()
+        # `_ignore_upgrade` parses the request again.
         if upgrades and not self._wants_websocket():
             return
         version = parser.get_http_version()
@@ -321,6 +326,7 @@ class _Connection(asyncio.Protocol):
         if self._request:
             self._unproductive_bytes = 0
             self._request.end_body()
+            # It was answered before its body ended: only now another request may follow.
             if self._request.answered and not self._task:
                 self._request = None
 
@@ -375,6 +381,7 @@ class _Connection(asyncio.Protocol):
 
         With the header, the parser would not parse the request's body.
         """
+        # The bytes of the head are parsed, and counted, again.
         self._unproductive_bytes = 0
         method, version = self._parser.get_method(), self._parser.get_http_version().encode()
         head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self._url, version, to_wire(self._headers, {b"upgrade"}))
@@ -418,9 +425,11 @@ class _Connection(asyncio.Protocol):
         # One timer for the whole connection: it closes the connection, or restarts with the time that is left.
         server = self._server
         left = server.keep_alive_s
+        # With a task, the time limit of the request applies.
         if not self._task:
             left += self._idle_since - server.loop.time()
         if left > 0:
             self._timer = server.loop.call_later(left, self._check_idle)
         else:
+            # Not `close`, which waits until the client has read what is buffered.
             self._transport.abort()

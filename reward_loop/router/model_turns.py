@@ -97,6 +97,7 @@ class Turns:
             waiter: the object.
             since: the beginning of the wait, which may be earlier: the request may have waited at another router.
         """
+        # Of waits with the same beginning, the heap must not compare the waiters, which have no order.
         number = next(self._numbers)
         self._waiting[model][waiter] = since, number
         heapq.heappush(self._order[model], (since, number, waiter))
@@ -145,6 +146,7 @@ class Turns:
     def _since(self, model: str) -> float:
         """Return the beginning of the longest wait for a model that is asked for."""
         waiting, order = self._waiting[model], self._order[model]
+        # A heap cannot remove an entry in its middle: waits that have ended are dropped when they come first.
         while waiting.get(order[0][2]) != order[0][:2]:
             heapq.heappop(order)
         return order[0][0]
@@ -184,6 +186,7 @@ class TurnQueue:
         Raises:
             Refusal: 503 if the model sleeps and the request must not wait, or has waited too long.
         """
+        # Checked again after the wait: the turn may have ended before this task runs.
         while not self._turns.admits(model, time.monotonic()):
             if not wait:
                 raise Refusal(503, f"the reward model {model!r} sleeps; {self._awake()}", code=MODEL_ASLEEP)
@@ -227,6 +230,7 @@ class TurnQueue:
                     async with asyncio.timeout(_LOOK_S):
                         await self._changed.wait()
         finally:
+            # Also if the owner's request is cut off: until it asks again, its model may be falling asleep.
             self._turns.wake(None, time.monotonic())
 
     async def _wait(self, model: str, waited_s: float = 0.0) -> None:

@@ -54,6 +54,7 @@ class LeastInFlight(Policy):
     """Chooses the server with the fewest requests in flight; of equal ones, the one with the fewest requests so far."""
 
     def choose(self, backends: Sequence[Backend], key: int | None) -> Backend:
+        # By the requests so far, too: requests that come one by one would otherwise all reach the first server.
         return min(backends, key=lambda backend: (backend.in_flight, backend.requests))
 
 
@@ -73,6 +74,7 @@ class Affinity(LeastInFlight):
 
     def key(self, headers: Sequence[RawHeader], body: bytes) -> int | None:
         content = find(headers, GROUP) or _prompt_start(body)
+        # The hash only: the prompts of all remembered groups would take much memory.
         return hash(content) if content else None
 
     def choose(self, backends: Sequence[Backend], key: int | None) -> Backend:

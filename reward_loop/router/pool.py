@@ -58,7 +58,7 @@ _START_CHECK_S = 30.0
 is starting may accept connections and answer only when it is ready."""
 
 _ASK_INTERVAL_S = 1.0
-"""The least time between two questions to all servers for their models, in seconds."""
+"""The least time between two questions to all servers for their models, in seconds: clients may repeat a wrong name."""
 
 _LOG_INTERVAL_S = 30.0
 """Seconds between two log lines about a server that stays unhealthy for the same reason."""
@@ -137,6 +137,7 @@ class BackendPool:
         asking = [self._asking] if self._asking else []
         for task in [*self._watches.values(), *self._confirming.values(), *asking]:
             task.cancel()
+        # Without an exception of the block, which the task group would wrap in an ExceptionGroup.
         await self._tasks.__aexit__(None, None, None)
         for backend in self.backends:
             backend.upstream.close()
@@ -153,6 +154,7 @@ class BackendPool:
         group = self._groups.get(route)
         if group is None:
             members = [backend for backend in self.backends if backend.can_answer(route)]
+            # The policy outlives the cached group: it remembers whose turn it is, or which server has which prompts.
             group = self._groups[route] = BackendGroup(members, self._policies[route])
         return group
 
@@ -192,6 +194,8 @@ class BackendPool:
                     return backend
             members = self.group(route).members
             if any(backend.state is BackendState.UP and not backend.cooling_down for backend in members):
+                # It is full, or its places are for requests that have waited longer.
+                # A request whose turn came, and whose place another one took, keeps its position.
                 await self._turn(route, first=has_turn)
                 has_turn = True
                 continue
@@ -235,10 +239,12 @@ class BackendPool:
             if time.monotonic() < self._asked_at + _ASK_INTERVAL_S:
                 return
             self._asking = self._tasks.create_task(self._ask(name), name="ask-for-models")
+        # Shielded: other requests await the same task, so the cancellation of one must not end it.
         await asyncio.shield(self._asking)
 
     async def _ask(self, name: str) -> None:
         in_use = [backend for backend in self.backends if backend.state is BackendState.UP]
+        # With the names found before: `update_models` replaces the names that a server has learned.
         wanted = self._wanted | {name}
         try:
             async with asyncio.timeout(self.config.health_timeout_s):
@@ -289,6 +295,7 @@ class BackendPool:
         if not self._waiting:
             return
         for route, waiting in self._waiting.items():
+            # For each route alone: of two requests that are woken for the same place, one waits again, as the first.
             free = backend.capacity.number - backend.in_flight if backend.can_answer(route) else 0
             while waiting and free > 0:
                 turn = waiting.popleft()
@@ -309,6 +316,7 @@ class BackendPool:
                     self.freed(backend)
             raise
         finally:
+            # `is`: `_turn` of a later request may have begun a new queue for the route.
             if not waiting and self._waiting.get(route) is waiting:
                 del self._waiting[route]
 
@@ -335,6 +343,7 @@ class BackendPool:
             lost: whether it will not be restarted. Requests that only lost servers could answer fail at once.
         """
         self.mark_unhealthy(backend, reason)
+        # The next process starts fresh: it has `_START_CHECK_S` for a check, and need not answer with a token.
         backend.frozen = backend.hung = False
         backend.died_at = time.monotonic()
         backend.last_error = reason
@@ -357,11 +366,13 @@ class BackendPool:
         if backend.died_at < began and backend.healthy_at < ended:
             if backend not in self._confirming:
                 self._confirming[backend] = self._tasks.create_task(self._confirm(backend), name="confirm-death")
+            # Shielded: all requests that the server broke await one check.
             await asyncio.shield(self._confirming[backend])
         return backend.died_at >= began
 
     async def _confirm(self, backend: Backend) -> None:
         try:
+            # It sets `healthy_at` or `died_at`, which `has_died` compares.
             await self._failure(backend)
         finally:
             del self._confirming[backend]
@@ -462,6 +473,7 @@ class BackendPool:
     async def _readmit(self, backend: Backend) -> None:
         """Repeat the health check of a server that is down until it succeeds, and take the server into use."""
         pause = _FIRST_PAUSE_S
+        # It was healthy in between, and no request succeeded: readmitted at once, it would fail further ones.
         if backend.outages > 1:
             pause = min(_FIRST_PAUSE_S * 2 ** (backend.outages - 1), _LONGEST_PAUSE_S)
             await asyncio.sleep(pause)
@@ -476,6 +488,7 @@ class BackendPool:
             if backend.frozen:
                 # Try again to move its requests: the retry budget may have grown, or another server may be healthy.
                 self.on_frozen(backend)
+            # More often while it is frozen: each check tries to move the requests that wait there.
             await asyncio.sleep(min(pause, self.config.health_interval_s) if backend.frozen else pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
         logger.info("server %s is up", backend.url)
@@ -494,6 +507,7 @@ class BackendPool:
             backend.failed_checks = 0
             return False
         backend.failed_checks += 1
+        # These leave no doubt. A busy server may miss a check, or answer it with an error.
         certain = isinstance(failure, ConnectError | AsleepError)
         if certain or backend.failed_checks >= self.config.max_failed_checks:
             self.mark_unhealthy(backend, _reason(failure))
@@ -522,6 +536,7 @@ class BackendPool:
                 self.on_frozen(backend)
         except UpstreamError:
             return  # The health checks find the cause.
+        # Unless it is hung, it works on a long request: the time starts again.
         backend.silent_since = time.monotonic()
 
     async def _failure(self, backend: Backend) -> Exception | None:
@@ -538,8 +553,10 @@ class BackendPool:
         except TimeoutError:
             return TimeoutError(f"no answer to a health check within {seconds:g} s")
         except Exception as error:
+            # Not after a timeout: a busy server does not answer in time either, and has not died.
             backend.died_at = time.monotonic()
             return error
+        # Not the end of the check: only one that began after a broken connection shows that the server still lives.
         backend.healthy_at = began
         return None
 

@@ -51,7 +51,8 @@ _WORTH_A_RETRY = frozenset({429, 500, 502, 503, 504})
 """HTTP statuses that are retried on another server."""
 
 _MOST_REFUSALS = 10
-"""The largest number of times that full servers refuse a request."""
+"""The largest number of times that full servers refuse a request. They may refuse it whatever their load is: it would
+be sent until its time limit, before all others, and each refusal would lower the learned number of places."""
 
 _FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 2.0
@@ -113,6 +114,7 @@ class Proxy:
         # The proxy reads the whole body: it writes its own Content-Length, and drops "Expect: 100-continue".
         self._not_passed_on = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
         if config.api_key or config.worker_api_key:
+            # The client's key is for the router: a server must not learn it, and may have another.
             self._not_passed_on |= {b"authorization"}
 
     async def __call__(self, client: ClientRequest) -> None:
@@ -153,6 +155,7 @@ class Proxy:
             destination = route(pool, path, body)
         except UnknownModelError as unknown:
             await pool.ask_for_model(unknown.model)
+            # Once more only: a name that is still unknown is the client's error.
             destination = route(pool, path, body)
         is_generative = destination.kind == "generative"
         key = self._policy.key(client.headers, body) if is_generative else None
@@ -254,11 +257,13 @@ class Proxy:
                 failure = error
                 backend.stats.broken += 1
                 pool.mark_unhealthy(backend, f"{type(error).__name__}: {error}")
+                # Too late for a retry. `HttpServer` closes the connection: the client must see that a part is missing.
                 if client.started:
                     self.log.warning(
                         backend, "%s: the connection to %s broke within the answer: %s", client.name, backend.url, error
                     )
                     return
+                # A ConnectError does not count: the request was not sent, and the server is out of use now.
                 attempts += isinstance(error, BrokenError)
             finally:
                 backend.end(status, loop.time() - began)
@@ -288,10 +293,12 @@ class Proxy:
     ) -> bool:
         """Record an error answer of a server; return whether to retry the request on another server."""
         pause = _asked_pause(answer)
+        # A server that answers so works, and is busy: it cools down, and does not count as failing.
         if answer.status == 429 or (answer.status == 503 and pause is not None):
             self._pool.cool_down(backend, _PAUSE_S if pause is None else min(pause, _LONGEST_PAUSE_S))
         else:
             self._pool.failed(backend, f"status {answer.status}")
+        # `spend` last: only a retry that takes place uses the budget.
         return attempts < self._max_attempts and self._pool.has_other(route, failed) and self.budget.spend()
 
     def _move_requests(self, backend: Backend) -> None:
@@ -336,6 +343,7 @@ async def _pass_on(client: ClientRequest, answer: BackendAnswer) -> None:
     if answer.status in NO_BODY:
         # Such an answer has no body, whatever its Content-Length.
         headers = [header for header in headers if header[0] != b"content-length"]
+    # The length of an answer to HEAD is that of the body which a GET would return, and is unknown here.
     elif answer.length is None and client.method != "HEAD":
         headers = [*headers, (b"content-length", b"%d" % len(body))]
     client.answer(answer.status, headers, body)

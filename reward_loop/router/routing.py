@@ -119,6 +119,7 @@ def _route_by_body(pool: BackendPool, path: str, kind: RequestKind | None, body:
         if model is not None and not pool.group(Route(model)).members:
             raise UnknownModelError(model, _names(pool))
     else:
+        # Servers that all have the same models answer for a wrong name themselves.
         model = None
     destination = Route(model, kind)
     group = pool.group(destination)

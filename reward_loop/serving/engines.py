@@ -207,6 +207,7 @@ def _value_in(python: str, env: frozenset[tuple[str, str]], expression: str) -> 
         raise ConfigError(f"python={python!r}: no answer within {_ANSWERS_WITHIN_S:g} s") from None
     try:
         if not done.returncode:
+            # The last line: what runs at the start of the interpreter may print, too.
             return json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
         pass
@@ -240,6 +241,7 @@ class Vllm(Engine):
             options |= {"runner": "pooling", "convert": "classify"}
         if self._on_cpu(model):
             options |= {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_KV_CACHE}
+        # Not the command `vllm`, which runs in the interpreter of its own environment.
         start = [interpreter(model), "-m", "vllm.entrypoints.cli.main", "serve", str(model.model_path)]
         return start + flags(model, options, _RESERVED)
 

@@ -63,6 +63,7 @@ class GpuShares:
     @functools.cached_property
     def _free(self) -> tuple[Accelerator, list[str]]:
         """The devices that this process may use, less those that were assigned."""
+        # On first use: servers that run on the CPU must not wait for nvidia-smi.
         return _listed_in(os.environ) or (GPU, _installed())
 
     def share(self, count: int, servers: int, env: Mapping[str, str], model: str) -> list[dict[str, str]]:

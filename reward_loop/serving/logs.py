@@ -118,7 +118,9 @@ def _writable(path: Path) -> BinaryIO:
     log = path.open("ab", buffering=0)
     try:
         status = os.fstat(log.fileno())
+        # A full disk shows only at a write.
         log.write(b"\n")
+        # A device or a pipe cannot be truncated.
         if stat.S_ISREG(status.st_mode):
             os.ftruncate(log.fileno(), status.st_size)
     except OSError:

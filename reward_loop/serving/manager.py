@@ -102,6 +102,7 @@ class RewardModelManager:
         try:
             await self._start(models)
             await asyncio.gather(*(supervisor.started for supervisor in self._supervisors.values()))
+        # A cancellation, too: a start that is cut off must not leave processes.
         except BaseException:
             await self.stop()
             raise
@@ -126,12 +127,14 @@ class RewardModelManager:
             if router := supervisors.pop("router", None):
                 stopping.append(asyncio.create_task(router.stop()))
                 await asyncio.wait(stopping[-1:], timeout=_ROUTER_STOPS_WITHIN_S)
+        # Also if this stop is cancelled, for example by a second Ctrl-C: the servers must stop, and free their GPUs.
         finally:
             try:
                 # With return_exceptions, a cancelled gather also waits until all have ended.
                 stopping += [asyncio.create_task(server.stop()) for server in supervisors.values()]
                 await asyncio.gather(*stopping, return_exceptions=True)
             finally:
+                # After the servers: Ray kills the actors of a placement group that is removed.
                 if self._gpus:
                     self._gpus.release()
                 if logs is not None and keeps_logs:
@@ -170,6 +173,7 @@ class RewardModelManager:
                 on_down=server.on_down,
                 on_lost=server.on_lost,
             )
+        # Only now: the command line of the router contains all servers that have an address.
         for supervisor in self._supervisors.values():
             supervisor.start()
         if config.hang_timeout_s is not None:

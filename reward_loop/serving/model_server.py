@@ -52,6 +52,7 @@ class ModelServer:
         if url == self.url:
             return
         before, self.url = self.url, url
+        # First the new one: without any server, the router would refuse the requests that wait.
         await self._router.add(self.config())
         if before:
             await self._router.remove(before)
@@ -83,6 +84,7 @@ class RouterClient:
 
     async def add(self, backend: BackendConfig) -> None:
         """Add a server, once the router is ready."""
+        # Shielded: the cancellation of this wait would cancel the supervisor's future.
         await asyncio.shield(self.started)
         await self._request("POST", "/workers", backend.model_dump())
 
@@ -101,6 +103,7 @@ class RouterClient:
             aiohttp.ClientError: the router is not reachable.
         """
         await asyncio.shield(self.started)
+        # Without a timeout, because a server may never hang.
         options: dict[str, Any] = {"timeout": aiohttp.ClientTimeout(total=None), "headers": _authorization()}
         async with (
             aiohttp.ClientSession(self.url, raise_for_status=True, **options) as session,

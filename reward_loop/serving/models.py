@@ -160,6 +160,7 @@ def _of_the_hub(name: str, option: str) -> Path:
         raise ConfigError(
             f"{option}: the directory {name!r} does not exist; for a model of the hub: pip install huggingface_hub"
         ) from None
+    # `hf_hub_download` asks the hub even for a file in the cache.
     cached = try_to_load_from_cache(name, "config.json")
     if isinstance(cached, str):
         return Path(cached)

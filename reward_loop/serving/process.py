@@ -85,6 +85,7 @@ class ServerProcess:
         """Seconds from the start until the server was ready; ``None`` before."""
         self._command = list(command)
         self._bound = bound
+        # Whether it listens: a reserved address never does.
         self._inherits_socket = bool(bound.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
         self._mark = f"REWARD_LOOP_SERVER={uuid.uuid4().hex}"
         # SPT_NOENV: vLLM and SGLang name their processes with setproctitle, which would overwrite the mark.
@@ -114,6 +115,7 @@ class ServerProcess:
         self._spawn()
         try:
             await self._ready()
+        # A cancellation, too: the process must not stay if nothing waits for it.
         except BaseException:
             await self._stop()
             raise
@@ -126,6 +128,7 @@ class ServerProcess:
     async def wait(self) -> ServerDiedError:
         """Wait until the process exits by itself; return an error with the exit status and the end of the log."""
         assert self._exited is not None
+        # Shielded: `_stop` waits for the same future, which a cancellation here would cancel.
         code = await asyncio.shield(self._exited)
         return ServerDiedError(f"{self.name} (pid {self.pid}) {_ending(code)}.\n{self.log.end()}")
 
@@ -165,8 +168,10 @@ class ServerProcess:
         try:
             ends: list[asyncio.Future[Any]] = [health, self._exited]
             await asyncio.wait(ends, timeout=self._start_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            # First the exit: a server that dies may fail its health check, too, and the exit status says more.
             if self._exited.done():
                 problem: str | None = f"{_ending(self._exited.result())} before it was ready"
+                # Engines show it only in their log: the exit status is that of any error.
                 if not self._inherits_socket and "address already in use" in self.log.end().lower():
                     raise AddressTakenError(f"{self.name}: another program listens on {self.url}.\n{self.log.end()}")
             elif health.done():
@@ -191,6 +196,7 @@ class ServerProcess:
         A server that inherits its socket is asked once. A server that binds the address itself is asked until the check
         succeeds.
         """
+        # None: a request in the backlog is answered when the server is ready, and `_ready` has the deadline.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=None)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             while True:
@@ -212,6 +218,7 @@ class ServerProcess:
             return
         is_well = self.started_in_s is not None and not exited.done()
         try:
+            # Shielded: a stop that is cancelled must not leave the process running.
             with anyio.CancelScope(shield=True):
                 if not exited.done():
                     _signal(process, signal.SIGTERM)
@@ -224,6 +231,7 @@ class ServerProcess:
             # The process still runs only if the wait was interrupted, for example by a second Ctrl-C.
             if not exited.done():
                 _signal(process, signal.SIGKILL)
+            # Only now: the child kills itself when its end of the pipe is closed.
             parent_death.close()
             if is_well:
                 self.log.discard()

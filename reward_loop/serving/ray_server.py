@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 _PLACED_WITHIN_S = 600.0
 """Seconds that the actor of a server may take to start: after the loss of a node, until Ray finds another place."""
 _STOPS_WITHIN_S = 30.0
+"""Seconds that the actor may take to stop the server: longer than a `ServerProcess` waits before SIGKILL."""
 _EXTRA_START_S = 60.0
 """Seconds for what a start needs in addition to `start_timeout_s` of the server's process: the stop of a process that
 was not ready in time, and the tunnel."""
@@ -95,6 +96,7 @@ class RayServer:
                 await self._actor.__ray_ready__.remote()
             yield
         finally:
+            # Frees the place, for the actor of the next run.
             ray.kill(self._actor)
 
     async def __aenter__(self) -> Self:
@@ -141,6 +143,7 @@ class RayServer:
     async def _stop(self) -> None:
         with anyio.CancelScope(shield=True):
             await self._tunnel.aclose()
+            # If the actor does not answer, `placed` kills it, and the server ends with it.
             with contextlib.suppress(RayError, TimeoutError):
                 async with asyncio.timeout(_STOPS_WITHIN_S):
                     await self._actor.stop.remote()

@@ -23,6 +23,7 @@ __all__ = ["main"]
 def main() -> None:
     """Run the command, and exit with its exit status or signal."""
     _, pipe, *command = sys.argv
+    # Before the server starts: otherwise, what a dead process of it has started would become a child of init.
     adopt_orphans()
     exit_with_parent(int(pipe), kill_children)
     server: subprocess.Popen[bytes] | None = None
@@ -44,6 +45,7 @@ def main() -> None:
     code = server.wait()
     kill_children()
     if code < 0:
+        # SIGKILL has no handler that could be reset: `signal.signal` would raise an error.
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)

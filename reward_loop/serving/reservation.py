@@ -166,6 +166,7 @@ class GpuReservation:
         finally:
             for group in held:
                 _remove(group)
+            # verl checks at its start whether these resources are free, and fails at once if they are not.
             await asyncio.to_thread(_wait_until_removed, held)
 
     async def _until_ready(self, group: PlacementGroup, deadline: float, arithmetic: str) -> None:

@@ -121,6 +121,7 @@ class LocalAddress:
 
     def new_process(self) -> ServerProcess:
         """Return the next run of the server."""
+        # The engine binds the port itself, seconds later: another program may bind it by its number meanwhile.
         if not self._spec.engine.inherits_socket and is_taken(self._bound):
             taken, self._bound = self._bound, self._spec.bind()
             logger.warning("%s: another program listens on %s; using %s", self._spec.name, url_of(taken), self.url)

@@ -172,6 +172,7 @@ class Supervisor:
                     "the limit of %d restarts within %g s is reached (max_restarts, restart_window_s)",
                     *(len(restarts), self._window_s),
                 )
+            # The time of the restart, not of the death: the pause must not use up the window.
             restarts.append(now + pause)
             logger.warning("restarting in %.1f s: %s", pause, error)
             await self._on_down(_first_line(error))
@@ -182,10 +183,12 @@ class Supervisor:
         process = self._process = self._new_process()
         try:
             # Outside of `_starts`: after the loss of a node, its servers may wait long for another place.
+            # In a stack, so that `_starts` is free for others when the server is ready, not when it ends.
             async with process.placed(), AsyncExitStack() as stack:
                 async with self._starts:
                     await stack.enter_async_context(process)
                 logger.info("%s ready in %.1f s", process.name, process.started_in_s)
+                # Before `started`: when the manager is entered, the router must know the server.
                 await self._on_up(process.url)
                 if not self.started.done():
                     self.started.set_result(None)

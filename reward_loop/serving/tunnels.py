@@ -93,6 +93,7 @@ async def _end(end: str, host: str, to: str, key: str, health_path: str) -> Asyn
             [sys.executable, "-m", "reward_loop.serving.tunnels", end, "--to", to],
             bound=listener,
             log_path=None,
+            # Not in the command line, which other users of the machine can read.
             env={_KEY_VARIABLE: key},
             health_path=health_path,
             start_timeout_s=_STARTS_WITHIN_S,
@@ -120,6 +121,7 @@ async def _serve(
     """
     onward: asyncio.StreamWriter | None = None
     try:
+        # Of the handshake only: a judge may take minutes to answer.
         async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
             if is_exit and not await _admit(preface, reader, writer):
                 return
@@ -142,6 +144,7 @@ async def _admit(preface: bytes, reader: asyncio.StreamReader, writer: asyncio.S
     line = await reader.readuntil(b"\r\n")
     if hmac.compare_digest(line, preface):
         return True
+    # The health check of this end's own `ServerProcess` has no key.
     writer.write(_ALIVE if line.startswith(b"GET /live ") else _REFUSED)
     await writer.drain()
     return False
@@ -152,6 +155,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.write(data)
         await writer.drain()
     with contextlib.suppress(OSError):  # the connection may be closed already
+        # Only this direction: the other end may still answer.
         writer.write_eof()
 
 
@@ -159,6 +163,7 @@ async def _run(to: tuple[str, int], key: str, is_exit: bool, listener: socket.so
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     serve = partial(_serve, to, b"reward-loop-tunnel %b\r\n" % key.encode(), is_exit)
+    # The limit bounds the line with the key: a client without the key could send a line that never ends.
     server = await asyncio.start_server(serve, sock=listener, limit=_MAX_PREFACE, backlog=4096)
     await stopped.wait()
     server.close()

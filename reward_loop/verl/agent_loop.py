@@ -107,6 +107,7 @@ _prompt: ContextVar[_Prompt] = ContextVar("prompt")
 _session: ContextVar[_Session | None] = ContextVar("session", default=None)
 
 
+# verl's name is an actor class of Ray, from which no class may inherit: this is the class inside.
 class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
     """An agent loop worker that publishes a trajectory first, and its reward later. A Ray actor.
 
@@ -117,6 +118,7 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
     """``None`` if nothing is recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Must be here: otherwise Ray sends verl's method by value, and its `super()` fails in the process of the actor.
         super().__init__(*args, **kwargs)
         self._records = _open_records(self.config)
 
@@ -128,6 +130,7 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
         rollout = self.config.actor_rollout_ref.rollout
         partition, n = ("val", rollout.val_kwargs.n) if trajectory["validate"] else ("train", rollout.n)
+        # Read here, because verl's method removes it.
         size = int(prompt.get("__rollout_n__", n))
         # The tasks of its sessions inherit it. A prompt that was sent again may still be generated for the first time.
         _prompt.set(_Prompt(partition, size, set(range(size))))
@@ -208,11 +211,13 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         try:
             await super()._agent_loop_postprocess(output, validate, **kwargs)
             if outputs:
+                # Only now: `GENERATED` is written to a trajectory that is in TransferQueue.
                 session.prompt.published = f"{session.name}_0"
             await _end_generation(session)
             if session.judging is not None:
                 await _take_reward(session, outputs)
         finally:
+            # If verl could not write the trajectory, the task still judges, and nothing else awaits it.
             if session.judging is not None:
                 session.judging.cancel()  # no effect after the reward has arrived
                 await asyncio.gather(session.judging, return_exceptions=True)

@@ -107,6 +107,7 @@ class RewardAgentLoopManager(AgentLoopManagerTQ):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # After verl's constructor, which sets its own class.
         self.agent_loop_workers_class = ray.remote(self.worker_class)
         self._assignments = Assignments()
         self._deaths: list[Any] = []
@@ -124,6 +125,7 @@ class RewardAgentLoopManager(AgentLoopManagerTQ):
 
         The part of a worker that has died is sent again when the worker is replaced.
         """
+        # Finished prompts are not sent again, and their data would fill the memory.
         self._assignments.keep(set().union(*unfinished_prompts().values()))
         parts = list(enumerate(prompts.chunk(len(self.agent_loop_workers))))
         for number, part in parts:
@@ -167,6 +169,7 @@ class RewardAgentLoopManager(AgentLoopManagerTQ):
         """
         left = list(workers)
         for number in left:
+            # Also a worker that is only unreachable: it must not write to prompts that are reset.
             ray.kill(self.agent_loop_workers[number])
         for _ in range(MAX_STARTS):
             for number in left:

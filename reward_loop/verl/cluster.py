@@ -97,6 +97,7 @@ class RouterAddress:
 def worker_nodes(count: int) -> list[str]:
     """Return the Ray node id for each of ``count`` reward workers: this node first, then the others in turn."""
     here = ray.get_runtime_context().get_node_id()
+    # As verl does for agent loop workers: not on nodes without CPUs, such as a head node that only coordinates.
     alive = [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU", 0) > 0]
     nodes = sorted(alive, key=lambda node: node != here)
     return [nodes[i % len(nodes)] for i in range(count)]
@@ -118,6 +119,7 @@ def router_address(address: str, served: RewardModelConfig, workers: int) -> Ite
         yield RouterAddress(address)  # the user has chosen an address that all nodes reach
         return
     here = ray.get_runtime_context().get_node_id()
+    # No worker elsewhere needs the router: open nothing to other nodes.
     if set(worker_nodes(workers)) <= {here}:
         yield RouterAddress(address, here)
         return

@@ -98,6 +98,7 @@ class ColocatedRewardModels:
         models, served = colocated_models(self._served), self._served
         several, is_named = len(models) > 1, bool(served.models or served.served_model_name)
         external: dict[str, ServedModelConfig] = {}
+        # One after the other: an engine sizes its cache by the GPU memory that is free at its start.
         for name, model in models.items():
             is_first = model is self._served
             replicas = _start(
@@ -119,6 +120,7 @@ class ColocatedRewardModels:
         elsewhere = GpuReservation(accelerator=accelerator(), timeout_s=served.placement_timeout_s)
         turns = tuple(models) if several else ()
         router = self._stack.enter_context(serve_reward_model(served, elsewhere, turns=turns)).reward_router_address
+        # The router has the servers from its options, and the models sleep.
         for one in self._models.values():
             one.router = router
             one.remove_servers()
@@ -155,9 +157,11 @@ class ColocatedRewardModels:
         awake: _Model | None = None
         try:
             while True:
+                # `None` during the change: a cancellation must not put the model to sleep twice.
                 following, before, awake = self._models[await self._next_turn(awake)], awake, None
                 if before is not None:
                     await _in_thread(before.sleep, metrics)
+                # Before it wakes up: a cancellation waits until it is awake, and then puts it to sleep.
                 awake = following
                 await _in_thread(awake.wake_up, metrics)
         except asyncio.CancelledError:
@@ -283,7 +287,9 @@ class _Model:
         ``confirmed_by`` is the error status of a change that was made before.
         """
         headers = {"Content-Type": "application/json", **_authorization()}
+        # Blocking: `_take_turns` calls it in threads, and the trainer without an event loop.
         request = urllib.request.Request(f"http://{self.router}{path}", body, headers, method=method)
+        # The router is on this machine, which the proxy of the environment may not reach.
         without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         until = time.monotonic() + _ROUTER_BACK_WITHIN_S
         while True:

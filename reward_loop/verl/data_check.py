@@ -188,6 +188,7 @@ def _rows(what: str, file: str) -> Iterator[dict[str, Any]]:
     import datasets
 
     try:
+        # Streamed: without that, the whole file would be read and copied to the cache.
         yield from datasets.load_dataset(loader, data_files=str(path), split="train", streaming=True)
     except StopIteration:  # an empty file
         return

@@ -97,8 +97,10 @@ def begin(config: DictConfig, run_ppo: Callable[..., None], *, on: bool) -> Call
         run_ppo: verl's function.
         on: whether the reward loop scores the rollouts. Otherwise verl does, on a CPU.
     """
+    # Only in place of Python's handler: a program that calls verl's `main` may have its own.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt_once)
+    # Closed by `replacement`, which verl calls after its own checks.
     opened = ExitStack()
     with _ending():
         if on:
@@ -166,6 +168,7 @@ def _prepare(config: DictConfig, opened: ExitStack, task_runner: Any) -> Callabl
             with_ray(lambda: run_ppo(config, task_runner_class=InNewRun(task_runner or TaskRunner)))
         except RayTaskError as error:
             if isinstance(error.cause, RewardLoopError):
+                # Our message alone, without the traceback of the task runner.
                 raise error.cause from None
             raise
 
@@ -367,6 +370,7 @@ def with_ray(function: Callable[[], T]) -> T:
         try:
             return function()
         except Exception as error:
+            # If Ray runs, the error is one of the function itself.
             if ray.is_initialized() or START_TIMED_OUT not in str(error):
                 raise
             for pid in set(descendants(os.getpid())).difference(before):

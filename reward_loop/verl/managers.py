@@ -169,6 +169,7 @@ class VerlManager(RewardLoopManagerBase):
             )
         except Exception as error:
             failure = RewardFunctionError(f"{self.name}: {type(error).__name__}: {error}", cause=cause_of(error))
+            # By hand, because the failure is returned and not raised.
             failure.__cause__ = error
             work_s = time.monotonic() - started
             return RewardResult(Outcome.FAILED, None, error=str(failure), exception=failure, work_s=work_s)

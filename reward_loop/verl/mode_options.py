@@ -139,6 +139,7 @@ def read_mode(config: DictConfig) -> ModeOptions:
         queue = parse(RewardQueueOptions, OmegaConf.select(config, REWARD_QUEUE), REWARD_QUEUE)
         if not queue.enabled:
             queue = None
+    # The group also has verl's own options.
     given = {key: value for key, value in config.trainer.v1.sampler.items() if key in SamplerOptions.model_fields}
     sampler = parse(SamplerOptions, given, "trainer.v1.sampler")
     return ModeOptions(name, sampler.poll_interval_s, pipeline, queue)
@@ -172,8 +173,10 @@ def queue_shares(config: DictConfig, options: RewardQueueOptions) -> tuple[int, 
     """Return each agent loop worker's share of the queue: its capacity, and how many rollouts are judged at once."""
     rollout = config.actor_rollout_ref.rollout
     workers, batch_size = rollout.agent.num_workers, config.data.train_batch_size
+    # Rounded up, as `chunk` does, by which prompts are divided among the workers.
     of_a_step = math.ceil(batch_size / workers) * rollout.n
     of_warmup = math.ceil(batch_size * config.trainer.v1.separate_async.num_warmup_batches / workers) * rollout.n
+    # The user's numbers are rounded down, so that all workers together stay within them.
     return (
         of_a_step + of_warmup if options.capacity is None else options.capacity // workers,
         of_a_step if options.in_flight is None else options.in_flight // workers,

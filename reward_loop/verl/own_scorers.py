@@ -77,6 +77,7 @@ def guard() -> None:
     """Guard verl's scorers in this process: those that are imported now, and the others when they are imported."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
+    # First, because the next finder would load the modules unchanged.
     sys.meta_path.insert(0, _Finder())
     for name, change in _CHANGES.items():
         if (module := sys.modules.get(name)) is not None:
@@ -143,6 +144,7 @@ def _guard_math_verify(math_verify: Any) -> None:
             except math_verify.TimeoutException:
                 return timeout_score
             except FutureTimeoutError:
+                # The call had not started: 0 would be a score that nothing has computed.
                 if future is not None and future.cancel():
                     raise TimeoutError(f"verl's math_verify had no free process for {timeout:g} s") from None
                 return timeout_score
@@ -208,6 +210,7 @@ def _parse(text: str, *, transformations: Any = None) -> Any:
     """
     parser = importlib.import_module("sympy.parsing.sympy_parser")
 
+    # Quotes and `__` are the ways from an expression to Python's objects.
     if not isinstance(text, str) or len(text) > _MAX_CHARACTERS or any(mark in text for mark in ("'", '"', "__")):
         raise ValueError("not an expression of numbers and symbols")
     names = _sympy_names()
@@ -218,6 +221,7 @@ def _parse(text: str, *, transformations: Any = None) -> Any:
         if not isinstance(node, _NODES) or (isinstance(node, ast.Name) and node.id not in names):
             raise ValueError(f"not an expression of numbers and symbols: {type(node).__name__}")
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _NAMED:
+            # A text is allowed here. The walk also counts it as a node, so that only texts elsewhere are left.
             texts -= sum(_is_text(argument) for argument in node.args)
         texts += _is_text(node)
     if texts:
@@ -238,6 +242,7 @@ def _sympy_names() -> dict[str, Any]:
 
     names = {name: value for name, value in vars(sympy).items() if is_mathematical(value)}
     functions = ("sqrt", "root", "cbrt", "real_root", "Matrix")
+    # An empty `__builtins__`: `eval`, which sympy calls with these names, would add Python's.
     return {**names, **{name: getattr(sympy, name) for name in functions}, "__builtins__": {}}
 
 

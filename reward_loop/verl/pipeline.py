@@ -159,6 +159,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
                 first_step=self.global_steps,
                 generated=len(self._submitted) >= self.config.data.train_batch_size,
             )
+        # The loop ends before the iterator does: the next step continues with the action that follows.
         for action in self._actions:
             if isinstance(action, Generate):
                 with added_seconds("gen", timing_raw):
@@ -233,12 +234,14 @@ class RewardPipelineTrainer(PPOTrainerSync):
             if not self._replaces:
                 break
             with added_seconds("wait_reward", timing_raw):
+                # The engine is awake until then, because it may have to generate replacements.
                 missing = self._wait_for_filter(size, metrics)
             if not missing:
                 break
         uids, self._submitted = self._submitted[:size], self._submitted[size:]
         with added_seconds("gen", timing_raw):
             self.on_sample_end()
+        # In other modes, `_balance_batch` does this. Waits poll only while something is missing.
         self._check_fatal_errors()
         trajectories = self._trajectories(uids)
         if self.reward_loop_manager.reward_loop_worker_handles is None:
@@ -249,6 +252,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
             self._judged = [(began, began + timing_raw["wait_reward"])]
         # The rows without a reward are still among them: the rewards have not arrived.
         whole = copy(super()._balance_batch(trajectories, metrics=metrics))
+        # verl sets it in `_step_once`, which this mode does not call. The log-probabilities depend on it.
         whole.extra_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
         in_order = self._schedule.mini_batch_pipeline and self.options.order == "submission"
         return StepBatch.of(uids, whole, in_order=in_order)
@@ -273,6 +277,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         """Evict groups that are filtered, failed without a trajectory or are too old. Returns how many are filtered."""
         if not self._replaces:
             return 0
+        # Before the eviction, which deletes the prompts with their tags.
         failure = last_failure()
         evicted = self.replay_buffer.evict(self.global_steps, metrics)
         if evicted.uids:
@@ -328,6 +333,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         filler = select(whole, padding)
         self._mask(filler.keys)
         # Without the override of `_balance_batch`: these rows have rewards.
+        # They are as many as verl needs, so it adds no padding of its own.
         batch = super()._balance_batch(select(whole, rows + padding), metrics={})
         is_padding = [key in filler.keys for key in batch.keys]
         return select(batch, spread_padding(is_padding, self._data_parallel_size()))
@@ -345,6 +351,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
             raise batch.nothing
         metrics.update(batch.metrics.get_aggregated_metrics())
         self._count_rewards(set(batch.uids), metrics)
+        # Only the prompts: verl deletes the trajectories after it has written metrics and files from them.
         tq.kv_clear(keys=batch.uids, partition_id="train")
         metrics["reward_pipeline/prompts_ahead"] = len(self._submitted)
         if self._filters:
@@ -370,6 +377,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
     @overrides(PPOTrainerSync)
     def _compute_metrics(self, batch: KVBatchMeta, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
+        # verl's timer of the step contains the checkpoint.
         step = timing_raw["step"] - timing_raw.get("save_checkpoint", 0.0)
         generation, waiting = timing_raw.get("gen", 0.0), timing_raw.get("wait_reward", 0.0)
         metrics.update(overlap_metrics(step, generation=generation, waiting=waiting, judged=self._judged))

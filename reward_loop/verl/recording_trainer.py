@@ -71,6 +71,7 @@ class RecordingTrainer(PPOTrainer):
     """``None`` before `fit`, and if no samples are logged."""
 
     def __init__(self, config: DictConfig) -> None:
+        # The subclass has set `_settings` before.
         self._records = open_records(self._settings.options)
         super().__init__(config)
 

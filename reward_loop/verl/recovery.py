@@ -143,6 +143,7 @@ class Recovery:
         partition = trajectories.partition_id
         if stale := [key for key in trajectories.keys if uid_of(key) in uids]:
             tq.kv_clear(keys=stale, partition_id=partition)
+        # `None`, because TransferQueue merges tags: an old failure would stay.
         tag = {"is_prompt": True, "status": "pending", "global_steps": step, FAILURE: None}
         tq.kv_batch_put(keys=list(uids), partition_id=partition, tags=[dict(tag) for _ in uids])
 
@@ -180,6 +181,7 @@ class Recovery:
         began = time.time()
         sessions, samples = read_sessions(batch)
         write_rewards(batch, sessions, self._reward_workers.finish_batch(self._reward_workers.start_batch(samples)))
+        # After the rewards: a row with this tag has one.
         tags = [{JUDGED: [began, time.time()]} for _ in batch.keys]
         tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, tags=tags)
         changed = {key: reward for key, reward in read_rewards(others).items() if reward.post_processed}
@@ -201,6 +203,7 @@ class Recovery:
         if not prompts:
             return
         counts, sizes = _session_counts(rows), self._sizes(prompts)
+        # A finished prompt may have fewer trajectories: verl accepts an agent loop that returns nothing.
         complete = {uid for uid, tag in prompts.items() if tag["status"] == "finished" or counts[uid] >= sizes[uid]}
         batch, missing = read_trajectories(complete), set[str]()
         if self._judges:
@@ -222,6 +225,7 @@ class Recovery:
     def _sizes(self, prompts: Mapping[str, dict]) -> dict[str, int]:
         """Return the number of rollouts of each prompt of a checkpoint, which contains the data of the prompts."""
         uid, tag = next(iter(prompts.items()))
+        # One prompt shows it: all have the columns of the data.
         if "__rollout_n__" not in field_names(uid, tag, "train"):
             return dict.fromkeys(prompts, self._rollouts["train"])
         sizes = read_rows(list(prompts), "train", "__rollout_n__")
@@ -239,6 +243,7 @@ def _without_reward(trajectories: KVBatchMeta) -> set[str]:
     return {
         key
         for key, tag in zip(trajectories.keys, trajectories.tags, strict=True)
+        # A reward that the agent loop has set itself is published with the trajectory, without the tag.
         if JUDGED not in tag and "rm_scores" not in field_names(key, tag, partition)
     }
 

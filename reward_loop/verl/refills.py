@@ -46,6 +46,7 @@ class RefillLimit:
                 or too few groups remain, and replacing the filtered ones would exceed
                 ``algorithm.filter_groups.max_num_gen_batches``.
         """
+        # Groups that were filtered or kept have been judged: then rollouts do not all fail.
         again = failed > 0 and not filtered and kept <= self._kept
         self._in_a_row = self._in_a_row + 1 if again else 0
         self._kept = kept
@@ -91,6 +92,7 @@ class FailureStreak:
             successful: the uids of all successful groups that are still in the replay buffer.
         """
         before, self._successful = self._successful, frozenset(successful)
+        # Only new ones: a group stays in the buffer until it is trained on.
         if self._successful - before:
             self.in_a_row = 0
         self.in_a_row += failed
@@ -115,6 +117,7 @@ class FilterForecast:
     @property
     def share(self) -> float:
         """The estimated share of groups that the filter removes, below 1; 0 before the first group is removed."""
+        # + 1, so that it is below 1: no number of prompts would be enough for a filter that removes all of them.
         return self._filtered / (self._kept + self._filtered + 1.0)
 
     def count(self, *, kept: int, filtered: int) -> None:

@@ -170,6 +170,7 @@ class RewardReplayBuffer(ReplayBuffer):
         A group is kept if a failed or unscored sample of it is not masked and lacks the metric. If a scored sample
         lacks the metric, the group is left to verl, which stops the run.
         """
+        # verl takes groups in its cache as examined, and examines only those that are left.
         decided = self._dapo_classification_cache[partition_id]
         new = self.finished_keys[partition_id] - decided.keys()
         partition = self.partitions[partition_id]
@@ -185,6 +186,7 @@ class RewardReplayBuffer(ReplayBuffer):
             if reward.is_masked:
                 continue
             if value is not None:
+                # By session, whose outputs all have the same reward: it counts once.
                 values[uid][session] = float(value)
             elif reward.is_scored:
                 undecided.add(uid)
@@ -192,6 +194,7 @@ class RewardReplayBuffer(ReplayBuffer):
                 kept.add(uid)
         for uid in values.keys() - undecided:
             scores = list(values[uid].values())
+            # verl compares the standard deviation with 0, which it misses for 0.1, 0.1, 0.1 by a rounding error.
             alike = uid not in kept and len(scores) > 1 and min(scores) == max(scores)
             decided[uid] = scores[0] if alike else None
 

@@ -32,6 +32,7 @@ def reject_parts(batch: Any, rewards: Rewards, workers: RewardWorkers, examined:
     problems = {key: misfit(mask, rewards[key].info) for key, (mask,) in zip(keys, masks, strict=True)}
     rejected = {key: problem for key, problem in problems.items() if problem is not None}
     before = [Reward(reward_score=0.0, reward_extra_info=dict(rewards[key].info)) for key in rejected]
+    # Also if none is rejected: samples that fit count in the bound on the share of failures.
     failed = workers.reject(before, _names(rejected), list(rejected.values()), len(keys) - len(rejected))
     if not rejected:
         return rewards
@@ -45,6 +46,7 @@ def post_process(batch: Any, rewards: Rewards, workers: RewardWorkers) -> Reward
     Groups that have been post-processed already stay as they are. Returns the rewards after the change.
     """
     by_group: dict[str, list[str]] = defaultdict(list)
+    # In the order of the rollouts, not in that in which rewards arrived.
     for key in sorted(final_outputs(rewards), key=_session_number):
         by_group[uid_of(key)].append(key)
     groups = [keys for keys in by_group.values() if not any(rewards[key].post_processed for key in keys)]

@@ -89,6 +89,7 @@ class RewardClient:
             # Not `hash`, which is another one in each process.
             turn = zlib.crc32(prompt_of(data).encode())
         else:
+            # In turn, where verl chooses at random, so that workers have equal loads.
             turn = self._turn
             self._turn += 1
         worker = self._workers[turn % len(self._workers)]

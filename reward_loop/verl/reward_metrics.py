@@ -225,6 +225,7 @@ def _means(numbers: Mapping[str, Sequence[Any]], prompts: Sequence[Prompt], size
 def _of_whole_prompts(metrics: Mapping[str, float], sizes: Mapping[Prompt, int]) -> dict[str, float]:
     """Return verl's metrics without its means, and without sizes that occur only for prompts with masked samples."""
     largest = _largest(sizes)
+    # The longest first: the name of a source may begin with that of another, as "math" and "math/hard" do.
     sources = "|".join(re.escape(source) for source in sorted(largest, key=len, reverse=True))
     name = re.compile(rf"val-(core|aux)/(({sources})/.+)/((mean|std|best|worst|maj)@(\d+)(?:/(?:mean|std))?)")
     kept = {}

@@ -103,10 +103,12 @@ def read_reward_model(config: DictConfig, mode: ModeOptions) -> RewardModelConfi
         options |= _engine_options(model.rollout)
     own = config.reward_model.server
     engine_args = options.get("engine_args", {}) | normalised(own.get("engine_args") or {})
+    # Ours last: `reward_model.server` takes precedence over verl's options.
     options |= {**own, "engine_args": engine_args}
     if model.enable_resource_pool:
         options |= _pool(model, options)
     served = parse(RewardModelConfig, options, "reward_model.server")
+    # As in verl: a model that needs GPUs, and has no pool of its own, is on those of the trainer.
     if not model.enable_resource_pool and "placement" not in own and _gpus(served):
         served = parse(RewardModelConfig, options | {"placement": "colocated"}, "reward_model.server")
     # verl starts all servers on the trainer's GPUs, by default with the engine of the first model.
@@ -139,6 +141,7 @@ def verls_options(config: DictConfig, model: ServedModelConfig, name: str | None
     """
     reward, trainer = config.reward, config.trainer
     options: Any = OmegaConf.create(OmegaConf.to_container(reward.reward_model, resolve=True))
+    # verl reads from these options how the GPUs of the pool, here the trainer's, are distributed over nodes.
     options.nnodes, options.n_gpus_per_node = trainer.nnodes, trainer.n_gpus_per_node
     rollout = options.rollout
     if rollout.full_determinism and reward.custom_reward_function.path is None:

@@ -83,6 +83,7 @@ def scorer_of_run(**rollout: Any) -> Iterator[None]:
             "the run has no reward workers: call scorer_of_run in a task or actor of a run with "
             "reward_model.use_reward_loop=True, after its trainer has started them"
         )
+    # In the order of the trainer: with `by_group`, all processes must choose the same worker for a prompt.
     workers = [ray.get_actor(name, namespace) for name in sorted(names, key=lambda name: int(name.rsplit("_", 1)[1]))]
     asked = [workers[0].run_options.remote(), workers[0].needs_group.remote()]
     try:

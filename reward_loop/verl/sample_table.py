@@ -116,6 +116,7 @@ def chosen_keys(rewards: StepRewards, size: int, generator: random.Random) -> di
         (key for key, sample in samples.items() if not sample.is_scored), key=lambda key: samples[key].outcome
     )
     ordered = sorted(samples.keys() - set(without), key=lambda key: (samples[key].raw_score, key))
+    # Sorted first: the order in which rewards arrived must not change what is drawn.
     at_random = sorted(samples)
     generator.shuffle(at_random)
     queues: list[tuple[str | None, Iterator[str]]] = [

@@ -57,6 +57,7 @@ class QueueAgentLoopWorker(RewardAgentLoopWorker):
         assert options is not None
         capacity, in_flight = queue_shares(self.config, options)
         self._by_group = any(client.by_group for client in self.reward_loop_worker_handles)
+        # With a bound, the rollouts that are judged could wait for others of their prompt, which wait for their turn.
         self._queue = JudgingQueue(capacity, None if self._by_group else in_flight)
         self._reservations: dict[str, Reservation] = {}
         self._step = 0
@@ -179,6 +180,7 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
         """Send new weights to the rollout, and the number of the next step to the agent loop workers."""
         super().on_step_end()
         for worker in self.agent_loop_manager.agent_loop_workers:
+            # Not awaited: a worker that misses it only judges rollouts that will be evicted.
             worker.start_step.remote(self.global_steps + 1)
 
     @overrides(PPOTrainerSeparateAsync)

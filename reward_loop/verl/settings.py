@@ -109,6 +109,7 @@ class RewardSettings:
 
     def with_job(self, address: str) -> RewardSettings:
         """Return these settings with the address of the job's limiter service."""
+        # A copy: the address contains a key, and verl prints and records the configuration of the run.
         config = deepcopy(self.config)
         config.reward_loop.job = address
         return replace(self, config=config, options=self.options.model_copy(update={"job": address}))

@@ -54,6 +54,7 @@ class StepBatch:
     @classmethod
     def of(cls, uids: list[str], whole: KVBatchMeta, *, in_order: bool) -> Self:
         """Return the batch of these prompts, oldest first; ``whole`` are the rows of their rollouts, and padding."""
+        # Also for a prompt whose rollouts all failed: the group is complete, and has no rows.
         groups: dict[str, list[int]] = {uid: [] for uid in uids}
         spare = []
         for position, (key, tag) in enumerate(zip(whole.keys, whole.tags, strict=True)):
@@ -78,6 +79,7 @@ class StepBatch:
         if complete == len(self.groups):
             return total
         trained = len(self.uids) - len(self.groups)
+        # The last mini-batch takes all groups that are left, so it is ready only with all of them.
         return min(total - 1, (trained + complete) // size)
 
     def staleness(self, step: int) -> list[int]:
@@ -89,6 +91,7 @@ class StepBatch:
         """Remove these groups from `groups`, and return their rows."""
         rows = [row for uid in uids for row in self.groups.pop(uid)]
         if not self.in_order:
+            # In the order in which verl has balanced the batch over the ranks.
             return sorted(rows)
         place = {uid: number for number, uid in enumerate(uids)}
         return sorted(rows, key=lambda row: (place[uid_of(self.whole.keys[row])], self.whole.keys[row]))

@@ -192,6 +192,7 @@ class StepHealth:
     def _check_reference(self, observation: Observation) -> None:
         """Log once that the function does not return the reference."""
         name = self._options.health.reference
+        # Not in a step without scores, whose samples have no other numbers either.
         if name is None or self._is_reference_checked or not np.isfinite(observation.scores).any():
             return
         self._is_reference_checked = True

@@ -263,6 +263,7 @@ def _as_data_proto(outputs: Sequence[Mapping[str, Any]], partition_id: str) -> D
 
 def _objects(values: Sequence[Any]) -> np.ndarray:
     column = np.empty(len(values), dtype=object)
+    # Not `np.array(values)`, which makes lists of equal length a two-dimensional array.
     column[:] = values
     return column
 
@@ -284,6 +285,7 @@ def read_rewards(batch: Any) -> dict[str, TrajectoryReward]:
             reward=reward,
             raw_score=extra.get(RAW_SCORE, reward),
             post_processed=RAW_SCORE in extra,
+            # One score for each token of the response.
             tokens=len(scores),
         )
     return rewards
@@ -322,6 +324,7 @@ def write_rewards(
     ):
         session = session_of(key)[0]
         score = torch.zeros(len(response), dtype=torch.float32)
+        # A slice, because a response may have no tokens.
         score[-1:] = by_session[session]["reward_score"]
         scores.append(score)
         info = by_session[session]["reward_extra_info"]

@@ -112,6 +112,7 @@ class RewardLoopTrainer(RecordingTrainer):
     """``None`` before `fit`."""
 
     def __init__(self, config: DictConfig, rewards: RewardServices) -> None:
+        # Before verl's constructor, which calls `_build_replay_buffer`.
         self._settings = rewards.settings
         self._router = rewards.router
         self._colocated = rewards.colocated
@@ -141,6 +142,7 @@ class RewardLoopTrainer(RecordingTrainer):
             super()._setup()
         # The agent loop workers, which verl starts next, get this configuration.
         self._run_config.trainer.total_training_steps = self.total_training_steps
+        # On the objects, where verl has bound these methods, too.
         self.actor_rollout_wg.update_actor = self._counting_learners(self.actor_rollout_wg.update_actor)
         if self.use_critic:
             self.critic_wg.train_mini_batch = self._counting_learners(self.critic_wg.train_mini_batch)
@@ -159,6 +161,7 @@ class RewardLoopTrainer(RecordingTrainer):
         if self._colocated is not None:
             pool = self.resource_pool_manager.get_resource_pool(Role.RewardModel)
             self.reward_workers = RewardWorkers(self._settings, self._colocated.start(pool))
+        # With `None`, verl's agent loop judges nothing, and the trainer calls `_compute_reward_colocate`.
         handles = [self.reward_workers.client] if self._colocated is None else None
         return SimpleNamespace(reward_loop_worker_handles=handles)
 
@@ -214,6 +217,7 @@ class RewardLoopTrainer(RecordingTrainer):
             with self._checking_fatal_errors():
                 batch = super().step(metrics, timing_raw)
         finally:
+            # Also if the step failed: samples without a score may be the cause.
             infos = [reward.info for reward in self._rewards.samples().values()]
             self._say_failures(f"step {self.global_steps}", infos)
         metrics.update(self._rewards.metrics() | (self.recovery.metrics() if self.recovery else {}))
@@ -272,6 +276,7 @@ class RewardLoopTrainer(RecordingTrainer):
         columns = ("input", "output", "gts", "step")
         infos = {f"returned_{name}" if name in columns else name: v for name, v in reward_extra_infos_dict.items()}
         if self._padding:
+            # In verl's column `uid` are the keys of trajectories.
             real = [row for row, key in enumerate(infos["uid"]) if key not in self._padding]
             inputs, outputs, gts, scores = ([column[row] for row in real] for column in (inputs, outputs, gts, scores))
             infos = {name: [values[row] for row in real] for name, values in infos.items()}
@@ -301,6 +306,7 @@ class RewardLoopTrainer(RecordingTrainer):
             metrics.update(proofs.metrics())
         metrics.update(self._health.metrics(self.global_steps, self._rewards, audit))
         # After this, verl writes the step's rollouts to a file, and deletes them from TransferQueue.
+        # Not earlier: verl's metrics read fields, such as advantages, that these rows may lack.
         batch.keys.extend(self._left_out)
         batch.tags.extend(self._left_out.values())
         self._padding = {key for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding")}
@@ -366,6 +372,7 @@ class RewardLoopTrainer(RecordingTrainer):
         """
         self._check_fatal_errors()
         batch = super()._balance_batch(self._learners(batch), metrics, **options)
+        # verl's method has filled `_dispatch_info`.
         ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
         return select(batch, spread_padding([bool(tag.get("is_padding")) for tag in batch.tags], ranks))
 
@@ -383,6 +390,7 @@ class RewardLoopTrainer(RecordingTrainer):
                 rewards = post_process(batch, rewards, self.reward_workers)
         # After all other changes: the last token gets the difference between the reward and the sum of its parts.
         place_parts(batch, rewards)
+        # Masked rows too: the metrics of the step count outcomes of all samples.
         self._rewards.trajectories.update(rewards)
         masked = {key for key, reward in rewards.items() if reward.is_masked}
         if self.config.algorithm.adv_estimator in GROUP_ESTIMATORS:
@@ -410,6 +418,7 @@ class RewardLoopTrainer(RecordingTrainer):
             super()._compute_advantage(rows, metrics)
         self._rewards.trained |= set(rows.keys)
         self._mask(padding)
+        # Not verl's result, which lacks the padding.
         return copy(batch)
 
     def _counting_learners(self, update: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -422,6 +431,7 @@ class RewardLoopTrainer(RecordingTrainer):
         def call(batch: Any) -> Any:
             learners = len(self._rewards.trained.intersection(batch.keys))
             if learners < len(batch.keys):
+                # verl has set both sizes just before this call. The workers divide the batch by this one.
                 mini_batches = len(batch.keys) / batch.extra_info["mini_batch_size"]
                 batch.extra_info["global_batch_size"] = learners / mini_batches
             return update(batch)
@@ -433,6 +443,7 @@ class RewardLoopTrainer(RecordingTrainer):
 
         To be called before `post_process_scores` compares the scores of a group.
         """
+        # Groups that a filter has examined went through here then, and their failures were counted.
         examined = self.replay_buffer.classified_groups(batch.partition_id)
         return reject_parts(batch, read_rewards(batch), self.reward_workers, examined)
 
@@ -449,6 +460,7 @@ class RewardLoopTrainer(RecordingTrainer):
         verl reads only fields that all rows have, so rows without an advantage need the fields too.
         """
         fields = ["advantages", "returns", *MASKS]
+        # verl's `_compute_advantage` writes these fields to the other rows, under the same conditions.
         if self.config.algorithm.use_kl_in_reward:
             fields.append("token_level_rewards")
         correction = self.config.algorithm.get("rollout_correction")

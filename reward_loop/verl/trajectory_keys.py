@@ -12,7 +12,8 @@ from collections.abc import Iterable
 __all__ = ["FAILURE", "GENERATED", "JUDGED", "final_outputs", "session_of", "uid_of"]
 
 GENERATED = "generated"
-"""Tag of one trajectory of a prompt: ``True`` if no session of the prompt is being generated any more."""
+"""Tag of one trajectory of a prompt: ``True`` if no session of the prompt is being generated any more. Not a status of
+the prompt: verl's replay buffer raises an error for a status that it does not know."""
 
 JUDGED = "judged"
 """Tag of a trajectory whose reward is written: the times at which judging began and at which the reward was written."""

@@ -64,6 +64,7 @@ class _Requests:
         """Call the method of each worker that has no open call."""
         busy = set(self.open.values())
         for position, worker in enumerate(self._handles):
+            # A worker that blocks its event loop would otherwise collect calls.
             if position not in busy:
                 self.open[getattr(worker, self._method).remote()] = position
 
@@ -131,10 +132,12 @@ class RewardWorkers:
         nodes = worker_nodes(settings.num_workers)
         self.handles = [
             actor.options(
+                # Without a bound, which a long run could reach. `MAX_TASK_RETRIES` bounds those that one sample causes.
                 max_restarts=-1,
                 max_task_retries=MAX_TASK_RETRIES,
                 # Ray's default of 1,000 would make further samples wait in Ray, without a limit or a deadline of ours.
                 max_concurrency=100_000,
+                # Soft: if the node is lost, Ray restarts the worker on another one.
                 scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
                     node_id=node, soft=True
                 ),
@@ -277,8 +280,10 @@ class RewardWorkers:
     ) -> list[T]:
         """Wait for calls of workers, and return their results."""
         try:
+            # The trainer's thread has no event loop.
             return asyncio.run(beside(self._gather(pending), meanwhile))
         except RayTaskError as error:
+            # First the stored error of a worker, which names the sample and the cause.
             self.check_fatal_errors()
             raise RewardLoopError(f"a reward worker failed: {error}") from error
 
@@ -384,6 +389,7 @@ async def beside(work: Coroutine[Any, Any, T], meanwhile: Callable[[], Coroutine
         for task in (working, other):
             task.cancel()
         _, ended = await asyncio.gather(working, other, return_exceptions=True)
+    # First its error: `work` was cancelled because of it.
     if isinstance(ended, Exception):
         raise ended
     return await working

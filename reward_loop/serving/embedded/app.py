@@ -94,6 +94,7 @@ async def _answer(request: Request, kind: type[R], work: Callable[[R], Awaitable
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(400, "Unsupported Media Type: only 'application/json' is allowed", param="content-type")
     body = parse(kind, await request.body())
+    # It stays if the client disconnects, which then does not read it.
     response: Response = Response(status_code=499)
 
     async def answer() -> None:

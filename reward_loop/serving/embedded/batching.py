@@ -111,9 +111,11 @@ class BatchingEngine:
         assert thread is not None
         worker.cancel()
         for request in [*self._running, *(r for group in self._groups.values() for r in group)]:
+            # The thread cannot be cancelled: `RowEndings` ends the rows of cancelled requests at the next token.
             request.result.cancel()
         self._groups.clear()
         await asyncio.wait([worker])
+        # In another thread, because it waits for the batch.
         await asyncio.to_thread(thread.shutdown)
 
     async def generate(self, prompt_ids: list[int], params: SamplingParams) -> GeneratedTokens:
@@ -141,6 +143,7 @@ class BatchingEngine:
             raise RuntimeError("the engine is not running: use it inside `async with BatchingEngine(...)`")
         loop = asyncio.get_running_loop()
         request = _Request(token_ids, params, loop.time(), loop.create_future())
+        # Before it is queued: an invalid request must not fail the batch of others.
         self._check(request)
         group = params.distribution if params else None
         self._groups.setdefault(group, deque()).append(request)
@@ -215,6 +218,7 @@ class BatchingEngine:
 
     def _classify(self, batch: list[_Request], loop: asyncio.AbstractEventLoop) -> None:
         with torch.no_grad():
+            # On the right: a forward pass numbers positions from the first column, so padding there would shift them.
             logits = self._model(**self._inputs(batch, padding_side="right")).logits.tolist()
         for request, row in zip(batch, logits, strict=True):
             loop.call_soon_threadsafe(_deliver, request.result, row)
@@ -234,6 +238,7 @@ class BatchingEngine:
             logits_processor=LogitsProcessorList([sampler]),
             stopping_criteria=StoppingCriteriaList([endings]),
             max_new_tokens=max(p.max_tokens for p in params),
+            # `RowSampler` has drawn: the largest of its scores is the sample.
             do_sample=False,
         )
 

@@ -50,6 +50,7 @@ class RequestBody(BaseModel):
         given = {name: value for name, value in data.items() if value is not None}
         for name, harmless in cls.unsupported.items():
             if name in given and given[name] not in harmless:
+                # Not a ValueError, which pydantic would collect in an error of its own.
                 raise ApiError(400, _unsupported(name), param=name)
         return given
 
@@ -156,6 +157,7 @@ class ClassifyRequest(PromptRequest):
         "priority": (0,),
     }
 
+    # Strict: texts of digits must not become token ids, nor token ids texts.
     input: StrictStr | list[StrictInt] | list[StrictStr] | list[list[StrictInt]] | None = None
     messages: list[Message] | None = None
     use_activation: bool | None = None

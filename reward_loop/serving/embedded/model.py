@@ -77,6 +77,7 @@ class EmbeddedModel:
         if max_tokens is None:
             max_tokens = max(1, (self.engine.max_length or len(prompt) + 512) - len(prompt))
         params = SamplingParams(max_tokens=max_tokens, **body.model_dump(include=set(SamplingOptions.model_fields)))
+        # One seed for each choice: with the same one, all choices would be equal.
         seeds = [None if body.seed is None else body.seed + index for index in range(body.n)]
         generations = await asyncio.gather(
             *(self.engine.generate(prompt, params.model_copy(update={"seed": seed})) for seed in seeds)
@@ -211,6 +212,7 @@ class EmbeddedModel:
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
     ids: set[int] = set()
+    # The token that ends a turn of a chat may be in one of them only, often in the generation config.
     for source in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
         eos = getattr(source, "eos_token_id", None)
         ids.update([eos] if isinstance(eos, int) else eos or ())

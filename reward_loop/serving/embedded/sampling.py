@@ -88,6 +88,7 @@ def _processors(params: SamplingParams) -> list[LogitsProcessor]:
     processors: list[LogitsProcessor] = []
     if params.repetition_penalty != 1:
         processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    # 0 stands for greedy decoding, and nothing can be divided by it.
     if params.temperature not in (0, 1):
         processors.append(TemperatureLogitsWarper(float(params.temperature)))
     if params.temperature and params.top_k > 0:

@@ -81,6 +81,7 @@ class RayCheckpointEngine(CheckpointEngine):
             bucket[name] = tensor.detach().to("cpu")
         if self._sends:
             buckets.append(ray.put(bucket))
+            # In a list: Ray would replace a reference that is itself an argument by its object.
             await self._mailbox.put.remote(buckets)
         return {}
 

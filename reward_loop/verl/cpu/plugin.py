@@ -87,6 +87,7 @@ def _device_module() -> ModuleType:
     Memory counters are zero, since there is no device memory. The random state is that of torch's default generator,
     which checkpoints save and restore.
     """
+    # A module of its own, because torch's must stay as it is.
     module = ModuleType("reward_loop.verl.cpu.device")
     counters = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
     actions = ("empty_cache", "reset_peak_memory_stats", "ipc_collect", "set_device")

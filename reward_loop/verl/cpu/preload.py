@@ -84,6 +84,7 @@ def preloaded(modules: Iterable[str] = MODULES, *, name: str | None = None) -> I
         )
     os.close(followed)
     try:
+        # -I -S: `ask` needs only the standard library, and without site-packages it starts faster.
         yield shlex.join([sys.executable, "-I", "-S", __file__, "ask", name])
     finally:
         os.close(held)
@@ -103,8 +104,10 @@ def _serve(listener: socket.socket, parent_pipe: int) -> Request | None:
     # Exclude the imported objects from collections: scanning them in a worker would also copy the shared memory.
     gc.collect()
     gc.freeze()
+    # The kernel reaps the workers: `_ask` finds their end by the closed connection.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     poll = select.poll()
+    # No events: the end of a pipe is always reported.
     poll.register(parent_pipe, 0)
     poll.register(listener, select.POLLIN)
     while True:
@@ -117,6 +120,7 @@ def _serve(listener: socket.socket, parent_pipe: int) -> Request | None:
             os.setpgid(0, 0)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.close(parent_pipe)
+            # A copy in a worker would outlive the fork server: `_ask` would then wait for an answer that does not come.
             listener.close()
             for target, fd in enumerate(fds):
                 os.dup2(fd, target)

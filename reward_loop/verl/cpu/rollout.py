@@ -95,6 +95,7 @@ class ServerAdapter(BaseRollout):
         size = 0
         async for name, tensor in ensure_async_iterator(weights):
             if size and size + tensor.nbytes > BUCKET_BYTES:
+                # Awaited: more buckets at a time might not fit into Ray's object store.
                 await self._server.update_weights.remote(bucket, last=False, global_steps=None)
                 bucket, size = {}, 0
             bucket[name] = tensor.detach().to("cpu", torch.float32)

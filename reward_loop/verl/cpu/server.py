@@ -153,6 +153,7 @@ class CPURolloutServer:
         Args:
             reject_request: whether to abort new requests instead of letting them wait for `resume_generation`.
         """
+        # Before the cancellations: by this, `generate` tells an abort from a call that was cancelled.
         self._admission.clear()
         self._reject = reject_request
         for request in list(self._in_flight):
