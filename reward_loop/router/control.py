@@ -73,7 +73,10 @@ def _app(pool: BackendPool, proxy: Proxy) -> FastAPI:
         return [_shown(backend) for backend in pool.backends]
 
     @app.post("/workers", status_code=201)
-    async def add(backend: BackendConfig) -> dict[str, Any]:
+    async def add(backend: BackendConfig, request: Request) -> dict[str, Any]:
+        # Its requests would come back to itself until all places are in use.
+        if backend.url == str(request.base_url).rstrip("/"):
+            raise HTTPException(422, f"{backend.url} is this router itself; name the address of a model server")
         if pool.find(backend.url):
             raise HTTPException(409, f"{backend.url} is already a server of this router")
         return _shown(pool.add(backend))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -115,10 +116,15 @@ def _problems(
         if (problem := _problem_of_row(row, prompt)) is not None:
             yield f"{what}, row {index}: {problem}"
             return
+
+    @functools.cache
+    def sources() -> list[str]:
+        # Of all rows, and read once: several checks need them, and the file may have millions of rows.
+        return sorted({str(row.get("data_source", "")) for row in [*first, *rows]})
+
     if settings.manager.name == "composite":
         validate = what.startswith("data.val_files")
-        sources = {str(row.get("data_source", "")) for row in [*first, *rows]}
-        lost = sorted(one for one in sources if not names_for(settings.options.components, one, validate))
+        lost = [one for one in sources() if not names_for(settings.options.components, one, validate)]
         if lost:
             yield (
                 f"{what}: none of reward_loop.components scores {counted(len(lost), 'data source')}: "
@@ -138,7 +144,7 @@ def _problems(
                 if lacking:
                     say(f"Note: {name} reads extra_info[...] of {listing(lacking)}, which rows of {file} lack.")
             elif function is None:
-                yield from _unknown_sources(what, file, rows, first)
+                yield from _unknown_sources(what, sources())
 
 
 def _lacks_a_column(function: Target, rows: Sequence[Mapping[str, Any]]) -> str | None:
@@ -197,14 +203,11 @@ def _rows(what: str, file: str) -> Iterator[dict[str, Any]]:
         raise ConfigError(f"{what} cannot be read as {loader}: {type(error).__name__}: {cause}") from error
 
 
-def _unknown_sources(
-    what: str, file: str, rows: Iterator[dict[str, Any]], first: list[dict[str, Any]]
-) -> Iterator[str]:
+def _unknown_sources(what: str, sources: Sequence[str]) -> Iterator[str]:
     from verl.utils.reward_score import default_compute_score
 
-    sources = {str(row.get("data_source")) for row in first} | {str(row.get("data_source")) for row in rows}
     unknown = []
-    for source in sorted(sources):
+    for source in sources:
         try:
             default_compute_score(source, "", "")
         except NotImplementedError:

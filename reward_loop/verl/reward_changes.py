@@ -113,7 +113,7 @@ def place(reward: float, response_mask: torch.Tensor, info: Mapping[str, Any]) -
     for name, where in _places(response_mask).items():
         if (parts := info.get(name)) is not None:
             placed[where] += torch.as_tensor(parts, dtype=torch.float32)
-    placed[-1] += reward - placed.sum()
+    placed[-1:] += reward - placed.sum()  # a response may have no tokens
     return placed
 
 

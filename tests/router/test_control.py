@@ -26,6 +26,8 @@ async def test_servers_come_and_go_while_it_runs() -> None:
             assert response.status == 409
         async with session.post("/workers", json={"url": "ftp://x"}) as response:
             assert response.status == 422
+        async with session.post("/workers", json={"url": url}) as response:
+            assert (response.status, "is this router itself" in await response.text()) == (422, True)
         killed = {"url": urls[0], "reason": "killed", "lost": "true"}
         async with session.post("/workers/mark_dead", params=killed) as response:
             assert response.status == 200

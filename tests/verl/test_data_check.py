@@ -102,6 +102,13 @@ def test_data_sources_that_no_component_scores_are_named(tmp_path: Path) -> None
         said(tmp_path, *options, function=None, train=train)
     assert "scores 1 data source: 'essays'. Add a component" in str(caught.value)
     assert "data.val_files" in str(caught.value), "no component scores a validation"
+    # Verl's function scores all sources, and has none for the last one: both checks read all rows.
+    form = f"+reward_loop.components.form.path={tmp_path}/form.py:form"
+    rows = [*[{**ROW, "data_source": "openai/gsm8k"}] * 9, {**ROW, "data_source": "essays"}]
+    train = write(tmp_path / "verls.jsonl", rows)
+    with pytest.raises(ConfigError, match="no function for 1 data source: 'essays'"):
+        said(tmp_path, options[0], form, "+reward_loop.components.verls.weight=1", function=None, train=train)
+    train = write(tmp_path / "train.jsonl", [*[ROW] * 9, {**ROW, "data_source": "essays"}])
     fixed = ("+reward_loop.components.sums.phase=null", "+reward_loop.components.sums.data_sources=null")
     assert len(said(tmp_path, *options[:2], *fixed, function=None, train=train)) == 2
 

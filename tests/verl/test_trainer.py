@@ -49,6 +49,12 @@ def test_parts_are_placed_and_add_up_to_the_reward(mask: torch.Tensor, info: dic
         assert result.tolist() == placed
 
 
+@pytest.mark.parametrize("name", ["token_level_scores", "turn_level_scores"])
+def test_a_response_without_tokens_has_no_place_for_a_reward(name: str) -> None:
+    assert misfit(SINGLE[:0], {name: []}) is None
+    assert place(2.0, SINGLE[:0], {name: []}).tolist() == []
+
+
 @pytest.mark.parametrize(
     ("info", "problem"),
     [
