@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from reward_loop.records.reader import RecordsReader
+from tests.fork_server import worker_python
 from tests.gsm8k import ROOT
 from tests.pages import blocks
 
@@ -30,9 +32,11 @@ def test_a_reader_gets_a_judged_run(tmp_path: Path) -> None:
         "HF_HUB_OFFLINE": "1",
         "VERL_FILE_LOGGER_PATH": str(metrics),
     }
+    # The fork server of the tests, whose start takes long. The demo starts its own.
+    python = f"+ray_kwargs.ray_init.runtime_env.py_executable={worker_python()!r}"
     printed = ""
     for command, _ in commands:
-        more = " trainer.logger=[console,file]" if "main_ppo" in command else ""
+        more = f" {shlex.join(['trainer.logger=[console,file]', python])}" if "main_ppo" in command else ""
         done = subprocess.run(
             ["bash", "-c", command + more], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
         )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from pathlib import Path
 
 from hydra import compose, initialize
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from reward_loop.verl.resolve import resolve
@@ -19,25 +22,24 @@ def configuration(*overrides: str, name: str = "ppo_trainer", folder: Path | Non
     ``folder`` is that of a file of the user's own.
     Records are off unless the overrides choose their folder: tests would write into the working directory.
     """
-    stored = _stored(name, folder)
     has_folder = any("log_dir" in override or "default_local_dir" in override for override in overrides)
     records = [] if has_folder else ["reward_loop.log_dir=null"]
-    with initialize(config_path=None, version_base=None):
-        return compose(stored, [*records, *overrides])
+    config = copy.deepcopy(_composed(name, folder))
+    # As Hydra does it, without composing its own options again, which takes most of the time.
+    parsed = OverridesParser.create().parse_overrides([*records, *overrides])
+    ConfigLoaderImpl._apply_overrides_to_config([one for one in parsed if not one.is_hydra_override()], config)
+    return config
 
 
 @functools.cache
-def _stored(name: str, folder: Path | None) -> str:
-    """Reads the files of verl once, which takes most of the time, and returns the name in Hydra's store."""
-    store = ConfigStore.instance()
-    store.store(name=f"primary_{name}", node={"defaults": [name]})
+def _composed(name: str, folder: Path | None) -> DictConfig:
+    ConfigStore.instance().store(name=f"primary_{name}", node={"defaults": [name]})
     # `known` comes first, as the plug-in of Hydra has it.
     folders = (CONFIG_DIR / "known", verl_config_dir(), CONFIG_DIR, CONFIG_DIR.parent, verl_config_dir().parent)
     folders = (*folders, folder) if folder else folders
     searchpath = f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders)}]"
     with initialize(config_path=None, version_base=None):
-        store.store(name=f"stored_{name}", node=compose(f"primary_{name}", [searchpath]))
-    return f"stored_{name}"
+        return compose(f"primary_{name}", [searchpath])
 
 
 def resolved(*overrides: str, name: str = "ppo_trainer", folder: Path | None = None) -> RewardSettings:

@@ -373,7 +373,7 @@ async def judged(
     at its 70th the agent loop worker; from the 160th on it presses Ctrl-C on the trainer, again and again."""
     lines = Path(os.environ["REWARD_LOG"])
     seen = len(lines.read_text().splitlines()) if lines.exists() else 0
-    if seen >= 20:
+    if seen >= 20 and not _beside_the_log("killed-server").exists():  # a list of all processes takes long
         for pid in processes_with("reward_loop.serving.embedded", model):
             _kill_once(pid, "killed-server")
     if seen >= 30:
