@@ -30,6 +30,8 @@ class LearnedCapacity:
         self.number: float = math.inf
         """The largest number of requests in flight."""
         self.in_flight = 0
+        self._most = 0
+        """The largest number of requests in flight at a time since there was none."""
         self._step = 1
         self._answers = 0
         """The number of answers since `number` last changed."""
@@ -44,6 +46,7 @@ class LearnedCapacity:
 
     def begin(self) -> None:
         """Count a request that is being sent."""
+        self._most = max(self._most, self.in_flight + 1) if self.in_flight else 1
         self.in_flight += 1
 
     def end(self, answered: bool) -> None:
@@ -60,7 +63,7 @@ class LearnedCapacity:
     def refused(self) -> bool:
         """Learn from a refusal, before the `end` of its request.
 
-        Return whether the server is full: it works on other requests. If not, it has another reason.
+        Return whether the server is full: it worked on other requests. If not, it has another reason.
         """
         others = self.in_flight - 1
         # A refusal never raises the number: requests from before it fell may still be in flight.
@@ -69,4 +72,5 @@ class LearnedCapacity:
             self.number = max(1, others)
             self._answers, self._step = 0, 1
         self._since_refusal = 0
-        return others > 0
+        # Not whether others are in flight now: on a busy event loop, their answers may have been read before this refusal.
+        return self._most > 1

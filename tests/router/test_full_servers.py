@@ -12,11 +12,11 @@ from tests.router.test_retries import Caller, Scripted, answer, calling
 
 
 class Full(Scripted):
-    """A server with 8 places."""
+    """A server with 8 places, whose answers take some turns of the event loop."""
 
-    def __init__(self, status: int) -> None:
+    def __init__(self, status: int, turns: int = 20) -> None:
         super().__init__(answer(status))
-        self.status, self.now, self.accepted, self.most = status, 0, 0, 0
+        self.status, self.turns, self.now, self.accepted = status, turns, 0, 0
 
     async def request(self, *request: bytes) -> BackendAnswer:
         self.asked += 1
@@ -25,15 +25,17 @@ class Full(Scripted):
             return answer(self.status)
         self.now += 1
         self.accepted += 1
-        await asyncio.sleep(0.01)
+        for _ in range(self.turns):
+            await asyncio.sleep(0)
         self.now -= 1
         return answer(200)
 
 
 @pytest.mark.parametrize("status", [429, 503])
 @pytest.mark.parametrize("servers", [1, 2])
-async def test_requests_wait_for_free_places(status: int, servers: int) -> None:
-    full = [Full(status) for _ in range(servers)]
+@pytest.mark.parametrize("turns", [1, 3, 20])  # 1: a busy event loop reads answers and refusals together
+async def test_requests_wait_for_free_places(status: int, servers: int, turns: int) -> None:
+    full = [Full(status, turns) for _ in range(servers)]
     async with calling(*full, health_interval_s=1000) as caller, asyncio.timeout(30):
         assert set(await asyncio.gather(*(caller.ask() for _ in range(400)))) == {200}
         # All come at once, so each is refused once; then nearly none.
@@ -48,7 +50,8 @@ async def test_requests_wait_for_free_places(status: int, servers: int) -> None:
 async def test_a_waiting_request_that_is_cancelled_leaves_its_place_to_the_next() -> None:
     async with calling(Full(503), health_interval_s=1000) as caller, asyncio.timeout(30):
         asking = [asyncio.create_task(caller.ask()) for _ in range(100)]
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
         for task in asking[50:]:
             task.cancel()
         assert {*(await asyncio.gather(*asking[:50]))} == {200}
