@@ -72,5 +72,5 @@ class LearnedCapacity:
             self.number = max(1, others)
             self._answers, self._step = 0, 1
         self._since_refusal = 0
-        # Not whether others are in flight now: on a busy event loop, their answers may have been read before this refusal.
+        # Not whether others are in flight now: a busy event loop may have read their answers before this refusal.
         return self._most > 1
