@@ -147,8 +147,8 @@ class RewardQueue:
         self.release()
         if self._closed:
             raise QueueClosedError("the queue is closed")
-        # A new object: entries without a group must not become members of one group.
-        entry = QueueEntry(sample, object() if group is None else group, group_size, member, step)
+        # A random name: entries without a group must not become members of one group, nor have equal names in records.
+        entry = QueueEntry(sample, secrets.token_hex(8) if group is None else group, group_size, member, step)
         self._entries.append(entry)
         self._put += 1
         self._most = max(self._most, len(self._entries))

@@ -1,5 +1,6 @@
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -212,6 +213,18 @@ async def test_members_of_a_group_are_recorded_together(tmp_path):
     groups = [row["group"] for row in rows if row.get("kind") == "sample"]
     assert len(groups) == 4
     assert sorted(groups.count(group) for group in set(groups)) == [2, 2]
+
+
+async def test_samples_without_a_group_are_recorded_under_different_names(tmp_path):
+    queue = RewardQueue(1)
+    manager = naive(lambda solution_str: 1.0, log_dir=str(tmp_path))
+    async with QueuedRewards(queue, manager) as rewards:
+        for sample in numbered(8):
+            await queue.put(replace(sample, uid=None), step=1)
+            await within(anext(rewards))
+    rows = [row for file in tmp_path.rglob("*.jsonl") for row in map(json.loads, file.read_text().splitlines())]
+    samples = [row for row in rows if row.get("kind") == "sample"]
+    assert len(samples) == len({row["uid"] for row in samples}) == len({row["group"] for row in samples}) == 8
 
 
 async def test_leaving_cancels_what_is_in_judging():
