@@ -394,6 +394,29 @@ def test_a_run_is_not_resumed_with_other_options_or_an_edited_function(folder, c
     assert edited in run(*command, *stops, code=2)
 
 
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("components.right.data_sources=math", "components.right.data_sources=code"),
+        ("components.right.phase=train", "components.right.phase=validate"),
+        ('components={"a":{"path":"reward.py","gate":1},"b":{"path":"reward.py"}}',
+         'components={"b":{"path":"reward.py"},"a":{"path":"reward.py","gate":1}}'),
+    ],
+)  # fmt: skip
+def test_a_composite_is_not_resumed_with_components_for_other_rows(folder, first, then):
+    path = () if first.startswith("components={") else ("-O", "components.right.path=reward.py")
+    always = ("-O", "components.always.path=reward.py", "--data-source", "math") if path else ()
+    run(*COMPOSITE, *path, *always, "-O", first)
+    assert "with another set of components" in run(*COMPOSITE, *path, *always, "-O", then, code=2)
+
+
+def test_a_run_is_not_resumed_with_another_end_of_a_long_argument(folder):
+    (folder / "graded.py").write_text("def graded(solution_str, rubric):\n    return float(rubric.endswith('good'))")
+    score = ("score", "rollouts.jsonl", "graded.py:graded", "-f", "solution_str=output")
+    run(*score, "--reward-kwarg", f"rubric={'x' * 2000} good")
+    assert "with another function" in run(*score, "--reward-kwarg", f"rubric={'x' * 2000} poor", code=2)
+
+
 def test_a_composite_needs_no_other_function(folder):
     weight = ("-O", "components.right.weight=2")
     assert "score mean 1," in run(*COMPOSITE, *RIGHT, *weight)

@@ -35,7 +35,8 @@ from reward_loop.types import Outcome
 
 __all__ = ["score"]
 
-_DECIDES = {"path", "name", "reward_kwargs", "weight", "gate", "on_failed", "on_unscored", "default_score"}
+_DECIDES = {"path", "name", "reward_kwargs", "data_sources", "phase", "weight", "gate", "on_failed", "on_unscored"}
+_DECIDES |= {"default_score"}
 """The options of a component that affect a score."""
 
 _err = console(stderr=True)
@@ -256,13 +257,15 @@ def _identity(
         "policy": [config.on_failed, config.on_unscored, config.default_score],
     }
     if config.components:
-        identity["set of components"] = {
-            name: {
+        identity["set of components"] = components = {}
+        gates: list[str] = []
+        for name, component in config.components.items():
+            components[name] = {
                 **component.model_dump(mode="json", include=_DECIDES),
                 "sha256": component.path and source_hash(load_function(component.path, component.name)),
+                "gates before it": [*gates] or None,
             }
-            for name, component in config.components.items()
-        }
+            gates += [name] if component.gate is not None else []
     return identity
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ NOT_RECORDED = "[not recorded]"
 """The value of an option that may be a secret."""
 
 MAX_VALUE = 1000
-"""The largest number of characters of a value; longer ones become text, and are cut."""
+"""The largest number of characters of a value; longer ones become text, and are cut, with a digest of the whole."""
 
 MAX_BYTES = 512 * 1024
 """The largest size of all options of a row. Options beyond it are left out, and counted in ``omitted``."""
@@ -142,7 +143,9 @@ def _without_secrets(value: Any, is_hidden: bool) -> Any:
 
 
 def _short(value: Any) -> Any:
-    if isinstance(value, str):
-        return cut(value, MAX_VALUE)
-    text = encode(value)
-    return value if len(text) <= MAX_VALUE else cut(text.decode(), MAX_VALUE)
+    text = value if isinstance(value, str) else encode(value).decode()
+    if len(text) <= MAX_VALUE:
+        return value
+    # Two values that differ only after the cut are different options.
+    digest = f" (sha256 {sha256(text.encode(errors='backslashreplace')).hexdigest()[:12]})"
+    return cut(text, MAX_VALUE - len(digest)) + digest
