@@ -77,6 +77,8 @@ def check_version(version: Any, where: Path) -> None:
         )
 
 
+_Changes = dict[tuple[Any, Any], dict[str, Any]]
+
 _REVISED = ("outcome", "error", "cause")
 
 _CHANGES = re.compile(rf'"kind":\s*"(?:{REVISION}|{ADVANTAGE})"'.encode())
@@ -122,18 +124,16 @@ class RecordsReader:
             uid: yield only the rows with this uid; other lines are not parsed. ``None`` for all.
         """
         needle = b"" if uid is None else encode(uid)
-        revisions, advantages, last = self._changes(needle)
+        revisions, advantages = self._changes(needle)
         self.incomplete = 0
         for row in self._lines(lambda line: needle in line):
             if row["kind"] != SAMPLE:
                 continue
             name = row.get("uid")
-            # A resumed run scores some uids again: the changes are those of the last row.
-            if name in last and row.get("id") == last[name]:
-                if name in revisions:
-                    row = _revised(row, revisions[name])
-                if name in advantages:
-                    row = _trained(row, advantages[name])
+            if (place := (name, row.get("id"))) in revisions:
+                row = _revised(row, revisions[place])
+            if place in advantages:
+                row = _trained(row, advantages[place])
             if uid is None or name == uid:
                 yield row
 
@@ -158,28 +158,39 @@ class RecordsReader:
         lines = [line for line in self._read(row, "exchange") if line.get("sample") == row.get("id")]
         return lines or list(row.get("judges") or ())
 
-    def _changes(self, needle: bytes) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]], dict[str, str]]:
-        """Return the last revision and the last row with the advantage of each uid, and the ID of their last row.
+    def _changes(self, needle: bytes) -> tuple[_Changes, _Changes]:
+        """Return the revisions and the advantages of rows, by uid and ID of the row.
 
         Lines that do not contain ``needle`` are not read.
         """
-        revisions: dict[str, dict[str, Any]] = {}
+        revisions: dict[str, list[dict[str, Any]]] = {}
         advantages: dict[str, dict[str, Any]] = {}
         for row in self._lines(lambda line: _CHANGES.search(line, 0, _KIND_HEAD) and needle in line):
             uid = row.get("uid")
             if uid is None:
                 continue
-            if row["kind"] == ADVANTAGE:
+            if row["kind"] == REVISION:
+                revisions.setdefault(uid, []).append(row)
+            # The files are in no order of time.
+            elif row["kind"] == ADVANTAGE and row["time"] >= advantages.get(uid, row)["time"]:
                 advantages[uid] = row
-            elif row["kind"] == REVISION and (uid not in revisions or row["time"] >= revisions[uid]["time"]):
-                revisions[uid] = row
-        last: dict[str, tuple[float, str]] = {}
+        rows: dict[str, list[tuple[float, str]]] = {}
         changed = revisions.keys() | advantages.keys()
         for row in self._lines(lambda line: needle in line) if changed else ():
             uid = row.get("uid")
             if uid in changed and row["kind"] == SAMPLE:
-                last[uid] = max(last.get(uid, (0.0, "")), (row["time"], row.get("id", "")))
-        return revisions, advantages, {uid: name for uid, (_, name) in last.items()}
+                rows.setdefault(uid, []).append((row["time"], row.get("id", "")))
+        revised, trained = _Changes(), _Changes()
+        for uid, found in rows.items():
+            found.sort()
+            for revision in sorted(revisions.get(uid, ()), key=lambda revision: revision["time"]):
+                # A resumed run scores some uids again, and a revision is that of the last earlier row. Clocks of
+                # several nodes differ, so if no row is earlier, it is that of the first one.
+                earlier = [name for time, name in found if time <= revision["time"]]
+                revised[uid, earlier[-1] if earlier else found[0][1]] = revision
+            if uid in advantages:
+                trained[uid, found[-1][1]] = advantages[uid]
+        return revised, trained
 
     def _lines(self, is_wanted: Callable[[bytes], Any] | None = None) -> Iterator[dict[str, Any]]:
         """Yield the rows in all files; with `is_wanted`, those of the lines for which it returns true."""

@@ -93,6 +93,13 @@ def test_the_advantage_is_that_of_the_last_row_of_the_sample(tmp_path: Path) -> 
     assert "revised" not in rows[1]
 
 
+def test_the_latest_advantage_counts_in_whatever_file_it_is(tmp_path: Path) -> None:
+    advantage = {"version": 1, "kind": "advantage", "uid": "q_0", "step": 2}
+    write(tmp_path, sample("q_0"), advantage | {"time": 9.0, "advantage": 0.5}, name="host-1-a.jsonl")
+    write(tmp_path, advantage | {"time": 3.0, "advantage": -0.5}, name="host-2-b.jsonl")  # before the resume
+    assert [row["advantage"] for row in RecordsReader(tmp_path).rows()] == [0.5]
+
+
 def test_a_sample_has_the_step_that_trains_on_it_and_the_one_that_generated_it(tmp_path: Path) -> None:
     writer = Records(tmp_path)
     for uid, step in (("ahead_0", 2), ("masked_0", None), ("same_0", 1), ("waiting_0", None)):
