@@ -8,6 +8,7 @@ import pytest
 from reward_loop import ConfigError
 from reward_loop.offline.fields import Fields
 from reward_loop.offline.inputs import Inputs, Row
+from tests.records.rows import sample, write
 
 ROWS = [{"solution_str": str(i)} for i in range(12)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -71,6 +72,24 @@ def test_several_inputs_are_one_after_another(tmp_path):
     before = inputs.identity()
     (tmp_path / "10.jsonl").write_text(json.dumps(ROWS[3]) + "\n")
     assert inputs.identity() != before
+
+
+def test_an_input_that_is_named_twice_is_read_once(tmp_path):
+    for name in ("1.jsonl", "2.jsonl"):
+        (tmp_path / name).write_bytes(LINES)
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "1.jsonl")
+    inputs = Inputs.open(
+        [str(tmp_path / "2.jsonl"), str(tmp_path / "*.jsonl"), f"{tmp_path}/../{tmp_path.name}/1.jsonl"]
+    )
+    assert [path.name for path in inputs.paths] == ["2.jsonl", "1.jsonl"]
+    assert inputs.count() == len({row.name for row in inputs.rows()}) == 24
+
+
+def test_rows_of_records_have_different_names(tmp_path):
+    uids = ["x", "x (2)", "x", "x (2)", "row 5", None, "x"]
+    write(tmp_path, *(sample(uid, id=str(index)) for index, uid in enumerate(uids)))
+    names = [row.name for row in Inputs.open([str(tmp_path)]).rows()]
+    assert names == ["x", "x (2)", "x (3)", "x (2) (2)", "row 5", "row 5 (2)", "x (4)"]
 
 
 @pytest.mark.parametrize(

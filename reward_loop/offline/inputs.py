@@ -53,7 +53,7 @@ class Inputs:
 
     @classmethod
     def open(cls, names: Sequence[str]) -> Self:
-        """Return the inputs that a command line names; each exists, and has a supported format.
+        """Return the inputs that a command line names, each once; each exists, and has a supported format.
 
         Args:
             names: files, folders, and patterns such as ``dumps/*.jsonl``.
@@ -61,10 +61,12 @@ class Inputs:
         Raises:
             ConfigError: an input does not exist or has an unsupported format, or a pattern matches nothing.
         """
-        paths = tuple(path for name in names for path in _matches(name))
-        for path in paths:
+        # Once, as two rows of one name would share a record.
+        paths: dict[Path, Path] = {}
+        for path in (path for name in names for path in _matches(name)):
             _check(path)
-        return cls(paths)
+            paths.setdefault(path.resolve(), path)
+        return cls(tuple(paths.values()))
 
     @property
     def name(self) -> str:
@@ -249,9 +251,12 @@ def _recorded(folder: Path) -> Iterator[Row]:
     reader = _records(folder)
     seen = Counter[str]()
     for index, row in enumerate(reader.rows()):
-        name = str(row.get("uid") or f"row {index}")
-        seen[name] += 1
-        name = name if seen[name] == 1 else f"{name} ({seen[name]})"
+        name = uid = str(row.get("uid") or f"row {index}")
+        # A uid may itself end in such a number: records of an earlier scoring have these names as uids.
+        while name in seen:
+            seen[uid] += 1
+            name = f"{uid} ({seen[uid]})"
+        seen[name] = 1
         columns = {key: row.get(key) for key in _KEPT}
         text = reader.text(row)
         if text is None:
