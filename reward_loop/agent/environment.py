@@ -131,7 +131,7 @@ async def scorer(
                 f"scorer: {listing(ignored)} would have no effect on the manager {type(function).__name__}: pass "
                 "these to its constructor"
             )
-        with _scoring_by(function, getattr(function, "name", type(function).__name__)):
+        with _scoring_by(function):
             yield
         return
     options = parse(RewardLoopConfig, config, "config")
@@ -139,17 +139,19 @@ async def scorer(
         load_scorer, function, manager, options, reward_kwargs=reward_kwargs, router_address=router_address
     )
     try:
-        with _scoring_by(loaded.manager, function if isinstance(function, str) else loaded.manager.name):
+        with _scoring_by(loaded.manager, function if isinstance(function, str) else None):
             yield
     finally:
         await close_manager(loaded.manager)
 
 
-def _scoring_by(manager: Any, name: str) -> AbstractContextManager[None]:
-    """Set a manager as the current scorer within the block. Messages contain the ``name``."""
+def _scoring_by(manager: Any, name: str | None = None) -> AbstractContextManager[None]:
+    """Set a manager as the current scorer within the block. Messages contain the ``name``, by default its own."""
+    # A manager of the user may have none.
+    shown = name or getattr(manager, "name", type(manager).__name__)
 
     async def score_one(sample: RewardSample) -> Reward:
-        return await reward_of(manager, sample, name)
+        return await reward_of(manager, sample, shown)
 
     return scoring_with(CurrentScorer(score_one, {}))
 

@@ -55,6 +55,14 @@ async def test_options_hold_for_all_calls_and_samples_are_recorded(tmp_path: Pat
     assert {(row["group"], row["step"], row["outcome"]) for row in rows} == {("g", 3, "scored")}
 
 
+async def test_a_manager_without_a_name_scores(tmp_path: Path) -> None:
+    source = "class Own:\n    def __init__(self, **_): pass\n"
+    source += "    async def run_single(self, data): return {'reward_score': 0.5}"
+    (tmp_path / "own.py").write_text(source)
+    async with reward_loop.scorer(length, manager=f"{tmp_path}/own.py:Own"):
+        assert await reward_loop.score("four") == {"reward_score": 0.5}
+
+
 async def test_too_many_failures_raise() -> None:
     async with reward_loop.scorer(length, {"min_samples_for_failed_share": 2}):
         await reward_loop.score("bad")
