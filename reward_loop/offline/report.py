@@ -16,7 +16,7 @@ from reward_loop._util.intervals import FALSE_ACCEPT, WeightedShare
 from reward_loop._util.json import MISSING, look_up
 from reward_loop._util.text import Causes
 from reward_loop.errors import ConfigError
-from reward_loop.types import Outcome
+from reward_loop.types import Outcome, finite_number
 
 __all__ = ["Judges", "Price", "Report", "Spread", "false_accepts_of"]
 
@@ -224,9 +224,11 @@ def false_accepts_of(components: Mapping[str, Any]) -> list[tuple[bool, float]]:
     found = []
     for name, value in components.items():
         prefix = name.removesuffix(FALSE_ACCEPT)
-        if name == f"{prefix}{FALSE_ACCEPT}" and (not prefix or prefix.endswith("/")) and value is not None:
+        # A function of the user may return anything under this name.
+        number = finite_number(value) if name == f"{prefix}{FALSE_ACCEPT}" else None
+        if number is not None and (not prefix or prefix.endswith("/")):
             chance = components.get(f"{prefix}chance")
-            found.append((value > 0, chance if isinstance(chance, int | float) and chance > 0 else 1.0))
+            found.append((number > 0, chance if isinstance(chance, int | float) and chance > 0 else 1.0))
     return found
 
 

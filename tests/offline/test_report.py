@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -343,6 +344,14 @@ def test_false_accepts_of_the_cheap_judge_come_from_the_random_checks_alone(tmp_
         text.split()
     )
     assert "accepts" in text.split("step ")[-1]
+
+
+def test_a_false_accept_that_is_no_number_is_a_component_as_any_other() -> None:
+    found = Report()
+    for value in ("none", [1], {"a": 1}, math.nan, None):
+        found.add(sample("a", score=1.0, components={"false_accept": value}))
+    found.add(sample("b", score=1.0, components={"false_accept": True}))
+    assert found.to_dict()["false_accepts"]["count"] == 1
 
 
 def test_false_accepts_weigh_each_check_by_its_chance_also_below_the_name_of_a_component() -> None:
