@@ -62,7 +62,8 @@ async def score_completions(
     agent = await process_agent(config, lacks=_LACKS)
     lists = {name: column for name, column in columns.items() if _is_column(column, len(completions))}
     state = columns.get("trainer_state")
-    step = getattr(state, "global_step", None)
+    # ms-swift counts the steps that have ended, as TRL does; this reward is for the next one.
+    step = None if state is None else state.global_step + 1
     progress = progress_of(step, getattr(state, "max_steps", None))
     samples = [
         _to_sample(agent, completion, {name: column[i] for name, column in lists.items()}, step, progress)

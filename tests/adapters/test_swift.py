@@ -88,6 +88,13 @@ async def test_the_length_of_a_response_is_the_number_of_its_tokens_in_all_turns
     assert lengths == {"chatcmpl-0": 3, "chatcmpl-1": 5, "chatcmpl-2": None}
 
 
+async def test_the_step_is_the_one_that_trains_on_the_completions(tmp_path: Path) -> None:
+    options = {**OPTIONS, "reward_loop": {"log_dir": str(tmp_path)}}
+    await score_completions(["4"], columns(1, solution=["4"]), options)  # after 3 steps, as the trainer counts them
+    await asyncio.to_thread(records(str(tmp_path)).flush)
+    assert [row["step"] for row in RecordsReader(tmp_path).rows()] == [4]
+
+
 async def test_completions_of_a_prompt_are_compared_in_any_order() -> None:
     # The completions of the two prompts alternate.
     completions = ["aa", "b", "a", "bbb", "aaa", "bb"]
