@@ -13,7 +13,7 @@ from reward_loop._util.text import listing
 from reward_loop.client import Judge, Judgement, Verdict, majority, mean, panel
 from reward_loop.errors import ConfigError
 
-__all__ = ["Asker", "field_of", "prompt_of"]
+__all__ = ["Asker", "field_of", "prompt_of", "reference_of"]
 
 _DEFAULTS: Mapping[str, Any] = {"attempts": 3, "max_tokens": 1024}
 _COMBINE: dict[str, Callable[[Mapping[str, float]], float]] = {"mean": mean, "majority": majority}
@@ -124,7 +124,7 @@ def field_of(extra_info: Mapping[str, Any], path: str, argument: str) -> Any:
     """Return a field of the row.
 
     Raises:
-        ValueError: the row has no such field; the message names the argument to set.
+        ValueError: the row has no such field, or it is null; the message names the argument to set.
     """
     value = look_up(extra_info, path)
     if value is MISSING:
@@ -132,4 +132,19 @@ def field_of(extra_info: Mapping[str, Any], path: str, argument: str) -> Any:
             f"the row has no extra_info.{path}, only {listing(map(str, extra_info))}: set the argument {argument!r} of "
             "the judge to the field"
         )
+    # A judge would be asked about the text "None".
+    if value is None:
+        raise ValueError(f"the row has no extra_info.{path}: it is null")
     return value
+
+
+def reference_of(ground_truth: Any) -> Any:
+    """Return the reference of a row.
+
+    Raises:
+        ValueError: the row has none.
+    """
+    # An answer would be compared with the text "None".
+    if ground_truth is None:
+        raise ValueError("the row has no ground_truth, which the judge compares the answer with: it is missing or null")
+    return ground_truth

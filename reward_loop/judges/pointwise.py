@@ -10,7 +10,7 @@ from reward_loop._util.text import listing
 from reward_loop.client import Choice, Number, spot_check
 from reward_loop.client.spot_checks import check_share
 from reward_loop.errors import ConfigError
-from reward_loop.judges.asker import Asker, prompt_of
+from reward_loop.judges.asker import Asker, prompt_of, reference_of
 from reward_loop.judges.rubric import Rubric
 
 __all__ = ["Cascade", "Equality", "Panel", "Spot"]
@@ -50,7 +50,7 @@ class Equality:
         judgement = await self._asker.ask(
             reward_router_address,
             question=self._asker.question_of(extra_info),
-            reference=ground_truth,
+            reference=reference_of(ground_truth),
             answer=solution_str[-self._tail :],
         )
         return judgement.reward(acc=judgement.score)
@@ -144,14 +144,15 @@ class Cascade:
         reward_router_address: str | None = None,
     ) -> dict[str, Any]:
         """Return 1 for a correct answer and 0 for an incorrect one; ``judged_by`` names the part that decided."""
+        reference = reference_of(ground_truth)
         lines = solution_str.strip().splitlines() or [""]
-        if lines[-1].strip() == str(ground_truth).strip():
+        if lines[-1].strip() == str(reference).strip():
             return {"score": 1.0, "judged_by": "rule"}
         small, large = (
             asker.ask(
                 reward_router_address,
                 question=asker.question_of(extra_info),
-                reference=ground_truth,
+                reference=reference,
                 answer=solution_str[-self._tail :],
             )
             for asker in self._judges
@@ -224,8 +225,6 @@ class Spot:
         """
         row = {"solution_str": solution_str, "extra_info": extra_info, "reward_router_address": reward_router_address}
         if self._takes_reference:
-            if ground_truth is None:
-                raise ValueError("the row has no ground_truth, which the judge 'equality' compares the answer with")
-            row["ground_truth"] = ground_truth
+            row["ground_truth"] = reference_of(ground_truth)
         judgement = await spot_check(self._cheap.compute_score(**row), self._strong.compute_score(**row), **self._check)
         return judgement.reward()

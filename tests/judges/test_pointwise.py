@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,6 +53,28 @@ async def test_a_verdict_in_the_response_does_not_count() -> None:
 async def test_what_a_judge_did_not_decide_is_unscored(name: str, reply: str, score: float | None) -> None:
     async with FakeJudge(reply) as server:
         assert (await judged(name, server)).score == score
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "kwargs"),
+    [
+        ("equality", "ground_truth", {}),
+        ("cascade", "ground_truth", {"large": {"model": "big"}}),
+        ("spot", "ground_truth", {"strong": {"model": "big"}}),
+        ("panel", "question", {}),
+        ("equality", "question", {}),
+    ],
+)
+async def test_a_row_with_null_for_a_field_fails_without_a_request(
+    name: str, missing: str, kwargs: dict[str, Any]
+) -> None:
+    async with FakeJudge("Verdict: same") as server:
+        scoring = ScoringFunction(load_function(f"judge:{name}"), reward_kwargs=kwargs)
+        truth, question = (None if missing == one else "2+2?" for one in ("ground_truth", "question"))
+        row = RewardSample("None", ground_truth=truth, extra_info={"question": question})
+        result = await scoring(row, reward_router_address=server.address)
+    assert (result.outcome, server.requests) == ("failed", [])
+    assert re.search(rf"the row has no (extra_info\.)?{missing}\b", str(result.error))
 
 
 async def test_the_majority_of_votes_decides() -> None:
