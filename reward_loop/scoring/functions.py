@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -134,14 +134,19 @@ class ScoringFunction(UserFunction):
         if outcome.exception is not None:
             problem = f"raised {describe_exception(outcome.exception)}"
             raise RewardFunctionError(problem, function=method) from outcome.exception
+        # In these, numbers belong to no position: they would become the scores of other samples.
+        if isinstance(outcome.value, Mapping | Set):
+            problem = f"must return a list of numbers: it returned a {type(outcome.value).__name__}"
+            raise InvalidScoreError(problem, function=method)
         try:
             processed = [normalise(score)[0] for score in outcome.value]
         except (InvalidScoreError, TypeError) as error:
             raise InvalidScoreError(f"must return a list of numbers: {error}", function=method) from error
         numbers = [score for score in processed if score is not None]
-        if len(numbers) != len(scores):
-            problem = f"received {len(scores)} scores and returned {len(numbers)} numbers"
-            raise InvalidScoreError(problem, function=method)
+        if not len(numbers) == len(processed) == len(scores):
+            missing = len(processed) - len(numbers)
+            what = f"{len(processed)} values, {missing} of them None" if missing else f"{len(numbers)} numbers"
+            raise InvalidScoreError(f"received {len(scores)} scores and returned {what}", function=method)
         return numbers
 
 

@@ -529,6 +529,10 @@ async def test_post_process_scores():
     [
         (lambda scores: scores[:-1], InvalidScoreError, "received 2 scores and returned 1"),
         (lambda scores: None, InvalidScoreError, "must return a list of numbers"),
+        (lambda scores: [1.0, None, 2.0], InvalidScoreError, "received 2 scores and returned 3 values, 1 of them None"),
+        (lambda scores: [1.0, None], InvalidScoreError, "received 2 scores and returned 2 values, 1 of them None"),
+        (lambda scores: dict(enumerate(scores)), InvalidScoreError, "list of numbers: it returned a dict"),
+        (lambda scores: {2.0, 1.0}, InvalidScoreError, "must return a list of numbers: it returned a set"),
         (lambda scores: [float("nan")] * 2, InvalidScoreError, "not finite"),
         (lambda scores: 1 / 0, RewardFunctionError, "raised ZeroDivisionError"),
         (lambda scores: (1 / 0 for _ in scores), RewardFunctionError, "raised ZeroDivisionError"),
