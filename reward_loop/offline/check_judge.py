@@ -21,7 +21,7 @@ from reward_loop._util.text import shorten
 from reward_loop.audit.probes import CANARY, Probe, Probes, question_of
 from reward_loop.config import RewardLoopConfig
 from reward_loop.offline.check_calls import Calls, CheckedRow, Finding
-from reward_loop.types import RewardSample
+from reward_loop.types import RewardSample, finite_number
 
 __all__ = ["MOST_ERROR", "SMALLEST", "Gap", "ProbedKind", "advice", "most_calls", "probe_judge"]
 
@@ -191,7 +191,8 @@ async def _ask_labelled(calls: Calls, answers: Labelled, concurrency: int) -> li
 
 def _spot_checks(first: Sequence[CheckedRow], asked: Sequence[_Asked], accept: float | None) -> str | None:
     """Return what share of spot checks to choose, from rows with both scores, or from the labelled answers."""
-    both = [(row.components.get("cheap"), row.components.get("strong")) for row in first]
+    # A function of the user may return anything under these names.
+    both = [(finite_number(row.components.get("cheap")), finite_number(row.components.get("strong"))) for row in first]
     pairs = [(cheap, strong) for cheap, strong in both if cheap is not None and strong is not None]
     if pairs:
         return advice(pairs, "rows that both scored")

@@ -175,6 +175,14 @@ async def test_rows_that_a_cheap_and_a_strong_judge_scored_advise_a_share() -> N
     assert "the judges differ on 10 of 20 rows that both scored" in findings["spot checks"]
 
 
+async def test_components_of_these_names_that_are_no_numbers_advise_nothing() -> None:
+    async def compute_score(solution_str: str, ground_truth: str) -> dict[str, Any]:
+        return {"score": right(solution_str, ground_truth), "cheap": "a small model", "strong": "a large model"}
+
+    _, findings = await found(compute_score)
+    assert "spot checks" not in findings
+
+
 async def test_a_missing_file_of_labelled_answers_is_an_error_before_the_first_call(tmp_path: Path) -> None:
     judge = Gullible("", 0.0)
     with pytest.raises(ConfigError, match=r"audit\.labelled=.*missing\.jsonl"):
