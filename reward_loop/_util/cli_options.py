@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import typer
@@ -218,7 +218,7 @@ def nested(options: dict[str, str], option: str) -> dict[str, Any]:
     return found
 
 
-def step_range(text: str) -> Collection[int]:
+def step_range(text: str) -> range:
     """Return the training steps that the option ``--step`` names.
 
     Raises:

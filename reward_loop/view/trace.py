@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +22,7 @@ from reward_loop._util.standard_streams import console
 from reward_loop.errors import ConfigError
 from reward_loop.records import PHASE, ROLLOUT, STEP, RecordsReader, read_events
 from reward_loop.view.critical import TRAINER, Row, Work, critical_path, works
-from reward_loop.view.timeline import Span, judge_spans, lanes_of, near_steps, rollout_spans, step_phases
+from reward_loop.view.timeline import NEWER, OLDER, Span, judge_spans, lanes_of, near_steps, rollout_spans, step_phases
 
 __all__ = ["MAX_TRACE_SPANS", "trace", "trace_events"]
 
@@ -33,7 +33,7 @@ CRITICAL = "critical path"
 """The lane of the critical paths of all steps."""
 
 
-def trace_events(folder: Path, steps: Collection[int] | None = None) -> Iterator[dict[str, Any]]:
+def trace_events(folder: Path, steps: range | None = None) -> Iterator[dict[str, Any]]:
     """Yield the events of the trace of a run.
 
     Args:
@@ -63,15 +63,21 @@ def trace_events(folder: Path, steps: Collection[int] | None = None) -> Iterator
             yield {"ph": "X", "name": span.name, "cat": span.kind, "pid": pid, "tid": tid, **times, "args": args}
 
 
-def _spans(folder: Path, steps: Collection[int] | None) -> list[Span]:
+def _spans(folder: Path, steps: range | None) -> list[Span]:
     reader = RecordsReader(folder)
-    rows = list(reader.rows() if steps is None else reader.rows_of(steps))
+    # Also of the steps around them, whose samples the trainer may have waited for in a chosen one.
+    wider = None if steps is None else range(steps.start - OLDER, steps.stop + NEWER)
+    rows = list(reader.rows() if wider is None else reader.rows_of(wider))
     events: dict[str, list[Row]] = defaultdict(list)
-    for event in read_events(folder, steps):
+    for event in read_events(folder, wider):
         events[event["kind"]].append(event)
-    spans = [*rollout_spans(events[ROLLOUT], rows), *judge_spans(rows)]
+
+    def chosen(found: Iterable[Row]) -> list[Row]:
+        return [one for one in found if steps is None or one.get("step") in steps or one.get("generated_step") in steps]
+
+    spans = [*rollout_spans(chosen(events[ROLLOUT]), rows), *judge_spans(chosen(rows))]
     by_step: dict[int, list[Row]] = defaultdict(list)
-    for found in events[PHASE]:
+    for found in chosen(events[PHASE]):
         by_step[found["step"]].append(found)
     work_by_step: dict[int | None, list[Work]] = defaultdict(list)
     for work in works(events[ROLLOUT], rows):

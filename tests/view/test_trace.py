@@ -95,6 +95,18 @@ def test_only_the_chosen_steps(folder: Path, steps: str, names: list[str]) -> No
     assert [s["name"] for s in slices(folder)["compute_score (judge.py)"]] == names
 
 
+def test_the_critical_path_of_a_chosen_step_leads_through_samples_of_earlier_ones(folder: Path) -> None:
+    late = rollout("e_0", 14.0, 16.0, 17.0, 25.9, generated_step=1)  # the trainer waits for it in step 2
+    write(folder, [late], [row("e_0", 17.0, 25.9)])
+    found = []
+    for options in ((), ("--step", "2")):
+        run(folder, *options)
+        of_step = [one for one in slices(folder)["critical path"] if one["args"]["step"] == 2]
+        found.append([(one["name"], one["dur"]) for one in of_step])
+    assert found[1] == found[0] == [("judging of e_0", 3_900_000), ("gen", 100_000), ("other", 1_000_000)]
+    assert [one["name"] for one in slices(folder)["rollouts"]] == ["d_0"]
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
