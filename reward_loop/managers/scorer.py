@@ -11,7 +11,7 @@ from reward_loop._util.text import shorten
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.managers.options import RewardLoopConfig
 from reward_loop.scoring import load_function
-from reward_loop.types import Reward
+from reward_loop.types import Reward, RewardResult, finite_number
 
 __all__ = ["Scorer", "functions_of", "load_scorer", "reward_of", "scores_groups"]
 
@@ -103,7 +103,7 @@ def load_scorer(
 async def reward_of(manager: Any, sample: Any, name: object) -> Reward:
     """Return the reward of a sample, or of a row of verl's ``DataProto``, from a manager that may be the user's own.
 
-    Messages contain the ``name``.
+    Messages contain the ``name``. A score that is not a finite number becomes a masked reward of a *failed* sample.
 
     Raises:
         RewardLoopError: an error that stops the run; or ``run_single`` raised another exception, which would occur for
@@ -118,6 +118,9 @@ async def reward_of(manager: Any, sample: Any, name: object) -> Reward:
         raise RewardLoopError(f"{name}: {type(manager).__name__}.run_single {cause}") from error
     is_reward = isinstance(reward, Mapping) and "reward_score" in reward
     if is_reward and isinstance(reward.get("reward_extra_info") or {}, Mapping):
+        # NaN must not reach a tensor.
+        if finite_number(reward["reward_score"]) is None:
+            return RewardResult.of(reward, str(getattr(sample, "uid", None) or name)).to_reward()
         return reward
     cause = f"returned {shorten(reward)}, not a dict with reward_score and reward_extra_info"
     raise RewardLoopError(f"{name}: {type(manager).__name__}.run_single {cause}")

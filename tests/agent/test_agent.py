@@ -318,6 +318,20 @@ async def test_leaving_does_not_wait_indefinitely_for_code_that_suppresses_its_c
     assert "1 reward tasks still run after their cancellation" in caplog.text
 
 
+@pytest.mark.parametrize("score", [float("nan"), float("inf"), None, "0.5"])
+async def test_a_score_of_an_own_manager_that_is_no_finite_number_is_masked(score):
+    class Manager:
+        async def run_single(self, data):
+            return {"reward_score": score, "reward_extra_info": {"mine": 1}}
+
+    async with RewardAgent(Manager()) as agent:
+        (reward,) = await within(agent.submit(numbered(1)))
+    info = reward["reward_extra_info"]
+    assert (reward["reward_score"], info["reward_outcome"], info["reward_masked"]) == (0.0, "failed", True)
+    assert info["reward_error"].startswith(f"sample s0: the manager returned the score {score!r}")
+    assert info["mine"] == 1
+
+
 async def test_invalid_group_sizes_are_refused():
     async with RewardAgent(naive(number)) as agent:
         for options in ({"group_size": 2}, {"group_size": 0}, {"groups": [1, 1]}, {"groups": [3, 0]}):
