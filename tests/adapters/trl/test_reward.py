@@ -89,8 +89,7 @@ async def test_the_probes_of_an_audit_are_logged_with_the_next_batch() -> None:
     async with opened(equals, name="judge", options=options) as reward:
         for _ in range(2):
             await reward(["p", "q"], ["1", "2"], ground_truth=["1", "1"], log_metric=lambda *one: logged.append(one))
-            agent = reward._owner._agent
-            assert agent is not None
+            agent = await reward._owner.get(pytest.fail)  # it runs already
             drained = asyncio.run_coroutine_threadsafe(agent.manager.observer.drain(30), agent._loop)
             await asyncio.wrap_future(drained)
     # The probes of the first batch had ended before the second one was logged.
