@@ -243,13 +243,15 @@ class Pattern:
                 number, which is the score.
 
         Raises:
-            ConfigError: the expression is invalid.
+            ConfigError: the expression is invalid, or two verdicts differ only in case or spaces.
         """
         try:
             self._pattern = re.compile(pattern)
         except re.error as error:
             raise ConfigError(f"Pattern({pattern!r}) is not a valid regular expression: {error}") from None
         self._scores = None if scores is None else {_squeezed(word): float(score) for word, score in scores.items()}
+        if scores is not None and len(self._scores or ()) < len(scores):
+            raise ConfigError(f"Pattern: two of the verdicts {listing(scores)} differ only in case or spaces")
 
     def read(self, reply: str) -> tuple[str, float]:
         """Return the text that was found, and its score."""
@@ -344,13 +346,19 @@ class Ratings(Json):
             enforce: see `Json`.
 
         Raises:
-            ConfigError: no weight is positive, or `low` is not less than `high`.
+            ConfigError: no weight is positive, `low` is not less than `high`, or two names differ only in case, spaces
+                or letters that look alike.
         """
         if not low < high:
             raise ConfigError(f"Ratings: the lowest rating {low:g} must be below the highest, {high:g}")
         self._positive = sum(weight for weight in weights.values() if weight > 0)
         if not self._positive or not all(map(math.isfinite, weights.values())):
             raise ConfigError(f"Ratings({dict(weights)}): the weights must be finite, and at least one positive")
+        # Each reply would have a key twice, and no verdict.
+        if len({_squeezed(folded(name)) for name in weights}) < len(weights):
+            raise ConfigError(
+                f"Ratings: two of {listing(weights)} differ only in case, spaces or look-alikes: rename one"
+            )
         rating = Annotated[float, Field(ge=low, le=high)]
         schema = TypedDict("Ratings", dict.fromkeys(weights, rating))  # type: ignore[misc]
         super().__init__(schema, enforce=enforce)

@@ -223,6 +223,15 @@ def test_ratings_of_all_criteria_are_required(reply: str) -> None:
         Ratings({"correct": 1, "clear": 1}).read(reply)
 
 
+@pytest.mark.parametrize("names", [("Style", "style"), ("style", " style "), ("c", "\u0441")])
+def test_names_that_a_reply_cannot_tell_apart_are_refused(names: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError, match="differ only in case, spaces or look-alikes"):
+        Ratings(dict.fromkeys(names, 1.0))
+    if names[0] != "c":  # a pattern ignores case and spaces alone
+        with pytest.raises(ConfigError, match="differ only in case or spaces"):
+            Pattern(r"<g>(.*)</g>", {names[0]: 1.0, names[1]: 0.0})
+
+
 def test_ratings_may_restrict_the_reply_of_the_server() -> None:
     schema = Ratings({"it is right": 1}, enforce=True).request["response_format"]["json_schema"]["schema"]
     assert schema["required"] == ["it is right"]
