@@ -197,7 +197,7 @@ post-processed have it."""
 
 REQUESTED = "reward_sample"
 """Key of a trajectory's ``extra_fields``: the sample that the agent loop requested to be judged in its place, see
-`score_later`."""
+`score_later`, as a dict: verl's ``as_dict`` converts it."""
 
 TENSORS = ("prompts", "responses", "input_ids", "position_ids")
 
@@ -234,7 +234,11 @@ def read_sessions(batch: Any) -> tuple[list[str], list[DataProto | RewardSample]
     for keys in sessions.values():
         keys.sort(key=session_of)
         requested = outputs[keys[-1]].get("extra_fields", {}).get(REQUESTED)
-        samples.append(requested or _as_data_proto([outputs[key] for key in keys], batch.partition_id))
+        samples.append(
+            RewardSample(**requested)
+            if requested
+            else _as_data_proto([outputs[key] for key in keys], batch.partition_id)
+        )
     return [keys[-1] for keys in sessions.values()], samples
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -377,7 +378,8 @@ def test_a_sample_that_its_agent_loop_requested_is_judged_again(queue: Queue) ->
     queue.prompt("a", "running", 0, 1, generated=True)
     queue.reward("a_0_0", 0.0, "failed")
     requested = RewardSample("4", uid="a_0", extra_info={"guesses": [1, 4]})
-    queue.rows["a_0_0"]["extra_fields"] |= {tq_rows.REQUESTED: requested}
+    # As verl's `AgentLoopOutput.as_dict` writes it.
+    queue.rows["a_0_0"]["extra_fields"] |= {tq_rows.REQUESTED: dataclasses.asdict(requested)}
     rewards = resume(queue)
     assert requested in rewards.received
     assert rewards.judged == ["a_0", "a_1"]
