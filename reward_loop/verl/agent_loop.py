@@ -28,6 +28,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import transfer_queue as tq
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
@@ -242,6 +243,11 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
             raise ConfigError(f"the agent loop set a reward_score and called score_later for rollout {session.name}")
         if session.requested is not None:
             outputs[-1].extra_fields[REQUESTED] = session.requested  # to judge it again after a death
+        if outputs[-1].reward_score is None:
+            for output in outputs:
+                # verl replaces it by the reward of the last output, but only after judging: published alone, a score
+                # would give the outputs different fields, which verl cannot write.
+                output.reward_score = None
         if outputs[-1].reward_score is None and self.reward_loop_worker_handles is not None:
             # `_agent_loop_postprocess` waits for the task after verl has written the trajectory.
             columns = {VALIDATE: False, **kwargs, "group_size": session.prompt.size}
@@ -307,13 +313,15 @@ async def _take_reward(session: _Session, outputs: list[Any]) -> None:
 
 
 async def _write_reward(session: _Session, outputs: list[Any]) -> None:
-    final = outputs[-1]
+    score, info = outputs[-1].reward_score, outputs[-1].extra_fields["reward_extra_info"]
     fields = []
     for output in outputs:
-        output.reward_score = final.reward_score
-        output.extra_fields["reward_extra_info"] = final.extra_fields["reward_extra_info"]
-        published = output.as_dict()
-        fields.append({"rm_scores": published["rm_scores"], "extra_fields": published["extra_fields"]})
+        # With a score, verl's `as_dict` fails for a response without tokens.
+        output.reward_score = None
+        output.extra_fields["reward_extra_info"] = info
+        rm_scores = torch.zeros(len(output.response_mask), dtype=torch.float32)
+        rm_scores[-1:] = score
+        fields.append({"rm_scores": rm_scores, "extra_fields": output.as_dict()["extra_fields"]})
     now = time.time()
     judged = {JUDGED: [session.times.get("scoring", now), session.times.get("scored", now)]}
     await tq.async_kv_batch_put(

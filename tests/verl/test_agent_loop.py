@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict as fields_of_verl
 
 import reward_loop
 from reward_loop.managers.base import TURNS
@@ -27,11 +29,15 @@ pytestmark = pytest.mark.integration  # it imports verl
 UID = "q"
 
 
-class Output(SimpleNamespace):
-    """An output of an agent loop."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"rm_scores": self.reward_score, "extra_fields": dict(self.extra_fields)}
+def make_output(mask: list[int], score: float | None = None) -> AgentLoopOutput:
+    return AgentLoopOutput(
+        prompt_ids=[1],
+        response_ids=[2] * len(mask),
+        response_mask=mask,
+        reward_score=score,
+        metrics=AgentLoopMetrics(),
+        extra_fields={},
+    )
 
 
 class Queue:
@@ -59,7 +65,7 @@ class Queue:
     ) -> None:
         for key, field, tag in zip(keys, fields, tags, strict=True):
             self.write(f"{partition_id}: {key} is {next(iter(tag))}")
-            self.fields.setdefault(key, {}).update(field)
+            self.fields.setdefault(key, {}).update({**field, "rm_scores": float(field["rm_scores"].sum())})
             self.tags.setdefault(key, {}).update(tag)
 
 
@@ -76,8 +82,9 @@ def worker(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     """A worker whose sessions are generated, judged and written by stand-ins of verl's methods.
 
     `fails` gives the stage that fails, by session; `own_score` is a score that the agent loop sets itself; `outputs`
-    is the number of outputs of a session; `options` are further arguments of verl's call of `_compute_score`. Judges
-    wait for `reward`. The parameter of the fixture is whether sessions are recorded.
+    is the number of outputs of a session, and `first_score` a score of the first of several; `options` are further
+    arguments of verl's call of `_compute_score`. Judges wait for `reward`. The parameter of the fixture is whether
+    sessions are recorded.
     """
 
     def init(self: Any, config: Any, handles: list[Any]) -> None:
@@ -95,9 +102,8 @@ def worker(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
             raise KeyError("tool")
         if self.loop is not None:
             await self.loop()
-        outputs = [
-            Output(reward_score=self.own_score, extra_fields={}, response_mask=self.mask) for _ in range(self.outputs)
-        ]
+        outputs = [make_output(self.mask, self.own_score) for _ in range(self.outputs)]
+        outputs[0].reward_score = self.first_score if self.outputs > 1 else self.own_score
         await self._agent_loop_postprocess(outputs, trajectory["validate"], **kwargs)
 
     async def write(self: Any, output: Any, validate: bool, **kwargs: Any) -> None:
@@ -108,6 +114,7 @@ def worker(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
         for index, one in enumerate(output):
             key = f"{kwargs['uid']}_{kwargs['session_id']}_{index}"
             queue.fields[key] = {"rm_scores": one.reward_score}
+        fields_of_verl([one.as_dict() for one in output])
 
     async def compute_score(self: Any, outputs: list[Any], kwargs: dict, **options: Any) -> None:
         self.sent.append(kwargs)
@@ -136,7 +143,7 @@ def worker(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     made: Any = RewardAgentLoopWorker(config, ["the client"])
     made.fails, made.own_score, made.outputs = {}, None, 1
     made.sent, made.judged, made.options, made.n, made.loop = [], [], {}, 2, None
-    made.mask = [1]
+    made.mask, made.first_score = [1], None
     return made
 
 
@@ -147,6 +154,16 @@ async def run(worker: Any, validate: bool = False, score: float | None = 0.5) ->
         worker.reward.set_result(score)
     worker.n = 1 if validate else 2
     await worker._run_prompt({"uid": UID}, {}, trajectory={"validate": validate})
+
+
+async def run_with_late_rewards(worker: Any, queue: Queue) -> None:
+    """Run a prompt whose judges return a score after its trajectories are published."""
+    running = asyncio.create_task(run(worker, score=None))
+    published = asyncio.create_task(queue.until("train: q_1_0 is generated"))
+    await asyncio.wait([running, published], return_when=asyncio.FIRST_COMPLETED)
+    published.cancel()
+    worker.reward.set_result(0.5)
+    await running
 
 
 async def events(worker: Any) -> list[dict[str, Any]]:
@@ -184,6 +201,25 @@ async def test_the_lengths_of_turns_reach_the_reward_workers(worker: Any, mask: 
     await run(worker, validate=True)
     (sent,) = worker.sent
     assert sent.get(TURNS) == turns
+
+
+async def test_a_score_of_an_output_that_is_not_the_last_is_replaced_as_in_verl(worker: Any, queue: Queue) -> None:
+    worker.outputs, worker.first_score = 2, 0.25
+    await run_with_late_rewards(worker, queue)
+    assert worker.ended == [None, None]
+    assert {key: row["rm_scores"] for key, row in queue.fields.items()} == {
+        f"q_{session}_{index}": 0.5 for session in range(2) for index in range(2)
+    }
+
+
+async def test_a_response_without_tokens_is_judged(worker: Any, queue: Queue) -> None:
+    worker.mask = []
+    await run_with_late_rewards(worker, queue)
+    assert worker.ended == [None, None]
+    for session in range(2):
+        row = queue.fields[f"q_{session}_0"]
+        assert row["extra_fields"]["reward_extra_info"] == {"reward_outcome": "scored"}
+        assert row["rm_scores"] == 0.0, "there is no token for the reward"
 
 
 async def test_a_prompt_is_generated_when_its_last_session_has_published_or_failed(worker: Any, queue: Queue) -> None:
@@ -288,7 +324,7 @@ async def test_a_prompt_that_is_generated_twice_at_the_same_time_is_recorded_twi
 async def test_a_response_that_is_postprocessed_outside_of_a_session_keeps_its_reward(worker: Any) -> None:
     worker.reward = asyncio.get_running_loop().create_future()
     worker.reward.set_result(1.0)
-    output = Output(reward_score=None, extra_fields={})
+    output = make_output([1])
     await worker._agent_loop_postprocess([output], False, uid=UID, session_id=0)
     assert output.reward_score == 1.0
 
@@ -354,7 +390,8 @@ async def test_a_reward_that_an_agent_loop_requests_for_later_arrives_after_the_
     infos = [row["extra_fields"]["reward_extra_info"] for row in rows]
     assert [info.get("reward_masked", False) for info in infos] == [False, True]
     # Kept, so that the rollout can be judged again.
-    assert [row["extra_fields"][REQUESTED].solution_str for row in rows] == ["answer", "answer"]
+    kept = [RewardSample(**row["extra_fields"][REQUESTED]) for row in rows]
+    assert kept == client.samples
     assert all(tag.get("judged") for key, tag in queue.tags.items() if key != UID)
     for event in await events(worker):
         assert event["end"] <= event["scoring"] <= event["scored"]
