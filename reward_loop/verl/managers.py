@@ -158,7 +158,7 @@ class VerlManager(RewardLoopManagerBase):
         assert isinstance(sample, _Rollout)
         started = time.monotonic()
         try:
-            async with asyncio.timeout(self.options.timeout):
+            async with asyncio.timeout(self.options.timeout) as deadline:
                 returned = await self._manager.run_single(sample.row)
             score, _ = normalise(returned["reward_score"])
             return RewardResult(
@@ -168,7 +168,10 @@ class VerlManager(RewardLoopManagerBase):
                 work_s=time.monotonic() - started,
             )
         except Exception as error:
-            failure = RewardFunctionError(f"{self.name}: {type(error).__name__}: {error}", cause=cause_of(error))
+            what = f"{self.name}: {type(error).__name__}: {error}"
+            if isinstance(error, TimeoutError) and deadline.expired():
+                what = f"{self.name} ran past its deadline of {self.options.timeout:g} s (reward_loop.timeout)"
+            failure = RewardFunctionError(what, cause=cause_of(error))
             # By hand, because the failure is returned and not raised.
             failure.__cause__ = error
             work_s = time.monotonic() - started
@@ -232,12 +235,18 @@ class DiscriminativeRewardLoopManager(NaiveRewardLoopManager):
     async def to_sample(self, data: Any) -> RewardSample:
         """Return the sample, with the reward model's input as ``extra_info["reward_model_input"]``."""
         sample = await super().to_sample(data)
-        row = data if data.batch["responses"].ndim == 1 else data[-1]
-        prompt = row.non_tensor_batch.get("raw_prompt")
-        if prompt is None:
-            return replace(sample, error='its row has no non_tensor_batch["raw_prompt"], the conversation to score')
+        if isinstance(data, RewardSample):  # of an agent loop that calls `reward_loop.score`
+            if data.prompt is None:
+                return replace(sample, error="the sample has no prompt, the conversation to score")
+            call: tuple[Any, ...] = (self._conversation, list(data.prompt), data.solution_str)
+        else:
+            row = data if data.batch["responses"].ndim == 1 else data[-1]
+            prompt = row.non_tensor_batch.get("raw_prompt")
+            if prompt is None:
+                return replace(sample, error='its row has no non_tensor_batch["raw_prompt"], the conversation to score')
+            call = (self._render, list(prompt), row.batch["responses"][: sample.response_length])
         try:
-            text = await asyncio.to_thread(self._render, list(prompt), row.batch["responses"][: sample.response_length])
+            text = await asyncio.to_thread(*call)
         except Exception as error:  # a chat template is code from the model's author
             return replace(sample, error=f"the reward model's chat template failed: {type(error).__name__}: {error}")
         return replace(sample, extra_info={**sample.extra_info, "reward_model_input": text})

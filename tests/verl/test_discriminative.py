@@ -13,6 +13,7 @@ from examples.tiny_models import CHATML, IM_END
 from reward_loop.config import RewardModelConfig
 from reward_loop.serving import serve_reward_model
 from reward_loop.testing import FakeJudge, Logits, Status
+from reward_loop.types import RewardSample
 from reward_loop.verl.cluster import RouterAddress
 from reward_loop.verl.managers import score_by_model
 from reward_loop.verl.reward_worker import RewardWorker
@@ -82,6 +83,16 @@ async def test_a_probe_has_the_input_of_its_own_answer(overrides: list[str]) -> 
             TEXT,
             TEXT.replace("2<|im_end|>", "<|im_end|>"),
         ]
+
+
+async def test_an_answer_that_an_agent_loop_has_scored_is_read_in_its_conversation(overrides: list[str]) -> None:
+    async with FakeJudge(logit=0.25) as judge:
+        worker = RewardWorker(resolved(*overrides), RouterAddress(judge.address))
+        reward = await worker.compute_score(RewardSample("2", prompt=PROMPT, extra_info={"guesses": 3}))
+        lacking = await worker.compute_score(RewardSample("2"))
+    assert reward["reward_score"] == 0.25
+    assert {request.body["input"] for request in judge.requests} == {TEXT}
+    assert "the sample has no prompt" in lacking["reward_extra_info"]["reward_error"]
 
 
 async def test_a_leading_bos_is_left_to_the_server(overrides: list[str]) -> None:
