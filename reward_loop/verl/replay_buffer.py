@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, _accumulate_eviction_metrics
 
+from reward_loop._util.text import shorten
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.mode_options import ModeOptions
@@ -169,6 +170,9 @@ class RewardReplayBuffer(ReplayBuffer):
         verl would count a masked sample with the reward 0, and stop the run if a masked sample lacks another metric.
         A group is kept if a failed or unscored sample of it is not masked and lacks the metric. If a scored sample
         lacks the metric, the group is left to verl, which stops the run.
+
+        Raises:
+            ConfigError: a value of the metric is not a number.
         """
         # verl takes groups in its cache as examined, and examines only those that are left.
         decided = self._dapo_classification_cache[partition_id]
@@ -187,7 +191,7 @@ class RewardReplayBuffer(ReplayBuffer):
                 continue
             if value is not None:
                 # By session, whose outputs all have the same reward: it counts once.
-                values[uid][session] = float(value)
+                values[uid][session] = _number(value, metric, f"{uid}_{session}")
             elif reward.is_scored:
                 undecided.add(uid)
             else:
@@ -195,7 +199,8 @@ class RewardReplayBuffer(ReplayBuffer):
         for uid in values.keys() - undecided:
             scores = list(values[uid].values())
             # verl compares the standard deviation with 0, which it misses for 0.1, 0.1, 0.1 by a rounding error.
-            alike = uid not in kept and len(scores) > 1 and min(scores) == max(scores)
+            # Each one, not the extremes: a NaN is neither. Like verl, this keeps a group with one.
+            alike = uid not in kept and len(scores) > 1 and all(score == scores[0] for score in scores)
             decided[uid] = scores[0] if alike else None
 
     def _stalled(self, partition_id: str, prompts: list[str]) -> str:
@@ -217,6 +222,16 @@ class RewardReplayBuffer(ReplayBuffer):
             f"({self._stall_option}={self._stall_timeout_s:g}). reward_loop.watchdog_s logs the samples that are being "
             f"scored. Missing:\n  {listed}"
         )
+
+
+def _number(value: Any, metric: str, rollout: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"algorithm.filter_groups.metric={metric}: rollout {rollout} has the value {shorten(value)}, which is not "
+            "a number: have the function return a number under this name, or name another metric"
+        ) from None
 
 
 def extend(buffer: Any, *arguments: Any) -> RewardReplayBuffer:
