@@ -13,6 +13,7 @@ from omegaconf import DictConfig, open_dict
 from verl.trainer.ppo.core_algos import compute_gdpo_outcome_advantage, register_adv_est
 
 from reward_loop.errors import ConfigError
+from reward_loop.types import finite_number
 from reward_loop.verl.compat import uses
 from reward_loop.verl.reward_metrics import Rewards
 
@@ -52,7 +53,7 @@ def component_rewards(
             `gdpo`, which sets it: for example, a sample whose reward worker died repeatedly.
 
     Raises:
-        ConfigError: a scored sample lacks one of the rewards.
+        ConfigError: a scored sample lacks one of the rewards, or it is not a finite number.
     """
     columns: dict[str, list[float]] = {name: [] for name in names}
     for key in keys:
@@ -62,13 +63,14 @@ def component_rewards(
                 column.append(0.0)
             elif not reward.is_scored:
                 column.append(default_score)
-            elif name not in reward.info:
+            elif (number := finite_number(reward.info.get(name))) is None or abs(number) > np.finfo(np.float32).max:
                 raise ConfigError(
-                    f"algorithm.gdpo_reward_keys names {name!r}, which rollout {key} does not have: the function must "
-                    "return it for every sample. reward_model.reward_manager=gdpo checks this when the function returns"
+                    f"algorithm.gdpo_reward_keys names {name!r}, for which rollout {key} has no finite number: the "
+                    "function must return one for every sample. reward_model.reward_manager=gdpo checks this when the "
+                    "function returns"
                 )
             else:
-                column.append(float(reward.info[name]))
+                column.append(number)
     return {name: np.asarray(column, dtype=np.float32) for name, column in columns.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -22,14 +23,23 @@ __all__ = ["misfit", "place", "place_parts", "post_process", "reject_parts"]
 def reject_parts(batch: Any, rewards: Rewards, workers: RewardWorkers, examined: Collection[str]) -> Rewards:
     """Turn samples into failed samples if their ``turn_level_scores`` or ``token_level_scores`` do not fit.
 
+    Also if the reward is not finite: an agent loop that sets its reward itself may set any number.
     All outputs of such a session get the new reward. The workers count the failures and apply the policy. Groups that
     were examined before are left out. Returns the rewards after the change.
     """
-    keys = [key for key in _keys_with_parts(rewards) if uid_of(key) not in examined]
+    infinite = [
+        key
+        for key in final_outputs(rewards)
+        if not rewards[key].is_masked and not math.isfinite(rewards[key].reward) and uid_of(key) not in examined
+    ]
+    with_parts = [key for key in _keys_with_parts(rewards) if uid_of(key) not in examined and key not in infinite]
+    keys = [*with_parts, *infinite]
     if not keys:
         return rewards
-    masks = read_rows(keys, batch.partition_id, "response_mask")
-    problems = {key: misfit(mask, rewards[key].info) for key, (mask,) in zip(keys, masks, strict=True)}
+    masks = read_rows(with_parts, batch.partition_id, "response_mask")
+    problems = {key: misfit(mask, rewards[key].info) for key, (mask,) in zip(with_parts, masks, strict=True)}
+    for key in infinite:
+        problems[key] = f"the agent loop set the reward {rewards[key].reward}, which is not a finite number"
     rejected = {key: problem for key, problem in problems.items() if problem is not None}
     before = [Reward(reward_score=0.0, reward_extra_info=dict(rewards[key].info)) for key in rejected]
     # Also if none is rejected: samples that fit count in the bound on the share of failures.

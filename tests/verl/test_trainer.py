@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -216,6 +217,20 @@ def test_all_outputs_of_a_session_whose_parts_do_not_fit_leave_loss_and_baseline
     assert step.workers.accepted == 3
 
 
+@pytest.mark.parametrize("score", [math.nan, math.inf])
+def test_a_reward_of_an_agent_loop_that_is_not_finite_leaves_loss_and_baseline(
+    queue: Rows, monkeypatch: pytest.MonkeyPatch, score: float
+) -> None:
+    for session, own in enumerate((1.0, 2.0, 3.0, score)):
+        queue[f"q_{session}_0"] = row(SINGLE, own)
+    step = Step(queue, monkeypatch)
+    assert not queue["q_3_0"]["rm_scores"].any()
+    assert "q_3_0" in step.left_out
+    assert f"sample q_3: the agent loop set the reward {score}" in str(queue["q_3_0"]["extra_fields"])
+    assert [float(queue[f"q_{session}_0"]["advantages"].max()) for session in range(3)] == [-1, 0, 1]
+    assert step.workers.accepted == 0
+
+
 def test_invalid_dense_rewards_get_the_default_score_under_the_policy_default(
     rejected: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,9 +344,12 @@ def test_gdpo_normalises_each_reward_on_its_own() -> None:
     assert torch.equal(ours, theirs)
 
 
-def test_a_row_without_a_reward_of_gdpo_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"names 'brief', which rollout q_0_0 does not have"):
-        component_rewards(["q_0_0"], with_infos({"q_0_0": {"right": 1.0}}), ["right", "brief"], default_score=0.0)
+@pytest.mark.parametrize("info", [{}, {"brief": math.nan}, {"brief": 1e300}, {"brief": "yes"}])
+def test_a_row_without_a_reward_of_gdpo_is_named(info: dict) -> None:
+    with pytest.raises(ConfigError, match=r"names 'brief', for which rollout q_0_0 has no finite number"):
+        component_rewards(
+            ["q_0_0"], with_infos({"q_0_0": {"right": 1.0} | info}), ["right", "brief"], default_score=0.0
+        )
 
 
 @pytest.mark.parametrize("info", [{}, {"right": 1.0, "brief": 0.5}])
