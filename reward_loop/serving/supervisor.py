@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, Protocol
 
-from reward_loop.errors import AddressTakenError, ServerDiedError, ServerError
+from reward_loop.errors import AddressTakenError, ServerDiedError, ServerError, ServerStartError
 
 __all__ = ["Server", "Supervisor"]
 
@@ -153,6 +153,8 @@ class Supervisor:
                 error = await self._live()
             except ServerError as failed:  # by the start
                 error = failed
+            except OSError as failed:  # no free file descriptor, for example: later there may be one
+                error = ServerStartError(f"a server cannot be started: {failed}")
             self.failed = True
             now = time.monotonic()
             while restarts and now - restarts[0] > self._window_s:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -76,6 +77,26 @@ async def test_a_server_that_cannot_be_made_ready_for_use_is_stopped_and_tried_a
     assert pauses == [0, 1]
     await supervisor.stop()
     assert not servers[-1].entered
+
+
+async def test_a_server_is_restarted_after_a_time_without_free_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "_pause_s", lambda restarts: 0)
+    servers = Servers()
+    full = iter([False, True, False])
+
+    def new() -> FakeServer:
+        if next(full):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return servers.new()
+
+    down = AsyncMock()
+    supervisor = Supervisor(new, max_restarts=3, window_s=60, on_down=down)
+    supervisor.start()
+    await supervisor.started
+    servers[0].dies.set()
+    await until(lambda: len(servers) == 2)
+    assert "Too many open files" in str(down.await_args_list[1])
+    await supervisor.stop()
 
 
 def test_the_first_restart_has_no_pause_and_the_others_growing_ones() -> None:
