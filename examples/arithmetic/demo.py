@@ -113,8 +113,8 @@ def training_options(models: Models, output: Path, settings: Settings) -> list[s
         f"+reward_loop.limits.reward_model.max_concurrent={settings.prompts * settings.answers}",
         f"reward_model.model.path={models.directory / 'reward_model'}",
         f"reward_model.rollout.name={settings.engine}",
-        # Both overlaps: judging continues during the update and the rollout of the next step. With spot checks, only the
-        # first: corrections are rare and large, and one that arrives a step later leaves more wrong answers.
+        # Both overlaps: judging continues during the update and the rollout of the next step. With spot checks, only
+        # the first: corrections are rare and large, and one that arrives a step later leaves more wrong answers.
         "trainer.v1.trainer_mode=reward_pipeline",
         "trainer.v1.reward_pipeline.mini_batch_pipeline=True",
         f"trainer.v1.reward_pipeline.one_step_off_policy={settings.spot is None}",
