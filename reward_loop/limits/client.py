@@ -63,8 +63,8 @@ class RemoteLimits(Limits):
         self._messages: MessageQueue | None = None
         self._connection: asyncio.Task[None] | None = None
         self._lost: JobServiceError | None = None
-        self._unsent: list[tuple[Any, ...]] = []
-        """What happened while `_lost` was set, for the service."""
+        self._unsent = MessageQueue()
+        """What happened without a connection, for the service."""
         self._away_since: float | None = None
         """When the service stopped answering, by `time.monotonic`."""
         self._received = 0
@@ -120,10 +120,8 @@ class RemoteLimits(Limits):
     def _report(self, *message: Any) -> None:
         """Send a message that needs no answer, or keep it until the service is back."""
         messages = self._connect()
-        if self._lost is None:
-            messages.send(*message)
-        else:
-            self._unsent.append(message)
+        # Also while the first connection is being opened: it may fail.
+        (messages if messages.is_connected else self._unsent).send(*message)
 
     def _is_awaited(self, error: JobServiceError) -> bool:
         """Return whether calls wait until the service is reachable again, instead of failing."""
@@ -208,9 +206,9 @@ class RemoteLimits(Limits):
                 raise ConnectionError("the service does not accept the token")
             self._receive(decode(first))
             self._lost = None
-            for message in self._unsent:
-                messages.send(*message)
-            self._unsent.clear()
+            # First, so that an answer to a queued question includes them.
+            unsent, self._unsent = self._unsent, MessageQueue()
+            unsent.connect(writer)
             # Only now: requests that were queued meanwhile must not reach the service before the proof.
             messages.connect(writer)
             watch = asyncio.create_task(self._end_if_frozen(messages, writer))

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import socket
 
 import pytest
@@ -12,6 +13,7 @@ from reward_loop import (
     TooManyFailuresError,
 )
 from reward_loop._util.framing import frame, read_frame
+from reward_loop._util.sockets import reserve
 from reward_loop.config import RewardLoopConfig
 from reward_loop.limits import client, local, server
 from reward_loop.limits.client import RemoteLimits, SharedFailureBound, open_limits
@@ -328,3 +330,43 @@ def test_the_service_in_a_thread():
         assert asyncio.run(use(address))["limits"]["judge"]["max_concurrent"] == 1
     with pytest.raises(JobServiceError):
         asyncio.run(use(address))
+
+
+async def answered(job):
+    """Wait for an answer of a service that has just started: the connection before may be failing now."""
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(JobServiceError):
+                return await job.status()
+
+
+@pytest.fixture
+async def absent():
+    """Yield the address of a service that does not run yet, and a function that starts it."""
+    with reserve("127.0.0.1") as reservation:
+        port = reservation.getsockname()[1]
+    service = LimitServer(options(max_concurrent=1))
+
+    async def start():
+        await service.start(port=port)
+        return service
+
+    yield f"127.0.0.1:{port}:{service.token}", start
+    if service._server is not None:
+        await service.stop()
+
+
+async def test_what_is_reported_before_the_first_connection_fails_is_sent_later(absent):
+    address, start = absent
+    job = RemoteLimits(address)
+    job.spend(2.0, 10)
+    job.count(RewardResult(Outcome.FAILED, None, error="sample u1 failed"))
+    with pytest.raises(TypeError):
+        job.spend(object(), 0)  # which must not spoil the others
+    await until(lambda: job._lost is not None)
+    job.spend(1.0, 5)
+    service = await start()
+    await answered(job)
+    assert (service.limits.cost, service.limits.tokens) == (3.0, 15)
+    assert list(service._failures[""]._failed) == [True]
+    job.close()
