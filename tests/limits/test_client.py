@@ -21,7 +21,7 @@ from reward_loop.limits.local import LocalLimits
 from reward_loop.limits.protocol import encode
 from reward_loop.limits.server import LimitServer, serve_limits
 from reward_loop.types import RewardResult
-from tests.clock import until
+from tests.clock import advance, until
 
 FAILED = RewardResult(Outcome.FAILED, None, error="sample u7: judge raised")
 
@@ -369,4 +369,61 @@ async def test_what_is_reported_before_the_first_connection_fails_is_sent_later(
     await answered(job)
     assert (service.limits.cost, service.limits.tokens) == (3.0, 15)
     assert list(service._failures[""]._failed) == [True]
+    job.close()
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+async def test_after_a_close_the_bound_of_an_outage_starts_again(is_away, absent):
+    address, start = absent
+    service = await start()
+    job = RemoteLimits(address, RewardLoopConfig(outage_timeout_s=600))
+    await job.status()
+    if is_away:
+        await service.stop()
+        await until(lambda: job._lost is not None)
+    job.close()
+    await until(lambda: job._connection.done())
+    if not is_away:
+        await service.stop()
+    await advance(601)
+    job.count(RewardResult(Outcome.SCORED, 1.0))
+    await until(lambda: job._lost is not None)
+    job.count(RewardResult(Outcome.SCORED, 1.0))  # calls wait
+    assert await job.why_stopped() is None
+    await advance(601)
+    assert "unreachable" in await job.why_stopped()
+    with pytest.raises(JobServiceError, match="unreachable"):
+        job.count(RewardResult(Outcome.SCORED, 1.0))
+    job.close()
+
+
+async def test_a_connection_that_was_lost_while_nothing_used_it_is_no_outage(absent):
+    address, start = absent
+    service = await start()
+    job = RemoteLimits(address, RewardLoopConfig(outage_timeout_s=600))
+    await job.status()
+    await service.disconnect()
+    await until(lambda: job._lost is not None)
+    await advance(601)
+    job.count(RewardResult(Outcome.FAILED, None, error="sample u1 failed"))
+    await job.status()  # the service has then counted what was reported before
+    assert list(service._failures[""]._failed) == [True]
+    job.close()
+
+
+async def test_any_answer_of_the_service_ends_its_outage(absent):
+    address, start = absent
+    job = RemoteLimits(address)
+    with pytest.raises(JobServiceError) as caught:
+        await job.status()
+    outages = job.outages(asyncio.get_running_loop())
+    outage = outages.failed(caught.value.unreachable)
+    waiting = asyncio.create_task(outage.turn())
+    await start()
+    with pytest.raises(LimitError):
+        await job.acquire("no such limit")
+    assert outage.is_back
+    assert await waiting
+    outages.ended(outage)
+    assert not outages.open
     job.close()
