@@ -412,7 +412,8 @@ class UserFunction:
 
 
 def _is_provable(target: Target, options: ScoringOptions) -> bool:
-    """Return whether a function has proofs: they are on, and it is sync, reads a ground truth and uses no service."""
+    """Return whether a function has proofs: they are on, it is sync, reads a ground truth and requires no reward model,
+    and its options have neither limits nor a budget, which would not apply to the calls of a proof."""
     if target.is_async or options.proofs.every is None or not {"solution_str", "ground_truth"} <= target.passes:
         return False
     if "response_ids" in target.passes:  # the answers of a proof are texts
