@@ -345,15 +345,15 @@ async def absent():
     """Yield the address of a service that does not run yet, and a function that starts it."""
     with reserve("127.0.0.1") as reservation:
         port = reservation.getsockname()[1]
-    service = LimitServer(options(max_concurrent=1))
+    service = LimitServer(RewardLoopConfig(limits={"judge": {"max_concurrent": 1}}, min_samples_for_failed_share=1))
+    async with contextlib.AsyncExitStack() as stack:
 
-    async def start():
-        await service.start(port=port)
-        return service
+        async def start():
+            await service.start(port=port)
+            stack.push_async_callback(service.stop)
+            return service
 
-    yield f"127.0.0.1:{port}:{service.token}", start
-    if service._server is not None:
-        await service.stop()
+        yield f"127.0.0.1:{port}:{service.token}", start
 
 
 async def test_what_is_reported_before_the_first_connection_fails_is_sent_later(absent):
@@ -363,12 +363,13 @@ async def test_what_is_reported_before_the_first_connection_fails_is_sent_later(
     job.count(RewardResult(Outcome.FAILED, None, error="sample u1 failed"))
     with pytest.raises(TypeError):
         job.spend(object(), 0)  # which must not spoil the others
-    await until(lambda: job._lost is not None)
+    with pytest.raises(JobServiceError):
+        await job.status()
     job.spend(1.0, 5)
     service = await start()
     await answered(job)
     assert (service.limits.cost, service.limits.tokens) == (3.0, 15)
-    assert list(service._failures[""]._failed) == [True]
+    assert "sample u1 failed" in service.stopped
     job.close()
 
 
@@ -380,16 +381,16 @@ async def test_after_a_close_the_bound_of_an_outage_starts_again(is_away, absent
     await job.status()
     if is_away:
         await service.stop()
-        await until(lambda: job._lost is not None)
+        with pytest.raises(JobServiceError):
+            await job.status()
     job.close()
-    await until(lambda: job._connection.done())
+    await advance(0)  # the end of the connection
+    await advance(601)
     if not is_away:
         await service.stop()
-    await advance(601)
-    job.count(RewardResult(Outcome.SCORED, 1.0))
-    await until(lambda: job._lost is not None)
-    job.count(RewardResult(Outcome.SCORED, 1.0))  # calls wait
-    assert await job.why_stopped() is None
+    for _ in range(2):  # calls wait
+        job.count(RewardResult(Outcome.SCORED, 1.0))
+        assert await job.why_stopped() is None
     await advance(601)
     assert "unreachable" in await job.why_stopped()
     with pytest.raises(JobServiceError, match="unreachable"):
@@ -401,13 +402,17 @@ async def test_a_connection_that_was_lost_while_nothing_used_it_is_no_outage(abs
     address, start = absent
     service = await start()
     job = RemoteLimits(address, RewardLoopConfig(outage_timeout_s=600))
-    await job.status()
+    held = await job.acquire("judge")
+    waiting = asyncio.create_task(job.acquire("judge"))
+    await until(lambda: service.limits.snapshot()["limits"]["judge"]["waiting"] == 1)
     await service.disconnect()
-    await until(lambda: job._lost is not None)
+    with pytest.raises(JobServiceError):
+        await waiting
+    held.leave()
     await advance(601)
     job.count(RewardResult(Outcome.FAILED, None, error="sample u1 failed"))
     await job.status()  # the service has then counted what was reported before
-    assert list(service._failures[""]._failed) == [True]
+    assert "sample u1 failed" in service.stopped
     job.close()
 
 
