@@ -299,8 +299,9 @@ class RemoteLimits(Limits):
             if self._away_since is None:
                 self._away_since = self._away_until
         return JobServiceError(
-            f"{self._service} is unreachable ({why}). It keeps the limits of all workers of the job, so no calls are "
-            "made without it. It runs in the process that started the job: check that process first",
+            f"the limiter service at {self.name} is unreachable ({why}). It keeps the limits of all workers of the "
+            "job, so no calls are made without it. It runs in the process that started the job: check that process "
+            "first",
             self._service if awaited else None,
         )
 

@@ -69,7 +69,9 @@ def test_errors_that_are_no_exceptions_are_raised_in_the_callers_thread_too(kind
 
     @asynccontextmanager
     async def with_a_task() -> AsyncIterator[asyncio.Task[None]]:
-        yield asyncio.create_task(fails_in_a_task())
+        task = asyncio.create_task(fails_in_a_task())
+        task.add_done_callback(lambda task: task.exception())  # retrieves it: otherwise asyncio logs it
+        yield task
 
     for new, where in ((construct, "construction"), (lambda: failing("entry"), "entry")):
         with pytest.raises(kind, match=f"at {where}"), in_background(new, name="x"):
