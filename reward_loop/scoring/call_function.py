@@ -269,7 +269,8 @@ class UserFunction:
         if outcome.is_discarded:
             outcome = await self._score_again(arguments, traffic_class)
         # `answered` does nothing otherwise: a sample needs no call of it.
-        if outcome.exception is None and (outages.open or self._address not in outages.reached):
+        is_answer = outcome.exception is None and outcome.error is None
+        if is_answer and (outages.open or self._address not in outages.reached):
             outages.answered(self._address)
         return outcome
 
