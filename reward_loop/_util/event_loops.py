@@ -156,14 +156,18 @@ class _Background(Generic[T]):
 
     def _run(self) -> None:
         # A Runner also shuts down the asynchronous generators of the loop, which close HTTP sessions, and its executor.
-        with asyncio.Runner(loop_factory=lambda: self._loop), contextlib.suppress(asyncio.CancelledError):
-            self._loop.run_until_complete(self._serving)
+        with asyncio.Runner(loop_factory=lambda: self._loop):
+            try:
+                self._loop.run_until_complete(self._serving)
+            # Also SystemExit, for example: `start` would wait for ever, or the caller would not see it.
+            except BaseException as error:
+                if not self._entered.done():
+                    self._entered.set_exception(error)
+                elif not isinstance(error, asyncio.CancelledError):
+                    self._left.set_exception(error)
 
     async def _serve(self) -> None:
         self._pulse = LoopPulse(self._loop)
-        try:
-            async with self._new() as value:
-                self._entered.set_result(value)
-                await asyncio.Event().wait()  # until `stop` cancels this task
-        except Exception as error:
-            (self._left if self._entered.done() else self._entered).set_exception(error)
+        async with self._new() as value:
+            self._entered.set_result(value)
+            await asyncio.Event().wait()  # until `stop` cancels this task

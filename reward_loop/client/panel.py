@@ -50,16 +50,25 @@ async def panel(
     Raises:
         ServerError: there are failures, and too few scores for the quorum. It is transient, so that the function is
             called again, if the quorum can be reached then.
-        ConfigError: the quorum is not from 1 to the number of judges.
+        ConfigError: the quorum is not from 1 to the number of judges, or ``combine`` is not a function. No judge is
+            asked.
     """
     needed = len(asked) // 2 + 1 if quorum is None else quorum
+    problem = None
+    if not 1 <= needed <= len(asked):
+        problem = f"quorum={needed}: it must be from 1 to the number of judges, {len(asked)}"
+    elif not callable(combine):
+        problem = f"combine={combine!r}: it must be a function, such as reward_loop.client.majority"
+    if problem is not None:  # before the judges are asked, and paid for
+        for one in asked.values():
+            # Otherwise Python warns of a coroutine that was never awaited; a task of the caller would go on.
+            one.close() if asyncio.iscoroutine(one) else asyncio.ensure_future(one).cancel()
+        raise ConfigError(problem)
     try:
         async with asyncio.TaskGroup() as group:
             tasks = {name: group.create_task(_result(one)) for name, one in asked.items()}
     except* Exception as errors:
         raise errors.exceptions[0] from None
-    if not 1 <= needed <= len(tasks):
-        raise ConfigError(f"quorum={needed}: it must be from 1 to the number of judges, {len(tasks)}")
     results = {name: task.result() for name, task in tasks.items()}
     failures = {name: result for name, result in results.items() if isinstance(result, Exception)}
     given = {name: result for name, result in results.items() if isinstance(result, Judgement)}

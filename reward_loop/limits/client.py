@@ -63,10 +63,13 @@ class RemoteLimits(Limits):
         self._messages: MessageQueue | None = None
         self._connection: asyncio.Task[None] | None = None
         self._lost: JobServiceError | None = None
-        self._unsent: list[tuple[Any, ...]] = []
-        """What happened while `_lost` was set, for the service."""
+        self._unsent = MessageQueue()
+        """What happened without a connection, for the service."""
+        self._service = f"the limiter service at {self.name}"
         self._away_since: float | None = None
         """When the service stopped answering, by `time.monotonic`."""
+        self._away_until = 0.0
+        """When it did not answer last."""
         self._received = 0
         """How many times messages arrived."""
         self._numbers = itertools.count()
@@ -120,14 +123,13 @@ class RemoteLimits(Limits):
     def _report(self, *message: Any) -> None:
         """Send a message that needs no answer, or keep it until the service is back."""
         messages = self._connect()
-        if self._lost is None:
-            messages.send(*message)
-        else:
-            self._unsent.append(message)
+        # Also while the first connection is being opened: it may fail.
+        (messages if messages.is_connected else self._unsent).send(*message)
 
     def _is_awaited(self, error: JobServiceError) -> bool:
         """Return whether calls wait until the service is reachable again, instead of failing."""
-        away_s = 0.0 if self._away_since is None else time.monotonic() - self._away_since
+        # Not until now: without a use of the limits, nothing has tried to reach the service since it was away.
+        away_s = 0.0 if self._away_since is None else self._away_until - self._away_since
         return error.unreachable is not None and away_s < self.options.outage_timeout_s
 
     async def why_stopped(self) -> str | None:
@@ -166,6 +168,7 @@ class RemoteLimits(Limits):
 
     def close(self) -> None:
         super().close()  # the end of the connection also ends its permits
+        self._away_since = self._lost = None  # for a later use, with its own bound
         if self._connection is not None and not (loop := self._connection.get_loop()).is_closed():
             # Threadsafe: the event loop may run in another thread than the one that closes the limits.
             loop.call_soon_threadsafe(self._connection.cancel)
@@ -208,9 +211,9 @@ class RemoteLimits(Limits):
                 raise ConnectionError("the service does not accept the token")
             self._receive(decode(first))
             self._lost = None
-            for message in self._unsent:
-                messages.send(*message)
-            self._unsent.clear()
+            # First, so that an answer to a queued question includes them.
+            unsent, self._unsent = self._unsent, MessageQueue()
+            unsent.connect(writer)
             # Only now: requests that were queued meanwhile must not reach the service before the proof.
             messages.connect(writer)
             watch = asyncio.create_task(self._end_if_frozen(messages, writer))
@@ -264,7 +267,10 @@ class RemoteLimits(Limits):
 
     def _receive(self, messages: list[list[Any]]) -> None:
         self._received += 1
-        self._away_since = None
+        if self._away_since is not None:
+            self._away_since = None
+            # Here: the call that has its turn may end without a sign of the answer, for example without a permit.
+            self.outages(asyncio.get_running_loop()).answered(self._service)
         for what, *rest in messages:
             if what == "settled":
                 number, why = rest
@@ -288,13 +294,15 @@ class RemoteLimits(Limits):
                 answer.set_result(rest[1])
 
     def _unreachable(self, why: str, awaited: bool = True) -> JobServiceError:
-        if self._away_since is None:
-            self._away_since = time.monotonic()
+        if awaited:
+            self._away_until = time.monotonic()
+            if self._away_since is None:
+                self._away_since = self._away_until
         return JobServiceError(
             f"the limiter service at {self.name} is unreachable ({why}). It keeps the limits of all workers of the "
             "job, so no calls are made without it. It runs in the process that started the job: check that process "
             "first",
-            f"the limiter service at {self.name}" if awaited else None,
+            self._service if awaited else None,
         )
 
 

@@ -7,7 +7,8 @@ then the function is called again, with a new deadline.
 ===== ====================================================== ====================================================
 State Calls that get their turn                              Next state
 ===== ====================================================== ====================================================
-AWAY  one at a time, with growing pauses: the probe          BACK, when a call got an answer from the address
+AWAY  one at a time, with growing pauses: the probe; more,   BACK, when a call got an answer from the address
+      if it has not failed for `_CONNECTED_S`
 BACK  all, twice as many in each interval                    AWAY, when one of them fails again; closed, when
                                                              no call waits
 ===== ====================================================== ====================================================
@@ -38,7 +39,8 @@ _LONGEST_PAUSE_S = 5.0
 """Pauses between two probes."""
 
 _CONNECTED_S = 15.0
-"""A probe that has not failed after this time is connected, even if the judge has not answered yet."""
+"""A probe that has not failed after this time may be connected to a slow judge: further calls get their turn, but the
+outage lasts until an answer."""
 
 _RETURN_INTERVAL_S = 0.25
 
@@ -165,7 +167,10 @@ class Outage:
         if is_forgotten or self._has_answered:
             self._since, self._is_logged, self._has_answered = now, False, False
         self._failed_at = now
-        self.is_back = False
+        if self.is_back:
+            self.is_back = False
+            # Instead of the timer that gives all calls their turn.
+            self._schedule()
 
     def answered(self) -> None:
         """Record an answer from the address."""
@@ -228,22 +233,26 @@ class Outage:
 
     def _probe(self) -> None:
         self._timer = None
+        self._batch = 1
         if self._give_turn():
-            self._timer = self._loop.call_later(_CONNECTED_S, self._return)
+            self._timer = self._loop.call_later(_CONNECTED_S, self._give_turns)
 
     def _return(self) -> None:
-        """Give the waiting calls their turn: one, then two, then four at each interval."""
-        if not self.is_back:
-            self.is_back, self._batch, self._pause = True, 1, _FIRST_PAUSE_S
-            self._log_return()
-        # The pending timer of a probe would return the calls a second time.
+        """Give the waiting calls their turn, now that the address has answered."""
+        self.is_back, self._batch, self._pause = True, 1, _FIRST_PAUSE_S
+        self._log_return()
         self._cancel_timer()
+        self._give_turns()
+
+    def _give_turns(self) -> None:
+        """Give waiting calls their turn: one, then two, then four at each interval."""
+        self._timer = None
         for _ in range(self._batch):
             self._give_turn()
         # Not all at once: a judge that has just started would be full, and some calls would fail again.
         self._batch *= 2
         if self._waiting:
-            self._timer = self._loop.call_later(_RETURN_INTERVAL_S, self._return)
+            self._timer = self._loop.call_later(_RETURN_INTERVAL_S, self._give_turns)
 
     def _give_turn(self) -> bool:
         """Give the call that has waited longest its turn; return False if none waits."""

@@ -51,6 +51,11 @@ class MessageQueue:
         self.writer = writer
         self._messages: list[bytes] = []
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether messages are sent now."""
+        return self.writer is not None and not self.writer.is_closing()
+
     def connect(self, writer: asyncio.StreamWriter) -> None:
         """Set the connection, and send all queued messages."""
         self.writer = writer

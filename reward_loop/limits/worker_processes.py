@@ -154,8 +154,13 @@ def _granted(permit: Permit, error: Any) -> Permit:
 
 
 def call_here() -> Call | WorkerCall | None:
-    """Return the call of a reward function that the current code belongs to, also in a worker process."""
+    """Return the call of a reward function that the current code belongs to, also in a worker process.
+
+    Calls of a proof are none, in a thread as in a process: limits and records do not apply to them.
+    """
     if worker.channel is not None:
+        if worker.context is None:
+            return None
         # A new object: it keeps the number of the current call, and the pool ignores what is sent after that call.
         return WorkerCall(worker.channel, *worker.context)
     return current_call.get()

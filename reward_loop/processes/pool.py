@@ -94,7 +94,7 @@ class Caller(Protocol):
     """The side of a call that is outside of the worker."""
 
     context: Any
-    """What the worker gets as `worker.context` during the call."""
+    """What the worker gets as `worker.context` during the call; ``None`` in a proof, which has no permits."""
 
     def begin(self, ended: asyncio.Future[Any]) -> None:
         """Start the clock of the deadline. At the deadline, set a `TimeoutError` on ``ended``: the worker is killed."""
@@ -215,7 +215,8 @@ class WorkerProcesses:
         """Prove a worker that runs no call. It is not usable any more if the proof fails."""
 
         async def score(arguments: Mapping[str, Any]) -> CallOutcome:
-            return await worker.call(_dumps(((False, None), arguments)), _Deadline(prover.timeout))
+            deadline = _Deadline(prover.timeout)
+            return await worker.call(_dumps((deadline.context, arguments)), deadline)
 
         try:
             # A process that cannot be proven is treated as one that failed: results must never rest on it.
@@ -490,7 +491,7 @@ def _at(report: DeathReport) -> str:
 class _Deadline:
     """The caller of a call of a proof, which kills the worker after ``timeout`` seconds."""
 
-    context = (False, None)
+    context = None
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
@@ -500,7 +501,7 @@ class _Deadline:
         ended.add_done_callback(lambda _: timer.cancel())
 
     def told(self, message: tuple[Any, ...], answer: Callable[[int, Any], None]) -> None:
-        """Ignore a message of the function: functions that use limits or judges are not proven."""
+        """Ignore a message: without a context, only threads that an earlier call has left behind send some."""
 
 
 def _expire(ended: asyncio.Future[Any]) -> None:

@@ -78,7 +78,8 @@ channel: Channel | None = None
 """The channel to the pool; ``None`` outside of worker processes, and in processes that the function has forked."""
 
 context: Any = None
-"""The context that the caller sent with the current call, in addition to its arguments."""
+"""The context that the caller sent with the current call, in addition to its arguments; ``None`` in a proof, and before
+the first call."""
 
 _MAX_ANSWER_MB = 64
 _MAX_GROWTH_MB = 1024

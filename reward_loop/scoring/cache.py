@@ -5,17 +5,23 @@ scores are also kept across runs.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import functools
 import hashlib
 import inspect
-import json
 import logging
+import math
 import sqlite3
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from datetime import date
+from datetime import time as time_of_day
+from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import UUID
 
 import orjson
 
@@ -41,13 +47,14 @@ MAX_SHARED_BYTES = 2**20
 BUSY_TIMEOUT_S = 60.0
 """Seconds to wait while another process writes to the file."""
 
-_FORMAT = orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+_FORMAT = orjson.OPT_SORT_KEYS | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
 
 
 class Cache:
     """A cache of scores. The key is made of the version, the function's name and source file, and the arguments.
 
-    Not cached: calls whose arguments cannot be serialised to JSON, failed samples, and unscored samples.
+    Not cached: failed samples, unscored samples, and calls with arguments other than JSON values, tuples, numpy values,
+    dates, times, UUIDs, enumerations and dataclasses of them.
 
     Args:
         config: the file and the version.
@@ -72,14 +79,12 @@ class Cache:
         self._thread = DaemonThreads(1)
 
     def key(self, arguments: Mapping[str, Any]) -> bytes | None:
-        """Return the cache key of a call, or ``None`` if its arguments cannot be serialised to JSON."""
+        """Return the cache key of a call, or ``None`` if its arguments have no key, see `_encoded`."""
         # Without the address: its port changes with each run, and the score does not depend on it.
         named = {name: _stands_for(value) for name, value in arguments.items() if name != "reward_router_address"}
         try:
-            text = orjson.dumps(named, option=_FORMAT)
+            text = _encoded(named)
         except TypeError:
-            return None
-        if b"null" in text and not _is_json(named):
             return None
         return hashlib.sha256(self._basis + text).digest()
 
@@ -225,12 +230,12 @@ def _identity(config: CacheConfig, target: Target) -> list[Any]:
         ConfigError: scores are stored, and a bound argument is not a JSON value.
     """
     function = target.origin
-    bound: dict[Any, Any] = {}
+    bound: dict[str, Any] = {}
     while isinstance(function, functools.partial):
-        bound = {**dict(enumerate(function.args)), **function.keywords, **bound}
+        bound = {**{str(i): value for i, value in enumerate(function.args)}, **function.keywords, **bound}
         function = function.func
     try:
-        arguments = orjson.dumps(bound, option=_FORMAT).decode()
+        arguments = _encoded(bound).decode()
     except TypeError as error:
         if config.path is not None:
             raise ConfigError(
@@ -251,19 +256,54 @@ def _is_known(target: Target) -> bool:
     if not is_plain or "<locals>" in function.__qualname__ or source_hash(function) is None:
         return False
     try:
-        orjson.dumps(bound, option=_FORMAT)
+        _encoded(bound)
     except TypeError:
         return False
     return True
 
 
-def _is_json(arguments: Mapping[str, Any]) -> bool:
-    """Return whether the arguments contain neither NaN nor infinities, which orjson writes as ``null``."""
+def _encoded(value: Any) -> bytes:
+    """Return a text that unequal values do not share: their JSON, or if that is not exact, the JSON of `_marked`.
+
+    Raises:
+        TypeError: a part of the value has no such text, such as NaN or an object of a class of the user.
+    """
+    with contextlib.suppress(TypeError):
+        text = orjson.dumps(value, option=_FORMAT)
+        # Not exact are tuples, enumerations, UUIDs and NaN: orjson writes them as lists, their values, texts and null.
+        if orjson.loads(text) == value:
+            return text
     try:
-        json.dumps(arguments, allow_nan=False, skipkeys=True, default=lambda value: getattr(value, "tolist", str)())
-    except ValueError:
-        return False
-    return True
+        return orjson.dumps(_marked(value))
+    except RecursionError as error:
+        raise TypeError("it is nested too deeply") from error
+
+
+def _marked(value: Any) -> Any:
+    """Return a JSON value in which all but texts and numbers are lists that begin with the name of their type."""
+    # Objects of their subclasses are equal to them.
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise TypeError(f"{value} is not a JSON value")
+        return float(value)
+    if isinstance(value, list | tuple):
+        return ["list" if isinstance(value, list) else "tuple", *map(_marked, value)]
+    if isinstance(value, dict):
+        items = [[_marked(key), _marked(item)] for key, item in value.items()]
+        return ["dict", *sorted(items, key=lambda item: orjson.dumps(item[0]))]
+    kind = type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if isinstance(value, date | time_of_day | UUID):
+        return [name, str(value)]
+    if isinstance(value, Enum):
+        return [name, _marked(value.value)]
+    if dataclasses.is_dataclass(value):
+        return [name, *(_marked(getattr(value, field.name)) for field in dataclasses.fields(value))]
+    if kind.__module__ == "numpy":
+        return [name, str(value.dtype), list(value.shape), _marked(value.tolist())]
+    raise TypeError(f"{name} is not a JSON value")
 
 
 def _stands_for(value: Any) -> Any:

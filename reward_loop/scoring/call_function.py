@@ -269,7 +269,8 @@ class UserFunction:
         if outcome.is_discarded:
             outcome = await self._score_again(arguments, traffic_class)
         # `answered` does nothing otherwise: a sample needs no call of it.
-        if outcome.exception is None and (outages.open or self._address not in outages.reached):
+        is_answer = outcome.exception is None and outcome.error is None
+        if is_answer and (outages.open or self._address not in outages.reached):
             outages.answered(self._address)
         return outcome
 
@@ -412,7 +413,8 @@ class UserFunction:
 
 
 def _is_provable(target: Target, options: ScoringOptions) -> bool:
-    """Return whether a function has proofs: they are on, and it is sync, reads a ground truth and uses no service."""
+    """Return whether a function has proofs: they are on, it is sync, reads a ground truth and requires no reward model,
+    and its options have neither limits nor a budget, which would not apply to the calls of a proof."""
     if target.is_async or options.proofs.every is None or not {"solution_str", "ground_truth"} <= target.passes:
         return False
     if "response_ids" in target.passes:  # the answers of a proof are texts

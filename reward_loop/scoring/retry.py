@@ -31,6 +31,8 @@ Invariants of the repeated calls of a function:
   `max_attempts`: a busy service loses no sample. Nor does an attempt in an outage, unless the judge has answered other
   calls since the attempt before: then the sample is the cause. All other failed attempts do.
 - The pauses between attempts grow, also those that the service asked for, so the number of refused attempts is small.
+- Only an answer of the judge ends its outage. A call that has its turn and ends without one, such as without a permit,
+  passes the turn to another call.
 - `max_seconds` ends all of it. Time spent waiting for limits or in an outage does not count.
 """
 
@@ -38,6 +40,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import time
 from collections.abc import Awaitable, Callable
 
@@ -50,7 +53,6 @@ from reward_loop._util.transient import (
     status_of,
     unreachable,
 )
-from reward_loop.errors import RewardTimeoutError
 from reward_loop.limits.options import RetryConfig
 from reward_loop.limits.outages import Outage, Outages
 from reward_loop.processes.outcome import CallOutcome
@@ -115,7 +117,7 @@ class Retry:
                     again = outcomes[-1]
                     if again.exception is not None and self._away(again.exception, counted, function) == away:
                         outages.failed(away)
-                    elif not isinstance(again.error, RewardTimeoutError):  # that may be a connection without a timeout
+                    elif _is_answered(again, away):
                         outages.answered(away)
                 finally:
                     # Also after a cancellation: otherwise no other call would get a turn.
@@ -133,6 +135,8 @@ class Retry:
                 break
             await self._sleep(pause)
             outcomes.append(await attempt(len(outcomes) + 1))
+            if outages is not None and outage is not None and _is_answered(outcomes[-1], outage.address):
+                outages.answered(outage.address)
         last = outcomes[-1]
         last.attempts = sum(outcome.attempts for outcome in outcomes)
         last.work_s = sum(outcome.work_s for outcome in outcomes)
@@ -151,6 +155,31 @@ class Retry:
         if address is None and is_last and status_of(error) in DOWN_STATUS and not _is_postponed(error):
             address = address_of(error) if is_transient(error) else None
         return None if address is None else address or f"of {function}"
+
+
+def _is_answered(outcome: CallOutcome, away: str) -> bool:
+    """Return whether the judge ``away`` answered a call: the function returned, or raised an error that the judge sent.
+
+    Other errors show nothing: the function may have been stopped, or have failed, before the judge answered. If it did
+    answer, `reward_loop.client` has recorded that.
+    """
+    error = outcome.exception
+    if error is None:
+        return outcome.error is None
+    status = status_of(error)
+    # Below 400, the answer is not what the client expects, such as the page of a gateway.
+    if status is None or status < 400 or (status in DOWN_STATUS and not _is_postponed(error)):
+        return False
+    address = address_of(error)
+    return not address or away.startswith("of ") or _server_of(address) == _server_of(away)
+
+
+def _server_of(address: str) -> str:
+    """Return host and port of an address, which each client writes in its own form, such as without the usual port."""
+    scheme, _, server = address.rpartition("://")
+    if re.search(r":\d+$", server) is None:
+        server += {"http": ":80", "https": ":443"}.get(scheme, "")
+    return server.replace("[", "").replace("]", "")
 
 
 def _is_postponed(error: BaseException) -> bool:

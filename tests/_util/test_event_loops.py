@@ -49,6 +49,40 @@ def test_errors_at_entry_and_exit_are_raised_in_the_callers_thread() -> None:
         pass
 
 
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_errors_that_are_no_exceptions_are_raised_in_the_callers_thread_too(kind: type[BaseException]) -> None:
+    @asynccontextmanager
+    async def failing(at: str) -> AsyncIterator[None]:
+        if at == "entry":
+            raise kind("at entry")
+        try:
+            yield
+        finally:
+            if at == "exit":
+                raise kind("at exit")
+
+    def construct() -> Any:
+        raise kind("at construction")
+
+    async def fails_in_a_task() -> None:
+        raise kind("in a task")
+
+    @asynccontextmanager
+    async def with_a_task() -> AsyncIterator[asyncio.Task[None]]:
+        task = asyncio.create_task(fails_in_a_task())
+        task.add_done_callback(lambda task: task.exception())  # retrieves it: otherwise asyncio logs it
+        yield task
+
+    for new, where in ((construct, "construction"), (lambda: failing("entry"), "entry")):
+        with pytest.raises(kind, match=f"at {where}"), in_background(new, name="x"):
+            raise AssertionError("not reached")
+    if kind is asyncio.CancelledError:  # at the end, that is the cancellation itself
+        return
+    for new, where in ((lambda: failing("exit"), "at exit"), (with_a_task, "in a task")):
+        with pytest.raises(kind, match=where), in_background(new, name="x"):
+            pass
+
+
 def test_an_error_at_entry_is_raised_also_while_the_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     closed, joined = threading.Event(), threading.Event()
     run = event_loops._Background._run

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -103,8 +104,28 @@ async def test_a_mistake_is_an_error_whatever_the_quorum(monkeypatch: pytest.Mon
         keyed = Judge("{{answer}}", Number(1, 10), address=server.address, api_key_env="NO_SUCH_KEY")
         with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
             await panel({"a": judge(answer="4"), "b": keyed(answer="4")}, quorum=1)
-        with pytest.raises(ConfigError, match="from 1 to the number of judges, 1"):
-            await panel({"a": judge(answer="4")}, quorum=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"quorum": 0}, "quorum=0: it must be from 1 to the number of judges, 2"),
+        ({"quorum": 3}, "quorum=3: it must be from 1 to the number of judges, 2"),
+        ({"combine": "majority"}, "combine='majority': it must be a function"),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+async def test_an_invalid_argument_is_an_error_before_a_judge_is_asked(options: Any, problem: str) -> None:
+    async with FakeJudge("Score: 7") as server:
+        judge = Judge("{{answer}}", Number(1, 10), address=server.address)
+        running = asyncio.ensure_future(judge(answer="5"))
+        with pytest.raises(ConfigError, match=problem):
+            await panel({"a": judge(answer="4"), "b": running}, **options)
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        with pytest.raises(ConfigError, match="number of judges, 0"):
+            await panel({})
+        assert server.requests == []
 
 
 @pytest.mark.parametrize(("scores", "score"), [([1, 1, 0], 1), ([0.0], 0), ([1, 0], 0.5), ([3, 7, 3, 7, 1], 5)])

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import socket
 
 import pytest
@@ -12,6 +13,7 @@ from reward_loop import (
     TooManyFailuresError,
 )
 from reward_loop._util.framing import frame, read_frame
+from reward_loop._util.sockets import reserve
 from reward_loop.config import RewardLoopConfig
 from reward_loop.limits import client, local, server
 from reward_loop.limits.client import RemoteLimits, SharedFailureBound, open_limits
@@ -19,7 +21,7 @@ from reward_loop.limits.local import LocalLimits
 from reward_loop.limits.protocol import encode
 from reward_loop.limits.server import LimitServer, serve_limits
 from reward_loop.types import RewardResult
-from tests.clock import until
+from tests.clock import advance, until
 
 FAILED = RewardResult(Outcome.FAILED, None, error="sample u7: judge raised")
 
@@ -328,3 +330,105 @@ def test_the_service_in_a_thread():
         assert asyncio.run(use(address))["limits"]["judge"]["max_concurrent"] == 1
     with pytest.raises(JobServiceError):
         asyncio.run(use(address))
+
+
+async def answered(job):
+    """Wait for an answer of a service that has just started: the connection before may be failing now."""
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(JobServiceError):
+                return await job.status()
+
+
+@pytest.fixture
+async def absent():
+    """Yield the address of a service that does not run yet, and a function that starts it."""
+    with reserve("127.0.0.1") as reservation:
+        port = reservation.getsockname()[1]
+    service = LimitServer(RewardLoopConfig(limits={"judge": {"max_concurrent": 1}}, min_samples_for_failed_share=1))
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start():
+            await service.start(port=port)
+            stack.push_async_callback(service.stop)
+            return service
+
+        yield f"127.0.0.1:{port}:{service.token}", start
+
+
+async def test_what_is_reported_before_the_first_connection_fails_is_sent_later(absent):
+    address, start = absent
+    job = RemoteLimits(address)
+    job.spend(2.0, 10)
+    job.count(RewardResult(Outcome.FAILED, None, error="sample u1 failed"))
+    with pytest.raises(TypeError):
+        job.spend(object(), 0)  # which must not spoil the others
+    with pytest.raises(JobServiceError):
+        await job.status()
+    job.spend(1.0, 5)
+    service = await start()
+    await answered(job)
+    assert (service.limits.cost, service.limits.tokens) == (3.0, 15)
+    assert "sample u1 failed" in service.stopped
+    job.close()
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+async def test_after_a_close_the_bound_of_an_outage_starts_again(is_away, absent):
+    address, start = absent
+    service = await start()
+    job = RemoteLimits(address, RewardLoopConfig(outage_timeout_s=600))
+    await job.status()
+    if is_away:
+        await service.stop()
+        with pytest.raises(JobServiceError):
+            await job.status()
+    job.close()
+    await advance(0)  # the end of the connection
+    await advance(601)
+    if not is_away:
+        await service.stop()
+    for _ in range(2):  # calls wait
+        job.count(RewardResult(Outcome.SCORED, 1.0))
+        assert await job.why_stopped() is None
+    await advance(601)
+    assert "unreachable" in await job.why_stopped()
+    with pytest.raises(JobServiceError, match="unreachable"):
+        job.count(RewardResult(Outcome.SCORED, 1.0))
+    job.close()
+
+
+async def test_a_connection_that_was_lost_while_nothing_used_it_is_no_outage(absent):
+    address, start = absent
+    service = await start()
+    job = RemoteLimits(address, RewardLoopConfig(outage_timeout_s=600))
+    held = await job.acquire("judge")
+    waiting = asyncio.create_task(job.acquire("judge"))
+    await until(lambda: service.limits.snapshot()["limits"]["judge"]["waiting"] == 1)
+    await service.disconnect()
+    with pytest.raises(JobServiceError):
+        await waiting
+    held.leave()
+    await advance(601)
+    job.count(RewardResult(Outcome.FAILED, None, error="sample u1 failed"))
+    await job.status()  # the service has then counted what was reported before
+    assert "sample u1 failed" in service.stopped
+    job.close()
+
+
+async def test_any_answer_of_the_service_ends_its_outage(absent):
+    address, start = absent
+    job = RemoteLimits(address)
+    with pytest.raises(JobServiceError) as caught:
+        await job.status()
+    outages = job.outages(asyncio.get_running_loop())
+    outage = outages.failed(caught.value.unreachable)
+    waiting = asyncio.create_task(outage.turn())
+    await start()
+    with pytest.raises(LimitError):
+        await job.acquire("no such limit")
+    assert outage.is_back
+    assert await waiting
+    outages.ended(outage)
+    assert not outages.open
+    job.close()

@@ -17,6 +17,14 @@ def is_right(solution_str: str, ground_truth: str) -> float:
     return float(solution_str.strip() == f"#### {ground_truth}")
 
 
+def is_right_within_a_limit(solution_str: str, ground_truth: str) -> float:
+    import reward_loop
+
+    with reward_loop.limit("judge") as lease:
+        lease.used(cost=1.0)
+        return float(solution_str.strip() == f"#### {ground_truth}")
+
+
 def can_be_forged(solution_str: str, ground_truth: str) -> float:
     """Accepts every answer after one that forges it, as verl's prime_math does without the guard."""
     global forged

@@ -1,5 +1,8 @@
 import asyncio
 import contextlib
+import copy
+import dataclasses
+import enum
 import functools
 import sqlite3
 import subprocess
@@ -7,12 +10,18 @@ import sys
 import threading
 import time
 import types
+import uuid
+from datetime import date, datetime
+from datetime import time as time_of_day
+from typing import Any
 
 import numpy as np
 import pytest
 
 from reward_loop import ConfigError, Outcome, RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop.scoring import cache
+from reward_loop.scoring.options import CacheConfig
+from reward_loop.scoring.signature import resolve
 
 SAMPLE = RewardSample("4", ground_truth="4", uid="u1")
 
@@ -20,6 +29,10 @@ SAMPLE = RewardSample("4", ground_truth="4", uid="u1")
 def cached(function, path=None, version="1"):
     config = RewardLoopConfig(cache={"enabled": True, "path": path and str(path), "version": version})
     return ScoringFunction(function, options=config)
+
+
+CIRCULAR = []
+CIRCULAR.append(CIRCULAR)
 
 
 class Judge:
@@ -115,6 +128,86 @@ async def test_the_reward_model_is_part_of_the_key_and_its_address_is_not(tmp_pa
     assert calls == [("a:1", "small"), ("b:2", "large")]
 
 
+class Colour(enum.Enum):
+    RED = "red"
+
+
+class Rank(enum.Enum):
+    RED = "red"
+
+
+@dataclasses.dataclass
+class Point:
+    x: Any
+
+
+@dataclasses.dataclass
+class Place:
+    x: Any
+
+
+ID = uuid.UUID(int=7)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({1: "a"}, {"1": "a"}),
+        ({None: "a"}, {"null": "a"}),
+        ({True: "a"}, {"true": "a"}),
+        ({1.0: "a"}, {"1.0": "a"}),
+        ({1.0: "a"}, {1: "a", "1": "b"}),
+        ({date(2020, 1, 1): "a"}, {"2020-01-01": "a"}),
+        ({(1, 2): "a"}, {"(1, 2)": "a"}),
+        (date(2020, 1, 1), "2020-01-01"),
+        (date(2020, 1, 1), datetime(2020, 1, 1)),
+        (datetime(2020, 1, 1), "2020-01-01T00:00:00"),
+        (time_of_day(1), "01:00:00"),
+        (ID, str(ID)),
+        (Colour.RED, "red"),
+        (Colour.RED, Rank.RED),
+        (Point(1), {"x": 1}),
+        (Point(1), Place(1)),
+        (Point({1: 2}), Point({"1": 2})),
+        ((1, 2), [1, 2]),
+        ([(1,), 2], [[1], 2]),
+        ((1, 2), ["tuple", 1, 2]),
+        ({"a": (1, {2: 3})}, ["dict", ["a", ["tuple", 1, ["dict", [2, 3]]]]]),
+        (1, True),
+        (1, "1"),
+        (np.array([1, 2]), [1, 2]),
+        (np.array([1, 2]), np.array([1.0, 2.0])),
+        (np.zeros((0, 2)), np.zeros((0, 3))),
+        (np.datetime64("2020-01-01"), "2020-01-01"),
+        (np.float32(0.1), 0.1),
+    ],
+)
+async def test_calls_that_are_not_equal_are_not_merged(one, other):
+    judge = Judge()
+    function = cached(judge)
+    values = [one, copy.deepcopy(one), other, copy.deepcopy(other)]
+    await asyncio.gather(*(function(RewardSample("4", extra_info={"value": value})) for value in values))
+    assert judge.calls == 2
+
+
+def test_bound_arguments_that_are_not_equal_are_other_functions():
+    def key(value):
+        function = functools.partial(times, factor=value)
+        return cache.Cache(CacheConfig(enabled=True), resolve(function)).key({"solution_str": "4"})
+
+    assert key({"a": 1, 1: 2}) == key({1: 2, "a": 1})
+    assert len({key(value) for value in ({1: "a"}, {"1": "a"}, (1,), [1], date(2020, 1, 1), "2020-01-01")}) == 6
+
+
+async def test_the_order_of_items_is_not_part_of_the_key():
+    judge = Judge()
+    function = cached(judge)
+    for info in ({"a": 1, "b": 2}, {"b": 2, "a": 1}), ({1: {2: 3, "x": 4}, "y": 5}, {"y": 5, 1: {"x": 4, 2: 3}}):
+        judge.calls = 0
+        await asyncio.gather(*(function(RewardSample("4", extra_info=one)) for one in info))
+        assert judge.calls == 1
+
+
 @pytest.mark.parametrize("answer", [None, "no score", {"score": 1, "object": object()}, {"score": 1, "tuple": (1,)}])
 async def test_failures_missing_scores_and_inexact_results_are_not_cached(tmp_path, answer):
     path = tmp_path / "scores.db"
@@ -125,8 +218,8 @@ async def test_failures_missing_scores_and_inexact_results_are_not_cached(tmp_pa
 
 @pytest.mark.parametrize(
     "value",
-    [float("nan"), float("inf"), np.float32("-inf"), [np.array([1.0, np.nan])], object()],
-    ids=["nan", "inf", "numpy", "array", "object"],
+    [float("nan"), float("inf"), np.float32("-inf"), [np.array([1.0, np.nan])], object(), {1: float("nan")}, CIRCULAR],
+    ids=["nan", "inf", "numpy", "array", "object", "in a dict", "circular"],
 )
 async def test_arguments_that_json_cannot_represent_are_not_cached(value):
     judge = Judge()

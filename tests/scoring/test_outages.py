@@ -527,3 +527,28 @@ async def test_errors_without_an_address_stand_for_the_function_itself() -> None
         assert (await function(RewardSample("4"))).score == 1
         await asyncio.sleep(0.01)
     assert [(await sample).score for sample in samples] == [1.0, None, 1.0]
+
+
+async def test_a_call_that_gets_no_permit_does_not_end_the_outage_of_its_function() -> None:
+    holds, release = asyncio.Event(), asyncio.Event()
+
+    async def compute_score(solution_str: str) -> float:
+        if solution_str == "hold":
+            holds.set()
+            await release.wait()
+        raise ConnectionResetError
+
+    function = scoring(compute_score, limits={"default": {"max_concurrent": 1, "max_wait": 0.01}})
+    outages = function.limits.outages(asyncio.get_running_loop())
+    waits = asyncio.create_task(function(RewardSample("4")))
+    await waiting(1, function)
+    ((name, outage),) = outages.open.items()
+    assert name.startswith("of ")
+    holder = asyncio.create_task(function(RewardSample("hold")))
+    await holds.wait()
+    result = await function(RewardSample("4"))
+    assert "no permit" in str(result.error)
+    assert (outages.open, outage.answers) == ({name: outage}, 0)
+    for task in (waits, holder):
+        task.cancel()
+    await asyncio.gather(waits, holder, return_exceptions=True)

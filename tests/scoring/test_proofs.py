@@ -11,6 +11,7 @@ import pytest
 from reward_loop import NaiveRewardLoopManager, Outcome, RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop.audit import open_audit
 from reward_loop.errors import BrokenScorerError
+from reward_loop.limits.server import serve_limits
 from reward_loop.scoring import proofs
 from reward_loop.scoring.known_answers import TEMPLATES
 from tests.scoring import scorers
@@ -295,3 +296,21 @@ async def test_a_sync_function_that_returns_an_awaitable_keeps_its_deadline(scor
     made = scoring(later, timeout=0.2)
     result = await made(RewardSample("5", ground_truth="5"))
     assert "ran past its deadline" in result.error
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("is_limited", [False, True])
+@pytest.mark.parametrize("isolation", ["process", "thread"])
+async def test_a_function_that_uses_a_limit_is_proven_without_permits(scoring, isolation, is_limited):
+    """Wherever it runs, and also if the job has limits that the options of this process do not have."""
+    limits = {"judge": {"max_concurrent": 1}} if is_limited else {}
+    with serve_limits(RewardLoopConfig(limits=limits)) as address:
+        function = scoring(scorers.is_right_within_a_limit, isolation=isolation, job=address)
+        samples = rows()[:40]
+        async with asyncio.timeout(60):
+            assert wrongly_scored(samples, await score_all(function, samples)) == []
+        assert list(function.proofs.pairs) == ["sums"]
+        counts = function.proofs.take()
+        assert counts.made > 0
+        assert (counts.failed, counts.rescored, counts.unproven) == (0, 0, 0)
+        await asyncio.to_thread(function.close)

@@ -1,12 +1,24 @@
+import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop.config import RetryConfig
-from reward_loop.errors import TransientError
+from reward_loop.errors import (
+    BudgetSpentError,
+    JobServiceError,
+    LimitError,
+    RequestError,
+    RewardCrashedError,
+    RewardTimeoutError,
+    TransientError,
+)
+from reward_loop.limits.outages import Outages
 from reward_loop.processes.outcome import CallOutcome
-from reward_loop.scoring.retry import Retry
+from reward_loop.scoring.retry import Retry, _server_of
+from tests.clock import advance
 
 
 def asks(seconds):
@@ -149,3 +161,117 @@ async def test_waiting_for_limits_does_not_count_towards_max_seconds():
     retry = Retry(RetryConfig(max_seconds=600), sleep=pauses)
     assert (await retry.again(waited, attempt, time.monotonic() - 1000.0)).value == 1.0
     assert len(pauses.seconds) == 1
+
+
+JUDGE = "http://judge:1"
+AWAY = RequestError("refused", unreachable=JUDGE)
+
+
+def raised(error):
+    return CallOutcome(None, error, 0.0)
+
+
+def answered(status, *, retry_after=None, url=None):
+    """Return the error of a client with the answer of a server."""
+    error = RequestError("no", status=status, retry_after=retry_after)
+    if url is not None:
+        error.request = SimpleNamespace(url=url)
+    return raised(error)
+
+
+async def after_a_probe(outcome):
+    """Return the outage of a judge after its first probe ended with this outcome, while another call waits for it."""
+    outages = Outages(600.0, asyncio.get_running_loop())
+    outage = outages.failed(JUDGE)
+    gate = asyncio.Event()
+
+    async def attempt(_):
+        gate.set()
+        return outcome
+
+    # One attempt: the call ends with its probe, unless that waits for a judge, too.
+    retry = Retry(RetryConfig(max_attempts=1))
+    probe = asyncio.create_task(retry.again(raised(AWAY), attempt, time.monotonic(), outages, "f"))
+    await asyncio.sleep(0)
+    other = asyncio.create_task(outage.turn())
+    await asyncio.sleep(0)
+    await advance(0.3)
+    await gate.wait()
+    await asyncio.sleep(0)
+    had_turn, answers = other.done(), outage.answers
+    await advance(6)
+    assert other.done()  # in every case: the turn has passed to the other call
+    probe.cancel()
+    await asyncio.gather(probe, return_exceptions=True)
+    return had_turn, answers
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        CallOutcome.without_call(LimitError("no permit within max_wait=1 s")),
+        CallOutcome.without_call(BudgetSpentError("max_cost=1 is reached")),
+        CallOutcome.without_call(RewardCrashedError("could not be started: OSError")),
+        CallOutcome(None, None, 1.0, RewardCrashedError("was killed")),
+        CallOutcome(None, None, 1.0, RewardTimeoutError("ran past its deadline")),
+        CallOutcome(None, JobServiceError("away", "the limiter service at host:1"), 0.0, attempts=0),
+        CallOutcome(None, JobServiceError("another job", None), 0.0, attempts=0),
+        raised(LimitError("limit 'judge': no permit")),
+        raised(RequestError("refused", unreachable="http://another:1")),
+        raised(RequestError("no answer within 300 s")),
+        raised(TimeoutError()),
+        raised(FileNotFoundError("prompt.txt")),
+        answered(503),
+        answered(200),  # the page of a gateway
+        answered(400, url="http://another:1/v1/chat/completions"),
+    ],
+)
+async def test_a_probe_without_an_answer_of_the_judge_passes_its_turn_to_another_call(outcome):
+    assert await after_a_probe(outcome) == (False, 0)
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        CallOutcome(1.0, None, 1.0),
+        CallOutcome(None, None, 1.0),  # a verdict without a score
+        answered(400),
+        answered(404, url="http://judge:1/v1/chat/completions"),
+        answered(404, url="http://u:p@judge:1/v1"),
+        answered(500),
+        answered(429, retry_after=1.0),
+        answered(503, retry_after=1.0),  # it is up, and busy
+    ],
+)
+async def test_a_reply_or_an_error_of_the_judge_ends_its_outage(outcome):
+    assert await after_a_probe(outcome) == (True, 1)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ("https://api.example.com", "api.example.com:443", True),
+        ("http://[::1]:8000", "::1:8000", True),
+        ("http://judge:1", "judge:1", True),
+        ("http://judge:1", "http://judge:2", False),
+        ("http://judge", "https://judge", False),
+    ],
+)
+def test_the_names_of_a_server_by_different_clients(one, other, is_same):
+    assert (_server_of(one) == _server_of(other)) is is_same
+
+
+async def test_a_reply_after_further_attempts_ends_the_outage_too():
+    outages = Outages(600.0, asyncio.get_running_loop())
+    outage = outages.failed(JUDGE)
+    outcomes = iter([raised(TimeoutError()), CallOutcome(1.0, None, 1.0)])
+
+    async def attempt(_):
+        return next(outcomes)
+
+    retry = Retry(RetryConfig(), sleep=Pauses())
+    call = asyncio.create_task(retry.again(raised(AWAY), attempt, time.monotonic(), outages, "f"))
+    await asyncio.sleep(0)
+    await advance(0.3)
+    assert (await call).value == 1.0
+    assert outage.answers == 1
