@@ -162,8 +162,10 @@ class AgentOwner(Generic[A]):
     def close(self) -> None:
         """Close the agent of this process, if it was started; blocks until that is done. `get` may start another."""
         # In this order: a call during `close`, which takes a while, must not get the agent that is being closed.
-        place = self._places.pop(os.getpid(), None)
+        # Not a place without an agent: `get` may be starting one, and would leave it there.
+        place = self._places.get(os.getpid())
         if place is not None and place.agent is not None:
+            del self._places[os.getpid()]
             place.agent.close()
 
 

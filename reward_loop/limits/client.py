@@ -15,6 +15,7 @@ from reward_loop.errors import ConfigError, JobServiceError, TooManyFailuresErro
 from reward_loop.limits.equal_calls import EqualCall
 from reward_loop.limits.local import FailureBound, LocalLimits
 from reward_loop.limits.options import JobOptions
+from reward_loop.limits.outages import FORGET_S
 from reward_loop.limits.permit import Limits, Permit
 from reward_loop.limits.protocol import MAX_LENGTH, MessageQueue, decode, enable_keepalive, proof, receive, refusal
 from reward_loop.records import current, waiting_for
@@ -236,7 +237,7 @@ class RemoteLimits(Limits):
             # Otherwise another event loop, or a later connection, owns the state by now.
             if self._messages is messages:
                 self._messages = None
-                # After a deliberate close, the next use connects again: until then, no message is kept.
+                # After a deliberate close, the next use connects again.
                 self._lost = None if closed else lost
                 opened, self._open = self._open, {}
                 for _, request in opened.values():
@@ -295,9 +296,11 @@ class RemoteLimits(Limits):
 
     def _unreachable(self, why: str, awaited: bool = True) -> JobServiceError:
         if awaited:
-            self._away_until = time.monotonic()
-            if self._away_since is None:
-                self._away_since = self._away_until
+            now = time.monotonic()
+            # Without a use for longer, nothing has tried to reach the service: its outage begins anew.
+            if self._away_since is None or now - self._away_until > FORGET_S:
+                self._away_since = now
+            self._away_until = now
         return JobServiceError(
             f"the limiter service at {self.name} is unreachable ({why}). It keeps the limits of all workers of the "
             "job, so no calls are made without it. It runs in the process that started the job: check that process "

@@ -30,7 +30,7 @@ from collections import deque
 from reward_loop._util.text import counted
 from reward_loop.records import OUTAGE, ActiveBatch, current, waiting_for
 
-__all__ = ["Outage", "Outages"]
+__all__ = ["FORGET_S", "Outage", "Outages"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ _QUIET_S = 2.0
 
 _LOG_INTERVAL_S = 60.0
 
-_FORGET_S = 60.0
+FORGET_S = 60.0
 """A failure this long after the last one is a new outage if no call waited in between."""
 
 _NEVER_REACHED = "This address has never answered this process: check the address."
@@ -162,7 +162,7 @@ class Outage:
     def failed(self) -> None:
         """Record that the address could not be reached."""
         now = time.monotonic()
-        is_forgotten = not self.is_in_use and now - self._failed_at > _FORGET_S
+        is_forgotten = not self.is_in_use and now - self._failed_at > FORGET_S
         # After an answer, this is another outage, with its own bound.
         if is_forgotten or self._has_answered:
             self._since, self._is_logged, self._has_answered = now, False, False

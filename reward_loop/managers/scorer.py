@@ -118,8 +118,9 @@ async def reward_of(manager: Any, sample: Any, name: object) -> Reward:
         raise RewardLoopError(f"{name}: {type(manager).__name__}.run_single {cause}") from error
     is_reward = isinstance(reward, Mapping) and "reward_score" in reward
     if is_reward and isinstance(reward.get("reward_extra_info") or {}, Mapping):
-        # NaN must not reach a tensor.
-        if finite_number(reward["reward_score"]) is None:
+        # NaN must not reach a tensor. Arrays and tensors with one element count as numbers, as in verl.
+        score: Any = reward["reward_score"]
+        if finite_number(score[0] if getattr(score, "shape", None) == (1,) else score) is None:
             return RewardResult.of(reward, str(getattr(sample, "uid", None) or name)).to_reward()
         return reward
     cause = f"returned {shorten(reward)}, not a dict with reward_score and reward_extra_info"

@@ -54,6 +54,13 @@ def read_rows(folder: Path) -> Iterator[dict[str, Any]]:
             yield row
 
 
+def is_of_steps(row: Mapping[str, Any], steps: Collection[int]) -> bool:
+    """Return whether a row belongs to one of the training steps, or was generated in one."""
+    found = (row.get("step"), row.get("generated_step"))
+    # `None in range(...)` would look at each number of the range.
+    return any(isinstance(step, int) and step in steps for step in found)
+
+
 def has_step(line: bytes, steps: Collection[int], head: int | None = None) -> bool:
     """Return whether a line, which is not parsed, has one of some steps as ``step`` or ``generated_step``.
 
@@ -140,9 +147,8 @@ class RecordsReader:
     def rows_of(self, steps: Collection[int]) -> Iterator[dict[str, Any]]:
         """Yield the rows of the samples of some training steps, or generated in them, without their revisions."""
         lines = self._lines(lambda line: has_step(line, steps, _HEAD))
-        fields = ("step", "generated_step")
         # Again on the parsed row: in the bytes, a component may have the same name.
-        return (row for row in lines if row["kind"] == SAMPLE and any(row.get(name) in steps for name in fields))
+        return (row for row in lines if row["kind"] == SAMPLE and is_of_steps(row, steps))
 
     def text(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the texts of a sample: prompt, response, ground truth, extra info and large components.

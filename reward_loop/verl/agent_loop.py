@@ -25,7 +25,7 @@ import itertools
 import time
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -242,7 +242,10 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         if outputs[-1].reward_score is not None and session.requested is not None:
             raise ConfigError(f"the agent loop set a reward_score and called score_later for rollout {session.name}")
         if session.requested is not None:
-            outputs[-1].extra_fields[REQUESTED] = session.requested  # to judge it again after a death
+            # To judge it again after a death. As a dict: verl's `as_dict` makes one of it only if the agent loop has
+            # set `extra_fields` itself.
+            requested = {field.name: getattr(session.requested, field.name) for field in fields(session.requested)}
+            outputs[-1].extra_fields[REQUESTED] = requested
         if outputs[-1].reward_score is None:
             for output in outputs:
                 # verl replaces it by the reward of the last output, but only after judging: published alone, a score

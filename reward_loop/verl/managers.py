@@ -238,7 +238,7 @@ class DiscriminativeRewardLoopManager(NaiveRewardLoopManager):
         if isinstance(data, RewardSample):  # of an agent loop that calls `reward_loop.score`
             if data.prompt is None:
                 return replace(sample, error="the sample has no prompt, the conversation to score")
-            call: tuple[Any, ...] = (self._conversation, list(data.prompt), data.solution_str)
+            call: tuple[Any, ...] = (self._conversation, _messages(data.prompt), data.solution_str)
         else:
             row = data if data.batch["responses"].ndim == 1 else data[-1]
             prompt = row.non_tensor_batch.get("raw_prompt")
@@ -260,7 +260,7 @@ class DiscriminativeRewardLoopManager(NaiveRewardLoopManager):
         if sample.prompt is None:
             raise ConfigError("a labelled answer for a reward model needs its `prompt`, the conversation to score")
         changed = await super().with_answer(sample, answer)
-        text = await asyncio.to_thread(self._conversation, list(sample.prompt), answer)
+        text = await asyncio.to_thread(self._conversation, _messages(sample.prompt), answer)
         return replace(changed, extra_info={**sample.extra_info, "reward_model_input": text})
 
     def _render(self, conversation: list[dict[str, Any]], ids: Any) -> str:
@@ -273,6 +273,11 @@ class DiscriminativeRewardLoopManager(NaiveRewardLoopManager):
         )
         # The server's tokenizer adds the token again.
         return text.removeprefix(self.reward_model_tokenizer.bos_token or "")
+
+
+def _messages(prompt: Any) -> list[dict[str, Any]]:
+    """Return a prompt, a text or chat messages, as chat messages."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
 async def score_by_model(

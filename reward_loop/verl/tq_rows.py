@@ -197,7 +197,7 @@ post-processed have it."""
 
 REQUESTED = "reward_sample"
 """Key of a trajectory's ``extra_fields``: the sample that the agent loop requested to be judged in its place, see
-`score_later`, as a dict: verl's ``as_dict`` converts it."""
+`score_later`, as a dict of its fields."""
 
 TENSORS = ("prompts", "responses", "input_ids", "position_ids")
 

@@ -73,7 +73,11 @@ def _spans(folder: Path, steps: range | None) -> list[Span]:
         events[event["kind"]].append(event)
 
     def chosen(found: Iterable[Row]) -> list[Row]:
-        return [one for one in found if steps is None or one.get("step") in steps or one.get("generated_step") in steps]
+        # `None in range(...)` would look at each number of the range.
+        found_in = ((one, (one.get("step"), one.get("generated_step"))) for one in found)
+        return [
+            one for one, at in found_in if steps is None or any(isinstance(step, int) and step in steps for step in at)
+        ]
 
     spans = [*rollout_spans(chosen(events[ROLLOUT]), rows), *judge_spans(chosen(rows))]
     by_step: dict[int, list[Row]] = defaultdict(list)

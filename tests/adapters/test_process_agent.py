@@ -8,7 +8,10 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,6 +19,7 @@ from reward_loop import RewardSample
 from reward_loop.adapters.process_agent import (
     ENVIRONMENT,
     AdapterConfig,
+    AgentOwner,
     close_agent,
     load_config,
     process_agent,
@@ -68,6 +72,25 @@ def test_without_options_the_error_names_the_environment_variable(monkeypatch: p
     monkeypatch.delenv(ENVIRONMENT, raising=False)
     with pytest.raises(ConfigError, match="REWARD_LOOP_CONFIG"):
         load_config()
+
+
+async def test_a_close_while_the_agent_starts_leaves_it_to_the_next_close() -> None:
+    started, close_first, closed = threading.Event(), threading.Event(), []
+    owner: AgentOwner[Any] = AgentOwner()
+
+    def start() -> Any:
+        started.set()
+        close_first.wait(30)
+        return SimpleNamespace(close=lambda: closed.append(True))
+
+    getting = asyncio.create_task(owner.get(start))
+    await asyncio.to_thread(started.wait, 30)
+    owner.close()
+    close_first.set()
+    agent = await getting
+    assert await owner.get(start) is agent
+    owner.close()
+    assert closed == [True]
 
 
 def test_one_agent_serves_several_event_loops() -> None:

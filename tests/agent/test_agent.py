@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 import gc
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -420,6 +421,17 @@ async def test_post_processing_passes_over_members_without_a_score():
     assert judge.given == [[1, 3]]
     assert rewards[0]["reward_extra_info"]["acc"] == 1
     assert [r["reward_extra_info"]["reward_outcome"] for r in rewards[:4]] == ["scored", "unscored", "scored", "failed"]
+
+
+async def test_a_score_may_be_an_array_of_one_element():
+    class Manager:
+        async def run_single(self, sample):
+            return {"reward_score": np.array([0.5]), "reward_extra_info": {}}
+
+    async with RewardAgent(Manager()) as agent:
+        (reward,) = await within(agent.submit(["a"], group_size=1))
+    assert float(reward["reward_score"][0]) == 0.5
+    assert not reward["reward_extra_info"]
 
 
 @pytest.mark.parametrize("scoring", ["agent", "queue"])

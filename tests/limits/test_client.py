@@ -391,8 +391,10 @@ async def test_after_a_close_the_bound_of_an_outage_starts_again(is_away, absent
     for _ in range(2):  # calls wait
         job.count(RewardResult(Outcome.SCORED, 1.0))
         assert await job.why_stopped() is None
-    await advance(601)
-    assert "unreachable" in await job.why_stopped()
+    for _ in range(13):
+        await advance(50)
+        stopped = await job.why_stopped()
+    assert "unreachable" in stopped
     with pytest.raises(JobServiceError, match="unreachable"):
         job.count(RewardResult(Outcome.SCORED, 1.0))
     job.close()
@@ -413,6 +415,25 @@ async def test_a_connection_that_was_lost_while_nothing_used_it_is_no_outage(abs
     job.count(RewardResult(Outcome.FAILED, None, error="sample u1 failed"))
     await job.status()  # the service has then counted what was reported before
     assert "sample u1 failed" in service.stopped
+    job.close()
+
+
+async def test_time_in_which_nothing_used_the_limits_is_not_part_of_an_outage(absent):
+    address, start = absent
+    service = await start()
+    job = RemoteLimits(address, RewardLoopConfig(outage_timeout_s=600))
+    held = await job.acquire("judge")
+    waiting = asyncio.create_task(job.acquire("judge"))
+    await until(lambda: service.limits.snapshot()["limits"]["judge"]["waiting"] == 1)
+    await service.stop()
+    with pytest.raises(JobServiceError):
+        await waiting
+    held.leave()
+    await advance(1800)
+    for _ in range(2):  # the service is still away: its outage has just begun
+        with pytest.raises(JobServiceError):
+            await job.status()
+        job.count(RewardResult(Outcome.SCORED, 1.0))
     job.close()
 
 

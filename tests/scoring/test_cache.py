@@ -142,6 +142,11 @@ class Point:
 
 
 @dataclasses.dataclass
+class Unset:
+    x: Any = dataclasses.field(init=False)
+
+
+@dataclasses.dataclass
 class Place:
     x: Any
 
@@ -180,6 +185,7 @@ ID = uuid.UUID(int=7)
         (np.zeros((0, 2)), np.zeros((0, 3))),
         (np.datetime64("2020-01-01"), "2020-01-01"),
         (np.float32(0.1), 0.1),
+        (np.array(["a"], dtype=object), np.array(["a"])),
     ],
 )
 async def test_calls_that_are_not_equal_are_not_merged(one, other):
@@ -197,6 +203,14 @@ def test_bound_arguments_that_are_not_equal_are_other_functions():
 
     assert key({"a": 1, 1: 2}) == key({1: 2, "a": 1})
     assert len({key(value) for value in ({1: "a"}, {"1": "a"}, (1,), [1], date(2020, 1, 1), "2020-01-01")}) == 6
+
+
+def test_an_argument_that_is_no_json_value_does_not_change_the_key_of_another_one():
+    def key(**arguments):
+        return cache.Cache(CacheConfig(enabled=True), resolve(times)).key(arguments)
+
+    assert key(a=(1,), b=["tuple", 1]) != key(a=["tuple", 1], b=(1,))
+    assert key(a=(1,), b=2) == key(b=2, a=(1,)) != key(a=(1,), c=2)
 
 
 async def test_the_order_of_items_is_not_part_of_the_key():
@@ -218,8 +232,8 @@ async def test_failures_missing_scores_and_inexact_results_are_not_cached(tmp_pa
 
 @pytest.mark.parametrize(
     "value",
-    [float("nan"), float("inf"), np.float32("-inf"), [np.array([1.0, np.nan])], object(), {1: float("nan")}, CIRCULAR],
-    ids=["nan", "inf", "numpy", "array", "object", "in a dict", "circular"],
+    [float("nan"), float("inf"), object(), {1: float("nan")}, CIRCULAR, Point, np.add, Unset()],
+    ids=["nan", "inf", "object", "in a dict", "circular", "class", "function of numpy", "unset field"],
 )
 async def test_arguments_that_json_cannot_represent_are_not_cached(value):
     judge = Judge()

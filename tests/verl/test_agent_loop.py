@@ -36,7 +36,6 @@ def make_output(mask: list[int], score: float | None = None) -> AgentLoopOutput:
         response_mask=mask,
         reward_score=score,
         metrics=AgentLoopMetrics(),
-        extra_fields={},
     )
 
 

@@ -90,8 +90,10 @@ async def test_an_answer_that_an_agent_loop_has_scored_is_read_in_its_conversati
         worker = RewardWorker(resolved(*overrides), RouterAddress(judge.address))
         reward = await worker.compute_score(RewardSample("2", prompt=PROMPT, extra_info={"guesses": 3}))
         lacking = await worker.compute_score(RewardSample("2"))
+        await worker.compute_score(RewardSample("2", prompt=PROMPT[0]["content"]))
     assert reward["reward_score"] == 0.25
-    assert {request.body["input"] for request in judge.requests} == {TEXT}
+    as_text = "<|im_start|>user\nAdd.<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
+    assert {request.body["input"] for request in judge.requests} == {TEXT, as_text}
     assert "the sample has no prompt" in lacking["reward_extra_info"]["reward_error"]
 
 
