@@ -141,10 +141,11 @@ def test_a_file_with_a_colon_in_its_name_is_not_a_function(folder):
         (("score",), "missing argument"),
         (("check", "reward.py:Judge"), "name the rollouts, too: reward-loop check FUNCTION FILE"),
         (("score", "reward.py", "s3://bucket/rollouts.jsonl"), "no such file: s3:"),
-        (("score", "reward.py", "rollouts.jsonl", "rollouts.jsonl"), "2 inputs are scored: name the folder"),
+        (("score", "reward.py", "rollouts.jsonl", "other.jsonl"), "2 inputs are scored: name the folder"),
     ],
 )
 def test_a_missing_or_second_function_or_file_is_an_error(folder, arguments, message):
+    (folder / "other.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
     assert message in run(*arguments, code=2)
 
 
