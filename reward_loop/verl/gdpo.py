@@ -29,6 +29,8 @@ uses(
 GDPO = "reward_loop_gdpo"
 """The name of verl's estimator ``gdpo`` with the rewards from `use_rewards`."""
 
+_MAX = float(np.finfo(np.float32).max)
+
 _rewards: ContextVar[Mapping[str, np.ndarray]] = ContextVar("gdpo_rewards")
 
 
@@ -63,7 +65,7 @@ def component_rewards(
                 column.append(0.0)
             elif not reward.is_scored:
                 column.append(default_score)
-            elif (number := finite_number(reward.info.get(name))) is None or abs(number) > np.finfo(np.float32).max:
+            elif (number := finite_number(reward.info.get(name))) is None or abs(number) > _MAX:
                 raise ConfigError(
                     f"algorithm.gdpo_reward_keys names {name!r}, for which rollout {key} has no finite number: the "
                     "function must return one for every sample. reward_model.reward_manager=gdpo checks this when the "
