@@ -400,18 +400,24 @@ async def test_after_a_close_the_bound_of_an_outage_starts_again(is_away, absent
     job.close()
 
 
-async def test_a_connection_that_was_lost_while_nothing_used_it_is_no_outage(absent):
+async def lost_and_left_alone(absent, lose):
+    """Return the service and its client, whose connection was lost half an hour ago and not used since."""
     address, start = absent
     service = await start()
     job = RemoteLimits(address, RewardLoopConfig(outage_timeout_s=600))
     held = await job.acquire("judge")
     waiting = asyncio.create_task(job.acquire("judge"))
     await until(lambda: service.limits.snapshot()["limits"]["judge"]["waiting"] == 1)
-    await service.disconnect()
+    await lose(service)
     with pytest.raises(JobServiceError):
         await waiting
     held.leave()
-    await advance(601)
+    await advance(1800)
+    return service, job
+
+
+async def test_a_connection_that_was_lost_while_nothing_used_it_is_no_outage(absent):
+    service, job = await lost_and_left_alone(absent, lambda service: service.disconnect())
     job.count(RewardResult(Outcome.FAILED, None, error="sample u1 failed"))
     await job.status()  # the service has then counted what was reported before
     assert "sample u1 failed" in service.stopped
@@ -419,17 +425,7 @@ async def test_a_connection_that_was_lost_while_nothing_used_it_is_no_outage(abs
 
 
 async def test_time_in_which_nothing_used_the_limits_is_not_part_of_an_outage(absent):
-    address, start = absent
-    service = await start()
-    job = RemoteLimits(address, RewardLoopConfig(outage_timeout_s=600))
-    held = await job.acquire("judge")
-    waiting = asyncio.create_task(job.acquire("judge"))
-    await until(lambda: service.limits.snapshot()["limits"]["judge"]["waiting"] == 1)
-    await service.stop()
-    with pytest.raises(JobServiceError):
-        await waiting
-    held.leave()
-    await advance(1800)
+    _, job = await lost_and_left_alone(absent, lambda service: service.stop())
     for _ in range(2):  # the service is still away: its outage has just begun
         with pytest.raises(JobServiceError):
             await job.status()
