@@ -2,8 +2,8 @@
 
 - ``prime_math`` passes the model's answer to `eval`, directly and through sympy's parser
   (https://github.com/verl-project/verl/issues/7603). Here, an arithmetic expression is computed from its syntax tree,
-  and sympy gets only expressions of numbers, symbols and sympy's own functions. Another answer cannot be parsed: it is
-  wrong unless its text is the right one.
+  and sympy gets only expressions of numbers, symbols and sympy's own functions, without very large numbers. Another
+  answer cannot be parsed: it is wrong unless its text is the right one.
 - ``math_verify`` returns 0 for each call after a process of its pool has died
   (https://github.com/verl-project/verl/issues/8011). Here, the pool is replaced and the call made again; an answer that
   kills three processes fails, and so does a call whose deadline passes before a process was free.
@@ -18,11 +18,13 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from decimal import Decimal, InvalidOperation
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -41,7 +43,12 @@ uses(__name__, _MATH_VERIFY, "_verify_in_subprocess(ground_truth_boxed, model_ou
      "_pool_lock", "TimeoutException")  # fmt: skip
 
 _MAX_BITS = 4096
-"""The largest size of an integer that `_arithmetic` computes."""
+"""The largest size of an integer that `_arithmetic` or sympy computes."""
+_MAX_ARGUMENT = 10_000
+"""The largest number that sympy's functions get, but for those of `_FAST`: ``factorial`` of a larger one takes long."""
+_FAST = frozenset(
+    (*("Abs", "Max", "Min", "acos", "asin", "atan", "cbrt", "cos", "exp"), *("ln", "log", "root", "sin", "sqrt", "tan"))
+)
 _MAX_CHARACTERS = 2000
 _POOLS = 3
 """The number of pools in which an answer is verified before it fails."""
@@ -206,7 +213,7 @@ def _parse(text: str, *, transformations: Any = None) -> Any:
     """Return what sympy's `parse_expr` returns for an expression of numbers, symbols and functions of sympy.
 
     Raises:
-        ValueError: the text contains anything else.
+        ValueError: the text contains anything else, or a number in it would be very large.
     """
     parser = importlib.import_module("sympy.parsing.sympy_parser")
 
@@ -226,7 +233,64 @@ def _parse(text: str, *, transformations: Any = None) -> Any:
         texts += _is_text(node)
     if texts:
         raise ValueError("not an expression of numbers and symbols: it contains a text")
+    # sympy computes powers of numbers at once, and Python holds its global lock meanwhile: no deadline could end that.
+    _size(tree.body)
     return parser.eval_expr(code, {}, names)
+
+
+def _size(node: ast.AST) -> float | None:
+    """Return an upper bound of the bits of numerator and denominator of a number; ``None`` if there are symbols in it.
+
+    Raises:
+        ValueError: sympy would compute a very large number, or for a long time.
+    """
+    match node:
+        case ast.Constant(value=value):
+            return _bits(value)
+        case ast.UnaryOp(operand=operand):
+            return _size(operand)
+        case ast.BinOp(op=ast.Pow(), left=left, right=right):
+            base, exponent = _size(left), _size(right)
+            if exponent is None:
+                return None
+            times = 2.0 ** min(exponent, 64)
+            if times > _MAX_ARGUMENT or (base or 0.0) * times > _MAX_BITS:
+                raise ValueError("a power is too large")
+            return None if base is None else base * times
+        case ast.BinOp(left=left, right=right):
+            first, second = _size(left), _size(right)
+            return None if first is None or second is None else first + second + 1
+        case ast.Call(func=ast.Name(id=name), args=arguments):
+            sizes = [_size(argument) for argument in arguments]
+            known = [size for size in sizes if size is not None]
+            if name in _NAMED:
+                return None if name in ("Symbol", "Function") or len(known) < len(sizes) else sum(known)
+            most = max(known, default=0.0)
+            if most > (_MAX_BITS if name in _FAST else math.log2(_MAX_ARGUMENT)):
+                raise ValueError(f"an argument of {name} is too large")
+            if len(known) < len(sizes):
+                return None
+            # As for n! with its n log2(n) bits.
+            return most if name in _FAST else most * 2.0**most
+    for child in ast.iter_child_nodes(node):
+        _size(child)
+    return None
+
+
+def _bits(value: Any) -> float | None:
+    try:
+        number = Decimal(str(value))
+    except InvalidOperation:  # the name of a symbol
+        return None
+    if not number.is_finite() or not number:
+        return 0.0
+    # The power of ten of its first digit: sympy also computes that of 1e-1000000000.
+    if abs(number.adjusted()) * _BITS_OF_DIGIT > _MAX_BITS:
+        raise ValueError("a number is too large")
+    return max(0.0, float(number.log10()) * _BITS_OF_DIGIT)
+
+
+_BITS_OF_DIGIT = math.log2(10)
 
 
 def _is_text(node: ast.AST) -> bool:

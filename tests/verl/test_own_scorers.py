@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -71,6 +72,42 @@ def test_no_answer_is_evaluated(answer: str, truth: str, tmp_path: Any) -> None:
 @pytest.mark.parametrize("answer", ["9**9**9*\\pi", "[9**9**9]", "(" * 5000 + "\\pi", "1*\\pi" * 5000])
 def test_no_answer_takes_long(answer: str) -> None:
     assert default_compute_score(SOURCE, "\\boxed{" + answer + "}", MATRIX) == 0.0
+
+
+LARGE = """
+from verl.utils.reward_score.prime_math import grader
+for text in {texts!r}:
+    try:
+        grader.parse_expr(text)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_sympy_computes_no_large_number() -> None:
+    texts = ["9**9**9+x", "x**9**9", "(1/3)**(10**9)", "sqrt(2)**(10**9)", "2**factorial(20)", "factorial(10**8)"]
+    texts += ["binomial(10**8,10**7)", "1e999999999", "1e-999999999", "[1, (2, 10**(10**10))]"]
+    code = "import reward_loop.verl.own_scorers\n" + LARGE.format(texts=texts)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    assert len([line for line in done.stdout.splitlines() if "too large" in line]) == len(texts)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2**100",
+        "x**100",
+        "(1/(1+sqrt(2)))**2",
+        "4**0.5",
+        "9**(1/2)",
+        "factorial(5)**2",
+        "10**1000",
+        "exp(100)",
+        "0.001",
+    ],
+)
+def test_sympy_computes_numbers_that_are_not_large(text: str) -> None:
+    assert importlib.import_module("verl.utils.reward_score.prime_math.grader").parse_expr(text) is not None
 
 
 @pytest.mark.parametrize(
