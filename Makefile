@@ -28,10 +28,10 @@ demo: setup  ## train a small policy with verl on rewards from a served reward m
 TEST_ENVIRONMENTS := $(if $(VERL),.venv/verl-$(VERL)) .venv/trl \
 	$(if $(or $(VERL),$(findstring not integration,$(ARGS))),,test-sglang test-docs)
 
-# Three processes, also on two cores: a test often waits, for an interval of Ray, an outage or a deadline.
+# Two processes: with three, two cores are a few minutes faster, and tests with deadlines fail more often.
 test: setup  ## run all checks and tests
 	@$(MAKE) --no-print-directory -j2 lint $(TEST_ENVIRONMENTS)
-	@$(if $(VERL),PYTHONPATH=$(CURDIR)/.venv/verl-$(VERL)) $(BIN)/python -m pytest --numprocesses 3 --dist loadfile \
+	@$(if $(VERL),PYTHONPATH=$(CURDIR)/.venv/verl-$(VERL)) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
 		--no-loadscope-reorder --max-worker-restart 0 $(if $(VERL),tests/verl) $(ARGS)
 
 test-sglang: setup

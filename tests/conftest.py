@@ -55,7 +55,7 @@ LONGEST = (
     "serving/test_vllm.py",
 )
 """The files that take longest, in this order. Processes share the files, and the longest must not start last. One of
-the first three uses no Ray: on a busy machine, Ray's start can exceed a fixed limit and has to be repeated."""
+the first three uses no Ray: on a busy machine, Ray's start can exceed a fixed limit, and is then repeated."""
 
 INTEGRATION_ONLY = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.integration", re.MULTILINE)
 """The mark of a file that has only integration tests."""

@@ -135,8 +135,9 @@ async def test_nothing_of_an_engine_is_left(ends: str, tmp_path: Path, monkeypat
                 assert server.pid is not None
                 os.kill(server.pid if ends == "kill the reaper" else engine, signal.SIGKILL)
                 await server.wait()
-                assert watched.left_after(0) == 0  # before the next run starts
-    assert watched.left_after(0) == 0
+                assert watched.left_after(1) == 0  # before the next run starts
+    # Not at once: the kernel may report the end of a killed process a moment after its memory is free.
+    assert watched.left_after(1) == 0
     watched.close()
 
 

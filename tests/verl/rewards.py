@@ -395,7 +395,7 @@ async def queued(solution_str: str, ground_truth: str, reward_router_address: st
     import aiohttp
 
     began = time.monotonic()
-    body = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 100, "temperature": 0}
+    body = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 150, "temperature": 0}
     async with (
         aiohttp.ClientSession() as session,
         session.post(f"http://{reward_router_address}/v1/chat/completions", json=body) as response,

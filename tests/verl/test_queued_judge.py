@@ -12,7 +12,7 @@ from tests.verl.runs import Run, train
 pytestmark = pytest.mark.integration
 
 ROLLOUTS = 64
-TIMEOUT_S = 2
+TIMEOUT_S = 4
 
 
 @pytest.fixture(scope="module")
