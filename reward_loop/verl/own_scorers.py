@@ -43,7 +43,9 @@ uses(__name__, _MATH_VERIFY, "_verify_in_subprocess(ground_truth_boxed, model_ou
      "_pool_lock", "TimeoutException")  # fmt: skip
 
 _MAX_BITS = 4096
-"""The largest size of an integer that `_arithmetic` or sympy computes."""
+"""The largest size of an integer that `_arithmetic` computes."""
+_MAX_SYMPY_BITS = 2**14
+"""The same for sympy, which computes powers such as 2**10000 in answers of olympiads."""
 _MAX_ARGUMENT = 10_000
 """The largest number that sympy's functions get, but for those of `_FAST`: ``factorial`` of a larger one takes long."""
 _FAST = frozenset(
@@ -254,7 +256,7 @@ def _size(node: ast.AST) -> float | None:
             if exponent is None:
                 return None
             times = 2.0 ** min(exponent, 64)
-            if times > _MAX_ARGUMENT or (base or 0.0) * times > _MAX_BITS:
+            if times > _MAX_ARGUMENT or (base or 0.0) * times > _MAX_SYMPY_BITS:
                 raise ValueError("a power is too large")
             return None if base is None else base * times
         case ast.BinOp(left=left, right=right):
@@ -266,7 +268,7 @@ def _size(node: ast.AST) -> float | None:
             if name in _NAMED:
                 return None if name in ("Symbol", "Function") or len(known) < len(sizes) else sum(known)
             most = max(known, default=0.0)
-            if most > (_MAX_BITS if name in _FAST else math.log2(_MAX_ARGUMENT)):
+            if most > (_MAX_SYMPY_BITS if name in _FAST else math.log2(_MAX_ARGUMENT)):
                 raise ValueError(f"an argument of {name} is too large")
             if len(known) < len(sizes):
                 return None
@@ -285,7 +287,7 @@ def _bits(value: Any) -> float | None:
     if not number.is_finite() or not number:
         return 0.0
     # The power of ten of its first digit: sympy also computes that of 1e-1000000000.
-    if abs(number.adjusted()) * _BITS_OF_DIGIT > _MAX_BITS:
+    if abs(number.adjusted()) * _BITS_OF_DIGIT > _MAX_SYMPY_BITS:
         raise ValueError("a number is too large")
     return max(0.0, float(number.log10()) * _BITS_OF_DIGIT)
 
