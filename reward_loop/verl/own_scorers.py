@@ -256,7 +256,7 @@ def _size(node: ast.AST) -> float | None:
             if exponent is None:
                 return None
             times = 2.0 ** min(exponent, 64)
-            if times > _MAX_ARGUMENT or (base or 0.0) * times > _MAX_SYMPY_BITS:
+            if round(times) > _MAX_ARGUMENT or (base or 0.0) * times > _MAX_SYMPY_BITS:
                 raise ValueError("a power is too large")
             return None if base is None else base * times
         case ast.BinOp(left=left, right=right):

@@ -95,7 +95,7 @@ def test_sympy_computes_no_large_number() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "2**100",
+        "2**10000",
         "x**100",
         "(1/(1+sqrt(2)))**2",
         "4**0.5",
