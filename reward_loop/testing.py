@@ -213,7 +213,7 @@ class FakeJudge:
 
     @asynccontextmanager
     async def _serve(self) -> AsyncIterator[str]:
-        # 0 is no limit: the default of 1 MB is less than some prompts.
+        # 0: without a limit. Some prompts are larger than the default of 1 MB.
         app = web.Application(client_max_size=0)
         app.router.add_get("/health", _health)
         app.router.add_get("/v1/models", self._models)

@@ -178,7 +178,7 @@ def final_text(reply: str) -> str:
             blanks.append((begins[0] if begins else 0, tag.end()))
             begins.clear()
         else:
-            # The end of nested reasoning: the outer one goes on.
+            # Nested reasoning has ended; the reasoning around it has not.
             begins.pop()
     if begins:
         raise NoVerdictError(f"the reply ends in reasoning, which begins with {_shown(reply, begins[0])}")

@@ -204,7 +204,7 @@ class RewardLoopManagerBase:
             if "reward_loop" in config:
                 # `check` is read by verl's command alone.
                 config = {key: value for key, value in (config["reward_loop"] or {}).items() if key != "check"}
-            # A whole configuration of verl without the group of this library: its keys are no unknown options.
+            # A whole configuration of verl, without `reward_loop`: its keys are of verl, and must not be reported.
             elif _VERL_GROUPS & set(config):
                 config = None
         return parse(RewardLoopConfig, config, "reward_loop")

@@ -255,7 +255,7 @@ def serve(connection: socket.socket, stack_fd: int, max_memory_mb: int | None) -
         memory_mb = _memory_mb(memory_fd)
         # Measured after the first call, which may load what all later calls use.
         first_mb = first_mb or memory_mb
-        # Compared with the start: a stream that was closed before is no reason to replace the worker.
+        # Compared with the start of the worker: a stream that was closed already then does not replace it.
         spoiled = _settle_streams() < had_streams or memory_mb - first_mb > max_growth_mb
         is_last = failure is not None or spoiled or (max_calls is not None and to_pool.call >= max_calls)
         kind = ENDED_LAST if is_last else ENDED
