@@ -8,27 +8,27 @@ from __future__ import annotations
 
 import re
 
-HEDGES = frozenset(
-    re.findall(
-        r"\w+",
-        "or to if unless but not no nor maybe perhaps possibly probably likely at about around approx approximately "
-        "roughly nearly almost would could should might may than per percent percentage cent times minus plus half "
-        "hundred thousand million initially initial first tentative tentatively provisional provisionally draft "
-        "guess before until versus vs however except assuming depending between higher lower more less fewer up "
-        "down wait actually rather instead though otherwise is was were seems isn wasn partially partly mostly "
-        "largely somewhat borderline ish out of off deducted lost below above apart part max maximum tops min "
-        "minimum example placeholder illustration uncertain unsure pending means requires provided subject when "
-        "oder aber vielleicht wenn falls etwa teilweise bis ou mais peut environ partiellement pero quiz\u00e1 "
-        "quiz\u00e1s talvez parcialmente \u0438\u043b\u0438 \u043d\u043e "
-        "\u0432\u043e\u0437\u043c\u043e\u0436\u043d\u043e",
-    )
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+HEDGES = _words(
+    "or to if unless but not no nor maybe perhaps possibly probably likely at about around approx approximately "
+    "roughly nearly almost would could should might may than per percent percentage cent times minus plus half "
+    "hundred thousand million initially initial first tentative tentatively provisional provisionally draft "
+    "guess before until versus vs however except assuming depending between higher lower more less fewer up "
+    "down wait actually rather instead though otherwise is was were seems isn wasn partially partly mostly "
+    "largely somewhat borderline ish out of off deducted lost below above apart part max maximum tops min "
+    "minimum example placeholder illustration uncertain unsure pending means requires provided subject when "
+    "oder aber vielleicht wenn falls etwa teilweise bis ou mais peut environ partiellement pero quiz\u00e1 "
+    "quiz\u00e1s talvez parcialmente \u0438\u043b\u0438 \u043d\u043e "
+    "\u0432\u043e\u0437\u043c\u043e\u0436\u043d\u043e"
 )
 """Words that qualify a value, or make it the subject of a sentence, if they are among the first two after it."""
-PROSE = frozenset(
-    re.findall(r"\w+", "to but not no is was than more less lower higher first half out up down should instead")
-)
+PROSE = _words("to but not no is was than more less lower higher first half out up down should instead")
 """Those of them that do not qualify it as the second word after a comma, a bracket or a dash."""
-PARTIAL = frozenset(re.findall(r"\w+", "part partially partly partial mostly largely half somewhat incomplete"))
+PARTIAL = _words("part partially partly partial mostly largely half somewhat incomplete")
 """Words that qualify only a word with the highest or the lowest score."""
 FAULTLESS = re.compile(
     r"\b(?:no|without|free of|not)\s(?:any\s|an?\s)?(?:\w{1,12}\s)?"
@@ -110,18 +110,13 @@ RESERVATIONS = re.compile(
     re.IGNORECASE,
 )
 """The beginning of a clause after a word that qualifies it."""
-AGAINST = frozenset(
-    re.findall(
-        r"\w+",
-        "wrong incorrect false invalid inaccurate flawed mistaken erroneous incomplete unequal bad failed fails "
-        "untrue insufficient inconsistent unacceptable contradicts differs lacks different falsch faux incorrecto "
-        "errado",
-    )
+AGAINST = _words(
+    "wrong incorrect false invalid inaccurate flawed mistaken erroneous incomplete unequal bad failed fails "
+    "untrue insufficient inconsistent unacceptable contradicts differs lacks different falsch faux incorrecto "
+    "errado"
 )
 """Words that judge an answer to be wrong."""
-FOR = frozenset(
-    re.findall(r"\w+", "right correct true valid accurate good fine passed sound acceptable same equal identical")
-)
+FOR = _words("right correct true valid accurate good fine passed sound acceptable same equal identical")
 """Words that judge an answer to be right."""
 CJK_HEDGE = re.compile(
     r"\W*(?:\u6216|\u5927\u6982|\u5927\u7ea6|\u7ea6|\u5de6\u53f3|\u53ef\u80fd|\u4e5f\u8bb8|\u4f46|\u5982\u679c"
@@ -157,23 +152,17 @@ BEGINS_PROSE = re.compile(
     r"|<\u2012]|(?!\w)[\u2300-\U0010ffff]|-\s)"
 )
 ENDS = re.compile(r"(?:\s?[\u5206\u70b9\uc810])?(?:[\s*_\"'`.!\u3002)\]}|>~$\u2019\u201d\u00bb\u300d]|\\[)\]])*+\Z")
-NEUTRAL = frozenset(
-    re.findall(
-        r"\w+",
-        "a an and as final give hence i is it my our overall so the then therefore this thus total "
-        "\u6700\u7ec8 \u6700\u7d42 \u7efc\u5408 \u7dcf\u5408 \u7d9c\u5408 \u603b \u603b\u4f53",
-    )
+NEUTRAL = _words(
+    "a an and as final give hence i is it my our overall so the then therefore this thus total "
+    "\u6700\u7ec8 \u6700\u7d42 \u7efc\u5408 \u7dcf\u5408 \u7d9c\u5408 \u603b \u603b\u4f53"
 )
 """Words before a marker that do not give it another meaning."""
-DENIALS = frozenset(
-    re.findall(
-        r"\w+",
-        "not no nor or either neither never maybe perhaps possibly probably likely max maximum min minimum previous "
-        "possible threshold passing expected hypothetical reverse reversed perfect ideal preliminary tentative "
-        "tentatively provisional baseline guess target human reference lowest highest suggested proposed original "
-        "rough approximate estimated initial starting old earlier sample example draft like form default "
-        "placeholder dummy imagine label gold",
-    )
+DENIALS = _words(
+    "not no nor or either neither never maybe perhaps possibly probably likely max maximum min minimum previous "
+    "possible threshold passing expected hypothetical reverse reversed perfect ideal preliminary tentative "
+    "tentatively provisional baseline guess target human reference lowest highest suggested proposed original "
+    "rough approximate estimated initial starting old earlier sample example draft like form default "
+    "placeholder dummy imagine label gold"
 )
 """Words before a marker that qualify what follows."""
 NAMING = DENIALS - {"no", "not", "nor", "or", "either", "neither", "never", "like", "form"}
@@ -216,25 +205,18 @@ CONDITION = re.compile(
     re.IGNORECASE,
 )
 """The beginning of a sentence that leads to an example, or to a value under a condition."""
-GIVES = frozenset(
-    re.findall(
-        r"\w+",
-        "get gets getting got gotten receive receives received receiving earn earns earned deserve deserves "
-        "deserved merit merits warrant warrants give gives given giving gave assign assigns assigned award awards "
-        "awarded grant grants say says said write writes wrote written put puts choose chooses chose pick picks "
-        "prefer prefers select selects output outputs produce produces print prints return returns replies rate "
-        "rates rated be been is are was were mean means expect expects like read reads end ends lead leads result "
-        "results go goes aim aims hope hopes vote votes call calls want wants accept accepts has have had bekommt "
-        "erh\u00e4lt verdient obtient re\u00e7oit m\u00e9rite recibe obtiene merece scores worth see sees argue "
-        "argues reply respond format",
-    )
+GIVES = _words(
+    "get gets getting got gotten receive receives received receiving earn earns earned deserve deserves "
+    "deserved merit merits warrant warrants give gives given giving gave assign assigns assigned award awards "
+    "awarded grant grants say says said write writes wrote written put puts choose chooses chose pick picks "
+    "prefer prefers select selects output outputs produce produces print prints return returns replies rate "
+    "rates rated be been is are was were mean means expect expects like read reads end ends lead leads result "
+    "results go goes aim aims hope hopes vote votes call calls want wants accept accepts has have had bekommt "
+    "erh\u00e4lt verdient obtient re\u00e7oit m\u00e9rite recibe obtiene merece scores worth see sees argue "
+    "argues reply respond format"
 )
 """Words at the end of a sentence that says who gives or gets the value."""
-GIVEN = frozenset(
-    re.findall(
-        r"\w+", "this that it them him her the a an as at of for with in on to only just about answer most least your"
-    )
-)
+GIVEN = _words("this that it them him her the a an as at of for with in on to only just about answer most least your")
 """Words that may follow them."""
 OWN = re.compile(
     r"(?:\W|\b(?:and|so|but|then|thus|hence|therefore|overall|finally|now|here|since|because|as|while|here's"
