@@ -12,11 +12,10 @@ from typing import Any
 
 from reward_loop._util.framing import frame, read_frame
 from reward_loop.errors import ConfigError, JobServiceError, TooManyFailuresError
-from reward_loop.limits.equal_calls import EqualCall
 from reward_loop.limits.local import FailureBound, LocalLimits
 from reward_loop.limits.options import JobOptions
 from reward_loop.limits.outages import FORGET_S
-from reward_loop.limits.permit import Limits, Permit
+from reward_loop.limits.permit import EqualCall, Limits, Permit
 from reward_loop.limits.protocol import MAX_LENGTH, MessageQueue, decode, enable_keepalive, proof, receive, refusal
 from reward_loop.records import current, waiting_for
 from reward_loop.types import Outcome, RewardResult

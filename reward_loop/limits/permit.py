@@ -12,12 +12,12 @@ import contextlib
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from reward_loop._util.transient import is_refusal, retry_after
 from reward_loop.errors import BudgetSpentError, LimitError
-from reward_loop.limits.equal_calls import EqualCall
 from reward_loop.limits.options import JobOptions
 from reward_loop.limits.outages import Outages
 
@@ -28,6 +28,7 @@ __all__ = [
     "OF_MODEL",
     "REWARD_MODEL",
     "WHOLE_CALL",
+    "EqualCall",
     "Holder",
     "Limits",
     "ModelRequests",
@@ -212,6 +213,18 @@ class PeerPermits:
 
 def _is_granted(request: asyncio.Future[Permit]) -> bool:
     return request.done() and not request.cancelled() and request.exception() is None
+
+
+@dataclass(slots=True)
+class EqualCall:
+    """A call, of which other processes of the job may make an equal one."""
+
+    is_shared: bool = False
+    """Whether other processes may wait for `result`."""
+    received: str | None = None
+    """The result of an equal call; ``None``: make the call."""
+    result: str | None = None
+    """The result for the others; ``None`` if there is none."""
 
 
 class Limits(Holder, ABC):

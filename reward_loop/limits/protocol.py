@@ -16,7 +16,7 @@ When a connection ends, its permits and equal calls end too; requests and tokens
     ["configure", id, name, changes]                ["answer", id, error or null]; ["limits", max_waits] to all clients
     ["status", id]                                  ["answer", id, status]
     ["merge", id, key]                              ["answer", id, null] to make the call, or the result of an equal one
-    ["merged", id, key, result or null]             see `limits/equal_calls.py`
+    ["merged", id, key, result or null]             see `_EqualCalls` of `limits/server.py`
 """
 
 from __future__ import annotations

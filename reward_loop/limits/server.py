@@ -13,7 +13,6 @@ from typing import Any
 from reward_loop._util.event_loops import in_background
 from reward_loop._util.framing import frame, read_frame
 from reward_loop.errors import ConfigError, RewardLoopError, TooManyFailuresError
-from reward_loop.limits.equal_calls import EqualCalls
 from reward_loop.limits.limiter import PERIOD_S
 from reward_loop.limits.local import FailureBound, LocalLimits
 from reward_loop.limits.options import JobOptions
@@ -40,7 +39,7 @@ class LimitServer:
         self.stopped: str | None = None
         """Why the run must stop, once too many samples have failed."""
         self._failures: dict[str, FailureBound] = {}
-        self._equal = EqualCalls()
+        self._equal = _EqualCalls()
         self._server: asyncio.Server | None = None
         self._connections: dict[MessageQueue, asyncio.Task[Any]] = {}
 
@@ -156,6 +155,50 @@ class LimitServer:
         else:
             self._send_to_all("limits", self.limits.max_waits)
         messages.send("answer", request, error)
+
+
+class _EqualCalls:
+    """The equal calls in flight of a job, by key: one is made at a time, and its result is that of all others.
+
+    A member is a connection with the number that its process gave. The first that joins a key makes the call. The
+    others wait, each for the result, or for its turn to make the call: if the call gave no result that can be shared,
+    was cancelled, or its process has died.
+    """
+
+    def __init__(self) -> None:
+        self._members: dict[str, dict[tuple[MessageQueue, int], None]] = {}
+        """The members of each key; the first makes the call."""
+
+    def join(self, process: MessageQueue, number: int, key: str) -> None:
+        """Add a member. It gets ``None`` once it is the first, or else the result."""
+        members = self._members.setdefault(key, {})
+        members[process, number] = None
+        if len(members) == 1:
+            process.send("answer", number, None)
+
+    def leave(self, process: MessageQueue, number: int, key: str, result: str | None) -> None:
+        """Remove a member, and send its result, if there is one, to all others; a second time without effect."""
+        members = self._members.get(key, {})
+        if (process, number) not in members:
+            return
+        is_first = next(iter(members)) == (process, number)
+        del members[process, number]
+        if result is not None:
+            for other, waiting in members:
+                other.send("answer", waiting, result)
+            members.clear()
+        if not members:
+            del self._members[key]
+        elif is_first:
+            other, waiting = next(iter(members))
+            other.send("answer", waiting, None)
+
+    def forget(self, process: MessageQueue) -> None:
+        """Remove all members of a connection that has ended."""
+        for key, members in list(self._members.items()):
+            for other, number in list(members):
+                if other is process:
+                    self.leave(process, number, key, None)
 
 
 @contextlib.contextmanager
