@@ -74,7 +74,9 @@ class LimitServer:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with _closing(writer):
+        # Errors of the connection and of the protocol, and the cancellation by `disconnect`, end this connection only.
+        ended = contextlib.suppress(OSError, EOFError, ValueError, asyncio.CancelledError)  # TimeoutError is an OSError
+        with ended, contextlib.closing(writer):
             if not await self._authenticate(reader, writer):
                 return
             # Permits belong to the connection: a worker that dies, or whose node is lost, releases its permits with it.
@@ -199,17 +201,6 @@ class _EqualCalls:
             for other, number in list(members):
                 if other is process:
                     self.leave(process, number, key, None)
-
-
-@contextlib.contextmanager
-def _closing(writer: asyncio.StreamWriter) -> Iterator[None]:
-    """Close the connection on exit, and suppress connection errors, protocol errors and cancellation."""
-    try:
-        yield
-    except (OSError, EOFError, ValueError, asyncio.CancelledError):  # TimeoutError is an OSError
-        pass
-    finally:
-        writer.close()
 
 
 @contextlib.contextmanager

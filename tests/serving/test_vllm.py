@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from reward_loop.client import Judge, Number
-from reward_loop.client.expected_scores import expected_score
+from reward_loop.client.judge import expected_score
 from reward_loop.config import RewardModelConfig
 from reward_loop.serving import RewardModelManager
 from tests.servers import CHAT
