@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from reward_loop.judges.asker import Asker
 from reward_loop.judges.pairwise import Pairwise
-from reward_loop.judges.pointwise import Cascade, Equality, Panel, Spot
-from reward_loop.judges.rubric import Criterion, Rubric
+from reward_loop.judges.pointwise import Cascade, Criterion, Equality, Panel, Rubric, Spot
 
 __all__ = ["Asker", "Cascade", "Criterion", "Equality", "Pairwise", "Panel", "Rubric", "Spot"]
