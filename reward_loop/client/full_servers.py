@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 
 import aiohttp
 
@@ -15,10 +14,8 @@ from reward_loop._util.json import decode
 from reward_loop._util.retry_after import asked_pause, is_out_of_credit
 from reward_loop._util.transient import MODEL_ASLEEP, error_code
 from reward_loop.errors import RequestError
-from reward_loop.limits.call import Call
 from reward_loop.limits.lease import report_failure
-from reward_loop.limits.worker_processes import call_here
-from reward_loop.records import current, waiting_for
+from reward_loop.limits.worker_processes import outside_the_deadline
 
 __all__ = ["in_a_place", "is_asleep"]
 
@@ -53,7 +50,7 @@ class _Server:
             turn = asyncio.get_running_loop().create_future()
             self._waiting.appendleft(turn) if refused else self._waiting.append(turn)
             try:
-                with _outside_the_deadline("a free place at the server"):
+                with outside_the_deadline("a free place at the server"):
                     await turn
             except asyncio.CancelledError:
                 # The cancelled request has got a place at the same moment: it goes to the next one.
@@ -121,7 +118,7 @@ async def in_a_place(url: str, send: Callable[[], Awaitable[Answer]]) -> Answer:
             server.leave(answered)
         refused += 1
         if pause:
-            with _outside_the_deadline("a free place at the server"):
+            with outside_the_deadline("a free place at the server"):
                 await asyncio.sleep(pause)
 
 
@@ -147,14 +144,3 @@ def _server(url: str) -> _Server:
             del _servers[ended]
         _servers[loop] = {}
     return _servers[loop].setdefault(url, _Server())
-
-
-@contextlib.contextmanager
-def _outside_the_deadline(what: str) -> Iterator[None]:
-    call = call_here()
-    if isinstance(call, Call) and call.loop is asyncio.get_running_loop():
-        with call.waiting(what):
-            yield
-    else:
-        with waiting_for(current(), what):
-            yield

@@ -40,7 +40,7 @@ from reward_loop.limits.call import Call, RequestRetries
 from reward_loop.limits.lease import limit as limited
 from reward_loop.limits.lease import report_failure
 from reward_loop.limits.permit import ModelRequests
-from reward_loop.limits.worker_processes import WorkerCall, call_here, pausing
+from reward_loop.limits.worker_processes import WorkerCall, call_here, outside_the_deadline
 from reward_loop.records import current, hide, waiting_for
 
 __all__ = [
@@ -395,7 +395,7 @@ async def _until_awake(url: str, headers: Mapping[str, str], model: Any, waited_
         if isinstance(call, Call) and call.loop is asyncio.get_running_loop():
             await stack.enter_async_context(call.aside(what))
         else:
-            stack.enter_context(waiting_for(current(), what) if call is None else pausing(call, what))
+            stack.enter_context(outside_the_deadline(what))
         try:
             session = await shared_session()
             async with session.post(
@@ -607,6 +607,5 @@ async def repeated(send: Callable[[], Awaitable[T]], address: str | None, attemp
                     else:
                         error.final = True
                 raise
-        what = "the pause before the next attempt of a request"
-        with waiting_for(current(), what) if call is None else pausing(call, what):
+        with outside_the_deadline("the pause before the next attempt of a request"):
             await asyncio.sleep(pause)

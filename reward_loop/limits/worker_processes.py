@@ -29,9 +29,9 @@ from reward_loop.limits.call import Call, Deadlines, RequestRetries, current_cal
 from reward_loop.limits.permit import ABANDONED, ModelRequests, PeerPermits, Permit
 from reward_loop.limits.protocol import MAX_LENGTH, refusal
 from reward_loop.processes import worker
-from reward_loop.records import TEXT_FIELDS, encode_record, hide, shares_result
+from reward_loop.records import TEXT_FIELDS, current, encode_record, hide, shares_result, waiting_for
 
-__all__ = ["ServedCall", "WorkerCall", "call_here", "pausing"]
+__all__ = ["ServedCall", "WorkerCall", "call_here", "outside_the_deadline"]
 
 _MAX_EXCHANGE = MAX_LENGTH // 2
 
@@ -167,8 +167,12 @@ def call_here() -> Call | WorkerCall | None:
 
 
 @contextlib.contextmanager
-def pausing(call: Call | WorkerCall, what: str) -> Iterator[None]:
-    """Stop the clock of the call's deadline within ``with``, in any thread of the function."""
+def outside_the_deadline(what: str) -> Iterator[None]:
+    """Stop the clock of the deadline within ``with``, in any thread of the function, and record the wait for `what`."""
+    if (call := call_here()) is None:  # a sample may be active all the same, for example in a manager of the user
+        with waiting_for(current(), what):
+            yield
+        return
     call.run(call.begin_wait, what)
     try:
         yield
