@@ -1,12 +1,15 @@
-"""`BoundedTasks`: tasks with one owner, of which at most a given number run at a time."""
+"""`BoundedTasks`: tasks with one owner, of which at most a given number run at a time; and `together`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 
-__all__ = ["BoundedTasks"]
+__all__ = ["BoundedTasks", "together"]
+
+T = TypeVar("T")
 
 STARTS_PER_TURN = 32
 """Tasks started in one turn of the event loop. Starting thousands at once would block the loop for too long."""
@@ -85,3 +88,17 @@ class BoundedTasks:
                 task.cancel()
             await asyncio.wait(left, timeout=seconds if again_s is None else min(seconds, again_s))
         return len(left)
+
+
+async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Await several calls at the same time, and return their results in order.
+
+    The first error cancels the others, and is raised alone, without a group.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+    # Not `except*`, which puts what is raised in it into a group again if it is one.
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from statistics import fmean, multimode
 
+from reward_loop._util.bounded_tasks import together
 from reward_loop._util.transient import is_transient
 from reward_loop.client.chat import Reply
 from reward_loop.client.judge import Judgement
@@ -64,16 +65,11 @@ async def panel(
             # Otherwise Python warns of a coroutine that was never awaited; a task of the caller would go on.
             one.close() if asyncio.iscoroutine(one) else asyncio.ensure_future(one).cancel()
         raise ConfigError(problem)
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = {name: group.create_task(_result(one)) for name, one in asked.items()}
-    except* Exception as errors:
-        raise errors.exceptions[0] from None
-    results = {name: task.result() for name, task in tasks.items()}
+    results = dict(zip(asked, await together(map(_result, asked.values())), strict=True))
     failures = {name: result for name, result in results.items() if isinstance(result, Exception)}
     given = {name: result for name, result in results.items() if isinstance(result, Judgement)}
     scores = {name: judgement.score for name, judgement in given.items() if judgement.score is not None}
-    missing = f"{len(scores)} of {len(tasks)} judges gave a verdict, and the quorum is {needed}"
+    missing = f"{len(scores)} of {len(asked)} judges gave a verdict, and the quorum is {needed}"
     if len(scores) < needed and failures:
         why = "; ".join(f"{name}: {error}" for name, error in failures.items())
         passing = [error for error in failures.values() if is_transient(error)]

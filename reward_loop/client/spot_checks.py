@@ -17,6 +17,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+from reward_loop._util.bounded_tasks import together
 from reward_loop._util.intervals import FALSE_ACCEPT
 from reward_loop._util.transient import is_transient
 from reward_loop.client.chat import Reply
@@ -85,7 +86,7 @@ async def spot_check(
         chosen = drawn(_name_of(current()) if uid is None else uid, seed) < share
         if not chosen:
             return _combined(_judgement(await _value(cheap)), None, share, accept)
-        first, second = await _all([cheap, strong() if callable(strong) else strong])
+        first, second = await together(map(_value, (cheap, strong() if callable(strong) else strong)))
         return _combined(_judgement(first), _judgement(second), share, accept)
     finally:
         for asked in (cheap, strong):
@@ -158,7 +159,7 @@ async def escalate(
     # The smallest name: the order of samples may differ when the function is called again.
     checked = [i for i, group in enumerate(groups) if drawn(min(names[j] for j in group), seed) < chance[i]]
     calls = [(cheap, answer) for answer in answers] + [(strong, answers[groups[i][0]]) for i in checked]
-    results = await _all([_caught(judge, answer) for judge, answer in calls])
+    results: list[Any] = await together(_caught(judge, answer) for judge, answer in calls)
     judged, verdicts = results[: len(answers)], dict(zip(checked, results[len(answers) :], strict=True))
     rewards: list[dict[str, Any] | Exception] = [{}] * len(answers)
     for i, group in enumerate(groups):
@@ -273,16 +274,6 @@ async def _caught(judge: Callable[[str], Any], answer: str) -> Judgement | Excep
         raise
     except Exception as error:
         return error
-
-
-async def _all(asked: Sequence[Any]) -> list[Any]:
-    """Await several calls at the same time; the first error cancels the others."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_value(one)) for one in asked]
-    except* Exception as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 def _judgement(judged: Judged) -> Judgement:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TypeVar
 
+from reward_loop._util.bounded_tasks import together
 from reward_loop._util.text import shorten
 
 __all__ = ["Comparison", "compare_all", "order_flips", "ranking", "tournament", "win_rates"]
@@ -85,12 +85,8 @@ async def compare_all(
     """
     pairs = _pairs(len(entries), opponents)
     orders = pairs + [(second, first) for first, second in pairs] if swap else pairs
-    try:
-        async with asyncio.TaskGroup() as group:
-            asked = [group.create_task(_ask(compare, entries[first], entries[second])) for first, second in orders]
-    except* Exception as errors:
-        raise errors.exceptions[0] from None
-    return [Comparison(first, second, task.result()) for (first, second), task in zip(orders, asked, strict=True)]
+    results = await together(_ask(compare, entries[first], entries[second]) for first, second in orders)
+    return [Comparison(first, second, result) for (first, second), result in zip(orders, results, strict=True)]
 
 
 def win_rates(count: int, comparisons: Iterable[Comparison]) -> list[float | None]:
