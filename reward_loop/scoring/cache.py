@@ -71,8 +71,9 @@ class Cache:
                 "reward_loop.cache.path needs reward_loop.cache.version: any text, which you change when the "
                 "function's imports, its captured values or its judge change"
             )
-        self._basis = orjson.dumps([config.version, *_identity(config, target)])
-        self._is_known = bool(config.version) or _is_known(target)
+        identity, is_known = _identity(config, target)
+        self._basis = orjson.dumps([config.version, *identity])
+        self._is_known = bool(config.version) or is_known
         self._in_flight: dict[bytes, _Shared] = {}
         self._store = None if config.path is None else _Store(Path(config.path))
         # Off the event loop: SQLite waits up to `BUSY_TIMEOUT_S` for another process.
@@ -223,17 +224,22 @@ class _Store:
             self._failed = False
 
 
-def _identity(config: CacheConfig, target: Target) -> list[Any]:
+def _identity(config: CacheConfig, target: Target) -> tuple[list[Any], bool]:
     """Return what identifies the function in the file: its name, its bound arguments, and the hash of its file.
+
+    Also return whether that alone identifies it: the function has no other state.
 
     Raises:
         ConfigError: scores are stored, and a bound argument is not a JSON value.
     """
-    function = target.origin
+    function: Any = target.origin
     bound: dict[str, Any] = {}
     while isinstance(function, functools.partial):
         bound = {**{str(i): value for i, value in enumerate(function.args)}, **function.keywords, **bound}
         function = function.func
+    source = source_hash(function)
+    is_plain = inspect.isfunction(function) or inspect.isclass(function)
+    is_known = is_plain and "<locals>" not in function.__qualname__ and source is not None
     try:
         arguments = _encoded(bound).decode()
     except TypeError as error:
@@ -242,25 +248,8 @@ def _identity(config: CacheConfig, target: Target) -> list[Any]:
                 f"reward_loop.cache.path: the scores of {target.name} cannot be stored, because one of its bound "
                 f"arguments is not a JSON value ({error}): bind a JSON value, or remove reward_loop.cache.path"
             ) from error
-        arguments = ""
-    return [target.name, arguments, source_hash(function)]
-
-
-def _is_known(target: Target) -> bool:
-    """Return whether `_identity` alone identifies the function: it has no state but bound arguments and its file."""
-    function: Any = target.origin
-    bound: list[Any] = []
-    while isinstance(function, functools.partial):
-        bound += [function.args, function.keywords]
-        function = function.func
-    is_plain = inspect.isfunction(function) or inspect.isclass(function)
-    if not is_plain or "<locals>" in function.__qualname__ or source_hash(function) is None:
-        return False
-    try:
-        _encoded({"bound": bound})
-    except TypeError:
-        return False
-    return True
+        arguments, is_known = "", False
+    return [target.name, arguments, source], is_known
 
 
 def _encoded(values: Mapping[str, Any]) -> bytes:
