@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 __all__ = ["DaemonThreads"]
@@ -76,7 +77,8 @@ class DaemonThreads:
         if submitter is None or submitter.loop is not loop:
             # This object may outlive several loops (asyncio.run more than once).
             submitter = self._submitter = _Submitter(loop)
-        job = _Job(function, submitter, loop.create_future() if future is None else future, hold)
+        future = loop.create_future() if future is None else future
+        job = _Job(function, submitter, future, hold, contextvars.copy_context())
         if not submitter.submitted:
             loop.call_soon(self._hand_over, submitter)
         submitter.submitted.append(job)
@@ -176,28 +178,19 @@ def _begin_all() -> None:
 os.register_at_fork(after_in_child=_begin_all)
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class _Job:
-    __slots__ = (
-        *("abandoned", "context", "ended", "error", "function", "future", "has_started", "hold", "submitter", "result"),
-    )
-
-    def __init__(
-        self,
-        function: Callable[[], Any],
-        submitter: _Submitter,
-        future: asyncio.Future[Any],
-        hold: Callable[[asyncio.Future[Any], Any], bool] | None,
-    ) -> None:
-        self.function = function
-        self.submitter = submitter
-        self.future = future
-        self.hold = hold
-        self.has_started = False
-        self.context = contextvars.copy_context()  # for `reward_loop.limit` and `current`, which look there
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.ended = False
-        self.abandoned = False
+    function: Callable[[], Any]
+    submitter: _Submitter
+    future: asyncio.Future[Any]
+    hold: Callable[[asyncio.Future[Any], Any], bool] | None
+    context: contextvars.Context
+    """Of the caller: `reward_loop.limit` and `current` look there."""
+    result: Any = None
+    error: BaseException | None = None
+    has_started: bool = False
+    ended: bool = False
+    abandoned: bool = False
 
     def fail(self, error: BaseException) -> None:
         self.error, self.ended = error, True
