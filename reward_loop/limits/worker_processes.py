@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import queue
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -36,34 +37,26 @@ __all__ = ["ServedCall", "WorkerCall", "call_here", "outside_the_deadline"]
 _MAX_EXCHANGE = MAX_LENGTH // 2
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class WorkerCall:
-    """The current call of a worker process; also the `Holder` of its permits.
+    """The current call of a worker process; also the `Holder` of its permits."""
 
-    Args:
-        channel: the channel to the process that made the call.
-        is_recorded: whether the sample has a record.
-        group: the group of the sample.
-        request_retries: see `Call.request_retries`.
-        models: see `Call.models`.
-        shares_result: see `records.shares_result`.
-    """
+    _channel: worker.Channel
+    """The channel to the process that made the call."""
+    is_recorded: bool
+    """Whether the sample has a record."""
+    group: str | None
+    """The group of the sample."""
+    request_retries: RequestRetries
+    """See `Call.request_retries`."""
+    models: Mapping[str, ModelRequests]
+    """See `Call.models`."""
+    shares_result: bool
+    """See `records.shares_result`."""
+    _number: int = field(init=False)
 
-    def __init__(
-        self,
-        channel: worker.Channel,
-        is_recorded: bool,
-        group: str | None,
-        request_retries: RequestRetries,
-        models: Mapping[str, ModelRequests],
-        shares_result: bool,
-    ) -> None:
-        self._channel = channel
-        self._number = channel.call
-        self.is_recorded = is_recorded
-        self.group = group
-        self.request_retries = request_retries
-        self.models = models
-        self.shares_result = shares_result
+    def __post_init__(self) -> None:
+        self._number = self._channel.call
 
     async def acquire(self, name: str, tokens: float) -> Permit:
         """Acquire a permit, on the function's own event loop; raises as `Limits.acquire` does."""
