@@ -36,7 +36,7 @@ from reward_loop.processes.pool import WorkerProcesses
 from reward_loop.scoring.cache import Cache
 from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
 from reward_loop.scoring.options import ScoringOptions
-from reward_loop.scoring.proofs import Proofs, Proving
+from reward_loop.scoring.proofs import Proofs
 from reward_loop.scoring.retry import Retry
 from reward_loop.scoring.signature import Target, resolve
 from reward_loop.scoring.threads import DaemonThreads
@@ -64,6 +64,9 @@ class UserFunction:
 
     _scores_single_samples = True
     """Whether a call is for one sample; only then there are proofs."""
+
+    proofs: Proofs | None
+    """The proofs of the function; ``None`` if it has none."""
 
     def __init__(
         self,
@@ -131,9 +134,9 @@ class UserFunction:
         self._threads = DaemonThreads(options.max_threads)
         self._executor: DaemonThreads | WorkerProcesses = self._threads
         self._max_calls_per_process = options.max_calls_per_process
-        self._proving: Proving | None = None
+        self.proofs = None
         if self._scores_single_samples and _is_provable(self._target, options):
-            self._proving = Proving(self._target, options, self.isolate)
+            self.proofs = Proofs(self._target, options, self.isolate)
         if is_isolated(self._target) or (options.isolation == "process" and not self._target.is_async):
             self.isolate(options.max_processes, options.max_memory_mb)
         self._sync_calls = 0
@@ -166,11 +169,6 @@ class UserFunction:
     def in_processes(self) -> bool:
         """Whether the function runs in worker processes."""
         return isinstance(self._executor, WorkerProcesses)
-
-    @property
-    def proofs(self) -> Proofs | None:
-        """The proofs of the function; ``None`` if it has none."""
-        return None if self._proving is None else self._proving.proofs
 
     def has_room(self, probes: int) -> bool:
         """Return whether half of the threads or processes stay free during one more probe, beside ``probes`` others."""
@@ -230,8 +228,8 @@ class UserFunction:
         self._close_processes()
         isolation = Isolation(max_processes, max_memory_mb, self._max_calls_per_process)
         self._executor = in_processes(self._target, isolation)
-        if self._proving is not None:
-            self._executor.prover, self._proving.pool = self._proving, self._executor
+        if self.proofs is not None:
+            self._executor.prover, self.proofs.pool = self.proofs, self._executor
 
     def close(self) -> None:
         """Stop the idle worker processes, and close the limits that the function created itself.
@@ -279,9 +277,9 @@ class UserFunction:
 
         Its call may be the one that broke the process. So it has a proven process to itself, until the next proof.
         """
-        assert self._proving is not None
+        assert self.proofs is not None
         for _ in range(_MAX_SCORED_AGAIN):
-            self._proving.proofs.counts.rescored += 1
+            self.proofs.counts.rescored += 1
             outcome = await self._attempt(arguments, traffic_class, alone=True)
             if not outcome.is_discarded:
                 return outcome
@@ -368,7 +366,7 @@ class UserFunction:
         if call.sample is not None:
             call.sample.queue("a free process" if self.in_processes else "a free thread", call)
         if isinstance(self._executor, DaemonThreads):
-            hold = None if self._proving is None else self._proving.hold_in_threads
+            hold = None if self.proofs is None else self.proofs.hold_in_threads
             return await self._call_in_thread(call, self._target.call, arguments, deadlines, hold)
         served = ServedCall(call, deadlines)
         try:

@@ -65,10 +65,10 @@ class ScoringFunction(UserFunction):
             arguments = self._target.arguments(sample, reward_router_address, reward_model_tokenizer)
         except RecursionError:
             return not_called(replace(sample, error="its extra_info is nested too deeply, or contains itself"))
-        if (proving := self._proving) is not None:
-            proving.step = sample.step
-            if sample.data_source not in proving.proofs.tried:
-                await proving.ready(sample)
+        if (proofs := self.proofs) is not None:
+            proofs.step = sample.step
+            if sample.data_source not in proofs.tried:
+                await proofs.ready(sample)
         # A cached score would not show what the judge says now, and a probe must not fill the cache.
         cache = None if sample.is_probe else self._cache
         if cache is not None and (key := cache.key(arguments)) is not None:

@@ -48,7 +48,7 @@ from reward_loop.scoring.signature import Target
 from reward_loop.scoring.threads import DaemonThreads
 from reward_loop.types import RewardSample
 
-__all__ = ["Place", "ProofCounts", "Proofs", "Proving", "score_of"]
+__all__ = ["Place", "ProofCounts", "Proofs", "score_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,10 @@ _MAX_PROOF_S = 1.0
 """A data source whose proof takes longer is not proven."""
 _TRYING_S = 60.0
 """Seconds within which the templates of a data source must have been tried."""
+_THREADS = 4
+"""The number of threads of proofs. Samples that wait for a thread must not delay them."""
+_MAX_S = 60.0
+"""The deadline of each call of a proof, in seconds: results wait for it."""
 
 
 @dataclass(slots=True)
@@ -144,19 +148,33 @@ def _settle(
 
 
 class Proofs:
-    """The known answers of one function, and its proofs.
+    """The known answers of one function, and its proofs in the threads of this process or in worker processes.
+
+    For the latter, it is a `processes.pool.Prover`.
 
     Args:
-        every: the number of results of a process, for each data source, after which a proof is due.
-        name: the function's name in messages.
+        target: the function.
+        options: its options.
+        isolate: moves the function into worker processes; raises `FunctionLoadError` if it cannot run there.
     """
 
-    def __init__(self, every: int, name: str) -> None:
-        self.every = every
+    def __init__(
+        self, target: Target, options: ScoringOptions, isolate: Callable[[int | None, int | None], None]
+    ) -> None:
+        self._target = target
+        self._options = options
+        self._isolate = isolate
+        self.timeout = min(options.timeout or _MAX_S, _MAX_S)
         self.limit = 0
         """The number of results of a process after which a proof is due; 0 without any known answers."""
         self.counts = ProofCounts()
-        self._name = name
+        self.step: int | None = None
+        """The training step of the latest sample."""
+        self.pool: WorkerProcesses | None = None
+        """The worker processes in which the function runs; ``None`` if it runs in threads."""
+        self._threads = DaemonThreads(_THREADS)
+        self._threads_place = Place(self._threads_are_due)
+        self._error: BrokenScorerError | None = None
         self.labelled: Sequence[tuple[RewardSample, bool]] = ()
         """Answers and whether they are right, which are used before those made from the ground truth."""
         self.pairs: dict[str, KnownAnswers] = {}
@@ -170,7 +188,7 @@ class Proofs:
         """The number of calls of samples that have not returned, those whose results wait for a proof included."""
         self._holding: set[Place] = set()
         """The places with results that wait."""
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def hold_s(self) -> float:
@@ -182,20 +200,20 @@ class Proofs:
         taken, self.counts = self.counts, ProofCounts()
         return taken
 
-    async def ready(self, sample: RewardSample, score: Score) -> None:
+    async def ready(self, sample: RewardSample) -> None:
         """Wait until answers for the sample's data source have been looked for, once, before its first sample."""
         source = sample.data_source
         task = self._ready.get(source)
         if task is None or task.cancelled():
             if len(self._ready) >= MAX_SOURCES:
                 return
-            task = self._ready[source] = self.start(self._try(source, sample, score))
+            task = self._ready[source] = self.start(self._try(source, sample))
         if not task.done():
             self._truths.setdefault(source, []).append(sample.ground_truth)
             # The task serves all samples of the source: one that is cancelled must not end it.
             await asyncio.shield(task)
 
-    def start(self, work: Any) -> asyncio.Task[Any]:
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a task that the proofs own; it belongs to no sample."""
         # In a sample's context, the limits and the record of that sample would count these calls.
         task = asyncio.get_running_loop().create_task(work, context=contextvars.Context())
@@ -226,7 +244,7 @@ class Proofs:
                     place.is_due = True
                     place.loop.call_soon(place.due)
 
-    def hold(self, place: Place, future: asyncio.Future[CallOutcome], outcome: CallOutcome) -> None:
+    def _hold(self, place: Place, future: asyncio.Future[CallOutcome], outcome: CallOutcome) -> None:
         """Have a result wait for the next proof. `Place.due` is called when it has waited for `hold_s`."""
         loop = future.get_loop()
         if place.loop is not loop:  # an object may be used in several loops in turn; nobody waits for older results
@@ -239,8 +257,13 @@ class Proofs:
         self._holding.add(place)
         self._prove_if_idle()
 
-    def is_due(self, place: Place, next_seconds: float = 0.0) -> bool:
-        """Return whether a place must be proven now, before its next call, which may take ``next_seconds``."""
+    def is_due(self, place: Place, next_seconds: float = 0.0, is_last: bool = False) -> bool:
+        """Return whether a place must be proven now, before its next call, which may take ``next_seconds``.
+
+        Before a process is replaced, too, unless it has returned only one result since it was clean: see `ended`.
+        """
+        if is_last:
+            return len(place.results) > 1
         if not place.results:
             return False
         if place.is_due or len(place.results) >= self.limit:
@@ -251,7 +274,7 @@ class Proofs:
         place.is_due = True
         place.due()
 
-    async def prove(self, place: Place, score: Score, *, raising_fails: bool) -> str | None:
+    async def _prove(self, place: Place, score: Score, *, raising_fails: bool) -> str | None:
         """Prove a place. If it is clean, its results so far are used. Otherwise, return what was wrong.
 
         The caller then ends the place; the results still wait.
@@ -296,12 +319,12 @@ class Proofs:
                 )
         return None
 
-    async def _try(self, source: str, sample: RewardSample, score: Score) -> None:
+    async def _try(self, source: str, sample: RewardSample) -> None:
         """Find a right and a wrong answer for a data source."""
         await asyncio.sleep(0)  # for the other samples that are submitted now
         try:
             async with asyncio.timeout(_TRYING_S):
-                why = await self._find(source, sample, score)
+                why = await self._find(source, sample)
         except TimeoutError:
             why = f"the function takes longer than {_TRYING_S:g} s"
         # The latter two: the system has no more processes or threads.
@@ -313,19 +336,20 @@ class Proofs:
         if why is not None:
             self.counts.unproven += 1
             logger.info(
-                "%s, data source %r: its scores are not proven, see docs/proofs.md: %s", self._name, source, why
+                "%s, data source %r: its scores are not proven, see docs/proofs.md: %s", self._target.name, source, why
             )
 
-    async def _find(self, source: str, sample: RewardSample, score: Score) -> str | None:
+    async def _find(self, source: str, sample: RewardSample) -> str | None:
         """Add the known answers of a data source, or return why there are none."""
         labelled = [one for one in self.labelled if one[0].data_source == source]
-        found = await labelled_pair(labelled, score) or await find_pair(sample, self._truths.get(source, ()), score)
+        truths = self._truths.get(source, ())
+        found = await labelled_pair(labelled, self._score) or await find_pair(sample, truths, self._score)
         if isinstance(found, str):
             return found
         answers = (found.right, found.wrong)
         started = time.monotonic()
         # A function with random scores would fail its proofs by chance.
-        again = [await score(answer) for answer in answers]
+        again = [await self._score(answer) for answer in answers]
         seconds = time.monotonic() - started
         if again != [found.score, found.wrong_score]:
             return "the function does not return the same score again"
@@ -334,56 +358,8 @@ class Proofs:
             return f"a proof takes {seconds:.1f} s"
         self._seconds = max(self._seconds, seconds)
         self.pairs[source] = found
-        self.limit = self.every * len(self.pairs)
+        self.limit = (self._options.proofs.every or 0) * len(self.pairs)
         return None
-
-
-def score_of(outcome: CallOutcome) -> float | None:
-    """Return the score of an answer of a proof, or ``None`` if the call has none."""
-    if outcome.exception is not None or outcome.error is not None:
-        return None
-    try:
-        return normalise(outcome.value)[0]
-    except InvalidScoreError:
-        return None
-
-
-_THREADS = 4
-"""The number of threads of proofs. Samples that wait for a thread must not delay them."""
-
-_MAX_S = 60.0
-"""The deadline of each call of a proof, in seconds: results wait for it."""
-
-
-class Proving:
-    """The proofs of one function, in the threads of this process or in worker processes (`processes.pool.Prover`).
-
-    Args:
-        target: the function.
-        options: its options.
-        isolate: moves the function into worker processes; raises `FunctionLoadError` if it cannot run there.
-    """
-
-    def __init__(
-        self, target: Target, options: ScoringOptions, isolate: Callable[[int | None, int | None], None]
-    ) -> None:
-        assert options.proofs.every is not None
-        self.proofs = Proofs(options.proofs.every, target.name)
-        self.timeout = min(options.timeout or _MAX_S, _MAX_S)
-        self._target = target
-        self._options = options
-        self._isolate = isolate
-        self._threads = DaemonThreads(_THREADS)
-        self._threads_place = Place(self._become_due)
-        self._error: BrokenScorerError | None = None
-        self.step: int | None = None
-        """The training step of the latest sample."""
-        self.pool: WorkerProcesses | None = None
-        """The worker processes in which the function runs; ``None`` if it runs in threads."""
-
-    async def ready(self, sample: RewardSample) -> None:
-        """Wait until answers for the sample's data source have been looked for."""
-        await self.proofs.ready(sample, self._score)
 
     async def _score(self, answer: RewardSample) -> float | None:
         if self.pool is None:
@@ -400,8 +376,8 @@ class Proving:
 
     def hold_in_threads(self, future: asyncio.Future[CallOutcome], outcome: CallOutcome) -> bool:
         """Have the outcome of a thread wait for the next proof; return false if it needs none."""
-        proofs, place = self.proofs, self._threads_place
-        if not proofs.limit or outcome.exception is not None or future.done():
+        place = self._threads_place
+        if not self.limit or outcome.exception is not None or future.done():
             return False
         if place.is_replaced:
             # The function cannot move into processes: its later results are as doubtful as those that failed.
@@ -410,12 +386,12 @@ class Proving:
                 return True
             outcome.is_discarded = True
             return False
-        proofs.hold(place, future, outcome)
-        if len(place.results) >= proofs.limit:
-            self._become_due()
+        self._hold(place, future, outcome)
+        if len(place.results) >= self.limit:
+            self._threads_are_due()
         return True
 
-    def _become_due(self) -> None:
+    def _threads_are_due(self) -> None:
         place = self._threads_place
         if not place.is_proving and not place.is_replaced:
             place.is_proving = True
@@ -426,10 +402,10 @@ class Proving:
         try:
             while True:
                 for _ in range(2):  # once more, before the run stops or the function moves
-                    problem = await self.proofs.prove(place, self._score_in_thread, raising_fails=False)
+                    problem = await self._prove(place, self._score_in_thread, raising_fails=False)
                     if problem is None:
                         break
-                if problem is not None or not self.proofs.is_due(place):
+                if problem is not None or not self.is_due(place):
                     break
         except Exception as error:
             problem = f"the proof could not be made: {error!r}"
@@ -452,7 +428,7 @@ class Proving:
             self._warn(str(self._error))
             place.end(self._error)
         else:
-            self.proofs.counts.replaced += 1
+            self.counts.replaced += 1
             self._warn(
                 f"{why}. The function now runs in worker processes; {counted(len(place.results), 'sample')} will be "
                 "scored again"
@@ -490,18 +466,11 @@ class Proving:
 
     def hold(self, place: Place, outcome: CallOutcome) -> asyncio.Future[CallOutcome] | None:
         """Have the outcome of a worker process wait for the next proof; return ``None`` if it needs none."""
-        if not self.proofs.limit or outcome.exception is not None or outcome.error is not None:
+        if not self.limit or outcome.exception is not None or outcome.error is not None:
             return None
         future: asyncio.Future[CallOutcome] = asyncio.get_running_loop().create_future()
-        self.proofs.hold(place, future, outcome)
+        self._hold(place, future, outcome)
         return future
-
-    def is_due(self, place: Place, next_seconds: float, is_last: bool) -> bool:
-        """Return whether a worker process must be proven before its next call, which may take ``next_seconds``.
-
-        Before it is replaced, too, unless it has returned only one result since it was clean: see `ended`.
-        """
-        return self.proofs.is_due(place, next_seconds) if not is_last else len(place.results) > 1
 
     async def prove(self, place: Place, score: Callable[[Mapping[str, Any]], Awaitable[CallOutcome]]) -> bool:
         """Prove a worker process, and return whether it is clean. If not, the pool replaces it."""
@@ -509,7 +478,7 @@ class Proving:
         async def score_answer(answer: RewardSample) -> float | None:
             return score_of(await score(self._arguments(answer)))
 
-        problem = await self.proofs.prove(place, score_answer, raising_fails=True)
+        problem = await self._prove(place, score_answer, raising_fails=True)
         if problem is not None:
             self._warn(
                 f"a worker process of {self._target.name} failed a proof, so its scores may be wrong: {problem}. The "
@@ -520,8 +489,14 @@ class Proving:
     def ended(self, place: Place) -> None:
         """Discard the results of an ended worker process that no proof has confirmed."""
         if place.end(trusts_first=True):
-            self.proofs.counts.replaced += 1
+            self.counts.replaced += 1
 
-    def start(self, work: Coroutine[Any, Any, None]) -> object:
-        """Start a task that belongs to no sample."""
-        return self.proofs.start(work)
+
+def score_of(outcome: CallOutcome) -> float | None:
+    """Return the score of an answer of a proof, or ``None`` if the call has none."""
+    if outcome.exception is not None or outcome.error is not None:
+        return None
+    try:
+        return normalise(outcome.value)[0]
+    except InvalidScoreError:
+        return None
