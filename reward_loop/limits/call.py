@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from reward_loop.errors import BudgetSpentError, LimitError
@@ -28,7 +29,7 @@ from reward_loop.limits.permit import (
     give_up,
     users_limits,
 )
-from reward_loop.records import current
+from reward_loop.records import ActiveSample, current
 
 __all__ = ["MAX_SHARED_S", "Call", "Deadlines", "RequestRetries", "SharedTime", "current_call", "longest_call_s"]
 
@@ -58,6 +59,8 @@ _SHARING_S = 3.0
 gets the lock."""
 
 
+# Slots, so no dict for each call: with thousands in flight, the garbage collector would visit them all.
+@dataclass(eq=False, repr=False, slots=True)
 class Call:
     """One attempt to call a reward function, for a sample or a batch; the running event loop is that of the limits.
 
@@ -72,60 +75,40 @@ class Call:
         attempt: 1 for the first call of the function for the sample, 2 for the first retry, and so on.
     """
 
-    # No dict for each call: with thousands in flight, the garbage collector would visit them all.
-    __slots__ = (
-        "_measured_at",
-        "_prune_at",
-        "_rejoining",
-        "_requests",
-        "_waited",
-        "_waited_before",
-        "_waiting_since",
-        "_waits",
-        "_whole",
-        "abandoned",
-        "attempt",
-        "budget_error",
-        "future",
-        "has_ended",
-        "limits",
-        "loop",
-        "sample",
-        "shared",
-        "shared_s",
-        "started",
-        "timeout",
-        "traffic_class",
-    )  # fmt: skip
+    limits: Limits
+    timeout: float | None = None
+    traffic_class: str = "train"
+    attempt: int = 1
+    loop: asyncio.AbstractEventLoop = field(init=False, default_factory=asyncio.get_running_loop)
+    future: asyncio.Future[Any] = field(init=False)
+    """The end of the call, set by the executor; at the deadline, `Deadlines` sets a `TimeoutError`."""
+    started: float | None = field(init=False, default=None)
+    """The start of the function by `time.monotonic`; ``None`` until then."""
+    shared: SharedTime | None = field(init=False, default=None)
+    """What the function loses to other threads; ``None`` if it does not run in a thread."""
+    shared_s: float = field(init=False, default=0.0)
+    abandoned: bool = field(init=False, default=False)
+    has_ended: bool = field(init=False, default=False)
+    """Whether the function has ended, although `future` is not done: its outcome waits for a proof."""
+    budget_error: BudgetSpentError | None = field(init=False, default=None)
+    """Why a permit was refused within the function, if the budget is used up."""
+    sample: ActiveSample | None = field(init=False, default_factory=current)
+    _whole: tuple[Permit, ...] = field(init=False, default=())
+    """The permits of the whole call. All tokens of the call count at the first one, too."""
+    _requests: list[asyncio.Future[Permit]] = field(init=False, default_factory=list)
+    """All requests within the call, granted ones too; ended ones are removed when there are `_prune_at`."""
+    _prune_at: int = field(init=False, default=16)
+    _rejoining: asyncio.Lock | None = field(init=False, default=None)
+    _waits: int = field(init=False, default=0)
+    _waiting_since: float = field(init=False, default=0.0)
+    _waited: float = field(init=False, default=0.0)
+    _waited_before: float = field(init=False, default=0.0)
+    _measured_at: float = field(init=False, default=0.0)
 
-    def __init__(
-        self, limits: Limits, timeout: float | None = None, traffic_class: str = "train", attempt: int = 1
-    ) -> None:
-        self.limits, self.loop = limits, asyncio.get_running_loop()
-        if limits.loop is not self.loop:
-            limits.bind()
-        self.timeout, self.traffic_class, self.attempt = timeout, traffic_class, attempt
-        self.future: asyncio.Future[Any] = self.loop.create_future()
-        """The end of the call, set by the executor; at the deadline, `Deadlines` sets a `TimeoutError`."""
-        self.started: float | None = None
-        """The start of the function by `time.monotonic`; ``None`` until then."""
-        self.shared: SharedTime | None = None
-        """What the function loses to other threads; ``None`` if it does not run in a thread."""
-        self.shared_s = self._measured_at = 0.0
-        self.abandoned = False
-        self.has_ended = False
-        """Whether the function has ended, although `future` is not done: its outcome waits for a proof."""
-        self.budget_error: BudgetSpentError | None = None
-        """Why a permit was refused within the function, if the budget is used up."""
-        self.sample = current()
-        self._whole: tuple[Permit, ...] = ()
-        """The permits of the whole call. All tokens of the call count at the first one, too."""
-        self._requests: list[asyncio.Future[Permit]] = []
-        """All requests within the call, granted ones too; ended ones are removed when there are `_prune_at`."""
-        self._prune_at = 16
-        self._rejoining = asyncio.Lock()
-        self._waits = 0
-        self._waiting_since = self._waited = self._waited_before = 0.0
+    def __post_init__(self) -> None:
+        self.future = self.loop.create_future()
+        if self.limits.loop is not self.loop:
+            self.limits.bind()
 
     def begin(self) -> None:
         """Start the clock of the deadline; later calls have no effect. Executors call this as the function starts.
@@ -205,6 +188,7 @@ class Call:
             # Not in a `finally`: a cancelled call must not wait for a place again.
             if place is not None:
                 # Of several requests that go on, the first one gets the place for all.
+                self._rejoining = self._rejoining or asyncio.Lock()
                 async with self._rejoining:
                     if self._whole[-1].has_left:
                         request = self._request(REWARD_MODEL, 0)
