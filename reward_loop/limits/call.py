@@ -21,6 +21,7 @@ from reward_loop.limits.options import JobOptions
 from reward_loop.limits.permit import (
     ABANDONED,
     MAX_PATIENCE,
+    OF_MODEL,
     REWARD_MODEL,
     WHOLE_CALL,
     Limits,
@@ -153,12 +154,14 @@ class Call:
 
     @property
     def models(self) -> Mapping[str, ModelRequests]:
-        """See `Limits.models`; only with limits that the job has: a limiter service may have others."""
-        limits = self.limits
-        return {
-            name: model if model.limit in limits.max_waits else model._replace(limit=None)
-            for name, model in limits.models.items()
-        }
+        """What applies to the requests to each model, by its name.
+
+        Only with limits that the job has: a limiter service may have others than the options.
+        """
+        known, models = self.limits.max_waits, self.limits.options.models
+        limits = {name: OF_MODEL + name for name, model in models.items() if model.max_concurrent}
+        limits = {name: limit for name, limit in limits.items() if limit in known}
+        return {name: ModelRequests(limits.get(name), model.timeout) for name, model in models.items()}
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:

@@ -252,14 +252,6 @@ class Limits(Holder, ABC):
     def __init__(self) -> None:
         self._outages: dict[asyncio.AbstractEventLoop, Outages] = {}
 
-    @property
-    def models(self) -> dict[str, ModelRequests]:
-        """What applies to the requests to each model, by its name."""
-        return {
-            name: ModelRequests(OF_MODEL + name if model.max_concurrent else None, model.timeout)
-            for name, model in self.options.models.items()
-        }
-
     def outages(self, loop: asyncio.AbstractEventLoop) -> Outages:
         """Return the outages of an event loop. Callable from any thread for the loop of a running call."""
         outages = self._outages.get(loop)
