@@ -53,8 +53,8 @@ class LocalLimits(Limits):
         self._period = period
         self._limiters = {name: Limiter(name, config, period) for name, config in limits.items()}
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self.on_patience: Callable[[float], None] = lambda patience: None
-        """Called when `patience` has changed."""
+        self.on_change: Callable[[str, Any], None] = lambda what, value: None
+        """Called with the new `patience`, reason why the budget is ``spent``, or `max_waits` (as ``limits``)."""
 
     def request(self, name: str, tokens: float = 0, traffic_class: str = "train") -> asyncio.Future[Permit]:
         loop = self.check_loop()
@@ -89,7 +89,7 @@ class LocalLimits(Limits):
         limiter.leave(time.monotonic(), accepted, retry_after, permit.share)
         if permit.name == REWARD_MODEL and abs(limiter.patience - self.patience) > MIN_CHANGE * self.patience:
             self.patience = limiter.patience
-            self.on_patience(self.patience)
+            self.on_change("patience", self.patience)
         self._advance(permit.name)
 
     def spend(self, cost: float, tokens: float) -> None:
@@ -108,6 +108,8 @@ class LocalLimits(Limits):
                     logger.warning("%s: no more calls are made (at_cap=%s)", self.spent, budget.at_cap)
                 for limiter in self._limiters.values():
                     limiter.refuse_waiting(self.spent)
+                # At the change only: many calls that are in flight then still report what they used.
+                self.on_change("spent", self.spent)
 
     async def status(self) -> dict[str, Any]:
         return self.snapshot()
@@ -130,6 +132,7 @@ class LocalLimits(Limits):
         limiter.configure(config)
         self._advance(name)
         self.max_waits = {**self.max_waits, name: config.max_wait}
+        self.on_change("limits", self.max_waits)
         logger.info("limit %r was changed: %s", name, ", ".join(f"{key}={value}" for key, value in changes.items()))
 
     def _advance(self, name: str) -> None:

@@ -33,7 +33,7 @@ class LimitServer:
 
     def __init__(self, options: JobOptions, period: float = PERIOD_S) -> None:
         self.limits = LocalLimits(options, period)
-        self.limits.on_patience = partial(self._send_to_all, "patience")
+        self.limits.on_change = self._send_to_all
         # A text without a colon, which separates the parts of the address.
         self.token = secrets.token_urlsafe(24)
         self.stopped: str | None = None
@@ -87,7 +87,7 @@ class LimitServer:
                 "request": lambda number, *what: permits.request(number, partial(self.limits.request, *what), answer),
                 "used": permits.used,
                 "leave": permits.leave,
-                "spend": self._spend,
+                "spend": self.limits.spend,
                 "count": self._count,
                 "configure": partial(self._configure, messages),
                 "merge": partial(self._equal.join, messages),
@@ -131,13 +131,6 @@ class LimitServer:
         for messages in self._connections:
             messages.send(*message)
 
-    def _spend(self, cost: float, tokens: float) -> None:
-        before = self.limits.spent
-        self.limits.spend(cost, tokens)
-        # Sent once, at the change: many calls that are in flight then still report what they used.
-        if self.limits.spent != before:
-            self._send_to_all("spent", self.limits.spent)
-
     def _count(self, failed: bool, error: str | None, cause: str | None, of: str) -> None:
         if of not in self._failures:
             self._failures[of] = FailureBound.of_options(self.limits.options, of)
@@ -154,8 +147,6 @@ class LimitServer:
             self.limits.change(name, changes)
         except ConfigError as invalid:
             error = str(invalid)
-        else:
-            self._send_to_all("limits", self.limits.max_waits)
         messages.send("answer", request, error)
 
 
