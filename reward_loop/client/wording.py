@@ -9,6 +9,10 @@ from __future__ import annotations
 import re
 
 
+def _any_case(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern, re.IGNORECASE)
+
+
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
@@ -30,44 +34,40 @@ PROSE = _words("to but not no is was than more less lower higher first half out 
 """Those of them that do not qualify it as the second word after a comma, a bracket or a dash."""
 PARTIAL = _words("part partially partly partial mostly largely half somewhat incomplete")
 """Words that qualify only a word with the highest or the lowest score."""
-FAULTLESS = re.compile(
+FAULTLESS = _any_case(
     r"\b(?:no|without|free of|not)\s(?:any\s|an?\s)?(?:\w{1,12}\s)?"
     r"(?:errors?|mistakes?|issues?|problems?|flaws?|gaps?|doubts?|objections?|faults?|defects?|reservations?"
-    r"|contradictions?|violations?|discrepanc(?:y|ies)|inconsistenc(?:y|ies)|inaccurac(?:y|ies)|omissions?)\b",
-    re.IGNORECASE,
+    r"|contradictions?|violations?|discrepanc(?:y|ies)|inconsistenc(?:y|ies)|inaccurac(?:y|ies)|omissions?)\b"
 )
 """It does not qualify a value, although it has words that do."""
-CONCEDED = re.compile(
+CONCEDED = _any_case(
     r"\A\W*(?:(?:but|although|(?:even )?though|despite|while)\s(?:the|its|most|some|all|many)\s(?:\w{1,12}\s)?"
     r"(?:method|approach|reasoning|set-?up|steps?|working|logic|idea|calculations?|explanation|formula)\s"
     r"(?:is|are|was|were|seems?|looks?)\s(?:correct|right|sound|valid|good|fine|reasonable|clear)\b"
     r"|not\s(?:equal|equivalent|the same|a match|supported|met|satisfied)\b"
     r"|no (?:credit|points?|marks?|(?:final |valid )answer(?: (?:was|is) (?:given|provided))?)\b"
-    r"|\d{1,4} (?:of|out of) \d{1,4} \w{1,20} (?:pass(?:ed)?|are right|are correct)\b)",
-    re.IGNORECASE,
+    r"|\d{1,4} (?:of|out of) \d{1,4} \w{1,20} (?:pass(?:ed)?|are right|are correct)\b)"
 )
 """What may be said of an answer with the lowest score, and does not qualify it."""
 _FLAWS = r"(?:(?:errors?|mistakes?|typos?|issues?|gaps?|flaws?|slips?|problems?)\b)"
 _PARTS = (
     r"(?:(?:steps?|sections?|parts?|paragraphs?|lines?|sentences?|examples?|cases?|sources?|facts?|criteria|claims?)\b)"
 )
-REMARK = re.compile(
+REMARK = _any_case(
     rf"\b{_FLAWS}\s(?:in|at)\s{_PARTS}\s\d{{1,3}}(?:\sand\s\d{{1,3}})?(?=\s*(?:[.,;)]|\Z))"
     r"|(?<![+*/=\u2012-]\s)(?<![\d.:=/+*\u2012-])\b\d{1,3}\s"
     rf"(?:(?:(?:minor|small|factual|major)\s)?{_FLAWS}|more\s{_PARTS}|of\s(?:the\s)?\d{{1,3}}\s(?:key\s)?{_PARTS})"
     r"|\A\W{1,3}which (?:is|was) (?:an? )?(?:very |quite )?(?:good|solid|strong|fair|excellent|decent|acceptable)"
-    r"(?: (?:answer|response|result|score))?(?=\s*(?:[.,;:!)]|\Z))",
-    re.IGNORECASE,
+    r"(?: (?:answer|response|result|score))?(?=\s*(?:[.,;:!)]|\Z))"
 )
 """A remark after a number that does not qualify it, although it has words or numbers that do."""
-DEGREE = re.compile(
+DEGREE = _any_case(
     r"\b(?:mostly|largely|partially|partly|somewhat|nearly|almost|not (?:fully|entirely|completely|quite))\s"
     r"(?:correct|right|accurate|complete|helpful|relevant|clear|good|solid|perfect|incorrect|wrong|consistent"
-    r"|faithful|coherent|excellent|sound|valid|useful|there)\b|\b(?:above|below) average\b",
-    re.IGNORECASE,
+    r"|faithful|coherent|excellent|sound|valid|useful|there)\b|\b(?:above|below) average\b"
 )
 """What is said of an answer with a number between the lowest and the highest."""
-FLAW = re.compile(
+FLAW = _any_case(
     r"\A[\s,;(\u2012-]{1,4}(?:but|however,?|(?:al|even )?though|yet)\s"
     r"(?!.*(?:\d|\b(?:lower|higher|less|scores?|ratings?|grades?|marks?|verdict|judge\w*|numbers?|maybe|perhaps|should|would|might|if|unless|sure|unsure)\b))"
     r"(?:(?:it|there|(?:the|its|some)(?:\s\w{1,15}){1,3})\s)?"
@@ -75,11 +75,10 @@ FLAW = re.compile(
     r"|use|include|have (?:used|included|cited|mentioned|explained|been (?:clearer|shorter|longer|more \w{1,15})))\b"
     r"|(?:is|are)\s(?:(?:a (?:bit|little)|rather|somewhat|slightly|quite|too|still|also|only)\s)?(?:short|brief|long"
     r"|verbose|wordy|terse|formal|informal|unclear|vague|shallow|dense|thin|weak|missing|incomplete|repetitive|abrupt"
-    r"|room for|minor|small|some))",
-    re.IGNORECASE,
+    r"|room for|minor|small|some))"
 )
 """The beginning of a clause after a number that only names a flaw of the answer."""
-HARMLESS = re.compile(
+HARMLESS = _any_case(
     r"\s++(?:(?:and\s(?:complete|concise|clear|well|fully|consistent|valid|accurate|right|precise|equivalent"
     r"|matches|wrong"
     r"|false|invalid|incomplete|unclear|misleading|unsupported|inconsistent)"
@@ -89,8 +88,7 @@ HARMLESS = re.compile(
     r"|each|full|any))\b"
     r"|overall|throughout|indeed|here|according to|without (?:any )?doubt"
     r"|(?:given|per|based on) the (?:reference|rubric|ground truth|criteria)(?: answer| solution)?(?=\W*\Z)"
-    r"|(?:(?:final|numerical|exact)\s)?(?:answer|solution|response|result|meaning)\b)",
-    re.IGNORECASE,
+    r"|(?:(?:final|numerical|exact)\s)?(?:answer|solution|response|result|meaning)\b)"
 )
 """What may follow a word directly, without a sign between them, and does not qualify it."""
 PREFERRED = (
@@ -100,14 +98,13 @@ PREFERRED = (
 )
 """What may be said of the better one of two answers, directly after its letter."""
 DIRECT = re.compile(r"\s*[^\W\d_]")
-RESERVATIONS = re.compile(
+RESERVATIONS = _any_case(
     r"\W*(?:only|yet|albeit|although|despite|just|barely|hardly|(?:in|with)\s(?:a|an|one|some|most|part"
     r"|principle|spirit|theory|essence"
     r"|form|minor|small|few|several|reservations?|caveats?|exceptions?|errors?)\b|aside|save for|modulo"
     r"|as (?:far|long)"
     r"|under|kind of|sort of|i (?:think|guess|believe|suppose|assume)|at first|numerically|incomplete"
-    r"|conditionally|close|unverified|presumably|apparently|supposedly|with the exception|nur\b|seulement)",
-    re.IGNORECASE,
+    r"|conditionally|close|unverified|presumably|apparently|supposedly|with the exception|nur\b|seulement)"
 )
 """The beginning of a clause after a word that qualifies it."""
 AGAINST = _words(
@@ -127,8 +124,8 @@ POINTS = re.compile(r"\s?(?:\u5206|\u70b9|\uc810)(?![^\W\d_])")
 """The unit of a score in Chinese, Japanese and Korean."""
 DOUBTED = frozenset("?\u061f\u203d\u2047\u2048\u2049\u2753\u2754\U0001f914")
 """Signs in the clause of a value that qualify it; a cross does, too, if its score is not the lowest."""
-REASON = re.compile(r"[\s,;:(\u2012-]{1,5}(?:because|since|due\s+to|given\s+that)\b", re.IGNORECASE)
-TAKEN_BACK = re.compile(
+REASON = _any_case(r"[\s,;:(\u2012-]{1,5}(?:because|since|due\s+to|given\s+that)\b")
+TAKEN_BACK = _any_case(
     r"(?:[.!?\n]|\A)[\s*_>(-]{0,9}+(?:(?:oh|well|but|however|though|still|that said)[,.]?\s)?"
     r"(?:(?:no )?wait|hold on|hmm+|oops|sorry|correction|scratch that|alternatively,? \d|on second thoughts?"
     r"|actually|rather|not really[.!]"
@@ -142,8 +139,7 @@ TAKEN_BACK = re.compile(
     r"|i (?:(?:would|will|must|should|have to) )?(?:changed my mind|change |lower |raise |reduce |revise |downgrade "
     r"|upgrade |correct )|make (?:that|it) (?:an? )?\d|(?:this|that) (?:is|was) not (?:my|the) final"
     r"|(?:the|this|that|my) (?:above )?(?:score|verdict|rating|grade)(?: above)? (?:is|was|seems) (?:only |just )?"
-    r"(?:wrong|too |an? (?:example|placeholder)|not (?:my|the|final|valid)))",
-    re.IGNORECASE,
+    r"(?:wrong|too |an? (?:example|placeholder)|not (?:my|the|final|valid)))"
 )
 ENDS_LINE = re.compile(r"(?:[*_\"'` \t|.!)\]}$\u2019\u201d]|\\[)\]])*+(?:\n|\Z)")
 ENDS_SENTENCE = re.compile(r"[ \t]*+(?:\n|\Z)|(?:!++|[.\u3002])(?![.\w?])")
@@ -167,19 +163,17 @@ DENIALS = _words(
 """Words before a marker that qualify what follows."""
 NAMING = DENIALS - {"no", "not", "nor", "or", "either", "neither", "never", "like", "form"}
 """Those of them that do so anywhere in a short name with a colon."""
-POSSESSIVE = re.compile(
+POSSESSIVE = _any_case(
     r"\b(?!student|model|assistant|response|answer|candidate|author|user|writer|essay|it\b|let\b|here|that|there|what)"
-    r"[\w-]{2,20}['\u2019]s\s",
-    re.IGNORECASE,
+    r"[\w-]{2,20}['\u2019]s\s"
 )
-NOT_SAID = re.compile(
+NOT_SAID = _any_case(
     r"(?:\b(?:example|template|instance)|\be\.g\.|\bsuch as|(?<!json )(?<!ed )\bformat(?:\s(?:is"
     r"|was))?)[\s:,*_\"'`(]{0,6}\Z"
     r"|(?:<(?:s|del|strike)>|\b(?:not|never|reject(?:ed)?|loser|wors[et])\b)[\s:*_\"'`(]{0,6}\Z"
     r"|\bif\b[^.!?\n]{0,80}\Z"
     r"|(?:n't|n\u2019t|\bnot|\bnever|\bcannot)\s(?:\w{1,20}\s){0,2}(?:write|give|award|assign|say|output|use|deserve)"
-    r"[\s:,*_\"'`(an]{0,6}\Z",
-    re.IGNORECASE,
+    r"[\s:,*_\"'`(an]{0,6}\Z"
 )
 """Text before a candidate that makes it an example, a condition, or what the judge does not give."""
 OTHERS = re.compile(
@@ -192,7 +186,7 @@ LEAD_BREAK = re.compile(
     r"[.!?;:\u3002]++(?<!\be\.g\.)(?=[\s*_\"')\]\u2e80-\ufffd]|\Z)|\n(?=\s*\n|[^\S\n]*(?:[-*+#|>]|\d{1,2}[.)])\s)"
 )
 """What ends a sentence, also without a full stop, before the sentence that leads to a candidate."""
-CONDITION = re.compile(
+CONDITION = _any_case(
     r"\W*(?:(?:only|even|but|and|so|then|thus|however|or|also|it)\b,?\s){0,3}"
     r"(?:if|unless|when(?:ever)?(?!\s\w+ing\b)|suppos\w+|assum\w+|provided|in (?:the )?case|should (?:it|the"
     r"|this)|had\b|were\b"
@@ -201,8 +195,7 @@ CONDITION = re.compile(
     r"|for (?:example|instance|comparison|reference)|e\.?g|wenn|falls|si(?=\s)|\u5982\u679c|\u4f8b\u5982"
     r"|(?:(?:an?|the|here is|here's|this is|one|output|response|answer|expected|required|sample)\s){0,4}"
     r"(?:example|template|format|(?:sample|expected|example)(?:\s(?:output|reply|response|line|result|answer))?)\b"
-    r"(?:\s\w+){0,4}\W*\Z)",
-    re.IGNORECASE,
+    r"(?:\s\w+){0,4}\W*\Z)"
 )
 """The beginning of a sentence that leads to an example, or to a value under a condition."""
 GIVES = _words(
@@ -218,7 +211,7 @@ GIVES = _words(
 """Words at the end of a sentence that says who gives or gets the value."""
 GIVEN = _words("this that it them him her the a an as at of for with in on to only just about answer most least your")
 """Words that may follow them."""
-OWN = re.compile(
+OWN = _any_case(
     r"(?:\W|\b(?:and|so|but|then|thus|hence|therefore|overall|finally|now|here|since|because|as|while|here's"
     r"|given|no(?!\sone)|is|are)\b){0,9}"
     r"(?:(?:i|we|it|this|that|which|these|my|our|its|no (?!one)\w+|diese[rs]?|das|cette|esta|este)\b"
@@ -229,11 +222,10 @@ OWN = re.compile(
     r"|verdict|grade|mark|judge?ment|decision|assessment|evaluation|result|conclusion|winner|choice|ranking|attempt"
     r"|explanation|argument|work|reply|total|sum|average|quality|antwort|r\u00e9ponse|respuesta)\b"
     r"|(?:weigh|combin|averag|add)\w+|(?:the\s)?(?:final|json)\s(?:json\s)?output\W*\Z"
-    r"|in\s(?:the|your)\s(?:requested|required|specified|desired)\s(?:json\s)?(?:output\s)?format\W*\Z)|\W*\w+\W*\Z",
-    re.IGNORECASE,
+    r"|in\s(?:the|your)\s(?:requested|required|specified|desired)\s(?:json\s)?(?:output\s)?format\W*\Z)|\W*\w+\W*\Z"
 )
 """The beginning of the last clause of such a sentence if it is about this answer."""
-ALIEN = re.compile(
+ALIEN = _any_case(
     r"\b(?:perfect|ideal|flawless|maxim\w+|minim\w+|(?:highest|lowest|best|worst)\s(?:possible|score|rating"
     r"|grade|mark)"
     r"|full marks?|would have|could|might|may|normally|usually|typically|otherwise|generally|another|others?|someone"
@@ -243,20 +235,17 @@ ALIEN = re.compile(
     r"|hop(?:e[sd]?|ing)|wants?|wanted|humans?|graders?|teachers?|experts?|users?|authors?|reference|expected"
     r"|hypothetical|in theory"
     r"|instructions?|rubric|guidelines?|prompt|last line|was going|cannot|refuse|hesitate|not|never|parfaite|perfekte"
-    r"|perfecta)\b",
-    re.IGNORECASE,
+    r"|perfecta)\b"
 )
 """What it says if it is about something else, or not decided."""
 ALIEN_CJK = re.compile(r"(?:\u5b8c\u7f8e|\u7406\u60f3|\u6ee1\u5206)\u7684?(?:\u56de\u7b54|\u7b54\u6848)")
 INLINE_QUOTE = re.compile(r"\w[^\n\"\u201c\u201e\u00ab\u300c]{0,60}[^\w\n][\"\u201c\u201e\u00ab\u300c][*_(]{0,3}\Z")
-HIGHER = re.compile(
-    r"(?:\b(?:to (?:get|earn|receive|reach|achieve|deserve)|for)\s)?\b(?:an?|any)\s(?:higher\s|perfect\s|full\s)?\Z",
-    re.IGNORECASE,
+HIGHER = _any_case(
+    r"(?:\b(?:to (?:get|earn|receive|reach|achieve|deserve)|for)\s)?\b(?:an?|any)\s(?:higher\s|perfect\s|full\s)?\Z"
 )
-MISSED = re.compile(
+MISSED = _any_case(
     r"[*_`\"')\]]{0,4}(?:/\d{1,3})?\s(?:would (?:require|need|have (?:required|needed))|requires?|needs?"
-    r"|is (?:reserved|only for|not (?:justified|warranted|deserved|possible)))\b",
-    re.IGNORECASE,
+    r"|is (?:reserved|only for|not (?:justified|warranted|deserved|possible)))\b"
 )
 """What stands before and after a higher score that the answer does not get: ``A score of 10 would require``."""
 TURN = re.compile(
@@ -286,11 +275,10 @@ CLAIM = (
 """What may stand before a word that is another verdict."""
 ITEM_MARK = re.compile(r"[\s*_~`(\[]*(?:(?:[-*+#|>]+|\d{1,2}[.)]|[a-z][.)])\s*)*[\s*_~`(\[]*")
 HEADING = re.compile(r"^[^\S\n]{0,3}(?:\#{1,6}[^\S\n]|\*\*)([^\n]{1,60}?)(?:\*\*)?:?[^\S\n]*$", re.MULTILINE)
-FINAL_NAME = re.compile(
+FINAL_NAME = _any_case(
     r"\b(?:final(?:ly)?|overall|total|conclusions?|concluding|verdict|summary|average|mean|weighted|combined"
     r"|revised|corrected"
-    r"|updated|adjusted|after|now|therefore|thus|so|hence|my|judge?ment|decision|aggregate|all)\b",
-    re.IGNORECASE,
+    r"|updated|adjusted|after|now|therefore|thus|so|hence|my|judge?ment|decision|aggregate|all)\b"
 )
 """Words in the name of the last item of a list that make it the verdict."""
 DESCRIBED = re.compile(r"[*_`)\]]*[^\S\n]*(?:[-\u2012=:(\u2192]|(?:for|on|in)\b)[^\S\n]*[^\s\d]")
@@ -302,10 +290,9 @@ RESTATED = (
     r"[\s*_`\"'$(\[]{0,8}(?P<value>-?\d{1,9}(?:\.\d{1,9})?|[^\W\d_]{1,40})\b"
 )
 RATING_NAMES = ("score", "rating", "grade", "mark", "verdict", "judgment", "judgement", "decision")
-SAYING = re.compile(
+SAYING = _any_case(
     r"\b(?:wrote|writes?|written|says?|said|states?|stated|claims?|claimed|quotes?|quoted|contains?|outputs|prints?"
-    r"|reads?|begins?|ends?)\b(?:\s(?:with|in|as))?[\s:,*_\"'`(>]{0,6}\Z",
-    re.IGNORECASE,
+    r"|reads?|begins?|ends?)\b(?:\s(?:with|in|as))?[\s:,*_\"'`(>]{0,6}\Z"
 )
 QUOTES = "\"'`\u2018\u201c\u201e\u00ab\u300c\u300e"
 
