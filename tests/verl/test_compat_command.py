@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from reward_loop.verl.compat import CPU, TRAINING, installed_version, registered, verl_folder
-from reward_loop.verl.compat.__main__ import main
+from reward_loop.verl.compat import CPU, TRAINING, installed_version, main, registered, verl_folder
 from tests.fork_server import run_forked
 from tests.gsm8k import ROOT
 
