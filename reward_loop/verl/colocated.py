@@ -33,7 +33,7 @@ from reward_loop.serving.manager import serve_reward_model
 from reward_loop.serving.models import model_kind
 from reward_loop.serving.reservation import GpuReservation
 from reward_loop.verl.cluster import RouterAddress, accelerator, router_address
-from reward_loop.verl.compat import overrides, uses
+from reward_loop.verl.compat import overrides, replaced, uses
 from reward_loop.verl.reward_metrics import added_seconds
 from reward_loop.verl.reward_model import colocated_models, verls_options
 
@@ -320,13 +320,12 @@ def _start(options: DictConfig, pool: Any, suffix: str) -> _Replicas:
     if not suffix:
         return _Replicas(options, pool)
     replica_class = reward_model.get_rollout_replica_class
-    reward_model.get_rollout_replica_class = lambda *arguments: functools.partial(
-        replica_class(*arguments), name_suffix=suffix.replace("/", "_")
-    )
-    try:
+
+    def named(*arguments: Any) -> Any:
+        return functools.partial(replica_class(*arguments), name_suffix=suffix.replace("/", "_"))
+
+    with replaced(reward_model, "get_rollout_replica_class", named):
         return _Replicas(options, pool)
-    finally:
-        reward_model.get_rollout_replica_class = replica_class
 
 
 def _authorization() -> dict[str, str]:

@@ -16,6 +16,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -42,6 +43,7 @@ __all__ = [
     "main",
     "overrides",
     "registered",
+    "replaced",
     "uses",
     "verl_folder",
 ]
@@ -122,6 +124,17 @@ def overrides(cls: type) -> Callable[[F], F]:
         return method
 
     return register
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute, of a module or of an object, within the block."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def registered(modules: Collection[str]) -> list[Use]:

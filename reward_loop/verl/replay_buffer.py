@@ -14,7 +14,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, _accumulate_eviction
 
 from reward_loop._util.text import shorten
 from reward_loop.errors import ConfigError, RewardLoopError
-from reward_loop.verl.compat import overrides, uses
+from reward_loop.verl.compat import overrides, replaced, uses
 from reward_loop.verl.mode_options import ModeOptions
 from reward_loop.verl.reward_metrics import Rewards
 from reward_loop.verl.trajectory_keys import GENERATED, JUDGED, uid_of
@@ -103,12 +103,10 @@ class RewardReplayBuffer(ReplayBuffer):
         began = monotonic()
         # Only during the wait: the mode `separate_async` compares `poll_interval` with the time of a wait to decide
         # whether the trainer was idle.
-        verls_interval, self.poll_interval = self.poll_interval, self._poll_interval_s
-        try:
-            return super()._wait_for_next_poll(partition_id, last_debug_time)
-        finally:
-            self.poll_interval = verls_interval
-            self._quiet += monotonic() - began
+        with replaced(self, "poll_interval", self._poll_interval_s):
+            logged = super()._wait_for_next_poll(partition_id, last_debug_time)
+        self._quiet += monotonic() - began
+        return logged
 
     def unfinished(self) -> set[str]:
         """Read the tags in TransferQueue. Returns the training prompts that lack a rollout or a reward."""

@@ -18,7 +18,7 @@ from typing import Any
 import transfer_queue as tq
 
 from reward_loop.errors import RewardLoopError
-from reward_loop.verl.compat import uses
+from reward_loop.verl.compat import replaced, uses
 
 __all__ = ["MAX_ATTEMPTS", "repeating_requests"]
 
@@ -33,12 +33,9 @@ MAX_ATTEMPTS = 3
 @contextmanager
 def repeating_requests() -> Iterator[None]:
     """Have verl save and load TransferQueue's data again, up to `MAX_ATTEMPTS` times, within the block."""
-    save, load = tq.save_checkpoint, tq.load_checkpoint
-    tq.save_checkpoint, tq.load_checkpoint = _repeated(save), _repeated(load)
-    try:
+    save, load = _repeated(tq.save_checkpoint), _repeated(tq.load_checkpoint)
+    with replaced(tq, "save_checkpoint", save), replaced(tq, "load_checkpoint", load):
         yield
-    finally:
-        tq.save_checkpoint, tq.load_checkpoint = save, load
 
 
 def _repeated(call: Callable[..., None]) -> Callable[..., None]:

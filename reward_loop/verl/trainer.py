@@ -23,7 +23,7 @@ from reward_loop.managers.failures import Failures
 from reward_loop.records import cleaned
 from reward_loop.types import RESERVED_KEYS, RewardResult
 from reward_loop.verl.agent_loop_manager import RewardAgentLoopManager
-from reward_loop.verl.compat import overrides, uses
+from reward_loop.verl.compat import overrides, replaced, uses
 from reward_loop.verl.gdpo import GDPO, component_rewards, switch_estimator, use_rewards
 from reward_loop.verl.mode_options import check_group_manager
 from reward_loop.verl.recording_trainer import RecordingTrainer
@@ -138,7 +138,8 @@ class RewardLoopTrainer(RecordingTrainer):
         if self._colocated is None:
             # Start them first: they load while the policy loads.
             self.reward_workers = RewardWorkers(self._settings, self._router, named=True)
-        with _in_place_of_verls_rewards(self._start_rewards):
+        # Here verl creates its own reward loop manager, and loads the checkpoint.
+        with replaced(trainer_base, "RewardLoopManager", self._start_rewards), repeating_requests():
             super()._setup()
         # The agent loop workers, which verl starts next, get this configuration.
         self._run_config.trainer.total_training_steps = self.total_training_steps
@@ -166,16 +167,6 @@ class RewardLoopTrainer(RecordingTrainer):
         return SimpleNamespace(reward_loop_worker_handles=handles)
 
     @overrides(PPOTrainer)
-    def _load_checkpoint(self) -> None:
-        with repeating_requests():
-            super()._load_checkpoint()
-
-    @overrides(PPOTrainer)
-    def _save_checkpoint(self) -> None:
-        with repeating_requests():
-            super()._save_checkpoint()
-
-    @overrides(PPOTrainer)
     def fit(self, agent_loop_manager: Any) -> None:
         """Train, and then stop the agent loop workers and the reward workers. Dead agent loop workers are replaced.
 
@@ -188,7 +179,8 @@ class RewardLoopTrainer(RecordingTrainer):
         self.recovery = Recovery(replaceable, self.reward_workers, rollouts=rollouts, judges=judges)
         self.replay_buffer.checks.append(self._replace_dead_workers)
         try:
-            with self._checking_fatal_errors():  # also of a validation before the first step
+            # Errors also of a validation before the first step; requests of checkpoints.
+            with self._checking_fatal_errors(), repeating_requests():
                 super().fit(agent_loop_manager)
         finally:
             self._health.flush()
@@ -472,17 +464,6 @@ class RewardLoopTrainer(RecordingTrainer):
         ):
             fields.append("rollout_is_weights")
         zero(keys, *fields)
-
-
-@contextmanager
-def _in_place_of_verls_rewards(start: Callable[..., Any]) -> Iterator[None]:
-    """Have verl's trainer call ``start`` where it creates its own reward loop manager, within the block."""
-    verls = trainer_base.RewardLoopManager
-    trainer_base.RewardLoopManager = start
-    try:
-        yield
-    finally:
-        trainer_base.RewardLoopManager = verls
 
 
 def with_reward_loop(trainer: type[PPOTrainer]) -> type[RewardLoopTrainer]:

@@ -10,7 +10,7 @@ from transformers import AutoModelForTokenClassification
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
-from reward_loop.verl.compat import uses
+from reward_loop.verl.compat import replaced, uses
 
 __all__ = ["CPUEngineWithLMHead", "CPUEngineWithValueHead"]
 
@@ -28,15 +28,12 @@ class _WithoutOffload:
     engine_config: Any
 
     def _build_fsdp_module(self, module: Any) -> Any:
-        configured = self.engine_config
-        self.engine_config = copy.copy(configured)
+        config = copy.copy(self.engine_config)
         # Around the check of verl's configuration, which is frozen; this is a copy of it.
-        object.__setattr__(self.engine_config, "forward_only", False)
-        object.__setattr__(self.engine_config, "offload_policy", False)
-        try:
+        object.__setattr__(config, "forward_only", False)
+        object.__setattr__(config, "offload_policy", False)
+        with replaced(self, "engine_config", config):
             return super()._build_fsdp_module(module)  # type: ignore[misc]
-        finally:
-            self.engine_config = configured
 
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cpu")
