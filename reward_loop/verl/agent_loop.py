@@ -30,22 +30,24 @@ from typing import Any
 
 import torch
 import transfer_queue as tq
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from reward_loop.agent.environment import CurrentScorer, scoring_with
 from reward_loop.errors import ConfigError
+from reward_loop.managers import RewardLoopManagerBase
 from reward_loop.managers.base import (
     TOTAL_STEPS,
     TRAINER_MODE,
     TURNS,
     VALIDATE,
     generated_step_of,
+    open_records,
     progress_of,
     training_step_of,
 )
-from reward_loop.records import Records, records
+from reward_loop.records import Records
 from reward_loop.types import Outcome, Reward, RewardSample
 from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.tq_rows import REQUESTED
@@ -121,7 +123,7 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Must be here: otherwise Ray sends verl's method by value, and its `super()` fails in the process of the actor.
         super().__init__(*args, **kwargs)
-        self._records = _open_records(self.config)
+        self._records = open_records(RewardLoopManagerBase.read_options(self.config))
 
     async def until_death(self) -> None:
         """Never returns. A pending call fails when the worker dies."""
@@ -333,11 +335,3 @@ async def _write_reward(session: _Session, outputs: list[Any]) -> None:
         tags=[judged] * len(outputs),
         partition_id=session.prompt.partition,
     )
-
-
-def _open_records(config: DictConfig) -> Records | None:
-    folder = OmegaConf.select(config, "reward_loop.log_dir")
-    max_bytes = OmegaConf.select(config, "reward_loop.record.max_bytes")
-    if folder is None:
-        return None
-    return records(folder) if max_bytes is None else records(folder, max_bytes)
