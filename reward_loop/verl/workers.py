@@ -60,13 +60,13 @@ class _Requests:
         self.open: dict[Any, int] = {}
         """Open call -> the position of its worker."""
 
-    def send(self) -> None:
+    def send(self, *arguments: Any) -> None:
         """Call the method of each worker that has no open call."""
         busy = set(self.open.values())
         for position, worker in enumerate(self._handles):
             # A worker that blocks its event loop would otherwise collect calls.
             if position not in busy:
-                self.open[getattr(worker, self._method).remote()] = position
+                self.open[getattr(worker, self._method).remote(*arguments)] = position
 
     def answers(self, timeout: float) -> list[Any]:
         """Return the results that arrive within ``timeout`` seconds. A later call returns the others.
@@ -223,15 +223,10 @@ class RewardWorkers:
         Waits at most `COUNTS_S` seconds. A worker that does not answer counts with the number that it was asked for.
         """
         each = -(-most // len(self.handles))
-        asked = [worker.ablate.remote(feature, each) for worker in self.handles]
-        answered, late = ray.wait(asked, num_returns=len(asked), timeout=COUNTS_S)
-        started = each * len(late)
-        for call in answered:
-            try:
-                started += ray.get(call)
-            except RayActorError as error:
-                raise_if_lost(error)  # otherwise, Ray restarts the worker, without answers
-        return started
+        requests = _Requests(self.handles, "ablate")
+        requests.send(feature, each)
+        # Ray restarts a worker that has died, without answers.
+        return sum(requests.answers(COUNTS_S)) + each * len(requests.open)
 
     def abandon(self, uids: Collection[str]) -> None:
         """Cancel the scoring of the rollouts of these prompts, because the process that requested it has died.
