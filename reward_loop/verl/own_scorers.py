@@ -102,23 +102,15 @@ class _Finder(importlib.abc.MetaPathFinder):
         if fullname not in _CHANGES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, _CHANGES[fullname])
+        if spec is not None and spec.origin is not None:
+            spec.loader = _Loader(fullname, spec.origin)
         return spec
 
 
-class _Loader(importlib.abc.Loader):
-    def __init__(self, loader: Any, change: Callable[[Any], None]) -> None:
-        self._loader = loader
-        self._change = change
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
-
+class _Loader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._change(module)
+        super().exec_module(module)
+        _CHANGES[module.__name__](module)
 
 
 def _guard_grader(grader: Any) -> None:
