@@ -30,7 +30,25 @@ a batch some milliseconds apart. Without a wait, the first few would form a smal
 batch of all sessions, and the others would wait for it."""
 
 
-class CPURolloutServer:
+class _Sleeping:
+    """What verl calls to release and to take device memory. There is none: a server only remembers which it was."""
+
+    _asleep = False
+
+    async def sleep(self) -> None:
+        """Mark the server as asleep."""
+        self._asleep = True
+
+    async def wake_up(self) -> None:
+        """Mark the server as awake."""
+        self._asleep = False
+
+    async def is_sleeping(self) -> bool:
+        """Return whether the server is marked as asleep."""
+        return self._asleep
+
+
+class CPURolloutServer(_Sleeping):
     """The model server of one replica. A Ray actor with asynchronous methods; verl's clients call :meth:`generate`.
 
     Args:
@@ -60,7 +78,6 @@ class CPURolloutServer:
         self._context_length = prompt_length + response_length
         self._response_length = response_length
         self._global_steps: int | None = None
-        self._asleep = False
         self._open = AsyncExitStack()
         self._updating = False
         self._admission = asyncio.Event()
@@ -140,7 +157,7 @@ class CPURolloutServer:
             for name, value in bucket.items():
                 target[name].copy_(value)
         if last:
-            self._asleep = False
+            self._asleep = False  # new weights wake the server up
             # verl's validation sends the weights again without a step number.
             if global_steps is not None:
                 self._global_steps = global_steps
@@ -168,18 +185,6 @@ class CPURolloutServer:
         """Set the training step of the current weights."""
         self._global_steps = global_steps
 
-    async def sleep(self) -> None:
-        """Mark the server as asleep. There is no device memory to release."""
-        self._asleep = True
-
-    async def wake_up(self) -> None:
-        """Mark the server as awake. New weights do the same."""
-        self._asleep = False
-
-    async def is_sleeping(self) -> bool:
-        """Return whether the server is marked as asleep."""
-        return self._asleep
-
     async def release_nothing(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing. Stands for verl's other calls that release device memory, and for its profiling calls."""
 
@@ -187,7 +192,7 @@ class CPURolloutServer:
     start_profile = stop_profile = release_nothing
 
 
-class CPURewardServer:
+class CPURewardServer(_Sleeping):
     """The embedded server of a reward model, for one replica of verl. A Ray actor with asynchronous methods.
 
     Args:
@@ -199,24 +204,11 @@ class CPURewardServer:
         served = RewardModelConfig(model_path=model_path, served_model_name=name, engine="transformers")
         self._models = RewardModelManager(served)
         self._open = AsyncExitStack()
-        self._asleep = False
 
     async def start(self) -> str:
         """Start the server; return its ``host:port``."""
         await self._open.enter_async_context(self._models)
         return self._models.reward_router_address
-
-    async def sleep(self) -> None:
-        """Mark the server as asleep. There is no device memory to release."""
-        self._asleep = True
-
-    async def wake_up(self) -> None:
-        """Mark the server as awake."""
-        self._asleep = False
-
-    async def is_sleeping(self) -> bool:
-        """Return whether the server is marked as asleep."""
-        return self._asleep
 
 
 def _as_list(value: Any) -> list[Any]:
