@@ -180,7 +180,7 @@ class Recovery:
         batch, others = select(trajectories, judged), select(trajectories, sorted(set(affected).difference(judged)))
         began = time.time()
         sessions, samples = read_sessions(batch)
-        write_rewards(batch, sessions, self._reward_workers.finish_batch(self._reward_workers.start_batch(samples)))
+        write_rewards(batch, sessions, self._reward_workers.score_batch(samples))
         # After the rewards: a row with this tag has one.
         tags = [{JUDGED: [began, time.time()]} for _ in batch.keys]
         tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, tags=tags)

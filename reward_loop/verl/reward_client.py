@@ -8,7 +8,6 @@ import logging
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
@@ -18,7 +17,7 @@ from reward_loop.errors import RewardFunctionError, RewardLoopError
 from reward_loop.managers.failures import decide
 from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
 
-__all__ = ["MAX_TASK_RETRIES", "RewardClient", "SentSample", "prompt_of", "raise_if_lost"]
+__all__ = ["MAX_TASK_RETRIES", "RewardClient", "prompt_of", "raise_if_lost"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,15 +41,6 @@ def prompt_of(data: Any) -> str:
     return str(data.non_tensor_batch["uid"][-1])
 
 
-@dataclass(slots=True)
-class SentSample:
-    """A sample, and the call of the worker that scores it."""
-
-    worker: Any
-    data: Any
-    answer: Any
-
-
 class RewardClient:
     """Distributes samples among the reward workers.
 
@@ -72,19 +62,15 @@ class RewardClient:
 
     async def remote(self, data: Any) -> Reward:
         """Score ``data``, one rollout as a ``DataProto``, or a `RewardSample`."""
-        sent = self.send(data)
         try:
-            return await self.reward_of(sent)
+            return await self.reward_of(data)
         except RewardFunctionError as failure:
             if not isinstance(failure, RayTaskError):  # otherwise, the worker has stored its error itself
-                await self._stop_run(f"{type(failure).__name__}: {failure}", sent.worker)
+                await self._stop_run(f"{type(failure).__name__}: {failure}")
             raise
 
-    def send(self, data: Any) -> SentSample:
-        """Send a sample to the next worker in turn; with ``by_group``, to the worker of its prompt.
-
-        The worker of a prompt is the same in every process.
-        """
+    def _worker_for(self, data: Any) -> Any:
+        """Return the next worker in turn; with ``by_group``, the worker of the prompt: the same in every process."""
         if self.by_group:
             # Not `hash`, which is another one in each process.
             turn = zlib.crc32(prompt_of(data).encode())
@@ -92,36 +78,35 @@ class RewardClient:
             # In turn, where verl chooses at random, so that workers have equal loads.
             turn = self._turn
             self._turn += 1
-        worker = self._workers[turn % len(self._workers)]
-        return SentSample(worker, data, worker.compute_score.remote(data))
+        return self._workers[turn % len(self._workers)]
 
-    async def reward_of(self, sample: SentSample) -> Reward:
-        """Wait for the reward of a sample. Sends it again if the worker dies, up to `MAX_TASK_RETRIES` times.
+    async def reward_of(self, data: Any) -> Reward:
+        """Send a sample to a worker, and wait for its reward; again if the worker dies, up to `MAX_TASK_RETRIES` times.
 
         Raises:
             RewardFunctionError: the worker died too often, or stayed unreachable, and the policy is ``raise``.
             RewardLoopError: the worker did not start again, so its share of all further samples would fail.
         """
+        worker = self._worker_for(data)
         try:
             for _ in range(MAX_TASK_RETRIES):
                 try:
-                    return await sample.answer
+                    return await worker.compute_score.remote(data)
                 except RayActorError:
-                    await self._until_reachable(sample.worker)
-                    sample.answer = sample.worker.compute_score.remote(sample.data)
-            return await sample.answer
+                    await self._until_reachable(worker)
+            return await worker.compute_score.remote(data)
         except RayActorError as error:
             raise_if_lost(error)
             return self._failed(error)
 
-    async def _stop_run(self, why: str, worker: Any) -> None:
+    async def _stop_run(self, why: str) -> None:
         """Store a fatal error in a worker, for the trainer, which runs in another process and asks all workers.
 
-        If the worker is not reachable, another one stores it. If none is, the trainer stops for that reason.
+        If a worker is not reachable, the next one stores it. If none is, the trainer stops for that reason.
         """
-        for candidate in (worker, *(other for other in self._workers if other is not worker)):
+        for worker in self._workers:
             with contextlib.suppress(RayActorError, TimeoutError):
-                await asyncio.wait_for(candidate.stop_run.remote(why), self.options.worker_answer_timeout_s)
+                await asyncio.wait_for(worker.stop_run.remote(why), self.options.worker_answer_timeout_s)
                 return
 
     async def _until_reachable(self, worker: Any) -> None:

@@ -347,7 +347,7 @@ class RewardLoopTrainer(RecordingTrainer):
         keys, rows = read_sessions(batch)
         # Not in `metrics`: verl would average these seconds over the parts of a step, not add them.
         with self._colocated.awake(None if metrics is None else self._rewards.seconds) as turns:
-            rewards = self.reward_workers.finish_batch(self.reward_workers.start_batch(rows), turns)
+            rewards = self.reward_workers.score_batch(rows, turns)
         write_rewards(batch, keys, rewards)
         return batch
 

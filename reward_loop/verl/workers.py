@@ -21,7 +21,7 @@ from reward_loop.limits import longest_call_s
 from reward_loop.scoring.proofs import ProofCounts
 from reward_loop.types import Reward, RewardSample
 from reward_loop.verl.cluster import RouterAddress, worker_nodes
-from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient, SentSample, prompt_of, raise_if_lost
+from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient, prompt_of, raise_if_lost
 from reward_loop.verl.reward_model import colocated_models
 from reward_loop.verl.reward_worker import RewardWorker
 from reward_loop.verl.run_scorer import worker_name
@@ -244,31 +244,24 @@ class RewardWorkers:
         """
         ray.wait([worker.stop.remote() for worker in self.handles], num_returns=len(self.handles), timeout=BUSY_S)
 
-    def start_batch(self, rows: Sequence[Any]) -> list[SentSample]:
-        """Send ``rows``, the rollouts of `read_sessions`, to the workers; return the input of :meth:`finish_batch`.
-
-        The rollouts of a prompt must all be in ``rows``, if the manager needs whole groups. Those that failed are not
-        awaited: the others are the group.
-        """
-        if self.client.by_group:
-            sizes = Counter(map(prompt_of, rows))
-            rows = [_in_group(row, sizes[prompt_of(row)]) for row in rows]
-        return [self.client.send(row) for row in rows]
-
-    def finish_batch(
-        self, pending: Sequence[SentSample], meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None
+    def score_batch(
+        self, rows: Sequence[Any], meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None
     ) -> list[Reward]:
-        """Wait for the rewards of a batch, and return them in the order of its rows.
+        """Score a batch, and return the rewards in the order of its rows.
 
         Args:
-            pending: the rollouts, from `start_batch`.
+            rows: the rollouts, from `read_sessions`. If the manager needs whole groups, all rollouts of each prompt.
+                Those that failed are not awaited: the others are the group.
             meanwhile: runs on the event loop of the wait, and is cancelled when all rewards are there.
 
         Raises:
             RewardLoopError: `meanwhile` failed; the run must stop; no reward arrived for longer than the timeout of the
                 function and its retries; or a worker does not respond.
         """
-        return self._results([self.client.reward_of(sample) for sample in pending], meanwhile)
+        if self.client.by_group:
+            sizes = Counter(map(prompt_of, rows))
+            rows = [_in_group(row, sizes[prompt_of(row)]) for row in rows]
+        return self._results([self.client.reward_of(row) for row in rows], meanwhile)
 
     def _results(
         self, pending: Sequence[Awaitable[T]], meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None

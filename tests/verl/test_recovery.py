@@ -131,18 +131,15 @@ class Rewards:
     def abandon(self, uids: set[str]) -> None:
         self.abandoned.append(set(uids))
 
-    def start_batch(self, samples: list[DataProto | RewardSample]) -> list[DataProto | RewardSample]:
+    def score_batch(self, samples: list[DataProto | RewardSample]) -> list[Reward]:
         self.received += samples
-        return samples
-
-    def finish_batch(self, pending: list[DataProto | RewardSample]) -> list[Reward]:
         scored = self.outcome == "scored"
         info = {
             "reward_outcome": self.outcome,
             "reward_masked": not scored,
             "reward_error": "still away" * (not scored),
         }
-        return [Reward(reward_score=NEW if scored else 0.0, reward_extra_info=info) for _ in pending]
+        return [Reward(reward_score=NEW if scored else 0.0, reward_extra_info=info) for _ in samples]
 
 
 def recover(

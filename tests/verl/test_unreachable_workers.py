@@ -114,24 +114,26 @@ def workers(monkeypatch: pytest.MonkeyPatch, *handles: Worker, **changed: Any) -
 def test_the_samples_of_a_batch_wait_until_their_worker_is_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
     alive, lost = Worker(), Worker(compute_score=3, ready=5)
     group = workers(monkeypatch, alive, lost)
-    assert group.finish_batch(group.start_batch([None] * 4)) == [REWARD] * 4
+    assert group.score_batch([None] * 4) == [REWARD] * 4
     assert (alive.calls.count("compute_score"), lost.calls.count("compute_score")) == (2, 5)
 
 
 def test_a_batch_of_rollouts_and_of_requested_samples_says_how_large_their_groups_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    group = workers(monkeypatch, Worker())
+    sent: list[Any] = []
+    group = workers(monkeypatch, worker := Worker())
+    worker.compute_score = SimpleNamespace(remote=lambda data: (sent.append(data), Answer(REWARD))[1])
     group.client.by_group = True
     requested = RewardSample("4", uid="a_1", group="a", group_size=4)
-    sent = [sample.data for sample in group.start_batch([rollout("1", uid="a"), requested, rollout("1", uid="b")])]
+    group.score_batch([rollout("1", uid="a"), requested, rollout("1", uid="b")])
     assert sent[1].group_size == 2
     assert [sent[i].non_tensor_batch["group_size"].tolist() for i in (0, 2)] == [[2], [1]]
 
 
 def test_the_samples_of_a_batch_whose_worker_dies_repeatedly_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     group = workers(monkeypatch, Worker(), dying := Worker(compute_score=99))
-    rewards = group.finish_batch(group.start_batch([None] * 2))
+    rewards = group.score_batch([None] * 2)
     assert rewards[0] == REWARD
     assert rewards[1]["reward_extra_info"]["reward_outcome"] == "failed"
     assert dying.calls.count("compute_score") == MAX_TASK_RETRIES + 1

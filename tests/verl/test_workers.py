@@ -83,7 +83,7 @@ async def test_a_worker_that_dies_is_replaced_and_its_samples_are_scored_again(
     flag.write_text("x" * 99)
     workers.check_fatal_errors()
     batch = [rollout(f"{i} deaths") for i in range(5)]
-    rewards = await asyncio.to_thread(workers.finish_batch, workers.start_batch(batch))
+    rewards = await asyncio.to_thread(workers.score_batch, batch)
     assert [reward["reward_score"] for reward in rewards] == [1.0] * 5
 
 
@@ -206,12 +206,9 @@ def compute_score(solution_str):
 def test_a_batch_whose_rewards_do_not_come_is_not_awaited_for_ever(
     cluster: None, with_function: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import ray
-
     monkeypatch.setattr("reward_loop.limits.call.MAX_SHARED_S", 0.0)
     workers = started(with_function(HANGS, ONE_WORKER, "reward_loop.timeout=null"))
-    pending = workers.start_batch([rollout("1"), rollout("hang")])
-    ray.wait([sample.answer for sample in pending], num_returns=1, timeout=300)
+    workers.score_batch([rollout("1")])
     # As if the worker, and not the function, had forgotten a deadline of a tenth of a second.
     deadlines = (
         "reward_loop.timeout=0.1",
@@ -221,7 +218,7 @@ def test_a_batch_whose_rewards_do_not_come_is_not_awaited_for_ever(
     )
     workers.client.options = with_function(HANGS, ONE_WORKER, *deadlines).options
     with pytest.raises(RewardLoopError, match=r"1 of 2 rewards are missing.*reward_loop\.timeout.*within 5\.2 s"):
-        workers.finish_batch(pending)
+        workers.score_batch([rollout("1"), rollout("hang")])
 
 
 @pytest.mark.parametrize(
@@ -252,7 +249,7 @@ def test_a_batch_is_awaited_as_long_as_its_slowest_sample_may_take(
     monkeypatch.setattr(workers.client, "reward_of", lambda sample: reward())
     monkeypatch.setattr(workers, "check_fatal_errors", lambda: None)
     sample: Any = "the rollout"
-    assert workers.finish_batch([sample]) == [1.0]
+    assert workers.score_batch([sample]) == [1.0]
     assert now[0] == arrival_s
 
 
@@ -334,7 +331,7 @@ async def test_a_group_meets_in_one_of_several_workers(cluster: None, with_funct
     rows.append(rollout("x", uid="validation", group_size=1, __validate__=True))
     rewards = await asyncio.gather(*(workers.client.compute_score.remote(row) for row in rows))
     assert [reward["reward_score"] for reward in rewards] == [0] * 6 + [1] * 6 + [2] * 6 + [0]
-    batch = await asyncio.to_thread(workers.finish_batch, workers.start_batch(rows))
+    batch = await asyncio.to_thread(workers.score_batch, rows)
     assert [reward["reward_score"] for reward in batch] == [reward["reward_score"] for reward in rewards]
     # Both workers have groups that can be scored again with a changed answer.
     feature = Feature("a long phrase")
@@ -355,7 +352,7 @@ def test_a_batch_is_not_scored_later_because_a_rollout_of_a_group_failed(
 ) -> None:
     workers = started(with_function(RANKS, ONE_WORKER, *GROUPS))
     rows = [rollout("x" * length, uid="q", session_id=length, group_size=3) for length in (1, 3)]
-    rewards = workers.finish_batch(workers.start_batch(rows))
+    rewards = workers.score_batch(rows)
     assert [reward["reward_extra_info"]["reward_error"] for reward in rewards] == ["", ""]
     assert [reward["reward_score"] for reward in rewards] == [0, 1]
 
