@@ -69,7 +69,14 @@ def build_manager(
         "reward_model_tokenizer": tokenizer(model_path) if model_path else None,
     }
     if settings.scores_by_model:
-        score = _model_scoring(settings, limits)
+        assert settings.model is not None
+        score = scoring_function(
+            DiscriminativeRewardLoopManager,
+            score_by_model,
+            settings.options,
+            reward_kwargs={"model": settings.model.served_model_name or model_path, "timeout": settings.model.timeout},
+            limits=limits,
+        )
         return DiscriminativeRewardLoopManager(settings.config, compute_score=score, **keywords)
     function = None if settings.function is None else settings.function.load()  # may register the manager
     cls = settings.manager.load()
@@ -80,13 +87,9 @@ def build_manager(
     else:
         from verl.trainer.ppo.reward import load_reward_manager
 
-        loaded = load_reward_manager(settings.config, keywords.pop("tokenizer"), **keywords)
-        ours = isinstance(loaded, RewardLoopManagerBase)
-        manager = (
-            loaded
-            if ours
-            else VerlManager(loaded, settings.options, limits, verl_options(settings.config, TRAINER_MODE))
-        )
+        manager = load_reward_manager(settings.config, keywords.pop("tokenizer"), **keywords)
+        if not isinstance(manager, RewardLoopManagerBase):
+            manager = VerlManager(manager, settings.options, limits, verl_options(settings.config, TRAINER_MODE))
     if settings.function is not None and hasattr(function, "post_process_scores") and PostProcess.of(manager) is None:
         raise ConfigError(
             f"custom_reward_function {settings.function.path}:{settings.function.name} has post_process_scores, which "
@@ -195,20 +198,6 @@ def _scoring_function(
             "custom_reward_function.path"
         )
     return scoring_function(cls, function, options, reward_kwargs=reward_kwargs, limits=limits)
-
-
-def _model_scoring(settings: RewardSettings, limits: Limits) -> Any:
-    assert settings.model is not None
-    return scoring_function(
-        DiscriminativeRewardLoopManager,
-        score_by_model,
-        settings.options,
-        reward_kwargs={
-            "model": settings.model.served_model_name or settings.model.model_path,
-            "timeout": settings.model.timeout,
-        },
-        limits=limits,
-    )
 
 
 def _sandbox_kwargs(settings: RewardSettings) -> dict[str, Any]:
