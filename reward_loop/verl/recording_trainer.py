@@ -12,13 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from reward_loop.managers.base import open_records
-from reward_loop.records import (
-    Records,
-    WaitsFor,
-    config_row,
-    hide_environment,
-    open_configuration,
-)
+from reward_loop.records import Records, WaitsFor, config_row, hide_environment, open_configuration
 from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.reward_metrics import StepRewards
 from reward_loop.verl.sample_table import SampleTable
