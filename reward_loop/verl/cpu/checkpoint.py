@@ -33,12 +33,11 @@ class RayCheckpointEngine(CheckpointEngine):
     tensors.
 
     Args:
-        bucket_size: bytes at which an object in the store is complete; it can be larger by its last tensor.
+        bucket_size: no effect: each tensor is an object of the store.
         is_master: whether this is rank 0 of the trainer.
     """
 
     def __init__(self, bucket_size: int, is_master: bool = False) -> None:
-        self._bucket_size = bucket_size
         self._mailbox: Any = ray.remote(Mailbox).options(num_cpus=0).remote() if is_master else None
         self._sends = False
 
@@ -70,26 +69,19 @@ class RayCheckpointEngine(CheckpointEngine):
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
         """Send full tensors. Every rank iterates over all weights, because gathering a tensor is a collective."""
-        buckets: list[Any] = []
-        bucket: dict[str, torch.Tensor] = {}
+        sent: list[tuple[str, Any]] = []
         for name, tensor in weights:
-            if not self._sends:
-                continue
-            if bucket and sum(t.nbytes for t in bucket.values()) >= self._bucket_size:
-                buckets.append(ray.put(bucket))
-                bucket = {}
-            bucket[name] = tensor.detach().to("cpu")
+            if self._sends:
+                sent.append((name, ray.put(tensor.detach().to("cpu"))))
         if self._sends:
-            buckets.append(ray.put(bucket))
             # In a list: Ray would replace a reference that is itself an argument by its object.
-            await self._mailbox.put.remote(buckets)
+            await self._mailbox.put.remote(sent)
         return {}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Yield the name and the full tensor of each weight."""
-        for bucket in await _within(self._mailbox.get.remote()):
-            for name, tensor in (await _within(bucket)).items():
-                yield name, tensor
+        for name, tensor in await _within(self._mailbox.get.remote()):
+            yield name, await _within(tensor)
 
     def finalize(self) -> None:
         """Do nothing: the mailbox keeps the weights until the next transfer."""

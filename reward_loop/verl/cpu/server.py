@@ -235,22 +235,18 @@ class Mailbox:
     """Holds the references to one set of weights in Ray's object store. A Ray actor with asynchronous methods."""
 
     def __init__(self) -> None:
-        self._weights: asyncio.Future[list[Any]] | None = None
+        self._weights: asyncio.Future[list[tuple[str, Any]]] | None = None
 
     async def empty(self) -> None:
         """Remove the last weights. `get` then waits for new ones."""
         self._weights = asyncio.get_running_loop().create_future()
 
-    async def put(self, buckets: list[Any]) -> None:
-        """Store weights.
-
-        Args:
-            buckets: references to dicts of tensors by name.
-        """
+    async def put(self, weights: list[tuple[str, Any]]) -> None:
+        """Store the names of weights, with references to their tensors."""
         assert self._weights is not None
-        self._weights.set_result(buckets)
+        self._weights.set_result(weights)
 
-    async def get(self) -> list[Any]:
+    async def get(self) -> list[tuple[str, Any]]:
         """Wait for the weights, and return the references."""
         assert self._weights is not None
         return await self._weights
