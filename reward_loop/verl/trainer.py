@@ -25,7 +25,7 @@ from reward_loop.types import RESERVED_KEYS, RewardResult
 from reward_loop.verl.agent_loop_manager import RewardAgentLoopManager
 from reward_loop.verl.compat import overrides, replaced, uses
 from reward_loop.verl.gdpo import GDPO, component_rewards, switch_estimator, use_rewards
-from reward_loop.verl.mode_options import check_group_manager
+from reward_loop.verl.mode_options import MINI_BATCH_ESTIMATORS, check_group_manager
 from reward_loop.verl.recording_trainer import RecordingTrainer
 from reward_loop.verl.recovery import Recovery
 from reward_loop.verl.replay_buffer import REWARD_METRIC, extend
@@ -67,7 +67,6 @@ uses(
     "config",
     "replay_buffer",
     "resource_pool_manager",
-    "val_dataloader",
     "total_training_steps",
     "timing_raw",
     "global_steps",
@@ -87,12 +86,7 @@ uses(__name__, "verl.workers.engine_workers:TrainingWorker", "train_mini_batch(d
 
 logger = logging.getLogger(__name__)
 
-GROUP_ESTIMATORS = frozenset(
-    {
-        *("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg"),
-        *("reinforce_plus_plus_baseline", GDPO),
-    }
-)
+GROUP_ESTIMATORS = MINI_BATCH_ESTIMATORS | {"gpg", "reinforce_plus_plus_baseline", GDPO}
 """verl's advantage estimators that compute a sample's baseline from its group."""
 
 
