@@ -35,7 +35,6 @@ __all__ = [
     "QueueAgentLoopManager",
     "QueueAgentLoopWorker",
     "QueueSeparateAsyncTrainer",
-    "Reservation",
     "merge_metrics",
 ]
 
