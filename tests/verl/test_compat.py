@@ -131,7 +131,7 @@ def test_a_module_that_verl_lacks_a_name_for_is_an_error(tmp_path: Path) -> None
     run_forked(["missing"], {**os.environ, "PYTHONPATH": path}, tmp_path, tmp_path / "log")
     printed = (tmp_path / "log").read_text()
     assert "VerlVersionError" in printed
-    assert "reward_loop.verl.step_batch cannot be imported" in printed
+    assert "reward_loop.verl.pipeline cannot be imported" in printed
 
 
 MISSING = """
@@ -139,7 +139,7 @@ import verl.trainer.ppo.v1.utils as utils
 from reward_loop.verl import compat
 del utils.MetricsAggregator
 try:
-    compat.check("step_batch")
+    compat.check("pipeline")
 except compat.VerlVersionError as error:
     print(type(error).__name__, error)
 """

@@ -16,10 +16,9 @@ from reward_loop.agent.schedule import Schedule
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl import pipeline, tq_rows
 from reward_loop.verl.mode_options import PipelineOptions
-from reward_loop.verl.pipeline import RewardPipelineTrainer
+from reward_loop.verl.pipeline import RewardPipelineTrainer, StepBatch
 from reward_loop.verl.refills import FilterForecast, RefillLimit
 from reward_loop.verl.replay_buffer import Evicted
-from reward_loop.verl.step_batch import StepBatch
 from reward_loop.verl.tq_rows import select
 from reward_loop.verl.trainer import NothingToLearnError
 from tests.verl.configs import settled
