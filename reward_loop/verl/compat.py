@@ -136,15 +136,8 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def registered(modules: Collection[str]) -> list[Use]:
-    """Import these modules of ``reward_loop.verl``, and return what they use, in the order of the owners.
-
-    Raises:
-        VerlVersionError: verl lacks names that modules import.
-    """
-    problems = [problem for module in sorted(modules) if (problem := import_problem(module))]
-    if problems:
-        raise _error(problems)
-    names = {_full_name(module) for module in modules}
+    """Return what these modules of ``reward_loop.verl`` use, if they can be imported, in the order of the owners."""
+    names = {_full_name(module) for module in modules if import_problem(module) is None}
     return sorted((use for use in _register if use.module in names), key=lambda use: use.owner)
 
 
@@ -167,18 +160,14 @@ def check(*modules: str) -> None:
     Raises:
         VerlVersionError: names are missing, or have other parameters; the message lists all of them.
     """
+    found = [*map(import_problem, modules), *(finding.problem for finding in findings(registered(modules)))]
     # All names of a missing module have the same problem.
-    problems = dict.fromkeys(finding.problem for finding in findings(registered(modules)) if finding.problem)
-    if problems:
-        raise _error(problems)
-
-
-def _error(problems: Collection[str]) -> VerlVersionError:
-    listed = "\n  ".join(problems)
-    return VerlVersionError(
-        f"reward_loop does not work with the installed verl {installed_version()}; supported: {', '.join(SUPPORTED)}. "
-        f"Install one of these: pip install verl=={SUPPORTED[-1]}. Differences:\n  {listed}"
-    )
+    if problems := dict.fromkeys(filter(None, found)):
+        listed = "\n  ".join(problems)
+        raise VerlVersionError(
+            f"reward_loop does not work with the installed verl {installed_version()}; supported: "
+            f"{', '.join(SUPPORTED)}. Install one of these: pip install verl=={SUPPORTED[-1]}. Differences:\n  {listed}"
+        )
 
 
 def findings(used: Collection[Use]) -> Iterator[UseCheck]:
@@ -195,7 +184,7 @@ def _find(owner: str) -> tuple[Any, str | None]:
     module, _, path = owner.partition(":")
     try:
         found: Any = importlib.import_module(module)
-    except ImportError as error:
+    except (ImportError, AttributeError, TypeError) as error:  # another module of verl may lack a name
         return None, f"{module} cannot be imported ({error})"
     if path:
         if not hasattr(found, path):
@@ -327,15 +316,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     count, problems = 0, dict[str, None]()
     for title, modules in MODULES.items():
         print(f"\n{title}", flush=True)
-        importable = []
-        for module in modules:
-            if problem := import_problem(module):
-                print(f"  NO  {problem}")
-                problems[problem] = None
-            else:
-                importable.append(module)
-        used = registered(importable)
-        for owner, group in groupby(findings(used), key=lambda finding: finding.use.owner):
+        for problem in filter(None, map(import_problem, modules)):
+            print(f"  NO  {problem}")
+            problems[problem] = None
+        for owner, group in groupby(findings(registered(modules)), key=lambda finding: finding.use.owner):
             print(f"  {owner}")
             for finding in group:
                 count += 1
