@@ -142,16 +142,7 @@ async def check(
         ("unusual responses", checks.unusual_responses),
     ]
     if manager == "naive" and calls.takes_lists:
-        in_lists = functools.partial(
-            Calls,
-            function,
-            len(samples),
-            manager="batch",
-            options=options,
-            reward_kwargs=reward_kwargs,
-            router_address=router_address,
-            concurrency=concurrency,
-        )
+        in_lists = functools.partial(calls_with, manager="batch", options=options)
         # After the second round, which finds out whether results can be compared.
         rounds.insert(2, ("lists of samples", functools.partial(checks.lists_of_samples, in_lists)))
     try:
