@@ -127,19 +127,8 @@ def works(rollouts: Iterable[Row], rows: Iterable[Row]) -> list[Work]:
             found.append(work_of(event, row))
     for uid, row in by_uid.items():
         begun = scoring_start(row)
-        found.append(
-            Work(
-                str(uid),
-                row.get("group"),
-                row.get("id"),
-                None,
-                begun,
-                begun,
-                row["time"],
-                _generated_step(row),
-                _longest(row),
-            )
-        )
+        event = {**row, "uid": str(uid), "start": None, "end": begun, "scoring": begun, "scored": row["time"]}
+        found.append(work_of(event, row))
     return found
 
 
