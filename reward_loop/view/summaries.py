@@ -88,19 +88,8 @@ FROM failures GROUP BY coalesce(cause, line) ORDER BY count DESC, 1 LIMIT 10
 _SLOWEST = """
 SELECT id, uid, total_s FROM samples WHERE validate = ? AND total_s IS NOT NULL ORDER BY total_s DESC LIMIT 10
 """
-_REWARDS = f"""
-WITH known AS (SELECT reward FROM samples WHERE validate = ? AND isfinite(reward)),
-    ends AS (SELECT min(reward) AS low, max(reward) AS high FROM known)
-SELECT low, high,
-    CASE WHEN high > low THEN least(floor((reward - low) / (high - low) * {BINS}), {BINS} - 1) ELSE 0
-        END::INTEGER AS bin,
-    count(*) AS n
-FROM known, ends GROUP BY ALL ORDER BY bin
-"""
-
-_REWARD_VALUES = f"""
-SELECT reward AS value, count(*) AS n FROM samples WHERE validate = ? AND isfinite(reward) GROUP BY reward
-QUALIFY count(*) OVER () <= {MOST_VALUES} ORDER BY value
+_REWARDS = """
+(SELECT 0 AS judge, reward AS score FROM samples WHERE validate = {validate} AND isfinite(reward))
 """
 
 _QUANTILES = ("p10", "p50", "p90")
@@ -175,11 +164,10 @@ class Summaries:
             validate: whether to return those of validation, or those of training.
         """
         queries = {"outcomes": _OUTCOMES, "causes": _CAUSES, "slowest": _SLOWEST}
-        rewards, values = (self._index.rows(query, [validate]) for query in (_REWARDS, _REWARD_VALUES))
-        return {
-            **{name: self._index.rows(query, [validate]) for name, query in queries.items()},
-            "rewards": _histogram(rewards, values),
-        }
+        rewards = _REWARDS.format(validate=validate)
+        rows, values = (self._index.rows(query.format(calls=rewards, value="score")) for query in (_HISTOGRAM, _VALUES))
+        found = {name: self._index.rows(query, [validate]) for name, query in queries.items()}
+        return {**found, "rewards": _histogram(rows, values)}
 
     def _all(self) -> list[dict[str, Any]]:
         rows = self._index.rows("SELECT step, validate, content FROM summaries ORDER BY step NULLS LAST, validate")
@@ -279,16 +267,17 @@ SELECT judge, step, count(*) AS calls, count(*) FILTER (error) AS errors, count(
     {p10: quantile_cont(score, 0.1), p90: quantile_cont(score, 0.9)} AS scores
 FROM calls GROUP BY judge, step ORDER BY judge, step NULLS LAST
 """
-_HISTOGRAM = """
-WITH ends AS (SELECT judge, min({value}) AS low, max({value}) AS high FROM calls GROUP BY judge)
+# Of the numbers in a column of `calls`, for each judge: the ends, and the count of each interval that has some.
+_HISTOGRAM = f"""
+WITH ends AS (SELECT judge, min({{value}}) AS low, max({{value}}) AS high FROM {{calls}} GROUP BY judge)
 SELECT judge, low, high,
-    CASE WHEN high > low THEN least(floor(({value} - low) / (high - low) * {bins}), {bins} - 1) ELSE 0
+    CASE WHEN high > low THEN least(floor(({{value}} - low) / (high - low) * {BINS}), {BINS} - 1) ELSE 0
         END::INTEGER AS bin,
     count(*) AS n
-FROM calls JOIN ends USING (judge) WHERE {value} IS NOT NULL GROUP BY ALL
+FROM {{calls}} JOIN ends USING (judge) WHERE {{value}} IS NOT NULL GROUP BY ALL
 """
 _VALUES = f"""
-SELECT judge, score AS value, count(*) AS n FROM calls WHERE score IS NOT NULL GROUP BY judge, score
+SELECT judge, score AS value, count(*) AS n FROM {{calls}} WHERE score IS NOT NULL GROUP BY judge, score
 QUALIFY count(*) OVER (PARTITION BY judge) <= {MOST_VALUES} ORDER BY judge, value
 """
 _SLOWEST_OF_JUDGES = """
@@ -316,29 +305,21 @@ def judges(index: Index, price: Price | None, query: Mapping[str, str]) -> dict[
         BadRequestError: a parameter is not valid.
     """
     chosen = SampleFilter.parse(query)
-    rows, slowest = _statistics(index, chosen)
-    for row in rows:
-        row["cost"] = price and price.cost(row)
-    return {"rows": rows, "slowest": slowest}
-
-
-def _statistics(index: Index, chosen: SampleFilter) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the statistics of each judge, and the slowest requests."""
     with index.cursor() as cursor:
         cursor.execute(_CALLS.format(where=chosen.where, shortest=SHORTEST_S), chosen.parameters)
 
-        def rows(statement: str) -> list[dict[str, Any]]:
-            return rows_of(cursor, statement)
+        def rows(statement: str, value: str = "score") -> list[dict[str, Any]]:
+            return rows_of(cursor, statement.format(calls="calls", value=value))
 
-        found = {row.pop("judge"): row for row in rows(_JUDGES)}
+        found = {row.pop("judge"): row for row in rows_of(cursor, _JUDGES)}
         for row in found.values():
             row["seconds"] |= _quantiles(row.pop("quantiles"))
             row["by_step"] = []
-        for row in rows(_BY_STEP):
+            row["cost"] = price and price.cost(row)
+        for row in rows_of(cursor, _BY_STEP):
             row |= _quantiles(row.pop("quantiles"))
             found[row.pop("judge")]["by_step"].append(row)
-        sizes, scores = (_by_judge(rows(_HISTOGRAM.format(value=name, bins=BINS))) for name in ("size", "score"))
-        values = _by_judge(rows(_VALUES))
+        sizes, scores, values = map(_by_judge, (rows(_HISTOGRAM, "size"), rows(_HISTOGRAM), rows(_VALUES)))
         for judge, row in found.items():
             histogram = _histogram(sizes[judge])
             row["seconds"]["histogram"] = {
@@ -346,12 +327,12 @@ def _statistics(index: Index, chosen: SampleFilter) -> tuple[list[dict[str, Any]
                 for name, numbers in histogram.items()
             }
             row["verdicts"] = _histogram(scores[judge], values[judge])
-        names = {row["row"]: row["id"] for row in rows(_SLOWEST_OF_JUDGES)}
+        names = {row["row"]: row["id"] for row in rows_of(cursor, _SLOWEST_OF_JUDGES)}
         for row in found.values():
             row["slowest"] = names.get(row["slowest"])
-        slowest = rows(_SLOWEST_CALLS)
+        slowest = rows_of(cursor, _SLOWEST_CALLS)
         cursor.execute("DROP TABLE calls")
-    return list(found.values()), slowest
+    return {"rows": list(found.values()), "slowest": slowest}
 
 
 def _by_judge(rows: Iterable[dict[str, Any]]) -> Mapping[int, list[dict[str, Any]]]:
