@@ -6,8 +6,9 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -71,7 +72,8 @@ class SampleQueries:
         self._notes = notes
         self._reader = reader
         self._price = price
-        self._search = _TextSearch(index)
+        # Not as a decorator: its cache would keep the index alive.
+        self._find = lru_cache(_CACHED)(partial(_find, index))
 
     def page(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Return a page of samples.
@@ -104,8 +106,7 @@ class SampleQueries:
         Raises:
             BadRequestError: a parameter is not valid.
         """
-        names = ("step", "validate", "min.step", "max.step")
-        chosen = SampleFilter.parse({name: query[name] for name in names if name in query}).also('"group" IS NOT NULL')
+        chosen = SampleFilter.parse(query).also('"group" IS NOT NULL')
         sort, order = query.get("sort") or "", query.get("order") or "asc"
         if (sort and sort not in _GROUP_FIELDS) or order not in ("asc", "desc"):
             raise BadRequestError(f"Groups cannot be sorted by {sort} {order}. Fields: {', '.join(_GROUP_FIELDS)}")
@@ -214,7 +215,7 @@ class SampleQueries:
             needle = text.removeprefix(SEARCH_NOTES).strip().lower()
             found = [name for name, note in self._notes.texts().items() if needle in note.lower()]
         else:
-            found = self._search.find(text, chosen)
+            found = self._find(text, chosen.where, tuple(chosen.parameters), self._index.revision)
         return chosen.also("id IN (SELECT unnest(?))", found)
 
     def _neighbour(
@@ -266,73 +267,47 @@ _CACHED = 8
 """The number of searches whose results are kept, for further pages of the same search."""
 
 
-class _TextSearch:
-    """Finds samples whose prompt, response or replies contain a text. The case of ASCII letters is ignored.
+def _find(index: Index, text: str, where: str, parameters: tuple[Any, ...], revision: int) -> list[str]:
+    """Return the IDs of the samples whose prompt, response or replies contain a text; ASCII letters match in any case.
 
     The index has no texts: they are read from the segments of the folder.
 
     Args:
         index: the index.
+        text: the text.
+        where: the condition on the samples to search, as SQL.
+        parameters: its parameters.
+        revision: that of the index; new rows make the results that are kept invalid.
     """
-
-    def __init__(self, index: Index) -> None:
-        self._index = index
-        # Not as a decorator of the method: its cache would keep this object alive, and the index.
-        self._found = lru_cache(_CACHED)(self._find)
-
-    def find(self, text: str, chosen: SampleFilter) -> list[str]:
-        """Return the IDs of the samples that contain a text.
-
-        Args:
-            text: the text.
-            chosen: the samples to search.
-        """
-        # With the revision in the key, new rows make the results that are kept invalid.
-        return self._found(text, chosen.where, tuple(chosen.parameters), self._index.revision)
-
-    def _find(self, text: str, where: str, parameters: tuple[Any, ...], revision: int) -> list[str]:
-        # As it stands in a line of JSON, so that most lines need not be parsed.
-        needle = _folded(orjson.dumps(text)[1:-1])
-        found: dict[str, None] = {}
-        for kind, contains in (("text", _text_contains), ("exchange", _reply_contains)):
-            places = self._index.rows(
-                f"SELECT id, {kind}_file AS file, {kind}_offset AS start, {kind}_bytes AS size FROM samples "
-                f"WHERE {kind}_file IS NOT NULL AND {where} ORDER BY file, start",
-                parameters,
-            )
-            for name, lines in self._lines(places):
-                # Few lines contain the text: only these are parsed.
-                if needle in _folded(lines) and contains(lines, needle):
-                    found[name] = None
-        return list(found)
-
-    def _lines(self, places: list[dict[str, Any]]) -> Iterator[tuple[str, bytes]]:
-        """Yield the IDs of samples and the lines of their texts. Lines of deleted segments are left out."""
-        folder = self._index.folder.resolve()
-        for name, found in groupby(places, key=lambda place: place["file"]):
-            path = (folder / name).resolve()
-            if not path.is_relative_to(folder):
-                continue  # not written by this library
-            with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
-                for place in found:
-                    yield place["id"], os.pread(file.fileno(), place["size"], place["start"])
+    # As it stands in a line of JSON, so that most lines need not be parsed.
+    needle = orjson.dumps(text)[1:-1].lower()
+    found: dict[str, None] = {}
+    for kind, fields in (("text", ("prompt", "response")), ("exchange", ("reply",))):
+        places = index.rows(
+            f"SELECT id, {kind}_file AS file, {kind}_offset AS start, {kind}_bytes AS size FROM samples "
+            f"WHERE {kind}_file IS NOT NULL AND {where} ORDER BY file, start",
+            parameters,
+        )
+        for name, lines in _lines(index.folder.resolve(), places):
+            # Few lines contain the text: only these are parsed.
+            if needle in lines.lower() and _contains(lines, needle, fields):
+                found[name] = None
+    return list(found)
 
 
-def _folded(text: bytes) -> bytes:
-    return text.lower()
+def _lines(folder: Path, places: list[dict[str, Any]]) -> Iterator[tuple[str, bytes]]:
+    """Yield the IDs of samples and the lines of their texts. Lines of deleted segments are left out."""
+    for name, found in groupby(places, key=lambda place: place["file"]):
+        path = (folder / name).resolve()
+        if not path.is_relative_to(folder):
+            continue  # not written by this library
+        with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
+            for place in found:
+                yield place["id"], os.pread(file.fileno(), place["size"], place["start"])
 
 
-def _text_contains(lines: bytes, needle: bytes) -> bool:
-    return any(_contains(line.get(name), needle) for line in _parsed(lines) for name in ("prompt", "response"))
-
-
-def _reply_contains(lines: bytes, needle: bytes) -> bool:
-    return any(_contains(line.get("reply"), needle) for line in _parsed(lines))
-
-
-def _contains(value: Any, needle: bytes) -> bool:
-    return value is not None and needle in _folded(encode(value))
-
-
-def _parsed(lines: bytes) -> Iterator[Mapping[str, Any]]:
-    return (found for line in lines.splitlines(keepends=True) if (found := parse_line(line)) is not None)
+def _contains(lines: bytes, needle: bytes, fields: Sequence[str]) -> bool:
+    """Return whether one of some fields of the lines contains a text, which is in lower case."""
+    parsed = (found for line in lines.splitlines(keepends=True) if (found := parse_line(line)) is not None)
+    values = (line.get(name) for line in parsed for name in fields)
+    return any(value is not None and needle in encode(value).lower() for value in values)
