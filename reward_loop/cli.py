@@ -22,7 +22,7 @@ from reward_loop.limits.command import limits
 from reward_loop.managers import registry
 from reward_loop.offline.check_command import check
 from reward_loop.offline.command import score
-from reward_loop.offline.compare_command import compare
+from reward_loop.offline.compare import compare
 from reward_loop.offline.export import export
 from reward_loop.offline.report_command import report, stuck
 from reward_loop.router.command import route

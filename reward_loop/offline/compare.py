@@ -1,4 +1,5 @@
-"""Compares two scorings of the same samples: changes, and how the scores agree."""
+"""Compares two scorings of the same samples, for the viewer and the command ``reward-loop compare``: changes, and how
+the scores agree."""
 
 from __future__ import annotations
 
@@ -8,13 +9,19 @@ import statistics
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from reward_loop._util.json import MISSING, look_up
-from reward_loop._util.text import did_you_mean, listing, shorten
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from reward_loop._util.json import MISSING, encode, look_up
+from reward_loop._util.standard_streams import console
+from reward_loop._util.text import counted, cut, did_you_mean, listing, rounded, shorten
 from reward_loop.errors import ConfigError
 from reward_loop.records import RecordsReader
 from reward_loop.types import Outcome, finite_number
@@ -22,10 +29,10 @@ from reward_loop.types import Outcome, finite_number
 __all__ = [
     "Agreement",
     "Scoring",
-    "ScoringDifference",
     "agreement",
     "cohens_kappa",
     "compare",
+    "compare_scorings",
     "pearson",
     "read_scoring",
     "spearman",
@@ -50,39 +57,6 @@ class Scoring:
     labels: dict[Any, float] = field(default_factory=dict)
     duplicates: int = 0
     """Records whose key another record has, too: the latest counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScoringDifference:
-    """How two scorings, ``a`` and ``b``, differ."""
-
-    both: int
-    """Samples in both."""
-    only_a: int
-    only_b: int
-    changed: int
-    """Samples in both whose outcome or score differs."""
-    outcomes: dict[tuple[str, str], int]
-    """The number of samples with each pair of outcomes."""
-    mean_a: float | None
-    mean_b: float | None
-    """The mean scores of the samples that were scored in both."""
-    agreement: Agreement
-    label_a: Agreement | None
-    """The agreement of ``a`` with the label; ``None`` without a label."""
-    label_b: Agreement | None
-    largest: list[tuple[Any, float, float]]
-    """Key and both scores of the samples whose scores differ most, the largest difference first."""
-    moved: list[tuple[Any, str, str]]
-    """Key and both outcomes of the first samples whose outcome differs; at most as many as in `largest`."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the comparison as values of JSON."""
-        found = asdict(self)
-        found["outcomes"] = [{"a": a, "b": b, "samples": n} for (a, b), n in self.outcomes.items()]
-        for name in ("largest", "moved"):
-            found[name] = [{"sample": key, "a": a, "b": b} for key, a, b in found[name]]
-        return found
 
 
 def read_scoring(path: Path, *, on: str | None = None, label: str | None = None) -> Scoring:
@@ -121,14 +95,31 @@ def read_scoring(path: Path, *, on: str | None = None, label: str | None = None)
     return scoring
 
 
-def compare(a: Scoring, b: Scoring, *, threshold: float | None = None, largest: int = 10) -> ScoringDifference:
+def compare_scorings(
+    a: Scoring, b: Scoring, *, label: str | None = None, threshold: float | None = None, largest: int = 10
+) -> dict[str, Any]:
     """Compare two scorings of the same samples; see `agreement` for the threshold.
 
-    `ScoringDifference.largest` and `ScoringDifference.moved` have at most ``largest`` samples.
+    Returns:
+        values of JSON:
+
+        - ``both``, ``only_a``, ``only_b``: the numbers of samples; ``changed``: of those in both, the ones whose
+          outcome or score differs.
+        - ``outcomes``: the number of ``samples`` with each pair of outcomes ``a`` and ``b``.
+        - ``mean_a``, ``mean_b``: the mean scores of the samples that were scored in both.
+        - ``agreement``, and ``label_a`` and ``label_b`` for each scoring and the label: an `Agreement`; ``None``
+          without a label.
+        - ``largest``: the scores ``a`` and ``b`` of the samples whose scores differ most, the largest difference first;
+          ``moved``: both outcomes of the first samples whose outcome differs. Each at most ``largest`` samples.
 
     Raises:
-        ConfigError: no sample is in both.
+        ConfigError: no sample is in both, or neither has the label.
     """
+    labels = {**b.labels, **a.labels}
+    if label is not None and not labels:
+        raise ConfigError(
+            f"neither {a.path} nor {b.path} has a field {label!r} with a number: choose another one by --label"
+        )
     keys = [key for key in a.outcomes if key in b.outcomes]
     if not keys:
         raise ConfigError(
@@ -136,24 +127,24 @@ def compare(a: Scoring, b: Scoring, *, threshold: float | None = None, largest: 
             f"{b.key}={_example(b)}. Name a field with the same values in both by --on"
         )
     pairs = {key: (a.scores[key], b.scores[key]) for key in keys if key in a.scores and key in b.scores}
-    labels = {**b.labels, **a.labels}
+    outcomes = {key: (a.outcomes[key], b.outcomes[key]) for key in keys}
     different = ((abs(x - y), key) for key, (x, y) in pairs.items() if x != y)
-    moved = ((key, a.outcomes[key], b.outcomes[key]) for key in keys if a.outcomes[key] != b.outcomes[key])
+    moved = ((key, *both) for key, both in outcomes.items() if both[0] != both[1])
     top = heapq.nlargest(largest, different, key=lambda found: found[0])
-    return ScoringDifference(
-        both=len(keys),
-        only_a=len(a.outcomes) - len(keys),
-        only_b=len(b.outcomes) - len(keys),
-        changed=sum((a.outcomes[key], a.scores.get(key)) != (b.outcomes[key], b.scores.get(key)) for key in keys),
-        outcomes=dict(Counter((a.outcomes[key], b.outcomes[key]) for key in keys)),
-        mean_a=_mean([x for x, _ in pairs.values()]),
-        mean_b=_mean([y for _, y in pairs.values()]),
-        agreement=agreement(list(pairs.values()), threshold),
-        label_a=agreement(_labelled(a, labels), threshold) if labels else None,
-        label_b=agreement(_labelled(b, labels), threshold) if labels else None,
-        largest=[(key, *pairs[key]) for _, key in top],
-        moved=list(islice(moved, largest)),
-    )
+    return {
+        "both": len(keys),
+        "only_a": len(a.outcomes) - len(keys),
+        "only_b": len(b.outcomes) - len(keys),
+        "changed": sum(x != y or a.scores.get(key) != b.scores.get(key) for key, (x, y) in outcomes.items()),
+        "outcomes": [{"a": x, "b": y, "samples": count} for (x, y), count in Counter(outcomes.values()).items()],
+        "mean_a": _mean([x for x, _ in pairs.values()]),
+        "mean_b": _mean([y for _, y in pairs.values()]),
+        "agreement": agreement(list(pairs.values()), threshold),
+        "label_a": agreement(_labelled(a, labels), threshold) if labels else None,
+        "label_b": agreement(_labelled(b, labels), threshold) if labels else None,
+        "largest": [{"sample": key, "a": pairs[key][0], "b": pairs[key][1]} for _, key in top],
+        "moved": [{"sample": key, "a": x, "b": y} for key, x, y in islice(moved, largest)],
+    }
 
 
 def _records(path: Path, label: str | None) -> Iterator[Mapping[str, Any]]:
@@ -252,3 +243,105 @@ def spearman(pairs: Sequence[Pair]) -> float | None:
 def _ranks(values: Sequence[float]) -> list[float]:
     ordered = sorted(values)
     return [(bisect_left(ordered, value) + bisect_right(ordered, value) - 1) / 2 for value in values]
+
+
+_KIND = "a folder of records, for example of [cyan]reward-loop score[/]"
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help=f"A scoring: {_KIND}.", show_default=False)],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another scoring of the same samples.", show_default=False)],
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIELD",
+            help="The field that names a sample in both. Default: [cyan]uid[/].",
+        ),
+    ] = None,
+    label: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIELD",
+            help="A field with the right score to compare both with, e.g. [cyan]extra_info.label[/].",
+        ),
+    ] = None,
+    threshold: Annotated[
+        float | None,
+        typer.Option(help="For agreement and kappa: scores of at least this number are one category, others another."),
+    ] = None,
+    largest: Annotated[
+        int, typer.Option(min=0, help="How many largest differences and changed outcomes to show.")
+    ] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
+) -> None:
+    """Compare two scorings of the same samples, for example by two judges.
+
+    Shows how many outcomes and scores changed, the correlation of the scores,
+    their agreement and Cohen's kappa, with each other and with a label, and the
+    samples whose scores differ most.
+
+    [bold]Example[/]
+
+      reward-loop compare old new --label extra_info.correct
+    """
+    first, second = (read_scoring(path, on=on, label=label) for path in (a, b))
+    found = compare_scorings(first, second, label=label, threshold=threshold, largest=largest)
+    if as_json:
+        print(encode(found).decode())
+    else:
+        _show(found, label, console())
+    for scoring in (first, second):
+        if scoring.duplicates:
+            console(stderr=True).print(
+                f"note: {escape(str(scoring.path))} has {counted(scoring.duplicates, 'record')} with the {scoring.key} "
+                "of another one: the latest counts"
+            )
+
+
+def _show(found: Mapping[str, Any], label: str | None, out: Console) -> None:
+    table = Table.grid(padding=(0, 2))
+    table.add_row("samples", f"{found['both']} in both, {found['only_a']} only in A, {found['only_b']} only in B")
+    table.add_row("changed", f"{found['changed']} of {found['both']}")
+    for one in sorted(found["outcomes"], key=lambda one: (one["a"], one["b"])):
+        if one["a"] != one["b"]:
+            table.add_row("", f"{one['samples']} {one['a']} in A, {one['b']} in B")
+    table.add_row("mean score", f"A {_number(found['mean_a'])}, B {_number(found['mean_b'])}")
+    out.print(table)
+    out.print()
+    rows = {"A and B": found["agreement"]}
+    if label is not None:
+        rows |= {f"A and {label}": found["label_a"], f"B and {label}": found["label_b"]}
+    _show_agreement(rows, out)
+    _show_samples("largest differences", found["largest"], out)
+    _show_samples("changed outcomes", found["moved"], out)
+
+
+def _show_samples(title: str, rows: Sequence[Mapping[str, Any]], out: Console) -> None:
+    """Print a table of samples with a value in A and in B; nothing without rows."""
+    if not rows:
+        return
+    out.print()
+    table = Table(title, "A", "B", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(escape(cut(str(row["sample"]), 60)), escape(_number(row["a"])), escape(_number(row["b"])))
+    out.print(table)
+
+
+def _show_agreement(rows: dict[str, Agreement], out: Console) -> None:
+    table = Table("", box=None, pad_edge=False)
+    for column in ("scored", "equal", "kappa", "Pearson", "Spearman"):
+        table.add_column(column, justify="right")
+    for name, values in rows.items():
+        equal = "-" if values.equal is None else f"{values.equal:.1%}"
+        numbers = (_number(value) for value in (values.kappa, values.pearson, values.spearman))
+        table.add_row(escape(name), str(values.pairs), equal, *numbers)
+    out.print(table)
+    if any(values.kappa is None and values.pairs for values in rows.values()):
+        out.print(
+            f"Kappa is undefined for scores that are all equal, and is not computed for more than {MAX_CATEGORIES} "
+            "different values: give --threshold"
+        )
+
+
+def _number(value: float | str | None) -> str:
+    return "-" if value is None else value if isinstance(value, str) else rounded(value)

@@ -30,7 +30,7 @@ from reward_loop._util.api_keys import has_key
 from reward_loop._util.json import encode, look_up
 from reward_loop._util.web_pages import is_foreign_origin, is_known_host, own_names
 from reward_loop.errors import ConfigError
-from reward_loop.offline.compare import compare, read_scoring
+from reward_loop.offline.compare import compare_scorings, read_scoring
 from reward_loop.offline.notes import Notes
 from reward_loop.offline.report import Price
 from reward_loop.records import AUDIT, EVENTS, RecordsReader, configurations
@@ -206,9 +206,7 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
     def compared(other: str, on: str = KEY, label: str | None = None, threshold: float | None = None) -> Response:
         with comparing:  # each reads both folders into memory
             a, b = (read_scoring(path, on=on, label=label) for path in (index.folder, Path(other)))
-            if label is not None and not a.labels and not b.labels:
-                raise BadRequestError(f"Neither scoring has a field {label!r} with a number.")
-            return _json(compare(a, b, threshold=threshold, largest=LARGEST).to_dict())
+            return _json(compare_scorings(a, b, label=label, threshold=threshold, largest=LARGEST))
 
     @app.get("/api/compare/sample", dependencies=_only("other", "sample", "on"))
     def compared_sample(other: str, sample: str, on: str = KEY) -> Response:
