@@ -40,7 +40,6 @@ from reward_loop.view.filters import (
     GROUPS_PARAMETERS,
     JUDGES_PARAMETERS,
     SAMPLES_PARAMETERS,
-    BadRequestError,
     check_parameters,
 )
 from reward_loop.view.index import Follower, Index
@@ -111,10 +110,6 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
     def on_invalid(request: Request, error: RequestValidationError) -> Response:
         problems = (f"{found['loc'][-1]}: {found['msg']}" for found in error.errors())
         return _json({"error": "; ".join(problems)}, 400)
-
-    @app.exception_handler(BadRequestError)
-    def on_bad_request(request: Request, error: BadRequestError) -> Response:
-        return _json({"error": str(error)}, 400)
 
     @app.exception_handler(ConfigError)
     def on_config_error(request: Request, error: ConfigError) -> Response:

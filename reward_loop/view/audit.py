@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from reward_loop.errors import ConfigError
 from reward_loop.offline.probes import ABLATION, CANARY, LABELLED, REFERENCE, measured
 from reward_loop.records import RecordsReader
-from reward_loop.view.filters import BadRequestError
 from reward_loop.view.index import Index
 
 __all__ = ["AUDIT_PARAMETERS", "audit"]
@@ -86,7 +86,7 @@ def audit(
         ``rows``: of each kind the result, also by step, and the ``limit`` of its health monitor.
 
     Raises:
-        BadRequestError: there are no probes of the kind.
+        ConfigError: there are no probes of the kind.
     """
     kinds = [result for row in index.rows(_KINDS) for result in measured(row["kind"], row)]
     steps: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -96,7 +96,7 @@ def audit(
     names = [row["kind"] for row in kinds]
     kind = query.get("kind") or max(kinds, key=_errors, default={"kind": None})["kind"]
     if kind is not None and kind not in names:
-        raise BadRequestError(f"No probes of the kind {kind!r} were found. Kinds: {', '.join(dict.fromkeys(names))}")
+        raise ConfigError(f"No probes of the kind {kind!r} were found. Kinds: {', '.join(dict.fromkeys(names))}")
     return {
         "rows": [
             {

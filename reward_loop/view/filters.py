@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reward_loop._util.text import did_you_mean, listing
+from reward_loop.errors import ConfigError
 
 __all__ = [
     "GROUPS_PARAMETERS",
     "JUDGES_PARAMETERS",
     "SAMPLES_PARAMETERS",
-    "BadRequestError",
     "SampleFilter",
     "SortOrder",
     "check_parameters",
@@ -58,10 +58,6 @@ GROUPS_PARAMETERS = ("step", "validate", "min.step", "max.step", "component", *_
 """All parameters of a page of groups."""
 
 
-class BadRequestError(Exception):
-    """A request names a field that does not exist, or a value that does not fit it."""
-
-
 def component(name: str) -> str:
     """Return SQL for the JSON value of a component."""
     # A JSON pointer, not a path: names of components contain dots and slashes.
@@ -88,19 +84,19 @@ def check_parameters(query: Mapping[str, str], known: Collection[str]) -> None:
             in the same way with ``min.FIELD`` and ``max.FIELD``.
 
     Raises:
-        BadRequestError: it has another one.
+        ConfigError: it has another one.
     """
     for name in query:
         prefix, dot, _ = name.partition(".")
         if name not in known and not (dot and f"{prefix}.FIELD" in known):
-            raise BadRequestError(
+            raise ConfigError(
                 f"Unknown parameter {name!r}{did_you_mean(name, known) or '.'} Parameters: {listing(known)}"
             )
 
 
 def _check_field(name: str, known: Collection[str] = (*NUMBERS, *TEXTS, *FLAGS)) -> None:
     if name not in known and not (name.startswith(_COMPONENT) and len(name) > len(_COMPONENT)):
-        raise BadRequestError(
+        raise ConfigError(
             f"Unknown field {name!r}{did_you_mean(name, known) or '.'} Fields: {listing(known)}, components.NAME"
         )
 
@@ -126,7 +122,7 @@ class SampleFilter:
         """Return the filter that the parameters of a request describe; `text` is not among its conditions.
 
         Raises:
-            BadRequestError: a value does not fit its field, or there is no such field.
+            ConfigError: a value does not fit its field, or there is no such field.
         """
         found = cls()
         for name, value in query.items():
@@ -158,7 +154,7 @@ class SampleFilter:
             return self.also(f'"{name}" IS NULL')
         if name in FLAGS:
             if value not in ("true", "false", "1", "0"):
-                raise BadRequestError(f"{name} must be true or false, not {value!r}")
+                raise ConfigError(f"{name} must be true or false, not {value!r}")
             return self.also(f'"{name}" = ?', value in ("true", "1"))
         return self.also(f'"{name}" = ?', _number(name, value) if name in NUMBERS else value)
 
@@ -173,7 +169,7 @@ def _try_number(value: str) -> float | None:
 def _number(name: str, value: str) -> float:
     number = _try_number(value)
     if number is None:
-        raise BadRequestError(f"{name} must be a number, not {value!r}")
+        raise ConfigError(f"{name} must be a number, not {value!r}")
     # Compared with a whole number, a column of whole numbers is not converted, so DuckDB skips row groups.
     return int(number) if number.is_integer() and abs(number) <= MAX_WHOLE else number
 
@@ -193,11 +189,11 @@ class SortOrder:
         """Return the order that the parameters ``sort`` and ``order`` of a request describe.
 
         Raises:
-            BadRequestError: there is no such field, or `order` is neither ``asc`` nor ``desc``.
+            ConfigError: there is no such field, or `order` is neither ``asc`` nor ``desc``.
         """
         name, order = query.get("sort") or "", query.get("order") or "asc"
         if order not in ("asc", "desc"):
-            raise BadRequestError(f"order must be asc or desc, not {order!r}")
+            raise ConfigError(f"order must be asc or desc, not {order!r}")
         descends = order == "desc"
         keys: list[tuple[str, bool]] = []
         if name:

@@ -14,11 +14,12 @@ from typing import Any
 import orjson
 
 from reward_loop._util.json import decode, encode
+from reward_loop.errors import ConfigError
 from reward_loop.offline.notes import Notes
 from reward_loop.offline.report import Price
 from reward_loop.offline.turns import prompt_turns, response_turns
 from reward_loop.records import RecordsReader, parse_line
-from reward_loop.view.filters import BadRequestError, SampleFilter, SortOrder, component, number_of
+from reward_loop.view.filters import SampleFilter, SortOrder, component, number_of
 from reward_loop.view.index import Index
 
 __all__ = ["SampleQueries"]
@@ -82,7 +83,7 @@ class SampleQueries:
             query: the parameters of the request.
 
         Raises:
-            BadRequestError: a parameter is not valid.
+            ConfigError: a parameter is not valid.
         """
         chosen, order = self._filter(query), SortOrder.parse(query)
         offset, limit = _page(query)
@@ -104,12 +105,12 @@ class SampleQueries:
         ``component``, ``best_value`` and ``worst_value`` are the values of this component.
 
         Raises:
-            BadRequestError: a parameter is not valid.
+            ConfigError: a parameter is not valid.
         """
         chosen = SampleFilter.parse(query).also('"group" IS NOT NULL')
         sort, order = query.get("sort") or "", query.get("order") or "asc"
         if (sort and sort not in _GROUP_FIELDS) or order not in ("asc", "desc"):
-            raise BadRequestError(f"Groups cannot be sorted by {sort} {order}. Fields: {', '.join(_GROUP_FIELDS)}")
+            raise ConfigError(f"Groups cannot be sorted by {sort} {order}. Fields: {', '.join(_GROUP_FIELDS)}")
         offset, limit = _page(query)
         key = f'"{sort}" {order} NULLS LAST, ' if sort else ""
         name = query.get("component")
@@ -134,7 +135,7 @@ class SampleQueries:
             query: the parameters of the table that was shown before, for the previous and the next sample.
 
         Raises:
-            BadRequestError: a parameter is not valid.
+            ConfigError: a parameter is not valid.
         """
         order = SortOrder.parse(query)
         known = self._known(name, order)
@@ -257,9 +258,9 @@ def _page(query: Mapping[str, str]) -> tuple[int, int]:
     try:
         offset, limit = int(query.get("offset") or 0), int(query.get("limit") or 100)
     except ValueError:
-        raise BadRequestError("offset and limit must be whole numbers") from None
+        raise ConfigError("offset and limit must be whole numbers") from None
     if not 0 <= offset <= MAX_OFFSET or not 0 < limit <= MAX_LIMIT:
-        raise BadRequestError(f"offset must be from 0 to {MAX_OFFSET}, and limit from 1 to {MAX_LIMIT}")
+        raise ConfigError(f"offset must be from 0 to {MAX_OFFSET}, and limit from 1 to {MAX_LIMIT}")
     return offset, limit
 
 

@@ -302,7 +302,7 @@ def judges(index: Index, price: Price | None, query: Mapping[str, str]) -> dict[
         also the ``slowest`` requests, each with its sample.
 
     Raises:
-        BadRequestError: a parameter is not valid.
+        ConfigError: a parameter is not valid.
     """
     chosen = SampleFilter.parse(query)
     with index.cursor() as cursor:
