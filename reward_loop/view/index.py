@@ -91,11 +91,7 @@ class Index:
         RecordsReader(self.folder)  # checks that the folder contains records
         with contextlib.ExitStack() as stack:
             self._path = stack.enter_context(index_file(self.folder))
-            self._database = open_database(self._path)
-            if not self._fits():
-                self._database.close()
-                delete_database(self._path)
-                self._database = open_database(self._path)
+            self._database = open_database(self._path, self.folder)
             stack.callback(self._database.close)
             self._known = dict(self._database.execute("SELECT name, bytes FROM files").fetchall())
             self.revision = sum(self._known.values())
@@ -168,10 +164,8 @@ class Index:
     @property
     def incomplete(self) -> int:
         """The number of lines that could not be read: those that are not JSON, and incomplete last lines."""
-        with self.cursor() as cursor:
-            row = cursor.execute("SELECT incomplete FROM about").fetchone()
-        assert row is not None
-        return int(row[0]) + sum(size > 0 for size in self._unread())
+        (found,) = self.rows("SELECT incomplete FROM about")
+        return int(found["incomplete"]) + sum(size > 0 for size in self._unread())
 
     def pending_bytes(self) -> int:
         """Return the number of bytes that have not been read."""
@@ -279,15 +273,6 @@ class Index:
         """Return the offsets of the first lines that have not been read, after some chunks have been."""
         read = {self._name(part.path): part.start + part.bytes for chunk in chunks for part in chunk.parts}
         return {**known, **read}
-
-    def _fits(self) -> bool:
-        """Return whether the files still begin with the lines that an earlier index has read."""
-        known = self._database.execute("SELECT name, bytes, fingerprint FROM files").fetchall()
-        for name, size, head in known:
-            path = self.folder / name
-            if fingerprint(path) != bytes(head) or path.stat().st_size < size:
-                return False
-        return True
 
 
 def rows_of(cursor: duckdb.DuckDBPyConnection, query: str, parameters: Any = None) -> list[dict[str, Any]]:
@@ -425,22 +410,32 @@ def chunk_directory(path: Path) -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def open_database(path: Path) -> duckdb.DuckDBPyConnection:
-    """Open the database of an index; an older or damaged one is deleted and created again."""
+def open_database(path: Path, folder: Path) -> duckdb.DuckDBPyConnection:
+    """Open the database of an index. An older or damaged one, or one of other records, is deleted and created again."""
     with contextlib.suppress(duckdb.Error):
         connection = _connect(path)
         try:
-            row = use(connection).execute("SELECT layout FROM about").fetchone()
+            if _fits(use(connection), folder):
+                return connection
         except duckdb.Error:
-            row = None
-        if row == (tables.LAYOUT,):
-            return connection
+            pass
         connection.close()
     delete_database(path)
     connection = use(_connect(path))
     with tempfile.NamedTemporaryFile(suffix=".jsonl") as empty:
         tables.create(connection, empty.name)
     return connection
+
+
+def _fits(database: duckdb.DuckDBPyConnection, folder: Path) -> bool:
+    """Return whether the layout is the current one, and the files still begin with the lines that have been read."""
+    if database.execute("SELECT layout FROM about").fetchone() != (tables.LAYOUT,):
+        return False
+    known = database.execute("SELECT name, bytes, fingerprint FROM files").fetchall()
+    return all(
+        fingerprint(folder / name) == bytes(head) and (folder / name).stat().st_size >= size
+        for name, size, head in known
+    )
 
 
 def use(connection: duckdb.DuckDBPyConnection) -> duckdb.DuckDBPyConnection:
