@@ -61,13 +61,9 @@ def overlaps(folder: Path) -> list[dict[str, Any]]:
         ConfigError: a newer version has written them.
     """
     # Rollouts, of which there may be millions, are not parsed.
-    lines = read_files(folder / EVENTS, lambda line: line.find(f'"{OVERLAP}"'.encode(), 0, _KIND_HEAD) >= 0)
-    found: dict[int, dict[str, Any]] = {}
-    for path, event in lines:
-        if event is not None:
-            check_version(event.get("version", 0), path)
-            known = found.setdefault(event["step"], event)
-            found[event["step"]] = max(known, event, key=lambda one: one["time"])  # a resumed run repeats some steps
+    events = read_rows(folder / EVENTS, lambda line: line.find(f'"{OVERLAP}"'.encode(), 0, _KIND_HEAD) >= 0)
+    # A resumed run repeats some steps: the latest event of each counts.
+    found = {event["step"]: event for event in sorted(events, key=lambda event: event["time"])}
     return [
         {name: found[step][name] for name in ("step", "waiting_s", "pending_s")}
         | {"hidden_share": hidden_share(found[step]["waiting_s"], found[step]["pending_s"])}

@@ -42,13 +42,13 @@ def read_files(
                     yield path, parse_line(line)
 
 
-def read_rows(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows in all files of a folder, without incomplete lines.
+def read_rows(folder: Path, is_wanted: Callable[[bytes], Any] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the rows in all files of a folder, without incomplete lines; see `read_files`.
 
     Raises:
         ConfigError: a newer version has written them.
     """
-    for path, row in read_files(folder):
+    for path, row in read_files(folder, is_wanted):
         if row is not None:
             check_version(row.get("version", 0), path)
             yield row
