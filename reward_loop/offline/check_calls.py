@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from reward_loop._util.event_loops import line_on_loop
-from reward_loop.config import AuditConfig, CacheConfig, ProofConfig, RewardLoopConfig
+from reward_loop.config import AuditConfig, CacheConfig, RewardLoopConfig
 from reward_loop.errors import ConfigError
 from reward_loop.managers import CompositeRewardLoopManager, RewardLoopManagerBase
 from reward_loop.managers.scorer import load_scorer, reward_of
@@ -103,7 +103,7 @@ class Calls:
             "batch": options.batch.model_copy(update={"max_batch_size": samples}),
             "cache": CacheConfig(),
             "audit": AuditConfig(),
-            "proofs": ProofConfig(every=None),
+            "proofs": options.proofs.model_copy(update={"every": None}),
         }
         scorer = load_scorer(
             function,
