@@ -72,7 +72,7 @@ class Scored:
 
     @property
     def mean(self):
-        return self.report.reward.to_dict()["mean"]
+        return self.report.to_dict()["reward"]["mean"]
 
 
 def score(

@@ -58,12 +58,21 @@ class _Group:
 
 
 class _Part:
-    """The samples with one value of the field `Report.group_by`."""
+    """Samples that are summarised together: all, or those with one value of the field `Report.group_by`."""
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
         self.score, self.reward = Spread(), Spread()
         self.false_accepts = WeightedShare()
+        """Of the answers that the strong judge of a spot check rejects: the share that the cheap judge accepts."""
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        self.outcomes[row["outcome"]] += 1
+        for spread, number in ((self.score, row.get("score")), (self.reward, row.get("reward"))):
+            if number is not None:
+                spread.add(number)
+        for accepted, chance in false_accepts_of(row.get("components") or {}):
+            self.false_accepts.add(accepted, chance)
 
     def to_dict(self) -> dict[str, Any]:
         counts = {"samples": self.outcomes.total(), "outcomes": dict(self.outcomes)}
@@ -82,13 +91,12 @@ class Report:
 
     def __init__(self, group_by: str | None = None) -> None:
         self.group_by = group_by
-        self.outcomes: Counter[str] = Counter()
+        self._all = _Part()
+        self.outcomes = self._all.outcomes
         self.causes = Causes()
         """Why samples failed."""
         self.unscored = Causes()
         """Why samples are unscored."""
-        self.score = Spread()
-        self.reward = Spread()
         self.masked = self.over_budget = self.stopped = self.revised = 0
         self.validation: Report | None = None
         """The summary of the samples of validation; ``None`` if there are none."""
@@ -97,8 +105,6 @@ class Report:
         self.reported_cost: float | None = None
         """The sum of the costs that functions reported, in their unit; ``None`` if there is none."""
         self.components: dict[str, Spread] = {}
-        self.false_accepts = WeightedShare()
-        """Of the answers that the strong judge of a spot check rejects: the share that the cheap judge accepts."""
         self.judges = Judges()
         self.parts: dict[Any, _Part] = {}
         """The samples with each value of the field."""
@@ -114,8 +120,8 @@ class Report:
             self._add(row)
 
     def _add(self, row: Mapping[str, Any]) -> None:
-        outcome, score, reward = row["outcome"], row.get("score"), row.get("reward")
-        self.outcomes[outcome] += 1
+        self._all.add(row)
+        outcome, reward = row["outcome"], row.get("reward")
         name = str(row.get("uid") or row.get("id") or "without uid")
         error = row.get("error")
         if outcome == Outcome.UNSCORED:
@@ -125,10 +131,6 @@ class Report:
             self.unscored.add(cause, error or f"sample {name}: {why}")
         elif error:
             self.causes.add(row.get("cause"), error)
-        if score is not None:
-            self.score.add(score)
-        if reward is not None:
-            self.reward.add(reward)
         self.masked += bool(row.get("masked"))
         self.over_budget += bool(row.get("over_budget"))
         # Neither masked nor rewarded: with this sample, the policy ended the run.
@@ -141,9 +143,6 @@ class Report:
         for component, value in (row.get("components") or {}).items():
             if isinstance(value, int | float) and component != "score":
                 self.components.setdefault(component, Spread()).add(value)
-        checked = false_accepts_of(row.get("components") or {})
-        for accepted, chance in checked:
-            self.false_accepts.add(accepted, chance)
         if row.get("group") is not None:
             self._groups.setdefault((row.get("step"), row["group"]), _Group()).add(reward)
         self._slowest.add(row.get("total_s") or row.get("work_s") or 0.0, name)
@@ -154,14 +153,7 @@ class Report:
         if self.group_by is not None:
             value = look_up(row, self.group_by)
             if value is not MISSING:
-                part = self.parts.setdefault(value if isinstance(value, str | int | float) else str(value), _Part())
-                part.outcomes[outcome] += 1
-                if score is not None:
-                    part.score.add(score)
-                if reward is not None:
-                    part.reward.add(reward)
-                for accepted, chance in checked:
-                    part.false_accepts.add(accepted, chance)
+                self.parts.setdefault(value if isinstance(value, str | int | float) else str(value), _Part()).add(row)
 
     @property
     def samples(self) -> int:
@@ -171,7 +163,7 @@ class Report:
     def to_dict(self, price: Price | None = None) -> dict[str, Any]:
         """Return the summary as values of JSON; with a price, also the costs of judges."""
         return {
-            "samples": self.samples,
+            **self._all.to_dict(),
             "validation": self.validation and self.validation.to_dict(price),
             "outcomes": {str(outcome): self.outcomes[outcome] for outcome in Outcome},
             "masked": self.masked,
@@ -181,10 +173,7 @@ class Report:
             "saved_calls": self._saved_calls(),
             "causes": _listed(self.causes),
             "unscored_causes": _listed(self.unscored),
-            "score": self.score.to_dict(),
-            "reward": self.reward.to_dict(),
             "components": {name: spread.to_dict() for name, spread in self.components.items()},
-            "false_accepts": self.false_accepts.to_dict(),
             **self._group_counts(),
             "judges": self.judges.to_dict(price),
             "reported_cost": self.reported_cost,
