@@ -35,13 +35,8 @@ from reward_loop.offline.notes import Notes
 from reward_loop.offline.report import Price
 from reward_loop.records import AUDIT, EVENTS, RecordsReader, configurations
 from reward_loop.records import health as read_health
-from reward_loop.view.audit import AUDIT_PARAMETERS, audit
-from reward_loop.view.filters import (
-    GROUPS_PARAMETERS,
-    JUDGES_PARAMETERS,
-    SAMPLES_PARAMETERS,
-    check_parameters,
-)
+from reward_loop.view.audit import audit
+from reward_loop.view.filters import GROUPS_PARAMETERS, SAMPLES_PARAMETERS, check_parameters
 from reward_loop.view.index import Follower, Index
 from reward_loop.view.phases import PhaseReader
 from reward_loop.view.samples import SampleQueries
@@ -182,11 +177,11 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
             raise HTTPException(507, f"The note cannot be saved in {error.filename}: {error.strerror}") from None
         return _json({"note": text.strip() or None})
 
-    @app.get("/api/judges", dependencies=_only(*JUDGES_PARAMETERS))
+    @app.get("/api/judges", dependencies=_only("step", "validate"))
     def all_judges(request: Request) -> Response:
         return _json(judges(index, price, request.query_params))
 
-    @app.get("/api/audit", dependencies=_only(*AUDIT_PARAMETERS))
+    @app.get("/api/audit", dependencies=_only("kind"))
     def probes(request: Request) -> Response:
         return _json(audit(index, reader, request.query_params, start()))
 

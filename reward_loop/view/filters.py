@@ -11,7 +11,6 @@ from reward_loop.errors import ConfigError
 
 __all__ = [
     "GROUPS_PARAMETERS",
-    "JUDGES_PARAMETERS",
     "SAMPLES_PARAMETERS",
     "SampleFilter",
     "SortOrder",
@@ -50,9 +49,6 @@ _BOUNDS = {"min": ">=", "max": "<="}
 
 SAMPLES_PARAMETERS = (*_EQUAL, "min_reward", "max_reward", "text", *_PAGE, "where.FIELD", "min.FIELD", "max.FIELD")
 """All parameters of a page of samples. FIELD stands for any field, for a bound one with numbers."""
-
-JUDGES_PARAMETERS = ("step", "validate")
-"""All parameters of a request for judges."""
 
 GROUPS_PARAMETERS = ("step", "validate", "min.step", "max.step", "component", *_PAGE)
 """All parameters of a page of groups."""
