@@ -248,15 +248,7 @@ class _Judge:
         self.seconds.add(exchange.get("seconds") or 0.0)
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "requests": self.requests,
-            "errors": self.errors,
-            "no_verdict": self.no_verdict,
-            "statuses": dict(self.statuses),
-            "seconds": self.seconds.to_dict(),
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-        }
+        return {**vars(self), "statuses": dict(self.statuses), "seconds": self.seconds.to_dict()}
 
 
 class Judges:
@@ -272,9 +264,6 @@ class Judges:
         self._nameless: list[Mapping[str, Any]] = []
         """The requests without a model."""
         self._of_batches: set[str] = set()
-
-    def __bool__(self) -> bool:
-        return bool(self._by_name or self._nameless)
 
     def add(self, exchanges: Sequence[Mapping[str, Any]], batch: str | None = None) -> None:
         """Add the requests of a sample. Those of a batch call, which all of its samples have, count once."""
@@ -309,9 +298,6 @@ class Spread:
     def __init__(self) -> None:
         # 8 bytes for each number: a list of floats takes four times as much, and a run may have millions of samples.
         self._values = array("d")
-
-    def __len__(self) -> int:
-        return len(self._values)
 
     def add(self, value: float) -> None:
         """Add a number. Numbers that are not finite, or are beyond the range of float, are ignored."""
