@@ -291,10 +291,6 @@ def bound(path: Sequence[Segment]) -> str | None:
         rest = ", without the rollouts and rewards that it waited for" if longest.waits_for else ""
         return f"The phase {part} bounded the step: {share}{rest}."
     sample = f"sample {longest.work.uid}" + (f" of group {longest.work.group}" if longest.work.group else "")
-    match part:
-        case "judging":
-            judge = f" ({longest.work.judge})" if longest.work.judge else ""
-            return f"Judging bounded the step: {share} of waiting, longest for {sample}{judge}."
-        case "queue":
-            return f"The queue before the judges bounded the step: {share} of waiting, longest for {sample}."
-    return f"Generation bounded the step: {share} of waiting, longest for {sample}."
+    what = {JUDGING: "Judging", QUEUE: "The queue before the judges"}.get(part, "Generation")
+    judge = f" ({longest.work.judge})" if part == JUDGING and longest.work.judge else ""
+    return f"{what} bounded the step: {share} of waiting, longest for {sample}{judge}."
