@@ -165,32 +165,28 @@ async def check(
     return report
 
 
+@dataclass
 class _Checks:
-    def __init__(
-        self,
-        calls: Calls,
-        samples: Sequence[RewardSample],
-        concurrency: int,
-        max_blocked_s: float,
-        stuck_s: float,
-        on_stuck: Callable[[], None],
-    ) -> None:
-        self.stuck_s = stuck_s
-        self.on_stuck = on_stuck
-        self.calls = calls
-        self.samples = samples
-        self.concurrency = concurrency
-        self.max_blocked_s = max_blocked_s
-        is_plain = not (calls.is_async or calls.is_batched or "reward_router_address" in calls.requires)
-        self.scores_by_rule = is_plain and calls.reads_truth
+    calls: Calls
+    samples: Sequence[RewardSample]
+    concurrency: int
+    max_blocked_s: float
+    stuck_s: float
+    on_stuck: Callable[[], None]
+    known: list[KnownAnswers] = field(default_factory=list)
+    """A right and a wrong answer of each data source."""
+    first: list[CheckedRow] = field(default_factory=list)
+    """The results of the first round."""
+    deterministic: bool = True
+    blocked: list[list[StepTimer]] = field(default_factory=list)
+    """For each round: for how many seconds each call blocked the event loop."""
+
+    @property
+    def scores_by_rule(self) -> bool:
         """Whether the function compares an answer with the ground truth itself, without asking a judge."""
-        self.known: list[KnownAnswers] = []
-        """A right and a wrong answer of each data source."""
-        self.first: list[CheckedRow] = []
-        """The results of the first round."""
-        self.deterministic = True
-        self.blocked: list[list[StepTimer]] = []
-        """For each round: for how many seconds each call blocked the event loop."""
+        calls = self.calls
+        is_plain = not (calls.is_async or calls.is_batched or "reward_router_address" in calls.requires)
+        return is_plain and calls.reads_truth
 
     async def samples_score(self) -> list[Finding]:
         self.first = await self._round()
