@@ -90,11 +90,15 @@ def check_parameters(query: Mapping[str, str], known: Collection[str]) -> None:
             )
 
 
-def _check_field(name: str, known: Collection[str] = (*NUMBERS, *TEXTS, *FLAGS)) -> None:
-    if name not in known and not (name.startswith(_COMPONENT) and len(name) > len(_COMPONENT)):
-        raise ConfigError(
-            f"Unknown field {name!r}{did_you_mean(name, known) or '.'} Fields: {listing(known)}, components.NAME"
-        )
+def _json_of(name: str, known: Collection[str] = (*NUMBERS, *TEXTS, *FLAGS)) -> str | None:
+    """Return SQL for the JSON value of a field that is a component; ``None`` for another one of the known fields."""
+    if name in known:
+        return None
+    if name.startswith(_COMPONENT) and len(name) > len(_COMPONENT):
+        return component(name.removeprefix(_COMPONENT))
+    raise ConfigError(
+        f"Unknown field {name!r}{did_you_mean(name, known) or '.'} Fields: {listing(known)}, components.NAME"
+    )
 
 
 @dataclass(frozen=True)
@@ -133,15 +137,12 @@ class SampleFilter:
         return found
 
     def _bounded(self, parameter: str, name: str, value: str) -> SampleFilter:
-        _check_field(name, NUMBERS)
-        is_component = name.startswith(_COMPONENT)
-        compared = number_of(component(name.removeprefix(_COMPONENT))) if is_component else f'"{name}"'
+        json = _json_of(name, NUMBERS)
+        compared = f'"{name}"' if json is None else number_of(json)
         return self.also(f"{compared} {_BOUNDS[parameter[:3]]} ?", _number(parameter, value))
 
     def _equal(self, name: str, value: str) -> SampleFilter:
-        _check_field(name)
-        if name.startswith(_COMPONENT):
-            json = component(name.removeprefix(_COMPONENT))
+        if (json := _json_of(name)) is not None:
             number = _try_number(value)
             if number is None:
                 return self.also(f"{json}->>'$' = ?", value)
@@ -193,9 +194,7 @@ class SortOrder:
         descends = order == "desc"
         keys: list[tuple[str, bool]] = []
         if name:
-            _check_field(name)
-            if name.startswith(_COMPONENT):
-                json = component(name.removeprefix(_COMPONENT))
+            if (json := _json_of(name)) is not None:
                 number, text = number_of(json), f"{json}->>'$'"
                 keys += [(f"{text} IS NULL", False), (f"{number} IS NULL", descends)]
                 keys += [(f"coalesce({number}, 0)", descends), (f"coalesce({text}, '')", descends)]
