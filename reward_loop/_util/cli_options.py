@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -19,6 +20,7 @@ __all__ = [
     "Manager",
     "MoreOptions",
     "Price",
+    "RecordsFolder",
     "RewardKwargs",
     "RouterAddress",
     "Steps",
@@ -54,6 +56,10 @@ FieldPaths = Annotated[
         "extra_info, extra_info.KEY, and for the records prompt, group, step. Default: the field with the name of the "
         "part. Repeatable.",
     ),
+]
+RecordsFolder = Annotated[
+    Path,
+    typer.Argument(metavar="DIR", help="A folder of records, such as checkpoints/.../rewards.", show_default=False),
 ]
 Steps = Annotated[
     str | None,

@@ -65,10 +65,7 @@ _ROLES = {"developer": "system", "ipython": "tool", "function": "tool", "observa
 
 
 def export(
-    folder: Annotated[
-        Path,
-        typer.Argument(metavar="DIR", help="A folder of records, such as checkpoints/.../rewards.", show_default=False),
-    ],
+    folder: cli_options.RecordsFolder,
     output: Annotated[
         Path,
         typer.Option(

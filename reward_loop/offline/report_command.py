@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -45,10 +44,7 @@ Values = Mapping[str, Any]
 
 
 def report(
-    folder: Annotated[
-        Path,
-        typer.Argument(metavar="DIR", help="A folder of records, such as checkpoints/.../rewards.", show_default=False),
-    ],
+    folder: cli_options.RecordsFolder,
     group_by: Annotated[
         str | None,
         typer.Option(

@@ -119,10 +119,7 @@ def _threads(spans: Sequence[Span], nested: bool) -> Iterable[int]:
 
 
 def trace(
-    folder: Annotated[
-        Path,
-        typer.Argument(metavar="DIR", help="A folder of records, such as checkpoints/.../rewards.", show_default=False),
-    ],
+    folder: cli_options.RecordsFolder,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")],
     step: cli_options.Steps = None,
 ) -> None:
