@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from reward_loop._util.intervals import Z95, kappa, paired_interval, wilson
 
-__all__ = ["ABLATION", "CANARY", "LABELLED", "REFERENCE", "measured", "probe_counts"]
+__all__ = ["ABLATION", "CANARY", "LABELLED", "REFERENCE", "measured", "probe_counts", "with_drifts"]
 
 CANARY, LABELLED, REFERENCE, ABLATION = "canary", "labelled", "reference", "ablation"
 """The probes whose value is not a share of scores that agree."""
@@ -17,21 +17,14 @@ CANARY, LABELLED, REFERENCE, ABLATION = "canary", "labelled", "reference", "abla
 _METRICS = {CANARY: "accepted", LABELLED: "accuracy", REFERENCE: "gap", ABLATION: "effect"}
 
 
-def measured(kind: str, sums: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the results of the probes of a kind as values of JSON: one, of labelled answers also kappa and drift.
+def measured(kind: str, probes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the results of probes of a kind as values of JSON: one, of labelled answers also kappa and drift.
 
     Args:
         kind: probe and variant, such as ``canary/empty``; a component of the reference judge is ``reference/NAME``.
-        sums: of the probes of the kind:
-
-            - ``verdicts``: their number with a verdict; ``positive``: those whose canary was accepted, whose label is
-              equal to the verdict, or whose scores agree; ``without_score``: their number without a score.
-            - ``scored``, ``gap``, ``spread``, ``span``: their number with a score; mean and standard deviation of the
-              first score minus theirs; the range of both scores. Of an ablation, the first score is that with the
-              feature.
-            - ``labelled``, ``found``: of labelled answers, the verdicts on those with the label *true*, and how many of
-              these are *true*; ``drifts``, ``drift``: their number after the first time, and the mean absolute
-              difference to the first score.
+        probes: each with ``score``, the first score (of an ablation, that with the feature; of a labelled answer, its
+            label), and its ``probe_score``. ``positive``: whether a canary was accepted, the label is equal to the
+            verdict, or the scores agree; ``None`` without a verdict. Labelled answers may have a ``drift``.
 
     Returns:
         ``metric``: the name of the value below ``reward_loop/audit/``. ``value``: the share of positive verdicts, the
@@ -40,84 +33,66 @@ def measured(kind: str, sums: Mapping[str, Any]) -> list[dict[str, Any]]:
         ``without_score``.
     """
     name = kind.partition("/")[0]
-    verdicts, positive = sums["verdicts"], sums["positive"]
-    counted, value, interval = verdicts, None, None
-    if name == ABLATION:
-        counted, value = sums["scored"], sums["gap"]
-        if counted:
-            interval = paired_interval(counted, value, sums["spread"] or 0.0, sums["span"])
-    elif name == REFERENCE:
-        counted, value = sums["scored"], sums["gap"]
-        if sums["spread"] is not None:
-            error = Z95 * sums["spread"] / counted**0.5
+    scores = [(one["score"], one["probe_score"]) for one in probes if one["probe_score"] is not None]
+    verdicts = [(one["score"] > 0.5, one["positive"]) for one in probes if one["positive"] is not None]
+    counted = len(verdicts)
+    value: float | None = None
+    interval = None
+    if name in (REFERENCE, ABLATION):
+        gaps = [score - probe_score for score, probe_score in scores]
+        counted, value = len(gaps), statistics.fmean(gaps) if gaps else None
+        spread = statistics.stdev(gaps) if counted > 1 else None
+        if name == ABLATION and value is not None:
+            span = max(map(max, scores)) - min(map(min, scores))
+            interval = paired_interval(counted, value, spread or 0.0, span)
+        elif spread is not None and value is not None:
+            error = Z95 * spread / counted**0.5
             interval = (value - error, value + error)
     elif verdicts:
-        value, interval = positive / verdicts, wilson(positive, verdicts)
+        positive = sum(right for _, right in verdicts)
+        value, interval = positive / counted, wilson(positive, counted)
 
     def result(metric: str, counted: int, value: float | None, interval: Any = None) -> dict[str, Any]:
-        about = {"kind": kind, "metric": f"{kind}/{metric}", "without_score": sums["without_score"]}
+        about = {"kind": kind, "metric": f"{kind}/{metric}", "without_score": len(probes) - len(scores)}
         return {**about, "counted": counted, "value": value, "interval": interval}
 
     results = [result(_METRICS.get(name, "agreement"), counted, value, interval)]
     if kind == LABELLED and verdicts:
-        found, labelled = sums["found"], sums["labelled"]
-        rejected = positive - found
-        labels = {(True, True): found, (True, False): labelled - found, (False, False): rejected}
-        results.append(result("kappa", verdicts, kappa({**labels, (False, True): verdicts - labelled - rejected})))
-    if kind == LABELLED and sums["drifts"]:
-        results.append(result("drift", sums["drifts"], sums["drift"]))
+        labels = Counter((label, label == right) for label, right in verdicts)
+        results.append(result("kappa", counted, kappa(labels)))
+    if drifts := [one["drift"] for one in probes if one.get("drift") is not None]:
+        results.append(result("drift", len(drifts), statistics.fmean(drifts)))
     return results
 
 
-class _Probe(NamedTuple):
-    time: float
-    uid: str | None
-    score: float
-    probe_score: float | None
-    accepted: bool | None
+def with_drifts(probes: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the probes of labelled answers by ``time``, each later one with its ``drift``.
+
+    The drift is the absolute difference to the first score of the answer, which ``uid`` names.
+    """
+    first: dict[str | None, float] = {}
+    found = []
+    for probe in sorted(probes, key=lambda probe: probe["time"]):
+        score, drift = probe["probe_score"], None
+        if score is not None:
+            drift = abs(score - first[probe["uid"]]) if probe["uid"] in first else None
+            first.setdefault(probe["uid"], score)
+        found.append({**probe, "drift": drift})
+    return found
 
 
 def probe_counts(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the results (`measured`) of all kinds of probes, from the rows of the sub-folder ``audit``."""
-    probes: dict[str, list[_Probe]] = defaultdict(list)
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         kind = "/".join(filter(None, (row.get("probe"), row.get("variant"))))
-        about = (row.get("time") or 0.0, row.get("uid"))
-        probes[kind].append(_Probe(*about, row["score"], row.get("probe_score"), row.get("accepted")))
+        positive = row.get("accepted")
+        if kind == LABELLED and positive is not None:
+            positive = positive == (row["score"] > 0.5)
+        probe = {"time": row.get("time") or 0.0, "uid": row.get("uid"), "positive": positive}
+        found[kind].append(probe | {"score": row["score"], "probe_score": row.get("probe_score")})
         for name, (score, reference) in (row.get("components") or {}).items():
-            probes[f"{kind}/{name}"].append(_Probe(*about, score, reference, None))
-    return [result for kind in sorted(probes) for result in measured(kind, _sums(kind, probes[kind]))]
-
-
-def _sums(kind: str, probes: Sequence[_Probe]) -> dict[str, Any]:
-    scored = [probe for probe in probes if probe.probe_score is not None]
-    both = [score for probe in scored for score in (probe.score, probe.probe_score) if score is not None]
-    gaps = [probe.score - probe.probe_score for probe in scored if probe.probe_score is not None]
-    # The score of a labelled answer is its label.
-    verdicts = [(probe.score > 0.5, probe.accepted) for probe in probes if probe.accepted is not None]
-    drifts = _drifts(scored) if kind == LABELLED else []
-    return {
-        "verdicts": len(verdicts),
-        "positive": sum(accepted == label if kind == LABELLED else accepted for label, accepted in verdicts),
-        "without_score": len(probes) - len(scored),
-        "scored": len(scored),
-        "gap": statistics.fmean(gaps) if gaps else None,
-        "spread": statistics.stdev(gaps) if len(gaps) > 1 else None,
-        "span": max(both) - min(both) if both else None,
-        "labelled": sum(label for label, _ in verdicts),
-        "found": sum(label and accepted for label, accepted in verdicts),
-        "drifts": len(drifts),
-        "drift": statistics.fmean(drifts) if drifts else None,
-    }
-
-
-def _drifts(scored: Sequence[_Probe]) -> list[float]:
-    """Return the absolute difference of each score to the first score of its answer, without the first ones."""
-    first: dict[str | None, float] = {}
-    drifts = []
-    for probe in sorted(scored, key=lambda probe: probe.time):
-        assert probe.probe_score is not None
-        if probe.uid in first:
-            drifts.append(abs(probe.probe_score - first[probe.uid]))
-        first.setdefault(probe.uid, probe.probe_score)
-    return drifts
+            found[f"{kind}/{name}"].append(probe | {"score": score, "probe_score": reference, "positive": None})
+    if LABELLED in found:
+        found[LABELLED] = with_drifts(found[LABELLED])
+    return [result for kind in sorted(found) for result in measured(kind, found[kind])]

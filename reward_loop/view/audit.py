@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reward_loop.errors import ConfigError
-from reward_loop.offline.probes import ABLATION, CANARY, LABELLED, REFERENCE, measured
+from reward_loop.offline.probes import ABLATION, CANARY, LABELLED, REFERENCE, measured, with_drifts
 from reward_loop.records import RecordsReader
 from reward_loop.view.index import Index
 
@@ -19,26 +19,12 @@ SHOWN = 20
 MIN_PROBES = 32
 """The smallest number of probes of a baseline, as in `reward_loop.audit.monitors`."""
 
-_SUMS = """
-count(positive) AS verdicts, count(*) FILTER (positive) AS positive, count(probe_score) AS scored,
-    count(*) FILTER (probe_score IS NULL) AS without_score, avg(score - probe_score) AS gap,
-    stddev_samp(score - probe_score) AS spread,
-    max(greatest(score, probe_score)) FILTER (probe_score IS NOT NULL)
-        - min(least(score, probe_score)) FILTER (probe_score IS NOT NULL) AS span,
-    count(positive) FILTER (score > 0.5) AS labelled,
-    count(*) FILTER (positive AND score > 0.5) AS found, count(drift) AS drifts, avg(drift) AS drift
-"""
 _MONITORS = {"accepted": "canaries", "accuracy": "labelled", "agreement": "agreement"}
 """The health monitor of each measure that has one."""
 
-# Only answers with a score have a first time.
-_DRIFTS = """(
-    SELECT *, CASE WHEN row_number() OVER times > 1 THEN abs(probe_score - first_value(probe_score) OVER times) END
-        AS drift
-    FROM probes WINDOW times AS (PARTITION BY kind, uid, probe_score IS NULL ORDER BY time)
-)"""
-_KINDS = f"SELECT kind, {_SUMS} FROM {_DRIFTS} GROUP BY kind ORDER BY kind"
-_BY_STEP = f"SELECT kind, step, {_SUMS} FROM {_DRIFTS} WHERE step IS NOT NULL GROUP BY ALL ORDER BY kind, step"
+# This library writes no probe without a first score.
+_KINDS = "SELECT DISTINCT kind FROM probes WHERE score IS NOT NULL ORDER BY kind"
+_PROBES = "SELECT step, time, uid, score, probe_score, positive FROM probes WHERE score IS NOT NULL AND kind = ?"
 
 _ERRORS = {
     CANARY: ("positive", "probe_score DESC"),
@@ -86,11 +72,19 @@ def audit(
     Raises:
         ConfigError: there are no probes of the kind.
     """
-    kinds = [result for row in index.rows(_KINDS) for result in measured(row["kind"], row)]
+    kinds: list[dict[str, Any]] = []
     steps: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in index.rows(_BY_STEP):
-        for result in measured(row["kind"], row):
-            steps[result["metric"]].append({"step": row["step"], **result})
+    # One kind at a time: a run may have hundreds of thousands of probes.
+    for name in [row["kind"] for row in index.rows(_KINDS)]:
+        found = index.rows(_PROBES, [name])
+        probes = with_drifts(found) if name == LABELLED else found
+        kinds += measured(name, probes)
+        by_step: dict[int | None, list[dict[str, Any]]] = defaultdict(list)
+        for probe in probes:
+            by_step[probe["step"]].append(probe)
+        for step in sorted(step for step in by_step if step is not None):
+            for result in measured(name, by_step[step]):
+                steps[result["metric"]].append({"step": step, **result})
     names = [row["kind"] for row in kinds]
     kind = query.get("kind") or max(kinds, key=_errors, default={"kind": None})["kind"]
     if kind is not None and kind not in names:
