@@ -16,40 +16,32 @@ __all__ = ["CallOutcome", "RemoteError", "cause_of", "describe_exception", "outc
 _MESSAGE_CHARACTERS = 500
 
 
+# eq=False: an exception is equal only to itself. It is pickled by its `args`, the values in the order of the fields.
+@dataclass(eq=False)
 class RemoteError(Exception):
     """Represents an exception raised in a worker process, with the data that retries and limits need.
 
     If the original exception cannot be unpickled (for instance because of keyword-only arguments), this is the call's
     exception. Otherwise this is the ``__cause__`` of the original, whose traceback and causes pickle drops.
-
-    Args:
-        description: what `describe_exception` returned in the process.
-        cause: what `cause_of` returned in the process.
-        transient: whether a retry may succeed.
-        status: the HTTP status of the service's response; 429 if any exception in the chain is a refusal.
-        retry_after: the seconds that the service asked to wait.
-        unreachable: what `unreachable` returned in the process.
-        out_of_credit: what `out_of_credit` returned in the process: the body of the answer stays there.
     """
 
-    def __init__(
-        self,
-        description: str,
-        cause: str,
-        transient: bool,
-        status: int | None,
-        retry_after: float | None,
-        unreachable: str | None = None,
-        out_of_credit: bool = False,
-    ) -> None:
-        super().__init__(description)
-        self.out_of_credit = out_of_credit
-        self.unreachable = unreachable
-        self.description = description
-        self.cause = cause
-        self.transient = transient
-        self.status = status
-        self.retry_after = retry_after
+    description: str
+    """What `describe_exception` returned in the process."""
+    cause: str
+    """What `cause_of` returned in the process."""
+    transient: bool
+    """Whether a retry may succeed."""
+    status: int | None
+    """The HTTP status of the service's response; 429 if any exception in the chain is a refusal."""
+    retry_after: float | None
+    """The seconds that the service asked to wait."""
+    unreachable: str | None
+    """What `unreachable` returned in the process."""
+    out_of_credit: bool
+    """What `out_of_credit` returned in the process: the body of the answer stays there."""
+
+    def __str__(self) -> str:
+        return self.description
 
     @classmethod
     def of(cls, error: BaseException) -> RemoteError:
@@ -63,18 +55,6 @@ class RemoteError(Exception):
             retry_after(error),
             unreachable(error),
             out_of_credit(error),
-        )
-
-    # By default, unpickling calls the class with `args`, which has only the description.
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RemoteError, (
-            self.description,
-            self.cause,
-            self.transient,
-            self.status,
-            self.retry_after,
-            self.unreachable,
-            self.out_of_credit,
         )
 
 
