@@ -50,10 +50,10 @@ class BreakingRequests:
     """
 
     def __init__(self, pool: BackendPool) -> None:
-        self._pool = pool
-        self._turn = asyncio.Lock()
+        self.pool = pool
+        self.turn = asyncio.Lock()
         """Held by the suspect that is sent to a server."""
-        self._known: OrderedDict[bytes, _Broken | Refusal] = OrderedDict()
+        self.known: OrderedDict[bytes, _Broken | Refusal] = OrderedDict()
 
     def suspect(self, client: ClientRequest, body: bytes) -> Suspect:
         """Return what is known of a request. Call its :meth:`Suspect.close` at the end of the request.
@@ -61,27 +61,17 @@ class BreakingRequests:
         Raises:
             Refusal: the request broke servers before.
         """
-        known = self._known.get(_digest(client.path, body)) if self._known else None
+        known = self.known.get(_digest(client.path, body)) if self.known else None
         if isinstance(known, Refusal):
             raise known
-        return Suspect(self._pool, self._turn, self._known, client, body, known or [])
+        return Suspect(self, client, body, known or [])
 
 
 class Suspect:
     """A request that may break servers. For arguments, see `BreakingRequests.suspect`."""
 
-    def __init__(
-        self,
-        pool: BackendPool,
-        turn: asyncio.Lock,
-        known: OrderedDict[bytes, _Broken | Refusal],
-        client: ClientRequest,
-        body: bytes,
-        broken: _Broken,
-    ) -> None:
-        self._pool = pool
-        self._turn = turn
-        self._known = known
+    def __init__(self, breaking: BreakingRequests, client: ClientRequest, body: bytes, broken: _Broken) -> None:
+        self._breaking = breaking
         self._client = client
         self._body = body
         self._broken = broken
@@ -109,7 +99,7 @@ class Suspect:
             self._remember(self._broken)
             return
         # Only now, since it waits for a health check: one broken connection is repeated at once.
-        died = [one for one in self._broken if await self._pool.has_died(one.backend, one.began, one.ended)]
+        died = [one for one in self._broken if await self._breaking.pool.has_died(one.backend, one.began, one.ended)]
         if len(died) < 2:
             return
         if self._has_turn or sum(one.was_alone for one in died) >= 2:
@@ -127,25 +117,26 @@ class Suspect:
         """Wait until the request may be sent again: if two servers died, until no other suspect is sent."""
         # Held until `close`: a death while this request is the only suspect convicts it.
         if self._needs_turn and not self._has_turn:
-            await self._turn.acquire()
+            await self._breaking.turn.acquire()
             self._has_turn = True
 
     def answered(self) -> None:
         """Record that a server answered the request, and forget it."""
         if self._broken:
             # Others were the cause: an innocent request must not be refused after a later death.
-            self._known.pop(_digest(self._client.path, self._body), None)
+            self._breaking.known.pop(_digest(self._client.path, self._body), None)
             self._broken = []
 
     def close(self) -> None:
         """Let the next suspect be sent."""
         if self._has_turn:
-            self._turn.release()
+            self._breaking.turn.release()
 
     def _remember(self, known: _Broken | Refusal) -> None:
-        self._known[_digest(self._client.path, self._body)] = known
-        if len(self._known) > _REMEMBERED:
-            self._known.popitem(last=False)
+        remembered = self._breaking.known
+        remembered[_digest(self._client.path, self._body)] = known
+        if len(remembered) > _REMEMBERED:
+            remembered.popitem(last=False)
 
 
 def _digest(path: str, body: bytes) -> bytes:

@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Hashable
+from dataclasses import KW_ONLY, dataclass
 
 import orjson
 
@@ -15,38 +16,29 @@ from reward_loop.router.headers import RawHeader
 __all__ = ["LimitedLog", "Refusal", "body_too_long"]
 
 
+# eq=False: an exception is equal only to itself.
+@dataclass(eq=False)
 class Refusal(Exception):
-    """The router refuses a request with an HTTP error, in the JSON format of vLLM's errors.
+    """The router refuses a request with an HTTP error, in the JSON format of vLLM's errors."""
 
-    Args:
-        status: the HTTP status.
-        message: the reason, and what the client can use instead.
-        param: the name of the invalid field.
-        retry_after_s: seconds for the ``Retry-After`` header, rounded up, at least 1.
-        allow: the value of the ``Allow`` header, for a 405.
-        code: what programs read; by default the status.
-        close: whether to close the connection after the answer.
-    """
+    status: int
+    """The HTTP status."""
+    message: str
+    """The reason, and what the client can use instead."""
+    _: KW_ONLY
+    param: str | None = None
+    """The name of the invalid field."""
+    retry_after_s: float | None = None
+    """Seconds for the ``Retry-After`` header, rounded up, at least 1."""
+    allow: str | None = None
+    """The value of the ``Allow`` header, for a 405."""
+    code: str | None = None
+    """What programs read; by default the status."""
+    close: bool = False
+    """Whether to close the connection after the answer."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        retry_after_s: float | None = None,
-        allow: str | None = None,
-        code: str | None = None,
-        close: bool = False,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.retry_after_s = retry_after_s
-        self.allow = allow
-        self.code = code
-        self.close = close
+    def __str__(self) -> str:
+        return self.message
 
     def render(self) -> tuple[list[RawHeader], bytes]:
         """Return the headers and the body of the HTTP answer."""

@@ -120,10 +120,6 @@ def _first_user_message(prompt: Any) -> Any:
 
 def policy_for(name: PolicyName) -> Policy:
     """Return a new policy."""
-    match name:
-        case "round_robin":
-            return RoundRobin()
-        case "least_in_flight":
-            return LeastInFlight()
-        case "affinity":
-            return Affinity()
+    policies: dict[PolicyName, type[Policy]]
+    policies = {"round_robin": RoundRobin, "least_in_flight": LeastInFlight, "affinity": Affinity}
+    return policies[name]()
