@@ -11,7 +11,7 @@ import transformers
 
 from reward_loop._util.text import listing
 from reward_loop.errors import ConfigError
-from reward_loop.serving.embedded.batching import BatchingEngine
+from reward_loop.serving.embedded.batching import BatchingEngine, GeneratedTokens, SamplingParams
 from reward_loop.serving.embedded.dialect import (
     ApiError,
     ChatRequest,
@@ -20,7 +20,6 @@ from reward_loop.serving.embedded.dialect import (
     SamplingOptions,
     envelope,
 )
-from reward_loop.serving.embedded.sampling import GeneratedTokens, SamplingParams
 from reward_loop.serving.models import ModelKind
 
 __all__ = ["EmbeddedModel"]

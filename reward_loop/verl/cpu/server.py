@@ -12,8 +12,7 @@ import ray
 import torch
 
 from reward_loop.config import RewardModelConfig
-from reward_loop.serving.embedded.batching import BatchingEngine
-from reward_loop.serving.embedded.sampling import SamplingParams
+from reward_loop.serving.embedded.batching import BatchingEngine, SamplingParams
 from reward_loop.serving.manager import RewardModelManager
 from reward_loop.verl.compat import uses
 

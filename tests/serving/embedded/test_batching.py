@@ -15,8 +15,11 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 torch.set_num_threads(1)  # Tiny tensors: more threads only wait for each other.
 
-from reward_loop.serving.embedded.batching import BatchingEngine  # noqa: E402
-from reward_loop.serving.embedded.sampling import GeneratedTokens, SamplingParams  # noqa: E402
+from reward_loop.serving.embedded.batching import (  # noqa: E402
+    BatchingEngine,
+    GeneratedTokens,
+    SamplingParams,
+)
 
 pytestmark = pytest.mark.integration  # imports torch
 

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from reward_loop.serving.embedded.sampling import RowSampler, SamplingParams  # noqa: E402
+from reward_loop.serving.embedded.batching import RowSampler, SamplingParams  # noqa: E402
 
 pytestmark = pytest.mark.integration  # imports torch
 
