@@ -1,7 +1,11 @@
-"""The router: health endpoints, the control plane, and the proxy for all other paths; and its process."""
+"""The router: health endpoints, the control plane, and the proxy for all other paths; and its process.
+
+``python -m reward_loop.router.app --options JSON --worker JSON ...`` runs it, as `RewardModelManager` does.
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import gc
@@ -9,19 +13,24 @@ import logging
 import resource
 import signal
 import socket
+import sys
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Self
 
+import orjson
 import uvloop
 
-from reward_loop._util.api_keys import has_key
+from reward_loop._util import web_server
+from reward_loop._util.api_keys import api_key_of, has_key
+from reward_loop._util.process import exit_with_parent
 from reward_loop._util.sockets import is_loopback, url_of
-from reward_loop._util.standard_streams import print_line
+from reward_loop._util.standard_streams import open_standard_streams, print_line
 from reward_loop._util.web_pages import is_foreign_origin, is_known_host, own_names
+from reward_loop.config import parse
 from reward_loop.errors import ConfigError
 from reward_loop.router.backend import Backend, check_health
 from reward_loop.router.client_request import ClientRequest, WaitsFor
-from reward_loop.router.config import API_KEY_VARIABLE, BackendConfig, RouterConfig
+from reward_loop.router.config import API_KEY_VARIABLE, WORKER_API_KEY_VARIABLE, BackendConfig, RouterConfig
 from reward_loop.router.error_answers import Refusal
 from reward_loop.router.headers import TIMEOUT, find
 from reward_loop.router.http_server import HttpServer
@@ -29,7 +38,7 @@ from reward_loop.router.limits import TimeLimit
 from reward_loop.router.pool import BackendPool
 from reward_loop.router.proxy import Proxy
 
-__all__ = ["Router", "run_router"]
+__all__ = ["Router", "main", "run_router"]
 
 _HEALTH_PATHS = frozenset({"/health", "/live", "/ready"})
 """Paths for health checks of the router itself; they need no API key."""
@@ -265,3 +274,30 @@ def _room_for(requests: int, queue: int) -> tuple[int, int]:
     usable = files - min(_SPARE_FILES, files // 4)
     requests = min(requests, max(1, usable // 2))
     return requests, max(1, usable - requests)
+
+
+def main() -> int:
+    """Run the router as `RewardModelManager` does, until SIGTERM; return the exit status."""
+    open_standard_streams()
+    parser = argparse.ArgumentParser(prog="python -m reward_loop.router.app", description=__doc__)
+    parser.add_argument("--options", default="{}", metavar="JSON", help="options, as a RouterConfig")
+    parser.add_argument(
+        "--worker", action="append", default=[], metavar="JSON", help="a server, as a BackendConfig; may be repeated"
+    )
+    web_server.add_arguments(parser)
+    args = parser.parse_args()
+    if args.parent_pipe is not None:
+        exit_with_parent(args.parent_pipe)  # before any slow work
+    try:
+        keys = {"api_key": api_key_of(API_KEY_VARIABLE), "worker_api_key": api_key_of(WORKER_API_KEY_VARIABLE)}
+        config = parse(RouterConfig, {**orjson.loads(args.options), **keys}, "--options")
+        backends = [parse(BackendConfig, orjson.loads(backend), "--worker") for backend in args.worker]
+        # The manager stops the servers next, so requests in flight cannot be finished.
+        run_router(backends, config, web_server.listener_of(args), grace_s=0)
+    except ConfigError as error:
+        raise SystemExit(f"error: {error}") from None
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -70,8 +70,8 @@ def test_a_command_with_closed_output_succeeds(options: list[str]) -> None:
 
 ROUTER = {
     "reward-loop route": [*COMMAND, "route", "--worker", "http://127.0.0.1:9"],
-    "python -m reward_loop.router": [
-        *(sys.executable, "-m", "reward_loop.router"),
+    "python -m reward_loop.router.app": [
+        *(sys.executable, "-m", "reward_loop.router.app"),
         *("--worker", '{"url": "http://127.0.0.1:9"}'),
     ],
 }

@@ -15,8 +15,7 @@ from reward_loop._util.sockets import listen
 from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError, ServerStartError
 from reward_loop.serving import RewardModelManager
-from reward_loop.serving.logs import ServerLog, log_folder
-from reward_loop.serving.process import ServerProcess
+from reward_loop.serving.process import ServerLog, ServerProcess, log_folder
 from tests.servers import STUB_COMMAND, refusing
 
 pytestmark = pytest.mark.integration  # starts servers

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from reward_loop.config import ServedModelConfig
-from reward_loop.serving.model_server import ModelServer, RouterClient
+from reward_loop.serving.manager import ModelServer, RouterClient
 
 MODEL = ServedModelConfig(model_path="judge", engine="vllm", served_model_name="judge")
 
