@@ -27,8 +27,8 @@ import contextlib
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Container, Iterable
-from typing import Self
+from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable
+from typing import Any, Self
 
 from reward_loop._util.transient import NO_SERVER_UP
 from reward_loop.router.backend import (
@@ -113,9 +113,8 @@ class BackendPool:
         further failed check."""
         self.hung: asyncio.Queue[Backend] = asyncio.Queue()
         """Servers that are hung, for their owner, who restarts them."""
-        self._confirming: dict[Backend, asyncio.Task[None]] = {}
-        """The health checks of `has_died`, one for each server."""
-        self._asking: asyncio.Task[None] | None = None
+        self._shared: dict[object, asyncio.Task[Any]] = {}
+        """Work that several requests await, by its key: see `_share`."""
         self._asked_at = -_ASK_INTERVAL_S
         self._wanted: set[str] = set()
         """Names of models that were unknown when a request used them, and are now known."""
@@ -134,8 +133,7 @@ class BackendPool:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        asking = [self._asking] if self._asking else []
-        for task in [*self._watches.values(), *self._confirming.values(), *asking]:
+        for task in [*self._watches.values(), *self._shared.values()]:
             task.cancel()
         # Without an exception of the block, which the task group would wrap in an ExceptionGroup.
         await self._tasks.__aexit__(None, None, None)
@@ -235,12 +233,8 @@ class BackendPool:
         Adapters can be loaded while a server runs. Requests that come while the servers are asked wait for the same
         answers; after them, no server is asked for `_ASK_INTERVAL_S` seconds.
         """
-        if self._asking is None:
-            if time.monotonic() < self._asked_at + _ASK_INTERVAL_S:
-                return
-            self._asking = self._tasks.create_task(self._ask(name), name="ask-for-models")
-        # Shielded: other requests await the same task, so the cancellation of one must not end it.
-        await asyncio.shield(self._asking)
+        if "models" in self._shared or time.monotonic() >= self._asked_at + _ASK_INTERVAL_S:
+            await self._share("models", lambda: self._ask(name))
 
     async def _ask(self, name: str) -> None:
         in_use = [backend for backend in self.backends if backend.state is BackendState.UP]
@@ -252,10 +246,18 @@ class BackendPool:
         except TimeoutError:
             logger.warning("not all servers listed their models within %g s", self.config.health_timeout_s)
         finally:
-            self._asking, self._asked_at = None, time.monotonic()
+            self._asked_at = time.monotonic()
             self._refresh()
             if name in self.models:
                 self._wanted.add(name)
+
+    async def _share(self, key: object, work: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        """Await some work, which goes on if it was begun with the same key and has not ended; else begin it."""
+        if key not in self._shared:
+            self._shared[key] = self._tasks.create_task(work())
+            self._shared[key].add_done_callback(lambda _: self._shared.pop(key))
+        # Shielded: the cancellation of one request must not end the work that others await.
+        await asyncio.shield(self._shared[key])
 
     # State changes
 
@@ -364,18 +366,9 @@ class BackendPool:
             ended: its end, the same.
         """
         if backend.died_at < began and backend.healthy_at < ended:
-            if backend not in self._confirming:
-                self._confirming[backend] = self._tasks.create_task(self._confirm(backend), name="confirm-death")
-            # Shielded: all requests that the server broke await one check.
-            await asyncio.shield(self._confirming[backend])
+            # It sets `healthy_at` or `died_at`. All requests that the server broke await one check.
+            await self._share(backend, lambda: self._failure(backend))
         return backend.died_at >= began
-
-    async def _confirm(self, backend: Backend) -> None:
-        try:
-            # It sets `healthy_at` or `died_at`, which `has_died` compares.
-            await self._failure(backend)
-        finally:
-            del self._confirming[backend]
 
     def has_stand_in(self, backend: Backend) -> bool:
         """Return whether another server with the same models, kind and engine is available now."""
@@ -398,7 +391,7 @@ class BackendPool:
         upstream = Upstream(config.url, api_key=self.config.worker_api_key, tls=self._tls)
         backend = Backend(config, upstream, models=config.models)
         self.backends.append(backend)
-        self._start_watching(backend)
+        self._watches[backend] = self._tasks.create_task(self._watch(backend), name=f"watch-{backend.url}")
         self._refresh()
         return backend
 
@@ -408,7 +401,9 @@ class BackendPool:
         self.backends.remove(backend)
         self._stop_watching(backend)
         self._set_state(backend, BackendState.DOWN)
-        await self._wait_until_idle(backend)
+        backend.idle.clear()
+        if backend.in_flight:
+            await backend.idle.wait()
 
     def describe(self, backends: Iterable[Backend] | None = None) -> str:
         """Return a text for messages: the URL, state and last error of each server (by default, of all servers)."""
@@ -418,12 +413,6 @@ class BackendPool:
             for backend in (self.backends if backends is None else backends)
         ]
         return "; ".join(described) or "no server is configured"
-
-    async def _wait_until_idle(self, backend: Backend) -> None:
-        """Wait until the last request in flight ends or the state changes."""
-        backend.idle.clear()
-        if backend.in_flight:
-            await backend.idle.wait()
 
     def _set_state(self, backend: Backend, state: BackendState) -> None:
         backend.state = state
@@ -445,9 +434,6 @@ class BackendPool:
             waiting.clear()
 
     # Health
-
-    def _start_watching(self, backend: Backend) -> None:
-        self._watches[backend] = self._tasks.create_task(self._watch(backend), name=f"watch-{backend.url}")
 
     def _stop_watching(self, backend: Backend) -> None:
         if task := self._watches.pop(backend, None):
