@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import ray
@@ -73,6 +73,7 @@ class GpuPlace:
         return {**options, "num_cpus": self.cpus, "scheduling_strategy": strategy}
 
 
+@dataclass(eq=False)
 class GpuReservation:
     """Reserves Ray resources for all servers in one placement group.
 
@@ -82,27 +83,17 @@ class GpuReservation:
       deadline: while the servers' group is placed, temporary groups hold these resources.
     - The reservation is kept when servers restart, until :meth:`release`.
     - Ray must be initialised.
-
-    Args:
-        others: placement groups that other components will create.
-        accelerator: the type of accelerator.
-        timeout_s: seconds to wait for free resources.
-        fix: what to change if the cluster is too small, for the message.
     """
 
-    def __init__(
-        self,
-        others: Sequence[Others] = (),
-        *,
-        accelerator: Accelerator = GPU,
-        timeout_s: float = 300.0,
-        fix: str = "Lower the number of servers, tensor_parallel_size or data_parallel_size, or add nodes",
-    ) -> None:
-        self._others = others
-        self._accelerator = accelerator
-        self._timeout_s = timeout_s
-        self._fix = fix
-        self._group: PlacementGroup | None = None
+    others: Sequence[Others] = ()
+    """Placement groups that other components will create."""
+    _: KW_ONLY
+    accelerator: Accelerator = GPU
+    timeout_s: float = 300.0
+    """Seconds to wait for free resources."""
+    fix: str = "Lower the number of servers, tensor_parallel_size or data_parallel_size, or add nodes"
+    """What to change if the cluster is too small, for the message."""
+    _group: PlacementGroup | None = field(default=None, init=False)
 
     async def places(self, demands: Sequence[Demand]) -> list[list[GpuPlace]]:
         """Reserve the resources of all servers, and return the places of each model's servers.
@@ -113,7 +104,7 @@ class GpuReservation:
         """
         if not ray.is_initialized():
             raise ConfigError("placement='ray': Ray is not initialised; call ray.init() first")
-        resource = self._accelerator.resource
+        resource = self.accelerator.resource
         bundles: list[Bundle] = [
             {"CPU": demand.cpus, **({resource: demand.gpus} if demand.gpus else {})}
             for demand in demands
@@ -122,14 +113,14 @@ class GpuReservation:
         if not bundles:
             return []
         # Servers without accelerators do not compete with `others`.
-        others = self._others if any(demand.gpus for demand in demands) else ()
+        others = self.others if any(demand.gpus for demand in demands) else ()
         arithmetic = self._arithmetic(demands, others, await asyncio.to_thread(_nodes))
         await self._reserve(bundles, others, arithmetic)
         assert self._group is not None
         numbers = iter(range(len(bundles)))
         return [
             [
-                GpuPlace(self._group, next(numbers), demand.gpus, demand.cpus, self._accelerator)
+                GpuPlace(self._group, next(numbers), demand.gpus, demand.cpus, self.accelerator)
                 for _ in range(demand.servers)
             ]
             for demand in demands
@@ -143,14 +134,14 @@ class GpuReservation:
 
     async def _reserve(self, bundles: list[Bundle], others: Sequence[Others], arithmetic: str) -> None:
         """Create the servers' placement group, while temporary groups hold what ``others`` need."""
-        resource = self._accelerator.resource
+        resource = self.accelerator.resource
         # Each piece must be on one node. The largest comes first, before smaller pieces split the nodes.
         wanted: list[tuple[float, int, Others | None]] = [
             (other.bundles * other.bundle.get(resource, 0), 1, other) for other in others for _ in range(other.groups)
         ]
         wanted.append((max(bundle.get(resource, 0) for bundle in bundles), 0, None))
         held: list[PlacementGroup] = []
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         try:
             for _, _, other in sorted(wanted, key=lambda piece: piece[:2], reverse=True):
                 if other is None:
@@ -175,8 +166,8 @@ class GpuReservation:
                 return
             logger.info("the reward model servers wait for free resources in Ray. %s", arithmetic)
         raise ServerStartError(
-            f"Ray did not have enough free resources for the reward model servers within {self._timeout_s:g} s "
-            f"(placement_timeout_s). {arithmetic}. {self._fix}"
+            f"Ray did not have enough free resources for the reward model servers within {self.timeout_s:g} s "
+            f"(placement_timeout_s). {arithmetic}. {self.fix}"
         )
 
     def _arithmetic(self, demands: Sequence[Demand], others: Sequence[Others], nodes: list[_Node]) -> str:
@@ -185,7 +176,7 @@ class GpuReservation:
         Raises:
             ConfigError: the cluster is too small, even if it is idle.
         """
-        resource = self._accelerator.resource
+        resource = self.accelerator.resource
         pieces = [
             (demand.servers, {"CPU": demand.cpus, resource: demand.gpus}, "reward model server(s)")
             for demand in demands
@@ -208,7 +199,7 @@ class GpuReservation:
             if needed > total or largest > on_one:
                 raise ConfigError(
                     f"Ray has too few {name}s for the reward model servers: {needed:g} are needed, {largest:g} of them "
-                    f"on one node, and there are {total:g}, {on_one:g} on the largest node. {message}. {self._fix}"
+                    f"on one node, and there are {total:g}, {on_one:g} on the largest node. {message}. {self.fix}"
                 )
         return message
 

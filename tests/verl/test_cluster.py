@@ -81,7 +81,7 @@ def test_a_pool_of_servers_reserves_the_accelerators_of_verls_platform(npu: Acce
     model = RewardModelConfig(model_path="judge", placement="ray", placement_timeout_s=7)
     reservation = _reservation(settled(), model)
     assert reservation is not None
-    assert reservation._accelerator == npu
+    assert reservation.accelerator == npu
     assert "Lower reward_model.n_gpus_per_node=4 (with reward_model.nnodes=1)" in _fix(settled(*POOL))
     assert "or trainer.n_gpus_per_node=8 (with trainer.nnodes=1)" in _fix(settled(*POOL))
     assert _reservation(settled(), model.model_copy(update={"placement": "local"})) is None
