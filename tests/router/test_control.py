@@ -91,6 +91,7 @@ async def refused(session: aiohttp.ClientSession, method: str, path: str, **opti
     ("method", "path", "options", "status", "message"),
     [
         ("POST", "/workers", {"data": b"no JSON"}, 422, "body"),
+        ("POST", "/workers", {"data": b'{"a":' * 900 + b"1" + b"}" * 900}, 422, "body"),
         ("POST", "/workers", {"json": {"url": "ftp://x"}}, 422, "expected http://host:port"),
         ("POST", "/workers", {"json": {"url": "http://x:1", "kind": "odd"}}, 422, "body.kind"),
         ("POST", "/workers", {"json": {}}, 422, "body.url"),
