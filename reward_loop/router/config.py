@@ -20,6 +20,7 @@ __all__ = [
     "PolicyName",
     "RequestKind",
     "RouterConfig",
+    "SharedRouterOptions",
 ]
 
 API_KEY_VARIABLE = "REWARD_LOOP_API_KEY"
@@ -73,7 +74,34 @@ class BackendConfig(Config):
         return url
 
 
-class RouterConfig(Config):
+class SharedRouterOptions(Config):
+    """The options of the router that `RewardModelConfig` has, too, with the same defaults."""
+
+    request_timeout_s: float = Field(default=290.0, gt=0)
+    """Seconds from the arrival of a request at the router to the end of its answer. Waiting for a server counts. It is
+    below the timeout of the clients (300 s in `reward_loop.client`), so that they get the router's explanation. A
+    request of `reward_loop.client` with a longer timeout gets more time, at most ten times as much."""
+
+    max_in_flight: int = Field(default=16384, ge=1)
+    """The largest number of requests that the router sends to the servers at the same time; further ones wait. Each
+    needs two of the router's open files (``ulimit -n``)."""
+
+    turn_timeout_s: float = Field(default=3600.0, gt=0)
+    """Seconds that a request waits until its model is awake, if several models are on the trainer's GPUs."""
+
+    # By these three defaults, a frozen server is found within 10 s: one interval, and two checks that time out.
+    health_interval_s: float = Field(default=2.0, gt=0)
+    """Seconds between two of the router's health checks of a server in use."""
+
+    health_timeout_s: float = Field(default=4.0, gt=0)
+    """Seconds that a health check of a server in use may take."""
+
+    max_failed_checks: int = Field(default=2, ge=1)
+    """A server that fails this number of health checks in a row gets no more requests until a check succeeds. A check
+    that times out does not count while the server still answers requests."""
+
+
+class RouterConfig(SharedRouterOptions):
     """The options of the router."""
 
     policy: PolicyName = "round_robin"
@@ -81,10 +109,6 @@ class RouterConfig(Config):
     requests in flight; ``affinity``, the same one for all generative requests of a group, which share a prefix cache,
     unless that server has far more requests in flight than the others. The group is in the header
     ``x-reward-loop-group``, as the library's client sends it, or else the beginning of the prompt."""
-
-    request_timeout_s: float = Field(default=290.0, gt=0)
-    """The time limit of a request in seconds, from its arrival to the end of its answer, retries included. It is below
-    the client's (300 s), so that the client gets the router's explanation."""
 
     max_attempts: int = Field(default=4, ge=1)
     """The number of servers on which a request may fail before the failure is returned to the client."""
@@ -97,17 +121,6 @@ class RouterConfig(Config):
     max_failures: int = Field(default=5, ge=1)
     """After this number of 5xx answers in a row, a server is taken out of use until a health check succeeds."""
 
-    # By these three defaults, a frozen server is found within 10 s: one interval, and two checks that time out.
-    health_interval_s: float = Field(default=2.0, gt=0)
-    """Seconds between two health checks of a server in use."""
-
-    health_timeout_s: float = Field(default=4.0, gt=0)
-    """The timeout of a health check of a server in use, in seconds."""
-
-    max_failed_checks: int = Field(default=2, ge=1)
-    """After this number of failed health checks in a row, a server is taken out of use. A check that times out does not
-    count while the server still answers requests."""
-
     hang_timeout_s: float | None = Field(default=None, gt=0)
     """A server that answers health checks, has requests in flight, and sends nothing for half of this time is asked for
     one token. Without an answer in the other half, it is hung: it gets no more requests until it is restarted. ``None``
@@ -116,17 +129,11 @@ class RouterConfig(Config):
     turns: tuple[str, ...] = ()
     """The names of models that share GPUs, so that one at a time is awake. Their owner wakes them up."""
 
-    turn_timeout_s: float = Field(default=3600.0, gt=0)
-    """A request whose model, one of `turns`, has not woken up after this number of seconds is answered with 503."""
-
     max_body_bytes: int = Field(default=64 * 1024 * 1024, ge=0)
     """Longer request bodies are answered with 413."""
 
     max_header_bytes: int = Field(default=64 * 1024, ge=1024)
     """Longer request heads are answered with 431, or with 414 if the URL is too long."""
-
-    max_in_flight: int = Field(default=16384, ge=1)
-    """The maximum number of requests in flight; further requests wait."""
 
     max_queue: int = Field(default=16384, ge=0)
     """The maximum number of waiting requests; further requests are answered with 503 and ``Retry-After``."""

@@ -22,7 +22,7 @@ from reward_loop._util.api_keys import api_key_of
 from reward_loop._util.event_loops import in_background
 from reward_loop._util.sockets import listen, url_of
 from reward_loop.errors import ConfigError
-from reward_loop.router.config import API_KEY_VARIABLE, BackendConfig
+from reward_loop.router.config import API_KEY_VARIABLE, BackendConfig, SharedRouterOptions
 from reward_loop.serving.models import served_models
 from reward_loop.serving.options import RewardModelConfig, ServedModelConfig
 from reward_loop.serving.process import ServerProcess, log_folder
@@ -343,10 +343,7 @@ class RewardModelManager:
         )
 
     def _router_command(self) -> list[str]:
-        shared = {
-            *("policy", "request_timeout_s", "max_in_flight", "turn_timeout_s"),
-            *("health_interval_s", "health_timeout_s", "max_failed_checks", "hang_timeout_s"),
-        }
+        shared = {"policy", "hang_timeout_s", *SharedRouterOptions.model_fields}
         given = {**self._config.model_dump(include=shared), "turns": self._turns}
         options = ["--options", json.dumps(given)]
         for server in self._servers:

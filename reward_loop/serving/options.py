@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from reward_loop.config import Config
 from reward_loop.errors import ConfigError
-from reward_loop.router.config import PolicyName
+from reward_loop.router.config import PolicyName, SharedRouterOptions
 
 __all__ = ["RewardModelConfig", "ServedModelConfig"]
 
@@ -96,14 +96,11 @@ class ServedModelConfig(Config):
     verl run: on the trainer's GPUs, awake only while the rollout sleeps; several models are awake in turn."""
 
 
-class RewardModelConfig(ServedModelConfig):
+class RewardModelConfig(SharedRouterOptions, ServedModelConfig):
     """Reward models, their servers, and the router in front of them."""
 
     models: dict[str, ServedModelConfig] = Field(default_factory=dict)
     """More models behind the same router, by the name that requests use."""
-
-    turn_timeout_s: float = Field(default=3600.0, gt=0)
-    """Seconds that a request waits until its model is awake, if several models are on the trainer's GPUs."""
 
     placement_timeout_s: float = Field(default=300.0, gt=0)
     """For the placement ``ray``: seconds within which Ray must find room for all servers."""
@@ -122,25 +119,6 @@ class RewardModelConfig(ServedModelConfig):
     """Which of a model's servers gets a request. ``affinity``: the same one for all requests of a generative judge on
     the responses to a prompt, so that the server computes their common beginning once; if it has far more requests in
     flight than the others, another one. ``least_in_flight``, ``round_robin``: regardless of the content."""
-
-    request_timeout_s: float = Field(default=290.0, gt=0)
-    """Seconds from the arrival of a request at the router to the end of its answer. Waiting for a server counts. It is
-    below the timeout of the clients (300 s in `reward_loop.client`), so that they get the router's explanation. A
-    request of `reward_loop.client` with a longer timeout gets more time, at most ten times as much."""
-
-    max_in_flight: int = Field(default=16384, ge=1)
-    """The largest number of requests that the router sends to the servers at the same time; further ones wait. Each
-    needs two of the router's open files (``ulimit -n``)."""
-
-    health_interval_s: float = Field(default=2.0, gt=0)
-    """Seconds between two of the router's health checks of a server in use."""
-
-    health_timeout_s: float = Field(default=4.0, gt=0)
-    """Seconds that a health check of a server in use may take."""
-
-    max_failed_checks: int = Field(default=2, ge=1)
-    """A server that fails this number of health checks in a row gets no more requests until a check succeeds. A check
-    that times out does not count while the server still answers requests."""
 
     hang_timeout_s: float | None = Field(default=290.0, gt=0)
     """A server that answers health checks, has requests in flight, and sends nothing for half of this time is asked for
