@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import os
 import resource
+import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from reward_loop._util.process import children, descendants, kill, raise_descriptor_limit
+from reward_loop._util.process import children, descendants, kill, kill_marked, raise_descriptor_limit
 
 ANY = resource.RLIM_INFINITY
 
@@ -72,3 +75,45 @@ def test_children_and_descendants_are_found_and_killed() -> None:
 def test_all_descendants_are_killed_also_in_other_sessions() -> None:
     done = subprocess.run([sys.executable, "-c", KILLS_ALL], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "[]\n"
+
+
+HOLDS_A_LARGE_FILE = """
+import os, time
+file = os.memfd_create("large")
+for _ in range(16):
+    os.write(file, bytes(1 << 24))
+print(flush=True)
+time.sleep(1000)
+"""
+
+
+def test_exiting_processes_have_ended_too_although_their_mark_is_gone() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS_A_LARGE_FILE], env={**os.environ, "MARK": "exiting"}, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        status, environment = Path(f"/proc/{process.pid}/status"), Path(f"/proc/{process.pid}/environ")
+        process.kill()
+        while environment.read_bytes():
+            pass
+        kill_marked("MARK=exiting")
+        assert "State:\tZ" in status.read_text()
+
+
+def test_marked_processes_are_awaited_also_with_many_open_files() -> None:
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if most < 2048:
+        pytest.skip("needs 2048 open files")
+    raise_descriptor_limit()
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        sleeps = [sys.executable, "-c", "import time; print(flush=True); time.sleep(1000)"]
+        with subprocess.Popen(sleeps, env={**os.environ, "MARK": "many"}, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            kill_marked("MARK=many")
+            assert process.wait(60) == -signal.SIGKILL
+    finally:
+        for file in files:
+            os.close(file)
