@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -118,6 +119,16 @@ def test_without_the_fork_server_a_worker_starts_by_itself(worker: Path) -> None
     said = json.loads(run.stdout)
     assert said["parent"] == os.getpid()
     assert not said["had"]
+
+
+def test_a_client_that_is_stopped_does_not_block_the_others(worker: Path) -> None:
+    with preloaded([]) as executable, socket.socket(socket.AF_UNIX) as client:
+        client.connect(f"\0{shlex.split(executable)[-1]}")
+        client.send(b"[")
+        command = [*shlex.split(executable), str(worker)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, timeout=60, check=True)
+        assert json.loads(done.stdout)["parent"] != os.getpid()  # the fork server is its parent
+        assert client.recv(1) == b""
 
 
 def test_the_fork_server_ends_when_its_parent_is_killed(tmp_path: Path) -> None:

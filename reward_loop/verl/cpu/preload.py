@@ -48,6 +48,9 @@ environment at import."""
 _FDS = 3
 """The number of file descriptors that a request passes: the worker's standard input, output and error."""
 
+_SENDS_WITHIN_S = 5.0
+"""Seconds within which a client must go on sending its request. It starts Python normally if it comes later."""
+
 
 Request = tuple[list[str], dict[str, str], str, int]
 """A command of Ray: arguments for Python, environment, working directory, niceness."""
@@ -140,13 +143,15 @@ def _receive(client: socket.socket) -> tuple[Request | None, list[int]]:
     credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     if struct.unpack("3i", credentials)[1] != os.getuid():
         return None, []
-    data, fds, _, _ = socket.recv_fds(client, 65536, _FDS)
-    parts = [data]
-    while part := client.recv(65536):
-        parts.append(part)
+    client.settimeout(_SENDS_WITHIN_S)  # a stopped client must not block the workers of the others
+    fds: list[int] = []
     try:
+        data, fds, _, _ = socket.recv_fds(client, 65536, _FDS)
+        parts = [data]
+        while part := client.recv(65536):
+            parts.append(part)
         return json.loads(b"".join(parts)), fds
-    except ValueError:  # the client died before it had sent the whole request
+    except (OSError, ValueError):  # the client died, or was stopped, before it had sent the whole request
         return None, fds
 
 
