@@ -276,7 +276,13 @@ class ServerProcess:
         self._parent_death.close_child_fd()
         # A thread works with every event loop and in every thread; asyncio's child watcher does not.
         waiter = (self._process, self._mark, loop, self._exited)
-        threading.Thread(target=_wait, args=waiter, name=f"wait-{self.name}", daemon=True).start()
+        try:
+            threading.Thread(target=_wait, args=waiter, name=f"wait-{self.name}", daemon=True).start()
+        except RuntimeError as error:  # the user's processes and threads have reached their limit
+            os.killpg(self._process.pid, signal.SIGKILL)
+            _wait(*waiter)
+            self._parent_death.close()
+            raise ServerStartError(f"{self.name} cannot be started: {error} (see `ulimit -u`)") from error
 
     async def _ready(self) -> None:
         assert self._exited is not None

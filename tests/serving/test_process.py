@@ -161,6 +161,19 @@ async def test_a_command_that_does_not_exist_is_named(stub: Any) -> None:
         await stub(["/no-such-command"]).__aenter__()
 
 
+async def test_nothing_is_left_of_a_server_if_no_thread_can_wait_for_its_end(
+    stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    server = stub()
+    with monkeypatch.context() as patch, pytest.raises(ServerStartError, match="can't start new thread.*ulimit -u"):
+        patch.setattr(threading.Thread, "start", start)
+        await server.__aenter__()
+    assert not psutil.pid_exists(server.pid)
+
+
 async def test_a_forked_child_does_not_hold_the_parent_death_pipe() -> None:
     pipe = ParentDeathPipe()
     held = os.dup(pipe.child_fd)
