@@ -142,7 +142,13 @@ class _Watchdog:
         self._blocked: dict[LoopPulse, float] = {}
         """Blocked event loops -> when each was logged last."""
         # The socket is created here, before the thread starts, so that the process accepts questions at once.
-        threading.Thread(target=self._run, args=(self._listen(),), name="reward-watchdog", daemon=True).start()
+        listener = self._listen()
+        try:
+            threading.Thread(target=self._run, args=(listener,), name="reward-watchdog", daemon=True).start()
+        except RuntimeError as error:  # no further thread: that must not cost a sample
+            logger.warning("samples that run for long are not logged: %s", error)
+            if listener is not None:
+                listener.close()
 
     def _run(self, listener: socket.socket | None) -> None:
         while True:
@@ -157,13 +163,15 @@ class _Watchdog:
                 time.sleep(1)  # Avoids a busy loop if the error repeats, such as "too many open files" in accept.
 
     def _listen(self) -> socket.socket | None:
-        listener = socket.socket(socket.AF_UNIX)
-        listener.settimeout(1)
+        listener = None
         try:
+            listener = socket.socket(socket.AF_UNIX)
+            listener.settimeout(1)
             listener.bind(f"\0{_name(self.pid)}")
             listener.listen()
         except OSError as error:
-            listener.close()
+            if listener is not None:
+                listener.close()
             logger.warning("`reward-loop stuck` cannot ask this process: %s", error)
             return None
         return listener

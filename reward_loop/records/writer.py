@@ -184,8 +184,10 @@ class Records:
 
     def flush(self, timeout: float = CLOSING_S) -> bool:
         """Wait until all queued records are written; return ``False`` if that takes longer than ``timeout`` seconds."""
+        if self._waiting:
+            self._start()
         if not self._started:
-            return True
+            return not self._waiting
         written = threading.Event()
         # In the queue of the records: it is set once those before it are written.
         self._waiting.append(written)
@@ -197,9 +199,16 @@ class Records:
         with _lock:
             if self._started:
                 return
+            # A daemon: the process must also end if the file system hangs; `_close` waits for at most `CLOSING_S`.
+            thread = threading.Thread(target=self._run, name="reward-records", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no further thread now: the next record tries again
+                if not self._drops:
+                    logger.warning("records of samples wait: %s cannot be written: %s", self.path, error)
+                self._drops = True
+                return
             self._started = True
-        # A daemon: the process must also end if the file system hangs; `_close` waits for at most `CLOSING_S`.
-        threading.Thread(target=self._run, name="reward-records", daemon=True).start()
         atexit.register(self._close)
 
     def _close(self) -> None:

@@ -93,6 +93,37 @@ for i in range(5000):
     assert [row["uid"] for row in read(path)] == list(range(5000))
 
 
+NO_THREADS = """
+import asyncio, sys, threading
+from reward_loop import NaiveRewardLoopManager, RewardSample
+
+def refuse(thread):
+    raise RuntimeError("can't start new thread")
+
+async def compute_score(solution_str):
+    return 1.0
+
+async def main():
+    manager = NaiveRewardLoopManager({"log_dir": sys.argv[1]}, compute_score=compute_score)
+    start, threading.Thread.start = threading.Thread.start, refuse
+    await manager.run_single(RewardSample("a", uid="a"))
+    assert not manager.records.flush(60)
+    threading.Thread.start = start
+    await manager.run_single(RewardSample("b", uid="b"))
+    assert manager.records.flush(60)
+
+asyncio.run(main())
+"""
+
+
+def test_without_further_threads_samples_are_scored_and_recorded_later(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", NO_THREADS, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=120, check=True)
+    (path,) = tmp_path.glob("*.jsonl")
+    assert [row["uid"] for row in read(path)] == ["a", "b"]
+    assert done.stderr.count("can't start new thread") == 2  # of the records, and of the watchdog
+
+
 def test_a_write_that_stops_midway_leaves_no_torn_line(tmp_path: Path) -> None:
     code = f"""
 import resource
