@@ -168,9 +168,10 @@ async def test_nothing_is_left_of_a_server_if_no_thread_can_wait_for_its_end(
         raise RuntimeError("can't start new thread")
 
     server = stub()
-    with monkeypatch.context() as patch, pytest.raises(ServerStartError, match="can't start new thread.*ulimit -u"):
+    with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
-        await server.__aenter__()
+        with pytest.raises(ServerStartError, match=r"can't start new thread \(see `ulimit -u`\)"):
+            await server.__aenter__()
     assert not psutil.pid_exists(server.pid)
 
 
