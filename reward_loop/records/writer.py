@@ -59,6 +59,9 @@ _CHUNK = 256
 # Estimates of the characters of a row: only encoding gives the true size, and that is the thread's work.
 _ROW_SIZE, _PLAIN_SIZE = 1000, 300
 
+_COUNTED = 16
+"""The number of items by which the size of a list is estimated."""
+
 
 class _Record(NamedTuple):
     row: Mapping[str, Any]
@@ -123,9 +126,11 @@ class Records:
         """
         if exchanges and not row.get("validate"):
             self.exchange_counts.add(exchanges)
-        size = _ROW_SIZE + (0 if text is None else len(text.get("response") or ""))
-        for exchange in exchanges:
-            size += _ROW_SIZE + len(exchange.get("reply") or "")
+        size = (
+            _ROW_SIZE
+            + (0 if text is None else _size(text))
+            + sum(_ROW_SIZE + _size(exchange) for exchange in exchanges)
+        )
         self._queue(_Record(row, size, text, exchanges, has_id=True))
 
     def write_sample(self, active: ActiveSample, result: RewardResult, full: float = 1.0) -> None:
@@ -251,6 +256,18 @@ class Records:
         texts = self._files.add_texts(TEXTS, [*map(_text_line, found, names)])
         exchanges = self._files.add_texts(EXCHANGES, [*map(_exchange_lines, found, names)])
         self._files.add_rows([*map(_row_line, found, names, texts, exchanges)])
+
+
+def _size(value: Any, depth: int = 5) -> int:
+    """Return an estimate of the characters of a value; long lists are estimated by their first items."""
+    if isinstance(value, str):
+        return len(value)
+    if not isinstance(value, dict | list | tuple) or not depth:
+        return int(getattr(value, "nbytes", 8))
+    if isinstance(value, dict):
+        return sum([_size(item, depth - 1) for item in value.values()])
+    first = value[:_COUNTED]
+    return sum([_size(item, depth - 1) for item in first]) * len(value) // max(1, len(first))
 
 
 def _fraction(sample: RewardSample) -> float:

@@ -212,8 +212,22 @@ def test_what_cannot_be_written_costs_nothing_else_and_one_warning(
     assert [row["uid"] for row in read(path)] == (["kept"] if sub_folder is None else list("abc"))
 
 
+@pytest.mark.parametrize(
+    ("text", "exchanges", "kept"),
+    [
+        (None, (), 9),
+        ({"prompt": [{"content": "x" * 3500}]}, (), 2),
+        ({"extra_info": {"tests": ["x" * 35] * 100}}, (), 2),
+        (None, [{"request": {"prompt": "x" * 3500}}], 1),
+    ],
+)
 def test_records_that_cannot_be_written_in_time_are_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    text: Any,
+    exchanges: Any,
+    kept: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(writer, "MAX_WAITING", 10_000)
     hangs, begun = threading.Event(), threading.Event()
@@ -229,14 +243,14 @@ def test_records_that_cannot_be_written_in_time_are_dropped(
     found.write({"uid": "first"})
     assert begun.wait(60)
     for i in range(50):
-        found.write({"uid": f"{i}"})
+        found.write({"uid": f"{i}"}, text, exchanges)
     hangs.set()
     assert found.flush(60)
     found.write({"uid": "last"})
     assert found.flush(60)
-    assert [row["uid"] for row in read(found.path)] == ["first", *map(str, range(9)), "last"]
+    assert [row["uid"] for row in read(found.path)] == ["first", *map(str, range(kept)), "last"]
     assert sum("cannot be written fast enough" in record.message for record in caplog.records) == 1
-    assert "records are written again: 41 were lost" in caplog.text
+    assert f"records are written again: {50 - kept} were lost" in caplog.text
 
 
 @pytest.mark.integration
