@@ -199,4 +199,4 @@ def book_usage(answer: Any, exchange: Exchange, field: str = "usage") -> Usage:
 
 
 def _tokens(value: Any) -> int:
-    return value if isinstance(value, int) and value > 0 else 0
+    return value if isinstance(value, int) and 0 < value < 2**53 else 0

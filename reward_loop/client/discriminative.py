@@ -113,7 +113,7 @@ def _logits(address: str | None, answer: Any, exchange: Exchange) -> tuple[list[
         logits = [float(logit) for logit in (values if isinstance(values, list) else [values])]
         if not logits:
             raise ValueError("no logits")
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, StopIteration):
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError, AttributeError, StopIteration):
         raise exchange.failed(f"{address} sent an answer without logits: {shorten(answer, 500)}") from None
     exchange.end(verdict=logits, score=logits[0] if len(logits) == 1 else None)
     return logits, "data" in answer  # SGLang has none
@@ -176,7 +176,7 @@ def _scores(address: str | None, answer: Any, exchange: Exchange, number: int) -
             for result in results
         }
         ordered = [scores[index] for index in range(number)]
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
         raise exchange.failed(
             f"{address} sent an answer without a score for each document: {shorten(answer, 500)}"
         ) from None

@@ -225,7 +225,7 @@ class RewardReplayBuffer(ReplayBuffer):
 def _number(value: Any, metric: str, rollout: str) -> float:
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ConfigError(
             f"algorithm.filter_groups.metric={metric}: rollout {rollout} has the value {shorten(value)}, which is not "
             "a number: have the function return a number under this name, or name another metric"

@@ -11,7 +11,7 @@ from reward_loop.client import chat_complete
 from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError, RequestError
 from reward_loop.records import ActiveSample
-from reward_loop.testing import Answer, BadJson, Drop, FakeJudge, NoChoices, Status
+from reward_loop.testing import Answer, BadJson, Body, Drop, FakeJudge, NoChoices, Status
 
 
 async def test_a_reply() -> None:
@@ -58,6 +58,15 @@ async def test_tokens_are_counted_for_the_sample() -> None:
             replies = [await chat_complete(judge.address, "?") for _ in range(3)]
     assert call.completion_tokens == 6
     assert call.prompt_tokens == sum(reply.usage.prompt_tokens for reply in replies) > 0
+
+
+async def test_a_number_of_tokens_that_no_model_has_is_not_counted() -> None:
+    choices = [{"message": {"content": "fine"}, "finish_reason": "stop"}]
+    async with FakeJudge() as judge:
+        judge.script(Body({"choices": choices, "usage": {"prompt_tokens": 10**400, "completion_tokens": 3}}))
+        with ActiveSample(RewardSample("x"), "f") as call:
+            await chat_complete(judge.address, "?")
+    assert (call.prompt_tokens, call.completion_tokens) == (0, 3)
 
 
 async def test_tokens_correct_the_estimate_of_a_limit_that_is_held() -> None:

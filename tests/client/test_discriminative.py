@@ -82,6 +82,12 @@ async def test_an_answer_without_logits_is_an_error() -> None:
             await classify(judge.address, "x")
         with pytest.raises(RequestError, match="a score for each document"):
             await score(judge.address, "?", ["a"])
+        # Integers of JSON may be larger than any float.
+        judge.script(Body({"probs": [10**400]}), Body([{"index": 0, "score": -(10**400)}]))
+        with pytest.raises(RequestError, match="without logits"):
+            await classify(judge.address, "x")
+        with pytest.raises(RequestError, match="a score for each document"):
+            await score(judge.address, "?", ["a"])
 
 
 @pytest.mark.parametrize(

@@ -222,9 +222,12 @@ def test_a_group_with_a_value_that_is_not_known_is_kept_as_in_verl(
     assert finished(monkeypatch, rows, "acc")._dapo_filtered_keys("train") == (set(), Counter())
 
 
-def test_a_value_that_is_not_a_number_ends_the_run_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = finished(monkeypatch, {f"a_{i}_0": {"reward_outcome": "scored", "acc": "yes"} for i in range(2)}, "acc")
-    with pytest.raises(ConfigError, match=r"filter_groups.metric=acc: rollout a_0 has the value 'yes'"):
+@pytest.mark.parametrize(("value", "shown"), [("yes", "'yes'"), (10**400, "10")])
+def test_a_value_that_is_not_a_number_ends_the_run_with_its_name(
+    monkeypatch: pytest.MonkeyPatch, value: Any, shown: str
+) -> None:
+    ours = finished(monkeypatch, {f"a_{i}_0": {"reward_outcome": "scored", "acc": value} for i in range(2)}, "acc")
+    with pytest.raises(ConfigError, match=rf"filter_groups.metric=acc: rollout a_0 has the value {shown}"):
         ours._dapo_filtered_keys("train")
 
 
