@@ -108,6 +108,8 @@ class Backend:
     """The number of failed health checks in a row while the server is in use."""
     hung: bool = False
     """Whether the server is out of use because its engine does not answer, although its health checks succeed."""
+    reported_at: float = 0.0
+    """When its owner last asked for hung servers and this was the answer, in seconds of `time.monotonic`."""
     silent_since: float = 0.0
     """Since when the server has had requests in flight and sent no byte, in seconds of `time.monotonic`."""
     silent_reads: int = 0

@@ -85,10 +85,10 @@ def _app(pool: BackendPool, proxy: Proxy) -> FastAPI:
     async def remove(url: str) -> None:
         await pool.remove(find(url))
 
-    @app.post("/workers/hung")  # no GET, which any web page may send: the URL is returned only once
+    @app.post("/workers/hung")  # no GET, which any web page may send: the URL is not returned to the owner then
     async def next_hung() -> str:
         """Wait until a server is hung, and return its URL; its owner restarts it."""
-        return (await pool.hung.get()).url
+        return (await pool.next_hung()).url
 
     @app.post("/workers/mark_dead")
     async def mark_dead(url: str, reason: str, lost: bool = False) -> None:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable
@@ -59,6 +60,9 @@ is starting may accept connections and answer only when it is ready."""
 
 _ASK_INTERVAL_S = 1.0
 """The least time between two questions to all servers for their models, in seconds: clients may repeat a wrong name."""
+
+_REPORT_AGAIN_S = 60.0
+"""Seconds after which a hung server that its owner has not stopped is reported again."""
 
 _LOG_INTERVAL_S = 30.0
 """Seconds between two log lines about a server that stays unhealthy for the same reason."""
@@ -111,8 +115,8 @@ class BackendPool:
         self.on_frozen: Callable[[Backend], None] = lambda backend: None
         """Called with a frozen server, one whose health checks time out: when it is taken out of use, and after each
         further failed check."""
-        self.hung: asyncio.Queue[Backend] = asyncio.Queue()
-        """Servers that are hung, for their owner, who restarts them."""
+        self._hung = asyncio.Event()
+        """Set when a server is hung."""
         self._shared: dict[object, asyncio.Task[Any]] = {}
         """Work that several requests await, by its key: see `_share`."""
         self._asked_at = -_ASK_INTERVAL_S
@@ -518,12 +522,29 @@ class BackendPool:
                     backend, f"hung: health checks succeed, but it computed nothing for {timeout_s:g} s"
                 )
                 backend.hung = backend.frozen = True
-                self.hung.put_nowait(backend)
+                backend.reported_at = -math.inf
+                self._hung.set()
                 self.on_frozen(backend)
         except UpstreamError:
             return  # The health checks find the cause.
         # Unless it is hung, it works on a long request: the time starts again.
         backend.silent_since = time.monotonic()
+
+    async def next_hung(self) -> Backend:
+        """Wait until a server is hung, and return it for its owner, who restarts it.
+
+        A server that is still hung is returned again after `_REPORT_AGAIN_S`: the owner may not have received it.
+        """
+        while True:
+            self._hung.clear()
+            now = time.monotonic()
+            for backend in self.backends:
+                if backend.hung and now >= backend.reported_at + _REPORT_AGAIN_S:
+                    backend.reported_at = now
+                    return backend
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_REPORT_AGAIN_S):
+                    await self._hung.wait()
 
     async def _failure(self, backend: Backend) -> Exception | None:
         """Check a server; return ``None`` if it is healthy, and a `TimeoutError` if the check timed out."""
