@@ -241,6 +241,12 @@ class _Component:
                 limit=config.limit,
                 limits=limits,
             )
+            if getattr(self.function, "has_post_process", False):
+                raise ConfigError(
+                    f"{where}.path: post_process_scores of {self.function.name} would not be called: components get "
+                    "the scores of one sample. Remove it, or give it to the function of the run, without a path: it "
+                    "then gets the weighted sums of a group"
+                )
         elif default is None:
             raise ConfigError(f"{where}.path is required: the run has no other function that this component could use")
         elif unused := sorted(_OF_THE_FUNCTION & own.keys()):

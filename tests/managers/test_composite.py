@@ -8,6 +8,7 @@ from reward_loop import (
     BudgetSpentError,
     ConfigError,
     JobServiceError,
+    RewardAgent,
     RewardFunctionError,
     RewardLoopConfig,
     RewardSample,
@@ -314,6 +315,26 @@ async def test_options_of_a_component_that_is_a_scoring_function_are_refused(mod
     for name, value in {"timeout": 7, "reward_kwargs": {"a": 1}}.items():
         with pytest.raises(ConfigError, match=rf"components\.a\.{name} has no effect"):
             make(**{name: value})
+
+
+async def test_post_process_scores_of_a_component_is_refused_and_that_of_the_run_gets_the_sums(tmp_path):
+    class Doubles:
+        def compute_score(self, solution_str):
+            return 1.0
+
+        def post_process_scores(self, scores):
+            return [10 * score for score in scores]
+
+    file = tmp_path / "doubles.py"
+    file.write_text(
+        "class Doubles:\n    def compute_score(self): return 1.0\n    def post_process_scores(self, s): return s\n"
+    )
+    own = {"reward_loop": {"components": {"a": {"path": f"{file}:Doubles"}}}}
+    with pytest.raises(ConfigError, match=r"components\.a\.path: post_process_scores of Doubles.* would not be called"):
+        CompositeRewardLoopManager(own)
+    runs = {"reward_loop": {"components": {"a": {"weight": 3}}}}
+    async with RewardAgent(CompositeRewardLoopManager(runs, compute_score=Doubles())) as agent:
+        assert [reward["reward_score"] for reward in await agent.submit([RewardSample("x")])] == [30.0]
 
 
 async def test_a_components_own_keys_replace_none_of_the_managers(module):
