@@ -142,6 +142,8 @@ class BlockingPendingRewards:
 
     def cancel(self) -> None:
         """Cancel the samples that have not ended."""
+        if self.done():
+            return
 
         # Run on the event loop: only there may the state of a batch change.
         async def cancel() -> None:
@@ -151,13 +153,14 @@ class BlockingPendingRewards:
 
     def result(self, timeout: float | None = None) -> list[Reward]:
         """Wait for all rewards, in order of submission."""
-        return self._agent._run(self._pending.all(), timeout)
+        self.wait(self.group_count, timeout)
+        return [reward for reward in self._pending._rewards if reward is not None]
 
     def wait(self, groups: int, timeout: float | None = None) -> int:
         """Wait until that many groups, or all, are complete; return the number of complete groups."""
-        # Groups that are already complete need no turn of the event loop, which may be busy starting the next batch.
-        if self._pending.error is None and self.completed >= min(groups, self.group_count):
-            return self.completed
+        # What has ended needs no turn of the event loop, which may be busy starting the next batch, or closed.
+        if self.done() or self.completed >= min(groups, self.group_count):
+            return self._pending._outcome()
         return self._agent._run(self._pending.wait(groups), timeout)
 
     def groups(self) -> Iterator[Group]:

@@ -191,6 +191,10 @@ class PendingRewards:
                     waiter = asyncio.get_running_loop().create_future()
                     self._waiters.append(waiter)
                     await waiter
+        return self._outcome()
+
+    def _outcome(self) -> int:
+        """Return the number of complete groups, or raise the error that ended the batch."""
         if self.error is not None:
             self._on_settled(self)
             raise self.error

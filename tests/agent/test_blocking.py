@@ -114,10 +114,24 @@ def test_outside_of_its_block():
         agent.submit([])
 
 
+def test_what_has_ended_is_read_after_the_block():
+    judge = Held()
+    with BlockingRewardAgent(naive(judge)) as agent:
+        complete, cut = agent.submit(numbered(2, start=1)), agent.submit(numbered(1))
+        complete.wait(2, timeout=30)
+    judge.release.set()
+    assert scores(complete.result()) == [1, 2]
+    complete.cancel()
+    assert sorted(group.scores for group in complete) == [[1], [2]]
+    for read in (cut.result, lambda: cut.wait(1), lambda: next(iter(cut))):
+        with pytest.raises(RewardsCancelledError, match="closed before this batch was complete"):
+            read()
+
+
 def test_a_forked_process_cannot_use_the_agent_of_its_parent():
-    with BlockingRewardAgent(naive(lambda solution_str: 1.0)) as agent:
+    judge = Held()
+    with BlockingRewardAgent(naive(judge)) as agent:
         pending = agent.submit(numbered(1))
-        assert scores(pending.result()) == [1]
         pid = os.fork()
         if pid == 0:
             signal.alarm(60)  # ends the process if it waits
@@ -129,4 +143,5 @@ def test_a_forked_process_cannot_use_the_agent_of_its_parent():
                 os._exit(1)
             os._exit(0)
         assert os.waitpid(pid, 0)[1] == 0
-        assert scores(agent.submit(numbered(1)).result()) == [1]
+        judge.release.set()
+        assert scores(pending.result(timeout=30)) == [0]
