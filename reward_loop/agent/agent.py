@@ -26,6 +26,7 @@ from reward_loop.agent.pending import PendingRewards, group_sizes
 from reward_loop.agent.steps import StepEvents
 from reward_loop.errors import ConfigError, RewardLoopError, RewardsCancelledError
 from reward_loop.managers import RewardLoopManagerBase
+from reward_loop.managers.base import recorded_uid
 from reward_loop.managers.post_process import PostProcess
 from reward_loop.managers.scorer import reward_of
 from reward_loop.records import Records
@@ -232,7 +233,7 @@ class RewardAgent:
         if self._post_process is not None:
             members, complete = pending._members(group), pending._group(group)
             # Of the rows, not of the samples: the records have these uids, also of samples without one.
-            names = [getattr(self._row(pending, i), "uid", None) for i in members]
+            names = [recorded_uid(self._row(pending, i)) for i in members]
             processed = await self._post_process(complete.rewards, names)
             if pending.error is not None:
                 return

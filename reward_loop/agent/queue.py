@@ -15,6 +15,7 @@ from typing import Any, Self
 from reward_loop._util.bounded_tasks import BoundedTasks
 from reward_loop.agent.agent import close_manager, failure_of
 from reward_loop.errors import ConfigError, QueueClosedError, RewardLoopError
+from reward_loop.managers.base import recorded_uid
 from reward_loop.managers.post_process import PostProcess
 from reward_loop.managers.scorer import reward_of
 from reward_loop.types import Reward, RewardSample
@@ -399,7 +400,7 @@ class QueuedRewards:
         del self._incomplete[entry.group]
         entries, rewards = zip(*(members[i] for i in sorted(members)), strict=True)
         if self._post_process is not None:
-            uids = [getattr(self._row(entry), "uid", None) for entry in entries]
+            uids = [recorded_uid(self._row(entry)) for entry in entries]
             rewards = await self._post_process(rewards, uids)
         self._ready.append(CompleteGroup(entry.group, list(zip(entries, rewards, strict=True))))
 

@@ -99,6 +99,10 @@ class AsyncRewardAgent:
             await self._agent.__aenter__()
         rows = [data[i : i + 1] for i in range(len(data))] if _is_proto(data) else list(data)
         order = _by_group(_uids(data), len(rows), group_size)
+        if _is_proto(data) and data.non_tensor_batch.keys() & {"uid", "session_id"} == {"uid"}:
+            # So that the rollouts of a prompt have different uids in the records.
+            for position, i in enumerate(order):
+                rows[i].non_tensor_batch["session_id"] = _array([position % group_size])
         pending = self._agent.submit([rows[i] for i in order], group_size=group_size)
         if rows:
             self._batches.append(_Submitted(pending, order, data, group_size))

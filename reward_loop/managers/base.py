@@ -34,6 +34,7 @@ __all__ = [
     "last_row",
     "open_records",
     "progress_of",
+    "recorded_uid",
     "scoring_function",
     "training_step_of",
     "uid_of",
@@ -605,3 +606,15 @@ def uid_of(row: Mapping[str, Any]) -> str | None:
     """Return the uid of a row of verl's batch (with its session id, if any), for messages and logs."""
     name = [row.get("uid", row.get("index")), row.get("session_id")]
     return "_".join(str(part) for part in name if part is not None) or None
+
+
+def recorded_uid(row: Any) -> str | None:
+    """Return the uid that the record of a sample, or of a row of verl's ``DataProto``, has and no other record.
+
+    ``None`` without a uid, and without a session id: the rollouts of a prompt then have the same uid.
+    """
+    if not hasattr(row, "non_tensor_batch"):
+        uid: str | None = getattr(row, "uid", None)
+        return uid
+    fields = last_row(row, row.batch["responses"])
+    return None if fields.get("session_id") is None else uid_of(fields)

@@ -9,6 +9,7 @@ pytest.importorskip("ray")
 
 from reward_loop import ConfigError, RewardFunctionError, RewardLoopError, RewardSample
 from reward_loop.agent.ray_agent import AsyncRewardAgent
+from reward_loop.records import RecordsReader, records
 from tests.agent.judges import Gate, numbered, within
 from tests.local_ray import local_ray
 
@@ -93,27 +94,29 @@ async def test_an_error_that_stops_a_batch_leaves_the_next_one_alone():
     assert (indices, infos["extra"]) == ([0, 1], [None, "2"])
 
 
+class DataProto:
+    def __init__(self, count):
+        torch = pytest.importorskip("torch")
+        self.batch = {
+            "responses": torch.arange(count)[:, None].repeat(1, 4),
+            "attention_mask": torch.tensor([[1] * (2 + 1 + i % 4) + [0] * (3 - i % 4) for i in range(count)]),
+        }
+        uids = np.array([f"u{i % 2}" for i in range(count)], dtype=object)
+        self.non_tensor_batch = {"uid": uids}
+
+    def __len__(self):
+        return len(self.batch["responses"])
+
+    def __getitem__(self, rows):
+        part = DataProto(0)
+        part.batch = {key: value[rows] for key, value in self.batch.items()}
+        part.non_tensor_batch = {key: value[rows] for key, value in self.non_tensor_batch.items()}
+        return part
+
+
 @pytest.mark.parametrize("skips", [True, False])
 async def test_the_rewards_of_a_data_proto_are_a_tensor(skips):
     torch = pytest.importorskip("torch")
-
-    class DataProto:
-        def __init__(self, count):
-            self.batch = {
-                "responses": torch.arange(count)[:, None].repeat(1, 4),
-                "attention_mask": torch.tensor([[1] * (2 + 1 + i % 4) + [0] * (3 - i % 4) for i in range(count)]),
-            }
-            uids = np.array([f"u{i % 2}" for i in range(count)], dtype=object)
-            self.non_tensor_batch = {"uid": uids}
-
-        def __len__(self):
-            return len(self.batch["responses"])
-
-        def __getitem__(self, rows):
-            part = DataProto(0)
-            part.batch = {key: value[rows] for key, value in self.batch.items()}
-            part.non_tensor_batch = {key: value[rows] for key, value in self.non_tensor_batch.items()}
-            return part
 
     class Tokenizer:
         def decode(self, ids, skip_special_tokens):
@@ -129,6 +132,28 @@ async def test_the_rewards_of_a_data_proto_are_a_tensor(skips):
     assert rewards.tolist() == [[1, 0, 0, 0], [0, 2, 0, 0], [0, 0, 3, 0], [0, 0, 0, 4]]
     assert infos["acc"].tolist() == [1, 2, 3, 4]
     assert infos["acc"].dtype == object
+
+
+async def test_post_processed_rewards_of_a_data_proto_are_in_its_records(tmp_path):
+    class Centred:
+        def compute_score(self, solution_str):
+            return float(solution_str)
+
+        def post_process_scores(self, scores):
+            return [score - min(scores) for score in scores]
+
+    class Tokenizer:
+        def decode(self, ids, skip_special_tokens):
+            return str(int(ids[0]))
+
+    agent = AsyncRewardAgent(Centred(), config={"log_dir": str(tmp_path)}, tokenizer=Tokenizer())
+    await agent.compute_reward_pipeline(DataProto(4), group_size=2)
+    _, rewards, _ = await within(agent.get(4))
+    assert rewards.sum(-1).tolist() == [0, 0, 2, 2]
+    await agent.shutdown()
+    assert await asyncio.to_thread(records(tmp_path).flush)
+    found = {row["uid"]: (row["group"], row["score"], row["reward"]) for row in RecordsReader(tmp_path).rows()}
+    assert found == {"u0_0": ("u0", 0, 0), "u0_1": ("u0", 2, 2), "u1_0": ("u1", 1, 0), "u1_1": ("u1", 3, 2)}
 
 
 async def test_shutdown():
