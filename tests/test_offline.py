@@ -357,6 +357,34 @@ def test_a_file_system_that_refuses_records_stops_the_run_and_loses_nothing(tmp_
     assert (done.resumed, len(done.rows), done.report.samples) == (len(before), 2400, 2400)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "changed"),
+    [
+        ({"n": 1}, {"n": 2}, r"function\.arguments\.n"),
+        ({"answer_key": "Final"}, {"answer_key": "Other"}, "a value that records do not show"),
+        ({"judge_token": 1}, {"judge_token": 2}, "a value that records do not show"),
+        ({"url": "http://h/v1?m=a"}, {"url": "http://h/v1?m=b"}, "a value that records do not show"),
+    ],
+)
+def test_other_arguments_are_noticed_whatever_their_names(tmp_path, before, after, changed):
+    source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out"
+    score(source, output, identity={"function": {"arguments": before, "name": "f"}})
+    with pytest.raises(ConfigError, match=rf"another function: .*--restart\. Changed since then.*: {changed}$"):
+        score(source, output, identity={"function": {"arguments": after, "name": "f"}})
+    same = {"function": {"name": "f", "arguments": before}}
+    assert score(source, output, identity=same).resumed == len(ROWS)
+
+
+def test_a_folder_of_an_older_version_without_digests_is_resumed(tmp_path):
+    source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out"
+    score(source, output, identity={"function": "a"})
+    (config,) = (output / "config").glob("*.jsonl")
+    row = json.loads(config.read_text())
+    row["options"] = {name: value for name, value in row["options"].items() if not name.endswith(".digest")}
+    config.write_text(json.dumps(row) + "\n")
+    assert score(source, output, identity={"function": "a"}).resumed == len(ROWS)
+
+
 @pytest.mark.parametrize("change", ["input", "function"])
 def test_another_run_is_not_continued(tmp_path, change):
     source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out"

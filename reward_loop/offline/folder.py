@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import itertools
 import json
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from reward_loop._util.json import encode, to_json
+from reward_loop._util.text import listing
 from reward_loop.errors import ConfigError
 from reward_loop.offline.inputs import Inputs, import_pyarrow, is_compressed, is_parquet, read_batches
 from reward_loop.records import (
@@ -84,7 +86,7 @@ class ScoredFolder:
             except BlockingIOError:
                 raise ConfigError(f"another run is writing {path}: wait for it, or choose another --output") from None
             folder = cls(path)
-            folder._begin(config_row({"score": identity}, step=0), restart)
+            folder._begin(identity, restart)
             # A process has one writer for a folder, which may have failed in an earlier run of this process.
             folder.writer.failure = None
             try:
@@ -134,20 +136,26 @@ class ScoredFolder:
             raise OSError(f"the records were not written to {self.path} within {_FLUSH_S:g} s")
         self.check_written()
 
-    def _begin(self, run: Mapping[str, Any], restart: bool) -> None:
-        """Check that the folder is empty or of this run, whose configuration is ``run``, and record that."""
+    def _begin(self, identity: Mapping[str, Any], restart: bool) -> None:
+        """Check that the folder is empty or of this run, and record the run's identity."""
+        run = config_row({"score": identity}, step=0)
+        # Also of values that are not recorded because of their name. Too short to find a secret by trying.
+        digests = {f"score.{name}.digest": _digest(part) for name, part in identity.items()}
+        run["options"] |= digests
         found = configurations(self.path)
         if any(self.path.iterdir()) and not (found and any(name.startswith("score.") for name in found[-1]["options"])):
             raise ConfigError(f"{self.path} was not written by this command: choose another --output")
         options = json.loads(encode(run["options"]))  # as they are read: for example, lists instead of tuples
-        before = found[-1]["options"] if found else options
+        before = {**digests, **found[-1]["options"]} if found else options  # older versions wrote no digests
         changed = [name for name in {**before, **options} if before.get(name) != options.get(name)]
         # If all rows have failed, nothing is lost: the function was corrected, and starts over without --restart.
         if changed and not restart and any(row["outcome"] != Outcome.FAILED for row in self.rows()):
             names = sorted({name.split(".")[1] for name in changed})
+            shown = [name.removeprefix("score.") for name in changed if name not in digests]
             raise ConfigError(
                 f"{self.path} has the records of a run with another {' and another '.join(names)}: choose another "
-                "--output, or discard them with --restart"
+                "--output, or discard them with --restart. Changed since then, by you or by a new version of "
+                f"reward-loop: {listing(shown) if shown else 'a value that records do not show'}"
             )
         if restart or changed:
             for path in self.path.glob("*.jsonl"):
@@ -158,6 +166,11 @@ class ScoredFolder:
             configuration = open_configuration(self.path)
             configuration.write_rows([run])
             configuration.flush()
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(json.loads(encode(value)), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:4]
 
 
 def check_export(source: Inputs, file: Path) -> None:
