@@ -59,7 +59,7 @@ def load_scorer(
     Raises:
         ConfigError: the manager does not exist or cannot be created, or its options are invalid; the function is
             missing, or would have no effect because each component has its own; there are components without a
-            composite.
+            composite; the manager is ``dapo``, whose options only verl's configuration has.
         FunctionLoadError: a function cannot be found, or cannot be called with the arguments of the reward loop.
     """
     cls: Any = managers.get(manager)
@@ -76,6 +76,12 @@ def load_scorer(
         raise ConfigError(
             "skip_special_tokens=False has an effect only in a verl run: here the responses are texts already. Leave "
             "it out, or take the argument response_ids"
+        )
+    if cls is managers.DAPORewardLoopManager:
+        raise ConfigError(
+            "the manager `dapo` has its options in verl's configuration (reward.reward_kwargs.overlong_buffer_cfg), so "
+            "it would add no penalty here. Use `naive`; for the penalty, your function can take the argument "
+            "response_ids"
         )
     if issubclass(cls, managers.RewardLoopManagerBase):
         options = cls.read_options(options)  # also used for the function: a manager may set limits

@@ -1,8 +1,9 @@
 import pytest
 
-from reward_loop import ConfigError, RewardSample
+from reward_loop import ConfigError, RewardLoopConfig, RewardSample
 from reward_loop.managers import DAPORewardLoopManager
 from reward_loop.managers.builtin import overlong_penalty
+from reward_loop.managers.scorer import load_scorer
 
 BUFFER = {"enable": True, "len": 4, "penalty_factor": 1.0, "log": True}
 
@@ -57,3 +58,8 @@ async def test_a_missing_response_length_is_an_error():
 def test_wrong_options_are_named(kwargs, message):
     with pytest.raises(ConfigError, match=message):
         manager(**kwargs)
+
+
+def test_a_command_that_cannot_give_its_options_is_refused_instead_of_scoring_without_a_penalty():
+    with pytest.raises(ConfigError, match=r"`dapo` has its options in verl's configuration.*Use `naive`"):
+        load_scorer(lambda solution_str: 1.0, "dapo", RewardLoopConfig())
