@@ -138,6 +138,7 @@ class Outage:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._tried = 0
         """The number of calls that have their turn and have not ended."""
+        self._failed_since_probe = True
         self._pause = _FIRST_PAUSE_S
         self._batch = 1
         self._timer: asyncio.TimerHandle | None = None
@@ -167,6 +168,7 @@ class Outage:
         if is_forgotten or self._has_answered:
             self._since, self._is_logged, self._has_answered = now, False, False
         self._failed_at = now
+        self._failed_since_probe = True
         if self.is_back:
             self.is_back = False
             # Instead of the timer that gives all calls their turn.
@@ -213,7 +215,8 @@ class Outage:
         """See `Outages.ended`."""
         self._tried -= 1
         self.samples -= _samples_of_call()
-        if not self.is_back:
+        # Without a failure, others that have their turn may be connected: the end of one at its deadline says nothing.
+        if not self.is_back and (self._failed_since_probe or not self._tried):
             self._schedule()
 
     def given_up(self) -> str:
@@ -234,6 +237,7 @@ class Outage:
     def _probe(self) -> None:
         self._timer = None
         self._batch = 1
+        self._failed_since_probe = False
         if self._give_turn():
             self._timer = self._loop.call_later(_CONNECTED_S, self._give_turns)
 

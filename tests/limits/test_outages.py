@@ -67,3 +67,26 @@ async def test_the_end_of_a_call_without_an_answer_gives_the_turn_to_one_other_c
         await advance(5)
         assert (outage.is_back, turns(calls)) == (False, probe)
         outages.ended(outage)
+
+
+async def test_the_end_of_a_call_at_its_deadline_does_not_stop_others_that_may_be_connected(waiting: Waiting) -> None:
+    outages, outage, calls = waiting
+    await advance(0.3)
+    await advance(15.1)
+    assert turns(calls) == 2
+    outages.ended(outage)  # the first one
+    for _ in range(3):
+        await advance(0.3)
+    assert (outage.is_back, turns(calls)) == (False, 6)
+
+
+async def test_a_failure_stops_the_others_until_the_next_probe(waiting: Waiting) -> None:
+    outages, outage, calls = waiting
+    await advance(0.3)
+    await advance(15.1)
+    outages.failed("j")
+    outages.ended(outage)
+    await advance(10)
+    assert turns(calls) == 3
+    await advance(10)
+    assert turns(calls) == 3
