@@ -14,7 +14,8 @@ belongs here, to one of the rules: in a format, the other formats would still ac
    `Json` are objects, and those of `Pattern` matches; rule 3 checks only the text directly before and after them.
 3. *Only the last candidate can be the verdict.* It must be understood, and about this answer: the sentence that leads
    to it, also from the line before, may not make it an example (``e.g. Score: 8``), a condition, a quotation, what
-   another one gives, says or asks for (``A perfect answer gets``), or what the judge does not give. Nothing may qualify
+   another one gives, says or asks for (``A perfect answer gets``; also ``Consider a perfect answer. It gets``), or what
+   the judge does not give. Nothing may qualify
    its value: another number or word that may be the verdict in the same clause, a word that judges otherwise
    (``correct, wrong``), a range, a unit such as ``%``, a question mark, a cross beside another than the lowest score, a
    hedge such as ``or`` or ``maybe``, also before the marker. A word of `Choice` is qualified by each word directly
@@ -332,11 +333,14 @@ def _check_before(found: Candidate) -> None:
     before = found.text[begin : found.begin]
     line = before.rpartition("\n")[2]
     stripped = (_BLOCK_BEGIN.sub("", before) if "```" in before else before).rstrip(" \t\r\n*_\"'`(>#|[$\ufffc-")
-    lead = wording.LEAD_BREAK.split(stripped.rstrip(" \t\r\n*_\"'`(>#|[:$\ufffc-"))[-1]
+    *earlier, lead = wording.LEAD_BREAK.split(stripped.rstrip(" \t\r\n*_\"'`(>#|[:$\ufffc-"))
     words = dropwhile(wording.GIVEN.__contains__, reversed(re.findall(r"\w+", lead[-40:].lower())))
     clause = lead.rpartition(", ")[2]
     clause = clause if " " in clause.strip() else lead
-    is_alien = next(words, "") in wording.GIVES and bool(wording.ALIEN.search(clause) or not wording.OWN.match(clause))
+    gives = next(words, "") in wording.GIVES
+    is_alien = gives and bool(wording.ALIEN.search(clause) or not wording.OWN.match(clause))
+    if gives and earlier and wording.PRONOUN.match(lead):
+        is_alien = is_alien or wording.IMAGINED.match(earlier[-1]) is not None
     if stripped.endswith(":") and len(name := re.findall(r"\w+", lead.lower())) < 6:
         is_alien = is_alien or not wording.NAMING.isdisjoint(name) or wording.POSSESSIVE.search(lead) is not None
     if is_alien or wording.CONDITION.match(lead) or (not lead.isascii() and wording.ALIEN_CJK.search(lead)):
@@ -512,7 +516,7 @@ class Grammar:
             return False
         clause = wording.FAULTLESS.sub("", re.split(r"\u3002|[.!](?=[\s*_\"'`)]|\Z)|\n", rest, maxsplit=1)[0])
         if self._ignored is not None:
-            clause = self._ignored.sub("", clause)
+            clause = wording.STYLE.sub("", self._ignored.sub("", clause))
         if found.score == self._lowest:
             clause = wording.CONCEDED.sub("", clause)
         if not self._is_choice:

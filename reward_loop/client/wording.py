@@ -78,6 +78,14 @@ FLAW = _any_case(
     r"|room for|minor|small|some))"
 )
 """The beginning of a clause after a number that only names a flaw of the answer."""
+STYLE = _any_case(
+    r"\A[\s,;(\u2012-]{1,4}(?:but|(?:al|even )?though)\s(?:its|the)\s(?:explanation|wording|presentation|formatting"
+    r"|layout|notation|style|grammar|prose|write-?up)\s(?:could be (?:better|clearer|improved|longer|shorter"
+    r"|more (?:clear|concise|detailed|explicit|precise|readable|structured|thorough))"
+    r"|is (?:(?:a (?:bit|little)|rather|somewhat|slightly|quite) )?(?:short|brief|long|verbose|wordy|terse|informal))"
+    r"\W*\Z"
+)
+"""A whole clause after a word that only names a flaw of how the answer is written."""
 HARMLESS = _any_case(
     r"\s++(?:(?:and\s(?:complete|concise|clear|well|fully|consistent|valid|accurate|right|precise|equivalent"
     r"|matches|wrong"
@@ -198,6 +206,13 @@ CONDITION = _any_case(
     r"(?:\s\w+){0,4}\W*\Z)"
 )
 """The beginning of a sentence that leads to an example, or to a value under a condition."""
+IMAGINED = _any_case(
+    r"\W*(?:(?:now|so|first|let(?:['\u2019]s| us| me)|(?:we|you) (?:can|could|may|might)|to calibrate)\b,?\s){0,3}"
+    r"(?:consider|imagine|suppose|assume|picture|envision|think of)\s"
+    r"(?:that\s)?(?:an?|another|any|some)\b"
+)
+"""The beginning of a sentence about another answer, which the pronoun of the next sentence stands for."""
+PRONOUN = _any_case(r"\W*(?:(?:and|so|then|thus|hence|here)\b,?\s){0,2}(?:it|they|he|she|such an?)\b")
 GIVES = _words(
     "get gets getting got gotten receive receives received receiving earn earns earned deserve deserves "
     "deserved merit merits warrant warrants give gives given giving gave assign assigns assigned award awards "

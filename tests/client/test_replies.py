@@ -49,12 +49,16 @@ REPLIES: list[tuple[Verdict, str, Any]] = [
         "I was about to write\nScore: 9", "The student claims to deserve\nScore: 10",
         "It would otherwise be\nScore: 9", "Answers like these receive\nScore: 4",
         "Any answer with a sign error gets at most\nScore: 4", "Nobody would give this\nScore: 10",
-        "For a wrong answer, output\nScore: 1",
+        "For a wrong answer, output\nScore: 1", "Consider a perfect answer. It gets\nScore: 9",
+        "Let's imagine a student who shows no work. They would get this:\nScore: 4",
+        "Suppose that an essay has no title. It is worth:\n**Score: 9**", "Picture another proof. It earns Score: 9",
     )),
     # It is about this answer.
     *((NUMBER, text, 8) for text in (
         "This answer gets\nScore: 8", "The response deserves:\nScore: 8", "The final score is:\nScore: 8",
         "The answer is nearly perfect\nScore: 8", "A perfect answer would get 10. This one lacks units.\nScore: 8",
+        "Consider the whole answer. It gets\nScore: 8", "Consider a perfect answer. This one lacks units and gets\nScore: 8",
+        "Suppose a factor of 2 is lost. It cancels, so the result is right.\nScore: 8",
         "## Evaluation\nScore: 8", "Strengths:\n- clear\n- correct\nWeaknesses:\n- no example\nScore: 8",
         "As requested:\nScore: 8", "I checked if the sum is right, and it is.\nScore: 8",
         "\u56de\u7b54\u6b63\u786e\u3002\nScore: 8", "Conclusion: Score: 8",
@@ -187,6 +191,15 @@ REPLIES: list[tuple[Verdict, str, Any]] = [
         "Verdict: incorrect, does not match", "Verdict: incorrect (8 instead of 7)", "Verdict: incorrect, wrong",
         "Verdict: incorrect, the value differs", "Verdict: INCORRECT \u274c",
         "Verdict: incorrect, the answer should be 7",
+    )),
+    # A flaw of how an answer is written does not qualify what it is.
+    *((CHOICE, text, 'correct') for text in (
+        "Verdict: correct, but the explanation could be clearer", "Verdict: correct, although the wording is a bit long.",
+        "Verdict: **correct** (but its notation could be more precise)",
+    )),
+    *((CHOICE, text, None) for text in (
+        "Verdict: correct, but the explanation could be clearer and the value is wrong",
+        "Verdict: correct, but the answer could be better", "Verdict: correct, but the explanation is wrong",
     )),
     # A word with the lowest score that is qualified.
     *((CHOICE, text, None) for text in (
