@@ -288,14 +288,26 @@ async def test_a_router_that_is_killed_while_calls_wait_for_their_turn_loses_non
         assert [reply.text for reply in replies] == list("bbb")
 
 
-async def test_a_router_that_accepts_connections_and_sends_nothing_ends_judging(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("sends", "error"),
+    [
+        ("", "SocketTimeoutError"),
+        # It begins to answer and dies, again and again.
+        ("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n \r\n", "ClientPayloadError"),
+    ],
+)
+async def test_a_router_that_never_completes_an_answer_ends_judging(
+    sends: str, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(colocated, "SILENT_S", 0.05)
     monkeypatch.setattr(colocated, "_ROUTER_BACK_WITHIN_S", 0.1)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
+        if sends:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(sends.encode())
+        else:
+            await reader.read()
         writer.close()
 
     async with asyncio.timeout(60), await asyncio.start_server(serve, "127.0.0.1") as server:
@@ -305,7 +317,7 @@ async def test_a_router_that_accepts_connections_and_sends_nothing_ends_judging(
         monkeypatch.setattr(models, "_models", {"a": model, "b": model})
         with models.awake() as turns:
             assert turns is not None
-            with pytest.raises(ServerError, match=r"the router .* is away: SocketTimeoutError"):
+            with pytest.raises(ServerError, match=rf"the router .* is away: {error}"):
                 await turns()
 
 
