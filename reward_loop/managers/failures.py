@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
+from operator import attrgetter
 from typing import Self
 
 from reward_loop._util.text import Causes, counted, cut
@@ -17,20 +17,25 @@ __all__ = ["Failures", "decide", "on_one_line"]
 _EXAMPLE = 300
 """The largest number of characters of the first error."""
 
+_values = attrgetter(*RewardResult.__dataclass_fields__)
+
 
 def decide(result: RewardResult, options: RewardLoopConfig, total_s: float = 0.0) -> RewardResult:
     """Return a result with what the policies make of it: its ``reward``, whether it is ``masked``, and the ``policy``.
 
     Nothing else applies the policies. ``total_s`` is that of the result.
     """
-    if result.score is not None:
-        return replace(result, reward=result.score, total_s=total_s)
-    policy = result.policy or (options.on_failed if result.outcome is Outcome.FAILED else options.on_unscored)
-    # Not a failure of the function: the user chose separately what happens at the cap.
-    if isinstance(result.exception, BudgetSpentError):
-        policy = options.budget.at_cap
-    reward = options.default_score if policy == "default" else None
-    return replace(result, policy=policy, reward=reward, masked=policy == "mask", total_s=total_s)
+    # Not `replace`, which takes five times as long, for each sample.
+    decided = RewardResult(*_values(result))
+    decided.reward, decided.total_s = result.score, total_s
+    if result.score is None:
+        policy = result.policy or (options.on_failed if result.outcome is Outcome.FAILED else options.on_unscored)
+        # Not a failure of the function: the user chose separately what happens at the cap.
+        if isinstance(result.exception, BudgetSpentError):
+            policy = options.budget.at_cap
+        decided.policy, decided.masked = policy, policy == "mask"
+        decided.reward = options.default_score if policy == "default" else None
+    return decided
 
 
 class Failures:
