@@ -290,8 +290,10 @@ class RewardLoopManagerBase:
         row = last_row(data, responses)
         ids = _response(responses, data.batch, row.get("response_len"))
         solution = await self._decoder.decode(ids)
+        turns, lengths = None, row.get(TURNS)
         # Only records have the turns, and they need a second decoding.
-        turns = None if self.records is None else await self._turns(ids, row.get(TURNS), solution)
+        if lengths is not None and self.records is not None:
+            turns = await self._turns(self._decoder, ids, lengths, solution)
         broken: list[str] = []
         # A new dict: the row belongs to the caller, and the rollouts of a prompt may share its `extra_info`.
         extra_info = {**_mapping(row, "extra_info", broken), **_mapping(row, "tool_extra_fields", broken)}
@@ -342,15 +344,14 @@ class RewardLoopManagerBase:
         step = training_step_of(row, self._trainer_mode) or generated_step_of(row)
         return progress_of(step, row.get(TOTAL_STEPS) or self._total_steps)
 
-    async def _turns(self, ids: Any, lengths: Sequence[int] | None, solution: str) -> list[int] | None:
+    @staticmethod
+    async def _turns(decoder: ResponseDecoder, ids: Any, lengths: Sequence[int], solution: str) -> list[int] | None:
         """Return the characters of each part of a response of several turns, whose lengths in tokens are given.
 
         ``None`` if the texts of the parts do not make up the response: some tokenizers decode a part in another way.
         """
-        if lengths is None or self._decoder is None:
-            return None
         ends = list(itertools.accumulate(map(int, lengths)))
-        parts = [await self._decoder.decode(ids[start:end]) for start, end in itertools.pairwise([0, *ends])]
+        parts = [await decoder.decode(ids[start:end]) for start, end in itertools.pairwise([0, *ends])]
         return [len(part) for part in parts] if "".join(parts) == solution else None
 
     async def score(self, sample: RewardSample) -> RewardResult:

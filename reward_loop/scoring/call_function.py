@@ -247,25 +247,22 @@ class UserFunction:
 
     async def _call(self, arguments: dict[str, Any], traffic_class: str) -> CallOutcome:
         """Call the function, and again after transient errors and outages."""
-        if self.proofs is None:
-            return await self._call_again(arguments, traffic_class)
-        self.proofs.begin()
+        started, proofs = time.monotonic(), self.proofs
+        if proofs is not None:
+            proofs.begin()
         try:
-            return await self._call_again(arguments, traffic_class)
+            outcome = await self._attempt(arguments, traffic_class)
+            outages = self.limits.outages(asyncio.get_running_loop())
+            if outcome.exception is not None:
+                again = functools.partial(self._attempt, arguments, traffic_class)
+                # A probe does not wait: it is not worth a probe of the judge that is back.
+                waits = outages if outages.timeout_s and traffic_class != "probe" else None
+                outcome = await self._retry.again(outcome, again, started, waits, self.name)
+            if outcome.is_discarded:
+                outcome = await self._score_again(arguments, traffic_class)
         finally:
-            self.proofs.end()
-
-    async def _call_again(self, arguments: dict[str, Any], traffic_class: str) -> CallOutcome:
-        started = time.monotonic()
-        outcome = await self._attempt(arguments, traffic_class)
-        outages = self.limits.outages(asyncio.get_running_loop())
-        if outcome.exception is not None:
-            again = functools.partial(self._attempt, arguments, traffic_class)
-            # A probe does not wait: it is not worth a probe of the judge that is back.
-            waits = outages if outages.timeout_s and traffic_class != "probe" else None
-            outcome = await self._retry.again(outcome, again, started, waits, self.name)
-        if outcome.is_discarded:
-            outcome = await self._score_again(arguments, traffic_class)
+            if proofs is not None:
+                proofs.end()
         # `answered` does nothing otherwise: a sample needs no call of it.
         is_answer = outcome.exception is None and outcome.error is None
         if is_answer and (outages.open or self._address not in outages.reached):
