@@ -361,7 +361,7 @@ def _text_line(record: _Record, name: str) -> bytes:
 
 
 def _exchange_lines(record: _Record, name: str) -> bytes:
-    if record.text is None:
+    if record.text is None or not record.exchanges:
         return b""
     shared = {"version": VERSION, "sample": name, "uid": record.row.get("uid")}
     return b"".join([_line({**shared, **exchange}) for exchange in record.exchanges])
