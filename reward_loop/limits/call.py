@@ -97,7 +97,7 @@ class Call:
     _whole: tuple[Permit, ...] = field(init=False, default=())
     """The permits of the whole call. All tokens of the call count at the first one, too."""
     _requests: list[asyncio.Future[Permit]] = field(init=False, default_factory=list)
-    """All requests within the call, granted ones too; ended ones are removed when there are `_prune_at`."""
+    """All requests within the function, granted ones too; ended ones are removed when there are `_prune_at`."""
     _prune_at: int = field(init=False, default=16)
     _rejoining: asyncio.Lock | None = field(init=False, default=None)
     _waits: int = field(init=False, default=0)
@@ -222,12 +222,10 @@ class Call:
         """
         for name in names:
             if name in self.limits.max_waits:
-                what = f"limit {name!r}"
-                if name == REWARD_MODEL:
-                    what = f"a free place at the reward model ({what})"
-                request = self._request(name, 0)
+                # Not among `_requests`: `Limits.granted` ends a request that is still waiting.
+                request = self.limits.request(name, 0, self.traffic_class)
                 # Most requests are granted at once: without a coroutine, and without a wait in the records.
-                permit = request.result() if request.done() else await self._granted(name, request, what)
+                permit = request.result() if request.done() else await self._granted(name, request)
                 self._whole = (*self._whole, permit)
 
     async def acquire(self, name: str, tokens: float) -> Permit:
@@ -274,7 +272,7 @@ class Call:
             if name not in self.limits.max_waits and not users_limits(self.limits.max_waits):
                 return Permit(None, name)
             request = self._request(name, tokens)
-            return request.result() if request.done() else await self._granted(name, request, f"limit {name!r}")
+            return request.result() if request.done() else await self._granted(name, request)
         except BudgetSpentError as error:
             self.budget_error = error
             raise
@@ -287,7 +285,10 @@ class Call:
         self._requests.append(request)
         return request
 
-    async def _granted(self, name: str, request: asyncio.Future[Permit], what: str) -> Permit:
+    async def _granted(self, name: str, request: asyncio.Future[Permit]) -> Permit:
+        what = f"limit {name!r}"
+        if name == REWARD_MODEL:
+            what = f"a free place at the reward model ({what})"
         with self.waiting(what):
             return await self.limits.granted(name, request)
 

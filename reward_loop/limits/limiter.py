@@ -131,6 +131,7 @@ class Rate:
         """Return the time when ``amount`` is allowed: ``now``, later, or infinity if it is above the limit."""
         if self.limit == math.inf:
             return now
+        self._settle(now)
         return max(self._window_free_at(now, amount), self._bucket_free_at(now, amount))
 
     def with_half(self, amount: float) -> float:
@@ -139,13 +140,11 @@ class Rate:
 
     def used(self, now: float) -> float:
         """Return the sum of the charges in the window ending at ``now``."""
-        self._forget(now)
+        self._settle(now)
         return self._total
 
     def add(self, now: float, amount: float) -> Charge:
         """Add ``amount`` to the charge of the current time step; return the charge, which `change` can change."""
-        # Also without a limit: it may get one later, and nothing else would delete its old charges.
-        self._forget(now)
         # Rounded up: a charge may end late, but never before its period is over.
         time = math.ceil(now * GRAINS) / GRAINS
         if not self._charges or self._charges[-1].time < time:
@@ -155,16 +154,22 @@ class Rate:
 
     def change(self, now: float, charge: Charge, amount: float) -> None:
         """Add ``amount``, which may be negative, to a charge, if it is still in the window."""
-        self._forget(now)
+        # Also without a limit: it may get one later, and nothing else would delete its old charges.
+        self._settle(now)
         # The charge is no longer part of `_total`: a correction would be counted for ever.
         if now >= charge.time + self._lifetime:
             return
         charge.amount += amount
         self._total += amount
-        self._fill(now)
         self._level = min(self.burst, self._level - amount)
 
-    def _fill(self, now: float) -> None:
+    def _settle(self, now: float) -> None:
+        """Delete the charges before the window, and refill the bucket."""
+        charges = self._charges
+        while charges and charges[0].time + self._lifetime <= now:
+            self._total -= charges.popleft().amount
+        if not charges:
+            self._total = 0.0  # discard rounding errors
         if now > self._filled_at:
             if self.limit < math.inf:
                 filled = (now - self._filled_at) * self.limit / self._period
@@ -172,14 +177,12 @@ class Rate:
             self._filled_at = now
 
     def _bucket_free_at(self, now: float, amount: float) -> float:
-        self._fill(now)
         # A call larger than the bucket waits for a full bucket only, and leaves a debt; otherwise it could never start.
         missing = min(amount, self.burst) - self._level
         # A tolerance, because the refilled level has rounding errors.
         return now if missing <= 1e-9 * self.burst else now + missing * self._period / self.limit
 
     def _window_free_at(self, now: float, amount: float) -> float:
-        self._forget(now)
         excess = self._total + amount - self.limit
         if excess <= 0:
             return now
@@ -190,13 +193,6 @@ class Rate:
             if excess <= 0:
                 return charge.time + self._lifetime
         return now
-
-    def _forget(self, now: float) -> None:
-        charges = self._charges
-        while charges and charges[0].time + self._lifetime <= now:
-            self._total -= charges.popleft().amount
-        if not charges:
-            self._total = 0.0  # discard rounding errors
 
 
 class AdaptiveConcurrency:
