@@ -606,7 +606,7 @@ def progress_of(step: int | None, total: int | None) -> float | None:
 def uid_of(row: Mapping[str, Any]) -> str | None:
     """Return the uid of a row of verl's batch (with its session id, if any), for messages and logs."""
     name = [row.get("uid", row.get("index")), row.get("session_id")]
-    return "_".join(str(part) for part in name if part is not None) or None
+    return "_".join([str(part) for part in name if part is not None]) or None
 
 
 def recorded_uid(row: Any) -> str | None:

@@ -117,8 +117,8 @@ class Target:
     def arguments(self, sample: RewardSample, router_address: str | None, tokenizer: Any) -> dict[str, Any]:
         """Return the arguments of a call for one sample."""
         row = self._row(sample)
-        given = dict(self.reward_kwargs) | (row if self.published is None else {"rows": [row]})
-        return given | self._context(router_address, tokenizer)
+        given = row if self.published is None else {"rows": [row]}
+        return {**self.reward_kwargs, **given, **self._context(router_address, tokenizer)}
 
     def list_arguments(
         self, samples: Sequence[RewardSample], router_address: str | None, tokenizer: Any
