@@ -46,7 +46,6 @@ LONGEST = (
     "integration/test_demo.py",
     "examples/test_generative_judge.py",
     "verl/test_workers.py",
-    "verl/test_vllm.py",
     "test_pages.py",
     "verl/test_colocated.py",
     "verl/test_separate_async_run.py",

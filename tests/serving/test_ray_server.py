@@ -1,4 +1,4 @@
-"""Servers in Ray actors, on one node without GPUs. (A real engine runs in one in tests/verl/test_vllm.py.)"""
+"""Servers in Ray actors, on one node without GPUs. tests/verl/test_separate_async_run.py has a real engine in one."""
 
 from __future__ import annotations
 

@@ -256,8 +256,8 @@ def several(outputs: list[str]) -> list[dict[str, float]]:
 async def compared(
     solution_strs: list[str], ground_truths: list[str], extra_infos: list[dict]
 ) -> list[dict[str, float] | None]:
-    """Sees a whole group. When two steps are over, it fails."""
-    if extra_infos[0]["split"] == "train" and _is_over(2):
+    """Sees a whole group. When step 4 is over, it fails."""
+    if extra_infos[0]["split"] == "train" and _is_over(4):
         raise RuntimeError("the judge is on strike")
     results: list[dict[str, float] | None] = []
     for text, truth, info, own in zip(solution_strs, ground_truths, extra_infos, several(solution_strs), strict=True):
@@ -388,22 +388,6 @@ async def judged(
     assert isinstance(score, float)
     _log(output=solution_str, gts=ground_truth, score=score, outcome="scored", split=extra_info["split"])
     return score
-
-
-async def queued(solution_str: str, ground_truth: str, reward_router_address: str) -> float:
-    """Asks a slow judge without this library's client, and writes down how long the answer took."""
-    import aiohttp
-
-    began = time.monotonic()
-    body = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 150, "temperature": 0}
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(f"http://{reward_router_address}/v1/chat/completions", json=body) as response,
-    ):
-        assert response.status == 200, await response.text()
-        await response.json()
-    _log(output=solution_str, gts=ground_truth, score=1.0, seconds=time.monotonic() - began, outcome="scored")
-    return 1.0
 
 
 async def watched(solution_str: str, ground_truth: str, extra_info: dict, reward_router_address: str) -> float:

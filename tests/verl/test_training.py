@@ -252,34 +252,6 @@ def test_training_metrics_are_finite(mixed_run: Run) -> None:
 
 
 @pytest.fixture(scope="module")
-def resumed_run(tmp_path_factory: pytest.TempPathFactory, mixed_run: Run, tiny_generative_model: Path) -> Run:
-    """Goes on from the checkpoint of step 2."""
-    return train(
-        tmp_path_factory.mktemp("batch"),
-        tiny_generative_model,
-        "trainer.total_training_steps=4",
-        "trainer.n_gpus_per_node=2",
-        "actor_rollout_ref.actor.use_kl_loss=True",
-        "trainer.val_before_train=False",
-        "trainer.resume_mode=resume_path",
-        f"trainer.resume_from_path={mixed_run.directory}/checkpoints/global_step_2",
-        function="Mixed",
-    )
-
-
-def test_a_run_resumes(resumed_run: Run) -> None:
-    assert resumed_run.returncode == 0, resumed_run.output[-5000:]
-    assert max(resumed_run.steps) == 4
-    seen = [row for step in (3, 4) for row in resumed_run.rollouts(step)]
-    assert len(seen) == 2 * 8 * 4
-    for step in (3, 4):
-        check_scores(resumed_run.rollouts(step))
-        check_reward_metrics(resumed_run.steps[step], resumed_run.rollouts(step))
-        advantages = expected_advantages(resumed_run.rollouts(step))
-        assert resumed_run.steps[step]["critic/advantages/max"] == pytest.approx(max(advantages), abs=1e-4)
-
-
-@pytest.fixture(scope="module")
 def pipeline_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
     """What :func:`mixed_run` does, in the mode `reward_pipeline` with both overlaps off, and with all audits."""
     directory = tmp_path_factory.mktemp("equal")
@@ -398,15 +370,17 @@ def harried_run(
 
 
 @pytest.fixture(scope="module")
-def group_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
-    """A function that sees whole groups, of other sizes in validation, and gives two rewards that GDPO normalises.
-
-    After two steps, the function fails."""
+def group_run(tmp_path_factory: pytest.TempPathFactory, mixed_run: Run, tiny_generative_model: Path) -> Run:
+    """Goes on from the checkpoint of step 2, with a function that sees whole groups, of other sizes in validation, and
+    gives two rewards that GDPO normalises. After two more steps, the function fails."""
     return train(
         tmp_path_factory.mktemp("group"),
         tiny_generative_model,
         "trainer.total_training_steps=1000",
         "trainer.test_freq=2",
+        "trainer.n_gpus_per_node=2",
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={mixed_run.directory}/checkpoints/global_step_2",
         "actor_rollout_ref.rollout.val_kwargs.n=2",
         "actor_rollout_ref.rollout.val_kwargs.do_sample=True",
         "reward.num_workers=2",
@@ -421,16 +395,28 @@ def group_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: P
     )
 
 
+RESUMED = (3, 4)
+"""The steps of :func:`group_run`."""
+
+
+def test_a_run_resumes(group_run: Run, mixed_run: Run) -> None:
+    assert sorted(step for step in group_run.steps if step > 2) == list(RESUMED), group_run.output[-5000:]
+    assert 1 not in group_run.steps
+    assert [len(group_run.rollouts(step)) for step in RESUMED] == [8 * 4] * 2
+    assert [group_run.steps[step]["reward_loop/scored"] for step in RESUMED] == [8 * 4] * 2
+    prompts, before = (Counter(row["gts"] for row in run.rollouts(3)) for run in (group_run, mixed_run))
+    assert prompts == before
+
+
 def test_the_function_sees_whole_groups(group_run: Run) -> None:
-    assert {1, 2} <= group_run.steps.keys(), group_run.output[-5000:]
     for split, size, rows in (("train", 4, 2 * 8), ("val", 2, 2 * 8)):
         assert Counter(call["group"] for call in group_run.calls if call["split"] == split) == {size: size * rows}
-    seen = [row for step in (1, 2) for row in group_run.rollouts(step)]
+    seen = [row for step in RESUMED for row in group_run.rollouts(step)]
     assert signature([call for call in group_run.calls if call["split"] == "train"]) == signature(seen)
 
 
 def test_each_reward_is_logged_and_normalised(group_run: Run) -> None:
-    for step in (1, 2):
+    for step in RESUMED:
         metrics = group_run.steps[step]
         values = [100.0 * (rewards.number(row["output"]) % 10) for row in group_run.rollouts(step)]
         assert metrics["reward_loop/value/mean"] == pytest.approx(statistics.mean(values))

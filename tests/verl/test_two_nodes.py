@@ -1,7 +1,7 @@
 """verl's trainer on two nodes of this machine, each with its own address, processes and shared memory.
 
-In the first of two steps, the model server of the second node is killed, and then its reward worker. In a run of its
-own, the second node has only workers and a model server, and is lost as a whole.
+In the mode `sync`, the model server of the second node is killed in the first of two steps, and then its reward worker.
+In the mode `reward_pipeline`, the second node has only workers and a model server, and is lost as a whole.
 """
 
 from __future__ import annotations
@@ -27,9 +27,6 @@ SAMPLES = 8 * 4
 PER_NODE = ("WorkerDict", "CPURolloutServer", "AgentLoopWorker", "RewardWorker", "_Host")
 """Ray actors that each node has, by a part of their class names. `_Host` runs a reward model server."""
 
-MODES = {"sync": (), "reward_pipeline": ("actor_rollout_ref.actor.ppo_mini_batch_size=4",)}
-"""By trainer mode: more options."""
-
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
@@ -39,20 +36,16 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
         yield nodes
 
 
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(scope="module")
 def run(
-    request: pytest.FixtureRequest,
     nodes: RayNodes,
     tmp_path_factory: pytest.TempPathFactory,
     tiny_generative_model: Path,
     tiny_discriminative_model: Path,
 ) -> Run:
-    nodes.restore()
-    mode = request.param
     return train(
-        tmp_path_factory.mktemp(mode),
+        tmp_path_factory.mktemp("two"),
         tiny_generative_model,
-        f"trainer.v1.trainer_mode={mode}",
         "trainer.nnodes=2",
         f"trainer.total_training_steps={max(STEPS)}",
         "trainer.val_before_train=False",
@@ -65,7 +58,6 @@ def run(
         f"reward_model.model.path={tiny_discriminative_model}",
         f"custom_reward_function.path={Path(node_rewards.__file__)}",
         f"+custom_reward_function.reward_kwargs.doomed={nodes.second.address}",
-        *MODES[mode],
         function="Divided",
         node=nodes.first,
         python=nodes.python,

@@ -20,6 +20,8 @@ from reward_loop.audit import Feature
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardFunctionError, RewardLoopError
 from reward_loop.limits.server import serve_limits
+from reward_loop.testing import FakeJudge
+from reward_loop.verl.cluster import RouterAddress
 from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient
 from reward_loop.verl.run_scorer import InNewRun, scorer_of_run
 from reward_loop.verl.workers import RewardWorkers
@@ -314,6 +316,20 @@ async def test_a_worker_whose_event_loop_is_blocked_is_busy_and_not_lost(
         workers.check_fatal_errors()
     (tmp_path / "free").touch()
     assert (await reward)["reward_score"] == 1.0
+
+
+async def test_without_a_function_the_reward_is_the_logit_of_the_reward_model(
+    cluster: None, with_function: Settings, tiny_discriminative_model: Path
+) -> None:
+    model = ("reward_model.enable=True", f"reward_model.model.path={tiny_discriminative_model}")
+    prompt = [{"role": "user", "content": "1+1="}]
+    async with FakeJudge(logit=lambda text: float(text.count("4"))) as judge:
+        settings = with_function(None, *model, "reward_model.rollout.name=transformers", "reward.num_workers=2")
+        workers = RewardWorkers(settings, RouterAddress(judge.address))
+        workers.wait_until_ready()
+        rows = [rollout("4" * fours, raw_prompt=prompt) for fours in range(4)]
+        rewards = await asyncio.to_thread(workers.finish_batch, workers.start_batch(rows))
+    assert [reward["reward_score"] for reward in rewards] == [0.0, 1.0, 2.0, 3.0]
 
 
 RANKS = """
