@@ -10,6 +10,7 @@ import functools
 import os
 import shlex
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -59,6 +60,34 @@ def _worker_python() -> str:
         for name, value in (CPU_ENVIRONMENT | module_environment()).items():
             patch.setenv(name, value)
         return _open.enter_context(preloaded())
+
+
+def forking_python(folder: Path) -> Path:
+    """Writes a program ``python`` whose ``python -m MODULE ARGUMENTS`` runs in a process of the fork server.
+
+    It writes the files of `forked_program` into its current directory.
+    """
+    python = folder / "python"
+    python.write_text(
+        f"""#!/bin/bash
+[ "$1" = -m ] || exec {shlex.quote(sys.executable)} "$@"
+shift
+rm -f status
+{worker_python()} {shlex.quote(str(PROGRAM))} "$@"
+exit $(cat status)
+"""
+    )
+    python.chmod(0o755)
+    return python
+
+
+def output_of(code: str, folder: Path) -> str:
+    """Runs a script in a process of the fork server, and returns what it printed, without errors."""
+    script = folder / "script.py"
+    script.write_text(code)
+    command = [*shlex.split(worker_python()), str(script)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, cwd=folder, check=True)
+    return done.stdout
 
 
 def run_forked(

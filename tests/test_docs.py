@@ -23,6 +23,7 @@ import typer
 from reward_loop import RewardSample, ScoringFunction, load_function
 from reward_loop.cli import app
 from reward_loop.config import RewardModelConfig
+from tests.fork_server import run_forked
 from tests.gsm8k import ROOT
 from tests.limits.test_command import Jobs, asked
 from tests.pages import CHINESE, PAGES, blocks
@@ -284,9 +285,10 @@ def test_the_users_configuration_file_takes_effect(tmp_path: Path) -> None:
     write_named("docs/verl.md", tmp_path)
     (command,) = [command for page, command in TRAINING if page == "docs/verl.md" and "--config-dir" in command]
     show = ["--cfg", "job", "--package", "reward_loop"]
-    done = run([*command[1:3], *show, *command[3:]], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "timeout: 60" in done.stdout
+    log = tmp_path / "log"
+    status = run_forked([command[2], *show, *command[3:]], {**os.environ, "PYTHONPATH": str(ROOT)}, tmp_path, log)
+    assert status == 0, log.read_text()
+    assert "timeout: 60" in log.read_text()
 
 
 def test_keys_of_verl_without_effect_are_named() -> None:

@@ -19,6 +19,7 @@ from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError
 from reward_loop.verl import main_ppo
 from reward_loop.verl.cpu.setup import CPU_ENVIRONMENT
+from tests.fork_server import forking_python
 from tests.pages import blocks
 from tests.verl.configs import configuration, resolved
 from tests.verl.runs import write_data
@@ -26,10 +27,13 @@ from tests.verl.runs import write_data
 pytestmark = pytest.mark.integration  # starts the command
 
 
-def run_main(module: str, *words: str) -> subprocess.CompletedProcess[str]:
+def run_main(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``python WORDS`` in a folder."""
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}  # as container images often set it
-    command = [sys.executable, "-m", module, "--config-name", "cpu", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False, env=environment)
+    command = [forking_python(folder), *words]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=400, check=False, env=environment
+    )
 
 
 @pytest.fixture
@@ -124,7 +128,8 @@ def test_an_unknown_manager_stops_verls_command_and_a_function_may_import_verl(t
         "def compute_score(solution_str): return 1.0\n"
     )
     done = run_main(
-        "verl.trainer.main_ppo",
+        tmp_path,
+        *("-m", "verl.trainer.main_ppo", "--config-name", "cpu"),
         "trainer.v1.trainer_mode=reward_pipeline",
         f"reward.custom_reward_function.path={path}",
         "reward.reward_manager.name=dapa",
@@ -205,7 +210,8 @@ def test_check_prints_the_options_in_effect_and_starts_nothing(tmp_path: Path) -
     options = [f"custom_reward_function.path={tmp_path}/reward.py", f"hydra.run.dir={tmp_path}"]
     options += [f"data.train_files={tmp_path}/train.parquet", f"data.val_files={tmp_path}/val.parquet"]
     options.append("algorithm.adv_estimator=grpo")
-    done = run_main("reward_loop.verl.main_ppo", *options, "reward_model.num_workers=3", "--check")
+    command = ("-m", "reward_loop.verl.main_ppo", "--config-name", "cpu")
+    done = run_main(tmp_path, *command, *options, "reward_model.num_workers=3", "--check")
     assert done.returncode == 0, done.stderr
     for line in ("trainer_mode: sync", "num_workers: 3", f"path: {tmp_path}/reward.py", "Reward model: none"):
         assert line in done.stdout
@@ -229,7 +235,7 @@ def test_the_command_of_the_readme_passes_its_checks(tmp_path: Path, tiny_genera
     for path in ("path/to/judge", "path/to/model"):
         text = text.replace(path, str(tiny_generative_model))
     words = [*shlex.split(text)[1:], "reward_loop.check=True", "data.train_batch_size=32", "hydra.run.dir=."]
-    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    done = run_main(tmp_path, *words)
     assert done.returncode == 0, done.stderr
     assert "trainer_mode: reward_pipeline" in done.stdout
     assert "Reward model: 2 server(s), placement ray" in done.stdout  # of two GPUs each

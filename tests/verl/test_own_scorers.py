@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from reward_loop.verl.own_scorers import default_compute_score
+from tests.fork_server import output_of
 
 pytestmark = pytest.mark.integration  # imports verl
 
@@ -39,11 +39,10 @@ GUARDS = [
 
 
 @pytest.mark.parametrize(("guard", "last"), zip(GUARDS, ["1.0 1.0", "0.0 1.0", "0.0 1.0"], strict=True))
-def test_an_answer_to_prime_math_cannot_forge_the_scores_of_later_ones(guard: str, last: str) -> None:
+def test_an_answer_to_prime_math_cannot_forge_the_scores_of_later_ones(guard: str, last: str, tmp_path: Path) -> None:
     """https://github.com/verl-project/verl/issues/7603; without the guard, it does."""
     code = SCRIPT.format(guard=guard, source=SOURCE, answer=FORGES, matrix=MATRIX)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
-    assert done.stdout.strip().endswith(f"0.0 0.0 {last}")
+    assert output_of(code, tmp_path).strip().endswith(f"0.0 0.0 {last}")
 
 
 @pytest.mark.parametrize(
@@ -84,12 +83,11 @@ for text in {texts!r}:
 """
 
 
-def test_sympy_computes_no_large_number() -> None:
+def test_sympy_computes_no_large_number(tmp_path: Path) -> None:
     texts = ["9**9**9+x", "x**9**9", "(1/3)**(10**9)", "sqrt(2)**(10**9)", "2**factorial(20)", "factorial(10**8)"]
     texts += ["binomial(10**8,10**7)", "1e999999999", "1e-999999999", "[1, (2, 10**(10**10))]"]
     code = "import reward_loop.verl.own_scorers\n" + LARGE.format(texts=texts)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
-    assert len([line for line in done.stdout.splitlines() if "too large" in line]) == len(texts)
+    assert output_of(code, tmp_path).count("too large") == len(texts)
 
 
 @pytest.mark.parametrize(
