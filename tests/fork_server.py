@@ -63,15 +63,18 @@ def _worker_python() -> str:
 
 
 def forking_python(folder: Path) -> Path:
-    """Writes a program ``python`` whose ``python -m MODULE ARGUMENTS`` runs in a process of the fork server.
+    """Writes a program ``python`` that runs modules (``python -m MODULE``) and files in a process of the fork server.
 
     It writes the files of `forked_program` into its current directory.
     """
     python = folder / "python"
     python.write_text(
         f"""#!/bin/bash
-[ "$1" = -m ] || exec {shlex.quote(sys.executable)} "$@"
-shift
+case "$1" in
+    -m) shift ;;
+    *.py) ;;
+    *) exec {shlex.quote(sys.executable)} "$@" ;;
+esac
 rm -f status
 {worker_python()} {shlex.quote(str(PROGRAM))} "$@"
 exit $(cat status)

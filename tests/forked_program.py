@@ -1,4 +1,5 @@
-"""``forked_program.py MODULE ARGUMENTS``: runs ``python -m MODULE ARGUMENTS`` in a process of the fork server.
+"""``forked_program.py MODULE ARGUMENTS``: runs ``python -m MODULE ARGUMENTS`` in a process of the fork server. With the
+name of a file ``*.py`` in place of the module, it runs this file.
 
 The fork server does not pass on the id and the exit status of the process, so the files ``trainer`` and ``status`` of
 the current directory get them.
@@ -17,7 +18,11 @@ if __name__ == "__main__":
     file, status = Path("status").absolute(), 1
     sys.argv = sys.argv[1:]
     try:
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        if sys.argv[0].endswith(".py"):
+            sys.path.insert(0, str(Path(sys.argv[0]).parent.absolute()))
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        else:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -22,6 +22,7 @@ import typer
 
 from reward_loop.cli import app
 from reward_loop.testing import FakeJudge
+from tests.fork_server import forking_python
 from tests.gsm8k import ROOT
 from tests.pages import PAGES, Block, blocks
 from tests.trl_folder import FOLDER as TRL
@@ -51,6 +52,9 @@ TIMEOUT_S = 250
 """Seconds for one command or block. A page has `PAGE_TIMEOUT_S`."""
 
 PAGE_TIMEOUT_S = 600
+
+IMPORTS_TORCH = re.compile(r"^from (verl|trl|reward_loop\.adapters\.trl)\b", re.MULTILINE)
+"""Code that would import for seconds. It runs in a process of the fork server, as ``python -m`` in commands does."""
 
 DURATION = r"\d[\d.]*(?= m?s\b)"
 """The numbers that differ between runs of a command."""
@@ -102,9 +106,12 @@ class Reader:
             "--host 0.0.0.0": "--host 127.0.0.1",
         }
         self._exports: list[str] = []
+        programs = folder.parent / "programs"
+        programs.mkdir()
+        self._forking_python = str(forking_python(programs))
         self._environment = {
             **os.environ,
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PATH": os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]]),
             "PYTHONPATH": str(folder),
             "PYTHONUNBUFFERED": "1",
             "XDG_CACHE_HOME": str(folder.parent / "cache"),
@@ -132,7 +139,8 @@ class Reader:
 
     def _run_python(self, file: str, code: str, environment: Mapping[str, str] | None = None) -> None:
         (self._folder / file).write_text(code)
-        self._run([sys.executable, file], environment or self._environment)
+        python = self._forking_python if IMPORTS_TORCH.search(code) else sys.executable
+        self._run([python, file], environment or self._environment)
 
     def _type(self, command: str, shown: list[str], servers: ExitStack) -> None:
         if reason_not_to_run(command):

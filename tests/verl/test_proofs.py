@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from reward_loop.records.events import health
+from tests.fork_server import output_of
 from tests.verl import rewards
 from tests.verl.runs import train
 from tests.verl.test_own_scorers import FORGES, MATRIX, SOURCE
@@ -59,8 +58,7 @@ asyncio.run(main())
 """
 
 
-def test_a_function_that_calls_prime_math_without_the_guard() -> None:
+def test_a_function_that_calls_prime_math_without_the_guard(tmp_path: Path) -> None:
     """https://github.com/verl-project/verl/issues/7603, in a user's function in worker processes."""
     code = SCRIPT.format(forges=f"\\boxed{{{FORGES}}}", matrix=MATRIX, source=SOURCE)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
-    assert done.stdout.strip().endswith("True True"), done.stdout + done.stderr
+    assert output_of(code, tmp_path).strip().endswith("True True")
