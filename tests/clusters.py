@@ -13,13 +13,13 @@ from reward_loop.verl.main_ppo import with_ray
 
 
 @contextmanager
-def ray_cluster(*nodes: Mapping[str, Any]) -> Iterator[None]:
-    """Starts a cluster, as `started_cluster` does, and connects to it."""
+def ray_cluster(*nodes: Mapping[str, Any], **options: Any) -> Iterator[None]:
+    """Starts a cluster, as `started_cluster` does, and connects to it, with options of ``ray.init``."""
     import ray
 
     with started_cluster(*nodes) as address:
         try:
-            ray.init(address=address, log_to_driver=False)
+            ray.init(address=address, log_to_driver=False, **options)
             yield
         finally:
             ray.shutdown()

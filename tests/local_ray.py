@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.clusters import started_cluster
-from tests.fork_server import module_environment, worker_python
+from tests.fork_server import forking_python, module_environment, worker_python
 
 NODE = {
     "num_cpus": 64,
@@ -40,6 +41,36 @@ def ray_address() -> str:
         for name, value in (platform | module_environment()).items():
             patch.setenv(name, value)
         return _open.enter_context(started_cluster(NODE))
+
+
+def options_of_local_ray(folder: Path, **variables: object) -> list[str]:
+    """The options with which verl's trainer uses this Ray and the fork server, whose starts take long.
+
+    Args:
+        folder: the current directory of the workers, as in a Ray that the trainer starts.
+        **variables: their environment variables: a running Ray does not have those of the command.
+    """
+    options = {"address": ray_address(), "num_cpus": "null", "num_gpus": "null"}
+    python = f"env --chdir={folder} {worker_python()}"
+    return [
+        *(f"++ray_kwargs.ray_init.{name}={value}" for name, value in options.items()),
+        f"+ray_kwargs.ray_init.runtime_env.py_executable={python!r}",
+        *(f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}='{value}'" for name, value in variables.items()),
+    ]
+
+
+def in_local_ray(command: list[str], folder: Path, **variables: object) -> list[str]:
+    """Changes a command with verl's trainer, so that it uses this Ray and the fork server.
+
+    Args:
+        command: the command, ``PYTHON -m MODULE OPTIONS``; before it, ``env NAME=VALUE ...`` if it has variables.
+        folder: the current directory of the command, of no other.
+        **variables: more environment variables of the training.
+    """
+    start = command.index(sys.executable)
+    variables |= dict(word.split("=", 1) for word in command[1:start])
+    python = str(forking_python(folder))
+    return [*command[:start], python, *command[start + 1 :], *options_of_local_ray(folder, **variables)]
 
 
 def stop_ray() -> None:

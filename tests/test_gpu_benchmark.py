@@ -180,17 +180,23 @@ def test_the_commands_for_a_gpu_pass_our_checks_and_verls(
 
 @pytest.mark.integration
 def test_stages_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from tests.fork_server import worker_python
+    from tests.local_ray import in_local_ray
+
+    run = training.run
+
+    def run_in_local_ray(command: list[str], output: Path, *rest: Any) -> Any:
+        metrics = output / "metrics.jsonl"
+        return run(in_local_ray(command, tmp_path, VERL_FILE_LOGGER_PATH=metrics), output, *rest)
 
     # Each of the others is another run of verl, so they are rehearsed by hand: see CONTRIBUTING.md.
     stages = ("probe", "servers", "reward_pipeline")
-    verl = [
-        "actor_rollout_ref.rollout.agent.num_workers=1",
-        # The fork server of the tests, whose start takes long.
-        f"+ray_kwargs.ray_init.runtime_env.py_executable={worker_python()!r}",
-    ]
+    verl = ["actor_rollout_ref.rollout.agent.num_workers=1"]
+    monkeypatch.setattr(training, "run", run_in_local_ray)
+    monkeypatch.chdir(tmp_path)  # gets the files of the forked program
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     # In this process, which has imported torch and verl already. The next test starts the command.
-    monkeypatch.setattr(sys, "argv", ["gpu", "--cpu", "--output", str(tmp_path), "--only", *stages, "--verl", *verl])
+    output = tmp_path / "output"
+    monkeypatch.setattr(sys, "argv", ["gpu", "--cpu", "--output", str(output), "--only", *stages, "--verl", *verl])
     for name, value in gpu.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     handler = signal.getsignal(signal.SIGTERM)

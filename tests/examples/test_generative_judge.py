@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from reward_loop.records.reader import RecordsReader
-from tests.fork_server import worker_python
+from tests.fork_server import forking_python
 from tests.gsm8k import ROOT
+from tests.local_ray import options_of_local_ray
 from tests.pages import blocks
 
 pytestmark = pytest.mark.integration
@@ -26,17 +27,18 @@ def test_a_reader_gets_a_judged_run(tmp_path: Path) -> None:
     commands = page[page.index(function) + 1].commands
     (tmp_path / "rating.py").write_text(function.text)
     metrics = tmp_path / "metrics.jsonl"
+    (tmp_path / "bin").mkdir()
+    # An import of verl takes long, and so do the starts of a fork server and of Ray.
+    programs = [forking_python(tmp_path / "bin").parent, Path(sys.executable).parent]
     environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PATH": os.pathsep.join([*map(str, programs), os.environ["PATH"]]),
         "PYTHONPATH": str(ROOT),
         "HF_HUB_OFFLINE": "1",
-        "VERL_FILE_LOGGER_PATH": str(metrics),
     }
-    # The fork server of the tests, whose start takes long. The demo starts its own.
-    python = f"+ray_kwargs.ray_init.runtime_env.py_executable={worker_python()!r}"
+    options = ["trainer.logger=[console,file]", *options_of_local_ray(tmp_path, VERL_FILE_LOGGER_PATH=metrics)]
     printed = ""
     for command, _ in commands:
-        more = f" {shlex.join(['trainer.logger=[console,file]', python])}" if "main_ppo" in command else ""
+        more = f" {shlex.join(options)}" if "main_ppo" in command else ""
         done = subprocess.run(
             ["bash", "-c", command + more], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
         )

@@ -8,6 +8,7 @@ import json
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,9 +18,10 @@ from examples.arithmetic.demo import QUICK, RECORDS
 from reward_loop.records.files import AUDIT
 from reward_loop.records.reader import RecordsReader, read_rows
 from reward_loop.view.phases import PhaseReader
+from tests.gsm8k import ROOT
+from tests.local_ray import in_local_ray
 from tools.browser import CHROMIUM, browser, server
 
-ROOT = Path(__file__).parents[2]
 STEPS = 2
 
 
@@ -28,16 +30,20 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The output folder of the demo, and what it printed. Its models are hardly trained, which takes half a minute.
-
-    In this process, which has imported torch already; the training is a process of its own.
-    """
+    """The output folder of the demo, and what it printed. The training of its models would take half a minute."""
     folder, printed = tmp_path_factory.mktemp("demo"), io.StringIO()
-    handler = signal.getsignal(signal.SIGTERM)
+    current = tmp_path_factory.mktemp("current")
+    handler, command = signal.getsignal(signal.SIGTERM), demo.training_command
+
+    def command_in_local_ray(*args: Any) -> list[str]:
+        return in_local_ray(command(*args), current, VERL_FILE_LOGGER_PATH=folder / "metrics.jsonl")
+
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        patch.chdir(ROOT)
+        patch.chdir(current)
+        patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("COLUMNS", "120")
         patch.setattr(demo, "QUICK", replace(QUICK, recipe=FEW))
+        patch.setattr(demo, "training_command", command_in_local_ray)
         try:
             status = demo.main(["--quick", f"--steps={STEPS}", "--output", str(folder)])
         finally:

@@ -107,7 +107,8 @@ def train(
         environment: more environment variables, as of :func:`tests.verl.minibatches.recording`.
         node: the node of a running Ray cluster on which the command runs.
         python: Ray's ``py_executable``; by default that of :func:`worker_python`.
-        own_ray: whether the command starts a Ray of its own. By default, it joins the one of `tests.local_ray`.
+        own_ray: whether the command starts a Ray and a fork server of its own, as users' commands do. By default, it
+            joins the Ray of `tests.local_ray`.
         returncode: the exit status that is expected; ``None`` if a signal kills the command.
 
     Raises:
@@ -135,7 +136,7 @@ def train(
         f"hydra.run.dir={directory}",
         f"custom_reward_function.path={Path(__file__).with_name('rewards.py')}",
         f"custom_reward_function.name={function}",
-        f"+ray_kwargs.ray_init.runtime_env.py_executable={python or worker_python()!r}",
+        *([] if own_ray else [f"+ray_kwargs.ray_init.runtime_env.py_executable={python or worker_python()!r}"]),
         *overrides,
     ]
     given = {

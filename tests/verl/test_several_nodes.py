@@ -12,6 +12,7 @@ from reward_loop.serving import serve_reward_model
 from reward_loop.verl.cluster import RouterAddress, router_address
 from reward_loop.verl.workers import RewardWorkers
 from tests.clusters import ray_cluster
+from tests.fork_server import worker_python
 from tests.verl.configs import resolved as settled
 from tests.verl.rollouts import rollout
 
@@ -32,7 +33,8 @@ async def compute_score(solution_str, reward_router_address):
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    with ray_cluster(*[{"num_cpus": 2, "num_gpus": 0, "object_store_memory": 2**27}] * 2):
+    node = {"num_cpus": 2, "num_gpus": 0, "object_store_memory": 2**27}
+    with ray_cluster(node, node, runtime_env={"py_executable": worker_python()}):
         yield
 
 
