@@ -1,4 +1,4 @@
-"""What a broken scorer returned does not reach the training."""
+"""A scorer of verl that an answer breaks, in a function of the user. `test_workers` has one in the workers of a run."""
 
 from __future__ import annotations
 
@@ -6,32 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from reward_loop.records.events import health
 from tests.fork_server import output_of
-from tests.verl import rewards
-from tests.verl.runs import train
 from tests.verl.test_own_scorers import FORGES, MATRIX, SOURCE
 
 pytestmark = pytest.mark.integration
-
-
-def test_no_forged_score_is_trained_on(tmp_path: Path, tiny_generative_model: Path) -> None:
-    run = train(tmp_path, tiny_generative_model, "trainer.total_training_steps=2", function="forgeable")
-    forging = 0
-    for step in (1, 2):
-        rows, metrics = run.rollouts(step), run.steps[step]
-        # Only the responses that break the scorer are masked; a forged score would be 1.
-        assert [row["score"] for row in rows] == [None if rewards.forges(row["output"]) else 0.0 for row in rows]
-        broken = sum(rewards.forges(row["output"]) for row in rows)
-        assert metrics["reward_loop/failed"] == broken
-        assert metrics["reward_loop/scored"] == 32 - broken
-        assert (
-            (metrics["reward_loop/proofs/failed"] > 0) == (metrics["reward_loop/proofs/rescored"] > 0) == (broken > 0)
-        )
-        forging += broken
-    assert forging
-    warnings = health(tmp_path / "checkpoints" / "rewards")
-    assert "failed a proof" in next(one for one in warnings if one["monitor"] == "proofs")["message"]
 
 
 SCRIPT = """
