@@ -62,21 +62,26 @@ def _worker_python() -> str:
         return _open.enter_context(preloaded())
 
 
-def forking_python(folder: Path) -> Path:
+def forking_python(folder: Path, fork_server: str | None = None) -> Path:
     """Writes a program ``python`` that runs modules (``python -m MODULE``) and files in a process of the fork server.
 
     It writes the files of `forked_program` into its current directory.
+
+    Args:
+        folder: receives the program.
+        fork_server: the Python that asks another fork server than that of `worker_python`.
     """
     python = folder / "python"
     python.write_text(
         f"""#!/bin/bash
+[ "$1" != -P ] || shift
 case "$1" in
     -m) shift ;;
     *.py) ;;
     *) exec {shlex.quote(sys.executable)} "$@" ;;
 esac
 rm -f status
-{worker_python()} {shlex.quote(str(PROGRAM))} "$@"
+{fork_server or worker_python()} {shlex.quote(str(PROGRAM))} "$@"
 exit $(cat status)
 """
     )

@@ -1,5 +1,5 @@
 """``forked_program.py MODULE ARGUMENTS``: runs ``python -m MODULE ARGUMENTS`` in a process of the fork server. With the
-name of a file ``*.py`` in place of the module, it runs this file.
+name of a file ``*.py`` in place of the module, it runs ``python -P FILE``.
 
 The fork server does not pass on the id and the exit status of the process, so the files ``trainer`` and ``status`` of
 the current directory get them.
@@ -19,7 +19,6 @@ if __name__ == "__main__":
     sys.argv = sys.argv[1:]
     try:
         if sys.argv[0].endswith(".py"):
-            sys.path.insert(0, str(Path(sys.argv[0]).parent.absolute()))
             runpy.run_path(sys.argv[0], run_name="__main__")
         else:
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

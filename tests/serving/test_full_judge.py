@@ -23,7 +23,7 @@ WORKERS = 4
 
 
 async def verdict(solution_str: str, reward_router_address: str) -> float:
-    await chat_complete(reward_router_address, solution_str, max_tokens=128, temperature=1.0)
+    await chat_complete(reward_router_address, solution_str, max_tokens=64, temperature=1.0)
     return 1.0
 
 

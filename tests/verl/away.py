@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-AWAY_S = float(os.environ.get("REWARD_TEST_AWAY_S", "6"))
+AWAY_S = float(os.environ.get("REWARD_TEST_AWAY_S", "4"))
 """Seconds for which the judge is away. An outage of less than 2 s is not logged."""
 
 REPLY = b'{"choices": [{"message": {"content": "1"}}]}'

@@ -6,14 +6,17 @@ In the mode `reward_pipeline`, the second node has only workers and a model serv
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import training
 from benchmarks.lost_node import train_and_lose_node
-from examples.nodes import RayNodes, why_no_nodes
+from examples.nodes import ROOT, RayNodes, why_no_nodes
+from tests.fork_server import forking_python
 from tests.verl import node_rewards
 from tests.verl.checks import texts
 from tests.verl.runs import Run, json_lines, train
@@ -103,10 +106,17 @@ def test_two_nodes_lose_and_repeat_nothing_when_a_server_and_a_worker_die(run: R
 
 
 def test_two_nodes_lose_and_repeat_nothing_when_a_whole_node_is_lost(
-    nodes: RayNodes, tmp_path_factory: pytest.TempPathFactory
+    nodes: RayNodes, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes.restore()
     folder = tmp_path_factory.mktemp("lost")
+    run, python = training.run, str(forking_python(folder, nodes.python))
+
+    def run_forked(command: list[str], *rest: Any) -> Any:
+        words = {sys.executable: python, f"--wdns={ROOT}": f"--wdns={folder}"}
+        return run([words.get(word, word) for word in command], *rest)
+
+    monkeypatch.setattr(training, "run", run_forked)
     training.prepare(folder)
     # Until Ray detects the loss, calls fail at once. With a cut network, as in the benchmark, they only wait.
     found = train_and_lose_node(nodes, folder, lambda done: None, cut=False)
