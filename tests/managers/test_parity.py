@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +50,16 @@ def lists(data_sources, solution_strs, ground_truths, extra_infos, scale=1.0):
 def plain_lists(data_sources, solution_strs, ground_truths, extra_infos):
     return [default_compute_score(*row) for row in zip(data_sources, solution_strs, ground_truths)]
 """
+
+
+WITHOUT_VERL = """
+def number(data_source, solution_str, ground_truth, extra_info):
+    return float(solution_str.endswith(f"#### {ground_truth}"))
+
+def lists(data_sources, solution_strs, ground_truths, extra_infos):
+    return [number(*row) for row in zip(data_sources, solution_strs, ground_truths, extra_infos)]
+"""
+"""Some managers run functions in processes of their own, for which an import of verl takes long."""
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +253,9 @@ OURS = [name for name in names() if managers.get(name).__module__.startswith("re
 
 
 @pytest.mark.parametrize("name", OURS)
-async def test_verl_loads_every_manager(functions: str, name: str) -> None:
+async def test_verl_loads_every_manager(tmp_path: Path, name: str) -> None:
+    (tmp_path / "reward.py").write_text(WITHOUT_VERL)
+    functions = str(tmp_path / "reward.py")
     function = "lists" if managers.get(name).function_type is ListScoringFunction else "number"
     components = {"components": {"number": {"path": f"{functions}:number"}}} if name == "composite" else {}
     data = data_proto(
