@@ -21,6 +21,10 @@ from tests.servers import CHAT, Watched, post
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 TEXTS = ["a", "an answer", "twelve plus thirty is forty-two", "12+30=42", "\n"]
 TOO_LONG = "x" * 1024
+IN_THE_ENGINE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""The environment of a vLLM whose model runs in the process of the engine, as on one GPU.
+
+By default, on a CPU, it has a process of its own, whose imports take 9 s of CPU time."""
 
 
 def config_of(judge: Path, scorer: Path, log_dir: Path, judge_args: dict[str, Any], **options: Any) -> Any:

@@ -15,7 +15,7 @@ from reward_loop.client.judge import expected_score
 from reward_loop.config import RewardModelConfig
 from reward_loop.serving import RewardModelManager
 from tests.servers import CHAT
-from tests.serving.real_engines import HELLO, RealEngine, config_of, judge_url, url_of
+from tests.serving.real_engines import HELLO, IN_THE_ENGINE_PROCESS, RealEngine, config_of, judge_url, url_of
 
 pytestmark = [
     pytest.mark.integration,
@@ -38,6 +38,7 @@ def engine_config(
         {"override_generation_config": {"temperature": 0.0, "top_k": -1, "max_new_tokens": MAX_NEW_TOKENS}},
         engine="vllm",
         max_model_len=256,
+        env=IN_THE_ENGINE_PROCESS,
         engine_args={"kv_cache_memory_bytes": "32M", "max_num_seqs": 16},
     )
 

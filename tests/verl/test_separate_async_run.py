@@ -13,6 +13,7 @@ import pytest
 
 from reward_loop.view.critical import server_of
 from reward_loop.view.timeline import timeline
+from tests.serving.real_engines import IN_THE_ENGINE_PROCESS
 from tests.verl import rewards
 from tests.verl.checks import check_events, check_reward_metrics, check_scores, expected_advantages
 from tests.verl.runs import Run, json_lines, train
@@ -33,6 +34,7 @@ JUDGE = (
     "reward_model.n_gpus_per_node=1",
     "reward_model.rollout.name=vllm",
     "+reward_model.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=32M",
+    *(f"+reward_model.server.env.{name}='{value}'" for name, value in IN_THE_ENGINE_PROCESS.items()),
 )
 
 
