@@ -27,9 +27,10 @@ from typing import Any
 import numpy as np
 
 from reward_loop.audit.ablation import EffectVerdict, effect_of
+from reward_loop.audit.counts import ProbeCount
 from reward_loop.audit.monitors import MONITORS, HealthWarning, HealthWatch
 from reward_loop.audit.reference import JUDGE
-from reward_loop.audit.values import Observation, ProbeCounts
+from reward_loop.audit.values import Observation
 from reward_loop.config import HealthConfig
 
 GROUPS, SIZE, SAMPLED = 64, 8, 32
@@ -204,11 +205,11 @@ class Training:
         reference = np.clip(0.3 + 0.4 * correct[chosen] + self.rng.normal(0, 0.15, len(chosen)), 0, 1)
         return chosen, np.stack([scores[chosen], reference], axis=1)
 
-    def probes(self, number: int) -> dict[str, ProbeCounts]:
+    def probes(self, number: int) -> dict[str, ProbeCount]:
         """Return what the judge does with wrong answers, the same answers again, and labelled ones every 10 steps."""
 
-        def count(asked: int, share: float) -> ProbeCounts:
-            return ProbeCounts(asked, int(self.rng.binomial(asked, share)))
+        def count(asked: int, share: float) -> ProbeCount:
+            return ProbeCount(asked, int(self.rng.binomial(asked, share)))
 
         has_changed = not self.case.is_learned and number >= CHANGE
         found = {"again": count(26, 0.9), "frame": count(26, 0.9)}
@@ -216,7 +217,7 @@ class Training:
         for kind in ("empty", "other answer", "cut off", "master key"):
             is_exploited = kind == "master key" and self.case.where == "whole"
             accepted = self.judged(np.zeros(8, dtype=bool), np.full(8, is_exploited)) >= PASSED
-            found[f"canary/{kind}"] = ProbeCounts(8, int(accepted.sum()))
+            found[f"canary/{kind}"] = ProbeCount(8, int(accepted.sum()))
         if number % 10 == 0:
             found["labelled"] = count(100, self.case.accuracy if has_changed else 0.95)
         return found

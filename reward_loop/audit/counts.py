@@ -32,10 +32,10 @@ class ProbeCount:
     accepted: int = 0
     """Canaries: those that the judge accepted. Labelled answers: those judged as labelled. Other kinds: those whose
     score agrees with the first one."""
-    difference: float = 0.0
-    """The sum of the absolute differences to the first scores."""
     samples: list[str] = field(default_factory=list)
     """The uids of some samples with an accepted canary, or with a score that does not agree."""
+    difference: float = 0.0
+    """The sum of the absolute differences to the first scores."""
 
 
 @dataclass(frozen=True, slots=True)

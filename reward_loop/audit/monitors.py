@@ -12,12 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 from reward_loop._util.intervals import wilson
+from reward_loop.audit.counts import ProbeCount
 from reward_loop.audit.phrases import PhraseHistory, unexplained_rewards
 from reward_loop.audit.reference import JUDGE, MOST_SAMPLES, StepMeans, divergence, judged_too_high, step_means
 from reward_loop.audit.values import (
     Observation,
     Pool,
-    ProbeCounts,
     component_saturation,
     component_share,
     false_accepts,
@@ -80,10 +80,10 @@ class ProbeHistory:
     def __init__(self, baseline_steps: int, window: int) -> None:
         self._baseline_steps = baseline_steps
         self._window = window
-        self._steps: deque[tuple[int, ProbeCounts]] = deque()
-        self._first: list[ProbeCounts] = []
+        self._steps: deque[tuple[int, ProbeCount]] = deque()
+        self._first: list[ProbeCount] = []
 
-    def add(self, step: int, counts: ProbeCounts) -> None:
+    def add(self, step: int, counts: ProbeCount) -> None:
         """Add the probes of a step."""
         self._steps.append((step, counts))
         while self._steps[0][0] <= step - self._window:
@@ -92,36 +92,36 @@ class ProbeHistory:
             self._first.append(counts)
 
     @property
-    def first(self) -> ProbeCounts:
+    def first(self) -> ProbeCount:
         """The baseline: the first steps with probes, until there are at least `MIN_PROBES`."""
         return _total(self._first)
 
     @property
-    def recent(self) -> ProbeCounts:
+    def recent(self) -> ProbeCount:
         """The probes of the window."""
         return _total(counts for _, counts in self._steps)
 
 
-def _total(steps: Iterable[ProbeCounts]) -> ProbeCounts:
+def _total(steps: Iterable[ProbeCount]) -> ProbeCount:
     pairs = [(counts.asked, counts.accepted) for counts in steps]
-    return ProbeCounts(sum(asked for asked, _ in pairs), sum(accepted for _, accepted in pairs))
+    return ProbeCount(sum(asked for asked, _ in pairs), sum(accepted for _, accepted in pairs))
 
 
-def wilson_lower(counts: ProbeCounts) -> float:
+def wilson_lower(counts: ProbeCount) -> float:
     """Return the lower bound of the confidence interval of the accepted share, by Wilson's formula.
 
     0 with fewer than `MIN_CANARIES` probes.
 
     Example::
 
-        wilson_lower(ProbeCounts(asked=32, accepted=19))  # 0.28
+        wilson_lower(ProbeCount(asked=32, accepted=19))  # 0.28
     """
     if counts.asked < MIN_CANARIES:
         return 0.0
     return wilson(counts.accepted, counts.asked, CANARY_ERRORS)[0]
 
 
-def fall(first: ProbeCounts, recent: ProbeCounts) -> tuple[float, float] | None:
+def fall(first: ProbeCount, recent: ProbeCount) -> tuple[float, float] | None:
     """Return how far the accepted share fell, and this number again if it is not chance; otherwise 0.
 
     ``None`` if one of both has fewer than `MIN_PROBES` probes.
@@ -179,7 +179,7 @@ class History:
             groups = len(np.unique(observation.groups[trained]))
             self.pools.append(Pool(observation.rewards[trained], groups))
 
-    def recent(self, step: int, kind: str, counts: ProbeCounts) -> ProbeCounts:
+    def recent(self, step: int, kind: str, counts: ProbeCount) -> ProbeCount:
         """Add the probes of a step, and return those of the window."""
         if kind not in self.probes:
             baseline = 1 if kind == LABELLED else self.options.baseline_steps
@@ -272,7 +272,7 @@ def _canaries(step: Observation, history: History) -> dict[str, Reading]:
     made = [counts for kind, counts in kinds.items() if kind != CANARY + LABELLED]
     if len(made) > 1:
         asked, accepted = (sum(values) for values in zip(*((c.asked, c.accepted) for c in made), strict=True))
-        kinds["all"] = ProbeCounts(asked, accepted, [uid for counts in made for uid in counts.samples])
+        kinds["all"] = ProbeCount(asked, accepted, [uid for counts in made for uid in counts.samples])
     return {kind.removeprefix(CANARY): _accepted(step, history, kind, counts) for kind, counts in kinds.items()}
 
 
@@ -286,7 +286,7 @@ def _false_accepts(step: Observation, history: History) -> dict[str, Reading]:
     return {kind: _accepted(step, history, kind, counts) for kind, counts in kinds.items()}
 
 
-def _accepted(step: Observation, history: History, kind: str, counts: ProbeCounts) -> Reading:
+def _accepted(step: Observation, history: History, kind: str, counts: ProbeCount) -> Reading:
     recent = history.recent(step.step, kind, counts)
     window = f"{recent.accepted} of {recent.asked} in the window"
     detail = f"{counts.accepted} of {counts.asked} wrong answers, {window}"

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from reward_loop._util.intervals import FALSE_ACCEPT, WeightedShare
+from reward_loop.audit.counts import ProbeCount
 
 __all__ = [
     "JudgeCalls",
     "Observation",
     "Pool",
-    "ProbeCounts",
     "component_saturation",
     "component_share",
     "false_accepts",
@@ -44,19 +44,6 @@ class JudgeCalls:
 
 
 @dataclass(frozen=True)
-class ProbeCounts:
-    """The probes of one kind that ended since the previous step."""
-
-    asked: int
-    """The number of probes with a score."""
-    accepted: int
-    """For canaries and labelled answers: the number of accepted and correct ones. For the other kinds: the number of
-    probes whose score agrees with the first score of the answer."""
-    samples: Sequence[str] = ()
-    """The uids of samples with an accepted canary, or with a score that does not agree."""
-
-
-@dataclass(frozen=True)
 class Observation:
     """The rewards and responses of one training step. All arrays have one entry per sample, in the same order."""
 
@@ -81,8 +68,9 @@ class Observation:
     """The index of the sample of each of these responses."""
     judges: JudgeCalls | None = None
     """``None`` if the requests are unknown."""
-    probes: Mapping[str, ProbeCounts] = field(default_factory=dict)
-    """The probes of the judge by kind: ``canary/KIND``, ``again``, ``order``, ``frame`` or ``labelled``."""
+    probes: Mapping[str, ProbeCount] = field(default_factory=dict)
+    """The probes of the judge that ended since the previous step, by kind: ``canary/KIND``, ``again``, ``order``,
+    ``frame`` or ``labelled``."""
     reference_pairs: np.ndarray = field(default_factory=lambda: np.empty((0, 2)))
     """The score, and the score of the reference judge, of each sample that the reference judge scored since the
     previous step; of shape (n, 2)."""
@@ -253,7 +241,7 @@ def component_saturation(
     return found
 
 
-def false_accepts(components: Mapping[str, np.ndarray], uids: Sequence[str]) -> dict[str, ProbeCounts]:
+def false_accepts(components: Mapping[str, np.ndarray], uids: Sequence[str]) -> dict[str, ProbeCount]:
     """Return, of the answers that the strong judge of a spot check rejects, how many the cheap judge accepts.
 
     With chances that differ, such as those of `reward_loop.client.escalate`, answers are weighted with 1 / chance.
@@ -272,7 +260,7 @@ def false_accepts(components: Mapping[str, np.ndarray], uids: Sequence[str]) -> 
             share.add(bool(values[index] > 0), float(chances[index]))
         samples = [uids[i] for i in selected if values[i] > 0 and i < len(uids)]
         if share.count:
-            found[prefix.rstrip("/")] = ProbeCounts(share.count, share.positive, samples)
+            found[prefix.rstrip("/")] = ProbeCount(share.count, share.positive, samples)
     return found
 
 

@@ -17,7 +17,7 @@ from reward_loop._util.text import listing
 from reward_loop.audit import AblationCount, AuditCounts, Feature
 from reward_loop.audit.ablation import Effect, EffectVerdict, effect_of
 from reward_loop.audit.monitors import HealthWarning, HealthWatch
-from reward_loop.audit.values import JudgeCalls, Observation, ProbeCounts
+from reward_loop.audit.values import JudgeCalls, Observation
 from reward_loop.config import RewardLoopConfig
 from reward_loop.records import HealthRecords
 from reward_loop.types import Outcome, returned_numbers
@@ -182,9 +182,7 @@ class StepHealth:
             ],
             response_samples=np.array([places[key] for key in sampled]),
             judges=self._judges(),
-            probes={
-                kind: ProbeCounts(count.asked, count.accepted, count.samples) for kind, count in audit.probes.items()
-            },
+            probes=audit.probes,
             reference_pairs=np.array([(pair.score, pair.reference) for pair in pairs], dtype=float).reshape(-1, 2),
             reference_uids=[str(pair.uid) for pair in pairs],
         )

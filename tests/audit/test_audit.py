@@ -19,7 +19,7 @@ from reward_loop.agent import RewardAgent
 from reward_loop.audit import Audit, AuditCounts, ProbeCount, ReferencePair, audit, open_audit
 from reward_loop.audit.monitors import HealthWatch
 from reward_loop.audit.probes import FRAME
-from reward_loop.audit.values import Observation, ProbeCounts
+from reward_loop.audit.values import Observation
 from reward_loop.config import AuditConfig, HealthConfig
 from reward_loop.errors import ConfigError
 from reward_loop.managers import BatchRewardLoopManager, CompositeRewardLoopManager, GroupRewardLoopManager
@@ -506,7 +506,7 @@ async def test_the_reference_judge_scores_the_same_answers(tmp_path: Path) -> No
         ReferencePair("a", 1.0, 1.0, both),
         ReferencePair("b", 1.0, 0.0, both),
     ]
-    assert counts.probes == {"canary/reference": ProbeCount(1, 1, 0.0, ["b"])}  # rejected, and accepted by the judge
+    assert counts.probes == {"canary/reference": ProbeCount(1, 1, ["b"])}  # rejected, and accepted by the judge
     assert counts.metrics()["reward_loop/audit/asked"] == 2.0
     rows = rows_of(tmp_path)
     assert {row["function"].partition(" ")[0] for row in rows} == {"judge"}
@@ -681,7 +681,7 @@ async def test_a_judge_that_accepts_a_master_key_in_60_percent_of_cases_is_warne
         groups=np.arange(32) // 4,
         lengths=np.ones(32),
         scores=np.array([float(sample.solution_str) for sample in samples]),
-        probes={kind: ProbeCounts(count.asked, count.accepted, count.samples) for kind, count in counts.probes.items()},
+        probes=counts.probes,
     )
     (warning,) = HealthWatch(HealthConfig(), str).check(step).warnings
     assert (warning.monitor, warning.subject, warning.value) == ("canaries", "master_key", 0.625)

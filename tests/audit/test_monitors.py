@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from reward_loop.audit.counts import ProbeCount
 from reward_loop.audit.monitors import MONITORS, HealthWarning, HealthWatch
-from reward_loop.audit.values import JudgeCalls, Observation, ProbeCounts
+from reward_loop.audit.values import JudgeCalls, Observation
 from reward_loop.config import HealthConfig
 from tests.audit.steps import GROUPS, SIZE, demo_steps, step
 
@@ -79,7 +80,7 @@ def exploited(number: int) -> dict[str, Any]:
 
 def fooled(number: int) -> dict[str, Any]:
     """A judge that accepts ":" in 60 % of cases."""
-    return {"probes": {"canary/master key": ProbeCounts(32, 19, ["u1"])}}
+    return {"probes": {"canary/master key": ProbeCount(32, 19, ["u1"])}}
 
 
 def deceived(number: int) -> dict[str, Any]:

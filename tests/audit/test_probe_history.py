@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from reward_loop.audit.counts import ProbeCount
 from reward_loop.audit.monitors import MONITORS, HealthWarning, HealthWatch, ProbeHistory, fall, wilson_lower
-from reward_loop.audit.values import ProbeCounts
 from reward_loop.config import HealthConfig
 from tests.audit.steps import step
 
@@ -19,7 +19,7 @@ OFF = {monitor.name: None for monitor in MONITORS if monitor.name not in PROBES}
 KINDS = ("master key", "empty", "other answer", "cut off", "question")
 
 
-def run(steps: list[dict[str, ProbeCounts]]) -> list[HealthWarning]:
+def run(steps: list[dict[str, ProbeCount]]) -> list[HealthWarning]:
     watch = HealthWatch(HealthConfig.model_validate(OFF))
     found = []
     for number, probes in enumerate(steps, 1):
@@ -27,8 +27,8 @@ def run(steps: list[dict[str, ProbeCounts]]) -> list[HealthWarning]:
     return found
 
 
-def drawn(rng: np.random.Generator, asked: int, share: float) -> ProbeCounts:
-    return ProbeCounts(asked, int(rng.binomial(asked, share)))
+def drawn(rng: np.random.Generator, asked: int, share: float) -> ProbeCount:
+    return ProbeCount(asked, int(rng.binomial(asked, share)))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -55,7 +55,7 @@ def test_a_few_canaries_of_each_kind_are_counted_over_steps() -> None:
 
 
 def test_kinds_that_are_accepted_a_little_are_found_together() -> None:
-    steps = [{f"canary/{kind}": ProbeCounts(4, 1, [f"{kind} {number}"]) for kind in KINDS} for number in range(8)]
+    steps = [{f"canary/{kind}": ProbeCount(4, 1, [f"{kind} {number}"]) for kind in KINDS} for number in range(8)]
     first = run(steps)[0]
     assert first.subject == "all"
     assert len(first.samples) == 5
@@ -65,9 +65,9 @@ def test_wrong_labelled_answers_are_a_kind_of_their_own() -> None:
     found = run(
         [
             {
-                "canary/labelled": ProbeCounts(40, 20),
-                "canary/empty": ProbeCounts(40, 0),
-                "canary/question": ProbeCounts(40, 0),
+                "canary/labelled": ProbeCount(40, 20),
+                "canary/empty": ProbeCount(40, 0),
+                "canary/question": ProbeCount(40, 0),
             }
         ]
     )
@@ -94,27 +94,27 @@ def test_constant_agreement_gives_no_warning_in_1000_steps(seed: int) -> None:
 
 
 def test_a_step_without_probes_changes_nothing() -> None:
-    assert run([{}, {"canary/empty": ProbeCounts(0, 0), "again": ProbeCounts(0, 0)}]) == []
+    assert run([{}, {"canary/empty": ProbeCount(0, 0), "again": ProbeCount(0, 0)}]) == []
 
 
 def test_the_baseline_of_labelled_answers_is_their_first_time() -> None:
     history = ProbeHistory(baseline_steps=1, window=16)
     for number, accepted in ((1, 38), (21, 30)):
-        history.add(number, ProbeCounts(40, accepted))
+        history.add(number, ProbeCount(40, accepted))
     assert (history.first.accepted, history.recent.accepted) == (38, 30)
 
 
 def test_the_lower_bound_of_a_share() -> None:
     # Of a judge whose true share is the bound, 19 of 32 are four standard errors above it.
-    bound = wilson_lower(ProbeCounts(32, 19))
+    bound = wilson_lower(ProbeCount(32, 19))
     assert (19 / 32 - bound) / np.sqrt(bound * (1 - bound) / 32) == pytest.approx(4)
-    assert wilson_lower(ProbeCounts(4, 4)) == 0
+    assert wilson_lower(ProbeCount(4, 4)) == 0
 
 
 def test_a_fall_needs_enough_probes_and_more_than_chance() -> None:
-    assert fall(ProbeCounts(31, 31), ProbeCounts(400, 200)) is None
-    assert fall(ProbeCounts(40, 36), ProbeCounts(40, 32)) == (pytest.approx(0.1), 0.0)
-    assert fall(ProbeCounts(400, 360), ProbeCounts(400, 200)) == (pytest.approx(0.4), pytest.approx(0.4))
+    assert fall(ProbeCount(31, 31), ProbeCount(400, 200)) is None
+    assert fall(ProbeCount(40, 36), ProbeCount(40, 32)) == (pytest.approx(0.1), 0.0)
+    assert fall(ProbeCount(400, 360), ProbeCount(400, 200)) == (pytest.approx(0.4), pytest.approx(0.4))
 
 
 def false_accepts(steps: list[dict[str, Any]]) -> list[HealthWarning]:
@@ -154,7 +154,7 @@ def test_a_good_cheap_judge_gives_no_warning_of_false_accepts_in_1000_steps() ->
 
 
 def test_answers_that_the_reference_judge_rejects_are_counted_in_the_same_way_and_not_as_canaries() -> None:
-    probes = {"canary/reference": ProbeCounts(40, 20, ["a"]), "canary/empty": ProbeCounts(10, 0)}
+    probes = {"canary/reference": ProbeCount(40, 20, ["a"]), "canary/empty": ProbeCount(10, 0)}
     (warning,) = false_accepts([{"probes": probes}])
     assert (warning.subject, warning.samples) == ("reference judge", ["a"])
     assert run([probes]) == []

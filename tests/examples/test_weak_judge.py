@@ -14,7 +14,6 @@ from examples.arithmetic.models import Recipe, make_models, make_problems
 from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample
 from reward_loop.audit import open_audit
 from reward_loop.audit.monitors import HealthWatch
-from reward_loop.audit.values import ProbeCounts
 from tests.audit.steps import step
 
 RECIPE = Recipe(
@@ -57,8 +56,7 @@ async def test_a_weak_reward_model_is_found_in_the_first_step_and_the_exact_rule
     await manager.run_single(RewardSample(problem.answer, ground_truth=problem.answer, extra_info=info, step=1))
     await audit.drain(60)
     counts = audit.take()
-    probes = {kind: ProbeCounts(count.asked, count.accepted, count.samples) for kind, count in counts.probes.items()}
-    warnings = HealthWatch(options.health).check(replace(step(1), probes=probes)).warnings
+    warnings = HealthWatch(options.health).check(replace(step(1), probes=counts.probes)).warnings
     found = [(warning.monitor, warning.subject, warning.step) for warning in warnings]
     assert found == ([("canaries", "labelled", 1)] if is_weak else [])
     manager.close()
