@@ -6,7 +6,7 @@ import pytest
 
 from reward_loop import BlockingRewardAgent, ConfigError, NaiveRewardLoopManager, RewardAgent, RewardLoopError
 from reward_loop import RewardSample as Sample
-from reward_loop.agent import steps as module
+from reward_loop.agent import agent as module
 from reward_loop.records.events import read_events
 from reward_loop.records.reader import RecordsReader
 from reward_loop.view.phases import PhaseReader
