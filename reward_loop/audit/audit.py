@@ -28,8 +28,7 @@ from reward_loop._util.bounded_tasks import BoundedTasks
 from reward_loop._util.text import cut
 from reward_loop.audit.ablation import AblationCount, Feature
 from reward_loop.audit.counts import REJECTED, AuditCounts, ReferencePair
-from reward_loop.audit.labelled import LabelledAnswers
-from reward_loop.audit.probes import ABLATION, CANARY, Probe, Probes
+from reward_loop.audit.probes import ABLATION, CANARY, LabelledAnswers, Probe, Probes
 from reward_loop.config import CacheConfig
 from reward_loop.errors import ConfigError, FunctionLoadError, ScoringError
 from reward_loop.managers import RewardLoopManagerBase

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reward_loop._util.text import cut, duration, shorten
-from reward_loop.audit.labelled import LabelledAnswers
+from reward_loop.audit.probes import LabelledAnswers
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, FunctionLoadError
 from reward_loop.offline.check_calls import Callee, Calls, CheckedRow, Finding, StepTimer

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from reward_loop.audit.labelled import LabelledAnswers
+from reward_loop.audit.probes import LabelledAnswers
 from reward_loop.errors import ConfigError
 
 
