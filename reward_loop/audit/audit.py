@@ -18,7 +18,7 @@ import logging
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
@@ -338,8 +338,8 @@ class Audit:
                 if is_right is not None:
                     self._counts.add(probe.name, samples[position].uid, is_right, difference)
             # The members of a group have the same exchanges.
-            exchanges = exchanges_of(active) if position == min(compared) else []
-            self._record(probe, samples[position], score, result, active, is_right, exchanges)
+            more: dict[str, Any] = {} if position == min(compared) else {"exchanges": []}
+            self._record(probe, samples[position], score, result, active, is_right, **more)
 
     def _count_pair(self, probe: Probe, score: float, result: RewardResult) -> tuple[float, RewardResult, bool | None]:
         """Count an answer with and without a feature.
@@ -371,7 +371,7 @@ class Audit:
             if accepted is not None:
                 self._counts.add_labelled(sample.uid, label, accepted)
         texts = {"prompt": sample.prompt, "ground_truth": sample.ground_truth} if is_first else {}
-        self._record(LABELLED, sample, float(label), result, active, accepted, exchanges_of(active), texts=texts)
+        self._record(LABELLED, sample, float(label), result, active, accepted, **texts)
 
     async def _ask_reference(self, sample: RewardSample, judged: RewardResult) -> None:
         assert self._reference is not None
@@ -386,7 +386,7 @@ class Audit:
             self._counts.pairs.append(ReferencePair(sample.uid, judged.score, result.score, components))
             if self._accepts(result.score) is False and (accepted := self._accepts(judged.score)) is not None:
                 self._counts.add(REJECTED, sample.uid, accepted)
-        self._record(REFERENCE, sample, judged.score, result, active, None, exchanges_of(active), components)
+        self._record(REFERENCE, sample, judged.score, result, active, None, components=components)
 
     async def _score(
         self, sample: RewardSample, reference: ScoringFunction | None = None
@@ -420,34 +420,31 @@ class Audit:
         result: RewardResult,
         active: ActiveSample,
         accepted: bool | None,
-        exchanges: Sequence[dict[str, Any]],
-        components: Mapping[str, tuple[float, float]] | None = None,
-        texts: Mapping[str, Any] | None = None,
+        **more: Any,
     ) -> None:
+        """Write the row of a probe. ``more``: further columns, and those whose value differs from the usual one."""
         if self._records is None:
             return
-        row = new_row(
-            AUDIT,
-            uid=sample.uid,
-            group=sample.group,
-            step=sample.step,
-            generated_step=sample.generated_step,
-            function=active.function,
-            probe=probe.kind,
-            variant=probe.variant,
-            score=score,
-            probe_score=result.score,
-            components=components or {},
-            accepted=accepted,
+        columns: dict[str, Any] = {
+            "uid": sample.uid,
+            "group": sample.group,
+            "step": sample.step,
+            "generated_step": sample.generated_step,
+            "function": active.function,
+            "probe": probe.kind,
+            "variant": probe.variant,
+            "score": score,
+            "probe_score": result.score,
+            "components": {},
+            "accepted": accepted,
             # A phrase may be at the end.
-            answer=sample.solution_str if probe.kind == ABLATION else cut(sample.solution_str, MAX_ANSWER),
-            outcome=result.outcome,
-            error=result.error,
-            seconds=active.seconds,
-            exchanges=exchanges,
-            **(texts or {}),
-        )
-        self._records.write_rows([row])
+            "answer": sample.solution_str if probe.kind == ABLATION else cut(sample.solution_str, MAX_ANSWER),
+            "outcome": result.outcome,
+            "error": result.error,
+            "seconds": active.seconds,
+            "exchanges": exchanges_of(active),
+        }
+        self._records.write_rows([new_row(AUDIT, **columns | more)])
 
 
 def _log_error(probe: asyncio.Task[None]) -> None:
