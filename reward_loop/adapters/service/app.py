@@ -21,8 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from reward_loop import __version__
 from reward_loop._util.api_keys import has_key
 from reward_loop._util.web_pages import is_foreign_origin, is_known_host, own_names
-from reward_loop.adapters.service import score_route
-from reward_loop.adapters.service.dialects import DialectOptions, llamafactory, openrlhf, slime
+from reward_loop.adapters.service.dialects import KINDS, DialectOptions, llamafactory, openrlhf, score_route, slime
 from reward_loop.adapters.service.nemo_gym import nemo_gym
 from reward_loop.adapters.service.replies import ServiceError, error_reply, json_reply
 from reward_loop.adapters.service.service import RETRY_AFTER_S, Metrics, RewardService
@@ -78,7 +77,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.include_router(score_route.routes(service))
+    app.include_router(score_route(service))
     if not service.needs_groups:
         for routes in DIALECTS.values():
             app.include_router(routes(service, options or DialectOptions()))
@@ -113,7 +112,7 @@ def create_app(
 
 def _place(location: Sequence[str | int]) -> str:
     """Return the place of a problem in a request, without the name of the kind of body that ``/score`` has."""
-    return ".".join(str(part) for index, part in enumerate(location) if index != 1 or part not in score_route.KINDS)
+    return ".".join(str(part) for index, part in enumerate(location) if index != 1 or part not in KINDS)
 
 
 def _add_errors(app: FastAPI, paths: Collection[str]) -> None:
