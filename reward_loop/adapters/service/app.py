@@ -24,7 +24,7 @@ from reward_loop._util.web_pages import is_foreign_origin, is_known_host, own_na
 from reward_loop.adapters.service.dialects import KINDS, DialectOptions, llamafactory, openrlhf, score_route, slime
 from reward_loop.adapters.service.nemo_gym import nemo_gym
 from reward_loop.adapters.service.replies import ServiceError, error_reply, json_reply
-from reward_loop.adapters.service.service import RETRY_AFTER_S, Metrics, RewardService
+from reward_loop.adapters.service.service import Metrics, RewardService
 
 __all__ = ["DIALECTS", "ServiceGate", "api_page", "create_app"]
 
@@ -94,7 +94,7 @@ def create_app(
     async def ready() -> Response:
         """Return 200 while samples are accepted, otherwise 503."""
         if service.stopping:
-            raise ServiceError(503, "the service is stopping", retry_after_s=RETRY_AFTER_S)
+            raise ServiceError(503, "the service is stopping")
         return json_reply({"status": "ok"})
 
     @app.get("/docs", include_in_schema=False)

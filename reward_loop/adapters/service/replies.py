@@ -14,6 +14,10 @@ from reward_loop.types import Outcome, RewardResult
 __all__ = ["ERRORS", "ErrorBody", "JsonBody", "ServiceError", "error_reply", "json_reply", "numbers_of"]
 
 
+RETRY_AFTER_S = 1
+"""The seconds in ``Retry-After`` when the service is full or stops."""
+
+
 class ServiceError(Exception):
     """A request that is answered with an error status.
 
@@ -21,17 +25,14 @@ class ServiceError(Exception):
         status: the HTTP status.
         message: what is wrong, and how to fix it.
         outcome: the outcome of the sample that caused the error, if one did.
-        retry_after_s: seconds after which the client may send the request again; ``None`` for no advice.
     """
 
-    def __init__(
-        self, status: int, message: str, *, outcome: Outcome | None = None, retry_after_s: int | None = None
-    ) -> None:
+    def __init__(self, status: int, message: str, *, outcome: Outcome | None = None) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
         self.outcome = outcome
-        self.retry_after_s = retry_after_s
+        self.retry_after_s = RETRY_AFTER_S if status in (429, 503) else None
+        """Seconds after which the client may send the request again; ``None`` for no advice."""
 
 
 class JsonBody(BaseModel):
@@ -72,7 +73,7 @@ def json_reply(content: Any, status: int = 200) -> Response:
 
 def error_reply(error: ServiceError) -> Response:
     """Return the reply for an error."""
-    content = {"error": error.message} | ({"outcome": str(error.outcome)} if error.outcome else {})
+    content = {"error": str(error)} | ({"outcome": str(error.outcome)} if error.outcome else {})
     reply = json_reply(content, error.status)
     if error.retry_after_s is not None:
         reply.headers["retry-after"] = str(error.retry_after_s)

@@ -40,15 +40,12 @@ from reward_loop.managers.scorer import Scorer, scores_groups
 from reward_loop.scoring.forms import BY_NAME
 from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
 
-__all__ = ["RETRY_AFTER_S", "Metrics", "RewardService"]
+__all__ = ["Metrics", "RewardService"]
 
 logger = logging.getLogger(__name__)
 
 _PARTS = frozenset({"ground_truth", "data_source", *BY_NAME})
 """The arguments of a function that come from a request, and may be missing there."""
-
-RETRY_AFTER_S = 1
-"""The seconds in ``Retry-After`` when the service is full or stops."""
 
 MAX_LOGGED_CAUSES = 100
 """The number of different causes of failures that are logged at once."""
@@ -202,8 +199,7 @@ class RewardService:
         try:
             rewards = await pending
         except RewardsCancelledError:
-            text = "the service stopped before all samples were scored"
-            raise ServiceError(503, text, retry_after_s=RETRY_AFTER_S) from None
+            raise ServiceError(503, "the service stopped before all samples were scored") from None
         except RewardLoopError as error:
             self._log(error.cause if isinstance(error, ScoringError) else first_line(str(error)), str(error))
             raise _as_service_error(error) from error
@@ -278,7 +274,7 @@ class RewardService:
 
     def _check_room(self, count: int) -> None:
         if self.stopping:
-            raise ServiceError(503, "the service is stopping", retry_after_s=RETRY_AFTER_S)
+            raise ServiceError(503, "the service is stopping")
         if count > self.max_in_flight:
             raise ServiceError(
                 413,
@@ -290,7 +286,6 @@ class RewardService:
                 429,
                 f"{self.in_flight} samples are in flight, and at most {self.max_in_flight} are accepted at a time: "
                 "send the request again later, or raise --max-in-flight",
-                retry_after_s=RETRY_AFTER_S,
             )
 
     def named(self, samples: Sequence[RewardSample]) -> list[RewardSample]:
@@ -323,6 +318,6 @@ class RewardService:
 
 def _as_service_error(error: RewardLoopError) -> ServiceError:
     if isinstance(error, JobServiceError):
-        return ServiceError(503, str(error), retry_after_s=RETRY_AFTER_S)
+        return ServiceError(503, str(error))
     outcome = Outcome.UNSCORED if isinstance(error, UnscoredError) else Outcome.FAILED
     return ServiceError(500, str(error), outcome=outcome if isinstance(error, ScoringError) else None)
