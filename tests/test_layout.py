@@ -67,7 +67,7 @@ NEIGHBOURS = {
 """The satellites that a satellite imports. It may only become smaller."""
 
 INSIDE: dict[str, set[str]] = {
-    "agent.environment": {"CurrentScorer", "scoring_with"},
+    "agent.environment": {"CurrentScorer"},
     "agent.queue": {"QueueEntry"},
     "managers.base": {
         *("TRAINER_MODE", "TRAINING_STEP", "TURNS", "VALIDATE", "generated_step_of", "last_row", "training_step_of"),

@@ -22,7 +22,7 @@ from reward_loop.errors import ConfigError
 from reward_loop.managers.scorer import load_scorer, reward_of
 from reward_loop.types import Reward, RewardSample
 
-__all__ = ["CurrentScorer", "score", "score_later", "scorer", "scoring_with"]
+__all__ = ["CurrentScorer", "score", "score_later", "scorer"]
 
 _FIELDS = frozenset(field.name for field in fields(RewardSample))
 
@@ -37,6 +37,17 @@ class CurrentScorer:
     """The fields of samples that the trainer knows, such as ``uid``, ``group`` and ``step``."""
     later: Callable[[RewardSample], None] | None = None
     """Starts to score a sample, whose reward becomes that of the rollout; ``None`` outside of a rollout."""
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Make this the current scorer within the block."""
+        outer = _current.get()
+        _current.set(self)
+        try:
+            yield
+        finally:
+            # Not `reset`: an async generator may be closed in another context, where Python rejects the token.
+            _current.set(outer)
 
 
 _current: ContextVar[CurrentScorer | None] = ContextVar("scorer", default=None)
@@ -153,19 +164,7 @@ def _scoring_by(manager: Any, name: str | None = None) -> AbstractContextManager
     async def score_one(sample: RewardSample) -> Reward:
         return await reward_of(manager, sample, shown)
 
-    return scoring_with(CurrentScorer(score_one, {}))
-
-
-@contextmanager
-def scoring_with(current: CurrentScorer) -> Iterator[None]:
-    """Set the current scorer within the block."""
-    outer = _current.get()
-    _current.set(current)
-    try:
-        yield
-    finally:
-        # Not `reset`: an async generator may be closed in another context, where Python rejects the token.
-        _current.set(outer)
+    return CurrentScorer(score_one, {}).in_use()
 
 
 def _get() -> CurrentScorer:

@@ -34,7 +34,7 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from reward_loop.agent.environment import CurrentScorer, scoring_with
+from reward_loop.agent.environment import CurrentScorer
 from reward_loop.errors import ConfigError
 from reward_loop.managers import RewardLoopManagerBase
 from reward_loop.managers.base import (
@@ -194,7 +194,7 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         }
         step = rollout["generated_step"] if rollout["step"] is None else rollout["step"]
         rollout["training_progress"] = progress_of(step, self._total_steps())
-        return scoring_with(CurrentScorer(self._score, rollout, session.request))
+        return CurrentScorer(self._score, rollout, session.request).in_use()
 
     async def _score(self, sample: RewardSample) -> Reward:
         (client,) = self.reward_loop_worker_handles

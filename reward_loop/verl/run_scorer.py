@@ -17,7 +17,7 @@ from uuid import uuid4
 import ray
 from ray.exceptions import GetTimeoutError
 
-from reward_loop.agent.environment import CurrentScorer, scoring_with
+from reward_loop.agent.environment import CurrentScorer
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.verl.reward_client import RewardClient
 
@@ -94,7 +94,7 @@ def scorer_of_run(**rollout: Any) -> Iterator[None]:
         ) from error
     client = RewardClient(workers, options)
     client.by_group = needs_group
-    with scoring_with(CurrentScorer(client.compute_score.remote, rollout)):
+    with CurrentScorer(client.compute_score.remote, rollout).in_use():
         yield
 
 

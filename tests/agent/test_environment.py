@@ -8,7 +8,7 @@ import pytest
 
 import reward_loop
 from reward_loop import NaiveRewardLoopManager
-from reward_loop.agent.environment import CurrentScorer, scoring_with
+from reward_loop.agent.environment import CurrentScorer
 from reward_loop.errors import ConfigError, FunctionLoadError, TooManyFailuresError
 from reward_loop.records import records
 from reward_loop.records.reader import RecordsReader
@@ -108,7 +108,7 @@ async def test_the_rollouts_fields_are_those_of_its_samples() -> None:
         return {"reward_score": 1.0, "reward_extra_info": {}}
 
     later: list[RewardSample] = []
-    with scoring_with(CurrentScorer(score, {"uid": "q_0", "group": "q", "step": 5}, later.append)):
+    with CurrentScorer(score, {"uid": "q_0", "group": "q", "step": 5}, later.append).in_use():
         await reward_loop.score("x")
         await reward_loop.score("x", uid="q_0.turn1")
         reward_loop.score_later("y", ground_truth="z")
