@@ -8,6 +8,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,9 +16,7 @@ from reward_loop._util.retry_after import REFUSAL_STATUS, asked_pause, is_out_of
 
 __all__ = [
     "DOWN_STATUS",
-    "MODEL_ASLEEP",
-    "NO_SERVER_UP",
-    "REQUEST_BREAKS_SERVERS",
+    "RouterCode",
     "address_of",
     "error_code",
     "is_refusal",
@@ -28,15 +27,17 @@ __all__ = [
     "unreachable",
 ]
 
-NO_SERVER_UP = "no_server_up"
-"""The ``code`` of the router's error answer while no server is up: an outage."""
 
-MODEL_ASLEEP = "model_asleep"
-"""The ``code`` of the router's error answer to a request for a model that sleeps while another one is awake. The client
-waits until it is awake, and sends the request again."""
+class RouterCode(StrEnum):
+    """The ``code`` of an error answer of the router, by which clients recognise its cause."""
 
-REQUEST_BREAKS_SERVERS = "request_breaks_servers"
-"""The ``code`` of the router's error answer to a request that broke several servers. Nothing repeats such a request."""
+    NO_SERVER_UP = "no_server_up"
+    """No server is up: an outage."""
+    MODEL_ASLEEP = "model_asleep"
+    """The model sleeps while another one is awake. The client waits until it is awake, and sends the request again."""
+    REQUEST_BREAKS_SERVERS = "request_breaks_servers"
+    """The request broke several servers. Nothing repeats such a request."""
+
 
 TRANSIENT_STATUS = frozenset({408, 409, 425, 429})
 """Transient in addition to 5xx: request timeout, conflict, too early, too many requests. The clients of OpenAI and
@@ -174,7 +175,7 @@ def _breaks_servers(error: BaseException) -> bool:
     read = _attribute(_attribute(error, "response"), "json")
     with contextlib.suppress(Exception):  # a coroutine, a body that is not JSON
         body = read() if body is None and callable(read) else body
-    return error_code(body) == REQUEST_BREAKS_SERVERS
+    return error_code(body) == RouterCode.REQUEST_BREAKS_SERVERS
 
 
 def error_code(answer: Any) -> Any:

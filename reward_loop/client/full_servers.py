@@ -12,7 +12,7 @@ import aiohttp
 from reward_loop._util.capacity import FULL_STATUS, LearnedCapacity
 from reward_loop._util.json import decode
 from reward_loop._util.retry_after import asked_pause, is_out_of_credit
-from reward_loop._util.transient import MODEL_ASLEEP, error_code
+from reward_loop._util.transient import RouterCode, error_code
 from reward_loop.errors import RequestError
 from reward_loop.limits.lease import report_failure
 from reward_loop.limits.worker_processes import outside_the_deadline
@@ -125,7 +125,7 @@ async def in_a_place(url: str, send: Callable[[], Awaitable[Answer]]) -> Answer:
 def is_asleep(response: aiohttp.ClientResponse, data: bytes) -> bool:
     """Return whether the router refused a request because its model sleeps."""
     try:
-        return response.status == 503 and error_code(decode(data)) == MODEL_ASLEEP
+        return response.status == 503 and error_code(decode(data)) == RouterCode.MODEL_ASLEEP
     except ValueError:
         return False
 

@@ -28,8 +28,7 @@ from reward_loop._util.retry_after import asked_pause
 from reward_loop._util.text import shorten
 from reward_loop._util.transient import (
     DOWN_STATUS,
-    NO_SERVER_UP,
-    REQUEST_BREAKS_SERVERS,
+    RouterCode,
     error_code,
     is_refusal,
     unreachable,
@@ -363,8 +362,8 @@ async def _post(
             f"{what} was answered with status {response.status}: {_shown(data)}",
             status=response.status,
             retry_after=asked_pause(response.headers, response.status),
-            unreachable=server_of(url) if code == NO_SERVER_UP else None,
-            final=code == REQUEST_BREAKS_SERVERS,
+            unreachable=server_of(url) if code == RouterCode.NO_SERVER_UP else None,
+            final=code == RouterCode.REQUEST_BREAKS_SERVERS,
         )
     if answer is None and data.strip() != b"null":
         # A server that has answered does not turn into web pages: this is a gateway's, while the server is away.

@@ -16,7 +16,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from reward_loop._util.text import shorten
-from reward_loop._util.transient import REQUEST_BREAKS_SERVERS
+from reward_loop._util.transient import RouterCode
 from reward_loop.router.backend import Backend
 from reward_loop.router.client_request import ClientRequest
 from reward_loop.router.error_answers import Refusal
@@ -108,7 +108,7 @@ class Suspect:
                 f"this request breaks servers: {servers} died while it was in flight. It is not sent again. "
                 f"{self._client.name}, {shorten(self._body.decode(errors='replace'))}"
             )
-            refusal = Refusal(422, message, code=REQUEST_BREAKS_SERVERS)
+            refusal = Refusal(422, message, code=RouterCode.REQUEST_BREAKS_SERVERS)
             self._remember(refusal)
             raise refusal
         self._needs_turn = True

@@ -29,7 +29,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from reward_loop._util.text import listing
-from reward_loop._util.transient import MODEL_ASLEEP
+from reward_loop._util.transient import RouterCode
 from reward_loop.router.error_answers import Refusal
 
 __all__ = ["ALIVE_S", "SILENT_S", "TURN_S", "TurnQueue", "Turns"]
@@ -189,7 +189,7 @@ class TurnQueue:
         # Checked again after the wait: the turn may have ended before this task runs.
         while not self._turns.admits(model, time.monotonic()):
             if not wait:
-                raise Refusal(503, f"the reward model {model!r} sleeps; {self._awake()}", code=MODEL_ASLEEP)
+                raise Refusal(503, f"the reward model {model!r} sleeps; {self._awake()}", code=RouterCode.MODEL_ASLEEP)
             await self._wait(model)
         self._turns.begin()
         try:

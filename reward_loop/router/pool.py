@@ -31,7 +31,7 @@ from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable
 from typing import Any, Self
 
-from reward_loop._util.transient import NO_SERVER_UP
+from reward_loop._util.transient import RouterCode
 from reward_loop.router.backend import (
     ANY,
     AsleepError,
@@ -203,13 +203,14 @@ class BackendPool:
                 continue
             if all(backend.state is BackendState.LOST for backend in members):
                 message = f"no reward model server is available: {self.describe(members)}"
-                raise Refusal(503, message, code=NO_SERVER_UP)
+                raise Refusal(503, message, code=RouterCode.NO_SERVER_UP)
             cooling = [backend.cools_down_until for backend in members if backend.cooling_down]
             if cooling:
                 message = f"all servers are overloaded: {self.describe(members)}"
                 raise Refusal(429, message, retry_after_s=min(cooling) - time.monotonic())
             if not wait:
-                raise Refusal(503, f"no reward model server is up: {self.describe(members)}", code=NO_SERVER_UP)
+                message = f"no reward model server is up: {self.describe(members)}"
+                raise Refusal(503, message, code=RouterCode.NO_SERVER_UP)
             await self._changed.wait()
 
     async def until_up(self, model: str) -> None:

@@ -23,7 +23,7 @@ A process of the run died                      verl/reward_client.py,           
 ============================================== ==================================== ===================================
 
 What one place has repeated as often as allowed, no other repeats: such a `RequestError` is ``final``. Also final is an
-answer with the code `REQUEST_BREAKS_SERVERS`.
+answer with the code `RouterCode.REQUEST_BREAKS_SERVERS`.
 
 Invariants of the repeated calls of a function:
 

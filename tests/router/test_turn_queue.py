@@ -16,7 +16,7 @@ import pytest
 
 import reward_loop
 from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
-from reward_loop._util.transient import MODEL_ASLEEP
+from reward_loop._util.transient import RouterCode
 from reward_loop.client import Judge, Number, chat_complete, http
 from reward_loop.errors import LimitError, RequestError
 from reward_loop.limits import REWARD_MODEL
@@ -152,7 +152,7 @@ async def test_a_client_that_waits_itself_is_refused_with_a_code() -> None:
         routed(turns=("a", "b")) as (_, _, session),
         session.post(CHAT, json={"model": "b"}, headers=HEADERS) as response,
     ):
-        assert (response.status, (await response.json())["error"]["code"]) == (503, MODEL_ASLEEP)
+        assert (response.status, (await response.json())["error"]["code"]) == (503, RouterCode.MODEL_ASLEEP)
     async with routed() as (_, _, session), session.post("/turns/wait", params={"model": "b"}) as response:
         assert response.status == 404
 
@@ -260,7 +260,7 @@ async def test_a_router_that_is_silent_while_a_model_sleeps_ends_the_call(monkey
     assert asked == 3  # the request, the wait, and the request
 
 
-SLEEPS = json.dumps({"error": {"message": "b sleeps", "code": MODEL_ASLEEP}}).encode()
+SLEEPS = json.dumps({"error": {"message": "b sleeps", "code": RouterCode.MODEL_ASLEEP}}).encode()
 
 
 async def test_a_model_whose_servers_do_not_come_up_has_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:

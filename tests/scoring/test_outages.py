@@ -24,7 +24,7 @@ import requests
 
 from reward_loop import Outcome, RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop._util.sockets import listen
-from reward_loop._util.transient import NO_SERVER_UP, REQUEST_BREAKS_SERVERS
+from reward_loop._util.transient import RouterCode
 from reward_loop.client import chat_complete, classify
 from reward_loop.errors import JobServiceError
 from reward_loop.limits import outages
@@ -472,7 +472,7 @@ async def test_a_connection_that_is_not_established_in_time_is_an_outage(monkeyp
 
 
 async def test_the_router_says_that_no_server_is_up(judge: Judge) -> None:
-    await judge.be(answers(503, error(NO_SERVER_UP)))
+    await judge.be(answers(503, error(RouterCode.NO_SERVER_UP)))
     function = scoring(by_our_client, retry={"max_attempts": 1})
     samples = asyncio.create_task(scored(function, judge))
     await waiting(1, function)
@@ -483,7 +483,7 @@ async def test_the_router_says_that_no_server_is_up(judge: Judge) -> None:
 @pytest.mark.parametrize("client", [by_our_client, by_httpx, by_requests, by_openai])
 @pytest.mark.parametrize("status", [400, 502])
 async def test_a_request_that_breaks_servers_is_final(client: Any, status: int, judge: Judge) -> None:
-    await judge.be(answers(status, error(REQUEST_BREAKS_SERVERS)))
+    await judge.be(answers(status, error(RouterCode.REQUEST_BREAKS_SERVERS)))
     (result,) = await scored(scoring(client), judge)
     assert (result.outcome, result.attempts, judge.connections) == (Outcome.FAILED, 1, 1)
 
