@@ -226,12 +226,13 @@ class Monitor:
     name: str
     read: Callable[[Observation, History], Mapping[str, Reading]]
     """Returns the values of a step by subject: the name of a component, or an empty text if there is only one."""
-    limit: Limit
     seen: str
     """The first part of the warning, with the fields ``value``, ``limit``, ``baseline``, ``subject`` and
     ``detail``."""
     look: str
     """The second part of the warning: where to look."""
+    limit: Limit = _fixed
+    """The largest healthy value of a step; by default the threshold."""
     is_event: bool = False
     """Whether one step is enough for a warning. Otherwise, ``patience`` steps in a row are needed."""
 
@@ -337,7 +338,6 @@ MONITORS = (
     Monitor(
         "zero_variance_groups",
         lambda step, _: _one(zero_variance_groups(step.rewards, step.groups)),
-        _fixed,
         "{value:.0%} of the groups have equal rewards, so their samples have no advantage (limit {limit:.0%})",
         "Compare the rewards and responses of these groups: the task may be too easy or too hard, or the judge may "
         "give the same score to all responses",
@@ -345,67 +345,62 @@ MONITORS = (
     Monitor(
         "masked_share",
         lambda step, _: _one(masked_share(step.rewards)),
-        _fixed,
         "{value:.0%} of the samples are masked (limit {limit:.0%})",
         "Look at the errors of samples without a score (`outcome` and `error` in the records)",
     ),
     Monitor(
         "component_share",
         lambda step, _: _each(component_share(step.scores, step.components)),
-        _new,
         "the component {subject!r} now makes up {value:.0%} of the variance of the score (limit {limit:.0%}; "
         "{baseline:.0%} in the first steps)",
         "Compare responses with a high and a low {subject!r}: the other components have almost no influence any more",
+        limit=_new,
     ),
     Monitor(
         "component_saturation",
         lambda step, history: _each(component_saturation(step.components, history.ranges)),
-        _new,
         "{value:.0%} of the samples have the largest value of the component {subject!r} (limit {limit:.0%}; "
         "{baseline:.0%} in the first steps)",
         "Read responses with the largest {subject!r}: the task may be solved, or the policy may exploit the component",
+        limit=_new,
     ),
     Monitor(
         "length_correlation",
         lambda step, _: _one(length_correlation(step.rewards, step.groups, step.lengths)),
-        _fixed,
         "the reward has a correlation of {value:+.2f} with the response length (limit {limit:.2f} in both directions)",
         "Compare the longest and the shortest responses of a group: the reward may depend on the length only",
     ),
     Monitor(
         "repetition",
         lambda step, _: _one(repetition(step.responses)),
-        _fixed,
         "{value:.0%} of the responses repeat more than half of their 4-grams (limit {limit:.0%})",
         "Read the longest responses with a high reward",
     ),
     Monitor(
         "identical_responses",
         lambda step, _: _one(identical_responses(step.responses)),
-        _fixed,
         "{value:.0%} of the responses are identical to another one (limit {limit:.0%})",
         "Read the most frequent response and its rewards: the policy may have collapsed to it",
     ),
     Monitor(
         "unparsable_verdicts",
         lambda step, _: _one(unparsable_verdicts(len(step.rewards), step.unscored, step.judges)),
-        _added,
         "{value:.0%} of the judgements have no verdict (limit {limit:.0%}; {baseline:.0%} in the first steps)",
         "Read the judge's replies without a verdict (`unscored` in the exchanges of the records): they may be cut off, "
         "or responses may address the judge",
+        limit=_added,
     ),
     Monitor(
         "judge_latency",
         lambda step, _: _one(judge_latency(step.judges)),
-        _times,
         "95% of the requests to judges take up to {value:.3g} s (limit {limit:.3g} s; {baseline:.3g} s in the first "
         "steps)",
         "Look at the load and the logs of the judge's servers, and at the lengths of requests and replies",
+        limit=_times,
     ),
     Monitor(
         "reference_gap",
         _gap,
-        _fixed,
         "the reward rises, but {subject!r} falls behind: {detail}; the gap grew by {value:.2f} standard "
         "deviations (limit {limit:.2f})",
         "Read samples with a high reward and a low {subject!r}: the policy may exploit the reward",
@@ -413,7 +408,6 @@ MONITORS = (
     Monitor(
         "canaries",
         _canaries,
-        _fixed,
         "the judge accepted {detail} (kind {subject}; limit {limit:.0%})",
         "Read these answers and the judge's replies in the records of the probes: the policy may find such answers",
         is_event=True,
@@ -421,7 +415,6 @@ MONITORS = (
     Monitor(
         "false_accepts",
         _false_accepts,
-        _fixed,
         "the judge accepts answers that a second judge, which is asked at random, rejects: {detail} ({subject}; limit "
         "{limit:.0%})",
         "Read these answers: the policy may learn what deceives the judge. With spot checks the mean of the reward is "
@@ -431,7 +424,6 @@ MONITORS = (
     Monitor(
         "agreement",
         lambda step, history: _falls(step, history, ("again", "order", "frame")),
-        _fixed,
         "the judge's scores of the same answers ({subject}) agree less often: {detail} (limit of the fall {limit:.0%})",
         "Compare the judge's replies to the first and the second request: its scores may be noise",
         is_event=True,
@@ -439,7 +431,6 @@ MONITORS = (
     Monitor(
         "labelled",
         lambda step, history: _falls(step, history, (LABELLED,)),
-        _fixed,
         "the judge's accuracy on labelled answers fell: {detail} (limit of the fall {limit:.0%})",
         "Check whether the judge's model, prompt or server changed",
         is_event=True,
@@ -447,7 +438,6 @@ MONITORS = (
     Monitor(
         "phrases",
         _phrase,
-        _fixed,
         "a phrase becomes more frequent together with the reward: {detail}; its share rose by {value:.0%} (limit "
         "{limit:.0%})",
         "Compare responses with and without the phrase: the judge may reward its words, or better answers may need it",
@@ -455,7 +445,6 @@ MONITORS = (
     Monitor(
         "score_jump",
         _jump,
-        _fixed,
         "the distribution of rewards differs from that of the steps before by {value:.2f} (Kolmogorov-Smirnov "
         "distance; limit {limit:.2f})",
         "Compare the responses with the highest rewards before and after: the policy may have found an exploit, or "
