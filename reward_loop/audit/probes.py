@@ -239,14 +239,7 @@ def _answer(line: str, where: str, number: int) -> tuple[RewardSample, bool]:
         fields = with_bytes(decode(line))
     except ValueError as error:
         raise ConfigError(f"{where}: it is not JSON: {error}") from error
-    answer = parse(LabelledAnswer, fields, where)
-    sample = RewardSample(
-        answer.solution_str,
-        data_source=answer.data_source,
-        ground_truth=answer.ground_truth,
-        extra_info=answer.extra_info,
-        uid=answer.uid or f"labelled {number}",
-        prompt=answer.prompt,
-        is_probe=True,
-    )
-    return sample, answer.label
+    answer = dict(parse(LabelledAnswer, fields, where))
+    label = answer.pop("label")
+    answer["uid"] = answer["uid"] or f"labelled {number}"
+    return RewardSample(**answer, is_probe=True), label
