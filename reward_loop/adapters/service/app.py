@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -26,15 +26,7 @@ from reward_loop.adapters.service.nemo_gym import nemo_gym
 from reward_loop.adapters.service.replies import ServiceError, error_reply, json_reply
 from reward_loop.adapters.service.service import Metrics, RewardService
 
-__all__ = ["DIALECTS", "ServiceGate", "api_page", "create_app"]
-
-DIALECTS: dict[str, Callable[[RewardService, DialectOptions], APIRouter]] = {
-    "openrlhf": openrlhf,
-    "slime": slime,
-    "llamafactory": llamafactory,
-    "nemo-gym": nemo_gym,
-}
-"""The routes of each trainer, by the name of its dialect."""
+__all__ = ["ServiceGate", "api_page", "create_app"]
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Paths for health checks, which need no key."""
@@ -77,10 +69,10 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.include_router(score_route(service))
+    score_route(app, service)
     if not service.needs_groups:
-        for routes in DIALECTS.values():
-            app.include_router(routes(service, options or DialectOptions()))
+        for add_routes in (openrlhf, slime, llamafactory, nemo_gym):
+            add_routes(app, service, options or DialectOptions())
     # Before the routes of operation: a wrong path is answered with the paths that score.
     paths = sorted(app.openapi()["paths"])
     _add_errors(app, paths)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.responses import Response
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
@@ -138,11 +138,10 @@ def _kind(body: Any) -> str:
 ScoreBody = Annotated[Annotated[Sample, Tag(ONE)] | Annotated[Samples, Tag(MANY)], Discriminator(_kind)]
 
 
-def score_route(service: RewardService) -> APIRouter:
-    """Return the route of ``/score``."""
-    router = APIRouter(tags=["Score"])
+def score_route(app: FastAPI, service: RewardService) -> None:
+    """Add the route ``/score``."""
 
-    @router.post("/score", response_model=Result | Results, responses=ERRORS)
+    @app.post("/score", tags=["Score"], response_model=Result | Results, responses=ERRORS)
     async def score(body: ScoreBody, request: Request) -> Response:
         """Score one sample, or many as `{"samples": [...]}`.
 
@@ -157,8 +156,6 @@ def score_route(service: RewardService) -> APIRouter:
         scored = await service.score_request(request, samples, [len(members) for members in groups])
         shown = dict(zip(order, map(_result, samples, scored), strict=True))
         return json_reply({"results": [shown[i] for i in range(len(given))]} if isinstance(body, Samples) else shown[0])
-
-    return router
 
 
 def _members(samples: Sequence[Sample], service: RewardService) -> list[list[int]]:
@@ -215,11 +212,10 @@ class Rewards(JsonBody):
     """The numbers that the function returned in addition to the score, by key; ``NaN`` for a sample without the key."""
 
 
-def openrlhf(service: RewardService, options: DialectOptions) -> APIRouter:
-    """Return the routes of OpenRLHF."""
-    router = APIRouter(tags=["OpenRLHF"])
+def openrlhf(app: FastAPI, service: RewardService, options: DialectOptions) -> None:
+    """Add the route of OpenRLHF."""
 
-    @router.post("/openrlhf", response_model=Rewards, responses=ERRORS)
+    @app.post("/openrlhf", tags=["OpenRLHF"], response_model=Rewards, responses=ERRORS)
     async def score_openrlhf(
         body: Rollouts,
         request: Request,
@@ -237,8 +233,6 @@ def openrlhf(service: RewardService, options: DialectOptions) -> APIRouter:
         reply = {"rewards": numbers, "scores": numbers, "extra_logs": _extra_logs(scored)}
         # OpenRLHF makes tensors of the lists: NaN can be in one, null cannot. Its parser, Python's, accepts NaN.
         return Response(json.dumps(reply, separators=(",", ":")), media_type="application/json")
-
-    return router
 
 
 def _samples(body: Rollouts, service: RewardService, options: DialectOptions, solution: str) -> list[RewardSample]:
@@ -291,11 +285,10 @@ class Rollout(JsonBody):
     """The reference answer."""
 
 
-def slime(service: RewardService, options: DialectOptions) -> APIRouter:
-    """Return the routes of slime."""
-    router = APIRouter(tags=["slime, miles"])
+def slime(app: FastAPI, service: RewardService, options: DialectOptions) -> None:
+    """Add the route of slime."""
 
-    @router.post("/slime", response_model=float, responses=ERRORS)
+    @app.post("/slime", tags=["slime, miles"], response_model=float, responses=ERRORS)
     async def score_slime(body: Rollout, request: Request) -> Response:
         """Score a rollout of slime. The reply is the score; a sample without a score is an error."""
         given = ("prompt",) if body.label is None else ("prompt", "ground_truth")
@@ -309,8 +302,6 @@ def slime(service: RewardService, options: DialectOptions) -> APIRouter:
         )
         (number,) = numbers_of(await service.score_request(request, [sample]), "slime")
         return json_reply(number)
-
-    return router
 
 
 # --- LLaMA-Factory: `reward_model_type: api` and `reward_model: http://host:port/llamafactory`
@@ -331,16 +322,13 @@ class Scores(JsonBody):
     """The scores."""
 
 
-def llamafactory(service: RewardService, options: DialectOptions) -> APIRouter:
-    """Return the routes of LLaMA-Factory."""
-    router = APIRouter(tags=["LLaMA-Factory"])
+def llamafactory(app: FastAPI, service: RewardService, options: DialectOptions) -> None:
+    """Add the route of LLaMA-Factory."""
 
-    @router.post("/llamafactory", response_model=Scores, responses=ERRORS)
+    @app.post("/llamafactory", tags=["LLaMA-Factory"], response_model=Scores, responses=ERRORS)
     async def score_llamafactory(body: Messages, request: Request) -> Response:
         """Score rollouts of LLaMA-Factory. A sample without a score is an error, since scores are numbers."""
         service.check_given((), "the request", ": LLaMA-Factory sends no reference answers")
         samples = [RewardSample(options.without_end(text), validate=None) for text in body.messages]
         scored = await service.score_request(request, samples)
         return json_reply({"scores": numbers_of(scored, "LLaMA-Factory")})
-
-    return router

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response
 from pydantic import ConfigDict, Field
 
@@ -66,12 +66,10 @@ class AggregateBody(JsonBody):
     """The replies to `/verify`, without texts."""
 
 
-def nemo_gym(service: RewardService, options: DialectOptions) -> APIRouter:
-    """Return the routes of NeMo-Gym, below each of `PREFIXES`."""
-    router = APIRouter()
+def nemo_gym(app: FastAPI, service: RewardService, options: DialectOptions) -> None:
+    """Add the routes of NeMo-Gym, below each of `PREFIXES`."""
     for prefix in PREFIXES:
-        router.include_router(_routes(service, options), prefix=prefix, include_in_schema=not prefix)
-    return router
+        app.include_router(_routes(service, options), prefix=prefix, include_in_schema=not prefix)
 
 
 def _routes(service: RewardService, options: DialectOptions) -> APIRouter:
