@@ -174,9 +174,6 @@ class BlockingPendingRewards:
         return self._mini_batches(groups)
 
     def _mini_batches(self, groups: int) -> Iterator[MiniBatch]:
-        yielded = 0
-        while yielded < self.group_count:
-            self.wait(yielded + groups)
-            chosen = self.complete_groups(yielded, yielded + groups)
-            yielded += len(chosen)
-            yield MiniBatch(tuple(chosen))
+        for first in range(0, self.group_count, groups):
+            self.wait(first + groups)
+            yield MiniBatch(tuple(self.complete_groups(first, first + groups)))

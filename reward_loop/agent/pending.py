@@ -211,12 +211,9 @@ class PendingRewards:
         """Yield mini-batches of ``groups`` groups as they complete; the last one may have fewer."""
         if groups < 1:
             raise ConfigError(f"a mini-batch needs at least one group, not {groups}")
-        yielded = 0
-        while yielded < self.group_count:
-            await self.wait(yielded + groups)
-            chosen = self.complete_groups(yielded, yielded + groups)
-            yielded += len(chosen)
-            yield MiniBatch(tuple(chosen))
+        for first in range(0, self.group_count, groups):
+            await self.wait(first + groups)
+            yield MiniBatch(tuple(self.complete_groups(first, first + groups)))
 
     def _members(self, group: int) -> range:
         """The indices of a group's samples."""
