@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Self
 
 from reward_loop._util.bounded_tasks import BoundedTasks
@@ -97,9 +96,7 @@ class RewardAgent:
         self._loop = asyncio.get_running_loop()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         self._closed = True
         # A copy: `_fail` removes the batch.
         for pending in list(self._unsettled.values()):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
-from types import TracebackType
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Self, TypeVar
 
 from reward_loop._util.event_loops import in_background
@@ -39,9 +38,7 @@ class BlockingRewardAgent:
         self._loop = self._stack.enter_context(in_background(self._running, name="reward-agent"))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._stack.close()
         if error is None:
             # `in_background` exits the agent by cancellation, after which the agent raises no error of a batch.

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, Self
 
 from reward_loop._util.bounded_tasks import BoundedTasks
@@ -318,9 +317,7 @@ class QueuedRewards:
         self._judging.fill()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         # First: the end of each cancelled task would start another one.
         self._is_closed, self._queue.changed = True, lambda: None
         await close_manager(self._manager, self._judging)

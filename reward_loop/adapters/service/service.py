@@ -15,7 +15,6 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Self
 
 from fastapi import Request
@@ -143,9 +142,7 @@ class RewardService:
         await self._agent.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         self.stopping = True
         if self._deadline is not None:
             self._deadline.cancel()
