@@ -120,19 +120,13 @@ class AgentInThread:
 A = TypeVar("A", bound=AgentInThread)
 
 
-class _Place(Generic[A]):
-    """Where one process keeps its agent."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.agent: A | None = None
-
-
 class AgentOwner(Generic[A]):
     """Owns one agent in each process. It ends with `close`, or with the interpreter."""
 
     def __init__(self) -> None:
-        self._places: dict[int, _Place[A]] = {}
+        # By process: a fork copies this object, but not the agent's thread, and the copy of a lock may be held.
+        self._agents: dict[int, A] = {}
+        self._starting: dict[int, threading.Lock] = {}
 
     def __reduce__(self) -> tuple[type[AgentOwner[A]], tuple[()]]:
         return type(self), ()  # a copy in another process has no agent yet
@@ -145,28 +139,22 @@ class AgentOwner(Generic[A]):
                 event loop of the trainer. If it raises, the next call of `get` tries again.
         """
         # Without the lock and a thread once the agent runs: trainers call this for each sample.
-        place = self._places.get(os.getpid())
-        if place is None or place.agent is None:
-            return await asyncio.to_thread(self._get, start)
-        return place.agent
+        agent = self._agents.get(os.getpid())
+        return await asyncio.to_thread(self._get, start) if agent is None else agent
 
     def _get(self, start: Callable[[], A]) -> A:
-        # By process: a fork copies this object, but not the agent's thread, and the copy of the lock may be held.
+        pid = os.getpid()
         # `setdefault`, since two threads of a process may be the first.
-        place = self._places.setdefault(os.getpid(), _Place())
-        with place.lock:
-            if place.agent is None:
-                place.agent = start()
-            return place.agent
+        with self._starting.setdefault(pid, threading.Lock()):
+            if (agent := self._agents.get(pid)) is None:
+                agent = self._agents[pid] = start()
+            return agent
 
     def close(self) -> None:
         """Close the agent of this process, if it was started; blocks until that is done. `get` may start another."""
-        # In this order: a call during `close`, which takes a while, must not get the agent that is being closed.
-        # Not a place without an agent: `get` may be starting one, and would leave it there.
-        place = self._places.get(os.getpid())
-        if place is not None and place.agent is not None:
-            del self._places[os.getpid()]
-            place.agent.close()
+        # First removed: a call during `close`, which takes a while, must not get the agent that is being closed.
+        if (agent := self._agents.pop(os.getpid(), None)) is not None:
+            agent.close()
 
 
 ENVIRONMENT = "REWARD_LOOP_CONFIG"
