@@ -13,9 +13,10 @@ import json
 import os
 import secrets
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -63,14 +64,11 @@ class AgentInThread:
         self._name = secrets.token_hex(4)
         """Part of the names of samples: several processes may record samples in one folder."""
         self._batches = itertools.count(1)
-        self._concurrency = concurrency
         self._stack = ExitStack()
-        self._agent, self._loop = self._stack.enter_context(in_background(self._running, name="reward-agent"))
-
-    @asynccontextmanager
-    async def _running(self) -> AsyncIterator[tuple[RewardAgent, asyncio.AbstractEventLoop]]:
-        async with RewardAgent(self.manager, concurrency=self._concurrency) as agent:
-            yield agent, asyncio.get_running_loop()
+        agent = partial(RewardAgent, self.manager, concurrency=concurrency)
+        self._agent = self._stack.enter_context(in_background(agent, name="reward-agent"))
+        assert self._agent.loop is not None
+        self._loop = self._agent.loop
 
     async def score(self, samples: Sequence[RewardSample], groups: Sequence[int] | None = None) -> list[RewardResult]:
         """Return the results of samples, in order. If the caller is cancelled, so are the samples.

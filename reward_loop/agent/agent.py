@@ -85,15 +85,16 @@ class RewardAgent:
         self._batches: dict[asyncio.Task[None], PendingRewards] = {}
         """The batch of each running sample, by its task."""
         self._tasks = BoundedTasks(self._start_one, self._ended, concurrency)
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """The event loop on which the agent was entered; ``None`` before."""
         self._closed = False
 
     async def __aenter__(self) -> Self:
-        if self._loop is not None:
+        if self.loop is not None:
             raise RewardLoopError("a RewardAgent can be entered only once: create another one")
         if isinstance(self.manager, RewardLoopManagerBase):
             self.manager.check_observed()
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         return self
 
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:
@@ -135,11 +136,11 @@ class RewardAgent:
             ConfigError: the samples do not divide into these groups.
             RewardLoopError: the agent is closed, was not entered, or belongs to another event loop.
         """
-        if self._loop is None or self._closed:
+        if self.loop is None or self._closed:
             raise RewardLoopError(
                 "the agent is closed" if self._closed else "enter the agent first: `async with RewardAgent(...)`"
             )
-        if asyncio.get_running_loop() is not self._loop:
+        if asyncio.get_running_loop() is not self.loop:
             raise RewardLoopError("this agent belongs to another event loop; BlockingRewardAgent serves all threads")
         pending = self._accept(samples, group_size, groups)
         self._start(pending)

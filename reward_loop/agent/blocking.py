@@ -30,12 +30,11 @@ class BlockingRewardAgent:
         """Create an agent; see `RewardAgent` for the arguments."""
         self._agent = RewardAgent(manager, concurrency=concurrency)
         self._stack = ExitStack()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._pid: int | None = None
 
     def __enter__(self) -> Self:
         self._pid = os.getpid()
-        self._loop = self._stack.enter_context(in_background(self._running, name="reward-agent"))
+        self._stack.enter_context(in_background(lambda: self._agent, name="reward-agent"))
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -43,11 +42,6 @@ class BlockingRewardAgent:
         if error is None:
             # `in_background` exits the agent by cancellation, after which the agent raises no error of a batch.
             self._agent._raise_unseen_error()
-
-    @asynccontextmanager
-    async def _running(self) -> AsyncIterator[asyncio.AbstractEventLoop]:
-        async with self._agent:
-            yield asyncio.get_running_loop()
 
     def submit(
         self, samples: Iterable[Any], *, group_size: int | None = None, groups: Sequence[int] | None = None
@@ -68,15 +62,16 @@ class BlockingRewardAgent:
         return self._agent.phase(name)
 
     def _open_loop(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
+        loop = self._agent.loop
+        if loop is None:
             raise RewardLoopError("enter the agent first: `with BlockingRewardAgent(...)`")
-        if self._loop.is_closed():
+        if loop.is_closed():
             raise RewardLoopError("the agent is closed")
         if self._pid != os.getpid():  # a fork does not copy the thread of the event loop: the call would never end
             raise RewardLoopError(
                 "this agent belongs to the process that entered it: create another one in the forked process"
             )
-        return self._loop
+        return loop
 
     def _run(self, work: Coroutine[Any, Any, T], timeout: float | None) -> T:
         try:

@@ -76,7 +76,6 @@ class AsyncRewardAgent:
             reward_model_tokenizer=reward_model_tokenizer,
         )
         self._agent = RewardAgent(scorer.manager, concurrency=concurrency)
-        self._entered = False
         self._taking = asyncio.Lock()
         self._batches: deque[_Submitted] = deque()
         """The batches with groups that were not handed out, the oldest first."""
@@ -94,8 +93,7 @@ class AsyncRewardAgent:
         Raises:
             ConfigError: the batch does not divide into these groups.
         """
-        if not self._entered:
-            self._entered = True
+        if self._agent.loop is None:
             await self._agent.__aenter__()
         rows = [data[i : i + 1] for i in range(len(data))] if _is_proto(data) else list(data)
         order = _by_group(_uids(data), len(rows), group_size)
@@ -140,7 +138,7 @@ class AsyncRewardAgent:
         """Cancel what has not ended, and close the agent."""
         for batch in self._batches:
             batch.pending.cancel()
-        if self._entered:
+        if self._agent.loop is not None:
             await self._agent.__aexit__(None, None, None)
 
     async def _take(self, chunk_size: int) -> tuple[list[int], Any, dict[str, Any]]:

@@ -121,7 +121,6 @@ class RewardService:
         self._failures = Failures()
         """The samples since the last line about those without a score."""
         self._last_line = time.monotonic()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._ended: Callable[[], None] | None = None
         """Called when the service stops and no sample is in flight."""
@@ -138,7 +137,6 @@ class RewardService:
         return scores_groups(self.scorer.manager)
 
     async def __aenter__(self) -> Self:
-        self._loop = asyncio.get_running_loop()
         await self._agent.__aenter__()
         return self
 
@@ -239,13 +237,13 @@ class RewardService:
 
         May be called by a signal handler or by another thread. ``ended`` is called when no sample is in flight.
         """
-        if self._loop is None or self._loop.is_closed():
+        loop = self._agent.loop
+        if loop is None or loop.is_closed():
             ended()
         else:
-            self._loop.call_soon_threadsafe(self._stop, ended)
+            loop.call_soon_threadsafe(self._stop, ended)
 
     def _stop(self, ended: Callable[[], None]) -> None:
-        assert self._loop is not None
         if self.stopping:
             self._cancel_all()
             return
@@ -256,7 +254,7 @@ class RewardService:
             logger.info(
                 "stopping: %d samples in flight have %g s to end; Ctrl-C cancels them", self.in_flight, self._grace_s
             )
-        self._deadline = self._loop.call_later(self._grace_s, self._cancel_all)
+        self._deadline = asyncio.get_running_loop().call_later(self._grace_s, self._cancel_all)
 
     def _end_if_idle(self) -> None:
         if self._ended is not None and not self.in_flight:
