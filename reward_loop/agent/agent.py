@@ -31,7 +31,7 @@ from reward_loop.managers.scorer import reward_of
 from reward_loop.records import STEP, Records, WaitsFor
 from reward_loop.types import RewardSample
 
-__all__ = ["RewardAgent", "close_manager", "failure_of"]
+__all__ = ["RewardAgent", "close_manager", "failure_of", "with_group"]
 
 logger = logging.getLogger(__name__)
 
@@ -241,15 +241,24 @@ class RewardAgent:
     def _row(self, pending: PendingRewards, sample: int) -> Any:
         """The sample as the manager receives it: with uid and group, if the manager needs the group or has records."""
         row = pending._samples[sample]
-        if not self._names_groups or not isinstance(row, RewardSample):
+        if not self._names_groups:
             return row
         number = pending._group_of(sample)
         members = pending._members(number)
-        name = f"{self._name}.{pending.number}.{number}"
-        uid = row.uid or f"{name}_{sample - members.start}"
-        if row.group is not None:
-            return replace(row, uid=uid)
-        return replace(row, uid=uid, group=name, group_size=len(members))
+        return with_group(row, f"{self._name}.{pending.number}.{number}", sample - members.start, len(members))
+
+
+def with_group(sample: Any, group: str, member: int, size: int) -> Any:
+    """Return a sample with a uid and a group, where it has none, so that records show the group's members together.
+
+    Without a uid, a reward that is changed later could not be assigned to its record. Rows of verl have both.
+    """
+    if not isinstance(sample, RewardSample):
+        return sample
+    uid = sample.uid or f"{group}_{member}"
+    if sample.group is not None:
+        return replace(sample, uid=uid)
+    return replace(sample, uid=uid, group=group, group_size=size)
 
 
 class StepEvents:

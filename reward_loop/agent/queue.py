@@ -8,16 +8,16 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from reward_loop._util.bounded_tasks import BoundedTasks
-from reward_loop.agent.agent import close_manager, failure_of
+from reward_loop.agent.agent import close_manager, failure_of, with_group
 from reward_loop.errors import ConfigError, QueueClosedError, RewardLoopError
 from reward_loop.managers.base import recorded_uid
 from reward_loop.managers.post_process import PostProcess
 from reward_loop.managers.scorer import reward_of
-from reward_loop.types import Reward, RewardSample
+from reward_loop.types import Reward
 
 __all__ = ["CompleteGroup", "QueueEntry", "QueuedRewards", "RewardQueue", "Staleness"]
 
@@ -402,18 +402,8 @@ class QueuedRewards:
         self._ready.append(CompleteGroup(entry.group, list(zip(entries, rewards, strict=True))))
 
     def _row(self, entry: QueueEntry) -> Any:
-        """The sample as the manager receives it: with uid and group, so that records show the group's members together.
-
-        Without a uid, a reward that is changed later could not be assigned to its record.
-        """
-        sample = entry.sample
-        if not isinstance(sample, RewardSample):
-            return sample
-        name = f"{self._name}.{entry.group}"
-        uid = sample.uid or f"{name}_{entry.member}"
-        if sample.group is not None:
-            return replace(sample, uid=uid)
-        return replace(sample, uid=uid, group=name, group_size=entry.group_size)
+        """The sample as the manager receives it."""
+        return with_group(entry.sample, f"{self._name}.{entry.group}", entry.member, entry.group_size)
 
     def _judged(self, task: asyncio.Task[None]) -> None:
         self._error = self._error or failure_of(task, self._manager)
