@@ -90,7 +90,7 @@ INSIDE: dict[str, set[str]] = {
 """The names in the rooms of the core that satellites import, although they are not in the ``__all__`` of the room. It
 may only become smaller."""
 
-MOST_NAMES = 202
+MOST_NAMES = 201
 """The number of different names of the core that satellites import. It may only become smaller; the aim is 60."""
 
 COMMAND = ("__main__", "cli")
