@@ -29,8 +29,6 @@ from reward_loop.router.command import route
 from reward_loop.view.command import view
 from reward_loop.view.trace import trace
 
-__all__ = ["app", "main"]
-
 _out, _err = console(), console(stderr=True)
 
 

@@ -200,6 +200,15 @@ def test_satellites_import_the_public_names_of_the_core() -> None:
     assert inside == INSIDE
 
 
+def test_only_public_modules_list_their_names() -> None:
+    """Elsewhere, a list would only repeat the names without an underscore."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        part = part_of(path.relative_to(PACKAGE).as_posix())
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if re.search("^__all__ = ", path.read_text(), re.MULTILINE) and path.name != "__init__.py":
+            assert part in ("_util", "config", "errors", "types") or module in public_modules(), path
+
+
 def test_satellites_import_few_names_of_the_core() -> None:
     assert len({name for _, name in names_of_the_core()}) == MOST_NAMES
 

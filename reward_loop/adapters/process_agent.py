@@ -31,18 +31,6 @@ from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.managers.scorer import Scorer, load_scorer, scores_groups
 from reward_loop.types import Reward, RewardResult, RewardSample
 
-__all__ = [
-    "ENVIRONMENT",
-    "AdapterConfig",
-    "AgentInThread",
-    "AgentOwner",
-    "ProcessAgent",
-    "Source",
-    "close_agent",
-    "load_config",
-    "process_agent",
-]
-
 
 class AgentInThread:
     """A `RewardAgent` on an event loop of its own in a background thread.

@@ -31,8 +31,6 @@ from reward_loop.managers.scorer import reward_of
 from reward_loop.records import STEP, Records, WaitsFor
 from reward_loop.types import RewardSample
 
-__all__ = ["RewardAgent", "close_manager", "failure_of", "with_group"]
-
 logger = logging.getLogger(__name__)
 
 CLOSING_SECONDS = 5.0

@@ -15,8 +15,6 @@ from reward_loop.agent.pending import Group, MiniBatch, PendingRewards
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.types import Reward
 
-__all__ = ["BlockingPendingRewards", "BlockingRewardAgent"]
-
 T = TypeVar("T")
 
 

@@ -22,8 +22,6 @@ from reward_loop.errors import ConfigError
 from reward_loop.managers.scorer import load_scorer, reward_of
 from reward_loop.types import Reward, RewardSample
 
-__all__ = ["CurrentScorer", "score", "score_later", "scorer"]
-
 _FIELDS = frozenset(field.name for field in fields(RewardSample))
 
 

@@ -22,8 +22,6 @@ from typing import Any
 from reward_loop.errors import ConfigError, RewardLoopError, RewardsCancelledError
 from reward_loop.types import Reward
 
-__all__ = ["Group", "MiniBatch", "PendingRewards", "group_sizes"]
-
 
 @dataclass(frozen=True, slots=True)
 class Group:

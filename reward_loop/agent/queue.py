@@ -19,8 +19,6 @@ from reward_loop.managers.post_process import PostProcess
 from reward_loop.managers.scorer import reward_of
 from reward_loop.types import Reward
 
-__all__ = ["CompleteGroup", "QueueEntry", "QueuedRewards", "RewardQueue", "Staleness"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)  # two entries may have equal fields
 class QueueEntry:

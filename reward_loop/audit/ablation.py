@@ -12,8 +12,6 @@ from enum import StrEnum
 from reward_loop._util.intervals import paired_interval
 from reward_loop._util.text import cut
 
-__all__ = ["LENGTH", "AblationCount", "Effect", "EffectVerdict", "Feature", "effect_of"]
-
 LENGTH = "length"
 
 MAX_NAME = 80

@@ -37,8 +37,6 @@ from reward_loop.scoring import ScoringFunction, load_function
 from reward_loop.scoring.results import check_result
 from reward_loop.types import Outcome, RewardResult, RewardSample, returned_numbers
 
-__all__ = ["Audit", "open_audit"]
-
 logger = logging.getLogger(__name__)
 
 MAX_RUNNING = 32

@@ -12,8 +12,6 @@ from reward_loop._util.intervals import Z95, kappa
 from reward_loop.audit.ablation import AblationCount
 from reward_loop.audit.probes import CANARY
 
-__all__ = ["REJECTED", "AuditCounts", "ProbeCount", "ReferencePair"]
-
 WRONG = f"{CANARY}/labelled"
 """The kind of labelled answers that are wrong."""
 

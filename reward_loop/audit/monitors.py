@@ -32,19 +32,6 @@ from reward_loop.audit.values import (
 )
 from reward_loop.config import HealthConfig
 
-__all__ = [
-    "MONITORS",
-    "Findings",
-    "HealthWarning",
-    "HealthWatch",
-    "History",
-    "Monitor",
-    "ProbeHistory",
-    "Reading",
-    "fall",
-    "wilson_lower",
-]
-
 CANARY = "canary/"
 """The start of the names of the kinds of canaries."""
 

@@ -19,8 +19,6 @@ import numpy as np
 from reward_loop.audit.reference import MOST_SAMPLES, rises
 from reward_loop.audit.values import Observation
 
-__all__ = ["Phrase", "PhraseHistory", "unexplained_rewards"]
-
 SIZES = (1, 2, 4)
 """The numbers of tokens of the n-grams."""
 

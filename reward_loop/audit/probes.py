@@ -19,8 +19,6 @@ from reward_loop.config import AuditConfig, Config, parse
 from reward_loop.errors import ConfigError
 from reward_loop.types import RewardSample
 
-__all__ = ["ABLATION", "CANARIES", "CANARY", "LabelledAnswers", "Probe", "Probes"]
-
 CANARY, ABLATION = "canary", "ablation"
 CANARIES = ("master_key", "empty", "other_answer", "cut_off", "question")
 """The kinds of canaries: answers that are wrong by construction."""

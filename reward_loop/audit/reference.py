@@ -12,8 +12,6 @@ import numpy as np
 
 from reward_loop.audit.values import Observation
 
-__all__ = ["JUDGE", "Divergence", "StepMeans", "divergence", "judged_too_high", "rises", "step_means"]
-
 JUDGE = "reference judge"
 """The name of the scores in ``Observation.reference_pairs``."""
 

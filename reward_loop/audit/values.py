@@ -12,25 +12,6 @@ import numpy as np
 from reward_loop._util.intervals import FALSE_ACCEPT, WeightedShare
 from reward_loop.audit.counts import ProbeCount
 
-__all__ = [
-    "JudgeCalls",
-    "Observation",
-    "Pool",
-    "component_saturation",
-    "component_share",
-    "false_accepts",
-    "identical_responses",
-    "judge_latency",
-    "length_correlation",
-    "masked_share",
-    "repeated_share",
-    "repetition",
-    "score_jump",
-    "unparsable_verdicts",
-    "weights",
-    "zero_variance_groups",
-]
-
 
 @dataclass(frozen=True)
 class JudgeCalls:

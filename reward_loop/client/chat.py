@@ -12,8 +12,6 @@ from reward_loop.client.http import MAX_REPLY_BYTES, Exchange, Timeout, post, re
 from reward_loop.errors import ConfigError
 from reward_loop.limits.lease import book_tokens
 
-__all__ = ["Reply", "Usage", "book_usage", "chat_complete", "complete", "messages_of"]
-
 _COMPLETE = frozenset({"stop", "eos", "tool_calls"})  # "eos" is what Together calls the end of the text
 _LONE_SURROGATES = re.compile(r"[\ud800-\udfff]")
 

@@ -11,8 +11,6 @@ from reward_loop.client.chat import book_usage
 from reward_loop.client.http import MAX_REPLY_BYTES, Exchange, Timeout, post, repeated
 from reward_loop.errors import RequestError
 
-__all__ = ["classify", "score"]
-
 logger = logging.getLogger(__name__)
 
 _ROUNDING = 1e-3

@@ -17,8 +17,6 @@ from reward_loop.errors import RequestError
 from reward_loop.limits.lease import report_failure
 from reward_loop.limits.worker_processes import outside_the_deadline
 
-__all__ = ["in_a_place", "is_asleep"]
-
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 """The pauses of a process without any request in flight at the server, which is full of those of others."""

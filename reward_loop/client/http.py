@@ -42,19 +42,6 @@ from reward_loop.limits.permit import ModelRequests
 from reward_loop.limits.worker_processes import WorkerCall, call_here, outside_the_deadline
 from reward_loop.records import current, hide, waiting_for
 
-__all__ = [
-    "BACKEND_HEADER",
-    "GROUP_HEADER",
-    "MAX_REPLY_BYTES",
-    "USUAL_TIMEOUT_S",
-    "Exchange",
-    "Timeout",
-    "post",
-    "repeated",
-    "server_of",
-    "shared_session",
-]
-
 MAX_REPLY_BYTES = 64 * 1024 * 1024
 """The default limit on the length of a reply, in bytes after decompression."""
 

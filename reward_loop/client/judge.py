@@ -30,8 +30,6 @@ from reward_loop.client.verdict_grammar import folded
 from reward_loop.client.verdicts import Choice, NoVerdictError, Number, Ratings, Verdict
 from reward_loop.errors import ConfigError
 
-__all__ = ["Judge", "Judgement", "expected_score", "fenced", "without_fenced"]
-
 _KEY = secrets.token_bytes(32)
 
 _LOGPROBS: Mapping[str, Any] = {"logprobs": True, "top_logprobs": 20}

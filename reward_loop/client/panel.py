@@ -12,8 +12,6 @@ from reward_loop.client.chat import Reply
 from reward_loop.client.judge import Judgement
 from reward_loop.errors import ConfigError, LimitError, ServerError
 
-__all__ = ["majority", "mean", "panel"]
-
 
 def mean(scores: Mapping[str, float]) -> float:
     """Return the mean of the scores."""

@@ -27,8 +27,6 @@ from reward_loop.limits.worker_processes import WorkerCall, call_here
 from reward_loop.records import ActiveBatch, ActiveSample, current, shares_result
 from reward_loop.types import RewardSample
 
-__all__ = ["SMALLEST_SHARE", "chances", "check_share", "drawn", "escalate", "spot_check"]
-
 SMALLEST_SHARE = 0.15
 """Smaller shares must be asked for: the variance of the reward grows with (1 - share) / share."""
 

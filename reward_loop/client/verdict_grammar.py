@@ -49,19 +49,6 @@ from typing import Any, NamedTuple
 
 from reward_loop.client import wording
 
-__all__ = [
-    "MOST_DRAFTS",
-    "Candidate",
-    "Grammar",
-    "NoVerdictError",
-    "check_last",
-    "check_restated",
-    "final_text",
-    "folded",
-    "is_quoted",
-    "number_of",
-]
-
 
 class NoVerdictError(ValueError):
     """The reply contains no valid verdict."""

@@ -32,8 +32,6 @@ from reward_loop.client.verdict_grammar import (
 )
 from reward_loop.errors import ConfigError
 
-__all__ = ["Choice", "Json", "NoVerdictError", "Number", "Order", "Pattern", "Ratings", "Verdict"]
-
 # Longer numbers end in the middle, which is then not a single number.
 _NUMBER = r"\d{1,17}(?:\.\d{1,17})?"
 _WORDS = rf"(?:{'|'.join(wording.NUMBER_WORDS)})\b"

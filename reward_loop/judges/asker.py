@@ -13,8 +13,6 @@ from reward_loop._util.text import listing
 from reward_loop.client import Judge, Judgement, Verdict, majority, mean, panel
 from reward_loop.errors import ConfigError
 
-__all__ = ["Asker", "field_of", "prompt_of", "reference_of"]
-
 _DEFAULTS: Mapping[str, Any] = {"attempts": 3, "max_tokens": 1024}
 _COMBINE: dict[str, Callable[[Mapping[str, float]], float]] = {"mean": mean, "majority": majority}
 

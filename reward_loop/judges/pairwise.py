@@ -10,8 +10,6 @@ from reward_loop.errors import ConfigError
 from reward_loop.judges.asker import Asker, prompt_of
 from reward_loop.scoring.tournament import compare_all, order_flips, ranking, win_rates
 
-__all__ = ["Pairwise"]
-
 _BETTER = Choice({"A": 1.0, "B": 0.0, "tie": 0.5}, after="[[")
 
 

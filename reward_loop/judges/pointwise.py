@@ -16,8 +16,6 @@ from reward_loop.client.spot_checks import check_share
 from reward_loop.errors import ConfigError
 from reward_loop.judges.asker import Asker, field_of, prompt_of, reference_of
 
-__all__ = ["Cascade", "Criterion", "Equality", "Panel", "Rubric", "Spot"]
-
 logger = logging.getLogger(__name__)
 
 _SAME = Choice({"same": 1.0, "different": 0.0})

@@ -32,8 +32,6 @@ from reward_loop.limits.permit import (
 )
 from reward_loop.records import ActiveSample, current
 
-__all__ = ["MAX_SHARED_S", "Call", "Deadlines", "RequestRetries", "SharedTime", "current_call", "longest_call_s"]
-
 
 class RequestRetries(NamedTuple):
     """How the requests of a function are repeated."""

@@ -17,8 +17,6 @@ from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.limits.permit import OF_MODEL
 from reward_loop.records.watchdog import ask, processes, why
 
-__all__ = ["limits"]
-
 
 def limits(
     name: Annotated[

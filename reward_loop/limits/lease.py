@@ -13,8 +13,6 @@ from reward_loop.limits.call import Call, current_call
 from reward_loop.limits.permit import Permit, answer_of
 from reward_loop.limits.worker_processes import WorkerCall, call_here
 
-__all__ = ["Lease", "book_tokens", "limit", "report_failure"]
-
 
 class Lease:
     """The object that ``limit`` yields: holds the permit and reports the call's usage.

@@ -22,8 +22,6 @@ from reward_loop.errors import BudgetSpentError, LimitError
 from reward_loop.limits.options import LimitConfig
 from reward_loop.limits.permit import MAX_PATIENCE, REWARD_MODEL, Permit
 
-__all__ = ["PERIOD_S", "AdaptiveConcurrency", "Limiter", "Rate", "Waiting"]
-
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 60.0

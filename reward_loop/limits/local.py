@@ -21,8 +21,6 @@ from reward_loop.limits.permit import OF_MODEL, REWARD_MODEL, Limits, Permit, li
 from reward_loop.records import answers
 from reward_loop.types import Outcome, RewardResult
 
-__all__ = ["FailureBound", "LocalLimits"]
-
 LOOP_TIMEOUT_S = 4.0
 """Seconds to wait for an event loop to report its limits; shorter than the timeout of ``reward-loop limits``."""
 

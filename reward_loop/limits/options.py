@@ -8,8 +8,6 @@ from pydantic import Field
 
 from reward_loop.config import Config
 
-__all__ = ["MAX_COUNT", "BudgetConfig", "JobOptions", "LimitConfig", "ModelConfig", "RetryConfig"]
-
 MAX_COUNT = 2**53
 """The largest number in a limit: larger integers are neither exact as floats nor, above 64 bits, valid in messages."""
 

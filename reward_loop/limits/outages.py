@@ -30,8 +30,6 @@ from collections import deque
 from reward_loop._util.text import counted
 from reward_loop.records import OUTAGE, ActiveBatch, current, waiting_for
 
-__all__ = ["FORGET_S", "Outage", "Outages"]
-
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.25

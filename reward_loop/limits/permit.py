@@ -21,25 +21,6 @@ from reward_loop.errors import BudgetSpentError, LimitError
 from reward_loop.limits.options import JobOptions
 from reward_loop.limits.outages import Outages
 
-__all__ = [
-    "ABANDONED",
-    "DEFAULT",
-    "MAX_PATIENCE",
-    "OF_MODEL",
-    "REWARD_MODEL",
-    "WHOLE_CALL",
-    "EqualCall",
-    "Holder",
-    "Limits",
-    "ModelRequests",
-    "PeerPermits",
-    "Permit",
-    "answer_of",
-    "give_up",
-    "live",
-    "users_limits",
-]
-
 DEFAULT = "default"
 """The limit for every call of the reward function."""
 

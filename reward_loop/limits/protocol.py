@@ -32,8 +32,6 @@ import orjson
 from reward_loop._util.framing import frame, read_frame
 from reward_loop.errors import BudgetSpentError, JobServiceError, LimitError
 
-__all__ = ["MAX_LENGTH", "MessageQueue", "decode", "enable_keepalive", "encode", "proof", "receive", "refusal"]
-
 MAX_LENGTH = 2**24
 """Maximum length of a frame in bytes."""
 

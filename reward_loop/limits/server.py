@@ -19,8 +19,6 @@ from reward_loop.limits.options import JobOptions
 from reward_loop.limits.permit import PeerPermits
 from reward_loop.limits.protocol import MessageQueue, enable_keepalive, proof, receive
 
-__all__ = ["LimitServer", "serve_limits"]
-
 _AUTHENTICATION_TIMEOUT_S = 10.0
 """Seconds for a client to authenticate."""
 

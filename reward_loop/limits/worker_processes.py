@@ -32,8 +32,6 @@ from reward_loop.limits.protocol import MAX_LENGTH, refusal
 from reward_loop.processes import worker
 from reward_loop.records import TEXT_FIELDS, current, encode_record, hide, shares_result, waiting_for
 
-__all__ = ["ServedCall", "WorkerCall", "call_here", "outside_the_deadline"]
-
 _MAX_EXCHANGE = MAX_LENGTH // 2
 
 

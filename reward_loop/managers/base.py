@@ -24,23 +24,6 @@ from reward_loop.scoring.proofs import ProofCounts, Proofs
 from reward_loop.scoring.results import check_result
 from reward_loop.types import Reward, RewardResult, RewardSample
 
-__all__ = [
-    "TOTAL_STEPS",
-    "TRAINING_STEP",
-    "TURNS",
-    "VALIDATE",
-    "RewardLoopManagerBase",
-    "generated_step_of",
-    "last_row",
-    "open_records",
-    "progress_of",
-    "recorded_uid",
-    "scoring_function",
-    "training_step_of",
-    "uid_of",
-    "verl_options",
-]
-
 VALIDATE = "__validate__"
 """The column of verl's batch that marks the rows of a validation."""
 

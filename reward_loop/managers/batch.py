@@ -17,9 +17,6 @@ from reward_loop.scoring import ListScoringFunction
 from reward_loop.scoring.results import failed
 from reward_loop.types import RewardResult, RewardSample
 
-__all__ = ["BatchRewardLoopManager", "Batcher", "GroupRewardLoopManager"]
-
-
 Score = Callable[[list[RewardSample]], Awaitable[Sequence[RewardResult]]]
 """Scores a batch; returns one result per sample, in order."""
 

@@ -23,18 +23,6 @@ from reward_loop.managers.registry import register
 from reward_loop.scoring.results import failed_after, is_finite
 from reward_loop.types import Reward, RewardResult, RewardSample, finite_number
 
-__all__ = [
-    "DAPORewardLoopManager",
-    "GDPORewardLoopManager",
-    "NaiveRewardLoopManager",
-    "OverlongBufferConfig",
-    "PrimeRewardLoopManager",
-    "RateLimitedConfig",
-    "RateLimitedRewardLoopManager",
-    "RemoteRewardLoopManager",
-    "overlong_penalty",
-]
-
 _PRIME_PROCESSES = 64
 """The number of processes that verl's ``prime`` starts."""
 

@@ -21,8 +21,6 @@ from reward_loop.scoring import ScoringFunction, load_function
 from reward_loop.scoring.results import failed_after, not_called
 from reward_loop.types import MEASURED, PART_KEYS, RESERVED_KEYS, Outcome, RewardResult, RewardSample
 
-__all__ = ["CompositeRewardLoopManager", "names_for"]
-
 _OF_THE_FUNCTION = frozenset({"timeout", "limit", "name", "reward_kwargs"})
 """Component options that have an effect only if the component has its own function (``path``)."""
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from reward_loop.scoring.threads import DaemonThreads
 
-__all__ = ["ResponseDecoder"]
-
 _SHORT_RESPONSE = 1024
 """Tokens up to which a fast tokenizer decodes on the event loop: about 0.1 ms, less than the handover to a thread."""
 

@@ -12,8 +12,6 @@ from reward_loop.errors import BudgetSpentError
 from reward_loop.managers.options import RewardLoopConfig
 from reward_loop.types import Outcome, RewardResult
 
-__all__ = ["Failures", "decide", "on_one_line"]
-
 _EXAMPLE = 300
 """The largest number of characters of the first error."""
 

@@ -10,8 +10,6 @@ from reward_loop.config import AuditConfig, Config, HealthConfig
 from reward_loop.scoring.options import ScoringOptions
 from reward_loop.types import Policy
 
-__all__ = ["BatchConfig", "ComponentConfig", "GroupConfig", "RewardLoopConfig"]
-
 
 class BatchConfig(Config):
     """How the manager ``batch`` collects samples."""

@@ -15,8 +15,6 @@ from reward_loop.records import reward_change_row
 from reward_loop.scoring import ScoringFunction
 from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
 
-__all__ = ["PostProcess", "fail_reward"]
-
 
 class PostProcess:
     """Applies a class's ``post_process_scores`` to groups in which every sample has a reward."""

@@ -10,8 +10,6 @@ from reward_loop._util.text import did_you_mean, listing
 from reward_loop.errors import ConfigError, FunctionLoadError
 from reward_loop.scoring.load import load_object
 
-__all__ = ["get", "names", "register"]
-
 C = TypeVar("C", bound=type)
 
 _managers: dict[str, type] = {}

@@ -13,8 +13,6 @@ from reward_loop.managers.options import RewardLoopConfig
 from reward_loop.scoring import load_function
 from reward_loop.types import Reward, RewardResult, finite_number
 
-__all__ = ["Scorer", "functions_of", "load_scorer", "reward_of", "scores_groups"]
-
 
 @dataclass(frozen=True, slots=True)
 class Scorer:

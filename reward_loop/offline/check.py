@@ -18,8 +18,6 @@ from reward_loop.offline.check_judge import ProbedKind, probe_judge
 from reward_loop.scoring.known_answers import TEMPLATES, KnownAnswers, find_pair, right_answers
 from reward_loop.types import RewardSample
 
-__all__ = ["CheckReport", "Finding", "check"]
-
 MAX_BLOCKED_S = 0.02
 """Maximum time in seconds for which a call may block the event loop, and with it all other samples."""
 

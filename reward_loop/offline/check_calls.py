@@ -22,8 +22,6 @@ from reward_loop.offline.run import for_each
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
 from reward_loop.types import RewardResult, RewardSample, is_returned
 
-__all__ = ["Callee", "Calls", "CheckedRow", "Finding", "StepTimer"]
-
 _LOOK_S = 0.005
 """The seconds between two looks at the line that an event loop is at."""
 

@@ -30,8 +30,6 @@ from reward_loop.offline.fields import Fields
 from reward_loop.offline.inputs import Inputs
 from reward_loop.scoring import load_function
 
-__all__ = ["check"]
-
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red", "skipped": "dim"}
 
 

@@ -23,8 +23,6 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.offline.check_calls import Calls, CheckedRow, Finding
 from reward_loop.types import RewardSample, finite_number
 
-__all__ = ["MOST_ERROR", "SMALLEST", "Gap", "ProbedKind", "advice", "most_calls", "probe_judge"]
-
 LABELLED_WRONG, LABELLED_RIGHT = "labelled, wrong", "labelled, right"
 """The names of the labelled answers in the report."""
 

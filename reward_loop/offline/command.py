@@ -33,8 +33,6 @@ from reward_loop.scoring import load_function
 from reward_loop.scoring.load import source_hash
 from reward_loop.types import Outcome
 
-__all__ = ["score"]
-
 _DECIDES = {"path", "name", "reward_kwargs", "data_sources", "phase", "weight", "gate", "on_failed", "on_unscored"}
 _DECIDES |= {"default_score"}
 """The options of a component that affect a score."""

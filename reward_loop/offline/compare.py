@@ -26,8 +26,6 @@ from reward_loop.errors import ConfigError
 from reward_loop.records import RecordsReader
 from reward_loop.types import Outcome, finite_number
 
-__all__ = ["agreement", "cohens_kappa", "compare", "compare_scorings", "pearson", "read_scoring", "spearman"]
-
 MAX_CATEGORIES = 20
 """With more different scores than this, they are not categories, and there is no kappa."""
 

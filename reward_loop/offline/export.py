@@ -27,8 +27,6 @@ from reward_loop.offline.notes import Notes
 from reward_loop.offline.turns import Part, Turn, prompt_turns, response_turns
 from reward_loop.records import RecordsReader
 
-__all__ = ["dump_line", "export", "transcript"]
-
 BATCH = 100
 """The number of transcripts that are written together."""
 

@@ -11,8 +11,6 @@ from reward_loop.errors import ConfigError
 from reward_loop.offline.inputs import Row
 from reward_loop.types import RewardSample
 
-__all__ = ["Fields", "check_fields"]
-
 # `response_ids` stands before `response_length`, which is computed from it.
 _OPTIONAL = ("prompt", "response_ids", "response_length", "is_truncated", "step", "training_progress", "validate")
 _TARGETS = ("solution_str", "ground_truth", "data_source", "extra_info", "group", *_OPTIONAL)

@@ -30,8 +30,6 @@ from reward_loop.records import (
 )
 from reward_loop.types import Outcome
 
-__all__ = ["COLUMNS", "MAX_BYTES", "ScoredFolder", "check_export", "export", "replacing"]
-
 _FLUSH_S = 600.0
 """Seconds within which all records must be on the disk at the end."""
 

@@ -18,8 +18,6 @@ from reward_loop._util.text import shorten
 from reward_loop.errors import ConfigError
 from reward_loop.records import NoRecordsError, RecordsReader
 
-__all__ = ["Inputs", "Row", "import_pyarrow", "is_compressed", "is_parquet", "read_batches"]
-
 _COMPRESSED = frozenset({".gz", ".zst", ".bz2"})
 _OTHER_FORMATS = frozenset({".arrow", ".csv", ".feather", ".ods", ".tsv", ".xls", ".xlsx", ".xz", ".zip"})
 _MAX_DEPTH = 200

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from reward_loop.records import NOTES, RecordFiles, encode_record, new_row, read_rows
 
-__all__ = ["NOTE", "Notes"]
-
 NOTE = "note"
 """The kind of these rows."""
 

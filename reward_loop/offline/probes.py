@@ -9,8 +9,6 @@ from typing import Any
 
 from reward_loop._util.intervals import Z95, kappa, paired_interval, wilson
 
-__all__ = ["ABLATION", "CANARY", "LABELLED", "REFERENCE", "measured", "probe_counts", "with_drifts"]
-
 CANARY, LABELLED, REFERENCE, ABLATION = "canary", "labelled", "reference", "ablation"
 """The probes whose value is not a share of scores that agree."""
 

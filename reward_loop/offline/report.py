@@ -18,9 +18,6 @@ from reward_loop._util.text import Causes
 from reward_loop.errors import ConfigError
 from reward_loop.types import Outcome, finite_number
 
-__all__ = ["Judges", "Price", "Report", "Spread", "false_accepts_of"]
-
-
 SHOWN = 5
 """The number of causes, of slowest and of costliest samples."""
 

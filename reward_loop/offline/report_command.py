@@ -30,8 +30,6 @@ from reward_loop.records import (
     why,
 )
 
-__all__ = ["outcomes_of", "report", "show_probes", "show_report", "stuck"]
-
 _PARTS = 30
 """The largest number of rows of a table, and of warnings."""
 

@@ -33,8 +33,6 @@ from reward_loop.offline.inputs import Inputs
 from reward_loop.records import ActiveSample
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
-__all__ = ["RunUsage", "ScoringProgress", "for_each", "score_rows", "usage_of"]
-
 T = TypeVar("T")
 
 _RECORDING = ("run_single", "score", "to_reward")

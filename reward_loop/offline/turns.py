@@ -21,8 +21,6 @@ from typing import Any, Literal
 
 from reward_loop._util.json import decode
 
-__all__ = ["Part", "Turn", "prompt_turns", "response_turns"]
-
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "ipython", "function", "observation"})
 _RESULTS = frozenset({"tool", "ipython", "function", "observation"})
 """The roles whose turns are results of tool calls."""

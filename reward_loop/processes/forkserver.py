@@ -40,8 +40,6 @@ from reward_loop._util.framing import frame
 from reward_loop._util.process import adopt_orphans, children, descendants, die_with_parent, kill, kill_children
 from reward_loop.processes import worker
 
-__all__ = ["DeathReport", "main"]
-
 _STACK_SECONDS = 2.0
 """Seconds that a worker past its deadline has to write its stack. On a busy machine it may not be scheduled at
 once."""

@@ -11,8 +11,6 @@ from reward_loop._util.text import import_hint, last_user_frame, user_lines
 from reward_loop._util.transient import is_refusal, is_transient, out_of_credit, retry_after, status_of, unreachable
 from reward_loop.errors import ScoringError
 
-__all__ = ["CallOutcome", "RemoteError", "cause_of", "describe_exception", "outcome_of"]
-
 _MESSAGE_CHARACTERS = 500
 
 

@@ -46,8 +46,6 @@ from reward_loop.processes.worker import ANSWER, CALL, DIED, ENDED, STARTED, TOL
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Caller", "Prover", "WorkerProcesses", "usable_cores"]
-
 _STOP_SECONDS = 5.0
 """Seconds for the fork server to stop with its workers."""
 _START_SECONDS = 300.0

@@ -27,8 +27,6 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
-__all__ = ["ProcessState", "Watch"]
-
 _MODULES: tuple[ModuleType, ...] = tuple(map(importlib.import_module, (
     "builtins",  # first: to restore classes needs builtins
     "os", "sys", "subprocess", "shutil", "signal",

@@ -30,22 +30,6 @@ from reward_loop.errors import RewardFunctionError
 from reward_loop.processes.outcome import CallOutcome, RemoteError, describe_exception, outcome_of
 from reward_loop.processes.state import ProcessState, Watch
 
-__all__ = [
-    "ANSWER",
-    "CALL",
-    "DIED",
-    "ENDED",
-    "ENDED_LAST",
-    "EXIT_BROKEN",
-    "NO_ANSWER",
-    "STACK_SIGNAL",
-    "STARTED",
-    "TOLD",
-    "Channel",
-    "Setup",
-    "serve",
-]
-
 CALL, ANSWER = b"C", b"A"
 """The kinds of messages to a worker. The kind is the first byte of the frame:
 

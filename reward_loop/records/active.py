@@ -12,9 +12,6 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from reward_loop.types import RewardSample
 
-__all__ = ["OUTAGE", "ActiveBatch", "ActiveSample", "active_samples", "current", "shares_result", "waiting_for"]
-
-
 MAX_COPIES = 256
 """Maximum number of copies of exchanges (samples x exchanges) of one batch call. Up to this number, each sample of the
 batch gets all exchanges; above it, only the first sample gets them, since the copies would fill the disk."""

@@ -24,8 +24,6 @@ from reward_loop.records.reader import read_rows
 from reward_loop.records.rows import new_row
 from reward_loop.records.writer import Records, hide, records
 
-__all__ = ["NOT_RECORDED", "config_row", "configurations", "hide_environment", "open_configuration", "public_options"]
-
 NOT_RECORDED = "[not recorded]"
 """The value of an option that may be a secret."""
 

@@ -21,18 +21,6 @@ from reward_loop.records.reader import check_version, has_step, read_files, read
 from reward_loop.records.rows import OVERLAP, new_row
 from reward_loop.records.writer import CLOSING_S, records
 
-__all__ = [
-    "STEP",
-    "HealthRecords",
-    "Interval",
-    "health",
-    "hidden_share",
-    "overlaps",
-    "read_events",
-    "seconds_of",
-    "union",
-]
-
 _KIND_HEAD = 64
 """The number of bytes within which an event has its kind."""
 

@@ -19,19 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = [
-    "AUDIT",
-    "CONFIG",
-    "EVENTS",
-    "EXCHANGES",
-    "HEALTH",
-    "NOTES",
-    "SUB_FOLDERS",
-    "TEXTS",
-    "RecordFiles",
-    "TextPlace",
-]
-
 logger = logging.getLogger(__name__)
 
 TEXTS, EXCHANGES = "texts", "exchanges"

@@ -6,8 +6,6 @@ from pydantic import Field
 
 from reward_loop.config import Config
 
-__all__ = ["RecordConfig", "RecordOptions"]
-
 
 class RecordConfig(Config):
     """What the records in ``log_dir`` contain, and how much disk space they take."""

@@ -11,8 +11,6 @@ from reward_loop._util.json import decode, encode
 from reward_loop.errors import ConfigError
 from reward_loop.records.rows import ADVANTAGE, REVISION, SAMPLE, VERSION
 
-__all__ = ["NoRecordsError", "RecordsReader", "check_version", "has_step", "parse_line", "read_files", "read_rows"]
-
 # At most 18 digits: `int` refuses numbers with thousands of them.
 _STEP = re.compile(rb'"(?:generated_)?step":\s*(-?\d{1,18})\b')
 

@@ -12,28 +12,6 @@ from reward_loop.errors import BudgetSpentError
 from reward_loop.records.active import ActiveSample
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
-__all__ = [
-    "ADVANTAGE",
-    "OVERLAP",
-    "PHASE",
-    "REVISION",
-    "ROLLOUT",
-    "SAMPLE",
-    "TEXT_FIELDS",
-    "VERSION",
-    "WaitsFor",
-    "advantage_row",
-    "exchanges_of",
-    "large_components",
-    "new_row",
-    "overlap_event",
-    "phase_event",
-    "reward_change_row",
-    "rollout_event",
-    "sample_row",
-    "text_row",
-]
-
 VERSION = 1
 """The version of the format. A reader rejects higher versions."""
 

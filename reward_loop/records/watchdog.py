@@ -27,8 +27,6 @@ from reward_loop._util.framing import frame, receive_frame
 from reward_loop.errors import ConfigError
 from reward_loop.records.active import OUTAGE, ActiveSample, active_samples
 
-__all__ = ["answers", "ask", "processes", "report", "watch", "watched_loops", "why"]
-
 logger = logging.getLogger(__name__)
 
 _LISTED = 20

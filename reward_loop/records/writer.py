@@ -32,8 +32,6 @@ from reward_loop.records.rows import (
 )
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
-__all__ = ["MAX_BYTES", "ExchangeCounts", "Records", "cleaned", "encode_record", "hide", "records"]
-
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 4 * 2**30

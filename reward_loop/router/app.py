@@ -38,8 +38,6 @@ from reward_loop.router.limits import TimeLimit
 from reward_loop.router.pool import BackendPool
 from reward_loop.router.proxy import Proxy
 
-__all__ = ["Router", "main", "run_router"]
-
 _HEALTH_PATHS = frozenset({"/health", "/live", "/ready"})
 """Paths for health checks of the router itself; they need no API key."""
 

@@ -18,20 +18,6 @@ from reward_loop.errors import ServerError
 from reward_loop.router.config import BackendConfig, RequestKind
 from reward_loop.router.http_client import BrokenError, StaleError, Upstream, UpstreamError
 
-__all__ = [
-    "ANY",
-    "LATENCY_BOUNDS_S",
-    "AsleepError",
-    "Backend",
-    "BackendState",
-    "BackendStats",
-    "Route",
-    "UnhealthyError",
-    "ask_for_one_token",
-    "check_health",
-    "update_models",
-]
-
 LATENCY_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 

@@ -13,8 +13,6 @@ import httptools
 from reward_loop.router.error_answers import Refusal, body_too_long
 from reward_loop.router.headers import RawHeader, find, to_wire
 
-__all__ = ["ClientRequest", "Flow", "WaitsFor"]
-
 _UNREAD_UP_TO = 64 * 1024
 """Reading from the client pauses while more bytes of a body than this wait to be read."""
 

@@ -18,8 +18,6 @@ from reward_loop.router.config import (
     RouterConfig,
 )
 
-__all__ = ["parse_worker", "route"]
-
 
 def _complete_worker(incomplete: str) -> list[str]:
     """Complete ``engine=`` and ``kind=`` in ``URL,KEY=VALUE,...``."""

@@ -11,18 +11,6 @@ from pydantic import Field, ValidationInfo, field_validator
 from reward_loop._util.api_keys import checked_api_key
 from reward_loop.config import Config
 
-__all__ = [
-    "API_KEY_VARIABLE",
-    "WORKER_API_KEY_VARIABLE",
-    "BackendConfig",
-    "Engine",
-    "Kind",
-    "PolicyName",
-    "RequestKind",
-    "RouterConfig",
-    "SharedRouterOptions",
-]
-
 API_KEY_VARIABLE = "REWARD_LOOP_API_KEY"
 WORKER_API_KEY_VARIABLE = "REWARD_LOOP_WORKER_API_KEY"
 

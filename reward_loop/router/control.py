@@ -25,8 +25,6 @@ from reward_loop.router.model_turns import ALIVE_S, TurnQueue
 from reward_loop.router.pool import BackendPool
 from reward_loop.router.proxy import Proxy
 
-__all__ = ["CONTENT_TYPE", "control_plane", "render"]
-
 _PROBLEMS = 5
 """The number of validation errors that the answer to an invalid request lists."""
 

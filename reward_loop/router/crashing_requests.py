@@ -22,8 +22,6 @@ from reward_loop.router.client_request import ClientRequest
 from reward_loop.router.error_answers import Refusal
 from reward_loop.router.pool import BackendPool
 
-__all__ = ["BreakingRequests", "Suspect"]
-
 _REMEMBERED = 256
 """The number of requests that are remembered."""
 

@@ -13,8 +13,6 @@ import orjson
 
 from reward_loop.router.headers import RawHeader
 
-__all__ = ["LimitedLog", "Refusal", "body_too_long"]
-
 
 # eq=False: an exception is equal only to itself.
 @dataclass(eq=False)

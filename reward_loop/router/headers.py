@@ -5,20 +5,6 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from functools import lru_cache
 
-__all__ = [
-    "BACKEND",
-    "GROUP",
-    "HOP_BY_HOP",
-    "NO_WAIT",
-    "TAKES_TURNS",
-    "TIMEOUT",
-    "RawHeader",
-    "end_to_end",
-    "find",
-    "named_by_connection",
-    "to_wire",
-]
-
 RawHeader = tuple[bytes, bytes]
 """The name of a header, in lower case, and its value."""
 

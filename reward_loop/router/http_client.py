@@ -32,19 +32,6 @@ from reward_loop.errors import ConfigError, ServerError
 from reward_loop.router.config import RouterConfig
 from reward_loop.router.headers import HOP_BY_HOP, RawHeader, end_to_end, find, to_wire
 
-__all__ = [
-    "NO_BODY",
-    "BackendAnswer",
-    "BrokenError",
-    "ConnectError",
-    "Connection",
-    "MovedError",
-    "StaleError",
-    "Upstream",
-    "UpstreamError",
-    "tls_context",
-]
-
 _IDLE_S = 4.0
 """Idle connections are closed after this time, in seconds; servers that run in uvicorn close theirs after 5 s."""
 

@@ -22,8 +22,6 @@ from reward_loop.router.client_request import ClientRequest, Flow
 from reward_loop.router.error_answers import Refusal
 from reward_loop.router.headers import RawHeader, find, to_wire
 
-__all__ = ["HttpServer"]
-
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 4096

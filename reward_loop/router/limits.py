@@ -7,8 +7,6 @@ from typing import Any
 
 from reward_loop.router.error_answers import Refusal
 
-__all__ = ["Gate", "RetryBudget", "TimeLimit"]
-
 
 class Gate:
     """Admits requests up to a limit; further requests wait in FIFO order, up to a second limit.

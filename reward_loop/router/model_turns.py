@@ -32,8 +32,6 @@ from reward_loop._util.text import listing
 from reward_loop._util.transient import RouterCode
 from reward_loop.router.error_answers import Refusal
 
-__all__ = ["ALIVE_S", "SILENT_S", "TURN_S", "TurnQueue", "Turns"]
-
 TURN_S = 120.0
 """Seconds that a request waits, in this turn, before the model that is awake gets no further requests."""
 

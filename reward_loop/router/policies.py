@@ -13,8 +13,6 @@ from reward_loop.router.backend import Backend
 from reward_loop.router.config import PolicyName
 from reward_loop.router.headers import GROUP, RawHeader, find
 
-__all__ = ["Affinity", "LeastInFlight", "Policy", "RoundRobin", "is_overloaded", "policy_for"]
-
 _MAX_LOAD_FACTOR = 1.25
 """With `Affinity`, the largest number of requests in flight of a server, divided by the mean of all servers. With a
 larger factor, tournaments on servers that are nearly idle take longer than with round robin (`benchmarks.affinity`)."""

@@ -46,8 +46,6 @@ from reward_loop.router.error_answers import Refusal
 from reward_loop.router.http_client import ConnectError, Upstream, UpstreamError, tls_context
 from reward_loop.router.policies import Policy, policy_for
 
-__all__ = ["BackendGroup", "BackendPool"]
-
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.1

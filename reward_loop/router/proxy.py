@@ -41,8 +41,6 @@ from reward_loop.router.policies import policy_for
 from reward_loop.router.pool import BackendPool
 from reward_loop.router.routing import UnknownModelError, merged_models, model_in_turn, model_of, route
 
-__all__ = ["Proxy"]
-
 logger = logging.getLogger(__name__)
 
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})

@@ -12,8 +12,6 @@ from reward_loop.router.config import Kind, RequestKind
 from reward_loop.router.error_answers import Refusal
 from reward_loop.router.pool import BackendGroup, BackendPool
 
-__all__ = ["UnknownModelError", "merged_models", "model_in_turn", "model_of", "route"]
-
 _KIND_OF_PATH: dict[str, RequestKind] = {
     "/v1/chat/completions": "generative",
     "/v1/completions": "generative",

@@ -32,8 +32,6 @@ from reward_loop.scoring.options import CacheConfig
 from reward_loop.scoring.signature import Target
 from reward_loop.scoring.threads import DaemonThreads
 
-__all__ = ["Cache", "Scored", "decode"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

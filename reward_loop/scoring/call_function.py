@@ -42,8 +42,6 @@ from reward_loop.scoring.signature import Target, resolve
 from reward_loop.scoring.threads import DaemonThreads
 from reward_loop.types import RewardSample
 
-__all__ = ["UserFunction"]
-
 
 class _Unset:
     """The type of the sentinel for "not given": the value is then taken from the options."""

@@ -15,8 +15,6 @@ from typing import Any
 from reward_loop._util.text import shorten
 from reward_loop.errors import InvalidScoreError
 
-__all__ = ["BY_NAME", "LISTS", "REFERENCES", "Form", "Published", "content_of", "form_of"]
-
 Row = Mapping[str, Any]
 
 BY_NAME = (

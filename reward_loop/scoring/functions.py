@@ -20,8 +20,6 @@ from reward_loop.scoring.results import failed_after, normalise, not_called, to_
 from reward_loop.scoring.signature import resolve
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
-__all__ = ["ListScoringFunction", "ScoringFunction"]
-
 _NAMED = 8
 """The maximum number of sample uids that an error message lists."""
 

@@ -15,8 +15,6 @@ from reward_loop.scoring.forms import Published
 from reward_loop.scoring.load import file_modules
 from reward_loop.scoring.signature import Target
 
-__all__ = ["Isolation", "SplitSemaphore", "in_processes", "is_isolated", "isolated"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 _MARK = "_reward_loop_isolation"

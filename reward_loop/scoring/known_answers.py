@@ -10,8 +10,6 @@ from typing import Any
 
 from reward_loop.types import RewardSample
 
-__all__ = ["TEMPLATES", "KnownAnswers", "Score", "find_pair", "labelled_pair", "right_answers"]
-
 TEMPLATES = (
     "\\boxed{{{}}}",
     "#### {}",

@@ -15,8 +15,6 @@ from typing import Any
 from reward_loop._util.text import did_you_mean, import_hint, last_user_frame, listing
 from reward_loop.errors import FunctionLoadError
 
-__all__ = ["file_modules", "load_function", "load_object", "source_hash"]
-
 # Reentrant: the file may load another function while it is imported.
 _import_lock = threading.RLock()
 

@@ -10,8 +10,6 @@ from reward_loop.config import Config
 from reward_loop.limits.options import JobOptions
 from reward_loop.records.options import RecordOptions
 
-__all__ = ["CacheConfig", "ProofConfig", "ScoringOptions"]
-
 
 class CacheConfig(Config):
     """Whether equal calls are made only once."""

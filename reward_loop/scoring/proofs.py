@@ -48,8 +48,6 @@ from reward_loop.scoring.signature import Target
 from reward_loop.scoring.threads import DaemonThreads
 from reward_loop.types import RewardSample
 
-__all__ = ["Place", "ProofCounts", "Proofs", "score_of"]
-
 logger = logging.getLogger(__name__)
 
 MAX_SOURCES = 16

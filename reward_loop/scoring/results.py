@@ -25,17 +25,6 @@ from reward_loop.errors import (
 from reward_loop.processes.outcome import CallOutcome, cause_of, describe_exception
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Outcome, RewardResult, RewardSample
 
-__all__ = [
-    "are_numbers",
-    "check_result",
-    "failed",
-    "failed_after",
-    "is_finite",
-    "normalise",
-    "not_called",
-    "to_result",
-]
-
 _MAX = (2 - 2**-23) * 2.0**127
 """The largest finite float32. Trainers store rewards in float32, where a larger score would become infinite."""
 

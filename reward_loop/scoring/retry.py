@@ -58,8 +58,6 @@ from reward_loop.limits.outages import Outage, Outages
 from reward_loop.processes.outcome import CallOutcome
 from reward_loop.records import current, waiting_for
 
-__all__ = ["Retry"]
-
 
 class Retry:
     """Repeats a call with exponential backoff while it fails with a transient error, and after outages.

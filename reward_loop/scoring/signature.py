@@ -14,8 +14,6 @@ from reward_loop.errors import FunctionLoadError
 from reward_loop.scoring.forms import BY_NAME, LISTS, Published, form_of
 from reward_loop.types import RewardSample
 
-__all__ = ["PROVIDED", "Target", "declared", "required_by_name", "resolve"]
-
 _CONTEXT = ("reward_router_address", "reward_model_tokenizer")
 
 PROVIDED = ("data_source", "solution_str", "ground_truth", "extra_info", *_CONTEXT)

@@ -10,8 +10,6 @@ from typing import TypeVar
 from reward_loop._util.bounded_tasks import together
 from reward_loop._util.text import shorten
 
-__all__ = ["Comparison", "compare_all", "order_flips", "ranking", "tournament", "win_rates"]
-
 T = TypeVar("T")
 
 

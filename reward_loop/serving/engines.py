@@ -15,19 +15,6 @@ from reward_loop._util.text import shorten
 from reward_loop.errors import ConfigError
 from reward_loop.serving.options import ServedModelConfig
 
-__all__ = [
-    "ENGINES",
-    "Engine",
-    "Sglang",
-    "Transformers",
-    "Vllm",
-    "has_module",
-    "interpreter",
-    "normalised",
-    "origin",
-    "version",
-]
-
 STANDARD_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     # torchrun and accelerate set it to "True" for their ranks. An engine that inherits it waits for a rendezvous store

@@ -11,8 +11,6 @@ from typing import Any
 
 from reward_loop.errors import ConfigError
 
-__all__ = ["CUDA_VISIBLE_DEVICES", "GPU", "VISIBLE_DEVICES", "Accelerator", "GpuShares"]
-
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 HIP_VISIBLE_DEVICES = "HIP_VISIBLE_DEVICES"
 

@@ -32,8 +32,6 @@ from reward_loop.serving.supervisor import Server, Supervisor
 if TYPE_CHECKING:
     from reward_loop.serving.reservation import GpuReservation
 
-__all__ = ["ModelServer", "RewardModelManager", "RouterClient", "serve_reward_model"]
-
 logger = logging.getLogger(__name__)
 
 _ROUTER_STARTS_WITHIN_S = 300.0

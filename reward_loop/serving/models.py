@@ -14,8 +14,6 @@ from reward_loop.router.config import BackendConfig
 from reward_loop.serving.engines import ENGINES
 from reward_loop.serving.options import RewardModelConfig, ServedModelConfig
 
-__all__ = ["ModelKind", "architectures", "check_path", "model_kind", "served_models"]
-
 ModelKind = Literal["generative", "discriminative"]
 """A language model that generates text, or a model with a classification head that returns logits."""
 

@@ -10,8 +10,6 @@ from reward_loop.config import Config
 from reward_loop.errors import ConfigError
 from reward_loop.router.config import PolicyName, SharedRouterOptions
 
-__all__ = ["RewardModelConfig", "ServedModelConfig"]
-
 
 class ServedModelConfig(Config):
     """A model, and its servers."""

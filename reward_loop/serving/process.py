@@ -32,8 +32,6 @@ from reward_loop._util.signals import name_of
 from reward_loop._util.sockets import url_of
 from reward_loop.errors import AddressTakenError, ConfigError, ServerDiedError, ServerStartError
 
-__all__ = ["ServerLog", "ServerProcess", "log_folder"]
-
 logger = logging.getLogger(__name__)
 
 _REAPER = (sys.executable, "-m", "reward_loop.serving.reaper")

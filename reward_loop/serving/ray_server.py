@@ -21,8 +21,6 @@ from reward_loop.serving.reservation import Demand, GpuPlace, GpuReservation
 from reward_loop.serving.server_spec import Launch, ServerSpec
 from reward_loop.serving.tunnels import new_key, tunnel_entry, tunnel_exit
 
-__all__ = ["RayServer", "in_ray"]
-
 logger = logging.getLogger(__name__)
 
 _PLACED_WITHIN_S = 600.0

@@ -17,8 +17,6 @@ from types import FrameType
 
 from reward_loop._util.process import adopt_orphans, die_with_parent, exit_with_parent, kill_children
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run the command, and exit with its exit status or signal."""

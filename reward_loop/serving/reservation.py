@@ -19,8 +19,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from reward_loop.errors import ConfigError, ServerStartError
 from reward_loop.serving.gpus import GPU, Accelerator
 
-__all__ = ["Demand", "GpuPlace", "GpuReservation", "Others"]
-
 logger = logging.getLogger(__name__)
 
 _PROGRESS_S = 15.0

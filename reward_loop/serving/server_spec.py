@@ -16,8 +16,6 @@ from reward_loop.serving.options import ServedModelConfig
 from reward_loop.serving.process import ServerProcess
 from reward_loop.serving.supervisor import Server
 
-__all__ = ["Launch", "LocalAddress", "ServerSpec", "on_this_machine", "server_specs"]
-
 logger = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"

@@ -12,8 +12,6 @@ from typing import Any, Protocol
 
 from reward_loop.errors import AddressTakenError, ServerDiedError, ServerError, ServerStartError
 
-__all__ = ["Server", "Supervisor"]
-
 logger = logging.getLogger(__name__)
 
 _SECOND_PAUSE_S = 0.2

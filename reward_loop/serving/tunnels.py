@@ -26,8 +26,6 @@ from reward_loop.errors import ServerStartError
 from reward_loop.serving.process import ServerProcess
 from reward_loop.serving.supervisor import Supervisor
 
-__all__ = ["main", "new_key", "tunnel_entry", "tunnel_exit"]
-
 _LOOPBACK = "127.0.0.1"
 _STARTS_WITHIN_S = 120.0
 _KEY_VARIABLE = "REWARD_LOOP_TUNNEL_KEY"

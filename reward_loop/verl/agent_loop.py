@@ -53,8 +53,6 @@ from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.tq_rows import REQUESTED
 from reward_loop.verl.trajectory_keys import FAILURE, GENERATED, JUDGED
 
-__all__ = ["RewardAgentLoopWorker"]
-
 uses(
     __name__,
     "transfer_queue",

@@ -25,8 +25,6 @@ from reward_loop.verl.cluster import worker_nodes
 from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.tq_rows import unfinished_prompts
 
-__all__ = ["AGENT_LOOP_MANAGER", "MAX_DEATHS", "Assignments", "RewardAgentLoopManager"]
-
 uses(
     __name__,
     "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopManagerTQ",

@@ -17,16 +17,6 @@ from reward_loop.serving.reservation import Others
 from reward_loop.serving.tunnels import new_key, tunnel_entry, tunnel_exit
 from reward_loop.verl.compat import uses
 
-__all__ = [
-    "RouterAddress",
-    "accelerator",
-    "address_on_this_node",
-    "for_platform",
-    "groups_of_trainer",
-    "router_address",
-    "worker_nodes",
-]
-
 uses(__name__, "verl.plugin.platform", "get_platform()")
 uses(__name__, "verl.single_controller.ray:ResourcePoolManager", "max_colocate_count")
 

@@ -37,8 +37,6 @@ from reward_loop.verl.compat import overrides, replaced, uses
 from reward_loop.verl.reward_metrics import added_seconds
 from reward_loop.verl.reward_model import colocated_models, verls_options
 
-__all__ = ["ColocatedRewardModels"]
-
 uses(__name__, "verl.experimental.reward_loop:RewardModelManager", "__init__(config, resource_pool)")
 uses(__name__, "verl.experimental.reward_loop:RewardModelManager", "server_addresses", "sleep()", "wake_up()")
 uses(__name__, "verl.experimental.reward_loop.reward_model", "get_rollout_replica_class(rollout)")

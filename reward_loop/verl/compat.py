@@ -27,25 +27,6 @@ from packaging.version import InvalidVersion, Version
 from reward_loop._util.standard_streams import open_standard_streams
 from reward_loop.errors import RewardLoopError
 
-__all__ = [
-    "COMMAND",
-    "CPU",
-    "SUPPORTED",
-    "TRAINING",
-    "Use",
-    "VerlVersionError",
-    "check",
-    "check_version",
-    "findings",
-    "installed_version",
-    "main",
-    "overrides",
-    "registered",
-    "replaced",
-    "uses",
-    "verl_folder",
-]
-
 SUPPORTED = ("0.9.1",)
 """The releases of verl that the tests train with, oldest first. A newer release is tried with ``make test VERL=...``
 before it is added here."""

@@ -21,8 +21,6 @@ from reward_loop.scoring.signature import Target, declared
 from reward_loop.verl.compat import uses
 from reward_loop.verl.settings import RewardSettings
 
-__all__ = ["check_data"]
-
 uses(__name__, "verl.utils.reward_score", "default_compute_score(data_source, solution_str, ground_truth)")
 
 ROWS = 8

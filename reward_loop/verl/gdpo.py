@@ -17,8 +17,6 @@ from reward_loop.types import finite_number
 from reward_loop.verl.compat import uses
 from reward_loop.verl.reward_metrics import Rewards
 
-__all__ = ["GDPO", "component_rewards", "switch_estimator", "use_rewards"]
-
 uses(
     __name__,
     "verl.trainer.ppo.core_algos",

@@ -32,8 +32,6 @@ from reward_loop.verl.compat import uses
 from reward_loop.verl.own_scorers import default_compute_score, guard
 from reward_loop.verl.settings import RewardSettings
 
-__all__ = ["DiscriminativeRewardLoopManager", "VerlManager", "build_manager", "score_by_model"]
-
 uses(__name__, "verl.trainer.ppo.reward", "load_reward_manager(config, tokenizer)")
 uses(__name__, "verl.utils", "hf_tokenizer(name_or_path)")
 uses(__name__, "verl.utils.fs", "copy_to_local(src)")

@@ -17,21 +17,6 @@ from reward_loop.agent.schedule import Schedule
 from reward_loop.config import Config, parse
 from reward_loop.errors import ConfigError
 
-__all__ = [
-    "MINI_BATCH_ESTIMATORS",
-    "PIPELINE_MODE",
-    "REWARD_QUEUE",
-    "ModeOptions",
-    "PipelineOptions",
-    "RewardQueueOptions",
-    "SamplerOptions",
-    "check_mode",
-    "make_schedule",
-    "mini_batch_groups",
-    "queue_shares",
-    "read_mode",
-]
-
 logger = logging.getLogger(__name__)
 
 PIPELINE_MODE = "reward_pipeline"

@@ -30,8 +30,6 @@ from typing import Any
 
 from reward_loop.verl.compat import uses
 
-__all__ = ["default_compute_score", "guard"]
-
 _GRADER = "verl.utils.reward_score.prime_math.grader"
 _PRIME_MATH = "verl.utils.reward_score.prime_math"
 _MATH_VERIFY = "verl.utils.reward_score.math_verify"

@@ -78,8 +78,6 @@ from reward_loop.verl.tq_rows import copy, last_failure, read_tags, read_traject
 from reward_loop.verl.trainer import NothingToLearnError
 from reward_loop.verl.trajectory_keys import JUDGED, uid_of
 
-__all__ = ["RewardPipelineTrainer", "StepBatch"]
-
 uses(
     __name__,
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer",

@@ -20,8 +20,6 @@ from reward_loop.verl.settings import RewardSettings
 from reward_loop.verl.tq_rows import read_rows
 from reward_loop.verl.trajectory_keys import final_outputs, session_of
 
-__all__ = ["RecordedSeconds", "RecordingTrainer", "advantages"]
-
 uses(__name__, "verl.trainer.ppo.v1.trainer_base:PPOTrainer", "logger", "tokenizer")
 uses(__name__, "verl.utils.tracking:Tracking", "logger")
 

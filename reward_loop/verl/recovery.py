@@ -60,8 +60,6 @@ from reward_loop.verl.tq_rows import (
 from reward_loop.verl.trajectory_keys import FAILURE, GENERATED, JUDGED, session_of, uid_of
 from reward_loop.verl.workers import RewardWorkers
 
-__all__ = ["Recovery"]
-
 uses(__name__, "transfer_queue", "kv_clear(keys, partition_id)")
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,6 @@ from omegaconf import DictConfig
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl.mode_options import PIPELINE_MODE
 
-__all__ = ["FailureStreak", "FilterForecast", "RefillLimit"]
-
 
 class RefillLimit:
     """Bounds the groups that are replaced in one training step of the mode ``reward_pipeline``.

@@ -19,8 +19,6 @@ from reward_loop.verl.mode_options import ModeOptions
 from reward_loop.verl.reward_metrics import Rewards
 from reward_loop.verl.trajectory_keys import GENERATED, JUDGED, uid_of
 
-__all__ = ["REWARD_METRIC", "Evicted", "RewardReplayBuffer", "extend"]
-
 uses(__name__, "verl.trainer.ppo.v1.replay_buffer", "_accumulate_eviction_metrics(acc, new, stale_count)")
 uses(
     __name__,

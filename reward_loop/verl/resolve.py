@@ -27,8 +27,6 @@ from reward_loop.verl.mode_options import PIPELINE_MODE, check_mode, read_mode
 from reward_loop.verl.reward_model import read_reward_model, warn_of_unused_options
 from reward_loop.verl.settings import FunctionName, ManagerName, RewardSettings, added_options, defaults
 
-__all__ = ["read", "resolve", "unknown_overrides", "without_reward"]
-
 logger = logging.getLogger(__name__)
 
 VERL_GRAD_CLIP = 1.0

@@ -17,8 +17,6 @@ from reward_loop.verl.tq_rows import read_rewards, read_rows, write_rewards, wri
 from reward_loop.verl.trajectory_keys import final_outputs, session_of, uid_of
 from reward_loop.verl.workers import RewardWorkers
 
-__all__ = ["misfit", "place", "place_parts", "post_process", "reject_parts"]
-
 
 def reject_parts(batch: Any, rewards: Rewards, workers: RewardWorkers, examined: Collection[str]) -> Rewards:
     """Turn samples into failed samples if their ``turn_level_scores`` or ``token_level_scores`` do not fit.

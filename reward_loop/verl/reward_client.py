@@ -17,8 +17,6 @@ from reward_loop.errors import RewardFunctionError, RewardLoopError
 from reward_loop.managers.failures import decide
 from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
 
-__all__ = ["MAX_TASK_RETRIES", "RewardClient", "prompt_of", "raise_if_lost"]
-
 logger = logging.getLogger(__name__)
 
 MAX_TASK_RETRIES = 3

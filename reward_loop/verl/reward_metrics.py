@@ -20,19 +20,6 @@ from reward_loop.records import Interval, hidden_share, seconds_of
 from reward_loop.types import MEASURED, RESERVED_KEYS, Outcome, finite_number
 from reward_loop.verl.trajectory_keys import final_outputs, session_of, uid_of
 
-__all__ = [
-    "Rewards",
-    "StepRewards",
-    "TrajectoryReward",
-    "added_seconds",
-    "judging_s",
-    "overlap_metrics",
-    "spread",
-    "unmasked",
-    "validation_metrics",
-    "without_baseline",
-]
-
 Info = Mapping[str, Any]
 """The ``reward_extra_info`` of a trajectory."""
 

@@ -16,8 +16,6 @@ from reward_loop.serving.models import check_path
 from reward_loop.verl.mode_options import PIPELINE_MODE, ModeOptions
 from reward_loop.verl.settings import defaults
 
-__all__ = ["MOST_COLOCATED", "colocated_models", "read_reward_model", "verls_options", "warn_of_unused_options"]
-
 logger = logging.getLogger(__name__)
 
 _SERVER_OPTIONS = {

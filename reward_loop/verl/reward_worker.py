@@ -25,8 +25,6 @@ from reward_loop.verl.managers import build_manager
 from reward_loop.verl.reward_client import prompt_of
 from reward_loop.verl.settings import RewardSettings
 
-__all__ = ["RewardWorker"]
-
 
 class RewardWorker:
     """Scores samples with one reward manager. A Ray actor with asynchronous methods.

@@ -21,8 +21,6 @@ from reward_loop.agent.environment import CurrentScorer
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.verl.reward_client import RewardClient
 
-__all__ = ["InNewRun", "scorer_of_run", "worker_name"]
-
 ANSWER_S = 120.0
 """Timeout in seconds for the options of the run. A worker whose event loop is blocked does not answer."""
 

@@ -14,8 +14,6 @@ from reward_loop.types import is_returned
 from reward_loop.verl.reward_metrics import Info, StepRewards
 from reward_loop.verl.trajectory_keys import session_of
 
-__all__ = ["COLUMNS", "NAME", "SampleTable", "chosen_keys"]
-
 logger = logging.getLogger(__name__)
 
 NAME = "reward_loop/samples"

@@ -29,15 +29,6 @@ from reward_loop.verl.mode_options import REWARD_QUEUE, queue_shares, read_mode
 from reward_loop.verl.refills import FailureStreak
 from reward_loop.verl.tq_rows import last_failure
 
-__all__ = [
-    "QUEUE_AGENT_LOOP_MANAGER",
-    "JudgingQueue",
-    "QueueAgentLoopManager",
-    "QueueAgentLoopWorker",
-    "QueueSeparateAsyncTrainer",
-    "merge_metrics",
-]
-
 QUEUE_AGENT_LOOP_MANAGER = "reward_loop.verl.separate_async.QueueAgentLoopManager"
 """The agent loop manager that puts a queue between generation and judging."""
 

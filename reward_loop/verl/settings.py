@@ -21,16 +21,6 @@ from reward_loop.scoring import load_function
 from reward_loop.verl.compat import verl_folder
 from reward_loop.verl.mode_options import ModeOptions
 
-__all__ = [
-    "CONFIG_DIR",
-    "FunctionName",
-    "ManagerName",
-    "RewardSettings",
-    "added_options",
-    "defaults",
-    "verl_config_dir",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class ManagerName:

@@ -26,8 +26,6 @@ from reward_loop.verl.tq_rows import read_rows
 from reward_loop.verl.trajectory_keys import session_of, uid_of
 from reward_loop.verl.workers import RewardWorkers
 
-__all__ = ["StepHealth"]
-
 PAIRS = 64
 """The number of answers that are scored again for a warning."""
 

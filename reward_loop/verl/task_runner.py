@@ -15,8 +15,6 @@ from reward_loop.verl import compat
 from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.mode_options import ModeOptions
 
-__all__ = ["TaskRunner"]
-
 uses(__name__, "verl.trainer.ppo.v1", "get_trainer_cls(name)")
 uses(__name__, "verl.trainer.ppo.v1.trainer_base", "TRAINER_REGISTRY")
 

@@ -20,8 +20,6 @@ import transfer_queue as tq
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl.compat import replaced, uses
 
-__all__ = ["MAX_ATTEMPTS", "repeating_requests"]
-
 uses(__name__, "transfer_queue", "save_checkpoint(checkpoint_dir)", "load_checkpoint(checkpoint_dir)")
 
 logger = logging.getLogger(__name__)

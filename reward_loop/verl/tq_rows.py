@@ -25,25 +25,6 @@ from reward_loop.verl.compat import uses
 from reward_loop.verl.reward_metrics import TrajectoryReward
 from reward_loop.verl.trajectory_keys import FAILURE, session_of, uid_of
 
-__all__ = [
-    "MASKS",
-    "REQUESTED",
-    "copy",
-    "field_names",
-    "last_failure",
-    "read_rewards",
-    "read_rows",
-    "read_sessions",
-    "read_tags",
-    "read_trajectories",
-    "select",
-    "spread_padding",
-    "unfinished_prompts",
-    "write_rewards",
-    "write_rows",
-    "zero",
-]
-
 uses(
     __name__,
     "transfer_queue",

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["FAILURE", "GENERATED", "JUDGED", "final_outputs", "session_of", "uid_of"]
-
 GENERATED = "generated"
 """Tag of one trajectory of a prompt: ``True`` if no session of the prompt is being generated any more. Not a status of
 the prompt: verl's replay buffer raises an error for a status that it does not know."""

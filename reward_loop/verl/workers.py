@@ -27,8 +27,6 @@ from reward_loop.verl.reward_worker import RewardWorker
 from reward_loop.verl.run_scorer import worker_name
 from reward_loop.verl.settings import RewardSettings
 
-__all__ = ["RewardWorkers", "beside", "longest_quiet_s"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -43,8 +43,6 @@ from reward_loop.view.samples import SampleQueries
 from reward_loop.view.summaries import Summaries, judges, without_samples
 from reward_loop.view.timeline import timeline
 
-__all__ = ["Guard", "create_app", "host_names"]
-
 STATIC = Path(__file__).parent / "static"
 
 HEARTBEAT_S = 15.0

@@ -11,8 +11,6 @@ from reward_loop.offline.probes import ABLATION, CANARY, LABELLED, REFERENCE, me
 from reward_loop.records import RecordsReader
 from reward_loop.view.index import Index
 
-__all__ = ["audit"]
-
 SHOWN = 20
 """The number of probes that are shown with their texts."""
 

@@ -21,8 +21,6 @@ from reward_loop.offline.report import Price
 if TYPE_CHECKING:
     from reward_loop.view.index import Index
 
-__all__ = ["view"]
-
 PORT = 8765
 
 _err = console(stderr=True)

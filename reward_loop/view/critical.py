@@ -9,27 +9,6 @@ from typing import Any, NamedTuple
 
 from reward_loop.records import STEP
 
-__all__ = [
-    "JUDGING",
-    "LATE_S",
-    "OTHER",
-    "QUEUE",
-    "TRAINER",
-    "Phase",
-    "Row",
-    "Segment",
-    "Work",
-    "arrival",
-    "bound",
-    "critical_path",
-    "expand",
-    "nest",
-    "scoring_start",
-    "server_of",
-    "work_of",
-    "works",
-]
-
 TRAINER = "trainer"
 """The lane of the trainer's phases."""
 

@@ -9,16 +9,6 @@ from typing import Any
 from reward_loop._util.text import did_you_mean, listing
 from reward_loop.errors import ConfigError
 
-__all__ = [
-    "GROUPS_PARAMETERS",
-    "SAMPLES_PARAMETERS",
-    "SampleFilter",
-    "SortOrder",
-    "check_parameters",
-    "component",
-    "number_of",
-]
-
 NUMBERS = (
     "step",
     "time",

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-__all__ = ["Chunk", "Lines", "append", "fingerprint", "new_lines"]
-
 _BLOCK = 64 * 1024
 _HEAD = 256
 

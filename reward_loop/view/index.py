@@ -33,8 +33,6 @@ from reward_loop.records import AUDIT, RecordsReader, check_version, parse_line
 from reward_loop.view import tables
 from reward_loop.view.growth import Chunk, Lines, append, fingerprint, new_lines
 
-__all__ = ["Follower", "Index", "IndexFailedError", "rows_of"]
-
 CHUNK = 4 * 2**20
 """The size of a chunk in bytes. To find a row later, its chunk is read again."""
 

@@ -39,8 +39,6 @@ from reward_loop.view.critical import (
 )
 from reward_loop.view.growth import Lines, new_lines
 
-__all__ = ["PhaseReader"]
-
 _REWARDS = ("reward", "wait_reward")
 """The phases in which the trainer waits only for rewards."""
 

@@ -22,8 +22,6 @@ from reward_loop.records import RecordsReader, parse_line
 from reward_loop.view.filters import SampleFilter, SortOrder, component, number_of
 from reward_loop.view.index import Index
 
-__all__ = ["SampleQueries"]
-
 MAX_LIMIT = 10_000
 """The largest number of rows in an answer."""
 

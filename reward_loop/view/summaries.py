@@ -16,8 +16,6 @@ from reward_loop.offline.report import Price, false_accepts_of
 from reward_loop.view.filters import SampleFilter, number_of
 from reward_loop.view.index import Index, rows_of
 
-__all__ = ["Summaries", "judges", "without_samples"]
-
 BINS = 20
 """The number of intervals of a histogram of many different values."""
 

@@ -24,8 +24,6 @@ from typing import Any
 
 import duckdb
 
-__all__ = ["LAYOUT", "book", "create", "load", "next_chunk", "revise"]
-
 LAYOUT = 10
 """The version of these tables. An index with another version is built again."""
 

@@ -14,8 +14,6 @@ from reward_loop.errors import ConfigError
 from reward_loop.records import PHASE, ROLLOUT, STEP, RecordsReader, read_events
 from reward_loop.view.critical import TRAINER, Phase, Row, bound, critical_path, nest, scoring_start, server_of, works
 
-__all__ = ["MAX_SPANS", "Span", "judge_spans", "lanes_of", "near_steps", "rollout_spans", "step_phases", "timeline"]
-
 Kind = Literal["rollout", "judge", "trainer"]
 
 MAX_SPANS = 5000

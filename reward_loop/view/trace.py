@@ -24,8 +24,6 @@ from reward_loop.records import PHASE, ROLLOUT, STEP, RecordsReader, read_events
 from reward_loop.view.critical import TRAINER, Row, Work, critical_path, works
 from reward_loop.view.timeline import NEWER, OLDER, Span, judge_spans, lanes_of, near_steps, rollout_spans, step_phases
 
-__all__ = ["MAX_TRACE_SPANS", "trace", "trace_events"]
-
 MAX_TRACE_SPANS = 1_000_000
 """The largest number of spans of a trace. Viewers of traces cannot open much larger ones."""
 

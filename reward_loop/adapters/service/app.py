@@ -26,8 +26,6 @@ from reward_loop.adapters.service.nemo_gym import nemo_gym
 from reward_loop.adapters.service.replies import ServiceError, error_reply, json_reply
 from reward_loop.adapters.service.service import Metrics, RewardService
 
-__all__ = ["ServiceGate", "api_page", "create_app"]
-
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Paths for health checks, which need no key."""
 

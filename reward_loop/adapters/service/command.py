@@ -20,8 +20,6 @@ from reward_loop.errors import ConfigError
 if TYPE_CHECKING:
     from reward_loop.adapters.service.service import RewardService
 
-__all__ = ["serve"]
-
 PORT = 8090
 
 CLOSING_S = 15

@@ -21,8 +21,6 @@ from reward_loop.adapters.service.service import RewardService
 from reward_loop.errors import ConfigError
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
-__all__ = ["KINDS", "DialectOptions", "llamafactory", "openrlhf", "score_route", "slime"]
-
 
 @dataclass(frozen=True, slots=True)
 class DialectOptions:

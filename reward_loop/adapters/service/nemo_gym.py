@@ -20,8 +20,6 @@ from reward_loop.offline.fields import Fields
 from reward_loop.offline.inputs import Row
 from reward_loop.types import Outcome, RewardSample, finite_number
 
-__all__ = ["nemo_gym"]
-
 FAILURE_KINDS = {Outcome.FAILED: "verifier_error", Outcome.UNSCORED: "reward_loop:unscored"}
 """The names of failures: NeMo-Gym's own name, and one with a prefix, as it demands for names that it does not have."""
 

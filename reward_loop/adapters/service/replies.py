@@ -11,9 +11,6 @@ from pydantic import BaseModel, ConfigDict
 from reward_loop._util.json import encode
 from reward_loop.types import Outcome, RewardResult
 
-__all__ = ["ERRORS", "ErrorBody", "JsonBody", "ServiceError", "error_reply", "json_reply", "numbers_of"]
-
-
 RETRY_AFTER_S = 1
 """The seconds in ``Retry-After`` when the service is full or stops."""
 

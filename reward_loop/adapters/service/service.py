@@ -39,8 +39,6 @@ from reward_loop.managers.scorer import Scorer, scores_groups
 from reward_loop.scoring.forms import BY_NAME
 from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
 
-__all__ = ["Metrics", "RewardService"]
-
 logger = logging.getLogger(__name__)
 
 _PARTS = frozenset({"ground_truth", "data_source", *BY_NAME})

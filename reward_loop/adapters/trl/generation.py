@@ -23,8 +23,6 @@ from greenlet import getcurrent, greenlet
 from reward_loop.errors import RewardLoopError
 from reward_loop.records import hidden_share
 
-__all__ = ["Generation", "GenerationBatch", "Judging", "Lookahead", "pausing"]
-
 
 class GenerationBatch(list[Any]):
     """A batch of prompts. TRL's loader yields it once for each update in which its completions are used."""

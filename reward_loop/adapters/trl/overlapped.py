@@ -28,8 +28,6 @@ from trl import GRPOConfig, GRPOTrainer
 from reward_loop.adapters.trl.generation import Generation, GenerationBatch, Judging, Lookahead, pausing
 from reward_loop.errors import ConfigError
 
-__all__ = ["OverlappedGRPOTrainer", "check_version", "with_defaults"]
-
 RELEASE = "1.16"
 """The release of TRL whose undocumented methods and attributes this trainer uses."""
 

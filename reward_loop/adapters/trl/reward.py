@@ -26,8 +26,6 @@ from reward_loop.scoring.forms import content_of
 from reward_loop.scoring.signature import required_by_name
 from reward_loop.types import Outcome, RewardResult, RewardSample, finite_number, is_returned
 
-__all__ = ["Columns", "RewardLog", "TRLReward", "group_sizes", "reward_function", "text_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Columns:

@@ -31,8 +31,6 @@ from reward_loop.serving.options import ServedModelConfig
 if TYPE_CHECKING:
     from reward_loop.serving.embedded.model import EmbeddedModel
 
-__all__ = ["create_app", "main"]
-
 
 def create_app(model: EmbeddedModel) -> FastAPI:
     """Return the server's ASGI app for a model, whose engine runs during the app's lifespan."""

@@ -37,8 +37,6 @@ from transformers.generation.logits_process import (
 
 from reward_loop.serving.embedded.dialect import SamplingOptions
 
-__all__ = ["BatchingEngine", "GeneratedTokens", "RowEndings", "RowSampler", "SamplingParams"]
-
 
 class SamplingParams(SamplingOptions):
     """The sampling parameters of one generation."""

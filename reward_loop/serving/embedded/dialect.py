@@ -9,18 +9,6 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError, model_validator
 
-__all__ = [
-    "ApiError",
-    "ChatRequest",
-    "ClassifyRequest",
-    "PromptRequest",
-    "R",
-    "SamplingOptions",
-    "envelope",
-    "now",
-    "parse",
-]
-
 _SHOWN_PROBLEMS = 10
 
 

@@ -22,8 +22,6 @@ from reward_loop.serving.embedded.dialect import (
 )
 from reward_loop.serving.models import ModelKind
 
-__all__ = ["EmbeddedModel"]
-
 
 class EmbeddedModel:
     """A model in float32 with its tokenizer, and the engine that runs it.

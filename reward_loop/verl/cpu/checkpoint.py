@@ -17,8 +17,6 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from reward_loop.verl.compat import uses
 from reward_loop.verl.cpu.server import Mailbox
 
-__all__ = ["RayCheckpointEngine"]
-
 uses(__name__, "verl.checkpoint_engine.base:CheckpointEngineRegistry", "register(backend)")
 
 RECEIVE_TIMEOUT_S = 600.0

@@ -12,8 +12,6 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDP
 
 from reward_loop.verl.compat import replaced, uses
 
-__all__ = ["CPUEngineWithLMHead", "CPUEngineWithValueHead"]
-
 uses(__name__, "verl.workers.engine.base:EngineRegistry", "register(model_type, backend, device)")
 uses(__name__, "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead", "_build_fsdp_module(module)")
 uses(__name__, "verl.utils.model", "load_valuehead_model(local_path, torch_dtype, model_config, trust_remote_code)")

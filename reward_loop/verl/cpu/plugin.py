@@ -17,9 +17,6 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 
 from reward_loop.verl.compat import uses
 
-__all__ = ["CPUPlatform"]
-
-
 uses(__name__, "verl.plugin.platform.platform_manager:PlatformRegistry", "register(platform)")
 uses(__name__, "verl.workers.rollout.base", "_ROLLOUT_REGISTRY")
 uses(__name__, "verl.workers.rollout.replica:RolloutReplicaRegistry", "register(name, loader)")

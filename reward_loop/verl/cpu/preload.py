@@ -17,8 +17,6 @@ import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 
-__all__ = ["preloaded", "set_environment"]
-
 MODULES = (
     "aiohttp",
     "datasets",

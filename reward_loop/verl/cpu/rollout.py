@@ -16,8 +16,6 @@ from verl.workers.rollout.utils import ensure_async_iterator
 from reward_loop.verl.compat import uses
 from reward_loop.verl.cpu.server import CPURewardServer, CPURolloutServer
 
-__all__ = ["CPUReplica", "ServerAdapter"]
-
 uses(__name__, "verl.workers.rollout.base", "BaseRollout")
 uses(__name__, "verl.workers.rollout.replica:RolloutReplica", "_server_address", "_server_handle", "servers", "workers")
 uses(__name__, "verl.workers.rollout.utils", "ensure_async_iterator(iterable)")

@@ -16,8 +16,6 @@ from reward_loop.serving.embedded.batching import BatchingEngine, SamplingParams
 from reward_loop.serving.manager import RewardModelManager
 from reward_loop.verl.compat import uses
 
-__all__ = ["CPURewardServer", "CPURolloutServer", "Mailbox"]
-
 uses(__name__, "verl.workers.rollout.replica", "TokenOutput")
 
 MAX_BATCH_SIZE = 128

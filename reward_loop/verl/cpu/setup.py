@@ -15,8 +15,6 @@ from reward_loop.errors import ConfigError
 from reward_loop.serving.models import served_models
 from reward_loop.verl.cpu.preload import preloaded
 
-__all__ = ["CPU_ENVIRONMENT", "prepared", "run_environment"]
-
 CPU_ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
     "VERL_USE_EXTERNAL_MODULES": "reward_loop.verl.cpu.plugin",
