@@ -257,15 +257,13 @@ class Records:
 
 
 def _size(value: Any, depth: int = 5) -> int:
-    """Return an estimate of the characters of a value; long lists are estimated by their first items."""
-    if isinstance(value, str):
-        return len(value)
+    """Return an estimate of the characters in a container; long lists are estimated by their first items."""
     if not isinstance(value, dict | list | tuple) or not depth:
         return int(getattr(value, "nbytes", 8))
-    if isinstance(value, dict):
-        return sum([_size(item, depth - 1) for item in value.values()])
-    first = value[:_COUNTED]
-    return sum([_size(item, depth - 1) for item in first]) * len(value) // max(1, len(first))
+    items = [*value.values()] if isinstance(value, dict) else value[:_COUNTED]
+    # Texts here: a call for each takes longer than all else of a row.
+    sizes = [len(item) if isinstance(item, str) else _size(item, depth - 1) for item in items]
+    return sum(sizes) * len(value) // max(1, len(sizes))
 
 
 def _fraction(sample: RewardSample) -> float:
