@@ -146,7 +146,9 @@ def kill_marked(mark: str) -> None:
     # An exiting process first frees its environment, so it may be marked, and later its files, such as those of a GPU.
     ends_by = time.monotonic() + _EXITS_WITHIN_S
     for pid in _exiting():
-        _wait_for(pid, max(0.0, ends_by - time.monotonic()))
+        # OSError: where `pidfd_open` is forbidden, as in some containers.
+        with contextlib.suppress(OSError):
+            _wait_for(pid, max(0.0, ends_by - time.monotonic()))
 
 
 def _wait_for(pid: int, timeout_s: float | None = None, *, kills: bool = False) -> None:

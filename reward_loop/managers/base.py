@@ -595,10 +595,14 @@ def uid_of(row: Mapping[str, Any]) -> str | None:
 def recorded_uid(row: Any) -> str | None:
     """Return the uid that the record of a sample, or of a row of verl's ``DataProto``, has and no other record.
 
-    ``None`` without a uid, and without a session id: the rollouts of a prompt then have the same uid.
+    ``None`` without a uid, and without a session id: the rollouts of a prompt then have the same uid. Also without a
+    response, as a manager of the user may have it.
     """
     if not hasattr(row, "non_tensor_batch"):
         uid: str | None = getattr(row, "uid", None)
         return uid
-    fields = last_row(row, row.batch["responses"])
+    responses = None if getattr(row, "batch", None) is None else row.batch.get("responses", None)
+    if responses is None:
+        return None
+    fields = last_row(row, responses)
     return None if fields.get("session_id") is None else uid_of(fields)

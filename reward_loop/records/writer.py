@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import re
+import sys
 import threading
 import zlib
 from collections import deque
@@ -257,9 +258,15 @@ class Records:
 
 
 def _size(value: Any, depth: int = 5) -> int:
-    """Return an estimate of the characters in a container; long lists are estimated by their first items."""
+    """Return an estimate of the characters in a value; long lists are estimated by their first items."""
+    if (numpy := sys.modules.get("numpy")) is not None and isinstance(value, numpy.ndarray):
+        if value.dtype != object:
+            return int(value.nbytes)
+        value = value.tolist()
+    if isinstance(value, bytes | bytearray):
+        return len(value)
     if not isinstance(value, dict | list | tuple) or not depth:
-        return int(getattr(value, "nbytes", 8))
+        return 8
     items = [*value.values()] if isinstance(value, dict) else value[:_COUNTED]
     # Texts here: a call for each takes longer than all else of a row.
     sizes = [len(item) if isinstance(item, str) else _size(item, depth - 1) for item in items]

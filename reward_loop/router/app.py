@@ -188,7 +188,7 @@ class Router:
         return control_plane(self.pool, self.proxy)
 
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("reward_loop.router.app")  # also where this module is the program
 
 _MOST_LONGER = 10.0
 """A client gets at most this many times the usual time limit: a header must not occupy a place without end."""

@@ -376,10 +376,12 @@ def _wait(
         os.killpg(process.pid, signal.SIGKILL)
     code = process.wait()
     # An engine core has its own session, and may ignore SIGTERM: it would keep its GPU's memory from the next server.
-    kill_marked(mark)
-    # The loop is closed if its owner was interrupted; then no task waits for the result.
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(exited.set_result, code)
+    try:
+        kill_marked(mark)
+    finally:  # or `stop` would wait without end
+        # The loop is closed if its owner was interrupted; then no task waits for the result.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(exited.set_result, code)
 
 
 def _ending(code: int) -> str:

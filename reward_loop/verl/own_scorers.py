@@ -100,15 +100,15 @@ class _Finder(importlib.abc.MetaPathFinder):
         if fullname not in _CHANGES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.origin is not None:
-            spec.loader = _Loader(fullname, spec.origin)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_change(module: ModuleType) -> None:
+                run(module)
+                _CHANGES[fullname](module)
+
+            spec.loader.exec_module = run_and_change  # type: ignore[method-assign]
         return spec
-
-
-class _Loader(importlib.machinery.SourceFileLoader):
-    def exec_module(self, module: ModuleType) -> None:
-        super().exec_module(module)
-        _CHANGES[module.__name__](module)
 
 
 def _guard_grader(grader: Any) -> None:

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from reward_loop import NaiveRewardLoopManager, RewardAgent, RewardLoopConfig, RewardSample
@@ -218,6 +220,8 @@ def test_what_cannot_be_written_costs_nothing_else_and_one_warning(
         (None, (), 9),
         ({"prompt": [{"content": "x" * 3500}]}, (), 2),
         ({"extra_info": {"tests": ["x" * 35] * 100}}, (), 2),
+        ({"extra_info": {"image": b"x" * 3400, "odd": SimpleNamespace(nbytes=None)}}, (), 2),
+        ({"extra_info": np.array([{"pixels": np.zeros(3500, np.uint8)}], object)}, (), 2),
         (None, [{"request": {"prompt": "x" * 3500}}], 1),
     ],
 )

@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -172,6 +173,25 @@ async def test_nothing_is_left_of_a_server_if_no_thread_can_wait_for_its_end(
         patch.setattr(threading.Thread, "start", start)
         with pytest.raises(ServerStartError, match=r"can't start new thread \(see `ulimit -u`\)"):
             await server.__aenter__()
+    assert not psutil.pid_exists(server.pid)
+
+
+def ended_but_not_awaited() -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    return process
+
+
+async def test_a_server_stops_where_no_process_can_be_awaited(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(pid: int, flags: int = 0) -> int:
+        raise PermissionError("pidfd_open")
+
+    monkeypatch.setattr(os, "pidfd_open", forbidden)
+    server = stub()
+    other = await asyncio.to_thread(ended_but_not_awaited)
+    async with asyncio.timeout(60), server:
+        pass
+    assert other.wait() == 0
     assert not psutil.pid_exists(server.pid)
 
 

@@ -330,7 +330,7 @@ async def test_without_a_function_the_reward_is_the_logit_of_the_reward_model(
         workers = RewardWorkers(settings, RouterAddress(judge.address))
         workers.wait_until_ready()
         rows = [rollout("4" * fours, raw_prompt=prompt) for fours in range(4)]
-        rewards = await asyncio.to_thread(workers.finish_batch, workers.start_batch(rows))
+        rewards = await asyncio.to_thread(workers.score_batch, rows)
     assert [reward["reward_score"] for reward in rewards] == [0.0, 1.0, 2.0, 3.0]
 
 
@@ -341,7 +341,7 @@ async def test_what_a_broken_scorer_returned_is_used_nowhere(
     workers = started(with_function("from tests.verl.rewards import forgeable as compute_score", ONE_WORKER, *records))
     texts = [letter * length for letter in "abcd" for length in (1, 2, 3)]
     rows = [rollout(text, uid=text, reward_model={"ground_truth": str(number)}) for number, text in enumerate(texts)]
-    made = await asyncio.to_thread(workers.finish_batch, workers.start_batch(rows))
+    made = await asyncio.to_thread(workers.score_batch, rows)
     outcomes = {text: reward["reward_extra_info"]["reward_outcome"] for text, reward in zip(texts, made, strict=True)}
     # A forged score would be 1. Only the responses that break the scorer fail.
     assert outcomes == {text: "failed" if forges(text) else "scored" for text in texts}
