@@ -252,8 +252,7 @@ def test_a_batch_is_awaited_as_long_as_its_slowest_sample_may_take(
     workers.client.by_group = by_group
     monkeypatch.setattr(workers.client, "reward_of", lambda sample: reward())
     monkeypatch.setattr(workers, "check_fatal_errors", lambda: None)
-    sample: Any = "the rollout"
-    assert workers.score_batch([sample]) == [1.0]
+    assert workers.score_batch([rollout("1", uid="a")]) == [1.0]
     assert now[0] == arrival_s
 
 
