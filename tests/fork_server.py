@@ -72,8 +72,10 @@ def forking_python(folder: Path, fork_server: str | None = None) -> Path:
         fork_server: the Python that asks another fork server than that of `worker_python`.
     """
     python = folder / "python"
+    # PYTHONPATH: without it, a process also loses the folders that the fork server has from it: the repository.
     python.write_text(
         f"""#!/bin/bash
+export PYTHONPATH=${{PYTHONPATH-{shlex.quote(str(ROOT))}}}
 [ "$1" != -P ] || shift
 case "$1" in
     -m) shift ;;
@@ -94,7 +96,10 @@ def output_of(code: str, folder: Path) -> str:
     script = folder / "script.py"
     script.write_text(code)
     command = [*shlex.split(worker_python()), str(script)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, cwd=folder, check=True)
+    environment = {**os.environ, **module_environment()}  # as in `forking_python`
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, cwd=folder, check=True
+    )
     return done.stdout
 
 
