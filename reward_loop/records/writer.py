@@ -11,7 +11,7 @@ import sys
 import threading
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,8 +127,8 @@ class Records:
             self.exchange_counts.add(exchanges)
         size = (
             _ROW_SIZE
-            + (0 if text is None else _size(text))
-            + sum(_ROW_SIZE + _size(exchange) for exchange in exchanges)
+            + (0 if text is None else _size(text.values()))
+            + sum(_ROW_SIZE + _size(exchange.values()) for exchange in exchanges)
         )
         self._queue(_Record(row, size, text, exchanges, has_id=True))
 
@@ -257,20 +257,26 @@ class Records:
         self._files.add_rows([*map(_row_line, found, names, texts, exchanges)])
 
 
-def _size(value: Any, depth: int = 5) -> int:
-    """Return an estimate of the characters in a value; long lists are estimated by their first items."""
-    if (numpy := sys.modules.get("numpy")) is not None and isinstance(value, numpy.ndarray):
-        if value.dtype != object:
-            return int(value.nbytes)
-        value = value.tolist()
-    if isinstance(value, bytes | bytearray):
-        return len(value)
-    if not isinstance(value, dict | list | tuple) or not depth:
-        return 8
-    items = [*value.values()] if isinstance(value, dict) else value[:_COUNTED]
-    # Texts here: a call for each takes longer than all else of a row.
-    sizes = [len(item) if isinstance(item, str) else _size(item, depth - 1) for item in items]
-    return sum(sizes) * len(value) // max(1, len(sizes))
+def _size(values: Iterable[Any], depth: int = 5) -> int:
+    """Return an estimate of the characters in values; long lists are estimated by their first items."""
+    size = 0
+    for value in values:  # the usual types first, and one call for a whole dict: this runs for each sample
+        if isinstance(value, str):
+            size += len(value)
+        elif value is None or isinstance(value, (int, float)):
+            size += 8
+        elif isinstance(value, dict) and depth:
+            size += _size(value.values(), depth - 1)
+        elif isinstance(value, (list, tuple)) and depth:
+            first = value[:_COUNTED]
+            size += _size(first, depth - 1) * len(value) // max(1, len(first))
+        elif isinstance(value, (bytes, bytearray)):
+            size += len(value)
+        elif (numpy := sys.modules.get("numpy")) is not None and isinstance(value, numpy.ndarray):
+            size += _size([value.tolist()], depth) if value.dtype == object else value.nbytes
+        else:
+            size += 8
+    return size
 
 
 def _fraction(sample: RewardSample) -> float:
