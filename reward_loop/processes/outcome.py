@@ -14,7 +14,7 @@ from reward_loop.errors import ScoringError
 _MESSAGE_CHARACTERS = 500
 
 
-# eq=False: an exception is equal only to itself. It is pickled by its `args`: only values that are passed by position.
+# eq=False: an exception is equal only to itself. It is pickled by its `args`, so pass all values by position.
 @dataclass(eq=False)
 class RemoteError(Exception):
     """Represents an exception raised in a worker process, with the data that retries and limits need.

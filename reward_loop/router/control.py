@@ -83,7 +83,7 @@ def _app(pool: BackendPool, proxy: Proxy) -> FastAPI:
     async def remove(url: str) -> None:
         await pool.remove(find(url))
 
-    @app.post("/workers/hung")  # no GET, which any web page may send: the URL is not returned to the owner then
+    @app.post("/workers/hung")  # not GET, which any web page can send: the report would not reach the owner
     async def next_hung() -> str:
         """Wait until a server is hung, and return its URL; its owner restarts it."""
         return (await pool.next_hung()).url

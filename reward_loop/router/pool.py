@@ -255,7 +255,7 @@ class BackendPool:
                 self._wanted.add(name)
 
     async def _share(self, key: object, work: Callable[[], Coroutine[Any, Any, object]]) -> None:
-        """Await some work, which goes on if it was begun with the same key and has not ended; else begin it."""
+        """Await the work with a key, which other requests may await, too. It is started unless it is running."""
         if key not in self._shared:
             self._shared[key] = self._tasks.create_task(work())
             self._shared[key].add_done_callback(lambda _: self._shared.pop(key))

@@ -68,7 +68,7 @@ def audit(
         ``rows``: of each kind the result, also by step, and the ``limit`` of its health monitor.
 
     Raises:
-        ConfigError: there are no probes of the kind.
+        ConfigError: the records contain no probes of this kind.
     """
     kinds: list[dict[str, Any]] = []
     steps: dict[str, list[dict[str, Any]]] = defaultdict(list)

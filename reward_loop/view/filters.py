@@ -112,7 +112,7 @@ class SampleFilter:
         """Return the filter that the parameters of a request describe; `text` is not among its conditions.
 
         Raises:
-            ConfigError: a value does not fit its field, or there is no such field.
+            ConfigError: a value does not fit its field, or the field is unknown.
         """
         found = cls()
         for name, value in query.items():
@@ -176,7 +176,7 @@ class SortOrder:
         """Return the order that the parameters ``sort`` and ``order`` of a request describe.
 
         Raises:
-            ConfigError: there is no such field, or `order` is neither ``asc`` nor ``desc``.
+            ConfigError: the field is unknown, or `order` is neither ``asc`` nor ``desc``.
         """
         name, order = query.get("sort") or "", query.get("order") or "asc"
         if order not in ("asc", "desc"):

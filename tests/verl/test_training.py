@@ -371,7 +371,7 @@ def harried_run(
 
 @pytest.fixture(scope="module")
 def group_run(tmp_path_factory: pytest.TempPathFactory, mixed_run: Run, tiny_generative_model: Path) -> Run:
-    """Goes on from the checkpoint of step 2, with a function that sees whole groups, of other sizes in validation, and
+    """Resumes from the checkpoint of step 2, with a function that sees whole groups, of other sizes in validation, and
     gives two rewards that GDPO normalises. After two more steps, the function fails."""
     return train(
         tmp_path_factory.mktemp("group"),
