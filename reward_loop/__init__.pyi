@@ -3,7 +3,6 @@
 from reward_loop.agent import BlockingRewardAgent as BlockingRewardAgent
 from reward_loop.agent import RewardAgent as RewardAgent
 from reward_loop.agent.environment import score as score
-from reward_loop.agent.environment import score_later as score_later
 from reward_loop.agent.environment import scorer as scorer
 from reward_loop.config import RewardLoopConfig as RewardLoopConfig
 from reward_loop.errors import BrokenScorerError as BrokenScorerError

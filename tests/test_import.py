@@ -50,7 +50,6 @@ PUBLIC = [
     "load_function",
     "register",
     "score",
-    "score_later",
     "scorer",
     "serve_limits",
 ]

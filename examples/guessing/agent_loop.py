@@ -49,8 +49,7 @@ class GuessingAgentLoop(AgentLoopBase):
             messages = [*before, {"role": "user", "content": told}]
             merged, mask, logprobs = await self.ct_merge_context_msg(before, messages, tokens, mask, logprobs)
             tokens = merged.token_ids
-        # The reward arrives after the trajectory: the engine and the trainer need not wait for the judge.
-        reward_loop.score_later(
+        reward = await reward_loop.score(
             game.transcript, ground_truth=secret, extra_info={**kwargs["extra_info"], **game.evidence()}
         )
         return AgentLoopOutput(
@@ -60,5 +59,6 @@ class GuessingAgentLoop(AgentLoopBase):
             response_logprobs=logprobs[:room] if logprobs else None,
             num_turns=2 * len(game.guesses),
             metrics={},
-            extra_fields=versions,
+            reward_score=reward["reward_score"],
+            extra_fields={**versions, "reward_extra_info": reward["reward_extra_info"]},
         )

@@ -1,4 +1,4 @@
-"""Rewards that an agent loop or an environment requests itself: `score` and `score_later`.
+"""Rewards that an agent loop or an environment requests itself: `score`.
 
 The code of an environment names no trainer. `score` uses the current scorer: within an agent loop of a verl run, the
 run's reward workers; elsewhere, the one that `scorer` opened. In both cases the sample has the run's deadline, retries,
@@ -27,14 +27,12 @@ _FIELDS = frozenset(field.name for field in fields(RewardSample))
 
 @dataclass(frozen=True, slots=True)
 class CurrentScorer:
-    """What `score` and `score_later` use in a task, and in the tasks that it starts."""
+    """What `score` uses in a task, and in the tasks that it starts."""
 
     score: Callable[[RewardSample], Awaitable[Reward]]
     """Scores one sample."""
     rollout: Mapping[str, Any]
     """The fields of samples that the trainer knows, such as ``uid``, ``group`` and ``step``."""
-    later: Callable[[RewardSample], None] | None = None
-    """Starts to score a sample, whose reward becomes that of the rollout; ``None`` outside of a rollout."""
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -73,26 +71,6 @@ async def score(solution_str: str, **more: Any) -> Reward:
     """
     current = _get()
     return await current.score(_sample(current, solution_str, more))
-
-
-def score_later(solution_str: str, **more: Any) -> None:
-    """Have a rollout of verl scored after its agent loop has returned. Returns at once.
-
-    The trajectory is published before its reward arrives, so judging overlaps with training, as for a rollout whose
-    agent loop computes no reward. The agent loop must not set a ``reward_score``.
-
-    Args:
-        solution_str: as for `score`.
-        more: as for `score`.
-
-    Raises:
-        ConfigError: the caller is not an agent loop of a verl run, it has called this function before, or ``more`` has
-            other fields.
-    """
-    current = _get()
-    if current.later is None:
-        raise ConfigError("score_later works only in an agent loop of a verl run: await reward_loop.score instead")
-    current.later(_sample(current, solution_str, more))
 
 
 @asynccontextmanager

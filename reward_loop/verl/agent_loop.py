@@ -14,8 +14,8 @@ A session has these parts, all within verl's task for the session (`_run_agent_l
 A session ends only when its reward is written, so verl's own prompt statuses keep their meaning. When no session of a
 prompt is being generated any more, one of its trajectories gets the tag `GENERATED`.
 
-An agent loop may request the reward itself, see `reward_loop.agent.environment`: `score` returns it to the loop, and
-part 2 does not judge a trajectory that has a score; `score_later` replaces the sample that part 2 judges.
+An agent loop may request the reward itself, see `reward_loop.agent.environment`: part 2 does not judge a trajectory
+that has a score.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import itertools
 import time
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,7 +35,6 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from reward_loop.agent.environment import CurrentScorer
-from reward_loop.errors import ConfigError
 from reward_loop.managers import RewardLoopManagerBase
 from reward_loop.managers.base import (
     TOTAL_STEPS,
@@ -50,7 +49,6 @@ from reward_loop.managers.base import (
 from reward_loop.records import Records
 from reward_loop.types import Outcome, Reward, RewardSample
 from reward_loop.verl.compat import overrides, uses
-from reward_loop.verl.tq_rows import REQUESTED
 from reward_loop.verl.trajectory_keys import FAILURE, GENERATED, JUDGED
 
 uses(
@@ -88,20 +86,6 @@ class _Session:
     times: dict[str, float] = field(default_factory=dict)
     """The times of the fields ``end``, ``scoring`` and ``scored`` of the session's event."""
     judging: asyncio.Task[None] | None = None
-    requested: RewardSample | None = None
-    """The sample for which the agent loop called `score_later`."""
-
-    def request(self, sample: RewardSample) -> None:
-        """Have this sample judged after the agent loop has returned.
-
-        Raises:
-            ConfigError: a sample was requested before.
-        """
-        if self.requested is not None:
-            raise ConfigError(
-                f"the agent loop called score_later twice for rollout {self.name}: a rollout has one reward"
-            )
-        self.requested = sample
 
 
 _prompt: ContextVar[_Prompt] = ContextVar("prompt")
@@ -192,7 +176,7 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         }
         step = rollout["generated_step"] if rollout["step"] is None else rollout["step"]
         rollout["training_progress"] = progress_of(step, self._total_steps())
-        return CurrentScorer(self._score, rollout, session.request).in_use()
+        return CurrentScorer(self._score, rollout).in_use()
 
     async def _score(self, sample: RewardSample) -> Reward:
         (client,) = self.reward_loop_worker_handles
@@ -239,13 +223,6 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         session = _session.get()
         if session is None:
             return await super()._compute_score(outputs, kwargs, **options)
-        if outputs[-1].reward_score is not None and session.requested is not None:
-            raise ConfigError(f"the agent loop set a reward_score and called score_later for rollout {session.name}")
-        if session.requested is not None:
-            # To judge it again after a death. As a dict: verl's `as_dict` makes one of it only if the agent loop has
-            # set `extra_fields` itself.
-            requested = {field.name: getattr(session.requested, field.name) for field in fields(session.requested)}
-            outputs[-1].extra_fields[REQUESTED] = requested
         if outputs[-1].reward_score is None:
             for output in outputs:
                 # verl replaces it by the reward of the last output, but only after judging: published alone, a score
@@ -265,13 +242,7 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         The other arguments are those of `_compute_score`.
         """
         times["scoring"] = time.time()
-        session = _session.get()
-        if session is None or session.requested is None:
-            await super()._compute_score(outputs, kwargs, **options)
-        else:
-            reward = await self._score(session.requested)
-            outputs[-1].reward_score = reward["reward_score"]
-            outputs[-1].extra_fields["reward_extra_info"] = reward["reward_extra_info"]
+        await super()._compute_score(outputs, kwargs, **options)
         times["scored"] = time.time()
 
 

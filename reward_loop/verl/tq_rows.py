@@ -20,7 +20,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.protocol import DataProto
 
 from reward_loop.managers.base import VALIDATE
-from reward_loop.types import Reward, RewardSample
+from reward_loop.types import Reward
 from reward_loop.verl.compat import uses
 from reward_loop.verl.reward_metrics import TrajectoryReward
 from reward_loop.verl.trajectory_keys import FAILURE, session_of, uid_of
@@ -174,10 +174,6 @@ RAW_SCORE = "raw_score"
 """Key of a trajectory's ``extra_fields``: its score before ``post_process_scores``. Only groups that have been
 post-processed have it."""
 
-REQUESTED = "reward_sample"
-"""Key of a trajectory's ``extra_fields``: the sample that the agent loop requested to be judged in its place, see
-`score_later`, as a dict of its fields."""
-
 TENSORS = ("prompts", "responses", "input_ids", "position_ids")
 
 AGENT_OUTPUT = frozenset({*TENSORS, "num_turns", "extra_fields"})
@@ -189,12 +185,11 @@ NOT_FOR_REWARDS = frozenset(AgentLoopOutput.model_fields).union(
 """Columns that an agent loop writes; all other columns come from the data set."""
 
 
-def read_sessions(batch: Any) -> tuple[list[str], list[DataProto | RewardSample]]:
+def read_sessions(batch: Any) -> tuple[list[str], list[DataProto]]:
     """Return the rollouts of a batch in the form in which the agent loop sends them to a reward worker.
 
     Returns:
-        The key of each session's last output; and for each session, a ``DataProto`` with one row per output, or the
-        sample that its agent loop requested to be judged.
+        The key of each session's last output; and for each session, a ``DataProto`` with one row per output.
     """
     # Only these: images and routed experts are large.
     names = [
@@ -209,15 +204,9 @@ def read_sessions(batch: Any) -> tuple[list[str], list[DataProto | RewardSample]
     sessions: dict[str, list[str]] = defaultdict(list)
     for key in batch.keys:
         sessions[session_of(key)[0]].append(key)
-    samples: list[DataProto | RewardSample] = []
     for keys in sessions.values():
         keys.sort(key=session_of)
-        requested = outputs[keys[-1]].get("extra_fields", {}).get(REQUESTED)
-        samples.append(
-            RewardSample(**requested)
-            if requested
-            else _as_data_proto([outputs[key] for key in keys], batch.partition_id)
-        )
+    samples = [_as_data_proto([outputs[key] for key in keys], batch.partition_id) for keys in sessions.values()]
     return [keys[-1] for keys in sessions.values()], samples
 
 

@@ -107,22 +107,17 @@ async def test_the_rollouts_fields_are_those_of_its_samples() -> None:
         seen.append(sample)
         return {"reward_score": 1.0, "reward_extra_info": {}}
 
-    later: list[RewardSample] = []
-    with CurrentScorer(score, {"uid": "q_0", "group": "q", "step": 5}, later.append).in_use():
+    with CurrentScorer(score, {"uid": "q_0", "group": "q", "step": 5}).in_use():
         await reward_loop.score("x")
         await reward_loop.score("x", uid="q_0.turn1")
-        reward_loop.score_later("y", ground_truth="z")
     assert [sample.uid for sample in seen] == ["q_0", "q_0.turn1"]
     assert {(sample.group, sample.step) for sample in seen} == {("q", 5)}
-    assert later == [RewardSample("y", ground_truth="z", uid="q_0", group="q", step=5)]
 
 
 async def test_wrong_calls_are_named() -> None:
     async with reward_loop.scorer(length):
         with pytest.raises(ConfigError, match=r"no field question; it has .*ground_truth.*extra_info"):
             await reward_loop.score("x", question="?")
-        with pytest.raises(ConfigError, match=r"score_later works only in an agent loop of a verl run"):
-            reward_loop.score_later("x")
     with pytest.raises(FunctionLoadError):
         async with reward_loop.scorer("no_such_file.py:f"):
             pass

@@ -22,7 +22,6 @@ from reward_loop.types import Reward, RewardSample
 from reward_loop.verl import agent_loop
 from reward_loop.verl.agent_loop import RewardAgentLoopWorker
 from reward_loop.verl.separate_async import QueueAgentLoopWorker
-from reward_loop.verl.tq_rows import REQUESTED
 
 pytestmark = pytest.mark.integration  # it imports verl
 
@@ -369,49 +368,6 @@ async def test_the_length_of_the_run_reaches_the_reward_workers(worker: Any) -> 
     worker.loop = loop
     await run(worker)
     assert [sample.training_progress for sample in client.samples] == [0.25, 0.25]
-
-
-async def test_a_reward_that_an_agent_loop_requests_for_later_arrives_after_the_trajectory(
-    worker: Any, queue: Queue
-) -> None:
-    client = Client()
-    worker.reward_loop_worker_handles = [client]
-
-    async def loop() -> None:
-        reward_loop.score_later("answer")
-        assert client.samples == []
-
-    worker.loop = loop
-    await run(worker)
-    assert worker.sent == []
-    rows = [queue.fields[f"q_{session}_0"] for session in range(2)]
-    assert [row["rm_scores"] for row in rows] == [1.0, 2.0]
-    infos = [row["extra_fields"]["reward_extra_info"] for row in rows]
-    assert [info.get("reward_masked", False) for info in infos] == [False, True]
-    # Kept, so that the rollout can be judged again.
-    kept = [RewardSample(**row["extra_fields"][REQUESTED]) for row in rows]
-    assert kept == client.samples
-    assert all(tag.get("judged") for key, tag in queue.tags.items() if key != UID)
-    for event in await events(worker):
-        assert event["end"] <= event["scoring"] <= event["scored"]
-
-
-async def test_a_rollout_has_one_reward(worker: Any, queue: Queue) -> None:
-    worker.reward_loop_worker_handles = [Client()]
-
-    async def twice() -> None:
-        reward_loop.score_later("a")
-        reward_loop.score_later("b")
-
-    async def both() -> None:
-        reward_loop.score_later("a")
-        worker.own_score = 1.0
-
-    for loop, message in ((twice, "called score_later twice for rollout q_"), (both, "set a reward_score and called")):
-        worker.loop = loop
-        await run(worker)
-        assert [message in str(error) for error in worker.ended] == [True, True]
-    assert queue.fields == {}
 
 
 async def test_there_is_no_scorer_where_rewards_are_computed_after_the_rollout(worker: Any) -> None:

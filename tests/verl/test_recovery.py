@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardLoopError
-from reward_loop.types import Reward, RewardSample
+from reward_loop.types import Reward
 from reward_loop.verl import recovery, tq_rows
 from reward_loop.verl.agent_loop_manager import Assignments
 from reward_loop.verl.mode_options import PIPELINE_MODE
@@ -115,23 +114,21 @@ class Rewards:
 
     def __init__(self) -> None:
         self.abandoned: list[set[str]] = []
-        self.received: list[DataProto | RewardSample] = []
+        self.received: list[DataProto] = []
         self.client = SimpleNamespace(options=RewardLoopConfig(), by_group=False)
         self.outcome = "scored"
 
     @property
     def judged(self) -> list[str]:
         return sorted(
-            str(sample.uid)
-            if isinstance(sample, RewardSample)
-            else "{}_{}".format(*(sample.non_tensor_batch[name][-1] for name in ("uid", "session_id")))
+            "{}_{}".format(*(sample.non_tensor_batch[name][-1] for name in ("uid", "session_id")))
             for sample in self.received
         )
 
     def abandon(self, uids: set[str]) -> None:
         self.abandoned.append(set(uids))
 
-    def score_batch(self, samples: list[DataProto | RewardSample]) -> list[Reward]:
+    def score_batch(self, samples: list[DataProto]) -> list[Reward]:
         self.received += samples
         scored = self.outcome == "scored"
         info = {
@@ -369,17 +366,6 @@ def test_scores_that_were_post_processed_without_the_failed_one_are_post_process
     after = tq_rows.read_rewards(batch)
     assert queue.scores() == {"a_0_0": 0.5, "a_1_0": NEW, "b_0_0": 1.0, "b_1_0": 0.5}
     assert [reward.post_processed for reward in after.values()] == [False, False, True, True]
-
-
-def test_a_sample_that_its_agent_loop_requested_is_judged_again(queue: Queue) -> None:
-    queue.prompt("a", "running", 0, 1, generated=True)
-    queue.reward("a_0_0", 0.0, "failed")
-    requested = RewardSample("4", uid="a_0", extra_info={"guesses": [1, 4]})
-    # As verl's `AgentLoopOutput.as_dict` writes it.
-    queue.rows["a_0_0"]["extra_fields"] |= {tq_rows.REQUESTED: dataclasses.asdict(requested)}
-    rewards = resume(queue)
-    assert requested in rewards.received
-    assert rewards.judged == ["a_0", "a_1"]
 
 
 def test_a_rollout_whose_agent_loop_got_no_score_is_generated_again(queue: Queue) -> None:
