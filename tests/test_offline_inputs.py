@@ -120,7 +120,7 @@ ROW = {
 
 def test_a_row_gives_the_arguments_that_a_function_asks_for():
     requires = frozenset({"prompt", "response_ids", "response_length", "is_truncated", "global_steps", "validate"})
-    sample = Fields(columns=frozenset({"solution"})).to_sample(Row("r", ROW))
+    sample = Fields().to_sample(Row("r", ROW))
     assert (sample.prompt, sample.response_ids, sample.response_length) == ("2+2=", [19, 2], 2)
     assert (sample.is_truncated, sample.global_steps, sample.training_progress, sample.validate) == (
         False,
@@ -128,7 +128,6 @@ def test_a_row_gives_the_arguments_that_a_function_asks_for():
         0.5,
         True,
     )
-    assert sample.extra_info == {"solution": "4"}
     for name in requires - {"response_length"}:
         field = "step" if name == "global_steps" else name
         given = {key: value for key, value in ROW.items() if key != field}

@@ -238,11 +238,6 @@ class RewardLoopManagerBase:
 
     # Not in the constructor: a composite creates its functions after that of the base class.
     @functools.cached_property
-    def columns(self) -> frozenset[str]:
-        """The columns of the data set that functions in the form of another trainer require."""
-        return frozenset().union(*(getattr(function, "columns", ()) for function in self._functions()))
-
-    @functools.cached_property
     def _takes(self) -> frozenset[str]:
         """The arguments that the user's functions receive, if the sample has them."""
         return frozenset().union(*(getattr(function, "takes", ()) for function in self._functions()))
@@ -282,7 +277,6 @@ class RewardLoopManagerBase:
         extra_info = {**_mapping(row, "extra_info", broken), **_mapping(row, "tool_extra_fields", broken)}
         extra_info["num_turns"] = row.get("__num_turns__")
         extra_info["rollout_reward_scores"] = row.get("reward_scores", {})
-        extra_info |= {name: row[name] for name in self.columns if name in row and name not in extra_info}
         reference = _mapping(row, "reward_model", broken)
         source, validate = str(row.get("data_source", "")), row.get(VALIDATE)
         # `None` is not `False`: components for one phase refuse samples whose phase is unknown.

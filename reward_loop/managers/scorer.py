@@ -25,8 +25,6 @@ class Scorer:
     manager: Any
     requires: frozenset[str]
     """The fields of a sample that the function requires."""
-    columns: frozenset[str] = frozenset()
-    """The columns of the data that a function in the form of another trainer requires."""
 
     @property
     def has_post_process(self) -> bool:
@@ -101,7 +99,7 @@ def load_scorer(
     except (Exception, SystemExit) as error:
         raise ConfigError(f"the manager {manager} cannot be created: {type(error).__name__}: {error}") from error
     requires = getattr(made, "requires", function.requires if function is not None else frozenset())
-    return Scorer(loaded, function, made, requires, getattr(made, "columns", frozenset()))
+    return Scorer(loaded, function, made, requires)
 
 
 async def reward_of(manager: Any, sample: Any, name: object) -> Reward:

@@ -139,10 +139,6 @@ async def check(
         ("calls in a process", functools.partial(checks.calls_in_a_process, in_worker)),
         ("unusual responses", checks.unusual_responses),
     ]
-    if manager == "naive" and calls.takes_lists:
-        in_lists = functools.partial(calls_with, manager="batch", options=options)
-        # After the second round, which finds out whether results can be compared.
-        rounds.insert(2, ("lists of samples", functools.partial(checks.lists_of_samples, in_lists)))
     try:
         for step, find in rounds:
             on_step(step)
@@ -184,7 +180,7 @@ class _Checks:
         """Whether the function compares an answer with the ground truth itself, without asking a judge."""
         calls = self.calls
         is_plain = not (calls.is_async or calls.is_batched or "reward_router_address" in calls.requires)
-        return is_plain and calls.reads_truth
+        return is_plain and "ground_truth" in calls.requires
 
     async def samples_score(self) -> list[Finding]:
         self.first = await self._round()
@@ -232,30 +228,6 @@ class _Checks:
             f"{longest.line or 'the function'} blocks the event loop for {duration(blocked)}, and with it all other "
             f"samples: {AWAIT}",
         )
-
-    async def lists_of_samples(self, in_lists: Callable[[], Calls]) -> list[Finding]:
-        """Check that a function of lists does not compare the samples of a list: each one is called with one sample."""
-        if len(self.samples) < 2:
-            return []
-        name = "lists"
-        if not self.deterministic:
-            return [Finding(name, "skipped", "results are not compared, because they differ between calls")]
-        calls = in_lists()
-        try:
-            together = await calls.run(self.samples)
-        finally:
-            await asyncio.to_thread(calls.close)
-        changed = [(one, other) for one, other in zip(self.first, together, strict=True) if not one.same(other)]
-        if not changed:
-            text = f"a list of {len(together)} samples has the same results as lists of one, as which a run calls it"
-            return [Finding(name, "ok", text)]
-        one, other = changed[0]
-        text = (
-            f"{len(changed)} of {len(together)} samples have another result in a list with the others; {one.uid}: "
-            f"{one.shown} alone, {other.shown} in the list. The function compares samples, and this manager calls it "
-            "with one at a time: use the manager `group`, which passes all responses to a prompt, or `batch`"
-        )
-        return [Finding(name, "problem", text)]
 
     async def concurrent_calls(self) -> list[Finding]:
         name = "concurrent calls" if self.calls.is_async else "processes" if self.calls.in_processes else "threads"

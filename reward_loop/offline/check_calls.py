@@ -34,8 +34,6 @@ class Callee:
     """Name and file of the function. For a composite, the name of the component precedes them."""
     is_async: bool
     in_processes: bool
-    form: str | None = None
-    """The form of another trainer that the function has, such as ``a TRL function``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +117,13 @@ class Calls:
         """The functions by name of their component; the name is empty if the manager is not a composite."""
         self.requires: frozenset[str] = frozenset().union(*(one.requires for one in self.functions.values()))
         """The fields of a sample that the functions require."""
-        self.reads_truth = any(one.reads_truth for one in self.functions.values())
-        """Whether a function requires the reference answer, by any name."""
-        self.takes_lists = any(one.takes_lists for one in self.functions.values())
-        """Whether a function in the form of another trainer takes lists, and is called with lists of one sample."""
         self.is_async = any(one.is_async for one in self.functions.values())
         self.in_processes = any(one.in_processes for one in self.functions.values())
 
     def callees(self) -> list[Callee]:
         """Return the called functions, for the report."""
         return [
-            Callee(f"{name}: {one.name}" if name else one.name, one.is_async, one.in_processes, one.form)
+            Callee(f"{name}: {one.name}" if name else one.name, one.is_async, one.in_processes)
             for name, one in self.functions.items()
         ]
 

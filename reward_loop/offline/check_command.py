@@ -107,7 +107,7 @@ def check(
         except FunctionLoadError as error:
             err.print(f"[bold red]problem:[/] {escape(str(error))}")
             raise typer.Exit(1) from None
-        fields = Fields(paths, data_source=data_source, requires=scorer.requires, columns=scorer.columns)
+        fields = Fields(paths, data_source=data_source, requires=scorer.requires)
         samples = [fields.to_sample(row) for row in islice(Inputs.open(files).rows(), rows or (20 if judge else 8))]
         if judge:
             err.print(
@@ -147,7 +147,7 @@ def _run(scorer: Scorer, checking: Coroutine[Any, Any, CheckReport]) -> CheckRep
     except LoopBlocked as error:
         if not error.is_own:
             raise
-        callees = [Callee(one.name, one.is_async, one.in_processes, one.form) for one in functions_of(scorer.manager)]
+        callees = [Callee(one.name, one.is_async, one.in_processes) for one in functions_of(scorer.manager)]
         text = f"{error.line} does not let the event loop run, and no deadline holds: the check ended. Fix: {AWAIT}"
         return CheckReport(callees, findings=[Finding("event loop", "problem", text)])
 
@@ -167,8 +167,6 @@ def _show(report: CheckReport, out: Console) -> None:
         kind = "async, awaited on the event loop" if function.is_async else kind
         if report.is_batched:
             kind += f", with lists of {len(report.rows)} samples"
-        if function.form is not None:
-            kind += f"; read as {function.form}"
         out.print(f"{escape(function.name)}: {kind}")
     out.print()
     out.print(table)

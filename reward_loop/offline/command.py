@@ -139,7 +139,7 @@ def score(
     with reserve_stdout() as stdout:
         scorer = load_scorer(fn, manager, config, reward_kwargs=reward_kwargs, router_address=router_address)
         audit = open_audit(scorer.manager)
-        fields = Fields(paths, data_source=data_source, requires=scorer.requires, columns=scorer.columns)
+        fields = Fields(paths, data_source=data_source, requires=scorer.requires)
         check_fields(source.rows(), source.name, fields)
         if isolation == "process" and not any(
             getattr(function, "in_processes", False) for function in functions_of(scorer.manager)

@@ -37,7 +37,6 @@ class Fields:
         *,
         data_source: str | None = None,
         requires: frozenset[str] = frozenset(),
-        columns: frozenset[str] = frozenset(),
     ) -> None:
         """Check the mapping.
 
@@ -50,8 +49,6 @@ class Fields:
             data_source: one data source for all rows.
             requires: required parts; a row without one of them fails. ``solution_str`` and the parts in ``paths`` are
                 always required. If ``paths`` has an ``extra_info.KEY``, the row needs no field ``extra_info``.
-            columns: fields that become keys of ``extra_info``, if the row has them: those that a function in TRL's form
-                takes.
 
         Raises:
             ConfigError: a part does not exist, or both ``data_source`` and a path for it are given.
@@ -69,7 +66,6 @@ class Fields:
                 )
         self._requires = {"solution_str", *self.paths, *requires}
         self._requires |= {parts[name] for name in requires if name in parts}
-        self._columns = columns
         if "extra_info" not in self.paths and any(target.startswith("extra_info.") for target in self.paths):
             self._requires.discard("extra_info")
 
@@ -125,7 +121,6 @@ class Fields:
         if value is not None and not isinstance(value, Mapping):
             raise _FieldError(f"field {self._path('extra_info')!r} is {shorten(value, 60)}, not an object")
         extra_info = dict(value or {})
-        extra_info = {name: row.columns[name] for name in self._columns if name in row.columns} | extra_info
         for target in self.paths:
             if target.startswith("extra_info."):
                 extra_info[target.removeprefix("extra_info.")] = self._get(row, target, None)

@@ -184,27 +184,6 @@ class UserFunction:
         """The arguments that the function receives, by their names for one sample, if the sample has them."""
         return self._target.passes
 
-    @property
-    def columns(self) -> frozenset[str]:
-        """The columns of the data set that a function in the form of another trainer requires."""
-        return self._target.columns
-
-    @property
-    def reads_truth(self) -> bool:
-        """Whether the function requires the reference answer, by any name."""
-        return self._target.reads_truth
-
-    @property
-    def form(self) -> str | None:
-        """The form of another trainer that the function has, such as ``a TRL function``."""
-        return self._target.form
-
-    @property
-    def takes_lists(self) -> bool:
-        """Whether the function is called with lists, by itself or in the form of another trainer."""
-        published = self._target.published
-        return self._target.lists is not None or (published is not None and published.form.takes_lists)
-
     def _checked(self, sample: RewardSample) -> RewardSample:
         """Return the sample, with an error if it lacks an argument that the function requires."""
         if sample.error is None and (problem := self._target.problem(sample)) is not None:

@@ -11,7 +11,6 @@ from typing import Any, TypeVar, overload
 from reward_loop.errors import FunctionLoadError
 from reward_loop.processes import worker
 from reward_loop.processes.pool import WorkerProcesses
-from reward_loop.scoring.forms import Published
 from reward_loop.scoring.load import file_modules
 from reward_loop.scoring.signature import Target
 
@@ -126,6 +125,6 @@ def _mark_of(function: Any) -> Isolation | None:
     """Return the mark of the function, or of the object whose method it is, also through `functools.partial`."""
     while True:
         mark = getattr(function, _MARK, None) or getattr(getattr(function, "__self__", None), _MARK, None)
-        if mark is not None or not isinstance(function, functools.partial | Published):
+        if mark is not None or not isinstance(function, functools.partial):
             return mark
         function = function.func

@@ -11,7 +11,6 @@ from typing import Any
 
 from reward_loop._util.text import did_you_mean, listing
 from reward_loop.errors import FunctionLoadError
-from reward_loop.scoring.forms import BY_NAME, LISTS, Published, form_of
 from reward_loop.types import RewardSample
 
 _CONTEXT = ("reward_router_address", "reward_model_tokenizer")
@@ -19,10 +18,50 @@ _CONTEXT = ("reward_router_address", "reward_model_tokenizer")
 PROVIDED = ("data_source", "solution_str", "ground_truth", "extra_info", *_CONTEXT)
 """The names of the arguments that the reward loop can pass to every function: ``**kwargs`` gets them, too."""
 
+BY_NAME = (
+    "prompt",
+    "response_ids",
+    "response_length",
+    "is_truncated",
+    "global_steps",
+    "training_progress",
+    "validate",
+)
+"""The arguments that a function receives only if it declares them: not every place has them."""
+
+_LISTS = {
+    "data_sources": "data_source",
+    "solution_strs": "solution_str",
+    "ground_truths": "ground_truth",
+    "extra_infos": "extra_info",
+    "prompts": "prompt",
+    "response_lengths": "response_length",
+    **{name: name for name in BY_NAME if name not in ("prompt", "response_length")},
+}
+"""The arguments of functions that score several samples -> the argument for one sample that each list contains."""
+
+_MESSAGE = '[{"role": "assistant", "content": solution_str}]'
+_INPUT = '{"response": solution_str, "ground_truth": ground_truth}'
+
+_OF_TRAINERS = (
+    ({"completions", "completion_ids"}, "TRL", f"(completions=[{_MESSAGE}], solution=[ground_truth])", "[0]"),
+    ({"queries"}, "OpenRLHF", "([prompt + solution_str], [prompt], [ground_truth])", '["rewards"][0]'),
+    ({"reward_inputs"}, "EasyR1", f"([{_INPUT}])", '[0]["overall"]'),
+    ({"reward_input"}, "EasyR1", f"({_INPUT})", '["overall"]'),
+    ({"task_info", "action"}, "rllm", '({"ground_truth": ground_truth}, solution_str)', ".reward"),
+    ({"completion"}, "verifiers", f"(completion={_MESSAGE}, answer=ground_truth)", ""),
+)
+"""Forms of other trainers: parameters that only they have; the trainer; the arguments of the call in a wrapper; what
+gets the score from what the function returns."""
+
 _OTHER_FORMS = (
     (
         {"args", "sample"},
         "this is the form of slime. Take its `response` as `solution_str`, its `label` as `ground_truth`",
+    ),
+    (
+        {"predict_str", "predicts", "predict", "response", "response_str", "completion_str", "output"},
+        "the text of the response is `solution_str`",
     ),
     (
         {"prompt_ids"},
@@ -74,25 +113,8 @@ class Target:
     post_process_scores: Callable[[list[float]], list[float]] | None
     origin: Any = None
     """The function or object passed to `resolve`; for a class, a `functools.partial` with its constructor arguments."""
-    published: Published | None = None
-    """The callable, if the function is in the form of another trainer."""
     lists: Mapping[str, str] | None = None
     """For a function of lists: each list that is passed -> the argument that its items are."""
-
-    @property
-    def form(self) -> str | None:
-        """The form of the function, such as ``a TRL function``; ``None`` if it is that of this library."""
-        return None if self.published is None else self.published.form.label
-
-    @property
-    def columns(self) -> frozenset[str]:
-        """The columns of the data set that the function requires, for example in TRL's form."""
-        return frozenset() if self.published is None else self.published.columns
-
-    @property
-    def reads_truth(self) -> bool:
-        """Whether the function requires the reference answer, by any name."""
-        return "ground_truth" in self.requires if self.published is None else self.published.reads_truth
 
     def problem(self, sample: RewardSample) -> str | None:
         """Return why a function cannot be called for a sample, or ``None``: the sample lacks a required argument."""
@@ -102,21 +124,11 @@ class Target:
                     f"it has no {_WHERE[name]}, which {self.name} requires as `{name}`. See the table of arguments in "
                     "docs/reward-functions.md for where it is known, or give the parameter a default"
                 )
-        if self.published is None or not self.columns:
-            return None
-        row = {name: getattr(sample, name) for name in ("data_source", "ground_truth", "extra_info")}
-        if (column := self.published.missing(row)) is None:
-            return None
-        return (
-            f"{self.name} is {self.form} and requires the column {column!r}, which extra_info does not have: its keys "
-            f"are {listing(map(str, sample.extra_info))}"
-        )
+        return None
 
     def arguments(self, sample: RewardSample, router_address: str | None, tokenizer: Any) -> dict[str, Any]:
         """Return the arguments of a call for one sample."""
-        row = self._row(sample)
-        given = row if self.published is None else {"rows": [row]}
-        return {**self.reward_kwargs, **given, **self._context(router_address, tokenizer)}
+        return {**self.reward_kwargs, **self._row(sample), **self._context(router_address, tokenizer)}
 
     def list_arguments(
         self, samples: Sequence[RewardSample], router_address: str | None, tokenizer: Any
@@ -124,8 +136,6 @@ class Target:
         """Return the arguments of a call for several samples."""
         rows = [self._row(sample) for sample in samples]
         given = dict(self.reward_kwargs) | self._context(router_address, tokenizer)
-        if self.published is not None:
-            return given | {"rows": rows}
         assert self.lists is not None
         for plural, name in self.lists.items():
             if any(name in row for row in rows):
@@ -162,8 +172,7 @@ _BY_NAME = frozenset(BY_NAME)
 def resolve(function: Any, reward_kwargs: Mapping[str, Any] | None = None, *, of_lists: bool = False) -> Target:
     """Inspect a function, a callable object, or a class or instance with ``compute_score``.
 
-    A class is instantiated once, with the ``reward_kwargs`` that its ``__init__`` declares. A function in the form of
-    another trainer is wrapped, see :mod:`reward_loop.scoring.forms`.
+    A class is instantiated once, with the ``reward_kwargs`` that its ``__init__`` declares.
 
     Args:
         function: the function, object or class.
@@ -244,36 +253,21 @@ def _target(
     bound |= {key for key in ("prompt", "prompts") if isinstance(parameters.get(key), str) and parameters[key]}
     open_to = {key: default for key, default in parameters.items() if key not in bound}
     required = {key for key, default in open_to.items() if default is inspect.Parameter.empty}
-    provided = dict(LISTS) if of_lists else {key: key for key in (*PROVIDED, *BY_NAME)}
+    provided = dict(_LISTS) if of_lists else {key: key for key in (*PROVIDED, *BY_NAME)}
     provided |= {key: key for key in _CONTEXT}
-    published = None
     if missing := required - provided.keys():
-        owner = getattr(function, "__self__", origin)
-        if not of_lists and getattr(owner, "compares_responses", False):
-            raise FunctionLoadError(
-                f"{name} compares responses: it takes solution_strs, and this manager scores single samples. Use the "
-                "reward manager group"
-            )
-        if (form := form_of(missing, of_lists=of_lists)) is None:
-            raise FunctionLoadError(
-                f"{name} requires {listing(missing)}, which the reward loop does not provide"
-                f"{_form_of(missing, of_lists) or did_you_mean(min(missing), provided) or '.'} The reward loop "
-                f"provides {', '.join(provided)}; give others a default, or a value in reward_kwargs"
-            )
-        has_default = {key: default is not inspect.Parameter.empty for key, default in open_to.items()}
-        context = {key for key in _CONTEXT if key in open_to}
-        published = Published(function, form, has_default, takes_any, {*context, *bound}, of_lists=of_lists)
-        passes = published.passes | context
-        requires = published.requires | (context & required)
-        lists = None
-    else:
-        everything = {key for key, one in provided.items() if one in PROVIDED}
-        given = {key for key in provided if key in open_to or (takes_any and key in everything and key not in bound)}
-        passes = frozenset(provided[key] for key in given)
-        requires = frozenset(provided[key] for key in required)
-        lists = {key: provided[key] for key in provided if key in given and key not in _CONTEXT} if of_lists else None
+        hint = _fit(missing, _is_async(function), name, of_lists) or did_you_mean(min(missing), provided) or "."
+        raise FunctionLoadError(
+            f"{name} requires {listing(missing)}, which the reward loop does not provide{hint} The reward loop "
+            f"provides {', '.join(provided)}; give others a default, or a value in reward_kwargs"
+        )
+    everything = {key for key, one in provided.items() if one in PROVIDED}
+    given = {key for key in provided if key in open_to or (takes_any and key in everything and key not in bound)}
+    passes = frozenset(provided[key] for key in given)
+    requires = frozenset(provided[key] for key in required)
+    lists = {key: provided[key] for key in provided if key in given and key not in _CONTEXT} if of_lists else None
     return Target(
-        call=function if published is None else published,
+        call=function,
         name=name,
         is_async=_is_async(function),
         passes=passes,
@@ -283,15 +277,28 @@ def _target(
         reward_kwargs=call_kwargs,
         post_process_scores=post_process,
         origin=origin,
-        published=published,
         lists=lists,
     )
 
 
-def _form_of(missing: set[str], of_lists: bool) -> str:
+def _fit(missing: set[str], is_async: bool, name: str, of_lists: bool) -> str:
     """Return what fits a function in a form that another manager or trainer calls; empty if the form is unknown."""
-    if of_lists and (missing & {*PROVIDED, *BY_NAME} or form_of(missing, of_lists=False)):
+    if of_lists and missing & {*PROVIDED, *BY_NAME}:
         return ": this manager passes lists. Choose one that calls the function for each sample, such as `naive`."
+    if missing & {"data_sources", "solution_strs", "extra_infos"}:
+        return (
+            ": they are lists, and this manager passes one sample at a time. Choose the manager `batch`, or `group` if "
+            "the function compares the samples of a prompt."
+        )
+    for names, trainer, arguments, score in _OF_TRAINERS:
+        if missing & names and "prompt_ids" not in missing:  # AReaL's `completions` is the text of one sample
+            await_, async_ = ("await ", "async ") if is_async else ("", "")
+            prompt = "prompt, " if "prompt" in arguments else ""
+            return (
+                f": this is the form of {trainer}. Wrap it, with the arguments that it takes:\n\n"
+                f"{async_}def compute_score(solution_str, {prompt}ground_truth):\n"
+                f"    returned = {await_}{name.partition(' ')[0]}{arguments}\n    return returned{score}\n\n"
+            )
     for names, fit in _OTHER_FORMS:
         if missing & names:
             return f": {fit}."

@@ -135,27 +135,12 @@ def _problems(
                 yield f"{what}, row {index}: {name} requires {listing(missing)}. The row has {listing(row)}"
                 break
         else:
-            if function is not None and (problem := _lacks_a_column(function, first)) is not None:
-                yield f"{what}, {problem}"
             if function is not None and (keys := _keys_read(function.origin)):
                 lacking = {key for row in first for key in keys - (row.get("extra_info") or {}).keys() - _ADDED}
                 if lacking:
                     say(f"Note: {name} reads extra_info[...] of {listing(lacking)}, which rows of {file} lack.")
             elif function is None:
                 yield from _unknown_sources(what, sources())
-
-
-def _lacks_a_column(function: Target, rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return which row lacks a column that a function in the form of another trainer requires."""
-    for index, row in enumerate(rows):
-        truth, extra_info = (row.get("reward_model") or {}).get("ground_truth"), row.get("extra_info") or {}
-        known = {"data_source": str(row.get("data_source")), "ground_truth": truth, "extra_info": {**row, **extra_info}}
-        if function.published is not None and (column := function.published.missing(known)) is not None:
-            return (
-                f"row {index}: {function.name} is {function.form} and requires {column}. The columns are "
-                f"{listing(row)}, and those in extra_info {listing(extra_info)}"
-            )
-    return None
 
 
 _MISSING = {"data_source": "the column data_source", "ground_truth": "reward_model.ground_truth"}

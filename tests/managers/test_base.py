@@ -449,13 +449,6 @@ async def test_rows_without_a_required_argument_fail_and_say_what_is_missing():
     assert "it has no `validate`, which" in reward["reward_extra_info"]["reward_error"]
 
 
-async def test_columns_of_a_function_in_trls_form_come_from_the_row():
-    made = manager(lambda completions, level, difficulty: [float(level == [1] and difficulty == ["hard"])])
-    assert (await made.run_single(one_row(difficulty="hard")))["reward_score"] == 1.0
-    without = await made.run_single(one_row())
-    assert "requires the column 'difficulty'" in without["reward_extra_info"]["reward_error"]
-
-
 async def test_special_tokens_are_kept_by_an_option():
     class Keeping(Tokenizer):
         def decode(self, ids, skip_special_tokens):

@@ -153,29 +153,6 @@ def test_a_function_that_never_lets_the_loop_run_ends_the_check_with_its_line(fi
     assert "Fix: await slow calls" in text
 
 
-def test_a_published_function_is_read_and_one_that_compares_is_a_problem(files: Path) -> None:
-    source = "tests.scoring.published:"
-    fine = runner.invoke(app, ["check", f"{source}of_predict", *FIELDS, "-f", "ground_truth=gold", "--rows", "3"])
-    assert "read as a function of the text of a response" in plain(fine.output)
-    rows = [
-        {"output": "4" * (i + 1), "prompt": [{"role": "user", "content": "2+2="}], "solution": "4"} for i in range(4)
-    ]
-    (files / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    fields = ["chats.jsonl", "-f", "solution_str=output"]
-    solved = runner.invoke(app, ["check", f"{source}solved", *fields])
-    assert "in threads; read as a TRL function" in plain(solved.output)
-    assert "a list of 4 samples has the same results as lists of one" in plain(solved.output)
-    relative = runner.invoke(app, ["check", f"{source}relative", *fields])
-    assert relative.exit_code == 1
-    assert "use the manager `group`" in plain(relative.output)
-    missing = runner.invoke(app, ["check", f"{source}solved", *FIELDS, "-f", "ground_truth=gold", "--json"])
-    assert missing.exit_code in (0, 1)
-    assert json.loads(missing.stdout)["functions"][0]["form"] == "a TRL function"
-    lacks = runner.invoke(app, ["check", f"{source}correct_answer", *FIELDS])
-    assert lacks.exit_code == 2
-    assert "no field 'prompt' (for prompt)" in plain(lacks.output)
-
-
 def plain(output: str) -> str:
     """The output as one line of words."""
     return " ".join(output.split())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from reward_loop import Outcome, RewardSample, ScoringFunction
+from reward_loop import FunctionLoadError, Outcome, RewardSample, ScoringFunction
 from reward_loop.scoring import ListScoringFunction
 from tests.scoring.logging_functions import logging_function
 
@@ -106,3 +107,51 @@ async def test_a_judges_own_prompt_stays() -> None:
 async def test_the_step_that_generated_a_sample_counts_while_the_other_is_unknown() -> None:
     function = ScoringFunction(lambda global_steps: global_steps)
     assert (await function(replace(SAMPLE, step=None))).score == 29
+
+
+def trl(completions, solution, **kwargs):
+    return [float(one[0]["content"] == truth) for one, truth in zip(completions, solution, strict=True)]
+
+
+def openrlhf(queries, prompts, labels):
+    return {"rewards": [float(q == p + a) for q, p, a in zip(queries, prompts, labels, strict=True)]}
+
+
+def easyr1(reward_inputs):
+    return [{"overall": float(one["response"] == one["ground_truth"])} for one in reward_inputs]
+
+
+def easyr1_of_one(reward_input):
+    return easyr1([reward_input])[0]
+
+
+def rllm(task_info, action):
+    return SimpleNamespace(reward=float(action == task_info["ground_truth"]))
+
+
+async def verifiers(completion, answer):
+    return float(completion[-1]["content"] == answer)
+
+
+@pytest.mark.parametrize("function", [trl, openrlhf, easyr1, easyr1_of_one, rllm, verifiers])
+async def test_a_function_of_another_trainer_is_refused_with_a_wrapper_that_works(function: Any) -> None:
+    with pytest.raises(FunctionLoadError, match=r"this is the form of (TRL|OpenRLHF|EasyR1|rllm|verifiers)") as caught:
+        ScoringFunction(function)
+    names = {function.__name__: function}
+    exec(str(caught.value).split("\n\n")[1], names)
+    scoring = ScoringFunction(names["compute_score"])
+    samples = [replace(SAMPLE, prompt="2+2="), replace(SAMPLE, prompt="2+2=", solution_str="5")]
+    assert [(await scoring(sample)).score for sample in samples] == [1.0, 0.0]
+
+
+def test_functions_of_lists_and_of_one_sample_name_the_manager_that_calls_them() -> None:
+    with pytest.raises(FunctionLoadError, match="Choose the manager `batch`, or `group`"):
+        ScoringFunction(lambda solution_strs, ground_truths: [])
+    with pytest.raises(FunctionLoadError, match=r"passes lists\. Choose .* `naive`"):
+        ListScoringFunction(lambda solution_str: 0.0)
+
+
+@pytest.mark.parametrize(("name", "fit"), [("predict_str", "solution_str"), ("step", "global_steps")])
+def test_other_names_of_an_argument_are_known(name: str, fit: str) -> None:
+    with pytest.raises(FunctionLoadError, match=f"requires {name}, .* `{fit}`"):
+        ScoringFunction(logging_function(name, []))

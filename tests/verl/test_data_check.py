@@ -80,15 +80,6 @@ def test_rows_without_what_the_function_requires_are_named(tmp_path: Path, rows:
     assert f"data.train_files={train}" in str(caught.value)
 
 
-def test_rows_without_a_column_of_a_published_function_are_named(tmp_path: Path) -> None:
-    function = "def compute_score(completions, {}, solution, **kwargs): return [1.0]\n"
-    train = write(tmp_path / "train.jsonl", [ROW])
-    assert len(said(tmp_path, function=function.format("index"), train=train)) == 2
-    (tmp_path / "other").mkdir()
-    with pytest.raises(ConfigError, match=r"row 0: compute_score .* is a TRL function and requires difficulty"):
-        said(tmp_path / "other", function=function.format("difficulty"), train=train)
-
-
 def test_data_sources_that_no_component_scores_are_named(tmp_path: Path) -> None:
     train = write(tmp_path / "train.jsonl", [*[ROW] * 9, {**ROW, "data_source": "essays"}])
     (tmp_path / "form.py").write_text("def form(solution_str): return 1.0\n")

@@ -73,9 +73,7 @@ def nemo_gym(app: FastAPI, service: RewardService, options: DialectOptions) -> N
 def _routes(service: RewardService, options: DialectOptions) -> APIRouter:
     router = APIRouter(tags=["NeMo-Gym"])
     scorer = service.scorer
-    fields = Fields(
-        options.field_paths, data_source=service.data_source, requires=scorer.requires, columns=scorer.columns
-    )
+    fields = Fields(options.field_paths, data_source=service.data_source, requires=scorer.requires)
 
     @router.post("/seed_session")
     async def seed_session() -> Response:

@@ -36,7 +36,7 @@ from reward_loop.errors import (
 )
 from reward_loop.managers.failures import Failures
 from reward_loop.managers.scorer import Scorer, scores_groups
-from reward_loop.scoring.forms import BY_NAME
+from reward_loop.scoring.signature import BY_NAME
 from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
 
 logger = logging.getLogger(__name__)

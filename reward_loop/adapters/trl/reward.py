@@ -22,7 +22,6 @@ from reward_loop.managers.base import progress_of
 from reward_loop.managers.failures import Failures
 from reward_loop.managers.scorer import Scorer, load_scorer
 from reward_loop.scoring import load_function
-from reward_loop.scoring.forms import content_of
 from reward_loop.scoring.signature import required_by_name
 from reward_loop.types import Outcome, RewardResult, RewardSample, finite_number, is_returned
 
@@ -142,6 +141,12 @@ def text_of(completion: Any) -> str:
     if isinstance(completion, str):
         return completion
     return "\n".join(filter(None, (content_of(message) for message in completion if message["role"] == "assistant")))
+
+
+def content_of(message: Mapping[str, Any]) -> str:
+    """Return the text of a chat message."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
 
 
 def group_sizes(prompts: Sequence[Any], size: int | None, *, exact: bool) -> list[int]:

@@ -21,7 +21,6 @@ from reward_loop.records import records
 from reward_loop.records.reader import RecordsReader
 from reward_loop.types import RewardResult
 from tests.adapters.rewards import Centred, rank
-from tests.scoring import published
 from tests.scoring.logging_functions import logging_function
 
 STATE = SimpleNamespace(global_step=6)
@@ -288,14 +287,3 @@ async def test_what_trl_does_not_pass_is_named_before_the_first_reward() -> None
     with pytest.raises(ConfigError, match="skip_special_tokens=False has an effect only in a verl run"):
         async with opened(lambda solution_str: 1.0, options={"skip_special_tokens": False}) as reward:
             await reward(["p"], ["x"])
-
-
-async def test_a_function_in_trls_own_form_is_taken_as_it_is() -> None:
-    chat = [{"role": "user", "content": "2+2="}]
-    answer = [{"role": "assistant", "content": "4"}]
-    async with opened(published.solved) as reward:
-        assert await reward([chat], [answer], solution=["4"]) == [1.0]
-        assert await reward([chat], [answer], solution=["?"]) == [None]
-    calls = [{"role": "assistant", "content": "?"}, {"role": "tool", "content": "4"}, *answer]
-    async with opened(lambda completions: [float(completions == [calls])]) as reward:
-        assert await reward([chat], [calls]) == [1.0]
