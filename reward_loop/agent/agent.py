@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import logging
 import secrets
@@ -247,16 +248,19 @@ class RewardAgent:
 
 
 def with_group(sample: Any, group: str, member: int, size: int) -> Any:
-    """Return a sample with a uid and a group, where it has none, so that records show the group's members together.
-
-    Without a uid, a reward that is changed later could not be assigned to its record. Rows of verl have both.
-    """
-    if not isinstance(sample, RewardSample):
+    """Return a sample, or a row of verl's ``DataProto``, with its uid, group and size of the group, where they lack."""
+    if isinstance(sample, RewardSample):
+        return replace(
+            sample,
+            uid=sample.uid or f"{group}_{member}",
+            group=group if sample.group is None else sample.group,
+            group_size=sample.group_size or size,
+        )
+    if not hasattr(sample, "non_tensor_batch"):
         return sample
-    uid = sample.uid or f"{group}_{member}"
-    if sample.group is not None:
-        return replace(sample, uid=uid)
-    return replace(sample, uid=uid, group=group, group_size=size)
+    row = copy.copy(sample)
+    row.non_tensor_batch = {"uid": [group], "session_id": [member], "group_size": [size], **sample.non_tensor_batch}
+    return row
 
 
 class StepEvents:

@@ -7,74 +7,47 @@ another one, and submits again what it has not received.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import ray
 
-from reward_loop._util.process import freeze_and_raise_gc_threshold
+from reward_loop._util.process import raise_gc_threshold
 from reward_loop.agent.agent import RewardAgent
-from reward_loop.agent.pending import Group, PendingRewards
+from reward_loop.agent.pending import MiniBatch, PendingRewards
 from reward_loop.config import RewardLoopConfig, parse
-from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.errors import ConfigError, RewardLoopError, RewardsCancelledError
 from reward_loop.managers import RewardLoopManagerBase
 from reward_loop.managers.scorer import load_scorer
-from reward_loop.types import Reward
 
 __all__ = ["AsyncRewardAgent", "RayAsyncRewardAgent"]
-
-MAX_CALLS = 100_000
-"""Concurrent calls of the actor. Calls only wait, so this does not limit scoring."""
 
 
 class AsyncRewardAgent:
     """The implementation of `RayAsyncRewardAgent`. It also works without Ray, in a process with an event loop."""
 
     def __init__(
-        self,
-        compute_score: Any,
-        *,
-        config: RewardLoopConfig | Mapping[str, Any] | None = None,
-        manager: str = "naive",
-        reward_kwargs: Mapping[str, Any] | None = None,
-        tokenizer: Any = None,
-        reward_router_address: str | None = None,
-        reward_model_tokenizer: Any = None,
-        concurrency: int | None = None,
+        self, compute_score: Any, config: Any = None, manager: str = "naive", concurrency: Any = None, **rest: Any
     ) -> None:
         """Load the function and create the manager.
 
         Args:
-            compute_score: a reward function in any form, or its path: ``reward.py:compute_score``.
+            compute_score: a reward function, or its path: ``reward.py:compute_score``.
             config: `RewardLoopConfig`, or a mapping of its options.
             manager: the reward manager, by name or import path.
-            reward_kwargs: configured arguments of the function or its class.
-            tokenizer: decodes responses; needed for a ``DataProto``.
-            reward_router_address: passed to the function.
-            reward_model_tokenizer: passed to the function.
             concurrency: how many samples run at a time; ``None`` for no limit.
+            rest: ``reward_kwargs``, configured arguments of the function or its class; ``tokenizer``, which decodes the
+                responses of a ``DataProto``; ``router_address`` and ``reward_model_tokenizer``, passed to the function.
 
         Raises:
-            ConfigError: an option is invalid, or asks for an audit.
+            ConfigError: an option is invalid.
             FunctionLoadError: the function cannot be loaded.
         """
-        options = parse(RewardLoopConfig, config, "config")
-        if options.audit.is_on:
-            raise ConfigError(
-                "reward_loop.audit is on, and AsyncRewardAgent makes no probes: leave the option out, or use a "
-                "RewardAgent after reward_loop.audit.open_audit(manager)"
-            )
-        scorer = load_scorer(
-            compute_score,
-            manager,
-            options,
-            reward_kwargs=reward_kwargs,
-            tokenizer=tokenizer,
-            router_address=reward_router_address,
-            reward_model_tokenizer=reward_model_tokenizer,
-        )
+        scorer = load_scorer(compute_score, manager, parse(RewardLoopConfig, config, "config"), **rest)
+        raise_gc_threshold()
         self._agent = RewardAgent(scorer.manager, concurrency=concurrency)
         self._taking = asyncio.Lock()
         self._batches: deque[_Submitted] = deque()
@@ -95,22 +68,17 @@ class AsyncRewardAgent:
         """
         if self._agent.loop is None:
             await self._agent.__aenter__()
-        rows = [data[i : i + 1] for i in range(len(data))] if _is_proto(data) else list(data)
-        order = _by_group(_uids(data), len(rows), group_size)
-        if _is_proto(data) and data.non_tensor_batch.keys() & {"uid", "session_id"} == {"uid"}:
-            # So that the rollouts of a prompt have different uids in the records.
-            for position, i in enumerate(order):
-                rows[i].non_tensor_batch["session_id"] = _array([position % group_size])
-        pending = self._agent.submit([rows[i] for i in order], group_size=group_size)
+        order = _by_group(data, group_size)
+        rows = [data[i : i + 1] if hasattr(data, "batch") else data[i] for i in order]
         if rows:
-            self._batches.append(_Submitted(pending, order, data, group_size))
+            self._batches.append(_Submitted(self._agent.submit(rows, group_size=group_size), order, data, group_size))
         return len(rows)
 
     async def get(self, chunk_size: int, hook_func: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
         """Wait for the rewards of ``chunk_size`` samples, in whole groups, of the oldest batch that has any left.
 
         Groups come in order of completion, and inside the answer in order of index. The last chunk of a batch may be
-        smaller.
+        smaller. A call that fails, or is cancelled while it waits, takes nothing.
 
         Args:
             chunk_size: a multiple of the batch's group size.
@@ -128,48 +96,32 @@ class AsyncRewardAgent:
         """
         # One at a time: two calls that wait would return the same groups.
         async with self._taking:
-            answer = await self._take(chunk_size)
-        if hook_func is None:
-            return answer
+            if not self._batches:
+                raise RewardLoopError("nothing to get: every submitted batch has been taken")
+            batch = self._batches[0]
+            if chunk_size < 1 or chunk_size % batch.group_size:
+                raise ConfigError(f"chunk_size {chunk_size} is not a multiple of the group size {batch.group_size}")
+            last = batch.taken + chunk_size // batch.group_size
+            try:
+                await batch.pending.wait(last)
+            except RewardLoopError:
+                self._batches.popleft()
+                raise
+            answer = batch.answer(last)
+            batch.taken = last
+            if last >= batch.pending.group_count:
+                self._batches.popleft()
         # In a thread, and without the lock: the hook is user code, which may take long.
-        return await asyncio.to_thread(hook_func, *answer, **kwargs)
+        return answer if hook_func is None else await asyncio.to_thread(hook_func, *answer, **kwargs)
 
     async def shutdown(self) -> None:
         """Cancel what has not ended, and close the agent."""
-        for batch in self._batches:
-            batch.pending.cancel()
         if self._agent.loop is not None:
-            await self._agent.__aexit__(None, None, None)
-
-    async def _take(self, chunk_size: int) -> tuple[list[int], Any, dict[str, Any]]:
-        if not self._batches:
-            raise RewardLoopError("nothing to get: every submitted batch has been taken")
-        batch = self._batches[0]
-        if chunk_size < 1 or chunk_size % batch.group_size:
-            raise ConfigError(f"chunk_size {chunk_size} is not a multiple of the group size {batch.group_size}")
-        last = batch.taken + chunk_size // batch.group_size
-        try:
-            await batch.pending.wait(last)
-        except RewardLoopError:
-            self._batches.popleft()
-            raise
-        groups = batch.pending.complete_groups(batch.taken, last)
-        # Not before the wait: a call that is cancelled while it waits takes nothing.
-        batch.taken += len(groups)
-        if batch.taken == batch.pending.group_count:
-            self._batches.popleft()
-        return batch.answer(groups)
+            await self._agent.__aexit__(None, RewardsCancelledError("the agent was shut down"), None)
 
 
-class _Actor(AsyncRewardAgent):
-    """The actor itself, which owns its process."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        freeze_and_raise_gc_threshold()
-
-
-RayAsyncRewardAgent = ray.remote(max_concurrency=MAX_CALLS)(_Actor)
+# Calls only wait, so their number does not limit scoring.
+RayAsyncRewardAgent = ray.remote(max_concurrency=100_000)(AsyncRewardAgent)
 """The actor: ``RayAsyncRewardAgent.remote("reward.py:compute_score")``, or with Ray's ``options(...)`` first."""
 
 
@@ -186,56 +138,28 @@ class _Submitted:
     taken: int = 0
     """The number of groups that were handed out."""
 
-    def answer(self, groups: list[Group]) -> tuple[list[int], Any, dict[str, Any]]:
-        """Return the answer of `AsyncRewardAgent.get` for complete groups."""
-        rewards = {
-            self.order[i]: reward for group in groups for i, reward in zip(group.indices, group.rewards, strict=True)
-        }
+    def answer(self, last: int) -> tuple[list[int], Any, dict[str, Any]]:
+        """Return the answer of `AsyncRewardAgent.get`, for the groups that are complete and not handed out."""
+        groups = MiniBatch(tuple(self.pending.complete_groups(self.taken, last)))
+        rewards = {self.order[i]: reward for i, reward in zip(groups.indices, groups.rewards, strict=True)}
         indices = sorted(rewards)
         scores = [rewards[i]["reward_score"] for i in indices]
-        infos = _columns([rewards[i] for i in indices])
-        if not _is_proto(self.data):
-            return indices, scores, infos
-        token_rewards = RewardLoopManagerBase.assemble_rm_scores(self.data[indices], scores)
-        return indices, token_rewards, {key: _array(column) for key, column in infos.items()}
+        infos = [rewards[i]["reward_extra_info"] for i in indices]
+        columns: dict[str, Any] = dict.fromkeys(key for info in infos for key in info)
+        columns = {key: [info.get(key) for info in infos] for key in columns}
+        if not hasattr(self.data, "batch"):
+            return indices, scores, columns
+        columns = {name: np.fromiter(column, dtype=object, count=len(column)) for name, column in columns.items()}
+        return indices, RewardLoopManagerBase.assemble_rm_scores(self.data[indices], scores), columns
 
 
-def _is_proto(data: Any) -> bool:
-    return hasattr(data, "batch")
-
-
-def _columns(rewards: Sequence[Reward]) -> dict[str, list[Any]]:
-    """Turn extra infos into columns; None where a sample lacks a key."""
-    infos = [reward.get("reward_extra_info") or {} for reward in rewards]
-    return {key: [info.get(key) for info in infos] for key in dict.fromkeys(key for info in infos for key in info)}
-
-
-def _array(column: list[Any]) -> Any:
-    import numpy as np
-
-    array = np.empty(len(column), dtype=object)
-    array[:] = column
-    return array
-
-
-def _uids(data: Any) -> list[Any] | None:
-    if _is_proto(data):
-        uids = data.non_tensor_batch.get("uid")
-        return None if uids is None else list(uids)
-    uids = [getattr(sample, "uid", None) for sample in data]
-    return None if None in uids else uids
-
-
-def _by_group(uids: list[Any] | None, count: int, group_size: int) -> list[int]:
+def _by_group(data: Any, group_size: int) -> list[int]:
     """Return the sample indices, with the members of each group next to each other."""
-    places: dict[Any, list[int]] = {}
-    for i, uid in enumerate(uids or ()):
-        places.setdefault(uid, []).append(i)
-    if len(places) in (0, count):
-        return list(range(count))
-    wrong = [uid for uid, members in places.items() if len(members) != group_size]
-    if wrong:
-        raise ConfigError(
-            f"samples with the same uid are a group of {group_size}, but {len(places[wrong[0]])} have uid {wrong[0]!r}"
-        )
-    return [i for members in places.values() for i in members]
+    uids = data.non_tensor_batch.get("uid") if hasattr(data, "batch") else [sample.uid for sample in data]
+    if uids is None or None in uids:
+        return list(range(len(data)))
+    sizes = Counter(uids)  # its keys are in the order in which they were counted
+    if len(sizes) < len(uids) and (wrong := [uid for uid in sizes if sizes[uid] != group_size]):
+        raise ConfigError(f"group_size is {group_size}, but {sizes[wrong[0]]} samples have the uid {wrong[0]!r}")
+    place = {uid: place for place, uid in enumerate(sizes)}
+    return sorted(range(len(uids)), key=lambda i: place[uids[i]])

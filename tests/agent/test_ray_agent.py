@@ -27,11 +27,6 @@ async def test_chunks_of_groups_in_order_of_completion():
         await agent.get(2)
 
 
-async def test_an_audit_that_nothing_would_make_is_an_error_at_the_start():
-    with pytest.raises(ConfigError, match="AsyncRewardAgent makes no probes"):
-        AsyncRewardAgent(Gate(), config={"audit": {"share": 0.5}})
-
-
 async def test_a_get_that_is_given_up_takes_nothing():
     gate = Gate()
     agent = AsyncRewardAgent(gate)
@@ -63,7 +58,7 @@ async def test_samples_with_the_same_uid_make_a_group():
     await agent.compute_reward_pipeline(samples, group_size=2)
     chunks = [(await within(agent.get(2)))[0] for _ in range(2)]
     assert sorted(chunks) == [[0, 2], [1, 3]]
-    with pytest.raises(ConfigError, match="3 have uid 'a'"):
+    with pytest.raises(ConfigError, match="3 samples have the uid 'a'"):
         await agent.compute_reward_pipeline([RewardSample("", uid=uid) for uid in "aaab"], group_size=2)
 
 
