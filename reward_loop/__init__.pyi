@@ -5,7 +5,6 @@ from reward_loop.agent import RewardAgent as RewardAgent
 from reward_loop.agent.environment import score as score
 from reward_loop.agent.environment import scorer as scorer
 from reward_loop.config import RewardLoopConfig as RewardLoopConfig
-from reward_loop.errors import BrokenScorerError as BrokenScorerError
 from reward_loop.errors import BudgetSpentError as BudgetSpentError
 from reward_loop.errors import ConfigError as ConfigError
 from reward_loop.errors import FunctionLoadError as FunctionLoadError

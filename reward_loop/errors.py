@@ -13,7 +13,6 @@
     │   ├── BudgetSpentError        the run's budget is used up
     │   └── IncompleteGroupError    the other samples of the group did not arrive in time
     ├── TransientError              raised by reward functions: the call failed, and a retry may succeed
-    ├── BrokenScorerError           a function gives wrong scores, and cannot be replaced
     ├── JobServiceError             the job's shared service (limits) is unreachable
     ├── TooManyFailuresError        the share of failed samples exceeded its bound
     ├── RewardsCancelledError       a batch of rewards was cancelled before it was complete
@@ -33,7 +32,6 @@ from typing import Protocol, Self
 
 __all__ = [
     "AddressTakenError",
-    "BrokenScorerError",
     "BudgetSpentError",
     "ConfigError",
     "FunctionLoadError",
@@ -64,10 +62,6 @@ class RewardLoopError(Exception):
 
 class ConfigError(RewardLoopError):
     """An option is unknown, missing, malformed, or contradicts another option."""
-
-
-class BrokenScorerError(RewardLoopError):
-    """A function no longer distinguishes a known right answer from a wrong one, and cannot be moved to a process."""
 
 
 class FunctionLoadError(RewardLoopError):

@@ -11,7 +11,6 @@ import reward_loop
 
 PUBLIC = [
     "BlockingRewardAgent",
-    "BrokenScorerError",
     "BudgetSpentError",
     "ComputeScore",
     "ConfigError",

@@ -81,8 +81,6 @@ INSIDE: dict[str, set[str]] = {
     "managers.scorer": {"Scorer", "functions_of", "load_scorer", "reward_of", "scores_groups"},
     "scoring.isolation": {"SplitSemaphore"},
     "scoring.load": {"source_hash"},
-    "scoring.known_answers": {"KnownAnswers", "TEMPLATES", "find_pair", "right_answers"},
-    "scoring.proofs": {"ProofCounts"},
     "scoring.results": {"are_numbers", "check_result"},
     "scoring.signature": {"BY_NAME", "Target", "declared", "required_by_name"},
 }

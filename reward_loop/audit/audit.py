@@ -86,8 +86,6 @@ def open_audit(manager: Any) -> Audit | None:
     if not isinstance(manager, RewardLoopManagerBase) or not manager.options.audit.is_on:
         return None
     manager.observer = audit = Audit(manager)
-    for proofs in manager.proofs:
-        proofs.labelled = audit.labelled
     return audit
 
 

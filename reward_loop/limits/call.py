@@ -87,8 +87,6 @@ class Call:
     """What the function loses to other threads; ``None`` if it does not run in a thread."""
     shared_s: float = field(init=False, default=0.0)
     abandoned: bool = field(init=False, default=False)
-    has_ended: bool = field(init=False, default=False)
-    """Whether the function has ended, although `future` is not done: its outcome waits for a proof."""
     budget_error: BudgetSpentError | None = field(init=False, default=None)
     """Why a permit was refused within the function, if the budget is used up."""
     sample: ActiveSample | None = field(init=False, default_factory=current)
@@ -389,7 +387,7 @@ class Deadlines:
         del self._calls[timeout]
 
     def _expire(self, call: Call, deadline: float) -> None:
-        if call.future.done() or call.has_ended:
+        if call.future.done():
             return
         assert call.timeout is not None
         more = (call.patience - 1) * call.timeout

@@ -20,7 +20,6 @@ from reward_loop.managers.failures import decide
 from reward_loop.managers.options import RewardLoopConfig
 from reward_loop.records import ActiveSample, Records, records, watch, watched_loops
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
-from reward_loop.scoring.proofs import ProofCounts, Proofs
 from reward_loop.scoring.results import check_result
 from reward_loop.types import Reward, RewardResult, RewardSample
 
@@ -354,16 +353,6 @@ class RewardLoopManagerBase:
         """
         if isinstance(self.observer, _Missing):
             raise ConfigError(self.observer.message)
-
-    def proof_counts(self) -> ProofCounts | None:
-        """Return what the proofs of the functions found since the last call; ``None`` without proofs."""
-        proofs = self.proofs
-        return sum((one.take() for one in proofs), ProofCounts()) if proofs else None
-
-    @property
-    def proofs(self) -> list[Proofs]:
-        """The proofs of the functions that have some."""
-        return [function.proofs for function in self._functions() if getattr(function, "proofs", None) is not None]
 
     async def with_answer(self, sample: RewardSample, answer: str) -> RewardSample:
         """Return a sample with another answer, for the probes of an audit.

@@ -15,7 +15,7 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, FunctionLoadError
 from reward_loop.offline.check_calls import Callee, Calls, CheckedRow, Finding, StepTimer
 from reward_loop.offline.check_judge import ProbedKind, probe_judge
-from reward_loop.scoring.known_answers import TEMPLATES, KnownAnswers, find_pair, right_answers
+from reward_loop.offline.known_answers import TEMPLATES, KnownAnswers, find_pair, right_answers
 from reward_loop.types import RewardSample
 
 MAX_BLOCKED_S = 0.02

@@ -99,7 +99,6 @@ class Calls:
             "batch": options.batch.model_copy(update={"max_batch_size": samples}),
             "cache": CacheConfig(),
             "audit": AuditConfig(),
-            "proofs": options.proofs.model_copy(update={"every": None}),
         }
         scorer = load_scorer(
             function,

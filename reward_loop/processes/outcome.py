@@ -78,8 +78,6 @@ class CallOutcome:
     """What the message of a failed sample says below the exception."""
     queue_s: float = 0.0
     """Seconds of waiting for a free thread or process."""
-    is_discarded: bool = False
-    """Whether the process that returned the value failed its next proof, see `reward_loop.scoring.proofs`."""
 
     @classmethod
     def without_call(cls, error: ScoringError, wait_s: float = 0.0) -> CallOutcome:

@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import logging
 import os
 import pickle
 import socket
@@ -30,7 +28,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import cloudpickle
@@ -43,8 +41,6 @@ from reward_loop.errors import FunctionLoadError, RewardCrashedError, RewardFunc
 from reward_loop.processes.forkserver import DeathReport
 from reward_loop.processes.outcome import CallOutcome
 from reward_loop.processes.worker import ANSWER, CALL, DIED, ENDED, STARTED, TOLD, Setup
-
-logger = logging.getLogger(__name__)
 
 _STOP_SECONDS = 5.0
 """Seconds for the fork server to stop with its workers."""
@@ -60,39 +56,11 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-class Prover(Protocol):
-    """Finds out whether a worker still gives right scores; see `reward_loop.scoring.proofs`."""
-
-    timeout: float
-    """The deadline of each call of a proof, in seconds."""
-
-    def new_place(self, due: Callable[[], None]) -> Any:
-        """Return what the prover keeps about a new worker; ``due`` is called when results have waited for a proof."""
-
-    def is_suspect(self, place: Any) -> bool:
-        """Return whether a worker has returned results since its last proof."""
-
-    def hold(self, place: Any, outcome: CallOutcome) -> Awaitable[CallOutcome] | None:
-        """Have an outcome wait for the next proof; return ``None`` if it needs none."""
-
-    def is_due(self, place: Any, next_seconds: float, is_last: bool) -> bool:
-        """Return whether a worker must be proven now: its next call may take ``next_seconds``, or was its last."""
-
-    async def prove(self, place: Any, score: Callable[[Mapping[str, Any]], Awaitable[CallOutcome]]) -> bool:
-        """Prove a worker, which scores answers by ``score``; return whether it is clean."""
-
-    def ended(self, place: Any) -> None:
-        """Discard what an ended worker returned since its last proof."""
-
-    def start(self, work: Coroutine[Any, Any, None]) -> object:
-        """Start a task that the prover owns."""
-
-
 class Caller(Protocol):
     """The side of a call that is outside of the worker."""
 
     context: Any
-    """What the worker gets as `worker.context` during the call; ``None`` in a proof, which has no permits."""
+    """What the worker gets as `worker.context` during the call."""
 
     def begin(self, ended: asyncio.Future[Any]) -> None:
         """Start the clock of the deadline. At the deadline, set a `TimeoutError` on ``ended``: the worker is killed."""
@@ -148,19 +116,14 @@ class WorkerProcesses:
         self._idle: list[WorkerConnection] = []
         self._working = 0
         self._end: weakref.finalize[Any, Any] | None = None
-        self.prover: Prover | None = None
         _pools.add(self)
 
-    async def run(
-        self, arguments: Mapping[str, Any], caller: Caller, *, is_proof: bool = False, alone: bool = False
-    ) -> CallOutcome:
+    async def run(self, arguments: Mapping[str, Any], caller: Caller) -> CallOutcome:
         """Call the function in a process as soon as a slot is free.
 
         Args:
             arguments: the keyword arguments of the function.
             caller: gets the start of the function and its messages.
-            is_proof: whether the call is part of a proof, so that its result needs none.
-            alone: whether the process is proven before and after the call, which may break it.
 
         Raises:
             TimeoutError: the deadline passed. The message contains the stack of the user's code.
@@ -177,28 +140,12 @@ class WorkerProcesses:
                 worker = self._idle.pop() if self._idle else self._start()
                 self._working += 1
                 try:
-                    if alone and self.prover is not None and self.prover.is_suspect(worker.place):
-                        await self._prove(worker, self.prover)
-                        if not worker.usable:
-                            continue
-                    outcome = await worker.call(content, caller)
-                    proven = None
-                    if self.prover is not None and not is_proof:
-                        proven = self.prover.hold(worker.place, outcome)
-                        is_last = not worker.usable
-                        if (alone and not is_last) or self.prover.is_due(worker.place, outcome.work_s, is_last):
-                            await self._prove(worker, self.prover)
-                    break
+                    return await worker.call(content, caller)
                 except DiedIdleError:
                     # The function has not started: this is not a repeated call, and does not count as one.
                     continue
                 finally:
                     self._give_back(worker)
-        return outcome if proven is None else await proven
-
-    async def score_proof(self, arguments: Mapping[str, Any], timeout: float) -> CallOutcome:
-        """Score an answer of a proof in any process; raises as `run`."""
-        return await self.run(arguments, _Deadline(timeout), is_proof=True)
 
     def _give_back(self, worker: WorkerConnection) -> None:
         self._working -= 1
@@ -206,43 +153,6 @@ class WorkerProcesses:
             self._idle.append(worker)
         else:
             worker.close()
-            if self.prover is not None:
-                self.prover.ended(worker.place)
-
-    async def _prove(self, worker: WorkerConnection, prover: Prover) -> None:
-        """Prove a worker that runs no call. It is not usable any more if the proof fails."""
-
-        async def score(arguments: Mapping[str, Any]) -> CallOutcome:
-            deadline = _Deadline(prover.timeout)
-            return await worker.call(_dumps((deadline.context, arguments)), deadline)
-
-        try:
-            # A process that cannot be proven is treated as one that failed: results must never rest on it.
-            is_clean = await prover.prove(worker.place, score)
-        except (TimeoutError, RewardCrashedError, DiedIdleError):
-            is_clean = False
-        except Exception:  # results must not wait for ever
-            logger.exception("a proof could not be made")
-            is_clean = False
-        worker.usable = worker.usable and is_clean
-
-    def _become_due(self, worker: WorkerConnection, prover: Prover) -> None:
-        """Prove a worker now if it is idle; otherwise `run` proves it after its call."""
-        if worker.is_closed:
-            prover.ended(worker.place)
-        elif worker in self._idle:
-            prover.start(self._prove_idle(worker, prover))
-
-    async def _prove_idle(self, worker: WorkerConnection, prover: Prover) -> None:
-        async with self._slots_here():
-            if worker not in self._idle:
-                return
-            self._idle.remove(worker)
-            self._working += 1
-            try:
-                await self._prove(worker, prover)
-            finally:
-                self._give_back(worker)
 
     def close(self) -> None:
         """Stop the idle processes, and the fork server if no call is in flight. A later call starts new ones."""
@@ -276,10 +186,7 @@ class WorkerProcesses:
                     self._end = weakref.finalize(self, _end, self._server, self._idle)
                     self._server.fork(theirs)
                 unless_started.pop_all()
-        worker = WorkerConnection(ours, self._setup)
-        if self.prover is not None:
-            worker.place = self.prover.new_place(functools.partial(self._become_due, worker, self.prover))
-        return worker
+        return WorkerConnection(ours, self._setup)
 
     def _forget(self) -> None:
         """Reset the state in a forked copy of this process: the worker processes belong to the original."""
@@ -329,9 +236,6 @@ class WorkerConnection:
         """The number of calls that were sent; see `worker.Channel.call`."""
         self.usable = False
         """Whether the worker is idle and can run another call."""
-        self.is_closed = False
-        self.place: Any = None
-        """What `pool.Prover` keeps about the worker."""
 
     async def call(self, content: bytes, caller: Caller) -> CallOutcome:
         """Run one call.
@@ -387,7 +291,6 @@ class WorkerConnection:
 
     def close(self) -> None:
         """Close the connection; the fork server then kills the worker if it is alive."""
-        self.is_closed = True
         # Shut down before closing: a forked copy of this process may hold a copy of the socket.
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
@@ -484,27 +387,6 @@ def _death(content: memoryview) -> str:
 
 def _at(report: DeathReport) -> str:
     return f", at\n{report.stack}" if report.stack else ""
-
-
-class _Deadline:
-    """The caller of a call of a proof, which kills the worker after ``timeout`` seconds."""
-
-    context = None
-
-    def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
-
-    def begin(self, ended: asyncio.Future[Any]) -> None:
-        timer = asyncio.get_running_loop().call_later(self._timeout, _expire, ended)
-        ended.add_done_callback(lambda _: timer.cancel())
-
-    def told(self, message: tuple[Any, ...], answer: Callable[[int, Any], None]) -> None:
-        """Ignore a message: without a context, only threads that an earlier call has left behind send some."""
-
-
-def _expire(ended: asyncio.Future[Any]) -> None:
-    if not ended.done():
-        ended.set_exception(TimeoutError())
 
 
 class _ForkServerProcess:

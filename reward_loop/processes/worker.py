@@ -46,7 +46,7 @@ STARTED, TOLD, ENDED, ENDED_LAST, DIED = b"S", b"T", b"E", b"L", b"D"
 - `STARTED`: the function starts.
 - `TOLD`: a message of the function to the caller, with the number of its call.
 - `ENDED`: the outcome; the worker is idle.
-- `ENDED_LAST`: the outcome; the worker must be replaced. It may be proven first, see `reward_loop.scoring.proofs`.
+- `ENDED_LAST`: the outcome; the worker must be replaced.
 - `DIED`: a `DeathReport` on how the worker died; sent by the fork server.
 """
 

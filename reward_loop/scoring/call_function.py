@@ -24,7 +24,6 @@ from reward_loop.errors import (
     JobServiceError,
     LimitError,
     RewardCrashedError,
-    RewardFunctionError,
     RewardTimeoutError,
 )
 from reward_loop.limits.call import Call, Deadlines, SharedTime, current_call
@@ -36,7 +35,6 @@ from reward_loop.processes.pool import WorkerProcesses
 from reward_loop.scoring.cache import Cache
 from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
 from reward_loop.scoring.options import ScoringOptions
-from reward_loop.scoring.proofs import Proofs
 from reward_loop.scoring.retry import Retry
 from reward_loop.scoring.signature import Target, resolve
 from reward_loop.scoring.threads import DaemonThreads
@@ -53,18 +51,8 @@ class _Unset:
 _UNSET: Any = _Unset()
 
 
-_MAX_SCORED_AGAIN = 2
-"""The number of times that a sample is scored again because of a failed proof."""
-
-
 class UserFunction:
     """The user's function with its deadline, retries and limits, whether it scores one sample in a call or several."""
-
-    _scores_single_samples = True
-    """Whether a call is for one sample; only then there are proofs."""
-
-    proofs: Proofs | None
-    """The proofs of the function; ``None`` if it has none."""
 
     def __init__(
         self,
@@ -132,9 +120,6 @@ class UserFunction:
         self._threads = DaemonThreads(options.max_threads)
         self._executor: DaemonThreads | WorkerProcesses = self._threads
         self._max_calls_per_process = options.max_calls_per_process
-        self.proofs = None
-        if self._scores_single_samples and _is_provable(self._target, options):
-            self.proofs = Proofs(self._target, options, self.isolate)
         if is_isolated(self._target) or (options.isolation == "process" and not self._target.is_async):
             self.isolate(options.max_processes, options.max_memory_mb)
         self._sync_calls = 0
@@ -205,8 +190,6 @@ class UserFunction:
         self._close_processes()
         isolation = Isolation(max_processes, max_memory_mb, self._max_calls_per_process)
         self._executor = in_processes(self._target, isolation)
-        if self.proofs is not None:
-            self._executor.prover, self.proofs.pool = self.proofs, self._executor
 
     def close(self) -> None:
         """Stop the idle worker processes, and close the limits that the function created itself.
@@ -224,45 +207,21 @@ class UserFunction:
 
     async def _call(self, arguments: dict[str, Any], traffic_class: str) -> CallOutcome:
         """Call the function, and again after transient errors and outages."""
-        started, proofs = time.monotonic(), self.proofs
-        if proofs is not None:
-            proofs.begin()
-        try:
-            outcome = await self._attempt(arguments, traffic_class)
-            outages = self.limits.outages(asyncio.get_running_loop())
-            if outcome.exception is not None:
-                again = functools.partial(self._attempt, arguments, traffic_class)
-                # A probe does not wait: it is not worth a probe of the judge that is back.
-                waits = outages if outages.timeout_s and traffic_class != "probe" else None
-                outcome = await self._retry.again(outcome, again, started, waits, self.name)
-            if outcome.is_discarded:
-                outcome = await self._score_again(arguments, traffic_class)
-        finally:
-            if proofs is not None:
-                proofs.end()
+        started = time.monotonic()
+        outcome = await self._attempt(arguments, traffic_class)
+        outages = self.limits.outages(asyncio.get_running_loop())
+        if outcome.exception is not None:
+            again = functools.partial(self._attempt, arguments, traffic_class)
+            # A probe does not wait: it is not worth a probe of the judge that is back.
+            waits = outages if outages.timeout_s and traffic_class != "probe" else None
+            outcome = await self._retry.again(outcome, again, started, waits, self.name)
         # `answered` does nothing otherwise: a sample needs no call of it.
         is_answer = outcome.exception is None and outcome.error is None
         if is_answer and (outages.open or self._address not in outages.reached):
             outages.answered(self._address)
         return outcome
 
-    async def _score_again(self, arguments: dict[str, Any], traffic_class: str) -> CallOutcome:
-        """Score a sample again whose result was discarded: the process that returned it failed its proof.
-
-        Its call may be the one that broke the process. So it has a proven process to itself, until the next proof.
-        """
-        assert self.proofs is not None
-        for _ in range(_MAX_SCORED_AGAIN):
-            self.proofs.counts.rescored += 1
-            outcome = await self._attempt(arguments, traffic_class, alone=True)
-            if not outcome.is_discarded:
-                return outcome
-        problem = "breaks its process: after the call, a known right answer scored no more than a wrong one"
-        return CallOutcome(None, None, outcome.work_s, RewardFunctionError(problem))
-
-    async def _attempt(
-        self, arguments: dict[str, Any], traffic_class: str, attempt: int = 1, alone: bool = False
-    ) -> CallOutcome:
+    async def _attempt(self, arguments: dict[str, Any], traffic_class: str, attempt: int = 1) -> CallOutcome:
         """Call the function once, under its limits if they are configured."""
         if not self.limits.is_known:
             try:
@@ -300,7 +259,7 @@ class UserFunction:
                 counted = traffic_class != "probe"
                 self._sync_calls += counted
                 try:
-                    outcome = await self._call_sync(call, arguments, deadlines, alone)
+                    outcome = await self._call_sync(call, arguments, deadlines)
                 finally:
                     self._sync_calls -= counted
             else:
@@ -335,32 +294,26 @@ class UserFunction:
             active.called(self._target.name, outcome.work_s, outcome.queue_s, inside, problem)
         return outcome
 
-    async def _call_sync(self, call: Call, arguments: dict[str, Any], deadlines: Deadlines, alone: bool) -> CallOutcome:
+    async def _call_sync(self, call: Call, arguments: dict[str, Any], deadlines: Deadlines) -> CallOutcome:
         """Call a sync function in a thread or a process. If it returns an awaitable, await it on the event loop."""
         if call.sample is not None:
             call.sample.queue("a free process" if self.in_processes else "a free thread", call)
         if isinstance(self._executor, DaemonThreads):
-            hold = None if self.proofs is None else self.proofs.hold_in_threads
-            return await self._call_in_thread(call, self._target.call, arguments, deadlines, hold)
+            return await self._call_in_thread(call, self._target.call, arguments, deadlines)
         served = ServedCall(call, deadlines)
         try:
-            return await self._executor.run(arguments, served, alone=alone)
+            return await self._executor.run(arguments, served)
         finally:
             served.close()
 
     async def _call_in_thread(
-        self,
-        call: Call,
-        function: Callable[..., Any],
-        arguments: Mapping[str, Any],
-        deadlines: Deadlines,
-        hold: Callable[[asyncio.Future[CallOutcome], CallOutcome], bool] | None = None,
+        self, call: Call, function: Callable[..., Any], arguments: Mapping[str, Any], deadlines: Deadlines
     ) -> CallOutcome:
         deadlines.watch(call)
-        outcome = await self._threads.run(functools.partial(_begin, call, function, arguments), call.future, hold)
+        outcome = await self._threads.run(functools.partial(_begin, call, function, arguments), call.future)
         if outcome.exception is None and inspect.isawaitable(outcome.value):
             seconds, awaitable = outcome.work_s, outcome.value
-            call.future, call.has_ended = call.loop.create_future(), False
+            call.future = call.loop.create_future()
             deadlines.continue_with(call)
             task = call.loop.create_task(_run_on_loop(call, lambda: awaitable, {}))
             try:
@@ -384,20 +337,6 @@ class UserFunction:
         return CallOutcome.without_call(RewardCrashedError(problem))
 
 
-def _is_provable(target: Target, options: ScoringOptions) -> bool:
-    """Return whether a function has proofs: they are on, it is sync, reads a ground truth and requires no reward model,
-    and its options have neither limits nor a budget, which would not apply to the calls of a proof."""
-    if target.is_async or options.proofs.every is None or not {"solution_str", "ground_truth"} <= target.passes:
-        return False
-    if "response_ids" in target.passes:  # the answers of a proof are texts
-        return False
-    budget = options.budget
-    # A run that serves a reward model has this limit, also for functions that do not ask the model.
-    asks = target.passes if REWARD_MODEL in options.limits else target.requires
-    is_limited = options.limits.keys() - {REWARD_MODEL} or budget.max_cost or budget.max_tokens
-    return not (is_limited or "reward_router_address" in asks)
-
-
 def _not_called(why: str, attempt: int) -> str:
     return f"was not called{' again' if attempt > 1 else ''}: {why}"
 
@@ -406,9 +345,7 @@ def _begin(call: Call, function: Callable[..., Any], arguments: Mapping[str, Any
     if call.timeout is not None and hasattr(time, "pthread_getcpuclockid"):  # not on macOS
         call.shared = SharedTime()
     call.begin()
-    outcome = outcome_of(function, arguments)
-    call.has_ended = True
-    return outcome
+    return outcome_of(function, arguments)
 
 
 async def _run_on_loop(call: Call, function: Callable[..., Awaitable[Any]], arguments: Mapping[str, Any]) -> None:

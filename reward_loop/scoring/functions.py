@@ -63,10 +63,6 @@ class ScoringFunction(UserFunction):
             arguments = self._target.arguments(sample, reward_router_address, reward_model_tokenizer)
         except RecursionError:
             return not_called(replace(sample, error="its extra_info is nested too deeply, or contains itself"))
-        if (proofs := self.proofs) is not None:
-            proofs.step = sample.step
-            if sample.data_source not in proofs.tried:
-                await proofs.ready(sample)
         # A cached score would not show what the judge says now, and a probe must not fill the cache.
         cache = None if sample.is_probe else self._cache
         if cache is not None and (key := cache.key(arguments)) is not None:
@@ -171,8 +167,6 @@ class ListScoringFunction(UserFunction):
     `asyncio.gather` with ``return_exceptions=True``). A call has one deadline and one thread. If the call fails, all
     its samples fail.
     """
-
-    _scores_single_samples = False
 
     def __init__(self, function: Any, *, reward_kwargs: Mapping[str, Any] | None = None, **options: Any) -> None:
         """Inspect the function's signature.

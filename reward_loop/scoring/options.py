@@ -26,19 +26,6 @@ class CacheConfig(Config):
     function's imports or captured values change, or the judge's model."""
 
 
-class ProofConfig(Config):
-    """Proofs that a sync function without a judge can still tell a right answer from a wrong one, see
-    docs/proofs.md."""
-
-    every: int | None = Field(default=128, ge=1)
-    """The largest number of results of a process, for each data source, from one proof to the next; ``null`` for no
-    proofs."""
-
-    in_threads: Literal["process", "stop"] = "process"
-    """What happens to a function in threads that fails a proof: ``process`` moves it into worker processes, and stops
-    the run only if it cannot run there; ``stop`` stops the run."""
-
-
 class ScoringOptions(JobOptions, RecordOptions):
     """How the user's function is called."""
 
@@ -63,9 +50,6 @@ class ScoringOptions(JobOptions, RecordOptions):
     max_calls_per_process: int | None = Field(default=None, ge=1)
     """The number of calls after which a worker process is replaced, for functions that change their process in a way
     that is not undone, see docs/reward-functions.md. By default processes are kept."""
-
-    proofs: ProofConfig = Field(default_factory=ProofConfig)
-    """Proofs that a function still gives right scores, see docs/proofs.md."""
 
     cache: CacheConfig = Field(default_factory=CacheConfig)
     """Whether equal calls are made only once."""

@@ -52,12 +52,7 @@ class DaemonThreads:
         """Whether a thread is being woken or started."""
         self._submitter: _Submitter | None = None
 
-    async def run(
-        self,
-        function: Callable[[], T],
-        future: asyncio.Future[T] | None = None,
-        hold: Callable[[asyncio.Future[T], T], bool] | None = None,
-    ) -> T:
+    async def run(self, function: Callable[[], T], future: asyncio.Future[T] | None = None) -> T:
         """Call the function in a thread as soon as one is free.
 
         The call is abandoned if the awaiting task is cancelled, or if ``future`` gets an exception before.
@@ -65,7 +60,6 @@ class DaemonThreads:
         Args:
             function: the function to call, without arguments.
             future: gets the function's return value or exception; by default a new one.
-            hold: called with the future and the return value; if it returns true, it sets the future later.
 
         Returns:
             The function's return value. Its exceptions propagate.
@@ -76,7 +70,7 @@ class DaemonThreads:
             # This object may outlive several loops (asyncio.run more than once).
             submitter = self._submitter = _Submitter(loop)
         future = loop.create_future() if future is None else future
-        job = _Job(function, submitter, future, hold, contextvars.copy_context())
+        job = _Job(function, submitter, future, contextvars.copy_context())
         if not submitter.submitted:
             loop.call_soon(self._hand_over, submitter)
         submitter.submitted.append(job)
@@ -181,7 +175,6 @@ class _Job:
     function: Callable[[], Any]
     submitter: _Submitter
     future: asyncio.Future[Any]
-    hold: Callable[[asyncio.Future[Any], Any], bool] | None
     context: contextvars.Context
     """Of the caller: `reward_loop.limit` and `current` look there."""
     result: Any = None
@@ -227,7 +220,6 @@ class _Submitter:
             if job.future.done():
                 continue
             if job.error is None:
-                if job.hold is None or not job.hold(job.future, job.result):
-                    job.future.set_result(job.result)
+                job.future.set_result(job.result)
             else:
                 job.future.set_exception(job.error)

@@ -18,7 +18,6 @@ from reward_loop.limits import FailureBound, open_limits
 from reward_loop.managers.base import VALIDATE, open_records
 from reward_loop.managers.post_process import PostProcess, fail_reward
 from reward_loop.records import watch
-from reward_loop.scoring.proofs import ProofCounts
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Reward, RewardSample
 from reward_loop.verl.cluster import RouterAddress, address_on_this_node
 from reward_loop.verl.managers import build_manager
@@ -147,10 +146,6 @@ class RewardWorker:
     async def audit_counts(self) -> AuditCounts:
         """Return the counts of probes since the last call, see `Audit.take`."""
         return AuditCounts() if self._audit is None else self._audit.take()
-
-    async def proof_counts(self) -> ProofCounts | None:
-        """Return what proofs have found since the last call; ``None`` if the function has none."""
-        return self._manager.proof_counts()
 
     async def ablate(self, feature: Feature, most: int) -> int:
         """Start probes of a feature, see `Audit.ablate`."""

@@ -288,8 +288,6 @@ class RewardLoopTrainer(RecordingTrainer):
         if self._settings.options.audit.is_on:
             audit = self.reward_workers.audit_counts()
             metrics.update(audit.metrics())
-        if self._settings.options.proofs.every is not None and (proofs := self.reward_workers.proof_counts()):
-            metrics.update(proofs.metrics())
         metrics.update(self._health.metrics(self.global_steps, self._rewards, audit))
         # After this, verl writes the step's rollouts to a file, and deletes them from TransferQueue.
         # Not earlier: verl's metrics read fields, such as advantages, that these rows may lack.

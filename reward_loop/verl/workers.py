@@ -18,7 +18,6 @@ from reward_loop.audit import AuditCounts, Feature
 from reward_loop.config import RewardLoopConfig, RewardModelConfig
 from reward_loop.errors import RewardLoopError
 from reward_loop.limits import longest_call_s
-from reward_loop.scoring.proofs import ProofCounts
 from reward_loop.types import Reward, RewardSample
 from reward_loop.verl.cluster import RouterAddress, worker_nodes
 from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient, prompt_of, raise_if_lost
@@ -150,7 +149,6 @@ class RewardWorkers:
         self._polled_at = 0.0
         self._exchange_counts = _Requests(self.handles, "exchange_counts")
         self._audit_counts = _Requests(self.handles, "audit_counts")
-        self._proof_counts = _Requests(self.handles, "proof_counts")
 
     def wait_until_ready(self) -> None:
         """Wait until every worker has loaded the tokenizer and the user's function.
@@ -208,12 +206,6 @@ class RewardWorkers:
         """Return the counts of probes since the last call, in the same way as `exchange_counts`."""
         self._audit_counts.send()
         return AuditCounts.merged(self._audit_counts.answers(COUNTS_S))
-
-    def proof_counts(self) -> ProofCounts | None:
-        """Return what proofs have found since the last call, in the same way as `exchange_counts`."""
-        self._proof_counts.send()
-        counts = [count for count in self._proof_counts.answers(COUNTS_S) if count is not None]
-        return sum(counts, ProofCounts()) if counts else None
 
     def ablate(self, feature: Feature, most: int) -> int:
         """Start the probes of a feature in all workers, see `Audit.ablate`, and return their number.

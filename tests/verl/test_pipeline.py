@@ -298,12 +298,6 @@ def test_the_events_of_a_run_whose_agent_loop_worker_was_killed_can_be_read(pick
     assert any(event["error"] for event in read_events(folder) if event["kind"] == "rollout")
 
 
-def test_proofs_are_counted_in_each_step(picky_run: Run) -> None:
-    for step in range(1, 5):
-        assert picky_run.steps[step]["reward_loop/proofs/failed"] == 0
-        assert "reward_loop/proofs/rescored" in picky_run.steps[step]
-
-
 def test_groups_of_any_size_are_trained_on(picky_run: Run) -> None:
     sizes = [len(group) for step in range(1, 5) for group in groups(picky_run.rollouts(step)).values()]
     assert {3, 4, 5} <= set(sizes)

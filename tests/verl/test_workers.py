@@ -20,7 +20,6 @@ from reward_loop.audit import Feature
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardFunctionError, RewardLoopError
 from reward_loop.limits.server import serve_limits
-from reward_loop.records.events import health
 from reward_loop.testing import FakeJudge
 from reward_loop.verl.cluster import RouterAddress
 from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient
@@ -28,7 +27,6 @@ from reward_loop.verl.run_scorer import InNewRun, scorer_of_run
 from reward_loop.verl.workers import RewardWorkers
 from tests.gsm8k import ROOT
 from tests.local_ray import local_ray
-from tests.verl.rewards import forges
 from tests.verl.rollouts import rollout
 from tests.verl.trainers import reward_workers
 
@@ -331,32 +329,6 @@ async def test_without_a_function_the_reward_is_the_logit_of_the_reward_model(
         rows = [rollout("4" * fours, raw_prompt=prompt) for fours in range(4)]
         rewards = await asyncio.to_thread(workers.score_batch, rows)
     assert [reward["reward_score"] for reward in rewards] == [0.0, 1.0, 2.0, 3.0]
-
-
-async def test_what_a_broken_scorer_returned_is_used_nowhere(
-    cluster: None, with_function: Settings, tmp_path: Path
-) -> None:
-    records = (f"reward_loop.log_dir={tmp_path}/records", "reward_loop.max_failed_share=1.0")
-    workers = started(with_function("from tests.verl.rewards import forgeable as compute_score", ONE_WORKER, *records))
-    texts = [letter * length for letter in "abcd" for length in (1, 2, 3)]
-    rows = [rollout(text, uid=text, reward_model={"ground_truth": str(number)}) for number, text in enumerate(texts)]
-    made = await asyncio.to_thread(workers.score_batch, rows)
-    outcomes = {text: reward["reward_extra_info"]["reward_outcome"] for text, reward in zip(texts, made, strict=True)}
-    # A forged score would be 1. Only the responses that break the scorer fail.
-    assert outcomes == {text: "failed" if forges(text) else "scored" for text in texts}
-    assert {reward["reward_score"] for reward in made} == {0.0}
-    assert "failed" in outcomes.values()
-    failed = rescored = 0.0
-
-    async def counted() -> bool:
-        nonlocal failed, rescored
-        if counts := await asyncio.to_thread(workers.proof_counts):
-            failed, rescored = failed + counts.failed, rescored + counts.rescored
-        return min(failed, rescored) > 0
-
-    await until(counted)
-    warning = next(one for one in health(tmp_path / "records") if one["monitor"] == "proofs")
-    assert "failed a proof" in warning["message"]
 
 
 RANKS = """

@@ -29,7 +29,6 @@ class Workers(SimpleNamespace):
     def nothing(self, *_: Any) -> None: ...
 
     wait_until_ready = check_fatal_errors = check_fatal_errors_briefly = poll_fatal_errors = stop = nothing
-    proof_counts = nothing
 
     def have_post_process(self) -> bool:
         return hasattr(self, "post_process")

@@ -1,4 +1,4 @@
-"""Known answers: a right and a wrong answer of a data source, labelled or made from the ground truth of a sample."""
+"""Known answers: a right and a wrong answer made from the ground truth of a sample."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ TEMPLATES = (
 """The forms in which a reference answer is tried as an answer."""
 
 _MAX_TEXTS = 4
-"""The largest number of reference texts, or of labelled answers of a kind, that are tried: each takes calls."""
+"""The largest number of reference texts that are tried: each takes calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownAnswers:
-    """A right answer and a wrong one of a data source."""
+    """A right answer and a wrong one to the same question."""
 
     right: RewardSample
     wrong: RewardSample
@@ -39,28 +39,9 @@ class KnownAnswers:
     wrong_score: float
     """The score of the wrong answer, which is smaller."""
 
-    @property
-    def gap(self) -> float:
-        """The difference of the scores."""
-        return self.score - self.wrong_score
-
 
 Score = Callable[[RewardSample], Awaitable[float | None]]
-"""Scores an answer of a proof in one process; returns ``None`` if it has no score."""
-
-
-async def labelled_pair(labelled: Sequence[tuple[RewardSample, bool]], score: Score) -> KnownAnswers | None:
-    """Return the labelled right answer with the largest score, and the wrong one with the smallest, if that is less."""
-    known: dict[bool, list[tuple[float, RewardSample]]] = {True: [], False: []}
-    for label, found in known.items():
-        for answer in [answer for answer, its_label in labelled if its_label is label][:_MAX_TEXTS]:
-            if (scored := await score(answer)) is not None:
-                found.append((scored, answer))
-    right = max(known[True], key=lambda one: one[0], default=None)
-    wrong = min(known[False], key=lambda one: one[0], default=None)
-    if right is None or wrong is None or right[0] <= wrong[0]:
-        return None
-    return KnownAnswers(right[1], wrong[1], right[0], wrong[0])
+"""Scores an answer; returns ``None`` if it has no score."""
 
 
 async def find_pair(sample: RewardSample, truths: Sequence[Any], score: Score) -> KnownAnswers | str:
@@ -109,7 +90,7 @@ def _answer(sample: RewardSample, template: str, text: str) -> RewardSample:
     # `None` stands for unknown, and a function that requires the argument could not be called.
     cut_off = None if sample.is_truncated is None else False
     return replace(
-        sample, solution_str=answer, uid="proof", group=None, turns=None, is_truncated=cut_off, is_probe=True
+        sample, solution_str=answer, uid="known answer", group=None, turns=None, is_truncated=cut_off, is_probe=True
     )
 
 
