@@ -5,7 +5,7 @@ A verl run in the mode ``reward_pipeline`` with both overlaps calls a judge serv
 1. The reward worker is killed.
 2. The judge does not answer some calls.
 3. The judge returns status 429 for some calls.
-4. The agent loop worker, which has all rollouts in flight, is killed.
+4. The agent loop worker, which has all rollouts in flight, is killed. The run ends, and is resumed from its checkpoint.
 5. The trainer process is killed, and the run is resumed from its checkpoint.
 
 In addition, the Ray actor of an agent outside verl is killed in the middle of a batch. `benchmarks.lost_node` loses a
@@ -34,10 +34,9 @@ from reward_loop.testing import FakeJudge, Stall, Status
 __all__ = ["STEPS", "Found", "agent_through", "lines", "train_through", "wrong_rollouts"]
 
 HERE = Path(__file__).parent
-STEPS = 7
-CHECKPOINT = 5
-"""The step after which the checkpoint is saved. The trainer is killed one step later and resumes from there."""
-AGENT_LOOP_WORKER = "agent loop worker"
+STEPS = 10
+CHECKPOINT = 4
+"""The number of steps between two checkpoints. After one step more, a process is killed; the run resumes from there."""
 BUSY, HUNG = 40, 2
 """Number of calls that get status 429, and number of calls that get no response."""
 DEADLINE_S = 5.0
@@ -79,17 +78,10 @@ def train_through(folder: Path, look: Callable[[int], None]) -> Found:
     output.mkdir()
     with FakeJudge(_reply, latency=(0.02, 0.1)) as judge:
         faults = _Faults(judge, output)
-        lost = _train(folder, output, "lost", judge, lambda rows: look(len(rows)), faults)
-        went_on = _train(folder, output, "resumed", judge, lambda rows: look(CHECKPOINT + len(rows)), None)
-        repeated = {
-            how: sum(row.get(f"reward_loop/prompts_{how}_again", 0.0) for row in (*lost, *went_on))
-            for how in ("generated", "judged")
-        }
-        for how, count in repeated.items():
-            faults.happened[AGENT_LOOP_WORKER] = (
-                f"{faults.happened.get(AGENT_LOOP_WORKER, 'not killed')}; {count:.0f} prompts {how} again"
-            )
-        return Found(faults.happened, [*faults.missing(), *_wrong(output, judge, lost, went_on)])
+        lost = _train(folder, output, "lost", judge, lambda rows: look(len(rows)), faults, 0)
+        again = _train(folder, output, "again", judge, lambda rows: look(CHECKPOINT + len(rows)), faults, CHECKPOINT)
+        went_on = _train(folder, output, "resumed", judge, lambda rows: look(2 * CHECKPOINT + len(rows)), None, 0)
+        return Found(faults.happened, [*faults.missing(), *_wrong(output, judge, lost, again, went_on)])
 
 
 def _train(
@@ -99,6 +91,7 @@ def _train(
     judge: FakeJudge,
     look: Callable[[list[dict[str, float]]], None],
     faults: _Faults | None,
+    before: int,
 ) -> list[dict[str, float]]:
     overrides = (
         f"trainer.save_freq={CHECKPOINT}",
@@ -114,7 +107,7 @@ def _train(
         *(training.MODES["both"], folder, output / name, STEPS, *overrides), JUDGE_ADDRESS=judge.address
     )
     if faults is None:
-        return training.run(command, output / name, STEPS - CHECKPOINT, look)
+        return training.run(command, output / name, STEPS - 2 * CHECKPOINT, look)
     (output / name).mkdir()
     metrics = output / name / "metrics.jsonl"
     deadline = time.monotonic() + training.LONGEST_RUN_S
@@ -123,30 +116,30 @@ def _train(
             time.sleep(training.LOOK_S)
             rows = training.rows(metrics)
             look(rows)
-            faults.strike(rows)
+            faults.strike(before + len(rows))
     return training.rows(metrics)
 
 
 class _Faults:
-    """Injects each fault into the first run, after a fixed number of completed steps."""
+    """Injects each fault after a fixed number of completed steps."""
 
     def __init__(self, judge: FakeJudge, output: Path) -> None:
         self._judge = judge
         self._output = output
         self._left: dict[int, Callable[[], None]] = {
             1: self._kill_worker,
-            # Calls that hang belong to step 4, so they have failed before the agent loop worker is killed.
+            # Calls that hang have failed before the checkpoint: they belong to step 3 or 4.
             2: self._hang,
             3: self._refuse,
-            CHECKPOINT - 1: self._kill_agent_loop_worker,
-            CHECKPOINT + 1: self._kill_trainer,
+            CHECKPOINT + 1: self._kill_agent_loop_worker,
+            2 * CHECKPOINT + 1: self._kill_trainer,
         }
         self.happened: dict[str, str] = {}
         self.killed = 0
 
-    def strike(self, rows: list[dict[str, float]]) -> None:
-        """Inject the faults that are due."""
-        for step in [step for step in self._left if step <= len(rows)]:
+    def strike(self, made: int) -> None:
+        """Inject the faults that are due after this number of steps."""
+        for step in [step for step in self._left if step <= made]:
             self._left.pop(step)()
 
     def missing(self) -> list[str]:
@@ -167,14 +160,16 @@ class _Faults:
         self.happened["judge, hanging"] = f"{HUNG} calls after step 2"
 
     def _kill_agent_loop_worker(self) -> None:
-        if _kill("ray::RewardAgentLoopWorker"):
-            self.happened[AGENT_LOOP_WORKER] = f"killed after step {CHECKPOINT - 1}"
+        self._kill_after_checkpoint("agent loop worker", "ray::RewardAgentLoopWorker", CHECKPOINT)
 
     def _kill_trainer(self) -> None:
-        last = self._output / "rollouts" / f"{CHECKPOINT}.jsonl"
-        _until(lambda: last.exists() and len(lines(last)) == training.PROMPTS * training.RESPONSES)
-        if _kill("ray::TaskRunner"):
-            self.happened["trainer"] = f"killed after step {CHECKPOINT + 1}, resumed after step {CHECKPOINT}"
+        self._kill_after_checkpoint("trainer", "ray::TaskRunner", 2 * CHECKPOINT)
+
+    def _kill_after_checkpoint(self, what: str, title: str, step: int) -> None:
+        last = self._output / "rollouts" / f"{step}.jsonl"
+        _until(lambda: last.exists() and len(lines(last)) == training.PROMPTS * training.RESPONSES, step)
+        if _kill(title):
+            self.happened[what] = f"killed after step {step + 1}, resumed after step {step}"
 
 
 def _kill(title: str) -> bool:
@@ -189,12 +184,16 @@ def _kill(title: str) -> bool:
 
 
 def _wrong(
-    output: Path, judge: FakeJudge, lost: list[dict[str, float]], went_on: list[dict[str, float]]
+    output: Path,
+    judge: FakeJudge,
+    lost: list[dict[str, float]],
+    again: list[dict[str, float]],
+    went_on: list[dict[str, float]],
 ) -> Iterator[str]:
     size = training.PROMPTS * training.RESPONSES
-    if len(lost) == STEPS:
-        yield "the run ended before its trainer was killed"
-    rows = [*lost[:CHECKPOINT], *went_on]
+    if "agent loop worker 0 died with" not in (output / "lost" / "log").read_text(errors="replace"):
+        yield "the run did not end with the death of the agent loop worker"
+    rows = [*lost[:CHECKPOINT], *again[:CHECKPOINT], *went_on]
     yield from wrong_rollouts(output / "rollouts", rows, STEPS, size)
     for step, row in enumerate(rows, start=1):
         rollouts = lines(output / "rollouts" / f"{step}.jsonl")
@@ -203,14 +202,11 @@ def _wrong(
             yield f"step {step}: {otherwise} have another score than the judge gave"
         if len(rollouts) - len(scored) != row["reward_loop/failed"]:
             yield f"step {step}: {len(rollouts) - len(scored)} have no score, {row['reward_loop/failed']:.0f} failed"
-    replaced = sum(row["reward_loop/agent_loop_workers_replaced"] for row in (*lost, *went_on))
-    if replaced != 1:
-        yield f"{replaced:.0f} agent loop workers were replaced"
     failed = sum(row["reward_loop/failed"] for row in lost)
     if failed != HUNG:
         yield f"{failed:.0f} samples failed, and the judge hung for {HUNG}"
     workers = {request.body["pid"] for request in judge.requests}
-    if len(workers) != 3:  # the killed worker, its replacement, and the worker of the resumed run
+    if len(workers) != 4:  # the killed worker, its replacement, and the workers of the resumed runs
         yield f"{len(workers)} reward workers asked the judge"
     behaved = [request for request in judge.requests if isinstance(request.behaviour, Status | Stall)]
     if len(behaved) != BUSY + HUNG:
@@ -294,9 +290,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
-def _until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def _until(condition: Callable[[], bool], step: int, seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"the rollouts of step {CHECKPOINT} were not written within {seconds:g} s")
+            raise TimeoutError(f"the rollouts of step {step} were not written within {seconds:g} s")
         time.sleep(training.LOOK_S)

@@ -1,4 +1,7 @@
-"""The reward function of runs on two nodes. It writes what it does on each node to files beside ``$REWARD_LOG``."""
+"""The reward function of runs on two nodes. It writes what it does on each node to files beside ``$REWARD_LOG``.
+
+:class:`OnOneNode` keeps all agent loop workers on the trainer's node.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,17 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
+import ray
 
 from reward_loop.client import classify
+from reward_loop.verl.agent_loop_manager import RewardAgentLoopManager
 
 LISTED_AT = 9
 """The number of a reward worker's sample at which it writes down the processes of its node. At the ninth of 16 samples
-of a step, both agent loop workers run."""
+of a step, all agent loop workers run."""
 
 WAITING = "all-wait"
 """The file that :class:`Waiting` makes when all samples of the node have arrived and wait."""
@@ -24,8 +30,6 @@ class OnNode:
     """Asks the reward model for the score of a response."""
 
     def __init__(self) -> None:
-        import ray  # the command that trains loads this module, too, before it starts Ray
-
         self.seen = 0
         self.address = ray.util.get_node_ip_address()
 
@@ -74,6 +78,16 @@ class Waiting(OnNode):
                 beside_log(WAITING).touch()
             await asyncio.Event().wait()
         return await self.ask(solution_str, ground_truth, reward_router_address)
+
+
+class OnOneNode(RewardAgentLoopManager):
+    """Starts all agent loop workers on the node of this process."""
+
+    async def _init_agent_loop_workers(self) -> None:
+        here = ray.get_runtime_context().get_node_id()
+        nodes = [node for node in ray.nodes() if node["NodeID"] == here]
+        with mock.patch.object(ray, "nodes", return_value=nodes):
+            await super()._init_agent_loop_workers()
 
 
 def beside_log(name: str) -> Path:

@@ -36,7 +36,7 @@ COMMAND = ("data_check", "main_ppo", "task_runner")
 
 TRAINING = (
     *("agent_loop", "agent_loop_manager", "cluster", "colocated", "gdpo", "managers", "pipeline", "recording_trainer"),
-    *("own_scorers", "recovery", "replay_buffer", "reward_changes", "separate_async", "task_runner"),
+    *("own_scorers", "replay_buffer", "resume", "reward_changes", "separate_async", "task_runner"),
     *("tq_checkpoint", "tq_rows", "trainer"),
 )
 """Those that the task runner, the trainer and the workers import."""

@@ -41,9 +41,6 @@ evicted    ``_evict`` of a complete group: it was        nothing                
            would be two steps old
 ========== ============================================= ============================ =============================
 
-If the agent loop worker of a prompt dies, a prompt that is not generated begins again; `Recovery` completes others.
-A prompt of a batch is never generated again: the log-probabilities of its trajectories may have been computed.
-
 A session is judged as soon as it is generated, so judging overlaps with the first three states. A reward model on the
 trainer's GPUs is the exception: sessions end without rewards, and ``_finish_generation`` has the whole batch judged.
 """
@@ -235,7 +232,6 @@ class RewardPipelineTrainer(PPOTrainerSync):
         while True:
             with added_seconds("gen", timing_raw):
                 self._submit(missing, self.global_steps)
-                # A prompt that is not generated is generated again if its worker dies, so the engine must be awake.
                 self.replay_buffer.wait(lambda: not self.replay_buffer.generating())
             if not self._replaces:
                 break

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import ray
@@ -21,7 +20,6 @@ from reward_loop.records import watch
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Reward, RewardSample
 from reward_loop.verl.cluster import RouterAddress, address_on_this_node
 from reward_loop.verl.managers import build_manager
-from reward_loop.verl.reward_client import prompt_of
 from reward_loop.verl.settings import RewardSettings
 
 
@@ -55,8 +53,8 @@ class RewardWorker:
         self._post_process = PostProcess.of(self._manager)
         self._rejections = FailureBound.of_options(self._options, of=", ".join(sorted(PART_KEYS)))
         self._fatal: str | None = None
-        self._running: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)
-        """Prompt uid -> the calls of `compute_score` for its rollouts."""
+        self._running: set[asyncio.Task[Any]] = set()
+        """The calls of `compute_score`."""
         self._is_stopped = False
         # After the imports and the tokenizers of the manager, which are frozen with all else.
         freeze_and_raise_gc_threshold()
@@ -73,11 +71,9 @@ class RewardWorker:
             RewardLoopError: the run must stop: by the user's policy, or because too many samples failed.
         """
         # Without a context manager, which would cost a twentieth of the time per sample.
-        uid = prompt_of(data)
         task = asyncio.current_task()
         assert task is not None
-        calls = self._running[uid]
-        calls.add(task)
+        self._running.add(task)
         try:
             if self._is_stopped:
                 await asyncio.Event().wait()  # until the worker ends
@@ -90,19 +86,8 @@ class RewardWorker:
             self._store_fatal(error)
             raise
         finally:
-            calls.discard(task)
-            if not calls:
-                del self._running[uid]
+            self._running.discard(task)
         return _without_clash(reward) if _is_validation(data) else reward
-
-    async def abandon(self, uids: Collection[str]) -> None:
-        """Cancel the calls of `compute_score` for the rollouts of these prompts, because their caller has died.
-
-        Otherwise, a manager that waits for all rollouts of a prompt would put lost rollouts and new ones in one group.
-        """
-        for uid in uids:
-            for task in self._running.get(uid, ()):
-                task.cancel()
 
     async def stop(self) -> None:
         """Cancel all calls of `compute_score`, and close the manager and the limits, because training has ended.
@@ -111,7 +96,7 @@ class RewardWorker:
         worker ends, with the run.
         """
         self._is_stopped = True
-        for task in set().union(*self._running.values()):
+        for task in list(self._running):
             task.cancel()
         await asyncio.to_thread(self._manager.close)
         self._limits.close()

@@ -157,7 +157,7 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
         answered, missing = ray.wait(requests, num_returns=len(requests), timeout=ANSWER_S)
         answers = []
         for answer in answered:
-            with suppress(RayActorError):  # a worker that has died, and will be replaced
+            with suppress(RayActorError):  # a dead worker ends the run at the next poll
                 answers.append(ray.get(answer))
         if missing:
             logger.warning(

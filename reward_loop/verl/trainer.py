@@ -27,9 +27,9 @@ from reward_loop.verl.compat import overrides, replaced, uses
 from reward_loop.verl.gdpo import GDPO, component_rewards, switch_estimator, use_rewards
 from reward_loop.verl.mode_options import MINI_BATCH_ESTIMATORS, check_group_manager
 from reward_loop.verl.recording_trainer import RecordingTrainer
-from reward_loop.verl.recovery import Recovery
 from reward_loop.verl.replay_buffer import REWARD_METRIC, extend
 from reward_loop.verl.resolve import without_reward
+from reward_loop.verl.resume import reset_unscored_prompts
 from reward_loop.verl.reward_changes import place_parts, post_process, reject_parts
 from reward_loop.verl.reward_metrics import (
     Rewards,
@@ -102,9 +102,6 @@ class RewardLoopTrainer(RecordingTrainer):
         rewards: the settings of rewards, and the services that run.
     """
 
-    recovery: Recovery | None = None
-    """``None`` before `fit`."""
-
     def __init__(self, config: DictConfig, rewards: RewardServices) -> None:
         # Before verl's constructor, which calls `_build_replay_buffer`.
         self._settings = rewards.settings
@@ -162,16 +159,13 @@ class RewardLoopTrainer(RecordingTrainer):
 
     @overrides(PPOTrainer)
     def fit(self, agent_loop_manager: Any) -> None:
-        """Train, and then stop the agent loop workers and the reward workers. Dead agent loop workers are replaced.
+        """Train, and then stop the agent loop workers and the reward workers.
 
         Rollouts for later steps may still be judged at the end. They would fail when the limiter of the job stops with
         this process.
         """
-        rollout, judges = self.config.actor_rollout_ref.rollout, self.get_reward_handles() is not None
-        rollouts = {"train": rollout.n, "val": rollout.val_kwargs.n}
-        replaceable = agent_loop_manager if isinstance(agent_loop_manager, RewardAgentLoopManager) else None
-        self.recovery = Recovery(replaceable, self.reward_workers, rollouts=rollouts, judges=judges)
-        self.replay_buffer.checks.append(self._replace_dead_workers)
+        if isinstance(agent_loop_manager, RewardAgentLoopManager):  # not one of the user, or of a recipe
+            self.replay_buffer.checks.append(agent_loop_manager.check_workers)
         try:
             # Errors also of a validation before the first step; requests of checkpoints.
             with self._checking_fatal_errors(), repeating_requests():
@@ -185,12 +179,11 @@ class RewardLoopTrainer(RecordingTrainer):
 
     @overrides(PPOTrainer)
     def _reissue_inflight_prompts(self, partition_id: str = "train") -> int:
-        """Have the prompts of a checkpoint completed: their rollouts are judged again or generated again.
+        """Generate those prompts of a checkpoint again that lack a score.
 
         verl would keep failed rewards, and the run would end with the error of the one before.
         """
-        assert self.recovery is not None
-        self.recovery.resume()
+        reset_unscored_prompts(judged=self.get_reward_handles() is not None)
         return super()._reissue_inflight_prompts(partition_id)
 
     @overrides(PPOTrainer)
@@ -198,7 +191,6 @@ class RewardLoopTrainer(RecordingTrainer):
         """Run one training step, and add the metrics of its rewards, computed from all samples of the step."""
         self._rewards = StepRewards()
         self._left_out = {}
-        self._replace_dead_workers()
         try:
             with self._checking_fatal_errors():
                 batch = super().step(metrics, timing_raw)
@@ -206,7 +198,7 @@ class RewardLoopTrainer(RecordingTrainer):
             # Also if the step failed: samples without a score may be the cause.
             infos = [reward.info for reward in self._rewards.samples().values()]
             self._say_failures(f"step {self.global_steps}", infos)
-        metrics.update(self._rewards.metrics() | (self.recovery.metrics() if self.recovery else {}))
+        metrics.update(self._rewards.metrics())
         return batch
 
     def _say_failures(self, of: str, infos: Iterable[Mapping[str, Any]]) -> None:
@@ -305,10 +297,6 @@ class RewardLoopTrainer(RecordingTrainer):
 
     def _poll_fatal_errors(self) -> None:
         self.reward_workers.poll_fatal_errors()
-
-    def _replace_dead_workers(self) -> None:
-        if self.recovery is not None:
-            self.recovery.poll(self.global_steps)
 
     def _check_fatal_errors(self) -> None:
         if self._settings.mode.name == "sync":

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -217,15 +217,6 @@ class RewardWorkers:
         requests.send(feature, each)
         # Ray restarts a worker that has died, without answers.
         return sum(requests.answers(COUNTS_S)) + each * len(requests.open)
-
-    def abandon(self, uids: Collection[str]) -> None:
-        """Cancel the scoring of the rollouts of these prompts, because the process that requested it has died.
-
-        Waits at most `BUSY_S` seconds. A worker that blocks its event loop cancels them later.
-        """
-        ray.wait(
-            [worker.abandon.remote(uids) for worker in self.handles], num_returns=len(self.handles), timeout=BUSY_S
-        )
 
     def stop(self) -> None:
         """Stop scoring at the end of training, see `RewardWorker.stop`.

@@ -6,7 +6,7 @@ import itertools
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +103,14 @@ def expected_advantages(rollouts: list[dict[str, Any]]) -> list[float]:
     return list(advantages_by_uid(rollouts).values())
 
 
-def advantages_by_uid(rollouts: list[dict[str, Any]]) -> dict[str, float]:
-    """GRPO by hand: the masked leave their group, and who is left alone has no baseline."""
+def advantages_by_uid(rollouts: list[dict[str, Any]], masked: Collection[int] = (0, 1)) -> dict[str, float]:
+    """GRPO by hand: the masked leave their group, and who is left alone has no baseline.
+
+    Masked is a response whose number has one of these remainders by 7.
+    """
     advantages = {}
     for group in groups(rollouts).values():
-        scores = {row["uid"]: row["score"] for row in group if rewards.number(row["output"]) % 7 > 1}
+        scores = {row["uid"]: row["score"] for row in group if rewards.number(row["output"]) % 7 not in masked}
         if len(scores) > 1:
             mean, deviation = statistics.mean(scores.values()), statistics.stdev(scores.values())
             advantages |= {uid: (score - mean) / (deviation + 1e-6) for uid, score in scores.items()}

@@ -179,9 +179,9 @@ JUDGE_TOKENS = 4
 class Held(Mixed):
     """As :class:`Mixed`, but the rollouts of the first two batches of 32 are held up, with 16 judged at a time and room
     for 24 in the queue: 24 until the queue is full, 16 more until all have been generated, and the others until a
-    training step is over. When three steps are over, the agent loop worker is killed, and the served model is asked for
-    each rollout and each probe. The last batch takes some seconds, so that it is being judged when the run ends. What
-    the queue said when it was full is in the file ``queue.json``."""
+    training step is over. When three steps are over, the served model is asked for each rollout and each probe. The
+    last batch takes some seconds, so that it is being judged when the run ends. What the queue said when it was full is
+    in the file ``queue.json``."""
 
     def __init__(self) -> None:
         self._seen = 0
@@ -208,8 +208,6 @@ class Held(Mixed):
             await asyncio.shield(self._events[last])
         elif _is_over(5):
             await asyncio.sleep(5)
-        if _is_over(3) and _is_first("killed-agent-loop-worker"):
-            os.kill(await _agent_loop_worker().__ray_call__.remote(lambda worker: os.getpid()), signal.SIGKILL)
 
 
 def _agent_loop_worker() -> Any:
@@ -293,55 +291,58 @@ BATCH = 8
 """The prompts of a step, for `Away`."""
 
 
-class Away(Mixed):
-    """As :class:`Mixed`, without shuffling. The judge is away twice. When the rollouts of step 3 are judged, a quarter
-    of them fail and a quarter are open until step 2 has a checkpoint; then the command that trains is killed.
-    After that, the rollouts of step 4 fail until the file ``judge-is-back`` exists."""
+class Away:
+    """Scores every response, without shuffling of prompts. When the rollouts of steps 3 and 4 are judged, the judge is
+    away for two prompts of eight and for some rollouts of two others, and does not answer for two more. When these have
+    all arrived and the step before has a checkpoint, a process is killed: in step 3 the command that trains, in step 4
+    the agent loop worker. From then on, the judge answers."""
+
+    KILLED = {3: "killed-trainer", 4: "killed-agent-loop-worker"}  # noqa: RUF012
 
     def __init__(self) -> None:
         self._arrived = 0
         self._all_have_arrived = asyncio.Event()
 
-    async def compute_score(self, solution_str: str, ground_truth: str, extra_info: dict) -> dict | None:
-        if extra_info["split"] != "train":
-            return await super().compute_score(solution_str, ground_truth, extra_info)
-        step, kind = extra_info["index"] // BATCH + 1, number(solution_str) % 4
-        if step == 2 and _is_first("held"):
-            await self._all_have_arrived.wait()  # so that the checkpoint has rewards of step 3
-        if step == 3 and not _beside_the_log("killed-trainer").exists():
+    async def compute_score(self, solution_str: str, ground_truth: str, extra_info: dict) -> float:
+        step, kind, value = extra_info["index"] // BATCH + 1, extra_info["index"] % 4, number(solution_str)
+        line = {"output": solution_str, "gts": ground_truth, "split": extra_info["split"]}
+        if step in self.KILLED and not self._is_killed(step):
             self._arrived += 1
             if self._arrived == 4 * BATCH:
                 self._all_have_arrived.set()
             if kind == 1:
-                await self._kill_the_trainer(solution_str, ground_truth)
-        away = not _beside_the_log("killed-trainer" if step == 3 else "judge-is-back").exists()
-        if away and (step == 4 or (step == 3 and kind == 0)):
-            _log(output=solution_str, gts=ground_truth, score=None, outcome="away", split="train")
-            raise RuntimeError("the judge is away")
-        return await super().compute_score(solution_str, ground_truth, extra_info)
+                _log(**line, score=None, outcome="open")
+                await self._kill(step)
+            if kind == 0 or (kind == 2 and value % 2):
+                _log(**line, score=None, outcome="away")
+                raise RuntimeError("the judge is away")
+        elif step + 1 in self.KILLED and not self._is_killed(step + 1) and _is_first(f"held-{step}"):
+            await self._all_have_arrived.wait()  # so that the checkpoint has rewards of the next step
+        score = value % 100 / 100
+        _log(**line, score=score, outcome="scored")
+        return score
 
-    async def _kill_the_trainer(self, solution_str: str, ground_truth: str) -> None:
-        _log(output=solution_str, gts=ground_truth, score=None, outcome="open", split="train")
-        dumped = _beside_the_log("rollouts") / "2.jsonl"  # verl writes it after the checkpoint
+    def _is_killed(self, step: int) -> bool:
+        return _beside_the_log(self.KILLED[step]).exists()
+
+    async def _kill(self, step: int) -> None:
+        dumped = _beside_the_log("rollouts") / f"{step - 1}.jsonl"  # verl writes it after the checkpoint
         async with asyncio.timeout(280):
             while True:
                 if dumped.exists() and dumped.read_text().endswith("\n"):
                     break
                 await asyncio.sleep(0.02)
-        if _is_first("killed-trainer"):
-            os.kill(int(_beside_the_log("trainer").read_text()), signal.SIGKILL)
+        if _is_first(self.KILLED[step]):
+            if step == 3:
+                pid = int(_beside_the_log("trainer").read_text())
+            else:
+                pid = await _agent_loop_worker().__ray_call__.remote(lambda worker: os.getpid())
+            os.kill(pid, signal.SIGKILL)
         await asyncio.Event().wait()  # until this process ends, too
 
 
 def rare(completions: list[list[dict[str, str]]], split: list[str], **kwargs: Any) -> list[float]:
-    """A function in TRL's form. Rewards one response in four or so, so that many groups get no reward at all. When two
-    steps are over, it kills the agent loop worker, some time after a response began to be judged."""
-    if _is_over(2) and split == ["train"] and _is_first("killed-agent-loop-worker"):
-        import ray
-
-        pid = ray.get(_agent_loop_worker().__ray_call__.remote(lambda worker: os.getpid()))
-        _beside_the_log("killed-agent-loop-worker").write_text(str(pid))
-        os.kill(pid, signal.SIGKILL)
+    """A function in TRL's form. Rewards one response in four or so, so that many groups get no reward at all."""
     return [float(number(completion[0]["content"]) % 4 == 0) for completion in completions]
 
 
@@ -369,8 +370,8 @@ def processes_left(*words: str) -> list[psutil.Process]:
 async def judged(
     solution_str: str, ground_truth: str, extra_info: dict, reward_router_address: str, model: str
 ) -> float:
-    """Asks the reward model. At its 20th sample it kills the model server, at its 30th the reward worker itself, and
-    at its 70th the agent loop worker; from the 160th on it presses Ctrl-C on the trainer, again and again."""
+    """Asks the reward model. At its 20th sample it kills the model server, and at its 30th the reward worker itself;
+    from the 160th on it presses Ctrl-C on the trainer, again and again."""
     lines = Path(os.environ["REWARD_LOG"])
     seen = len(lines.read_text().splitlines()) if lines.exists() else 0
     if seen >= 20 and not _beside_the_log("killed-server").exists():  # a list of all processes takes long
@@ -378,9 +379,6 @@ async def judged(
             _kill_once(pid, "killed-server")
     if seen >= 30:
         _kill_once(os.getpid(), "killed-worker")
-    if seen >= 70 and _is_first("killed-agent-loop-worker"):
-        pid = await _agent_loop_worker().__ray_call__.remote(lambda worker: os.getpid())
-        os.kill(pid, signal.SIGKILL)
     if seen >= 160:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(_beside_the_log("trainer").read_text()), signal.SIGINT)

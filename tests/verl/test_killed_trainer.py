@@ -1,5 +1,5 @@
 """A run of verl that was killed while rollouts were failed or open, and what the same command makes of its checkpoint:
-a run that ends because the judge is away again, and one that trains to the end."""
+a run that ends because its agent loop worker is killed, and one that trains to the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from reward_loop.view.app import create_app
 from reward_loop.view.index import Index
 from reward_loop.view.phases import PhaseReader
 from tests.verl import rewards
-from tests.verl.checks import advantages_by_uid, check_reward_metrics, check_scores, groups
+from tests.verl.checks import advantages_by_uid, groups
 from tests.verl.minibatches import Update, recording, updates
 from tests.verl.recompute import learnt
 from tests.verl.runs import Run, train, write_data
@@ -40,9 +40,8 @@ class Part:
     """Those of this command."""
 
     def checkpoint(self) -> tuple[int, ...]:
-        """The prompts that the command found in its checkpoint: all of them, and those that are generated again; the
-        rollouts of the others, and those that are judged again."""
-        (line,) = re.findall(r"the checkpoint has .* and are judged again", self.run.output)
+        """The prompts that the command found in its checkpoint: all, those with all scores, those generated again."""
+        (line,) = re.findall(r"the checkpoint has .* are generated again", self.run.output)
         return tuple(map(int, re.findall(r"\d+", line)))
 
 
@@ -79,7 +78,6 @@ def ended(killed: Part, tiny_generative_model: Path) -> Part:
 
 @pytest.fixture(scope="module")
 def resumed(ended: Part, tiny_generative_model: Path) -> Part:
-    (ended.run.directory / "judge-is-back").touch()
     return command(ended.run.directory, tiny_generative_model, "resumed", 0)
 
 
@@ -109,8 +107,8 @@ def test_the_viewer_shows_a_run_that_was_killed(killed: Part, tmp_path: Path, mo
         recorded = records(killed.run, step)
         assert len(recorded) == ROWS
         for rollout in killed.run.rollouts(step):
-            record, number = recorded[rollout["uid"].rsplit("_", 1)[0]], rewards.number(rollout["output"])
-            assert (record["step"], record["outcome"]) == (step, {0: "unscored", 1: "failed"}.get(number % 7, "scored"))
+            record = recorded[rollout["uid"].rsplit("_", 1)[0]]
+            assert (record["step"], record["outcome"]) == (step, "scored")
             assert record["reward"] == pytest.approx(rollout["score"])
     assert PhaseReader(folder).steps()[1]["phases"]["update_actor"] == pytest.approx(
         killed.steps[1]["timing_s/update_actor"], abs=1e-3
@@ -124,36 +122,33 @@ def test_the_viewer_shows_a_run_that_was_killed(killed: Part, tmp_path: Path, mo
             assert viewer.get(f"/api/sample/{shown['id']}").json()["texts"]["response"]
 
 
-def test_the_same_command_judges_again_what_had_no_score_and_keeps_the_rest(killed: Part, ended: Part) -> None:
-    lost = samples(killed.calls, 3, "away", "open")
-    assert samples(killed.calls, 3, "away")
-    assert samples(killed.calls, 3, "open")
-    prompts, generated_again, rollouts, judged_again = ended.checkpoint()
-    assert (prompts, generated_again, rollouts) == (rewards.BATCH, 0, ROWS)
-    again = samples(ended.calls, 3)
-    assert again.total() == judged_again < ROWS
-    # The function fails on some samples itself, and gives others no score.
-    assert lost + samples(killed.calls, 3, "failed", "unscored") <= again
-    assert ended.steps[3]["reward_loop/prompts_judged_again"] > 0
-    assert samples(killed.calls, 3) | again == samples(killed.calls, 3), "a rollout was generated again"
-    check_scores(ended.run.rollouts(3))
-    check_reward_metrics(ended.steps[3], ended.run.rollouts(3))
+def check_resumed(before: Part, after: Part, step: int) -> None:
+    """Prompts whose rollouts all had a score when a process was killed keep them; all others were generated again."""
+    seen, again = samples(before.calls, step), samples(after.calls, step)
+    prompts = {prompt for _, prompt in seen}
+    lost = {prompt for _, prompt in samples(before.calls, step, "open", "away")}
+    assert 4 <= len(lost) < len(prompts) == rewards.BATCH
+    assert after.checkpoint() == (len(prompts), len(prompts - lost), len(lost))
+    assert Counter(prompt for _, prompt in again.elements()) == dict.fromkeys(lost, 4)
+    trained = Counter((row["output"], row["gts"]) for row in after.run.rollouts(step))
+    assert trained == again + Counter({sample: n for sample, n in seen.items() if sample[1] not in lost})
+    assert after.steps[step]["reward_loop/scored"] == ROWS
 
 
-def test_a_run_whose_judge_stays_away_ends(ended: Part) -> None:
+def test_the_same_command_generates_again_what_lacked_a_score_and_keeps_the_rest(killed: Part, ended: Part) -> None:
+    check_resumed(killed, ended, 3)
+
+
+def test_a_killed_agent_loop_worker_ends_the_run_with_its_cause(ended: Part) -> None:
     assert sorted(ended.steps) == [3]
-    assert "no sample of step 4 has a score to learn from" in ended.run.output
-    assert "the judge is away" in ended.run.output
-    assert samples(ended.calls, 4, "away").total() == ROWS
+    (message,) = set(re.findall(r"agent loop worker 0 died with (\d+) unfinished prompts", ended.run.output))
+    assert int(message) >= 2, "the two prompts whose rollouts were open"
+    assert "Run the same command again: it resumes from the last checkpoint" in ended.run.output
 
 
-def test_with_the_judge_back_the_same_command_trains_to_the_end(ended: Part, resumed: Part) -> None:
-    assert resumed.checkpoint() == (rewards.BATCH, 0, ROWS, ROWS)
+def test_after_the_death_of_the_worker_the_same_command_trains_to_the_end(ended: Part, resumed: Part) -> None:
+    check_resumed(ended, resumed, 4)
     assert sorted(resumed.steps) == [4, 5]
-    assert samples(resumed.calls, 4) == samples(ended.calls, 4), "other rollouts than those of the checkpoint"
-    for step in (4, 5):
-        check_scores(resumed.run.rollouts(step))
-        check_reward_metrics(resumed.steps[step], resumed.run.rollouts(step))
 
 
 def test_over_all_commands_each_sample_is_trained_on_once_with_its_score(
@@ -165,7 +160,7 @@ def test_over_all_commands_each_sample_is_trained_on_once_with_its_score(
         assert len({row["uid"] for row in rollouts}) == ROWS
         assert {step_of(row) for row in rollouts} == {step}
         assert len(groups(rollouts)) == rewards.BATCH
-        for uid, advantage in advantages_by_uid(rollouts).items():
+        for uid, advantage in advantages_by_uid(rollouts, masked=()).items():
             prompt, session, _ = uid.rsplit("_", 2)
             expected[prompt, int(session)] = advantage
     trained: Counter[tuple[str, int]] = Counter()

@@ -201,8 +201,7 @@ def test_the_console_has_one_line_for_each_step_with_failures(run: Run) -> None:
 
 @pytest.fixture(scope="module")
 def picky_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
-    """Groups without a signal and groups that failed are replaced; some are short, some have more rows than `n`. After
-    two steps, the agent loop worker is killed."""
+    """Groups without a signal and groups that failed are replaced; some are short, some have more rows than `n`."""
     return train(
         tmp_path_factory.mktemp("picky"),
         tiny_generative_model,
@@ -276,26 +275,6 @@ def test_a_checkpoint_keeps_the_surplus(picky_run: Run, tmp_path: Path, tiny_gen
     assert len(again[3] & trained[3]) <= left
     assert left < 2 or again[3] & trained[3], "not one group of the surplus was trained on after the resume"
     assert resumed.steps[4]["reward_pipeline/off_policy_steps"] == 1
-
-
-def test_the_run_survives_the_death_of_an_agent_loop_worker(picky_run: Run) -> None:
-    assert picky_run.returncode == 0, picky_run.output[-5000:]
-    assert (picky_run.directory / "killed-agent-loop-worker").exists()
-    assert "agent loop worker 0 was replaced" in picky_run.output
-    counts = {
-        name: sum(picky_run.steps[step][f"reward_loop/{name}"] for step in range(1, 5))
-        for name in ("agent_loop_workers_replaced", "prompts_generated_again", "prompts_judged_again")
-    }
-    assert counts["agent_loop_workers_replaced"] == 1
-    assert counts["prompts_generated_again"] + counts["prompts_judged_again"] >= 1
-
-
-def test_the_events_of_a_run_whose_agent_loop_worker_was_killed_can_be_read(picky_run: Run) -> None:
-    folder = picky_run.directory / "checkpoints" / "rewards"
-    assert sorted(PhaseReader(folder).steps()) == [1, 2, 3, 4]
-    processes = {event["process"] for event in read_events(folder) if event["kind"] == "rollout"}
-    assert len(processes) == 2, "the agent loop worker that was killed, and its replacement"
-    assert any(event["error"] for event in read_events(folder) if event["kind"] == "rollout")
 
 
 def test_groups_of_any_size_are_trained_on(picky_run: Run) -> None:

@@ -393,23 +393,6 @@ async def test_the_key_reward_does_not_get_into_verls_column_of_a_validation(
     assert rows == {"v": True, "t": False}
 
 
-async def test_abandoned_rollouts_of_a_group_do_not_join_the_new_ones(with_function: Settings) -> None:
-    source = "def compute_score(solution_strs):\n    return [float(len(solution_strs))] * len(solution_strs)\n"
-    options = "reward_model.reward_manager=group", "reward_loop.group.timeout=300", "actor_rollout_ref.rollout.n=2"
-    worker = RewardWorker(with_function(source, *options), None)
-    lost = asyncio.create_task(worker.compute_score(rollout("lost", uid="u")))
-    other = asyncio.create_task(worker.compute_score(rollout("other", uid="w")))
-    for _ in range(1000):
-        await asyncio.sleep(0)  # until both wait for the rest of their groups
-    await worker.abandon(["u", "z"])
-    with pytest.raises(asyncio.CancelledError):
-        await lost
-    async with asyncio.timeout(60):
-        assert await scores_of(worker, "one", "two", uid="u") == [2.0, 2.0]
-        await asyncio.gather(other, worker.compute_score(rollout("one more", uid="w")))
-    assert not worker._running
-
-
 def test_a_reward_worker_raises_its_limit_on_open_files(with_function: Settings) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))

@@ -1,0 +1,56 @@
+"""The prompts of a checkpoint, when a run is resumed.
+
+======================================== ==============================================================================
+The prompt                               Resume
+======================================== ==============================================================================
+is ``finished``, and all its rollouts    it is kept, and trained on once
+have a score
+is anything else: pending, running, or a it is generated again, under the same uid: verl deletes its trajectories. The
+rollout failed or has no score           cause of an old failure may be gone
+does not exist: the checkpoint has only  the trajectories are deleted: they were trained on
+its trajectories
+======================================== ==============================================================================
+
+In verl's mode ``sync``, checkpoints contain no prompts: the next step draws them from the data again.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import transfer_queue as tq
+
+from reward_loop.verl.compat import uses
+from reward_loop.verl.tq_rows import read_rewards, read_tags, read_trajectories
+from reward_loop.verl.trajectory_keys import FAILURE, uid_of
+
+uses(__name__, "transfer_queue", "kv_clear(keys, partition_id)")
+
+logger = logging.getLogger(__name__)
+
+
+def reset_unscored_prompts(*, judged: bool) -> None:
+    """Make those prompts ``pending`` that verl has loaded from a checkpoint and that lack a score.
+
+    To be called before verl sends pending prompts to the agent loop workers.
+
+    Args:
+        judged: whether agent loop workers have rollouts judged. Otherwise, finished prompts have no scores yet.
+    """
+    prompts, rows = read_tags()
+    if stale := [key for key in rows if uid_of(key) not in prompts]:
+        # The checkpoint was written before the batch of its step was cleared.
+        tq.kv_clear(keys=stale, partition_id="train")
+    if not prompts:
+        return
+    kept = {uid for uid, tag in prompts.items() if tag["status"] == "finished"}
+    if judged:
+        rewards = read_rewards(read_trajectories(kept))
+        kept -= {uid_of(key) for key, reward in rewards.items() if not reward.is_scored}
+    logger.warning(
+        "the checkpoint has %d prompts: %d have all their scores, and %d are generated again",
+        *(len(prompts), len(kept), len(prompts) - len(kept)),
+    )
+    # `None`, because TransferQueue merges tags: an old failure would stay.
+    tags = [{"status": "finished" if uid in kept else "pending", FAILURE: None} for uid in prompts]
+    tq.kv_batch_put(keys=list(prompts), partition_id="train", tags=tags)

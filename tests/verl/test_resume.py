@@ -1,0 +1,160 @@
+"""What happens to the prompts of a checkpoint, without Ray."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from verl.trainer.ppo.v1 import trainer_base
+from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
+from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+from reward_loop.verl import resume, tq_rows
+from reward_loop.verl.mode_options import PIPELINE_MODE
+from reward_loop.verl.pipeline import RewardPipelineTrainer
+from reward_loop.verl.resume import reset_unscored_prompts
+from reward_loop.verl.separate_async import QueueSeparateAsyncTrainer
+from reward_loop.verl.trajectory_keys import FAILURE, GENERATED, JUDGED
+from tests.verl.configs import resolved
+from tests.verl.fake_queue import FakeQueue
+from tests.verl.trainers import constructed
+
+pytestmark = pytest.mark.integration  # it imports verl
+
+
+class Queue(FakeQueue):
+    """With prompts, and their trajectories of one output in sessions 0, 1, ..."""
+
+    def prompt(self, uid: str, status: str, *sessions: int, partition: str = "train", generated: bool = False) -> None:
+        self.tags[partition][uid] = {"is_prompt": True, "status": status, "global_steps": 1}
+        for session in sessions:
+            key = f"{uid}_{session}_0"
+            self.tags[partition][key] = {"status": "success"}
+            ids = torch.arange(3)
+            self.rows[key] = {
+                **dict.fromkeys(("prompts", "responses", "input_ids", "position_ids", "response_mask"), ids),
+                "uid": uid,
+                "session_id": session,
+                "num_turns": 2,
+                "extra_fields": {"tool": "used"},
+            }
+        if generated:
+            self.tags[partition][f"{uid}_{sessions[-1]}_0"][GENERATED] = True
+
+    def reward(self, key: str, score: float, outcome: str = "scored", *, judged: bool = True, **info: Any) -> None:
+        """Write a reward to a trajectory; not ``judged``, if its agent loop has set the reward."""
+        scores = torch.tensor([0.0, 0.0, score])
+        self.rows[key]["rm_scores"] = scores
+        masked = outcome != "scored"
+        info = {"reward_outcome": outcome, "reward_masked": masked, "reward_error": "the judge is away" * masked} | info
+        self.rows[key]["extra_fields"] = {**self.rows[key]["extra_fields"], "reward_extra_info": info}
+        if judged:
+            self.tags["train"][key][JUDGED] = [1.0, 2.0]
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
+    queue = Queue()
+    monkeypatch.setattr(resume, "tq", queue)
+    monkeypatch.setattr(tq_rows, "tq", queue)
+    return queue
+
+
+def statuses(queue: Queue) -> dict[str, str]:
+    return {key: tag["status"] for key, tag in queue.tags["train"].items() if tag.get("is_prompt")}
+
+
+def test_prompts_with_all_scores_are_kept_and_all_others_are_generated_again(queue: Queue) -> None:
+    for uid in ("kept", "failed", "unscored", "default"):
+        queue.prompt(uid, "finished", 0, 1)
+        queue.reward(f"{uid}_0_0", 0.5)
+    queue.reward("kept_1_0", 0.25, judged=False)  # by the agent loop
+    queue.reward("failed_1_0", 0.0, "failed")
+    queue.reward("unscored_1_0", 0.0, "unscored")
+    queue.reward("default_1_0", -1.0, "failed", reward_masked=False)  # the policy `default`
+    queue.prompt("open", "running", 0, 1, generated=True)
+    queue.reward("open_0_0", 0.25)
+    queue.prompt("raised", "failure", 0, 1)  # the policy `raise`, which ends the session with an error
+    queue.reward("raised_0_0", 0.0, "failed")
+    queue.prompt("short", "failure", 0)
+    queue.reward("short_0_0", 0.5)
+    queue.prompt("empty", "finished")  # verl accepts an agent loop that returns nothing
+    queue.prompt("pending", "pending")
+    reset_unscored_prompts(judged=True)
+    again = dict.fromkeys(("failed", "unscored", "default", "open", "raised", "short", "pending"), "pending")
+    assert statuses(queue) == {"kept": "finished", "empty": "finished"} | again
+
+
+def test_old_errors_are_forgotten(queue: Queue) -> None:
+    queue.prompt("a", "failure")
+    queue.tags["train"]["a"][FAILURE] = "a_1: ConnectionError: the judge is away"
+    assert "the judge is away" in tq_rows.last_failure()
+    reset_unscored_prompts(judged=True)
+    assert "the judge is away" not in tq_rows.last_failure()
+
+
+def test_rows_that_were_trained_on_are_deleted_at_a_resume(queue: Queue) -> None:
+    queue.prompt("trained", "finished", 0, 1)
+    queue.reward("trained_0_0", 0.0, "failed")  # masked: the step went on without it
+    del queue.tags["train"]["trained"]
+    queue.prompt("next", "finished", 0, 1)
+    queue.reward("next_0_0", 0.5)
+    queue.reward("next_1_0", 0.5)
+    reset_unscored_prompts(judged=True)
+    assert queue.rows.keys() == {"next_0_0", "next_1_0"}
+
+
+def test_a_reward_model_on_the_trainers_gpus_judges_later(queue: Queue) -> None:
+    queue.prompt("a", "finished", 0, 1)
+    queue.prompt("b", "running", 0, generated=True)
+    reset_unscored_prompts(judged=False)
+    assert statuses(queue) == {"a": "finished", "b": "pending"}
+
+
+MODES = {
+    "sync": (PPOTrainerSync, "sync"),
+    "reward_pipeline": (RewardPipelineTrainer, "sync"),
+    "reward_pipeline, one_step_off_policy": (RewardPipelineTrainer, PIPELINE_MODE),
+    "colocate_async": (PPOTrainerColocateAsync, "colocate_async"),
+    "separate_async": (PPOTrainerSeparateAsync, "separate_async"),
+    "separate_async with a queue": (QueueSeparateAsyncTrainer, "separate_async"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_verl_generates_only_those_prompts_of_a_checkpoint_again_that_lack_scores(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    cls, name = MODES[mode]
+    monkeypatch.setattr(trainer_base, "tq", queue)
+    if name != "sync":  # otherwise, verl loads nothing into TransferQueue
+        queue.prompt("done", "finished", 0, 1)
+        queue.prompt("failed", "finished", 0, 1)
+        for key, outcome in (("done_0_0", "scored"), ("done_1_0", "scored"), ("failed_0_0", "failed")):
+            queue.reward(key, 0.5, outcome)
+        queue.reward("failed_1_0", 0.5)
+        queue.prompt("running", "running", 1)
+        queue.prompt("error", "failure")
+        for uid in statuses(queue):
+            queue.rows[uid] = {"uid": uid, "raw_prompt": "1+1="}
+    sent: list[str] = []
+    configured = "sync" if cls is PPOTrainerSync else PIPELINE_MODE if cls is RewardPipelineTrainer else name
+    rollout = "actor_rollout_ref.rollout"
+    separate = (f"{rollout}.nnodes=1", f"{rollout}.n_gpus_per_node=1", f"{rollout}.checkpoint_engine.backend=nccl")
+    made = constructed(resolved(f"trainer.v1.trainer_mode={configured}", *separate), cls)
+    made.trainer_mode, made.global_steps = name, 8
+    made.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=["a client"])
+    made.agent_loop_manager = SimpleNamespace(generate_sequences=lambda batch: sent.extend(batch["uid"]))
+    made._reissue_inflight_prompts()
+    if name == "sync":
+        assert not sent
+        return
+    assert sent == ["failed", "running", "error"]
+    assert statuses(queue) == {"done": "finished", "failed": "pending", "running": "pending", "error": "pending"}
+    assert queue.tags["train"]["running"]["global_steps"] == 8
+    assert queue.tags["train"].keys() == {"done", "done_0_0", "done_1_0", "failed", "running", "error"}
+    # Nothing of the dead process counts as a failure of this one.
+    assert not any(tag.get(FAILURE) for tag in queue.tags["train"].values())
