@@ -622,15 +622,22 @@ UNITS = [
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_a_reply_of_a_megabyte_takes_less_than_a_tenth_of_a_second(unit: str) -> None:
+def test_the_time_for_a_reply_of_a_megabyte_is_linear_in_its_length(unit: str) -> None:
     body = unit * (MEGABYTE // len(unit.encode("utf-8", "surrogatepass")))
     for head, tail in (('{"a": "', "\nScore: 8 [[A]]"), ('Score: 8 [[A]] {"score": 3}', "")):
         for verdict in (NUMBER, ALONE, BRACKETS, JSON, PATTERN):
-            times = []
-            for _ in range(3):  # of this thread only; the best of three, since the first may compile and fill caches
-                started = time.thread_time()
-                read(verdict, head + body + tail)
-                times.append(time.thread_time() - started)
-                if times[-1] < 0.05:
-                    break
-            assert min(times) < 0.1, (verdict, head, tail)
+            seconds = _seconds(verdict, head + body + tail)
+            if seconds > 0.02:  # below, noise is larger than what is measured
+                # Linear code takes 4 times as long for 4 times the text, quadratic code 16 times. Both are measured
+                # in this process, so the speed of the machine cancels out.
+                quarter = _seconds(verdict, head + body[: len(body) // 4] + tail)
+                assert seconds < 8 * quarter + 0.02, (verdict, head, tail, seconds, quarter)
+
+
+def _seconds(verdict: Verdict, reply: str) -> float:
+    times = []
+    for _ in range(3):  # of this thread only; the best of three, since the first may compile and fill caches
+        started = time.thread_time()
+        read(verdict, reply)
+        times.append(time.thread_time() - started)
+    return min(times)
