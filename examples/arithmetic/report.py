@@ -70,7 +70,7 @@ class Report:
     def hidden_share(self) -> float:
         """The hidden share of judging over all steps, as docs/overlap.md defines it; 0 without judging."""
         waiting, pending = (
-            sum(step.overlap.get(name, 0.0) for step in self.steps) for name in ("waiting_for_rewards_s", "pending_s")
+            sum(step.overlap.get(name, 0.0) for step in self.steps) for name in ("waiting_for_rewards_s", "judging_s")
         )
         return hidden_share(waiting, pending) or 0.0
 
@@ -133,7 +133,6 @@ class Report:
             *((name, f"{_median(values):7.2f} {sum(values):8.1f}") for name, values in seconds.items()),
             ("Hidden share of judging", f"{self.hidden_share:7.1%}"),
             ("All steps without overlap", f"{'':7} {found['total_seconds_without_overlap']:8.1f}"),
-            ("Least seconds a step could take", f"{found['overlap'].get('floor_s', 0.0):7.2f}"),
         ]
 
 

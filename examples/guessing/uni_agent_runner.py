@@ -16,7 +16,6 @@ import aiohttp
 
 import reward_loop
 from examples.guessing.game import Game
-from reward_loop.verl.run_scorer import scorer_of_run
 
 
 async def run(*, raw_prompt: Any, session: Any, tools_kwargs: dict[str, Any], **_: Any) -> None:
@@ -28,7 +27,7 @@ async def run(*, raw_prompt: Any, session: Any, tools_kwargs: dict[str, Any], **
             async with http.post(f"{session.base_url}/chat/completions", json=body) as response:
                 text = (await response.json())["choices"][0]["message"]["content"] or ""
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": game.answer(text)}]
-        with scorer_of_run(uid=session.session_id):
+        async with reward_loop.scorer("examples/guessing/reward.py:compute_score"):
             reward = await reward_loop.score(game.transcript, ground_truth=game.secret, extra_info=game.evidence())
         # uni-agent takes `reward` as the score, and all other keys as the extra info of the row.
         posted = {"reward": reward["reward_score"], **reward["reward_extra_info"]}

@@ -147,9 +147,8 @@ def _get() -> CurrentScorer:
     current = _current.get()
     if current is None:
         raise ConfigError(
-            "no scorer is open here: open one with `async with reward_loop.scorer(function)`. In a verl run, call "
-            "this from an agent loop; in a Ray task or actor of the run, within "
-            "`with reward_loop.verl.run_scorer.scorer_of_run()`"
+            "no scorer is open here: open one with `async with reward_loop.scorer(function)`. In a verl run, an "
+            "agent loop has one; its Ray tasks and other processes do not"
         )
     return current
 

@@ -101,12 +101,6 @@ class RewardLoopConfig(ScoringOptions):
     again; otherwise its samples fail. It must be longer than the restart of a worker; Ray takes up to 65 seconds to
     detect that a node is lost."""
 
-    log_samples: int = Field(default=0, ge=0)
-    """In a verl run: the number of samples of a step that W&B and MLflow get as a table, see docs/records.md."""
-
-    log_samples_every: int = Field(default=1, ge=1)
-    """For `log_samples`: the number of steps from one table to the next."""
-
     health: HealthConfig = Field(default_factory=HealthConfig)
     """In a verl run: the monitors of the rewards of each step, see docs/health.md."""
 

@@ -10,7 +10,6 @@ Object                                                   Replaced in
 the trainer class that is registered for the mode        `task_runner.py`, in the trainer's process
 ``RewardLoopManager`` in the module of verl's trainer    `trainer.py`, while the trainer's ``_setup`` runs
 ``update_actor``, ``train_mini_batch`` of worker groups  `trainer.py`, on the objects of the run
-TransferQueue's ``save_checkpoint``, ``load_checkpoint`` `tq_checkpoint.py`, in the trainer's ``_setup`` and ``fit``
 functions of verl's ``prime_math`` and ``math_verify``   `own_scorers.py`, in processes that score
 on a CPU: the platform, the rollout's entry in a table,  `main_ppo.py`, `cpu/plugin.py`, `cpu/engine.py`
 and ``load_valuehead_model``

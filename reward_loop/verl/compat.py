@@ -31,13 +31,13 @@ SUPPORTED = ("0.9.1",)
 """The releases of verl that the tests train with, oldest first. A newer release is tried with ``make test VERL=...``
 before it is added here."""
 
-COMMAND = ("data_check", "main_ppo", "task_runner")
+COMMAND = ("main_ppo", "task_runner")
 """The modules of ``reward_loop.verl`` that use verl before Ray starts."""
 
 TRAINING = (
-    *("agent_loop", "agent_loop_manager", "cluster", "colocated", "gdpo", "managers", "pipeline", "recording_trainer"),
+    *("agent_loop", "agent_loop_manager", "cluster", "colocated", "managers", "pipeline", "recording_trainer"),
     *("own_scorers", "replay_buffer", "resume", "reward_changes", "separate_async", "task_runner"),
-    *("tq_checkpoint", "tq_rows", "trainer"),
+    *("tq_rows", "trainer"),
 )
 """Those that the task runner, the trainer and the workers import."""
 

@@ -30,7 +30,6 @@ from reward_loop.serving.models import architectures, model_kind
 from reward_loop.verl import compat
 from reward_loop.verl.compat import uses
 from reward_loop.verl.cpu.setup import prepared, run_environment
-from reward_loop.verl.data_check import check_data
 from reward_loop.verl.mode_options import PIPELINE_MODE
 from reward_loop.verl.resolve import resolve, unknown_overrides
 from reward_loop.verl.settings import RewardSettings, verl_config_dir
@@ -62,7 +61,7 @@ T = TypeVar("T")
 def run(config: DictConfig, task_runner: Any = None) -> None:
     """Check the configuration, and run the training: what verl's ``run_ppo`` does in a recipe with its own ``main``.
 
-    With ``reward_loop.check=True``, print the settings of rewards instead, and return before Ray starts.
+    With ``reward_loop.check=True``, return before Ray starts.
 
     Args:
         config: the composed Hydra configuration; changed in place.
@@ -140,17 +139,10 @@ def _prepare(config: DictConfig, opened: ExitStack, task_runner: Any) -> Callabl
     if task_runner is None:
         _check_trainer_mode(config.trainer.v1.trainer_mode)
     check_only = _check_only(config)
-    say = _say if check_only else lambda line: None
-    say("Reading the options.")
     settings = resolve(config, given=HydraConfig.get().overrides.task if HydraConfig.initialized() else ())
-    if settings.function is not None:
-        say(f"Loading the function {settings.function.path}.")
     check_function(settings)
     if settings.model is not None and settings.model.model_path:  # external servers may have no path
-        say(f"Reading the kind of the reward model {settings.model.model_path}.")
         _check_model(settings, settings.model)
-    if check_only:
-        check_data(settings, say)
     _check_manager(settings)
     if on_cpu:
         opened.enter_context(prepared(config, settings.model))
@@ -158,14 +150,13 @@ def _prepare(config: DictConfig, opened: ExitStack, task_runner: Any) -> Callabl
     def train(run_ppo: Callable[..., None]) -> None:
         from ray.exceptions import RayTaskError
 
-        from reward_loop.verl.run_scorer import InNewRun
         from reward_loop.verl.task_runner import TaskRunner
 
         if check_only:
-            print(_summary(settings))
+            print("The options are valid, and the reward function loads. Nothing was started: reward_loop.check=True")
             return
         try:
-            with_ray(lambda: run_ppo(config, task_runner_class=InNewRun(task_runner or TaskRunner)))
+            with_ray(lambda: run_ppo(config, task_runner_class=task_runner or TaskRunner))
         except RayTaskError as error:
             if isinstance(error.cause, RewardLoopError):
                 # Our message alone, without the traceback of the task runner.
@@ -236,7 +227,7 @@ def check_function(settings: RewardSettings) -> None:
     if settings.function is not None and ours and not isinstance(function, type):
         scoring_function(manager, function, settings.options, reward_kwargs=settings.function.kwargs)
     if settings.function is not None and settings.model is None and _requires_address(function):
-        _say(
+        print(
             f"warning: {settings.function.path} requires reward_router_address, which will be None, since no reward "
             "model is served. Set reward.reward_model.enable=True and its model, or give the argument a default"
         )
@@ -318,24 +309,6 @@ def _check_trainer_mode(name: str) -> None:
         raise ConfigError(
             f"trainer.v1.trainer_mode={name}: unknown{did_you_mean(name, known) or '.'} Known: {listing(known)}"
         )
-
-
-def _summary(settings: RewardSettings) -> str:
-    """Return the settings of rewards as text: the options after old keys have moved, and the servers."""
-    config, model = settings.config, settings.model
-    shown = {
-        "trainer": {"v1": {"trainer_mode": settings.mode.name}},
-        "reward": config.reward,
-        "reward_model": {"server": config.reward_model.server},
-        "reward_loop": {**config.reward_loop, "job": None},  # contains a key
-    }
-    servers = f"{model.replicas} server(s), placement {model.placement}" if model else "none"
-    passed = "The checks passed. Whether Ray has enough CPUs and GPUs is checked when the run starts."
-    return f"{OmegaConf.to_yaml(shown)}\nReward model: {servers}\n{passed}"
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 @contextmanager

@@ -1,11 +1,10 @@
-"""Records the configuration, the phases of each training step and the advantages, and logs samples as tables."""
+"""Records the configuration, the phases of each training step and the advantages."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -13,15 +12,11 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from reward_loop.managers.base import open_records
 from reward_loop.records import Records, WaitsFor, config_row, hide_environment, open_configuration
-from reward_loop.verl.compat import overrides, uses
+from reward_loop.verl.compat import overrides
 from reward_loop.verl.reward_metrics import StepRewards
-from reward_loop.verl.sample_table import SampleTable
 from reward_loop.verl.settings import RewardSettings
 from reward_loop.verl.tq_rows import read_rows
 from reward_loop.verl.trajectory_keys import final_outputs, session_of
-
-uses(__name__, "verl.trainer.ppo.v1.trainer_base:PPOTrainer", "logger", "tokenizer")
-uses(__name__, "verl.utils.tracking:Tracking", "logger")
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +42,7 @@ class RecordedSeconds(dict[str, float]):
 
 
 class RecordingTrainer(PPOTrainer):
-    """The part of `RewardLoopTrainer` that records configuration, events and advantages in ``reward_loop.log_dir``, and
-    logs tables of samples.
+    """The part of `RewardLoopTrainer` that records configuration, events and advantages in ``reward_loop.log_dir``.
 
     All timings of verl and of the trainer modes go through ``timing_raw``, so their sums equal verl's ``timing_s/*``.
     """
@@ -59,8 +53,6 @@ class RecordingTrainer(PPOTrainer):
     _records: Records | None = None
     """``None`` if nothing is recorded."""
     _timing_raw: dict[str, float]
-    _table: SampleTable | None = None
-    """``None`` before `fit`, and if no samples are logged."""
 
     def __init__(self, config: DictConfig) -> None:
         # The subclass has set `_settings` before.
@@ -83,7 +75,6 @@ class RecordingTrainer(PPOTrainer):
     @overrides(PPOTrainer)
     def fit(self, agent_loop_manager: Any) -> None:
         """Record the configuration, train, and then write the remaining events."""
-        self._table = SampleTable.of(self._settings.options, self._settings.config.trainer.logger)
         if self._settings.options.log_dir:
             try:
                 self._record_configuration(self._settings.options.log_dir)
@@ -124,14 +115,6 @@ class RecordingTrainer(PPOTrainer):
                 self._records.write_advantages(self.global_steps, advantages(self._rewards))
             except Exception:  # observability must not stop a run
                 logger.exception("the advantages of step %d are not recorded", self.global_steps)
-        if self._table is not None:
-            self._table.log(self.global_steps, self._rewards, self._read_texts, frozenset(self.logger.logger))
-
-    def _read_texts(self, keys: list[str]) -> Iterator[tuple[str, str]]:
-        """Yield the prompt and the response of each key."""
-        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
-        for prompt, response in read_rows(keys, "train", "prompts", "responses"):
-            yield decode(prompt), decode(response)
 
 
 def advantages(rewards: StepRewards) -> dict[str, float | None]:

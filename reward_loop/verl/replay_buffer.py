@@ -80,12 +80,19 @@ class RewardReplayBuffer(ReplayBuffer):
         """Functions that are called at every poll. An exception from one of them ends the wait."""
         self.check_failed_groups: Callable[[Collection[str], Collection[str]], None] | None = None
         """Called with the uids of the failed and of the finished groups before training groups are evicted."""
+        self.validated: Callable[[KVBatchMeta], KVBatchMeta] = lambda batch: batch
+        """Returns the rows of a batch that a validation shows and averages."""
         self._poll_interval_s = mode.poll_interval_s
         self._stall_timeout_s, self._stall_option = mode.stall_timeout
         self._final_rewards = final_rewards
         self._state: Any = None
         self._quiet = 0.0
         """Seconds of waiting since the last change. Other work of the trainer does not count."""
+
+    @overrides(ReplayBuffer)
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
+        batch, metrics = super().sample(global_steps, partition_id, batch_size)
+        return (self.validated(batch) if partition_id == "val" else batch), metrics
 
     @overrides(ReplayBuffer)
     def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:

@@ -283,7 +283,10 @@ def _check(config: DictConfig) -> None:
             f"{PIPELINE_MODE}. To train without reward_loop, leave out both"
         )
     if config.algorithm.adv_estimator == "gdpo":
-        _check_gdpo(config.algorithm)
+        raise ConfigError(
+            "algorithm.adv_estimator=gdpo: verl's V1 trainer passes estimators only the sum of a sample's rewards, and "
+            "GDPO cannot normalise each of them. Use grpo, and combine the rewards in the function"
+        )
     custom = config.reward.custom_reward_function
     if not custom.path and custom.get("reward_kwargs"):
         raise ConfigError(
@@ -350,17 +353,3 @@ def _check_requests(model: RewardModelConfig, options: RewardLoopConfig) -> None
                 f"{where}.timeout={timeout:g} is longer than the deadline of the function, reward_loop.timeout="
                 f"{longest:g}: raise that, too"
             )
-
-
-def _check_gdpo(algorithm: DictConfig) -> None:
-    keys, weights = algorithm.get("gdpo_reward_keys"), algorithm.get("gdpo_reward_weights")
-    if not keys:
-        raise ConfigError(
-            "algorithm.adv_estimator=gdpo needs the names of the rewards to normalise: set "
-            "+algorithm.gdpo_reward_keys=[...] to keys that the reward function returns"
-        )
-    if weights is not None and len(weights) != len(keys):
-        raise ConfigError(
-            f"algorithm.gdpo_reward_weights must have {len(keys)} weights, one for each of "
-            f"algorithm.gdpo_reward_keys; got {len(weights)}"
-        )

@@ -11,7 +11,6 @@ import ray
 
 from reward_loop._util.process import freeze_and_raise_gc_threshold, raise_descriptor_limit
 from reward_loop.audit import AuditCounts, Feature, open_audit
-from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import InvalidScoreError, RewardLoopError
 from reward_loop.limits import FailureBound, open_limits
 from reward_loop.managers.base import VALIDATE, open_records
@@ -177,10 +176,6 @@ class RewardWorker:
                 error = InvalidScoreError(problem, sample=RewardSample("", uid=name))
                 failed.append(fail_reward(kept, error, self._rejections, self._options))
         return failed
-
-    async def run_options(self) -> RewardLoopConfig:
-        """Return the options of the run, for clients that have found this worker by its name."""
-        return self._options
 
     async def needs_group(self) -> bool:
         """Return whether one worker must receive all samples of a prompt. Also used as a health check."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import ray
+import transfer_queue as tq
 from omegaconf import DictConfig
 from ray.exceptions import RayActorError
 from transfer_queue import KVBatchMeta
@@ -21,10 +23,9 @@ from reward_loop.audit import AuditCounts
 from reward_loop.errors import RewardLoopError
 from reward_loop.managers.failures import Failures
 from reward_loop.records import cleaned
-from reward_loop.types import RESERVED_KEYS, RewardResult
+from reward_loop.types import Outcome, RewardResult
 from reward_loop.verl.agent_loop_manager import RewardAgentLoopManager
 from reward_loop.verl.compat import overrides, replaced, uses
-from reward_loop.verl.gdpo import GDPO, component_rewards, switch_estimator, use_rewards
 from reward_loop.verl.mode_options import MINI_BATCH_ESTIMATORS, check_group_manager
 from reward_loop.verl.recording_trainer import RecordingTrainer
 from reward_loop.verl.replay_buffer import REWARD_METRIC, extend
@@ -34,15 +35,14 @@ from reward_loop.verl.reward_changes import place_parts, post_process, reject_pa
 from reward_loop.verl.reward_metrics import (
     Rewards,
     StepRewards,
+    TrajectoryReward,
     added_seconds,
+    only_numbers,
     spread,
-    unmasked,
-    validation_metrics,
     without_baseline,
 )
 from reward_loop.verl.services import RewardServices
 from reward_loop.verl.step_health import StepHealth
-from reward_loop.verl.tq_checkpoint import repeating_requests
 from reward_loop.verl.tq_rows import (
     MASKS,
     copy,
@@ -54,7 +54,7 @@ from reward_loop.verl.tq_rows import (
     write_rewards,
     zero,
 )
-from reward_loop.verl.trajectory_keys import final_outputs
+from reward_loop.verl.trajectory_keys import final_outputs, uid_of
 from reward_loop.verl.workers import RewardWorkers
 
 __all__ = ["NothingToLearnError", "with_reward_loop"]
@@ -86,7 +86,7 @@ uses(__name__, "verl.workers.engine_workers:TrainingWorker", "train_mini_batch(d
 
 logger = logging.getLogger(__name__)
 
-GROUP_ESTIMATORS = MINI_BATCH_ESTIMATORS | {"gpg", "reinforce_plus_plus_baseline", GDPO}
+GROUP_ESTIMATORS = MINI_BATCH_ESTIMATORS | {"gpg", "reinforce_plus_plus_baseline"}
 """verl's advantage estimators that compute a sample's baseline from its group."""
 
 
@@ -111,11 +111,10 @@ class RewardLoopTrainer(RecordingTrainer):
         """The rewards of the current step."""
         self._left_out: dict[str, dict[str, Any]] = {}
         """The training rows of the current step that left the batch, because they have no reward: key -> tags."""
-        self._padding: set[str] = set()
-        """The keys of the rows of the current step that only fill its batches."""
+        self._validated: dict[str, TrajectoryReward] = {}
+        """The rewards of the current validation, by key."""
         self._run_config = config
         config = without_reward(config)  # verl would start reward workers and servers of its own, too
-        switch_estimator(config)
         super().__init__(config)
         # verl replaces failed groups indefinitely, even if every replacement fails for the same reason.
         self.replay_buffer.checks.append(self._poll_fatal_errors)
@@ -128,9 +127,9 @@ class RewardLoopTrainer(RecordingTrainer):
     def _setup(self) -> None:
         if self._colocated is None:
             # Start them first: they load while the policy loads.
-            self.reward_workers = RewardWorkers(self._settings, self._router, named=True)
+            self.reward_workers = RewardWorkers(self._settings, self._router)
         # Here verl creates its own reward loop manager, and loads the checkpoint.
-        with replaced(trainer_base, "RewardLoopManager", self._start_rewards), repeating_requests():
+        with replaced(trainer_base, "RewardLoopManager", self._start_rewards):
             super()._setup()
         # The agent loop workers, which verl starts next, get this configuration.
         self._run_config.trainer.total_training_steps = self.total_training_steps
@@ -167,8 +166,8 @@ class RewardLoopTrainer(RecordingTrainer):
         if isinstance(agent_loop_manager, RewardAgentLoopManager):  # not one of the user, or of a recipe
             self.replay_buffer.checks.append(agent_loop_manager.check_workers)
         try:
-            # Errors also of a validation before the first step; requests of checkpoints.
-            with self._checking_fatal_errors(), repeating_requests():
+            # Errors also of a validation before the first step.
+            with self._checking_fatal_errors():
                 super().fit(agent_loop_manager)
         finally:
             self._health.flush()
@@ -223,6 +222,40 @@ class RewardLoopTrainer(RecordingTrainer):
             return KVBatchMeta(partition_id="train", keys=[], tags=[])
 
     @overrides(PPOTrainer)
+    def _validate(self) -> dict[str, float]:
+        """Validate. Samples without a score leave each batch before verl shows or averages anything."""
+        self._validated = {}
+        # On a colocated reward model, the batch is scored after this.
+        self.replay_buffer.validated = self._scored if self._colocated is None else lambda batch: batch
+        try:
+            metrics: dict[str, float] = super()._validate()
+        except NothingToLearnError as error:
+            logger.warning("%s", error)
+            metrics = {}
+            if self._colocated is not None:
+                self.checkpoint_manager.update_weights()  # verl does it after scoring, and wakes the rollout
+        rewards = [self._validated[key] for key in final_outputs(self._validated)]
+        self._say_failures(f"validation of step {self.global_steps}", [reward.info for reward in rewards])
+        outcomes = Counter(reward.info.get("reward_outcome") for reward in rewards)
+        counts = {f"val-aux/reward_outcome/{outcome}": float(outcomes[outcome]) for outcome in Outcome if any(outcomes)}
+        return metrics | counts
+
+    def _scored(self, batch: Any) -> Any:
+        """Return a batch of a validation without its masked rows.
+
+        Raises:
+            NothingToLearnError: all rows are masked.
+        """
+        rewards = read_rewards(batch)
+        self._validated |= rewards
+        masked = [key for key in batch.keys if rewards[key].is_masked]
+        if masked:
+            tq.kv_clear(keys=masked, partition_id=batch.partition_id)
+        if len(masked) == len(batch.keys):
+            raise NothingToLearnError(f"no sample of the validation of step {self.global_steps} has a score")
+        return select(batch, [row for row, key in enumerate(batch.keys) if not rewards[key].is_masked])
+
+    @overrides(PPOTrainer)
     def _val_metrics_update(
         self,
         data_sources: Any,
@@ -231,45 +264,27 @@ class RewardLoopTrainer(RecordingTrainer):
         sample_turns: Any,
         expected_acc_counts: dict[tuple[str, str], int] | None = None,
     ) -> dict[str, float]:
-        columns = {name: values for name, values in reward_extra_infos_dict.items() if name in RESERVED_KEYS}
-        infos = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        self._say_failures(f"validation of step {self.global_steps}", infos)
-        return validation_metrics(
-            super()._val_metrics_update,
-            data_sources,
-            sample_uids,
-            reward_extra_infos_dict,
-            sample_turns,
-            expected_acc_counts,
+        # verl counts `acc` 0 for each rollout that was requested and is not there, and fails on lists and dicts.
+        masked = Counter(uid_of(key) for key in final_outputs(self._validated) if self._validated[key].is_masked)
+        expected = {(source, uid): n - masked[uid] for (source, uid), n in (expected_acc_counts or {}).items()}
+        numbers = only_numbers(reward_extra_infos_dict)
+        return super()._val_metrics_update(
+            data_sources, sample_uids, numbers, sample_turns, expected_acc_counts=expected
         )
 
     @overrides(PPOTrainer)
     def _dump_generations(
         self, inputs: Any, outputs: Any, gts: Any, scores: Any, reward_extra_infos_dict: dict[str, list], dump_path: str
     ) -> None:
-        """Write rollouts to a file: without padding, and with ``None`` as the score of masked samples.
-
-        Keys of the function that would replace columns of verl get another name.
-        """
-        columns = ("input", "output", "gts", "step")
-        infos = {f"returned_{name}" if name in columns else name: v for name, v in reward_extra_infos_dict.items()}
-        if self._padding:
-            # In verl's column `uid` are the keys of trajectories.
-            real = [row for row, key in enumerate(infos["uid"]) if key not in self._padding]
-            inputs, outputs, gts, scores = ([column[row] for row in real] for column in (inputs, outputs, gts, scores))
-            infos = {name: [values[row] for row in real] for name, values in infos.items()}
-        masked = infos.get("reward_masked")
-        if masked is None:  # verl writes no extra info of training
-            known = self._rewards.trajectories
-            masked = [key in known and known[key].is_masked for key in infos["uid"]]
-        scores = unmasked(scores, masked)
-        if "score" in infos:  # it replaces verl's column, and functions that return a number have no such key
-            infos["score"] = [verls if own is None else own for own, verls in zip(infos["score"], scores, strict=True)]
-        infos = {name: [_readable(value) for value in values] for name, values in infos.items()}
-        gts = [_readable(value) for value in gts]
-        if "reward" in infos:
-            infos["reward"] = unmasked(infos["reward"], masked)
-        super()._dump_generations(inputs, outputs, gts, scores, infos, dump_path)
+        """Write rollouts to a file: without padding, and with ``None`` as the score of masked samples."""
+        # In verl's column `uid` are the keys of trajectories.
+        known, keys = {**self._rewards.trajectories, **self._validated}, reward_extra_infos_dict["uid"]
+        rows = [row for row, key in enumerate(keys) if key in known]
+        scores = [None if key in known and known[key].is_masked else s for key, s in zip(keys, scores, strict=True)]
+        inputs, outputs, gts, scores = ([column[row] for row in rows] for column in (inputs, outputs, gts, scores))
+        # verl's writer fails for values that JSON lacks, and the run with it.
+        infos = {name: [_readable(values[row]) for row in rows] for name, values in reward_extra_infos_dict.items()}
+        super()._dump_generations(inputs, outputs, [_readable(value) for value in gts], scores, infos, dump_path)
 
     @overrides(PPOTrainer)
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
@@ -285,7 +300,6 @@ class RewardLoopTrainer(RecordingTrainer):
         # Not earlier: verl's metrics read fields, such as advantages, that these rows may lack.
         batch.keys.extend(self._left_out)
         batch.tags.extend(self._left_out.values())
-        self._padding = {key for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding")}
 
     def _trained_rewards(self) -> dict[str, float]:
         """Return verl's metrics of scores and rewards, over the samples that have an advantage."""
@@ -329,7 +343,7 @@ class RewardLoopTrainer(RecordingTrainer):
         with self._colocated.awake(None if metrics is None else self._rewards.seconds) as turns:
             rewards = self.reward_workers.score_batch(rows, turns)
         write_rewards(batch, keys, rewards)
-        return batch
+        return self._scored(batch) if batch.partition_id == "val" else batch
 
     @overrides(PPOTrainer)
     def _balance_batch(self, batch: Any, metrics: dict, **options: Any) -> Any:
@@ -382,12 +396,7 @@ class RewardLoopTrainer(RecordingTrainer):
         """Compute the advantages of all rows but the padding, which has none."""
         padding = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding")]
         rows = select(batch, [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding")])
-        components: Mapping[str, Any] = {}
-        if self.config.algorithm.adv_estimator == GDPO:
-            names, default = self.config.algorithm.gdpo_reward_keys, self._settings.options.default_score
-            components = component_rewards(rows.keys, self._rewards.trajectories, names, default)
-        with use_rewards(components):
-            super()._compute_advantage(rows, metrics)
+        super()._compute_advantage(rows, metrics)
         self._rewards.trained |= set(rows.keys)
         self._mask(padding)
         # Not verl's result, which lacks the padding.
@@ -463,7 +472,7 @@ def _failures_in(infos: Iterable[Mapping[str, Any]]) -> Failures:
 
 
 def _readable(value: Any) -> Any:
-    """Return a value as it is read from records: verl's writer of files fails for other values, and the run with it."""
+    """Return a value as it is read from records."""
     if isinstance(value, float) and math.isfinite(value):
         return value
     return cleaned({"value": value}).get("value")  # `None` for a value that raises when it is read

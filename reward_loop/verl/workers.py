@@ -23,7 +23,6 @@ from reward_loop.verl.cluster import RouterAddress, worker_nodes
 from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient, prompt_of, raise_if_lost
 from reward_loop.verl.reward_model import colocated_models
 from reward_loop.verl.reward_worker import RewardWorker
-from reward_loop.verl.run_scorer import worker_name
 from reward_loop.verl.settings import RewardSettings
 
 logger = logging.getLogger(__name__)
@@ -121,10 +120,9 @@ class RewardWorkers:
     Args:
         settings: the settings of rewards.
         router: how the workers reach the router in front of the reward models; ``None`` without a reward model.
-        named: whether processes of the run find the workers by their names, see `scorer_of_run`.
     """
 
-    def __init__(self, settings: RewardSettings, router: RouterAddress | None, *, named: bool = False) -> None:
+    def __init__(self, settings: RewardSettings, router: RouterAddress | None) -> None:
         actor = ray.remote(RewardWorker)
         nodes = worker_nodes(settings.num_workers)
         self.handles = [
@@ -138,7 +136,6 @@ class RewardWorkers:
                 scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
                     node_id=node, soft=True
                 ),
-                **(worker_name(position) if named else {}),
             ).remote(settings, router, nodes.count(node), position)
             for position, node in enumerate(nodes)
         ]

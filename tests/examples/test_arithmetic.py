@@ -262,7 +262,7 @@ def judged(tmp_path: Path) -> Report:
     for line in lines[1:]:
         line["data"] |= {"timing_s/wait_reward": 1.0, "timing_s/step": line["data"]["timing_s/step"] + 1.0}
         judging = 9.0 if line["step"] == 1 else 4.0
-        line["data"] |= {"reward_pipeline/judging_s": judging, "reward_pipeline/pending_s": judging + 1.0}
+        line["data"] |= {"reward_pipeline/judging_s": judging}
         line["data"] |= {"reward_pipeline/waiting_for_rewards_s": 1.0}
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))

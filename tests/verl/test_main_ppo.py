@@ -203,24 +203,16 @@ def test_a_manager_whose_module_raises_names_its_line(tmp_path: Path) -> None:
         main_ppo.check_function(resolved(f"reward_model.reward_manager={tmp_path}/managers.py:Mine"))
 
 
-def test_check_prints_the_options_in_effect_and_starts_nothing(tmp_path: Path) -> None:
+def test_check_starts_nothing(tmp_path: Path) -> None:
     """By the older name of the command, where the reward loop is on, and ``--check`` is an option."""
     (tmp_path / "reward.py").write_text("def compute_score(solution_str): return 1.0\n")
-    write_data(tmp_path)
     options = [f"custom_reward_function.path={tmp_path}/reward.py", f"hydra.run.dir={tmp_path}"]
-    options += [f"data.train_files={tmp_path}/train.parquet", f"data.val_files={tmp_path}/val.parquet"]
     options.append("algorithm.adv_estimator=grpo")
     command = ("-m", "reward_loop.verl.main_ppo", "--config-name", "cpu")
-    done = run_main(tmp_path, *command, *options, "reward_model.num_workers=3", "--check")
+    done = run_main(tmp_path, *command, *options, "--check")
     assert done.returncode == 0, done.stderr
-    for line in ("trainer_mode: sync", "num_workers: 3", f"path: {tmp_path}/reward.py", "Reward model: none"):
-        assert line in done.stdout
+    assert "The options are valid, and the reward function loads" in done.stdout
     assert "Started a local Ray instance" not in done.stderr
-    assert "Write python -m verl.trainer.main_ppo" in done.stderr
-    steps = ["Reading the options", "Loading the function", "Reading data.train", "Reading data.val"]
-    lines = iter(done.stdout.splitlines())
-    for step in steps:  # in this order
-        assert any(line.startswith(step) for line in lines), step
 
 
 def test_the_command_of_the_readme_passes_its_checks(tmp_path: Path, tiny_generative_model: Path) -> None:
@@ -237,9 +229,7 @@ def test_the_command_of_the_readme_passes_its_checks(tmp_path: Path, tiny_genera
     words = [*shlex.split(text)[1:], "reward_loop.check=True", "data.train_batch_size=32", "hydra.run.dir=."]
     done = run_main(tmp_path, *words)
     assert done.returncode == 0, done.stderr
-    assert "trainer_mode: reward_pipeline" in done.stdout
-    assert "Reward model: 2 server(s), placement ray" in done.stdout  # of two GPUs each
-    assert "The checks passed" in done.stdout
+    assert "The options are valid, and the reward function loads" in done.stdout
     assert "Started a local Ray instance" not in done.stderr
 
 

@@ -8,19 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.debug import marked_timer
-from verl.utils.tracking import Tracking
 
 from reward_loop.records import records
 from reward_loop.records.events import read_events
-from reward_loop.verl import recording_trainer, sample_table, tq_rows
+from reward_loop.verl import recording_trainer, tq_rows
 from reward_loop.verl.recording_trainer import RecordedSeconds, advantages
 from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward, added_seconds
 from tests.verl.configs import resolved
 from tests.verl.fake_queue import FakeQueue
-from tests.verl.trainers import Workers, constructed, set_up
+from tests.verl.trainers import constructed, set_up
 
 pytestmark = pytest.mark.integration  # imports verl
 
@@ -119,41 +117,3 @@ def test_advantages_that_cannot_be_read_do_not_stop_the_run(
     assert "the advantages of step 7 are not recorded" in caplog.text
     assert records(tmp_path).flush()
     assert not list(tmp_path.glob("*.jsonl"))
-
-
-def test_a_table_of_samples_is_logged_with_the_metrics_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    queue = FakeQueue()
-    queue.put("q_0_0", 0.5, {"reward_outcome": "scored", "reward_error": "", "format": 1.0})
-    queue.rows["q_0_0"] |= {"prompts": torch.tensor([8, 9]), "responses": torch.tensor([1, 2, 0])}
-
-    def decode(ids: torch.Tensor, skip_special_tokens: bool) -> str:
-        assert skip_special_tokens
-        return str(ids.tolist())
-
-    def step_once(self: Any, metrics: dict, timing_raw: dict, sample_batch_size: int) -> Any:
-        batch = KVBatchMeta(partition_id="train", keys=["q_0_0"], tags=[{}])
-        return self._compute_advantage(self._balance_batch(batch, metrics), metrics)
-
-    def fit(self: Any, agent_loop_manager: Any) -> None:
-        self.logger = Tracking("project", "run", ["console"])
-        self.logger.logger["wandb"] = None
-        self._compute_metrics(self.step({}, {}), {}, {}, global_steps=7, epoch=0)
-        del self.logger.logger["wandb"]
-
-    written: list[Any] = []
-    monkeypatch.setattr(sample_table, "_WRITERS", {"wandb": lambda step, rows: written.append((step, rows))})
-    monkeypatch.setattr(tq_rows, "tq", queue)
-    monkeypatch.setattr(PPOTrainer, "_step_once", step_once)
-    monkeypatch.setattr(PPOTrainer, "_balance_batch", lambda self, batch, metrics: batch)
-    monkeypatch.setattr(PPOTrainer, "_compute_advantage", lambda self, batch, metrics: None)
-    monkeypatch.setattr(PPOTrainer, "_compute_metrics", lambda self, batch, metrics, timing_raw, **kwargs: None)
-    monkeypatch.setattr(PPOTrainer, "fit", fit)
-    workers = Workers(post_process=lambda groups, names: [[{**r, "reward_score": 0.75} for r in g] for g in groups])
-    settings = resolved("reward_loop.log_samples=3", "trainer.logger=[console,wandb]")
-    trainer = set_up(monkeypatch, constructed(settings), workers, step=7)
-    trainer.tokenizer = SimpleNamespace(decode=decode)
-    trainer.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=None)
-    trainer.prepare_step = dict
-    trainer.fit(SimpleNamespace(agent_loop_workers=[]))
-    row = [7, "lowest", "q_0", "[8, 9]", "[1, 2, 0]", 0.5, 0.75, "scored", '{"format": 1.0}', ""]
-    assert written == [(7, [row])]

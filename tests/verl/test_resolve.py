@@ -179,15 +179,7 @@ def test_a_module_path_alone_means_importlib() -> None:
             ["custom_reward_function.reward_kwargs={'x': 1}", "custom_reward_function.path"],
         ),
         (["+reward_model.reward_kwargs.max_resp_len=9"], ["reward.reward_kwargs", "reward_manager=naive"]),
-        (["algorithm.adv_estimator=gdpo"], ["algorithm.gdpo_reward_keys"]),
-        (
-            [
-                "algorithm.adv_estimator=gdpo",
-                "+algorithm.gdpo_reward_keys=[a,b]",
-                "+algorithm.gdpo_reward_weights=[1]",
-            ],
-            ["algorithm.gdpo_reward_weights", "got 1"],
-        ),
+        (["algorithm.adv_estimator=gdpo"], ["only the sum of a sample's rewards"]),
         (["+reward_loop.components.a.path=f.py"], ["reward_loop.components", "reward_manager=composite"]),
         (
             ["reward_model.reward_manager=composite", "+reward_loop.components.a.pth=f.py"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import statistics
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1 import replay_buffer, trainer_base
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
@@ -47,12 +49,13 @@ def test_metrics_of_samples_whose_keys_differ() -> None:
         },
         "a_2_0": {"reward_outcome": "failed", "reward_work_s": 2.0, "steps": [1, 2]},
         "a_2_1": {"reward_outcome": "unscored", "reward_work_s": 2.0},  # the session's last output counts
+        "a_3_0": {"reward_outcome": "failed", "reward_masked": True, "score": 0.0},  # as with a filter by this key
     }
-    rewards = step_rewards(infos, {"a_0_0": 1.0, "a_1_0": 3.0, "a_2_0": 0.0, "a_2_1": 0.0})
+    rewards = step_rewards(infos, dict.fromkeys(infos, 0.0) | {"a_0_0": 1.0, "a_1_0": 3.0})
     assert rewards.metrics() == {
         "reward_loop/scored": 2,
         "reward_loop/unscored": 1,
-        "reward_loop/failed": 0,
+        "reward_loop/failed": 1,
         "reward_loop/raw_score/mean": 2.0,
         "reward_loop/work_s/mean": 2.0,
         "reward_loop/work_s/max": 3.0,
@@ -303,69 +306,93 @@ def test_verl_would_aggregate_metrics_by_words_in_their_names() -> None:
     assert aggregator.get_aggregated_metrics() == {"reward_loop/summary/mean": 1.0, "reward_loop/scored": 4}
 
 
-def validated(
-    samples: list[tuple[str, str, float | None, dict[str, Any]]], size: int, lost: int = 0
-) -> dict[str, float]:
-    """verl's validation metrics for samples of (data source, prompt, score, extra info); ``None`` is masked. ``lost``
-    rollouts of each prompt failed."""
-    names = {name for *_, info in samples for name in info}
-    columns: dict[str, list[Any]] = {name: [info.get(name) for *_, info in samples] for name in names}
-    columns["reward"] = [score or 0.0 for _, _, score, _ in samples]
-    columns["reward_masked"] = [score is None for _, _, score, _ in samples]
-    columns["reward_outcome"] = ["failed" if score is None else "scored" for _, _, score, _ in samples]
-    run = constructed()
-    run.global_steps = 3
-    sources, uids = [source for source, *_ in samples], [uid for _, uid, *_ in samples]
-    sizes = dict.fromkeys(zip(sources, uids, strict=True), size + lost)
-    return run._val_metrics_update(sources, uids, columns, [2] * len(samples), expected_acc_counts=sizes)
+class Validation:
+    """verl's own validation, of prompts with these scores and extra infos; a score of ``None`` is masked."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        queue: FakeQueue,
+        folder: Path,
+        *batches: dict[str, list[Any]],
+        lost: int = 0,
+    ) -> None:
+        settings = resolved(
+            "trainer.log_val_generations=99",
+            f"trainer.validation_data_dir={folder}",
+            f"actor_rollout_ref.rollout.val_kwargs.n={max(len(p) for b in batches for p in b.values()) + lost}",
+        )
+        made = set_up(monkeypatch, constructed(settings), step=3)
+        self.batches, self.queue, self.shown = iter(batches), queue, []
+        for module in (trainer_base, replay_buffer, trainer):
+            monkeypatch.setattr(module, "tq", queue)
+        made.tokenizer = SimpleNamespace(pad_token_id=0, decode=lambda ids, skip_special_tokens: str(ids.tolist()))
+        made.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=[])
+        made.agent_loop_manager = SimpleNamespace(generate_sequences=self.generate)
+        made.validation_generations_logger = SimpleNamespace(log=lambda to, samples, step: self.shown.extend(samples))
+        made.val_dataloader = [self.rows(batch) for batch in batches]
+        made._init_dump_executor()
+        self.metrics = made._validate()
+        made._shutdown_dump_executor()
+        file = folder / "3.jsonl"
+        self.written = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    @staticmethod
+    def rows(batch: dict[str, list[Any]]) -> dict[str, Any]:
+        return {"raw_prompt": np.array(list(batch), dtype=object), "data_source": np.array(list(batch), dtype=object)}
+
+    def generate(self, batch: Any) -> None:
+        for uid, (source, group) in zip(batch["uid"], next(self.batches).items(), strict=True):
+            self.queue.tags["val"][uid] |= {"status": "finished"}
+            for session, (score, info) in enumerate(group):
+                key = f"{uid}_{session}_0"
+                self.queue.put(key, score or 0.0, (FAILED if score is None else SCORED) | info)
+                self.queue.rows[key] |= {
+                    "uid": uid,
+                    "prompts": torch.tensor([len(source)]),
+                    "num_turns": 2,
+                    "data_source": source,
+                    "reward_model": {"ground_truth": source},
+                }
+                self.queue.tags["val"][key] = {"status": "finished"}
 
 
-def test_validation_means_are_over_the_scored_samples_of_groups_of_any_size() -> None:
-    scores: dict[str, list[float | None]] = {"p": [1.0, 0.5, None, 0.25], "q": [0.0, None, None, None], "r": [0.9] * 4}
-    samples = [
-        ("my/maths", uid, score, {} if score is None else {"score": score, "judge/format": 2 * score})
-        for uid, group in scores.items()
-        for score in group
-    ]
-    metrics = validated(samples, size=4)
-    mean = statistics.mean(score for group in scores.values() for score in group if score is not None)
-    assert metrics["val-core/my/maths/reward/mean@4"] == pytest.approx(mean)
-    assert metrics["val-aux/my/maths/score/mean@4"] == pytest.approx(mean)
-    assert metrics["val-aux/my/maths/judge/format/mean@4"] == pytest.approx(2 * mean)
-    assert metrics["val-aux/reward_outcome/scored"] == 8
-    assert metrics["val-aux/reward_outcome/failed"] == 4
-    assert not [name for name in metrics if "@3" in name or "@1" in name or "mean@2" in name]
-    # verl's bootstrap, over the prompts that have as many scores.
-    assert metrics["val-core/my/maths/reward/best@4/mean"] == pytest.approx(0.9)
-    assert metrics["val-aux/my/maths/reward/std@4"] == pytest.approx(0.0)
-    assert "val-aux/my/maths/reward/best@2/mean" in metrics
-    assert metrics["val-aux/num_turns/mean"] == 2
+@pytest.fixture
+def validated(monkeypatch: pytest.MonkeyPatch, queue: FakeQueue, tmp_path: Path) -> Callable[..., Validation]:
+    return functools.partial(Validation, monkeypatch, queue, tmp_path)
 
 
-def test_a_masked_sample_does_not_count_in_acc_and_a_rollout_that_failed_does() -> None:
-    samples = [("s", "p", 1.0, {"acc": 1.0}), ("s", "p", None, {}), ("s", "q", 0.5, {"acc": 0.5})]
-    assert validated(samples, size=2)["val-core/s/acc/mean@2"] == pytest.approx(0.5)  # q lost a rollout
-    complete = [*samples, ("s", "q", None, {})]
-    metrics = validated(complete, size=2)
-    assert metrics["val-core/s/acc/mean@2"] == metrics["val-aux/s/reward/mean@2"] == pytest.approx(0.75)
-    lost = validated(complete, size=2, lost=1)
-    assert lost["val-core/s/acc/mean@3"] == pytest.approx(1.5 / 4)
-    assert lost["val-aux/s/acc_success_only/mean@3"] == pytest.approx(0.75)
+def test_masked_samples_leave_a_validation_before_verl_shows_or_averages_anything(
+    validated: Callable[..., Validation], queue: FakeQueue
+) -> None:
+    """A filter by `acc` gives masked samples that key, too."""
+    group = [(1.0, {"acc": 1.0}), (None, {"acc": 0.0}), (1.0, {"acc": 1.0}), (None, {})]
+    run = validated({"math": group})
+    for name in ("reward/mean@2", "acc/mean@2", "acc_success_only/mean@2"):
+        (value,) = (value for key, value in run.metrics.items() if key.endswith(f"math/{name}"))
+        assert value == 1.0, name
+    assert not [name for name in run.metrics if "@4" in name]
+    assert (run.metrics["val-aux/reward_outcome/scored"], run.metrics["val-aux/reward_outcome/failed"]) == (2, 2)
+    assert [score for *_, score in run.shown] == [1.0, 1.0]
+    assert [row["score"] for row in run.written] == [1.0, 1.0]
+    assert not [key for key in queue.tags["val"] if "_" in key]
 
 
-def test_a_validation_in_which_every_group_has_a_masked_sample() -> None:
-    samples = [("s", uid, score, {}) for uid in "pq" for score in (1.0, 0.0, 1.0, None)]
-    metrics = validated(samples, size=4)
-    assert metrics["val-core/s/reward/mean@4"] == pytest.approx(2 / 3)
-    assert "val-aux/s/reward/best@2/mean" in metrics
-    assert not [name for name in metrics if name.startswith("val-core") and "mean@4" not in name]
+def test_a_rollout_that_was_not_generated_counts_as_acc_0_as_in_verl(validated: Callable[..., Validation]) -> None:
+    run = validated({"math": [(1.0, {"acc": 1.0}), (None, {})]}, lost=1)
+    assert run.metrics["val-core/math/acc/mean@2"] == pytest.approx(0.5)
+    assert run.metrics["val-aux/math/acc_success_only/mean@1"] == 1.0
 
 
-def test_a_validation_without_any_score() -> None:
-    metrics = validated([("s", "p", None, {})], size=1)
-    assert metrics["val-aux/reward_outcome/failed"] == 1
-    assert not any("reward/mean" in name for name in metrics)
-    assert all(math.isfinite(value) for value in metrics.values())
+def test_a_validation_without_any_score_has_counts_only(
+    validated: Callable[..., Validation], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = validated({"math": [(None, {})]})
+    assert run.metrics == {
+        f"val-aux/reward_outcome/{name}": n for name, n in (("scored", 0), ("unscored", 0), ("failed", 1))
+    }
+    assert "no sample of the validation of step 3 has a score" in caplog.text
+    assert (run.shown, run.written) == ([], [])
 
 
 def test_the_files_of_rollouts_have_no_score_for_masked_samples_and_no_padding(
@@ -376,43 +403,9 @@ def test_the_files_of_rollouts_have_no_score_for_masked_samples_and_no_padding(
     groups: list[list[list[float | None]]] = [[[1.0, None, 0.5]]]
     run = Run(monkeypatch, queue, groups)
     run.step()
-    padding = KVBatchMeta(partition_id="train", keys=["pad-1_0_0"], tags=[{"is_padding": True}])
-    run.trainer._compute_metrics(padding, {}, {})
-    a, b, c = (f"p0g0_{session}_0" for session in range(3))
-    dump = run.trainer._dump_generations
-    columns = {
-        "reward": [1.0, 0.0],
-        "reward_masked": [False, True],
-        "score": [1.0, None],
-        "output": ["a verdict", None],
-        "uid": [a, b],
-    }
-    dump(["i"] * 2, ["o"] * 2, [None] * 2, [1.0, 0.0], columns, "folder")
-    dump(["i"] * 2, ["o"] * 2, [None] * 2, [1.0, 0.0], {"uid": [a, b]}, "folder")
-    assert written[0][3] == written[0][4]["reward"] == [1.0, None]
-    # verl writes the response as `output`.
-    assert written[0][4].keys() == {"reward", "reward_masked", "score", "returned_output", "uid"}
-    assert written[1][3] == [1.0, None]
-    dump(list("xyz"), list("xyz"), [None] * 3, [0.5, 0.0, 1.0], {"uid": [a, "pad-1_0_0", c]}, "folder")
-    inputs, outputs, gts, scores, infos = written[2][:5]
-    assert (inputs, outputs, gts, scores, infos) == (
-        ["x", "z"],
-        ["x", "z"],
-        [None] * 2,
-        [0.5, 1.0],
-        {"uid": [a, c]},
-    )
-
-
-def test_the_files_of_a_validation_have_verls_score_where_the_function_returned_a_number(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    written: list[Any] = []
-    monkeypatch.setattr(PPOTrainer, "_dump_generations", lambda self, *args: written.append(args))
-    run = constructed()
-    columns = {"score": [0.5, None, None], "reward_masked": [False, False, True], "uid": list("abc")}
-    run._dump_generations(list("xyz"), list("xyz"), [None] * 3, [0.5, 1.0, 0.0], columns, "folder")
-    assert written[0][4]["score"] == [0.5, 1.0, None]
+    keys = [f"p0g0_{session}_0" for session in range(3)] + ["pad-1_0_0"]
+    run.trainer._dump_generations(list("wxyz"), list("wxyz"), [None] * 4, [1.0, 0.0, 0.5, 0.5], {"uid": keys}, "folder")
+    assert written == [(list("wxy"), list("wxy"), [None] * 3, [1.0, None, 0.5], {"uid": keys[:3]}, "folder")]
 
 
 class Unreadable(Mapping[str, Any]):
@@ -426,30 +419,23 @@ class Unreadable(Mapping[str, Any]):
         return 1
 
 
-def test_what_json_lacks_is_written_in_a_readable_form(tmp_path: Path) -> None:
-    run = constructed()
-    run.global_steps = 3
-    run._init_dump_executor()
+def test_what_json_lacks_is_written_in_a_readable_form(validated: Callable[..., Validation]) -> None:
     odd = [{1, 2}, b"x", 1j, {("a", 1): np.float32(2)}, float("nan"), object, np.array([1, 2]), "\ud800"]
     odd += [10**400, Unreadable()]
-    columns = {"odd": odd, "reward_masked": [False] * len(odd), "uid": list(map(str, range(len(odd))))}
-    texts = ["t"] * len(odd)
-    run._dump_generations(texts, texts, [{"a": {3}}] * len(odd), [1.0] * len(odd), columns, str(tmp_path))
-    run._shutdown_dump_executor()
-    rows = [json.loads(line) for line in (tmp_path / "3.jsonl").read_text().splitlines()]
+    rows = validated({"math": [(1.0, {"odd": value}) for value in odd]}).written
     assert [row["odd"] for row in rows[:5]] == [[1, 2], {"$bytes": "eA=="}, "1j", {"('a', 1)": 2.0}, None]
     assert rows[5]["odd"] == "<class 'object'>"
-    assert (rows[6]["odd"], rows[7]["odd"], rows[0]["gts"]) == ([1, 2], r"\ud800", {"a": [3]})
+    assert (rows[6]["odd"], rows[7]["odd"]) == ([1, 2], r"\ud800")
     assert [row["odd"] for row in rows[8:]] == [str(10**400), None]
 
 
-def test_numbers_of_numpy_and_torch_count_in_the_metrics() -> None:
+def test_numbers_of_numpy_and_torch_count_in_the_metrics(validated: Callable[..., Validation]) -> None:
     info = {"right": np.bool_(True), "short": torch.tensor(0.5), "long": np.array(2), "nan": math.nan, "note": "x"}
     rewards = step_rewards({"p_0_0": {**info, "reward_outcome": "scored"}}, {"p_0_0": 1.0})
     metrics = rewards.metrics()
     assert [metrics.get(f"reward_loop/{name}/mean") for name in info] == [1.0, 0.5, 2.0, None, None]
-    found = validated([("s", "p", 1.0, info), ("s", "q", 0.0, {**info, "right": np.bool_(False)})], size=1)
-    means = [found.get(f"val-aux/s/{name}/mean@1") for name in info]
+    found = validated({"s": [(1.0, info), (0.0, {**info, "right": np.bool_(False)})]}).metrics
+    means = [found.get(f"val-aux/s/{name}/mean@2") for name in info]
     assert means == [0.5, 0.5, 2.0, None, None]
 
 

@@ -14,14 +14,12 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from reward_loop.config import RewardLoopConfig
-from reward_loop.errors import ConfigError, RewardLoopError, ScoringError
+from reward_loop.errors import RewardLoopError, ScoringError
 from reward_loop.limits import FailureBound
 from reward_loop.managers.post_process import fail_reward
 from reward_loop.types import RewardSample
 from reward_loop.verl import pipeline, reward_changes, tq_rows  # noqa: F401  registers the mode reward_pipeline
-from reward_loop.verl.gdpo import GDPO, component_rewards, use_rewards
 from reward_loop.verl.reward_changes import misfit, place
-from reward_loop.verl.reward_metrics import TrajectoryReward
 from tests.verl import trainers
 from tests.verl.configs import resolved
 from tests.verl.trainers import constructed, set_up
@@ -304,57 +302,3 @@ def test_a_dead_process_is_named_unless_a_reward_worker_has_an_error_that_stops_
     raised.append(ValueError("the update failed"))
     with pytest.raises(ValueError, match="the update failed"):
         made.step({}, {})
-
-
-def with_infos(infos: dict[str, dict]) -> dict[str, TrajectoryReward]:
-    return {key: TrajectoryReward(info, reward=0.0, raw_score=0.0) for key, info in infos.items()}
-
-
-def test_gdpo_normalises_each_reward_on_its_own() -> None:
-    from verl.trainer.ppo.core_algos import compute_gdpo_outcome_advantage, get_adv_estimator_fn
-
-    keys = [f"{uid}_{session}_0" for uid in "pq" for session in range(4)] + ["padding"]
-    rng = np.random.default_rng(7)
-    infos: dict[str, dict] = {key: {"right": float(rng.integers(2)), "brief": float(rng.normal())} for key in keys[:-1]}
-    infos["q_3_0"] = {"reward_masked": True}
-    mask = torch.ones(len(keys), 6)
-    mask[1, 4:] = mask[7] = mask[8] = 0
-    groups = np.array([*"ppppqqq", "masked", "padding"], dtype=object)
-    config = {"gdpo_reward_keys": ["right", "brief"], "gdpo_reward_weights": [1.0, 0.5]}
-    rewards = component_rewards(keys, with_infos(infos), config["gdpo_reward_keys"], default_score=0.0)
-    assert rewards["right"].tolist() == [infos[key].get("right", 0.0) for key in keys[:-1]] + [0.0]
-    with use_rewards(rewards):
-        ours, _ = get_adv_estimator_fn(GDPO)(torch.zeros_like(mask), mask, index=groups, config=config)
-
-    total = torch.zeros(len(keys))
-    for name, weight in zip(config["gdpo_reward_keys"], config["gdpo_reward_weights"], strict=True):
-        values = torch.tensor(rewards[name])
-        for group in "pq":
-            rows = torch.tensor(groups == group)
-            total[rows] += weight * (values[rows] - values[rows].mean()) / (values[rows].std() + 1e-6)
-    counted = (total.unsqueeze(-1) * mask)[mask > 0]
-    expected = (total - counted.mean()) / torch.sqrt(counted.var() + 1e-8)
-    assert torch.allclose(ours, expected.unsqueeze(-1) * mask, atol=1e-4)
-    assert ours[:7].abs().max() > 0.1
-
-    batch = {"prompts": torch.zeros(len(keys), 3), "attention_mask": torch.ones(len(keys), 9, dtype=torch.long)}
-    theirs, _ = compute_gdpo_outcome_advantage(
-        torch.zeros_like(mask), mask, groups, config=config, non_tensor_batch=rewards, batch=batch
-    )
-    assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("info", [{}, {"brief": math.nan}, {"brief": 1e300}, {"brief": "yes"}])
-def test_a_row_without_a_reward_of_gdpo_is_named(info: dict) -> None:
-    with pytest.raises(ConfigError, match=r"names 'brief', for which rollout q_0_0 has no finite number"):
-        component_rewards(
-            ["q_0_0"], with_infos({"q_0_0": {"right": 1.0} | info}), ["right", "brief"], default_score=0.0
-        )
-
-
-@pytest.mark.parametrize("info", [{}, {"right": 1.0, "brief": 0.5}])
-def test_a_failed_sample_that_is_not_masked_has_the_default_score_as_each_reward_of_gdpo(info: dict) -> None:
-    """A reward worker that died repeatedly gives no other values; post-processing that failed leaves them."""
-    infos = {"q_0_0": {**info, "reward_outcome": "failed", "reward_masked": False}, "q_1_0": {"right": 1, "brief": 0.5}}
-    rewards = component_rewards(["q_0_0", "q_1_0"], with_infos(infos), ["right", "brief"], default_score=-2.0)
-    assert {name: column.tolist() for name, column in rewards.items()} == {"right": [-2, 1], "brief": [-2, 0.5]}

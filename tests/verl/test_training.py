@@ -18,7 +18,6 @@ from transformers import AutoTokenizer
 
 from reward_loop.records.events import health
 from reward_loop.records.reader import RecordsReader
-from reward_loop.verl.sample_table import COLUMNS
 from reward_loop.view.app import create_app
 from reward_loop.view.index import Index
 from reward_loop.view.phases import PhaseReader
@@ -59,15 +58,11 @@ EQUAL = (
 """Metrics that say whether two runs made the same updates."""
 
 
-TABLE_SIZE = 8
-"""The number of samples of a step that :func:`mixed_run` logs as a table."""
-
-
 @pytest.fixture(scope="module")
 def mixed_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
     """Two data-parallel ranks, a reference model, validation, a checkpoint; some samples unscored, some failed.
 
-    Samples are logged as tables. The judge is away for some time in the second step."""
+    The judge is away for some time in the second step."""
     directory = tmp_path_factory.mktemp("mixed")
     with judge_that_goes_away(after=68) as judge:
         return train(
@@ -82,15 +77,9 @@ def mixed_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: P
             "reward.num_workers=2",
             "reward_loop.health.patience=1",
             "reward_loop.health.masked_share=0",
-            f"reward_loop.log_samples={TABLE_SIZE}",
-            "trainer.logger=[console,file,wandb]",
             *agent_loop("seeded"),
             function="Mixed",
-            environment={
-                "WANDB_MODE": "offline",
-                "WANDB_DIR": str(directory),
-                "REWARD_JUDGE": judge,
-            },
+            environment={"REWARD_JUDGE": judge},
         )
 
 
@@ -105,7 +94,8 @@ def test_every_sample_is_scored_exactly_once(mixed_run: Run) -> None:
     calls = [call for call in mixed_run.calls if call["split"] == "train"]
     assert texts(calls) == texts(seen)
     validated = [row for step in (0, 3) for row in mixed_run.validation(step)]
-    assert signature([call for call in mixed_run.calls if call["split"] == "val"]) == signature(validated)
+    scored = [call for call in mixed_run.calls if call["split"] == "val" and call["outcome"] == "scored"]
+    assert signature(scored) == signature(validated)
 
 
 def test_a_function_gets_what_it_asks_for(mixed_run: Run, tiny_generative_model: Path) -> None:
@@ -154,12 +144,9 @@ def test_the_console_has_one_line_for_each_step_and_validation_with_failures(mix
 
 def test_validation_means_are_over_the_scored_samples(mixed_run: Run) -> None:
     for step in (0, 3):
-        rows = mixed_run.validation(step)
-        numbers = [rewards.number(row["output"]) for row in rows]
-        # verl writes the reward in float32.
-        assert [row["score"] for row in rows] == [pytest.approx(row["reward"], abs=1e-6) for row in rows]
-        assert [row["score"] is None for row in rows] == [n % 7 <= 1 for n in numbers]
-        scores = [(n % 100) / 100 for n in numbers if n % 7 > 1]
+        numbers = [rewards.number(row["output"]) for row in mixed_run.validation(step)]
+        assert all(n % 7 > 1 for n in numbers), "the masked samples have left"
+        scores = [(n % 100) / 100 for n in numbers]
         assert mixed_run.steps[step]["val-core/sums/reward/mean@1"] == pytest.approx(statistics.mean(scores))
         assert mixed_run.steps[step]["val-aux/reward_outcome/scored"] == len(scores)
 
@@ -189,33 +176,6 @@ def test_every_sample_has_a_record(mixed_run: Run) -> None:
             assert (record.step, record.response, record.ground_truth) == (step, rollout["output"], rollout["gts"])
             assert record.prompt[0]["content"] in rollout["input"]
             assert record.group == rollout["uid"].split("_")[0]
-
-
-def test_the_tables_of_samples_agree_with_the_records_and_the_rollouts(mixed_run: Run) -> None:
-    folder = mixed_run.directory / "checkpoints" / "rewards"
-    records = {row["uid"]: row for row in RecordsReader(folder).rows()}
-    tables = [json.loads(path.read_text()) for path in mixed_run.directory.glob("wandb/**/*.table.json")]
-    assert all(table["columns"] == list(COLUMNS) for table in tables)
-    steps = {table["data"][0][0]: [dict(zip(COLUMNS, row, strict=True)) for row in table["data"]] for table in tables}
-    assert sorted(steps) == [1, 2, 3]
-    for step, rows in steps.items():
-        rollouts = {row["uid"].rsplit("_", 1)[0]: row for row in mixed_run.rollouts(step)}
-        assert len({row["uid"] for row in rows}) == TABLE_SIZE
-        for row in rows:
-            record, rollout = records[row["uid"]], rollouts[row["uid"]]
-            assert row["outcome"] == record["outcome"]
-            assert row["score"] == pytest.approx(record["score"])
-            # verl's dump has 0 for a masked sample.
-            assert row["reward"] == (None if record["masked"] else pytest.approx(rollout["score"]))
-            assert row["error"] == (record["error"] or "")
-            assert row["response"] == rollout["output"]
-            assert row["prompt"] == rollout["input"]
-            # The score has a column of its own.
-            assert json.loads(row["components"]) == {k: v for k, v in record["components"].items() if k != "score"}
-        scores = [record["score"] for uid, record in records.items() if uid in rollouts and record["score"] is not None]
-        why = {row["why"]: row["score"] for row in reversed(rows)}
-        assert why["lowest"] == pytest.approx(min(scores))
-        assert why["highest"] == pytest.approx(max(scores))
 
 
 def test_events_and_advantages_agree_with_verls_timings_and_rollouts(mixed_run: Run) -> None:
@@ -370,8 +330,8 @@ def harried_run(
 
 @pytest.fixture(scope="module")
 def group_run(tmp_path_factory: pytest.TempPathFactory, mixed_run: Run, tiny_generative_model: Path) -> Run:
-    """Resumes from the checkpoint of step 2, with a function that sees whole groups, of other sizes in validation, and
-    gives two rewards that GDPO normalises. After two more steps, the function fails."""
+    """Resumes from the checkpoint of step 2, with a function that sees whole groups, of other sizes in validation.
+    After two more steps, the function fails."""
     return train(
         tmp_path_factory.mktemp("group"),
         tiny_generative_model,
@@ -386,9 +346,6 @@ def group_run(tmp_path_factory: pytest.TempPathFactory, mixed_run: Run, tiny_gen
         "reward_model.reward_manager=group",
         "reward_loop.on_failed=raise",
         "reward_loop.group.timeout=120",
-        "algorithm.adv_estimator=gdpo",
-        "+algorithm.gdpo_reward_keys=[value,rank]",
-        "+algorithm.gdpo_reward_weights=[1.0,0.5]",
         function="compared",
         returncode=1,
     )
@@ -414,15 +371,12 @@ def test_the_function_sees_whole_groups(group_run: Run) -> None:
     assert signature([call for call in group_run.calls if call["split"] == "train"]) == signature(seen)
 
 
-def test_each_reward_is_logged_and_normalised(group_run: Run) -> None:
+def test_each_returned_number_is_logged(group_run: Run) -> None:
     for step in RESUMED:
         metrics = group_run.steps[step]
         values = [100.0 * (rewards.number(row["output"]) % 10) for row in group_run.rollouts(step)]
         assert metrics["reward_loop/value/mean"] == pytest.approx(statistics.mean(values))
         assert metrics["reward_loop/rank/mean"] <= 1.5
-        # The mean over tokens that verl's GDPO ends with; without it, groups' sums would show.
-        assert metrics["critic/advantages/mean"] == pytest.approx(0, abs=1e-3)
-        assert 0.5 < metrics["critic/advantages/max"] < 10
 
 
 def test_a_function_that_fails_stops_the_run_if_the_policy_is_raise(group_run: Run) -> None:

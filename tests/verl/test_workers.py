@@ -15,15 +15,13 @@ from typing import Any
 import pytest
 from ray.exceptions import GetTimeoutError
 
-import reward_loop
 from reward_loop.audit import Feature
 from reward_loop.config import RewardLoopConfig
-from reward_loop.errors import ConfigError, RewardFunctionError, RewardLoopError
+from reward_loop.errors import RewardFunctionError, RewardLoopError
 from reward_loop.limits.server import serve_limits
 from reward_loop.testing import FakeJudge
 from reward_loop.verl.cluster import RouterAddress
 from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient
-from reward_loop.verl.run_scorer import InNewRun, scorer_of_run
 from reward_loop.verl.workers import RewardWorkers
 from tests.gsm8k import ROOT
 from tests.local_ray import local_ray
@@ -370,58 +368,6 @@ def test_a_batch_is_not_scored_later_because_a_rollout_of_a_group_failed(
     rewards = workers.score_batch(rows)
     assert [reward["reward_extra_info"]["reward_error"] for reward in rewards] == ["", ""]
     assert [reward["reward_score"] for reward in rewards] == [0, 1]
-
-
-async def test_a_task_of_the_run_finds_the_reward_workers(cluster: None, with_function: Settings) -> None:
-    import ray
-
-    @ray.remote
-    def environment(answers: list[str]) -> list[float]:
-        async def score(answer: str) -> float:
-            return (await reward_loop.score(answer))["reward_score"]
-
-        async def play() -> list[float]:
-            with scorer_of_run(group="q", group_size=3):
-                return await asyncio.gather(*map(score, answers))
-
-        return asyncio.run(play())
-
-    with pytest.raises(ConfigError, match="the run has no reward workers"), scorer_of_run():
-        pass
-    workers = RewardWorkers(with_function(RANKS, "reward.num_workers=2", *GROUPS), None, named=True)
-    workers.wait_until_ready()
-    # The manager scores whole groups, so all samples must have come to one of the two workers.
-    assert await environment.remote(["x", "xxx", "xx"]) == [0, 2, 1]
-    for worker in workers.handles:
-        ray.kill(worker)
-
-
-def test_two_runs_of_a_ray_job_have_their_own_reward_workers(cluster: None, with_function: Settings) -> None:
-    import ray
-
-    @ray.remote
-    def environment() -> float:
-        with scorer_of_run():
-            return asyncio.run(reward_loop.score("4"))["reward_score"]
-
-    @ray.remote
-    class TaskRunner:
-        def __init__(self, settings: Any) -> None:
-            self.workers = started(settings, named=True)
-
-        def score(self) -> tuple[float, str | None]:
-            return ray.get(environment.remote()), os.environ.get("NSIGHT")
-
-    source = "def compute_score(solution_str, number): return number"
-    settings = [with_function(source, ONE_WORKER, number=number) for number in (1, 2)]
-    nsight = {"env_vars": {"NSIGHT": "1"}}
-    runs = [
-        InNewRun(TaskRunner).remote(settings[0]),
-        InNewRun(TaskRunner).options(runtime_env=nsight).remote(settings[1]),
-    ]
-    assert ray.get([run.score.remote() for run in runs], timeout=300) == [(1.0, None), (2.0, "1")]
-    for run in runs:
-        ray.kill(run)
 
 
 async def test_samples_are_distributed_in_turn(with_function: Settings) -> None:
