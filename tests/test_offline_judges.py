@@ -55,7 +55,6 @@ def score(server: FakeJudge, function: str, *more: str) -> str:
     [
         ("compute_score", (), ROWS),
         ("sync", (), ROWS),
-        pytest.param("sync", ("--isolation", "process"), ROWS, marks=pytest.mark.integration),
         ("of_lists", ("--manager", "batch"), 1),
     ],
 )

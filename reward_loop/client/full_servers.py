@@ -14,8 +14,8 @@ from reward_loop._util.json import decode
 from reward_loop._util.retry_after import asked_pause, is_out_of_credit
 from reward_loop._util.transient import RouterCode, error_code
 from reward_loop.errors import RequestError
+from reward_loop.limits.call import outside_the_deadline
 from reward_loop.limits.lease import report_failure
-from reward_loop.limits.worker_processes import outside_the_deadline
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0

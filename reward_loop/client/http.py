@@ -35,11 +35,10 @@ from reward_loop._util.transient import (
 )
 from reward_loop.client.full_servers import in_a_place, is_asleep
 from reward_loop.errors import ConfigError, RequestError
-from reward_loop.limits.call import Call, RequestRetries
+from reward_loop.limits.call import RequestRetries, call_here, outside_the_deadline
 from reward_loop.limits.lease import limit as limited
 from reward_loop.limits.lease import report_failure
 from reward_loop.limits.permit import ModelRequests
-from reward_loop.limits.worker_processes import WorkerCall, call_here, outside_the_deadline
 from reward_loop.records import current, hide, waiting_for
 
 MAX_REPLY_BYTES = 64 * 1024 * 1024
@@ -167,7 +166,7 @@ async def post(
     if timeout == "model":
         timeout = own.timeout or USUAL_TIMEOUT_S
     longest = timeout
-    if isinstance(call, Call):
+    if call is not None:
         if timeout is not None:
             timeout *= call.patience  # Like the call's own deadline: the run's judge may be full.
         longest = timeout or (call.timeout and call.timeout * call.patience)
@@ -228,20 +227,20 @@ def _raise_if_away(url: str) -> None:
     Otherwise, each sample that begins in an outage would send a request that fails.
     """
     call, server = call_here(), server_of(url)
-    if isinstance(call, Call) and call.attempt == 1 and call.limits.outages(call.loop).is_away(server):
+    if call is not None and call.attempt == 1 and call.limits.outages(call.loop).is_away(server):
         raise RequestError(
             f"POST {_shown_url(url)} was not sent: {server} cannot be reached at present", unreachable=server
         )
 
 
 def _record_answer(url: str) -> None:
-    if isinstance(call := call_here(), Call):
+    if (call := call_here()) is not None:
         call.limits.outages(call.loop).answered(server_of(url))
 
 
 def _has_answered(url: str) -> bool:
     call = call_here()
-    return isinstance(call, Call) and call.limits.outages(call.loop).has_answered(server_of(url))
+    return call is not None and call.limits.outages(call.loop).has_answered(server_of(url))
 
 
 def server_of(url: str) -> str:
@@ -258,9 +257,7 @@ def _shown_url(url: str) -> str:
 
 def _group() -> str | None:
     """Return the group of the sample that the calling code scores."""
-    call, active = call_here(), current()
-    if isinstance(call, WorkerCall):
-        return call.group
+    active = current()
     return active.sample.group if active else None
 
 
@@ -378,7 +375,7 @@ async def _until_awake(url: str, headers: Mapping[str, str], model: Any, waited_
     """
     call, what = call_here(), f"the reward model {model!r} to wake up"
     async with AsyncExitStack() as stack:
-        if isinstance(call, Call) and call.loop is asyncio.get_running_loop():
+        if call is not None and call.loop is asyncio.get_running_loop():
             await stack.enter_async_context(call.aside(what))
         else:
             stack.enter_context(outside_the_deadline(what))
@@ -547,8 +544,6 @@ class Exchange:
 def _destination() -> Callable[[Mapping[str, Any]], None] | None:
     """Return the function that takes the fields of an exchange; ``None`` if the calling code has no recorded sample."""
     call, sample = call_here(), current()
-    if isinstance(call, WorkerCall):
-        return call.exchange if call.is_recorded else None
     if sample is None or not sample.is_recorded:
         return None
     attempt = 1 if call is None else call.attempt

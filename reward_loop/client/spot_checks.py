@@ -23,7 +23,6 @@ from reward_loop._util.transient import is_transient
 from reward_loop.client.chat import Reply
 from reward_loop.client.judge import Judgement
 from reward_loop.errors import BudgetSpentError, ConfigError, ServerError
-from reward_loop.limits.worker_processes import WorkerCall, call_here
 from reward_loop.records import ActiveBatch, ActiveSample, current, shares_result
 from reward_loop.types import RewardSample
 
@@ -219,8 +218,7 @@ def check_share(share: float, allow_small: bool) -> None:
 
 def _check(share: float, allow_small: bool) -> None:
     check_share(share, allow_small)
-    here = call_here()
-    if here.shares_result if isinstance(here, WorkerCall) else shares_result.get():
+    if shares_result.get():
         raise ConfigError(
             "spot_check: with reward_loop.cache.enabled=true, equal answers share one score, so it would not be chance "
             "which of them are checked: set it to false"
@@ -232,8 +230,6 @@ def _name_of(active: ActiveSample | None) -> str:
 
     A sample without a uid gets a random name, which it keeps when the function is called again.
     """
-    if isinstance(call_here(), WorkerCall):
-        raise ConfigError("spot_check: in a worker process, the uid of the sample is not known: pass it as uid")
     if active is None:
         return secrets.token_hex(8)
     if isinstance(active, ActiveBatch):
@@ -245,8 +241,6 @@ def _name_of(active: ActiveSample | None) -> str:
 
 def _names_of(active: ActiveSample | None, count: int) -> list[str]:
     """Return the names of the samples that the function is called for, in the order of its arguments."""
-    if isinstance(call_here(), WorkerCall):
-        raise ConfigError("escalate: in a worker process, the uids of the samples are not known: pass them as uids")
     if not isinstance(active, ActiveBatch):
         return [secrets.token_hex(8) for _ in range(count)]
     return [_name(sample, active, index) for index, sample in enumerate(active.received)]

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from reward_loop.errors import BudgetSpentError, LimitError
+from reward_loop.errors import BudgetSpentError, ConfigError, LimitError
 from reward_loop.limits.options import JobOptions
 from reward_loop.limits.permit import (
     ABANDONED,
@@ -30,7 +30,8 @@ from reward_loop.limits.permit import (
     give_up,
     users_limits,
 )
-from reward_loop.records import ActiveSample, current
+from reward_loop.processes import worker
+from reward_loop.records import ActiveSample, current, waiting_for
 
 
 class RequestRetries(NamedTuple):
@@ -334,6 +335,34 @@ def _is_over(request: asyncio.Future[Permit]) -> bool:
 
 current_call: contextvars.ContextVar[Call | None] = contextvars.ContextVar("reward_call", default=None)
 """The call that the current code belongs to."""
+
+
+def call_here() -> Call | None:
+    """Return the call of a reward function that the current code belongs to.
+
+    Raises:
+        ConfigError: it is an isolated call, whose process has neither limits nor records.
+    """
+    if worker.channel is not None:
+        raise ConfigError(
+            "an isolated function cannot ask a judge by reward_loop, nor hold its limits: ask it in an `async def` "
+            "function, or let this one run in threads, without `isolated` and isolation=process"
+        )
+    return current_call.get()
+
+
+@contextlib.contextmanager
+def outside_the_deadline(what: str) -> Iterator[None]:
+    """Stop the clock of the deadline within ``with``, in any thread of the function, and record the wait for `what`."""
+    if (call := call_here()) is None:  # a sample may be active all the same, for example in a manager of the user
+        with waiting_for(current(), what):
+            yield
+        return
+    call.run(call.begin_wait, what)
+    try:
+        yield
+    finally:
+        call.run(call.end_wait, what)
 
 
 class Deadlines:

@@ -9,9 +9,8 @@ import os
 from typing import Any
 
 from reward_loop._util.text import shorten
-from reward_loop.limits.call import Call, current_call
+from reward_loop.limits.call import Call, call_here, current_call
 from reward_loop.limits.permit import Permit, answer_of
-from reward_loop.limits.worker_processes import WorkerCall, call_here
 
 
 class Lease:
@@ -20,7 +19,7 @@ class Lease:
     Outside of a reward function call, reports have no effect.
     """
 
-    def __init__(self, call: Call | WorkerCall | None, permit: Permit) -> None:
+    def __init__(self, call: Call | None, permit: Permit) -> None:
         self.call = call
         self.permit = permit
         self._cost = 0.0
@@ -148,7 +147,7 @@ class limit:
         if lease.call is not None:
             lease.call.run(lease.permit.leave, *answer_of(error))
 
-    def _hold(self, call: Call | WorkerCall | None, permit: Permit | None) -> Lease:
+    def _hold(self, call: Call | None, permit: Permit | None) -> Lease:
         lease = Lease(call, permit or Permit(None, self._name))
         _leases.set((lease, *_leases.get()))
         self._open[lease] = None

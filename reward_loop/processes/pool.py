@@ -29,7 +29,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import cloudpickle
 
@@ -40,7 +40,7 @@ from reward_loop._util.sockets import readable
 from reward_loop.errors import FunctionLoadError, RewardCrashedError, RewardFunctionError
 from reward_loop.processes.forkserver import DeathReport
 from reward_loop.processes.outcome import CallOutcome
-from reward_loop.processes.worker import ANSWER, CALL, DIED, ENDED, STARTED, TOLD, Setup
+from reward_loop.processes.worker import CALL, DIED, ENDED, STARTED, Setup
 
 _STOP_SECONDS = 5.0
 """Seconds for the fork server to stop with its workers."""
@@ -56,17 +56,8 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-class Caller(Protocol):
-    """The side of a call that is outside of the worker."""
-
-    context: Any
-    """What the worker gets as `worker.context` during the call."""
-
-    def begin(self, ended: asyncio.Future[Any]) -> None:
-        """Start the clock of the deadline. At the deadline, set a `TimeoutError` on ``ended``: the worker is killed."""
-
-    def told(self, message: tuple[Any, ...], answer: Callable[[int, Any], None]) -> None:
-        """Handle a message of the function; ``answer`` sends the value for the number of a question."""
+Begin = Callable[[asyncio.Future[Any]], None]
+"""Starts the clock of the deadline. At the deadline, it sets a `TimeoutError` on the future: the worker is killed."""
 
 
 class WorkerProcesses:
@@ -118,19 +109,19 @@ class WorkerProcesses:
         self._end: weakref.finalize[Any, Any] | None = None
         _pools.add(self)
 
-    async def run(self, arguments: Mapping[str, Any], caller: Caller) -> CallOutcome:
+    async def run(self, arguments: Mapping[str, Any], begin: Begin) -> CallOutcome:
         """Call the function in a process as soon as a slot is free.
 
         Args:
             arguments: the keyword arguments of the function.
-            caller: gets the start of the function and its messages.
+            begin: called when the function starts.
 
         Raises:
             TimeoutError: the deadline passed. The message contains the stack of the user's code.
             RewardCrashedError: the process died during the call, or did not load the function in time.
         """
         try:
-            content = _dumps((caller.context, arguments))
+            content = _dumps(arguments)
         # Pickling runs code of the user's types, which may raise anything.
         except Exception as error:
             problem = f"has arguments that cannot be sent to a worker process: {type(error).__name__}: {error}"
@@ -140,7 +131,7 @@ class WorkerProcesses:
                 worker = self._idle.pop() if self._idle else self._start()
                 self._working += 1
                 try:
-                    return await worker.call(content, caller)
+                    return await worker.call(content, begin)
                 except DiedIdleError:
                     # The function has not started: this is not a repeated call, and does not count as one.
                     continue
@@ -232,17 +223,15 @@ class WorkerConnection:
         self._channel = channel
         self._setup = setup
         self._frames = FrameBuffer()
-        self._calls = 0
-        """The number of calls that were sent; see `worker.Channel.call`."""
         self.usable = False
         """Whether the worker is idle and can run another call."""
 
-    async def call(self, content: bytes, caller: Caller) -> CallOutcome:
+    async def call(self, content: bytes, begin: Begin) -> CallOutcome:
         """Run one call.
 
         Args:
-            content: the pickled context and arguments.
-            caller: gets the start of the function and its messages.
+            content: the pickled arguments.
+            begin: called when the function starts.
 
         Raises:
             TimeoutError: the deadline passed. The message contains the stack of the user's code.
@@ -252,21 +241,20 @@ class WorkerConnection:
         """
         was_idle, self.usable = self.usable, False
         setup, self._setup = self._setup, b""
-        self._calls += 1
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[tuple[bytes, memoryview]] = loop.create_future()
         started = False
         try:
             async with asyncio.timeout(_START_SECONDS) as loading:
 
-                def begin() -> None:
+                def start() -> None:
                     nonlocal started
                     started = True
                     # From here on, the deadline is that of the caller.
                     loading.reschedule(None)
-                    caller.begin(ended)
+                    begin(ended)
 
-                loop.add_reader(self._channel, self._receive, ended, begin, caller)
+                loop.add_reader(self._channel, self._receive, ended, start)
                 # The worker reads the arguments after loading the function, so sending may block until then.
                 with contextlib.suppress(ConnectionError):  # the worker is dead; receiving will report it
                     await loop.sock_sendall(self._channel, setup + frame(CALL, content))
@@ -274,7 +262,7 @@ class WorkerConnection:
         except TimeoutError:
             # Now: `_kill` waits with its own reader, and a socket has only one.
             loop.remove_reader(self._channel)
-            at = await self._kill(caller)
+            at = await self._kill()
             if not started:
                 raise RewardCrashedError(
                     f"was not loaded in a worker process within {_START_SECONDS:g} s{at}"
@@ -296,16 +284,14 @@ class WorkerConnection:
             self._channel.shutdown(socket.SHUT_RDWR)
         self._channel.close()
 
-    def _receive(self, ended: asyncio.Future[Any], begin: Callable[[], None], caller: Caller) -> None:
+    def _receive(self, ended: asyncio.Future[Any], start: Callable[[], None]) -> None:
         """Handle the messages that have arrived, until one of them ends the call."""
         try:
             is_open = self._read()
             while not ended.done() and (message := self._frames.pop()) is not None:
                 kind, content = message[:1], memoryview(message)[1:]
                 if kind == STARTED:
-                    begin()
-                elif kind == TOLD:
-                    self._pass_on(content, caller)
+                    start()
                 else:
                     ended.set_result((kind, content))
             if not is_open and not ended.done():
@@ -315,11 +301,6 @@ class WorkerConnection:
             if not ended.done():
                 problem = f"sent a message from its worker process that failed: {type(error).__name__}: {error}"
                 ended.set_exception(RewardCrashedError(problem))
-
-    def _pass_on(self, content: memoryview, caller: Caller) -> None:
-        call, *message = pickle.loads(content)
-        if call == self._calls:  # otherwise from a thread that an earlier call has left behind
-            caller.told(tuple(message), self._answer)
 
     def _read(self) -> bool:
         """Read what has arrived; return whether the connection is still open."""
@@ -332,36 +313,16 @@ class WorkerConnection:
         self._frames.feed(received)
         return bool(received)
 
-    def _answer(self, number: int, value: Any) -> None:
-        """Answer a question of the function. If thousands of answers are unread, the connection ends."""
-        data = frame(ANSWER, pickle.dumps((number, value)))
-        try:
-            complete = self._channel.send(data) == len(data)
-        except BlockingIOError:
-            complete = False
-        except OSError:
-            return  # the worker is dead, or is being killed
-        # After a part of a frame, the worker could not read any later one.
-        if not complete:
-            with contextlib.suppress(OSError):
-                self._channel.shutdown(socket.SHUT_RDWR)
-
-    async def _kill(self, caller: Caller) -> str:
-        """Have the fork server kill the worker, wait for the report, and return the user's stack, or ``""``.
-
-        The last messages of the function are passed on: what it has spent counts.
-        """
+    async def _kill(self) -> str:
+        """Have the fork server kill the worker, wait for the report, and return the user's stack, or ``""``."""
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_WR)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REPORT_SECONDS):
                 while True:
                     while (message := self._frames.pop()) is not None:
-                        content = memoryview(message)[1:]
                         if message[:1] == DIED:
-                            return _at(pickle.loads(content))
-                        if message[:1] == TOLD:
-                            self._pass_on(content, caller)
+                            return _at(pickle.loads(memoryview(message)[1:]))
                     await readable(self._channel)
                     if not self._read():
                         return ""

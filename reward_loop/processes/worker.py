@@ -61,10 +61,6 @@ processes = 1
 channel: Channel | None = None
 """The channel to the pool; ``None`` outside of worker processes, and in processes that the function has forked."""
 
-context: Any = None
-"""The context that the caller sent with the current call, in addition to its arguments; ``None`` in a proof, and before
-the first call."""
-
 _MAX_ANSWER_MB = 64
 _MAX_GROWTH_MB = 1024
 """A worker whose memory has grown by more than this is replaced after its call. Half of ``max_memory_mb`` applies
@@ -308,8 +304,7 @@ def _load(setup: bytes) -> tuple[Callable[..., Any], int | None, CallOutcome | N
 
 def _call(function: Callable[..., Any], arguments: bytes) -> CallOutcome:
     try:
-        global context
-        context, kwargs = pickle.loads(arguments)
+        kwargs = pickle.loads(arguments)
     except Exception as error:
         problem = f"received arguments that cannot be unpickled in a worker process: {type(error).__name__}: {error}"
         return CallOutcome(None, None, 0.0, RewardFunctionError(problem))

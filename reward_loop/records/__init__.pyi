@@ -33,7 +33,6 @@ from reward_loop.records.reader import read_rows as read_rows
 from reward_loop.records.rows import OVERLAP as OVERLAP
 from reward_loop.records.rows import PHASE as PHASE
 from reward_loop.records.rows import ROLLOUT as ROLLOUT
-from reward_loop.records.rows import TEXT_FIELDS as TEXT_FIELDS
 from reward_loop.records.rows import WaitsFor as WaitsFor
 from reward_loop.records.rows import exchanges_of as exchanges_of
 from reward_loop.records.rows import large_components as large_components

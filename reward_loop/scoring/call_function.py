@@ -29,7 +29,6 @@ from reward_loop.errors import (
 from reward_loop.limits.call import Call, Deadlines, SharedTime, current_call
 from reward_loop.limits.client import open_limits
 from reward_loop.limits.permit import DEFAULT, REWARD_MODEL, Limits, answer_of
-from reward_loop.limits.worker_processes import ServedCall
 from reward_loop.processes.outcome import CallOutcome, outcome_of
 from reward_loop.processes.pool import WorkerProcesses
 from reward_loop.scoring.cache import Cache
@@ -300,11 +299,13 @@ class UserFunction:
             call.sample.queue("a free process" if self.in_processes else "a free thread", call)
         if isinstance(self._executor, DaemonThreads):
             return await self._call_in_thread(call, self._target.call, arguments, deadlines)
-        served = ServedCall(call, deadlines)
-        try:
-            return await self._executor.run(arguments, served)
-        finally:
-            served.close()
+
+        def begin(ended: asyncio.Future[Any]) -> None:
+            call.future = ended  # gets the error at the deadline
+            call.begin()
+            deadlines.watch(call)
+
+        return await self._executor.run(arguments, begin)
 
     async def _call_in_thread(
         self, call: Call, function: Callable[..., Any], arguments: Mapping[str, Any], deadlines: Deadlines

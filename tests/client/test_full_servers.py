@@ -101,35 +101,3 @@ async def test_a_request_that_is_refused_whatever_the_load_ends(monkeypatch):
             await chat_complete(engine.address, "poison")
         stop.set()
     assert engine.counts["poison"] <= 10
-
-
-def asks_twice(reward_router_address):
-    async def ask():
-        await chat_complete(reward_router_address, "first")
-        await chat_complete(reward_router_address, "second")
-
-    asyncio.run(ask())
-    return 1.0
-
-
-async def test_in_a_process_the_pauses_of_a_full_server_are_outside_the_deadline(monkeypatch):
-    monkeypatch.setattr("tests.client.test_full_servers.SECONDS", 0.02)
-
-    class Full(Engine):
-        refusals = 0
-
-        async def chat(self, request):
-            if self.refusals and "second" in await request.text():
-                self.refusals -= 1
-                return web.json_response({"error": "full"}, status=503)
-            return await super().chat(request)
-
-    async with Full(503) as engine:
-        options = RewardLoopConfig(timeout=2.5, isolation="process", retry={"max_attempts": 1})
-        function = ScoringFunction(asks_twice, options=options)
-        await function(RewardSample("4"), reward_router_address=engine.address)  # the process starts
-        engine.refusals = 8  # the pauses after these take at least 2.75 s
-        result = await function(RewardSample("4"), reward_router_address=engine.address)
-        await asyncio.to_thread(function.close)
-    assert str(result.outcome) == "scored", result.error
-    assert result.wait_s > 2.5

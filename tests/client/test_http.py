@@ -118,19 +118,6 @@ async def test_the_router_gets_the_timeout_if_it_is_longer_than_usual(
     assert judge.requests[0].headers.get("x-reward-loop-timeout") == asked
 
 
-async def asked_for_longer(solution_str: str, reward_router_address: str) -> float:
-    return float((await chat_complete(reward_router_address, solution_str, timeout=600)).text)
-
-
-@pytest.mark.integration
-async def test_the_router_gets_the_timeout_of_a_function_in_a_process() -> None:
-    async with FakeJudge("8") as judge:
-        function = ScoringFunction(asked_for_longer, options=RewardLoopConfig(timeout=1200, isolation="process"))
-        assert (await function(RewardSample("?"), reward_router_address=judge.address)).score == 8
-        await asyncio.to_thread(function.close)
-    assert judge.requests[0].headers.get("x-reward-loop-timeout") == "580"
-
-
 async def groups_sent(judge: FakeJudge, manager: Any, *groups: str | None) -> list[str | None]:
     """Score a sample of each group, and return the headers with the groups, in the order of the requests."""
     await asyncio.gather(*(manager.run_single(RewardSample("?", group=group)) for group in groups))
@@ -139,14 +126,10 @@ async def groups_sent(judge: FakeJudge, manager: Any, *groups: str | None) -> li
     return [request.headers.get(GROUP_HEADER) for request in judge.requests]
 
 
-@pytest.mark.parametrize(
-    ("function", "isolation"), [(rated, "thread"), (rated_in_a_thread, "thread"), (rated_in_a_thread, "process")]
-)
-async def test_the_router_receives_the_group_of_a_sample_as_a_hash(function: Any, isolation: str) -> None:
+@pytest.mark.parametrize("function", [rated, rated_in_a_thread])
+async def test_the_router_receives_the_group_of_a_sample_as_a_hash(function: Any) -> None:
     async with FakeJudge("8") as judge:
-        manager = NaiveRewardLoopManager(
-            {"isolation": isolation}, compute_score=function, reward_router_address=judge.address
-        )
+        manager = NaiveRewardLoopManager(compute_score=function, reward_router_address=judge.address)
         sent = Counter(await groups_sent(judge, manager, "one", "one", "other", None))
     assert sent.pop(None) == 1
     assert sorted(sent.values()) == [1, 2]

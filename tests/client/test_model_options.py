@@ -102,12 +102,6 @@ async def test_the_requests_of_all_workers_to_a_model_have_its_limit(workers: in
     assert gate.most == 2
 
 
-@pytest.mark.integration
-async def test_a_function_in_a_process_has_the_limit_of_a_model() -> None:
-    assert await scored(asks_strong_in_a_process, gate := Gate(), 2, isolation="process", max_processes=4) == [1.0] * 12
-    assert gate.most == 2
-
-
 async def test_requests_with_another_limit_or_to_another_model_do_not_count() -> None:
     other = Judge(*JUDGE, model="strong", limit="other", timeout=60)
 

@@ -16,7 +16,7 @@ from reward_loop.client import Judge, Judgement, Number, escalate, spot_check
 from reward_loop.client.spot_checks import chances, drawn
 from reward_loop.config import BudgetConfig, CacheConfig, LimitConfig, RetryConfig
 from reward_loop.errors import ConfigError, ServerError
-from reward_loop.managers import GroupRewardLoopManager, RemoteRewardLoopManager
+from reward_loop.managers import GroupRewardLoopManager
 from reward_loop.records.reader import read_rows
 from reward_loop.testing import FakeJudge, Status
 from reward_loop.types import RewardResult
@@ -341,39 +341,3 @@ async def test_the_record_has_what_the_reward_was_made_of(tmp_path: Path) -> Non
         assert row["score"] == pytest.approx(again)
         chosen = drawn(f"{row['uid']}\n{row['generated_step']}", 0) < made["chance"]
         assert chosen == (made["judged_by"] == "strong")
-
-
-def in_a_process(solution_str: str) -> dict[str, Any]:
-    uid = solution_str or None
-    return asyncio.run(spot_check(1.0, scored(1.0), uid=uid)).reward()
-
-
-@pytest.mark.integration
-async def test_in_a_worker_process_the_function_passes_the_uid() -> None:
-    manager = RemoteRewardLoopManager(RewardLoopConfig(max_processes=1), compute_score=in_a_process)
-    assert (await manager.score(RewardSample(CHECKED))).extra_info["judged_by"] == "strong"
-    with pytest.raises(ConfigError, match="pass it as uid"):
-        await manager.score(RewardSample(""))
-    manager.close()
-
-
-def escalating_in_a_process(solution_strs: list[str]) -> list[Any]:
-    return asyncio.run(escalate(solution_strs, lambda _: 1.0, lambda _: 1.0, key=str))
-
-
-@pytest.mark.integration
-async def test_escalate_in_a_worker_process_needs_the_uids() -> None:
-    options = RewardLoopConfig(isolation="process", max_processes=1)
-    manager = GroupRewardLoopManager(options, compute_score=escalating_in_a_process)
-    with pytest.raises(ConfigError, match="pass them as uids"):
-        await manager.score(group(["4"])[0])
-    manager.close()
-
-
-@pytest.mark.integration
-async def test_a_worker_process_refuses_the_cache_too() -> None:
-    options = RewardLoopConfig(max_processes=1, cache=CacheConfig(enabled=True))
-    manager = RemoteRewardLoopManager(options, compute_score=in_a_process)
-    with pytest.raises(ConfigError, match=r"reward_loop\.cache\.enabled"):
-        await manager.score(RewardSample(CHECKED))
-    manager.close()

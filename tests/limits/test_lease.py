@@ -34,13 +34,8 @@ from tests.counting import Counting
 SAMPLE = RewardSample("4", uid="u7")
 
 
-def process(*values):
-    """Return the parameters of a test that runs a function in a worker process."""
-    return pytest.param(*values, "process", marks=pytest.mark.integration)
-
-
-def scoring(function, isolation="thread", **options):
-    config = RewardLoopConfig(**{"retry": {"max_attempts": 1}, "isolation": isolation, "max_processes": 4, **options})
+def scoring(function, **options):
+    config = RewardLoopConfig(**{"retry": {"max_attempts": 1}, **options})
     scored = ScoringFunction(function, options=config)
     return scored, scored.limits
 
@@ -88,20 +83,18 @@ def holds():
 
 
 EVERYWHERE = pytest.mark.parametrize(
-    ("function", "isolation"),
+    "function",
     [
-        (holds_async, "thread"),
-        (holds_in_a_loop, "thread"),
-        (holds, "thread"),
-        process(holds_in_a_loop),
-        process(holds),
+        holds_async,
+        holds_in_a_loop,
+        holds,
     ],
 )
 
 
 @EVERYWHERE
-async def test_functions_keep_a_limit_and_report_their_usage(function, isolation):
-    function, limits = scoring(function, isolation, limits={"judge": {"max_concurrent": 2}})
+async def test_functions_keep_a_limit_and_report_their_usage(function):
+    function, limits = scoring(function, limits={"judge": {"max_concurrent": 2}})
     results = await score(function, 12)
     assert [result.error for result in results] == [None] * 12
     spans = [(result.extra_info["began"], result.extra_info["ended"]) for result in results]
@@ -111,18 +104,17 @@ async def test_functions_keep_a_limit_and_report_their_usage(function, isolation
 
 
 @pytest.mark.parametrize(
-    ("function", "name", "isolation"),
+    ("function", "name"),
     [
-        (plain_async, "default", "thread"),
-        (plain, "default", "thread"),
-        (holds_async, "judge", "thread"),
-        (holds, "judge", "thread"),
-        process(holds, "judge"),
+        (plain_async, "default"),
+        (plain, "default"),
+        (holds_async, "judge"),
+        (holds, "judge"),
     ],
 )
-async def test_waiting_for_a_limit_does_not_count_towards_the_deadline(function, name, isolation):
+async def test_waiting_for_a_limit_does_not_count_towards_the_deadline(function, name):
     timeout = 600.0
-    function, limits = scoring(function, isolation, limits={name: {"max_concurrent": 1}}, timeout=timeout)
+    function, limits = scoring(function, limits={name: {"max_concurrent": 1}}, timeout=timeout)
     permit = await limits.acquire(name)
     calls = [asyncio.create_task(function(SAMPLE)) for _ in range(3)]
     await until(lambda: status(limits, name)["waiting"] == 3)
@@ -160,27 +152,27 @@ def reports():
 
 
 @pytest.mark.parametrize(
-    ("function", "name", "isolation"),
+    ("function", "name"),
     [
-        (raises, "default", "thread"),
-        (raises_within_async, "judge", "thread"),
-        process(raises_within, "judge"),
-        process(reports, "judge"),
+        (raises, "default"),
+        (raises_within_async, "judge"),
+        (raises_within, "judge"),
+        (reports, "judge"),
     ],
 )
-async def test_refusals_shrink_an_adaptive_limit(function, name, isolation):
-    function, limits = scoring(function, isolation, limits={name: {"adaptive": True}}, max_processes=2)
+async def test_refusals_shrink_an_adaptive_limit(function, name):
+    function, limits = scoring(function, limits={name: {"adaptive": True}})
     assert status(limits, name)["max_in_flight"] == 20
     await score(function, WINDOW // 10)
     await until(lambda: status(limits, name)["max_in_flight"] == 16)
 
 
 @EVERYWHERE
-async def test_an_unknown_limit_is_an_error_unless_there_are_no_limits(function, isolation):
-    limited, _ = scoring(function, isolation, limits={"juge": {"max_concurrent": 1}})
+async def test_an_unknown_limit_is_an_error_unless_there_are_no_limits(function):
+    limited, _ = scoring(function, limits={"juge": {"max_concurrent": 1}})
     (result,) = await score(limited)
     assert "unknown limit 'judge'; did you mean 'juge'" in result.error
-    unlimited, _ = scoring(function, isolation)
+    unlimited, _ = scoring(function)
     assert (await score(unlimited))[0].score == 1
 
 
@@ -406,15 +398,11 @@ def spends_sync():
 
 
 @pytest.mark.parametrize("remote", [False, True])
-@pytest.mark.parametrize(
-    ("function", "isolation"), [(spends_async, "thread"), (spends_sync, "thread"), process(spends_sync)]
-)
-async def test_samples_that_wait_for_a_permit_are_left_out_when_the_budget_is_used_up(
-    function, isolation, remote, serve
-):
+@pytest.mark.parametrize("function", [spends_async, spends_sync])
+async def test_samples_that_wait_for_a_permit_are_left_out_when_the_budget_is_used_up(function, remote, serve):
     given = {"limits": {"judge": {"max_concurrent": 2}}, "budget": {"max_cost": 3, "at_cap": "mask"}}
     _, address = await serve(RewardLoopConfig(**given))
-    scored, _ = scoring(function, isolation, **given, job=address if remote else None)
+    scored, _ = scoring(function, **given, job=address if remote else None)
     results = await score(scored, 20)
     outcomes = [result.outcome for result in results]
     assert 3 <= outcomes.count(Outcome.SCORED) <= 4  # two calls are in flight at a time

@@ -51,30 +51,21 @@ async def ask_within_two_limits(reward_router_address):
         return await ask_within_judge(reward_router_address)
 
 
-def ask_within_two_limits_in_process(reward_router_address):
-    with reward_loop.limit("service"), JUDGE:
-        return asyncio.run(ask_within_judge(reward_router_address))
-
-
 @pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize(
-    ("function", "held", "isolation"),
+    ("function", "held"),
     [
-        (ask, [], "thread"),
-        (ask_in_thread, [], "thread"),
-        (ask_in_thread, [], "process"),
-        (ask_judge, [], "thread"),
-        (ask_within_judge, ["judge"], "thread"),
-        (ask_within_two_limits, ["service", "judge"], "thread"),
-        (ask_within_two_limits_in_process, ["service", "judge"], "process"),
+        (ask, []),
+        (ask_in_thread, []),
+        (ask_judge, []),
+        (ask_within_judge, ["judge"]),
+        (ask_within_two_limits, ["service", "judge"]),
     ],
 )
-async def test_tokens_of_the_client_count_once_in_each_limit_around_the_request(
-    function, held, isolation, remote, serve
-):
+async def test_tokens_of_the_client_count_once_in_each_limit_around_the_request(function, held, remote, serve):
     limits = {name: {"tokens_per_minute": 10_000, "burst_seconds": 60} for name in ("default", "service", "judge")}
     _, address = await serve(RewardLoopConfig(limits=limits))
-    options = RewardLoopConfig(limits=limits, job=address if remote else None, isolation=isolation)
+    options = RewardLoopConfig(limits=limits, job=address if remote else None)
     scoring = ScoringFunction(function, options=options)
     async with FakeJudge("0.5") as judge:
         for _ in range(3):
@@ -206,15 +197,8 @@ async def breaks_within_judge():
         raise ConnectionResetError
 
 
-def breaks_within_judge_in_process():
-    with JUDGE:
-        raise ConnectionResetError
-
-
 @pytest.mark.parametrize("remote", [False, True])
-@pytest.mark.parametrize(
-    "function", [hangs, breaks, unavailable, own_mistake, breaks_within_judge, breaks_within_judge_in_process]
-)
+@pytest.mark.parametrize("function", [hangs, breaks, unavailable, own_mistake, breaks_within_judge])
 async def test_an_outage_does_not_grow_an_adaptive_limit(function, remote, serve):
     limits = {"default": {"adaptive": True}, "judge": {"adaptive": True}}
     _, address = await serve(RewardLoopConfig(limits=limits))
@@ -224,7 +208,6 @@ async def test_an_outage_does_not_grow_an_adaptive_limit(function, remote, serve
         retry=NO_RETRY,
         outage_timeout_s=0,
         job=address if remote else None,
-        isolation="process" if function is breaks_within_judge_in_process else "thread",
     )
     scoring = ScoringFunction(function, options=options)
     await asyncio.gather(*(scoring(SAMPLE) for _ in range(60)))

@@ -43,12 +43,10 @@ async def record(folder: Path, function: Any, server: FakeJudge, *texts: str, **
     return [{**row, "exchanges": [line for line in exchanges if line["sample"] == row["id"]]} for row in lines(folder)]
 
 
-@pytest.mark.parametrize(
-    ("function", "isolation"), [(judged, "thread"), (judged_in_a_thread, "thread"), (judged_in_a_thread, "process")]
-)
-async def test_an_exchange_is_recorded_word_for_word(tmp_path: Path, function: Any, isolation: str) -> None:
+@pytest.mark.parametrize("function", [judged, judged_in_a_thread])
+async def test_an_exchange_is_recorded_word_for_word(tmp_path: Path, function: Any) -> None:
     async with FakeJudge("So so. Score: 7", model="judge-7b") as server:
-        (row,) = await record(tmp_path, function, server, "four", isolation=isolation)
+        (row,) = await record(tmp_path, function, server, "four")
     (exchange,) = row["exchanges"]
     assert exchange["messages"] == [{"role": "user", "content": "Rate four"}]
     assert exchange["request"] == {"temperature": 0.0, "max_tokens": 9}
@@ -116,15 +114,11 @@ async def test_retried_requests_have_the_number_of_their_attempt(tmp_path: Path)
     assert sum(call["work_s"] for call in row["calls"]) == pytest.approx(row["work_s"])
 
 
-@pytest.mark.parametrize(
-    ("function", "isolation"), [(judged, "thread"), (judged_in_a_thread, "thread"), (judged_in_a_thread, "process")]
-)
-async def test_a_request_without_an_answer_at_the_deadline_is_recorded(
-    tmp_path: Path, function: Any, isolation: str
-) -> None:
+@pytest.mark.parametrize("function", [judged, judged_in_a_thread])
+async def test_a_request_without_an_answer_at_the_deadline_is_recorded(tmp_path: Path, function: Any) -> None:
     async with FakeJudge() as server:
         server.script(Stall())
-        (row,) = await record(tmp_path, function, server, "four", timeout=1.5, isolation=isolation)
+        (row,) = await record(tmp_path, function, server, "four", timeout=1.5)
     (exchange,) = row["exchanges"]
     assert row["outcome"] == "failed"
     assert exchange["messages"] == [{"role": "user", "content": "Rate four"}]
@@ -173,12 +167,11 @@ def leaks(solution_str: str, reward_router_address: str) -> Any:
     return asyncio.run(ask())
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
-async def test_a_planted_key_is_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolation: str) -> None:
+async def test_a_planted_key_is_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLANTED_KEY", KEY)
     async with FakeJudge(f"Your key is {KEY}.") as server:
         server.script(Status(401, message=f"wrong key {KEY}"), Answer(f"Your key is {KEY}."))
-        rows = await record(tmp_path, leaks, server, "four", "raise", "five", "password", isolation=isolation)
+        rows = await record(tmp_path, leaks, server, "four", "raise", "five", "password")
         assert server.requests[0].headers["authorization"] == f"Bearer {KEY}"
         assert server.requests[3].headers["authorization"].startswith("Basic ")
     assert [row["outcome"] for row in rows] == ["failed", "failed", "scored", "failed"]

@@ -50,7 +50,6 @@ async def unlimited(solution_str: str) -> float:
         (awaits, "judge", {}),
         (unlimited, "default", {}),
         (holds, "judge", {}),
-        (holds, "judge", {"isolation": "process", "max_processes": 2}),
     ],
 )
 async def test_waiting_for_a_limit_is_shown(function: Callable[..., Any], name: str, options: dict[str, Any]) -> None:

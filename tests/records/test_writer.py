@@ -153,11 +153,9 @@ def costs_in_a_thread(solution_str: str) -> float:
     return 1.0
 
 
-@pytest.mark.parametrize(
-    ("function", "isolation"), [(costs, "thread"), (costs_in_a_thread, "thread"), (costs_in_a_thread, "process")]
-)
-async def test_the_cost_that_a_function_reports_is_in_its_row(tmp_path: Path, function: Any, isolation: str) -> None:
-    config = RewardLoopConfig(log_dir=str(tmp_path), isolation=isolation, limits={"judge": {"max_concurrent": 1}})
+@pytest.mark.parametrize("function", [costs, costs_in_a_thread])
+async def test_the_cost_that_a_function_reports_is_in_its_row(tmp_path: Path, function: Any) -> None:
+    config = RewardLoopConfig(log_dir=str(tmp_path), limits={"judge": {"max_concurrent": 1}})
     manager = NaiveRewardLoopManager(config, compute_score=function)
     await asyncio.gather(*(manager.run_single(RewardSample("x", uid=f"q{i}")) for i in range(3)))
     assert [row["cost"] for row in await recorded(tmp_path)] == [0.25] * 3

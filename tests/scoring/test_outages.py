@@ -244,11 +244,8 @@ async def test_samples_wait_for_a_judge_that_is_away(client: Any, kind: str, jud
         assert result.attempts > 1
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
-async def test_the_wait_is_not_part_of_the_deadline_and_holds_no_permit(isolation: str, judge: Judge) -> None:
-    function = scoring(
-        in_a_thread, 2.0, isolation=isolation, max_threads=1, max_processes=1, limits={"default": {"max_concurrent": 1}}
-    )
+async def test_the_wait_is_not_part_of_the_deadline_and_holds_no_permit(judge: Judge) -> None:
+    function = scoring(in_a_thread, 2.0, max_threads=1, limits={"default": {"max_concurrent": 1}})
     samples = asyncio.create_task(scored(function, judge, 2))
     await waiting(2, function)
     began = asyncio.get_running_loop().time()
