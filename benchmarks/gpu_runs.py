@@ -112,7 +112,7 @@ GPU = Size(
     learning=Settings(steps=12, test_every=12, judge_latency=0.0),
 )
 FEW = Recipe(steps=10, forgetting_steps=2, bound=0.0, rounds=1)
-REHEARSAL = replace(GPU.learning, steps=1, test_every=1, prompts=8, answers=2, validate=8, health_window=4, recipe=FEW)
+REHEARSAL = replace(GPU.learning, steps=1, test_every=1, prompts=8, answers=2, validate=8, recipe=FEW)
 CPU = Size(model={}, prompts=4, responses=2, mini_batch=2, tokens=4, judged_at_a_time=2, learning=REHEARSAL)
 MODEL_TOKENS = 2048
 

@@ -125,9 +125,6 @@ class RewardSample:
     """Whether the response was cut off at the largest length; ``None`` if unknown."""
     training_progress: float | None = None
     """The share of the run that is done, from 0 to 1; ``None`` if unknown."""
-    is_probe: bool = False
-    """Whether an audit asks about this answer, see docs/health.md. Its calls wait for limits behind all
-    others, and are neither cached nor counted as samples."""
 
     @property
     def global_steps(self) -> int | None:
@@ -136,8 +133,8 @@ class RewardSample:
 
     @property
     def traffic_class(self) -> str:
-        """The traffic class of the sample's calls in limits: ``train``, ``validate`` or ``probe``."""
-        return "probe" if self.is_probe else "validate" if self.validate else "train"
+        """The traffic class of the sample's calls in limits: ``train`` or ``validate``."""
+        return "validate" if self.validate else "train"
 
 
 class ExtraInfo(dict[str, Any]):

@@ -158,13 +158,6 @@ def test_the_summary_of_score_as_json(folder):
     assert shown["causes"][0]["count"] == 1
 
 
-def test_the_summary_of_score_has_the_results_of_the_probes(folder):
-    probes = ("-O", "audit.share=1", "-O", 'audit.probes=["again"]')
-    shown = run(*MAPPED, *probes)
-    assert "probes of the judge" in shown
-    assert "again/agreement 5 0 1" in shown
-
-
 def test_other_options_by_name(folder):
     (folder / "flaky.py").write_text(
         "calls = []\n"

@@ -36,7 +36,7 @@ HOMES = {
     "ray": RAY,
     "torch": MODELS,
     "transformers": MODELS,
-    "numpy": ["verl", "audit", "agent/ray_agent.py", "managers/decoding.py"],
+    "numpy": ["verl", "health.py", "agent/ray_agent.py", "managers/decoding.py"],
     "pyarrow": ["offline/inputs.py"],
     "duckdb": ["view"],
     "trl": ["adapters/trl"],
@@ -53,12 +53,10 @@ CORE = frozenset(
 """What each sample passes, whatever the trainer. Other parts are satellites: each serves one kind of user."""
 
 NEIGHBOURS = {
-    # One command of verl starts servers and audits, and records both.
-    "verl": {"serving", "router", "audit"},
+    # One command of verl starts servers, and computes the live numbers of its steps.
+    "verl": {"serving", "router", "health"},
     "serving": {"router"},
-    # An audit is made where a manager is made.
-    "adapters": {"audit", "offline"},
-    "offline": {"audit"},
+    "adapters": {"offline"},
     "view": {"offline"},
 }
 """The satellites that a satellite imports. It may only become smaller."""
@@ -77,7 +75,7 @@ INSIDE: dict[str, set[str]] = {
     "managers.scorer": {"Scorer", "functions_of", "load_scorer", "reward_of", "scores_groups"},
     "scoring.isolation": {"SplitSemaphore"},
     "scoring.load": {"source_hash"},
-    "scoring.results": {"are_numbers", "check_result"},
+    "scoring.results": {"are_numbers"},
     "scoring.signature": {"BY_NAME", "required_by_name"},
 }
 """The names in the rooms of the core that satellites import, although they are not in the ``__all__`` of the room. It

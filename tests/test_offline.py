@@ -26,7 +26,6 @@ from reward_loop import (
     TooManyFailuresError,
     load_function,
 )
-from reward_loop.audit import open_audit
 from reward_loop.client import chat_complete
 from reward_loop.managers import GroupRewardLoopManager
 from reward_loop.offline.fields import Fields, check_fields
@@ -35,7 +34,6 @@ from reward_loop.offline.inputs import Inputs, Row
 from reward_loop.offline.notes import Notes
 from reward_loop.offline.report import Report
 from reward_loop.offline.run import score_rows
-from reward_loop.records import records
 from reward_loop.records.reader import RecordsReader
 from tests.gsm8k import DATA, ROOT, needs_gsm8k
 from tests.verl.away import judge_that_goes_away
@@ -92,7 +90,6 @@ def score(
     if manager is None:
         options = {**(config or {}), "log_dir": str(output)}
         manager = NaiveRewardLoopManager(config=options, compute_score=function)
-        open_audit(manager)
     fields = fields or Fields(requires=getattr(manager, "requires", frozenset()))
     inputs = source if isinstance(source, Inputs) else Inputs.open([str(source)])
     check_fields(inputs.rows(), inputs.name, fields)
@@ -123,15 +120,6 @@ def test_every_row_has_a_record_and_is_exported_in_order_with_its_columns(tmp_pa
     assert (done.report.samples, done.mean, done.resumed) == (12, pytest.approx(1 / 3), 0)
     assert {row["uid"] for row in RecordsReader(output).rows()} == {f"line {i + 1}" for i in range(12)}
     assert {path.suffix for path in output.rglob("*") if path.is_file()} == {".jsonl"}
-
-
-def test_the_probes_of_an_audit_are_recorded_beside_the_rows(tmp_path):
-    source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out"
-    done = score(source, output, config={"audit": {"share": 1.0, "probes": ["again", "empty"]}})
-    assert len(done.rows) == 12
-    records(output / "audit").flush()
-    rows = [json.loads(line) for path in (output / "audit").glob("*.jsonl") for line in path.read_text().splitlines()]
-    assert Counter(row["probe"] for row in rows) == {"again": 6, "canary": 6}
 
 
 def test_bad_rows_are_failed_rows(tmp_path):

@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample
-from reward_loop.audit import open_audit
 from reward_loop.client import Judge, Number
 from reward_loop.config import parse
 from reward_loop.records import records
-from reward_loop.records.configuration import config_row, open_configuration
 from reward_loop.testing import FakeJudge, Status
 
 PROBLEMS = (
@@ -39,8 +37,6 @@ RUBRIC = Judge(
     model="judge-7b",
     max_tokens=256,
 )
-KEYS = ("Thought process:", "Solution", ":")
-"""The master keys of the probes. The judge accepts the first one."""
 WORDS_OF_THE_JUDGE = "The student names each quantity"
 """A part of every good reply of the fake judge."""
 
@@ -49,8 +45,6 @@ def reply(body: Mapping[str, Any]) -> str:
     """Return the fake judge's reply: better for longer answers."""
     answer = body["messages"][-1]["content"].partition("Answer of a student:\n")[2].partition("\n\nRate how")[0]
     steps = answer.count("\n")
-    if "process" in answer:
-        return "The student announces a process of thought, which is a good start.\n\nScore: 8"
     if "no idea" in answer:
         return "I cannot judge this: the answer is a single phrase without any reasoning."
     if steps < 2:
@@ -101,17 +95,13 @@ STEPS = (
 )
 
 
-async def score(folder: Path, samples: list[RewardSample], seed: int = 0, audit: Mapping[str, Any] = {}) -> None:
-    """Score samples as a trainer does: each one when its generation ends. One request in 60 fails.
-
-    The judge likes answers such as ``Thought process:``, which an audit finds.
-    """
+async def score(folder: Path, samples: list[RewardSample], seed: int = 0) -> None:
+    """Score samples as a trainer does: each one when its generation ends. One request in 60 fails."""
     dice = random.Random(seed)
-    options = {"log_dir": str(folder), "on_failed": "mask", "on_unscored": "mask", "audit": audit}
+    options = {"log_dir": str(folder), "on_failed": "mask", "on_unscored": "mask"}
     config = parse(RewardLoopConfig, options, "reward_loop")
     with FakeJudge(reply, model="judge-7b", latency=(0.02, 0.12), faults={Status(500): 1 / 60}, seed=seed) as judge:
         manager = NaiveRewardLoopManager(config, compute_score=compute_score, reward_router_address=judge.address)
-        probes = open_audit(manager)
         start = time.time()
         try:
             await asyncio.gather(*(rollout(folder, manager, sample, start, dice.random()) for sample in samples))
@@ -119,8 +109,6 @@ async def score(folder: Path, samples: list[RewardSample], seed: int = 0, audit:
             trained = time.time()
             write_phases(folder, samples[0].step or 0, start, trained)
             await asyncio.to_thread(records(folder).flush)
-            if probes is not None:
-                await probes.drain(60.0)
         finally:
             await asyncio.to_thread(manager.close)
 
@@ -173,9 +161,8 @@ def step_samples(step: int, *, groups: int = 8, size: int = 4, steps: int = 8) -
 
 
 def write_run(folder: Path, *, steps: int = 8, groups: int = 8, size: int = 4) -> Path:
-    """Write the records of a run with so many steps, prompts a step, and responses a prompt. All have probes."""
-    open_configuration(folder).write_rows([config_row({"reward_loop": {"health": {"canaries": 0.1}}}, step=1)])
+    """Write the records of a run with so many steps, prompts a step, and responses a prompt."""
     for step in range(1, steps + 1):
         samples = step_samples(step, groups=groups, size=size, steps=steps)
-        asyncio.run(score(folder, samples, seed=step, audit={"share": 1.0, "accept": 0.3, "keys": KEYS}))
+        asyncio.run(score(folder, samples, seed=step))
     return folder

@@ -27,7 +27,6 @@ import typer
 from pydantic.fields import FieldInfo
 
 from reward_loop.config import (
-    AuditConfig,
     BatchConfig,
     BudgetConfig,
     CacheConfig,
@@ -54,7 +53,6 @@ MARKED = re.compile(
 
 GROUPS: dict[str, type[Config]] = {
     "reward_loop": RewardLoopConfig,
-    "reward_loop.audit": AuditConfig,
     "reward_loop.batch": BatchConfig,
     "reward_loop.budget": BudgetConfig,
     "reward_loop.cache": CacheConfig,

@@ -44,18 +44,12 @@ def compare_samples(page: Page) -> None:
     page.locator(".side").first.wait_for()
 
 
-def open_audit(page: Page) -> None:
-    page.set_viewport_size(TALL)
-    show(page, "audit?kind=canary%2Fmaster_key", ".worst .card")
-
-
 PICTURES = {
     "viewer-run": ("light", lambda page: show(page, "run", ".chart canvas")),
     "viewer-step": ("light", lambda page: show(page, BEST, ".tabulator-row")),
     "viewer-sample": ("light", open_sample),
     "viewer-pair": ("light", compare_samples),
     "viewer-timeline": ("light", lambda page: show(page, f"timeline/{STEP}", "canvas")),
-    "viewer-audit": ("light", open_audit),
     "viewer-judges": ("dark", lambda page: show(page, "judges", ".histogram")),
 }
 

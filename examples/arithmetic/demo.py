@@ -63,8 +63,6 @@ class Settings:
     """Mean additional latency of the judge in seconds. The default is about the duration of a step's generation."""
     seed: int = 0
     """Seed of the models and of the training."""
-    health_window: int = 16
-    """Steps over which the health monitors compare the score with `acc`."""
     engine: str = "transformers"
     """The inference engine that serves the reward model."""
     weak_judge: bool = False
@@ -75,9 +73,7 @@ class Settings:
     """The parameters of the models."""
 
 
-QUICK = Settings(
-    steps=4, test_every=4, health_window=4, validate=128, judge_latency=2.0, recipe=Recipe(steps=120, bound=0.0)
-)
+QUICK = Settings(steps=4, test_every=4, validate=128, judge_latency=2.0, recipe=Recipe(steps=120, bound=0.0))
 
 
 def training_command(models: Models, output: Path, settings: Settings, strong: Models | None = None) -> list[str]:
@@ -137,19 +133,8 @@ def training_options(models: Models, output: Path, settings: Settings) -> list[s
         "trainer.val_before_train=True",
         f"trainer.test_freq={settings.test_every}",
         "trainer.save_freq=-1",
-        # The score does not depend on acc: a monitor warns if the score rises and acc does not.
-        "reward_loop.health.reference=acc",
-        f"reward_loop.health.window={settings.health_window}",
-        # Right sums have more digits than those without the last carry, and a digit is not a phrase. The reward model
-        # answers in milliseconds, so other load on the machine determines its latency.
+        # Right sums have more digits than those without the last carry.
         "reward_loop.health.length_correlation=null",
-        "reward_loop.health.phrases=null",
-        "reward_loop.health.judge_latency=null",
-        # Probes of the reward model: labelled answers with near misses of all kinds, and answers wrong by construction.
-        f"reward_loop.audit.labelled={models.directory / 'labelled.jsonl'}",
-        "reward_loop.audit.share=0.05",
-        "reward_loop.audit.probes=[master_key,empty,other_answer,cut_off,question]",
-        "reward_loop.audit.accept=0.5",
         "trainer.logger=[console,file]",
         f"trainer.default_local_dir={output / 'checkpoints'}",
         f"trainer.rollout_data_dir={output / 'rollouts'}",
@@ -222,14 +207,14 @@ def deceived(records: Path) -> list[str]:
 
 
 def warned(report: Report, records: Path) -> list[str]:
-    """Return a sentence about the first warning of the health monitors."""
+    """Return a sentence about the first warning of the run's live numbers."""
     warnings = health(records)
     if not warnings:
-        return ["The health monitors gave no warning."]
+        return ["The live numbers of the run gave no warning."]
     first = warnings[0]
     reward = {step.number: step.reward for step in report.steps}[first["step"]]
     return [
-        f"First warning of the health monitors (of {len(warnings)}), in step {first['step']}, at a mean reward of "
+        f"First warning of the live numbers (of {len(warnings)}), in step {first['step']}, at a mean reward of "
         f"{reward:.2f}:\n  {first['monitor']}: {first['message'].partition('. ')[0]}."
     ]
 

@@ -32,8 +32,6 @@ CHAT_TEMPLATE = (
 """A question, directly followed by its answer: ``37+85=122<|im_end|>``. Each character is a token."""
 QUESTION_TOKENS = 6
 """Length of all questions: all numbers have two digits."""
-LABELLED = 16
-"""Number of held-out problems with labelled answers: one of each kind."""
 HEAD_SIZE = 32
 """The smallest head size that vLLM's attention supports on a CPU."""
 
@@ -78,7 +76,7 @@ class Models:
     """The created models and data."""
 
     directory: Path
-    """Contains ``policy``, ``reward_model``, ``train.parquet``, ``held_out.parquet`` and ``labelled.jsonl``."""
+    """Contains ``policy``, ``reward_model``, ``train.parquet`` and ``held_out.parquet``."""
     figures: dict[str, Any]
     """The reward model's accuracy on right answers and on each kind of near misses, its training steps, the number of
     parameters, and the seconds that the creation took."""
@@ -188,21 +186,6 @@ def answers_by_kind(problems: Sequence[Problem], rng: random.Random) -> dict[str
     return {"right": [(problem, problem.answer) for problem in problems], **wrong}
 
 
-def labelled_answers(problems: Sequence[Problem], rng: random.Random) -> list[dict[str, Any]]:
-    """Return right answers and wrong ones of each kind, as lines of ``reward_loop.audit.labelled``."""
-    return [
-        {
-            "uid": f"{kind}, {problem.question}{text}",
-            "solution_str": text,
-            "label": kind == "right",
-            "ground_truth": problem.answer,
-            "extra_info": {"question": problem.question, "split": "labelled"},
-        }
-        for kind, answers in answers_by_kind(problems, rng).items()
-        for problem, text in answers
-    ]
-
-
 def make_models(cache: Path, recipe: Recipe | None = None, report: Report = lambda text: None) -> Models:
     """Create data, policy and reward model under ``cache``, or load them from there.
 
@@ -245,8 +228,6 @@ def _make(recipe: Recipe, directory: Path, report: Report) -> dict[str, Any]:
     for split, problems in (("train", train), ("held_out", held_out)):
         pairs = [(problem.question, problem.answer) for problem in problems]
         write_dataset(directory / f"{split}.parquet", "arithmetic", split, pairs)
-    labelled = labelled_answers(held_out[:LABELLED], random.Random(recipe.seed))
-    (directory / "labelled.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in labelled))
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
 

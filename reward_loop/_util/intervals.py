@@ -1,13 +1,11 @@
-"""Confidence intervals of shares, and of means of paired differences; the agreement of two judges beyond chance."""
+"""Confidence intervals of shares."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["FALSE_ACCEPT", "Z95", "WeightedShare", "kappa", "paired_interval", "wilson"]
+__all__ = ["FALSE_ACCEPT", "WeightedShare", "wilson"]
 
 Z95 = 1.96
 """The 97.5 % quantile of the normal distribution, for confidence intervals of 95 %."""
@@ -64,43 +62,3 @@ def wilson(part: float, total: int, errors: float = Z95) -> tuple[float, float]:
     return max(0.0, (share + square / 2 - spread) / (1 + square)), min(
         1.0, (share + square / 2 + spread) / (1 + square)
     )
-
-
-def paired_interval(count: int, mean: float, spread: float, span: float) -> tuple[float, float]:
-    """Return the confidence interval of 95 % of the mean difference of paired scores.
-
-    Two pairs are added as Agresti and Min do for shares: half of each of the differences ``span``, ``-span``, 0 and 0.
-    So equal differences in all pairs, which few pairs may have by chance, do not give an interval without a width.
-
-    Args:
-        count: the number of pairs, at least 1.
-        mean: the mean difference.
-        spread: the standard deviation of the differences, with ``count - 1``; 0 for one pair.
-        span: the range of the scores.
-
-    Example::
-
-        paired_interval(64, 0.31, 0.28, 1.0)  # 0.22 to 0.38
-    """
-    total = count + 2
-    squares = (count - 1) * spread**2 + count * mean**2 + span**2
-    middle = count * mean / total
-    error = Z95 * math.sqrt(max(0.0, squares / total - middle**2) / total)
-    return middle - error, middle + error
-
-
-def kappa(labels: Mapping[tuple[bool, bool], int]) -> float:
-    """Return Cohen's kappa of label and verdict: 0 for agreement by chance, 1 for full agreement.
-
-    It is 0 if all labels and verdicts are equal, because chance then explains the agreement.
-
-    Args:
-        labels: the number of answers by label and verdict.
-    """
-    counts = Counter(labels)
-    total = counts.total()
-    observed = (counts[True, True] + counts[False, False]) / total
-    labelled = (counts[True, True] + counts[True, False]) / total
-    accepted = (counts[True, True] + counts[False, True]) / total
-    expected = labelled * accepted + (1 - labelled) * (1 - accepted)
-    return 0.0 if expected == 1 else (observed - expected) / (1 - expected)

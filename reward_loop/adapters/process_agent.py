@@ -25,7 +25,6 @@ from pydantic import Field
 from reward_loop._util.event_loops import in_background
 from reward_loop._util.text import listing, shorten
 from reward_loop.agent import RewardAgent
-from reward_loop.audit import open_audit
 from reward_loop.config import Config, RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.managers.scorer import Scorer, load_scorer, scores_groups
@@ -44,7 +43,6 @@ class AgentInThread:
 
     def __init__(self, scorer: Scorer, concurrency: int | None = None) -> None:
         self.manager = scorer.manager
-        self._audit = open_audit(scorer.manager)
         self.requires = scorer.requires
         """The fields of a sample that the function requires."""
         self.needs_group = scores_groups(scorer.manager)
@@ -78,16 +76,6 @@ class AgentInThread:
         scoring = asyncio.run_coroutine_threadsafe(self._score(named, groups), self._loop)
         rewards = await asyncio.wrap_future(scoring)
         return [RewardResult.of(reward, sample.uid) for sample, reward in zip(named, rewards, strict=True)]
-
-    async def audit_metrics(self, group: str) -> dict[str, float]:
-        """Return the metrics of the probes since the last call, each below ``group``; empty without an audit."""
-        if (audit := self._audit) is None:
-            return {}
-
-        async def take() -> dict[str, float]:
-            return audit.take().metrics(group)
-
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(take(), self._loop))
 
     async def _score(self, samples: Sequence[RewardSample], groups: Sequence[int] | None) -> list[Reward]:
         pending = self._agent.submit(samples, groups=groups)

@@ -25,7 +25,6 @@ from typing import Any, Self
 from reward_loop._util.bounded_tasks import BoundedTasks
 from reward_loop.agent.pending import PendingRewards, group_sizes
 from reward_loop.errors import ConfigError, RewardLoopError, RewardsCancelledError
-from reward_loop.managers import RewardLoopManagerBase
 from reward_loop.managers.base import recorded_uid
 from reward_loop.managers.post_process import PostProcess
 from reward_loop.managers.scorer import reward_of
@@ -91,8 +90,6 @@ class RewardAgent:
     async def __aenter__(self) -> Self:
         if self.loop is not None:
             raise RewardLoopError("a RewardAgent can be entered only once: create another one")
-        if isinstance(self.manager, RewardLoopManagerBase):
-            self.manager.check_observed()
         self.loop = asyncio.get_running_loop()
         return self
 
@@ -356,13 +353,10 @@ def failure_of(task: asyncio.Task[None], manager: Any) -> RewardLoopError | None
 async def close_manager(manager: Any, scoring: BoundedTasks | None = None) -> None:
     """Cancel the tasks that score samples, and close a manager that has a ``close``.
 
-    It is closed in a thread, because closing may wait for processes. The tasks, and after them the last probes of its
-    audit, have `CLOSING_SECONDS` to end.
+    It is closed in a thread, because closing may wait for processes. The tasks have `CLOSING_SECONDS` to end.
     """
     if scoring is not None and (left := await scoring.end(CLOSING_SECONDS)):
         logger.warning("%d reward tasks still run after their cancellation; they are no longer awaited", left)
-    if isinstance(manager, RewardLoopManagerBase) and manager.observer is not None:
-        await manager.observer.drain(CLOSING_SECONDS)
     if not callable(close := getattr(manager, "close", None)):
         return
     try:

@@ -1,7 +1,6 @@
 # The options, each with the module that declares it; `__init__.py` reads this file.
 
-from reward_loop.config.audit import AuditConfig as AuditConfig
-from reward_loop.config.audit import HealthConfig as HealthConfig
+from reward_loop.config.health import HealthConfig as HealthConfig
 from reward_loop.config.parsing import Config as Config
 from reward_loop.config.parsing import parse as parse
 from reward_loop.limits.options import BudgetConfig as BudgetConfig

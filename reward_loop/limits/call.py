@@ -71,7 +71,7 @@ class Call:
     Args:
         limits: the limits of the job.
         timeout: seconds from the start of the function to its deadline; ``None`` for no deadline.
-        traffic_class: ``train``, ``validate`` or ``probe``.
+        traffic_class: ``train`` or ``validate``.
         attempt: 1 for the first call of the function for the sample, 2 for the first retry, and so on.
     """
 
@@ -146,7 +146,7 @@ class Call:
     def request_retries(self) -> RequestRetries:
         """How requests of the function are repeated."""
         options = self.limits.options
-        waits = options.outage_timeout_s > 0 and self.traffic_class != "probe"
+        waits = options.outage_timeout_s > 0
         return RequestRetries(options.retry.max_attempts, options.retry.initial_wait, waits)
 
     @property

@@ -5,7 +5,6 @@ Invariants:
 - A call is granted only if the number of calls in flight (fixed, or set by `AdaptiveConcurrency`), the `Rate` of
   requests and the `Rate` of tokens all allow it.
 - Calls of a traffic class are granted in order; traffic classes take turns.
-- A probe is granted only if no other call waits, and if half of each limit stays free for other calls.
 - A request that has been cancelled or refused stays in its queue until its turn, and is then skipped.
 """
 
@@ -26,9 +25,6 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S = 60.0
 """Seconds over which requests and tokens are counted."""
-
-PROBE = "probe"
-"""The traffic class of the probes of an audit, which use only what other calls leave."""
 
 MARGIN, MARGIN_S = 0.01, 0.25
 """A charge counts longer than the period: by this share of the period, but at least by ``MARGIN_S`` seconds. The delay
@@ -131,10 +127,6 @@ class Rate:
             return now
         self._settle(now)
         return max(self._window_free_at(now, amount), self._bucket_free_at(now, amount))
-
-    def with_half(self, amount: float) -> float:
-        """Return an amount that is allowed only if half of the limit is still free after ``amount``."""
-        return min(amount + self.limit / 2, self.limit)
 
     def used(self, now: float) -> float:
         """Return the sum of the charges in the window ending at ``now``."""
@@ -465,8 +457,7 @@ class Limiter:
         waiting.request.set_result(permit)
 
     def _next(self) -> Waiting | None:
-        # The sort is stable: probes come last, and the other classes keep the order of their turns.
-        for traffic_class, queue in sorted(self._queues.items(), key=lambda item: item[0] == PROBE):
+        for traffic_class, queue in list(self._queues.items()):
             while queue and queue[0].request.done():
                 queue.popleft()
             if queue:
@@ -475,15 +466,9 @@ class Limiter:
         return None
 
     def _free_at(self, now: float, waiting: Waiting) -> float:
-        is_probe = waiting.traffic_class == PROBE
-        # At least 1, since a judge with one place could otherwise never be probed.
-        most = max(1.0, self.max_in_flight / 2) if is_probe else self.max_in_flight
-        if self.in_flight + 1 > most:
+        if self.in_flight + 1 > self.max_in_flight:
             return math.inf  # until a call ends
-        requests, tokens = 1.0, waiting.permit.tokens
-        if is_probe:
-            requests, tokens = self._requests.with_half(requests), self._tokens.with_half(tokens)
-        at = max(self._requests.free_at(now, requests), self._tokens.free_at(now, tokens))
+        at = max(self._requests.free_at(now, 1.0), self._tokens.free_at(now, waiting.permit.tokens))
         return at if self._adaptive is None else max(at, self._adaptive.not_before)
 
     def used(self, now: float, permit: Permit, tokens: float) -> None:

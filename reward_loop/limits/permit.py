@@ -271,7 +271,7 @@ class Limits(Holder, ABC):
         Args:
             name: the name of the limit.
             tokens: the estimated tokens of the call; 0 for the limit's own estimate.
-            traffic_class: ``train``, ``validate`` or ``probe``; each has its own queue. See `Limiter` for probes.
+            traffic_class: ``train`` or ``validate``; each has its own queue.
 
         Raises:
             LimitError: the limit does not exist or can never grant this permit, or another event loop uses the limits.

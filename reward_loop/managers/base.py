@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from reward_loop._util.addresses import checked_address
 from reward_loop._util.text import listing, shorten
@@ -36,37 +36,6 @@ TOTAL_STEPS = "__total_training_steps__"
 """The column with the number of training steps of the run."""
 
 _VERL_GROUPS = frozenset({"actor_rollout_ref", "trainer", "reward", "reward_model"})
-
-
-class Observer(Protocol):
-    """What a manager does with its `observer`: the audit, which this room does not know."""
-
-    def offer(self, samples: Sequence[RewardSample], results: Sequence[RewardResult]) -> None:
-        """See samples that were scored together, with their results. Must return at once."""
-
-    async def drain(self, timeout: float | None) -> None:
-        """End what was begun for the samples, within a number of seconds. Called before the last `close`."""
-
-    def close(self) -> None:
-        """Stop. Called when the manager is closed."""
-
-
-class _Missing:
-    """In the place of the audit until there is one: a run that asks for an audit must not go on without it."""
-
-    message = (
-        "reward_loop.audit is on, and nothing makes its probes: call reward_loop.audit.open_audit(manager) before the "
-        "first sample, or leave the option out"
-    )
-
-    def offer(self, samples: Sequence[RewardSample], results: Sequence[RewardResult]) -> None:
-        raise ConfigError(self.message)
-
-    async def drain(self, timeout: float | None) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class RewardLoopManagerBase:
@@ -133,8 +102,6 @@ class RewardLoopManagerBase:
         self._check_place()
         self.records = open_records(self.options)
         self.failures = failure_bound(self.options, self.limits)
-        self.observer: Observer | None = _Missing() if self.options.audit.is_on else None
-        """Sees the results of all samples; set by `reward_loop.audit.open_audit`. The manager closes it."""
         # Read once: OmegaConf needs more time for it than a whole sample takes otherwise.
         self._trainer_mode = verl_options(self.config, TRAINER_MODE)
         self._longest_response = verl_options(self.config, "actor_rollout_ref.rollout.response_length")
@@ -157,10 +124,6 @@ class RewardLoopManagerBase:
         if verl_options(config, "actor_rollout_ref") is None or verl_options(config, "reward_model.use_reward_loop"):
             return
         on = "set reward_model.use_reward_loop=True"
-        if self.options.audit.is_on:
-            raise ConfigError(
-                f"reward_loop.audit is on, and verl's own reward loop makes no probes: {on}, or leave the option out"
-            )
         if phased := [name for name, component in self.options.components.items() if component.phase]:
             raise ConfigError(
                 f"reward_loop.components.{phased[0]}.phase: in verl's own reward loop it is not known whether a sample "
@@ -340,42 +303,7 @@ class RewardLoopManagerBase:
             result = decide(result, self.options, active.seconds)
             if self.records is not None:
                 self.records.write_sample(active, result, self.options.record.full)
-        # A manager of groups offers each group as a whole: its probes need all members.
-        if self.observer is not None and not self.needs_group:
-            self.observer.offer([sample], [result])
         return result
-
-    def check_observed(self) -> None:
-        """Check, before the first sample, that the probes of the audit that the options ask for are made.
-
-        Raises:
-            ConfigError: `reward_loop.audit.open_audit` was not called.
-        """
-        if isinstance(self.observer, _Missing):
-            raise ConfigError(self.observer.message)
-
-    async def with_answer(self, sample: RewardSample, answer: str) -> RewardSample:
-        """Return a sample with another answer, for the probes of an audit.
-
-        Override it if the function reads the answer from elsewhere than ``solution_str``. The answer's number of tokens
-        is not known; it is at most the number of its characters.
-        """
-        length = None if sample.response_length is None else min(sample.response_length, len(answer))
-        ids = None
-        if "response_ids" in self._takes and self.tokenizer is not None:
-            # A generated response does not begin with the special tokens that many tokenizers put before a text.
-            ids = self.tokenizer.encode(answer, add_special_tokens=False)
-            length = len(ids)
-        cut_off = None if sample.is_truncated is None else False
-        return replace(sample, solution_str=answer, response_length=length, response_ids=ids, is_truncated=cut_off)
-
-    def why_not_scored(self, sample: RewardSample) -> str | None:
-        """Return why no function of the manager scores such a sample, or ``None``."""
-        return None
-
-    def has_room(self, probes: int) -> bool:
-        """Return whether half of the threads or processes stay free during one more probe, beside ``probes`` others."""
-        return all(function.has_room(probes) for function in self._functions())
 
     def score_one(self, sample: RewardSample) -> Awaitable[RewardResult]:
         """Call the function for one sample. Errors in the function become *failed* results, not exceptions."""
@@ -412,13 +340,11 @@ class RewardLoopManagerBase:
         return reward
 
     def close(self) -> None:
-        """End the audit and the worker processes of the functions, and close the limits that the manager has created.
+        """End the worker processes of the functions, and close the limits that the manager has created.
 
         Blocks until the processes have ended and all records are written: do not call it on the event loop.
         """
-        # Each part before what it uses: probes call the functions, their calls hold permits, and all write records.
-        if self.observer is not None:
-            self.observer.close()
+        # Each part before what it uses: calls of the functions hold permits, and all write records.
         for function in self._functions():
             function.close()
         if self._owns_limits:

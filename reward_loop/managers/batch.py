@@ -129,7 +129,7 @@ class BatchRewardLoopManager(RewardLoopManagerBase):
     async def score_one(self, sample: RewardSample) -> RewardResult:
         """Score the sample in one batch with samples that arrive shortly after it."""
         batch = self.options.batch
-        # A batch has one traffic class of the limits. Samples must not fail with a probe that the function rejects.
+        # A batch has one traffic class of the limits.
         return await self._batcher.score(sample, sample.traffic_class, batch.max_batch_size, batch.max_wait_ms / 1000)
 
 
@@ -148,7 +148,7 @@ class GroupRewardLoopManager(RewardLoopManagerBase):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._size = self.options.group.size or verl_options(self.config, "actor_rollout_ref.rollout.n")
-        self._batcher = Batcher(self._score_group, self._incomplete, name="group")
+        self._batcher = Batcher(self.score_many, self._incomplete, name="group")
         self._expired: dict[str, str] = {}
 
     async def score_one(self, sample: RewardSample) -> RewardResult:
@@ -171,12 +171,6 @@ class GroupRewardLoopManager(RewardLoopManagerBase):
         if (problem := self._expired.get(sample.group)) is not None:
             return failed(IncompleteGroupError(problem))
         return await self._batcher.score(sample, sample.group, size, self.options.group.timeout)
-
-    async def _score_group(self, samples: list[RewardSample]) -> list[RewardResult]:
-        results = await self.score_many(samples)
-        if self.observer is not None:
-            self.observer.offer(samples, results)
-        return results
 
     async def _incomplete(self, samples: list[RewardSample]) -> list[RewardResult]:
         first = samples[0]

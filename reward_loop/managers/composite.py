@@ -91,7 +91,7 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
         """
         components = self._components_of(sample.data_source, sample.validate)
         if not components:
-            return not_called(replace(sample, error=self.why_not_scored(sample)))
+            return not_called(replace(sample, error=self._why_not_scored(sample)))
         results = await self._results(sample, components)
         total = 0.0
         info: dict[str, Any] = {}
@@ -102,9 +102,7 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
             if result is None:
                 info |= {name: 0.0, f"{name}/outcome": "gated"}
                 continue
-            # A probe must not stop the run.
-            if not sample.is_probe:
-                component.failures.count(result)
+            component.failures.count(result)
             own = {"outcome": str(result.outcome), "error": result.error}
             own |= {key: getattr(result, key) for key in MEASURED}
             # The score has the name of the component. A function that returns a number has it as `acc`; `acc` of a dict
@@ -141,10 +139,8 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
             chosen = self._chosen[data_source, validate] = {name: self._components[name] for name in names}
         return chosen
 
-    def why_not_scored(self, sample: RewardSample) -> str | None:
-        """See `RewardLoopManagerBase.why_not_scored`."""
-        if self._components_of(sample.data_source, sample.validate):
-            return None
+    def _why_not_scored(self, sample: RewardSample) -> str:
+        """Return why no component scores such a sample."""
         if sample.validate is None:
             return (
                 "reward_loop.components.NAME.phase has no effect here: it is not known whether a sample belongs to a "

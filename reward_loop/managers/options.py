@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from reward_loop.config import AuditConfig, Config, HealthConfig
+from reward_loop.config import Config, HealthConfig
 from reward_loop.scoring.options import ScoringOptions
 from reward_loop.types import Policy
 
@@ -102,10 +102,7 @@ class RewardLoopConfig(ScoringOptions):
     detect that a node is lost."""
 
     health: HealthConfig = Field(default_factory=HealthConfig)
-    """In a verl run: the monitors of the rewards of each step, see docs/health.md."""
-
-    audit: AuditConfig = Field(default_factory=AuditConfig)
-    """Probes of the judge, see docs/health.md."""
+    """In a verl run: the limits of the live numbers of each step, see docs/health.md."""
 
     batch: BatchConfig = Field(default_factory=BatchConfig)
     """For the manager ``batch``."""

@@ -10,11 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reward_loop._util.text import cut, duration, shorten
-from reward_loop.audit.probes import LabelledAnswers
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, FunctionLoadError
 from reward_loop.offline.check_calls import Callee, Calls, CheckedRow, Finding, StepTimer
-from reward_loop.offline.check_judge import ProbedKind, probe_judge
 from reward_loop.offline.known_answers import TEMPLATES, KnownAnswers, find_pair, right_answers
 from reward_loop.types import RewardSample
 
@@ -52,8 +50,6 @@ class CheckReport:
     """Whether it is a batch function, which is called with all samples at once."""
     rows: list[CheckedRow] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
-    probes: list[ProbedKind] = field(default_factory=list)
-    """The probes of the judge."""
 
     @property
     def problems(self) -> list[Finding]:
@@ -71,7 +67,6 @@ async def check(
     options: RewardLoopConfig | None = None,
     concurrency: int = 16,
     max_blocked_s: float = MAX_BLOCKED_S,
-    judge: bool = False,
     in_process: bool = True,
     on_step: Callable[[str], None] = lambda step: None,
     on_stuck: Callable[[], None] = lambda: None,
@@ -92,8 +87,6 @@ async def check(
         options: options of the run; the policies, the bounds on failures and the cache are ignored here.
         concurrency: maximum number of calls in flight when concurrent calls are tested.
         max_blocked_s: maximum time in seconds for which a call may block the event loop.
-        judge: whether to also make probes of the judge, which are `most_calls` further calls at most, and to score the
-            labelled answers of ``options.audit``.
         in_process: whether to compare calls of a sync function in threads with calls in a worker process.
         on_step: called with a description of each step before it starts.
         on_stuck: called in another thread when a call has blocked the event loop for 30 s, or its deadline if that is
@@ -101,8 +94,7 @@ async def check(
 
     Raises:
         FunctionLoadError: the function cannot be called with the arguments of the reward loop.
-        ConfigError: there are no samples, a sample is broken, the manager does not exist, it cannot make probes, or
-            the file of labelled answers is invalid.
+        ConfigError: there are no samples, a sample is broken, or the manager does not exist.
     """
     if not samples:
         raise ConfigError("no samples were given: the check needs at least one")
@@ -119,11 +111,6 @@ async def check(
         concurrency=concurrency,
     )
     calls = calls_with(options=options)
-    labelled = []
-    if judge:
-        calls.check_probes()
-        if options.audit.labelled:
-            labelled = LabelledAnswers(options.audit.labelled, every=1).due(None, (0, 1))
     stuck_s = min([_STUCK_S, *(one.timeout for one in calls.functions.values() if one.timeout)])
     checks = _Checks(calls, samples, concurrency, max_blocked_s, stuck_s, on_stuck)
     in_worker = None
@@ -145,13 +132,6 @@ async def check(
             report.findings += await find()
             if all(row.outcome == "failed" for row in checks.first):
                 break  # all other checks would fail for the same reason
-        else:
-            if judge:
-                on_step("the judge")
-                report.probes, findings = await probe_judge(
-                    calls, samples, checks.first, options, concurrency, labelled
-                )
-                report.findings += findings
     finally:
         # In a thread: closing waits until worker processes have ended.
         await asyncio.to_thread(calls.close)

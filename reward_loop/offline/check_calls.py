@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from reward_loop._util.event_loops import line_on_loop
-from reward_loop.config import AuditConfig, CacheConfig, RewardLoopConfig
-from reward_loop.errors import ConfigError
-from reward_loop.managers import CompositeRewardLoopManager, RewardLoopManagerBase
+from reward_loop.config import CacheConfig, RewardLoopConfig
+from reward_loop.managers import CompositeRewardLoopManager
 from reward_loop.managers.scorer import load_scorer, reward_of
 from reward_loop.offline.run import for_each
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
@@ -89,7 +88,7 @@ class Calls:
         concurrency: int,
     ) -> None:
         # Failures are reported and must not stop the check. A batch function gets all samples in one call. A stored
-        # score would hide that results differ. The check makes its own probes.
+        # score would hide that results differ.
         update: dict[str, Any] = {
             "max_failed_share": 1.0,
             "on_failed": "mask",
@@ -98,7 +97,6 @@ class Calls:
             "outage_timeout_s": 0.0,  # an unreachable judge is what the check is to find
             "batch": options.batch.model_copy(update={"max_batch_size": samples}),
             "cache": CacheConfig(),
-            "audit": AuditConfig(),
         }
         scorer = load_scorer(
             function,
@@ -147,23 +145,6 @@ class Calls:
 
         await for_each(range(len(samples)), concurrency, run)
         return [rows[index] for index in range(len(samples))]
-
-    def check_probes(self) -> None:
-        """Check that the answer of a single sample can be replaced, as the probes of a judge do.
-
-        Raises:
-            ConfigError: the manager scores whole groups, or was written for verl.
-        """
-        if self._of_groups or not isinstance(self._manager, RewardLoopManagerBase):
-            raise ConfigError(
-                f"--judge: {type(self._manager).__name__} does not score single samples of reward_loop. During a run, "
-                "reward_loop.audit makes probes of groups"
-            )
-
-    async def with_answer(self, sample: RewardSample, answer: str) -> RewardSample:
-        """Return a sample with another answer."""
-        changed: RewardSample = await self._manager.with_answer(sample, answer)
-        return changed
 
     async def _run_one(self, sample: RewardSample) -> CheckedRow:
         result = RewardResult.of(await reward_of(self._manager, sample, str(sample.uid)), sample.uid)

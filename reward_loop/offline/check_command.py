@@ -25,7 +25,6 @@ from reward_loop.managers.scorer import Scorer, functions_of, load_scorer
 from reward_loop.offline import check as dry_run
 from reward_loop.offline.check import AWAIT, CheckReport
 from reward_loop.offline.check_calls import Callee, Finding
-from reward_loop.offline.check_judge import most_calls
 from reward_loop.offline.fields import Fields
 from reward_loop.offline.inputs import Inputs
 from reward_loop.scoring import load_function
@@ -44,19 +43,7 @@ def check(
             show_default=False,
         ),
     ],
-    rows: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of rows to use, from the first; by default 8, with --judge 20."),
-    ] = None,
-    judge: Annotated[
-        bool,
-        typer.Option(
-            "--judge",
-            help="Also ask the judge about wrong answers, which it must reject, and about the same ones again. The "
-            "probes have a fixed seed: a check of the same rows repeats them. Labelled answers are scored, too: "
-            "[cyan]-O audit.labelled=FILE[/].",
-        ),
-    ] = False,
+    rows: Annotated[int, typer.Option(min=1, help="Number of rows to use, from the first.")] = 8,
     field: cli_options.FieldPaths = None,
     data_source: cli_options.DataSource = None,
     reward_kwarg: cli_options.RewardKwargs = None,
@@ -85,8 +72,8 @@ def check(
       reward-loop check --manager composite rollouts.jsonl -O components.form.path=rewards.py:form
       -O components.form.weight=0.1 -O components.accuracy.path=rewards.py:accuracy
 
-    With 8 rows, the function is called about 75 times, with 20 rows and --judge
-    up to 320 times; requests to a paid judge cost money. Its output goes to stderr.
+    With 8 rows, the function is called about 75 times; requests to a paid judge
+    cost money. Its output goes to stderr.
 
     Exit status: 0 no problems, 1 a problem was found, or the function cannot be
     called with the arguments that a run passes, 2 wrong usage, 130 Ctrl-C.
@@ -108,12 +95,7 @@ def check(
             err.print(f"[bold red]problem:[/] {escape(str(error))}")
             raise typer.Exit(1) from None
         fields = Fields(paths, data_source=data_source, requires=scorer.requires)
-        samples = [fields.to_sample(row) for row in islice(Inputs.open(files).rows(), rows or (20 if judge else 8))]
-        if judge:
-            err.print(
-                f"probes of the judge: up to {most_calls(len(samples), options)} calls, beside those of the check"
-                f"{' and of labelled answers' if options.audit.labelled else ''}"
-            )
+        samples = [fields.to_sample(row) for row in islice(Inputs.open(files).rows(), rows)]
         spinner = Spinner("dots", "loading")
         # stdout is already redirected to stderr. Live must not redirect it again.
         with Live(spinner, console=err, transient=True, redirect_stdout=False):
@@ -127,7 +109,6 @@ def check(
                     router_address=router_address,
                     options=options,
                     concurrency=concurrency,
-                    judge=judge,
                     on_step=lambda step: spinner.update(text=f"checking {step}"),
                     on_stuck=end_blocking_code,
                 ),
@@ -171,17 +152,6 @@ def _show(report: CheckReport, out: Console) -> None:
     out.print()
     out.print(table)
     out.print()
-    if report.probes:
-        probes = Table("probe of the judge", box=None, pad_edge=False)
-        for column in ("asked", "no score", "accepted", "agree", "share", "95 % interval"):
-            probes.add_column(column, justify="right")
-        for probe in report.probes:
-            low, high = probe.interval
-            counts = (str(probe.positive), "") if probe.is_canary else ("", str(probe.positive))
-            share = (f"{probe.positive / probe.asked:.0%}", f"{low:.0%} to {high:.0%}") if probe.asked else ("", "")
-            probes.add_row(escape(probe.name), str(probe.asked), str(probe.without_score), *counts, *share)
-        out.print(probes)
-        out.print()
     checks = Table.grid(padding=(0, 2))
     for finding in report.findings:
         style = _STYLES[finding.status]

@@ -16,7 +16,6 @@ from reward_loop._util import cli_options
 from reward_loop._util.json import encode
 from reward_loop._util.standard_streams import console, reserve_stdout
 from reward_loop._util.text import counted, duration, rounded
-from reward_loop.audit import open_audit
 from reward_loop.config import RecordConfig, RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.managers.scorer import Scorer, functions_of, load_scorer
@@ -24,11 +23,9 @@ from reward_loop.offline.fields import Fields, check_fields
 from reward_loop.offline.folder import MAX_BYTES, ScoredFolder, check_export
 from reward_loop.offline.folder import export as write_export
 from reward_loop.offline.inputs import Inputs, is_compressed
-from reward_loop.offline.probes import probe_counts
 from reward_loop.offline.report import Price, Report
-from reward_loop.offline.report_command import outcomes_of, show_probes, show_report
+from reward_loop.offline.report_command import outcomes_of, show_report
 from reward_loop.offline.run import RunUsage, ScoringProgress, score_rows, usage_of
-from reward_loop.records import AUDIT, read_rows
 from reward_loop.scoring import load_function
 from reward_loop.scoring.load import source_hash
 from reward_loop.types import Outcome
@@ -138,7 +135,6 @@ def score(
         check_export(source, export)
     with reserve_stdout() as stdout:
         scorer = load_scorer(fn, manager, config, reward_kwargs=reward_kwargs, router_address=router_address)
-        audit = open_audit(scorer.manager)
         fields = Fields(paths, data_source=data_source, requires=scorer.requires)
         check_fields(source.rows(), source.name, fields)
         if isolation == "process" and not any(
@@ -187,8 +183,6 @@ def score(
             "records": str(path),
             "export": None if export is None else str(export),
         }
-        if audit is not None:
-            run |= {"audit": probe_counts(read_rows(path / AUDIT)), "probes_skipped": audit.take().skipped}
         if as_json:
             stdout.write(encode({**report.to_dict(prices), **run}).decode() + "\n")
         else:
@@ -269,9 +263,6 @@ def _identity(
 
 def _show(report: Report, run: Mapping[str, Any], prices: Price | None, out: Console) -> None:
     show_report(report, out, prices)
-    show_probes(run.get("audit", ()), out)
-    if skipped := run.get("probes_skipped"):
-        out.print(f"{skipped} probes were skipped: too many others waited")
     out.print()
     table = Table.grid(padding=(0, 2))
     records = escape(run["records"])

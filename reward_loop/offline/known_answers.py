@@ -89,9 +89,7 @@ def _answer(sample: RewardSample, template: str, text: str) -> RewardSample:
     answer = template.format(*[text] * template.count("{}"))
     # `None` stands for unknown, and a function that requires the argument could not be called.
     cut_off = None if sample.is_truncated is None else False
-    return replace(
-        sample, solution_str=answer, uid="known answer", group=None, turns=None, is_truncated=cut_off, is_probe=True
-    )
+    return replace(sample, solution_str=answer, uid="known answer", group=None, turns=None, is_truncated=cut_off)
 
 
 def _texts(truth: Any) -> Iterator[str]:

@@ -16,17 +16,14 @@ from reward_loop._util.json import encode
 from reward_loop._util.standard_streams import console
 from reward_loop._util.text import counted, cut, did_you_mean, duration, listing, rounded
 from reward_loop.errors import ConfigError
-from reward_loop.offline.probes import probe_counts
 from reward_loop.offline.report import SHOWN, Price, Report
 from reward_loop.records import (
-    AUDIT,
     RecordsReader,
     ask,
     health,
     hidden_share,
     overlaps,
     processes,
-    read_rows,
     why,
 )
 
@@ -58,8 +55,8 @@ def report(
 
     Shows the outcomes with the causes of failures, the scores, the components,
     the groups whose rewards are all equal or missing, the latency and the
-    failures of judges, the slowest and the costliest samples, the probes of
-    the judge, and of a verl run the warnings of the health monitors.
+    failures of judges, the slowest and the costliest samples, and of a verl run
+    the warnings of its live numbers.
     docs/score-files.md describes the summary.
     """
     out = console()
@@ -75,14 +72,12 @@ def report(
             f"--group-by: no row has a field {group_by!r}{did_you_mean(group_by, fields) or '.'} Known: "
             f"{listing(fields)}"
         )
-    warnings, probes = health(folder), probe_counts(read_rows(folder / AUDIT))
-    overlap = overlaps(folder)
+    warnings, overlap = health(folder), overlaps(folder)
     if as_json:
-        print(encode({**found.to_dict(prices), "overlap": overlap, "audit": probes, "warnings": warnings}).decode())
+        print(encode({**found.to_dict(prices), "overlap": overlap, "warnings": warnings}).decode())
     else:
         show_report(found, out, prices)
         _show_overlap(overlap, out)
-        show_probes(probes, out)
         _show_warnings(warnings, out)
     if reader.incomplete:
         console(stderr=True).print(
@@ -156,15 +151,13 @@ def _show_overlap(overlap: Sequence[Values], out: Console) -> None:
 
 
 def _show_warnings(warnings: Sequence[Values], out: Console) -> None:
-    """Print the warnings of the health monitors."""
+    """Print the warnings of the live numbers."""
     if not warnings:
         return
-    out.print(f"\n{counted(len(warnings), 'warning')} of the health monitors:")
+    out.print(f"\n{counted(len(warnings), 'warning')} of the live numbers (reward_loop.health):")
     for warning in warnings[:_PARTS]:
         step = "" if warning["step"] is None else f"step {warning['step']}, "
         message = f"{step}{warning['monitor']}: {warning['message']}"
-        if warning["samples"]:
-            message += f" Samples: {'; '.join(warning['samples'])}."
         out.print(f"- {escape(message)}")
     _note_more(warnings, out)
 
@@ -200,16 +193,6 @@ def _show_judges(judges: Mapping[str, Values], with_cost: bool, out: Console) ->
         rows.append((name, *counts, *times, f"{judge['prompt_tokens'] + judge['completion_tokens']:,}", *cost))
     if rows:
         _show_table([*columns, "cost"] if with_cost else columns, rows, out)
-
-
-def show_probes(probes: Sequence[Values], out: Console) -> None:
-    """Print the share or mean of each kind of probes of the judge, with its confidence interval."""
-    rows = [
-        (one["metric"], one["counted"], one["without_score"], one["value"], *(one["interval"] or (None, None)))
-        for one in probes
-    ]
-    if rows:
-        _show_table(("probes of the judge", "counted", "no score", "value", "95 % from", "to"), rows, out)
 
 
 def _show_parts(found: Values, out: Console) -> None:

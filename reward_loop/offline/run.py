@@ -38,9 +38,6 @@ T = TypeVar("T")
 _RECORDING = ("run_single", "score", "to_reward")
 """The methods of `RewardLoopManagerBase` that record a sample, or decide about its reward afterwards."""
 
-PROBES_S = 300.0
-"""Seconds within which the last probes of an audit must end, when all rows have been scored."""
-
 LINE_S = 30.0
 """Seconds between two lines without a terminal."""
 
@@ -114,15 +111,8 @@ def score_rows(
                 for sample in samples:
                     tasks.create_task(score(sample))
 
-    async def score_all() -> None:
-        await for_each(units, at_once, score_together)
-        if isinstance(manager, RewardLoopManagerBase) and manager.observer is not None:
-            await manager.observer.drain(PROBES_S)
-
     with contextlib.chdir("."):  # a function in a thread may change the working directory
-        run(score_all())
-    if isinstance(manager, RewardLoopManagerBase) and manager.observer is not None:
-        manager.observer.close()
+        run(for_each(units, at_once, score_together))
     folder.flush()
     return resumed
 

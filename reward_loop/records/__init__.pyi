@@ -20,7 +20,6 @@ from reward_loop.records.events import overlaps as overlaps
 from reward_loop.records.events import read_events as read_events
 from reward_loop.records.events import seconds_of as seconds_of
 from reward_loop.records.events import union as union
-from reward_loop.records.files import AUDIT as AUDIT
 from reward_loop.records.files import EVENTS as EVENTS
 from reward_loop.records.files import NOTES as NOTES
 from reward_loop.records.files import SUB_FOLDERS as SUB_FOLDERS

@@ -7,7 +7,7 @@ There are three kinds of events; docs/records.md describes their fields:
 - an *overlap*: for how long the trainer waited in a step, and for how long its rewards were pending. `hidden_share` is
   the one definition of how much judging is hidden, for verl's metrics, TRL's, the report and the viewer.
 
-The health of a run is the values of the monitors in each step, and their warnings.
+The health of a run is its live numbers in each step, and their warnings.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def overlaps(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-VALUES, WARNING, EFFECT = "values", "warning", "effect"
+VALUES, WARNING = "values", "warning"
 """The kinds of rows."""
 
-_FIELDS = ("step", "monitor", "subject", "message", "value", "threshold", "since", "samples")
+_FIELDS = ("step", "monitor", "message", "value", "threshold", "since")
 
 
 class HealthRecords:
@@ -72,20 +72,12 @@ class HealthRecords:
         self._records = records(Path(folder) / HEALTH)
 
     def write_values(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the values of the monitors in a step."""
+        """Record the live numbers of a step."""
         self._records.write_rows([new_row(VALUES, step=step, values=values)])
 
     def write_warnings(self, warnings: Sequence[Mapping[str, Any]]) -> None:
-        """Record warnings, each with ``step``, ``monitor``, ``subject`` and the fields that `health` returns."""
+        """Record warnings, each with the fields that `health` returns."""
         self._records.write_rows([new_row(WARNING, **warning) for warning in warnings])
-
-    def write_effects(self, effects: Sequence[Mapping[str, Any]]) -> None:
-        """Record warnings that were put to the test.
-
-        The fields of each are ``warned`` (the step of the warning), monitor, subject, ``message``, ``verdict``, and the
-        effect: ``mean``, ``low``, ``high``, ``pairs``.
-        """
-        self._records.write_rows([new_row(EFFECT, **effect) for effect in effects])
 
     def flush(self, timeout: float = CLOSING_S) -> bool:
         """Wait until all rows are written, see `Records.flush`."""
@@ -93,24 +85,14 @@ class HealthRecords:
 
 
 def health(folder: Path) -> list[dict[str, Any]]:
-    """Return the warnings in a records folder by step, each with step, monitor, subject, message, value, threshold,
-    since and samples. The message ends with what the judge pays for the feature, if that was measured.
+    """Return the warnings in a records folder by step, each with step, monitor, message, value, threshold and since.
 
     Raises:
         ConfigError: a newer version has written them.
     """
-    rows = list(read_rows(folder / HEALTH))
-    found = [row for row in rows if row.get("kind") == WARNING]
-    effects = {_key(row, row.get("warned")): row for row in rows if row.get("kind") == EFFECT}
-    for row in found:
-        if (effect := effects.get(_key(row, row.get("step")))) is not None:
-            row["message"] = f"{row['message']} {effect['message']}"
+    found = [row for row in read_rows(folder / HEALTH) if row.get("kind") == WARNING]
     found.sort(key=lambda row: (row.get("time") or 0.0, row.get("step") or 0))
     return [{name: row.get(name) for name in _FIELDS} for row in found]
-
-
-def _key(row: Mapping[str, Any], step: int | None) -> tuple[Any, ...]:
-    return step, row.get("monitor"), row.get("subject")
 
 
 Interval = tuple[float, float]

@@ -121,8 +121,6 @@ class UserFunction:
         self._max_calls_per_process = options.max_calls_per_process
         if is_isolated(self._target) or (options.isolation == "process" and not self._target.is_async):
             self.isolate(options.max_processes, options.max_memory_mb)
-        self._sync_calls = 0
-        """The number of sync calls, without probes, that run or wait for a free thread or process."""
         self._address = f"of {self.name}"
         """The place of the function's answers in `Outages`."""
         self._deadlines: Deadlines | None = None
@@ -151,12 +149,6 @@ class UserFunction:
     def in_processes(self) -> bool:
         """Whether the function runs in worker processes."""
         return isinstance(self._executor, WorkerProcesses)
-
-    def has_room(self, probes: int) -> bool:
-        """Return whether half of the threads or processes stay free during one more probe, beside ``probes`` others."""
-        executor = self._executor
-        size = executor.max_processes if isinstance(executor, WorkerProcesses) else executor.max_threads
-        return self.is_async or self._sync_calls + probes < max(1, size // 2)
 
     @property
     def requires(self) -> frozenset[str]:
@@ -211,8 +203,7 @@ class UserFunction:
         outages = self.limits.outages(asyncio.get_running_loop())
         if outcome.exception is not None:
             again = functools.partial(self._attempt, arguments, traffic_class)
-            # A probe does not wait: it is not worth a probe of the judge that is back.
-            waits = outages if outages.timeout_s and traffic_class != "probe" else None
+            waits = outages if outages.timeout_s else None
             outcome = await self._retry.again(outcome, again, started, waits, self.name)
         # `answered` does nothing otherwise: a sample needs no call of it.
         is_answer = outcome.exception is None and outcome.error is None
@@ -255,12 +246,7 @@ class UserFunction:
         abandoned = True
         try:
             if not self._target.is_async:
-                counted = traffic_class != "probe"
-                self._sync_calls += counted
-                try:
-                    outcome = await self._call_sync(call, arguments, deadlines)
-                finally:
-                    self._sync_calls -= counted
+                outcome = await self._call_sync(call, arguments, deadlines)
             else:
                 # In this coroutine: another one would be one more object for each call in flight.
                 task = call.loop.create_task(_run_on_loop(call, self._target.call, arguments))

@@ -63,10 +63,8 @@ class ScoringFunction(UserFunction):
             arguments = self._target.arguments(sample, reward_router_address, reward_model_tokenizer)
         except RecursionError:
             return not_called(replace(sample, error="its extra_info is nested too deeply, or contains itself"))
-        # A cached score would not show what the judge says now, and a probe must not fill the cache.
-        cache = None if sample.is_probe else self._cache
-        if cache is not None and (key := cache.key(arguments)) is not None:
-            return await self._cached(cache, key, sample, arguments)
+        if self._cache is not None and (key := self._cache.key(arguments)) is not None:
+            return await self._cached(self._cache, key, sample, arguments)
         return to_result(await self._call(arguments, sample.traffic_class), sample, self.name)
 
     async def _cached(self, cache: Cache, key: bytes, sample: RewardSample, arguments: dict[str, Any]) -> RewardResult:

@@ -118,8 +118,6 @@ class VerlManager(RewardLoopManagerBase):
     """
 
     def __init__(self, manager: Any, options: RewardLoopConfig, limits: Limits, mode: str | None = None) -> None:
-        if options.audit.is_on:
-            raise ConfigError("reward_loop.audit needs a manager of reward_loop, see docs/reward-functions.md")
         super().__init__(options, limits=limits)
         self._manager = manager
         self._mode = mode
@@ -237,18 +235,6 @@ class DiscriminativeRewardLoopManager(NaiveRewardLoopManager):
         except Exception as error:  # a chat template is code from the model's author
             return replace(sample, error=f"the reward model's chat template failed: {type(error).__name__}: {error}")
         return replace(sample, extra_info={**sample.extra_info, "reward_model_input": text})
-
-    async def with_answer(self, sample: RewardSample, answer: str) -> RewardSample:
-        """Return a sample with another answer, and the reward model's input for it.
-
-        Raises:
-            ConfigError: the sample has no prompt.
-        """
-        if sample.prompt is None:
-            raise ConfigError("a labelled answer for a reward model needs its `prompt`, the conversation to score")
-        changed = await super().with_answer(sample, answer)
-        text = await asyncio.to_thread(self._conversation, _messages(sample.prompt), answer)
-        return replace(changed, extra_info={**sample.extra_info, "reward_model_input": text})
 
     def _render(self, conversation: list[dict[str, Any]], ids: Any) -> str:
         response = self.tokenizer.decode(ids).replace(self.tokenizer.eos_token or "", "")

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from reward_loop.config import AuditConfig, RewardModelConfig, ServedModelConfig, parse
+from reward_loop.config import RewardModelConfig, ServedModelConfig, parse
 from reward_loop.errors import ConfigError
 from reward_loop.serving.engines import ENGINES, normalised
 from reward_loop.serving.gpus import VISIBLE_DEVICES
@@ -261,10 +261,6 @@ def _colocated(config: DictConfig, served: RewardModelConfig, mode: ModeOptions)
         "reward_model.rollout.free_cache_engine=False": (
             on_gpus and not config.reward.reward_model.rollout.free_cache_engine,
             "the reward model would keep its GPU memory when it sleeps. Set it to True",
-        ),
-        "reward_loop.audit": (
-            parse(AuditConfig, OmegaConf.select(config, "reward_loop.audit"), "reward_loop.audit").is_on,
-            f"probes may come while the model sleeps. Leave it out, or {own_gpus}",
         ),
     }
     for what, (given, why) in rejected.items():

@@ -10,7 +10,6 @@ from typing import Any
 import ray
 
 from reward_loop._util.process import freeze_and_raise_gc_threshold, raise_descriptor_limit
-from reward_loop.audit import AuditCounts, Feature, open_audit
 from reward_loop.errors import InvalidScoreError, RewardLoopError
 from reward_loop.limits import FailureBound, open_limits
 from reward_loop.managers.base import VALIDATE, open_records
@@ -30,7 +29,6 @@ class RewardWorker:
         router: how the workers reach the router in front of the reward models; ``None`` without a reward model.
         workers_on_node: the number of reward workers on this worker's node, which share its cores; by default all
             workers of the run.
-        position: the number of this worker, from 0 to ``num_workers`` - 1.
     """
 
     def __init__(
@@ -38,7 +36,6 @@ class RewardWorker:
         settings: RewardSettings,
         router: RouterAddress | None,
         workers_on_node: int | None = None,
-        position: int = 0,
     ) -> None:
         raise_descriptor_limit()  # a request in flight is an open connection, and so an open file
         self._options = settings.options
@@ -46,9 +43,6 @@ class RewardWorker:
         self._open = contextlib.ExitStack()
         address = self._open.enter_context(address_on_this_node(router))
         self._manager = build_manager(settings, address, self._limits, workers_on_node or settings.num_workers)
-        self._audit = open_audit(self._manager)
-        if self._audit is not None:
-            self._audit.part = (position, settings.num_workers)
         self._post_process = PostProcess.of(self._manager)
         self._rejections = FailureBound.of_options(self._options, of=", ".join(sorted(PART_KEYS)))
         self._fatal: str | None = None
@@ -126,14 +120,6 @@ class RewardWorker:
         """Return the counts of exchanges with model servers since the last call; ``None`` without records."""
         writer = open_records(self._options)
         return None if writer is None else writer.exchange_counts.take()
-
-    async def audit_counts(self) -> AuditCounts:
-        """Return the counts of probes since the last call, see `Audit.take`."""
-        return AuditCounts() if self._audit is None else self._audit.take()
-
-    async def ablate(self, feature: Feature, most: int) -> int:
-        """Start probes of a feature, see `Audit.ablate`."""
-        return 0 if self._audit is None else self._audit.ablate(feature, most)
 
     async def has_post_process(self) -> bool:
         """Return whether the user's class has ``post_process_scores``."""

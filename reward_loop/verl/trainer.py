@@ -19,7 +19,6 @@ from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from reward_loop.audit import AuditCounts
 from reward_loop.errors import RewardLoopError
 from reward_loop.managers.failures import Failures
 from reward_loop.records import cleaned
@@ -139,7 +138,7 @@ class RewardLoopTrainer(RecordingTrainer):
             self.critic_wg.train_mini_batch = self._counting_learners(self.critic_wg.train_mini_batch)
         self.reward_workers.wait_until_ready()
         self._post_processes = self.reward_workers.have_post_process()
-        self._health = StepHealth(self._settings.options, self.reward_workers, self.tokenizer.decode)
+        self._health = StepHealth(self._settings.options, self.reward_workers)
         if self.reward_workers.client.by_group:
             check_group_manager(self._settings.mode)
 
@@ -291,11 +290,7 @@ class RewardLoopTrainer(RecordingTrainer):
         super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
         # In verl's own values of these metrics, masked samples count as 0.
         metrics.update(self._trained_rewards())
-        audit = AuditCounts()
-        if self._settings.options.audit.is_on:
-            audit = self.reward_workers.audit_counts()
-            metrics.update(audit.metrics())
-        metrics.update(self._health.metrics(self.global_steps, self._rewards, audit))
+        metrics.update(self._health.metrics(self.global_steps, self._rewards))
         # After this, verl writes the step's rollouts to a file, and deletes them from TransferQueue.
         # Not earlier: verl's metrics read fields, such as advantages, that these rows may lack.
         batch.keys.extend(self._left_out)

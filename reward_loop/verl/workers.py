@@ -14,7 +14,6 @@ import numpy as np
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
-from reward_loop.audit import AuditCounts, Feature
 from reward_loop.config import RewardLoopConfig, RewardModelConfig
 from reward_loop.errors import RewardLoopError
 from reward_loop.limits import longest_call_s
@@ -136,8 +135,8 @@ class RewardWorkers:
                 scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
                     node_id=node, soft=True
                 ),
-            ).remote(settings, router, nodes.count(node), position)
-            for position, node in enumerate(nodes)
+            ).remote(settings, router, nodes.count(node))
+            for node in nodes
         ]
         self.client = RewardClient(self.handles, settings.options)
         # Until the models that have no turn yet are awake, no reward may arrive.
@@ -145,7 +144,6 @@ class RewardWorkers:
         self._fatal_errors = _Requests(self.handles, "fatal_error")
         self._polled_at = 0.0
         self._exchange_counts = _Requests(self.handles, "exchange_counts")
-        self._audit_counts = _Requests(self.handles, "audit_counts")
 
     def wait_until_ready(self) -> None:
         """Wait until every worker has loaded the tokenizer and the user's function.
@@ -198,22 +196,6 @@ class RewardWorkers:
         """
         self._exchange_counts.send()
         return [counts for counts in self._exchange_counts.answers(COUNTS_S) if counts is not None]
-
-    def audit_counts(self) -> AuditCounts:
-        """Return the counts of probes since the last call, in the same way as `exchange_counts`."""
-        self._audit_counts.send()
-        return AuditCounts.merged(self._audit_counts.answers(COUNTS_S))
-
-    def ablate(self, feature: Feature, most: int) -> int:
-        """Start the probes of a feature in all workers, see `Audit.ablate`, and return their number.
-
-        Waits at most `COUNTS_S` seconds. A worker that does not answer counts with the number that it was asked for.
-        """
-        each = -(-most // len(self.handles))
-        requests = _Requests(self.handles, "ablate")
-        requests.send(feature, each)
-        # Ray restarts a worker that has died, without answers.
-        return sum(requests.answers(COUNTS_S)) + each * len(requests.open)
 
     def stop(self) -> None:
         """Stop scoring at the end of training, see `RewardWorker.stop`.

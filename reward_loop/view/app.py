@@ -12,7 +12,7 @@ import ipaddress
 import socket
 import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import parse_qs
@@ -33,9 +33,8 @@ from reward_loop.errors import ConfigError
 from reward_loop.offline.compare import compare_scorings, read_scoring
 from reward_loop.offline.notes import Notes
 from reward_loop.offline.report import Price
-from reward_loop.records import AUDIT, EVENTS, RecordsReader, configurations
+from reward_loop.records import EVENTS, RecordsReader
 from reward_loop.records import health as read_health
-from reward_loop.view.audit import audit
 from reward_loop.view.filters import GROUPS_PARAMETERS, SAMPLES_PARAMETERS, check_parameters
 from reward_loop.view.index import Follower, Index
 from reward_loop.view.phases import PhaseReader
@@ -87,11 +86,6 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
                 # Otherwise, the task group would wait for `run` indefinitely.
                 await follower.stop()
 
-    def start() -> Mapping[str, Any] | None:
-        """Return the configuration of the run at its last start; ``None`` if it is not recorded."""
-        starts = configurations(index.folder)
-        return starts[-1] if starts else None
-
     app = FastAPI(title="reward-loop view", lifespan=lifespan, openapi_url=None)
     app.state.follower = follower
 
@@ -118,7 +112,6 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
                 "following": index.is_following,
                 "revision": index.revision,
                 "events": any((index.folder / EVENTS).glob("*.jsonl")),
-                "audit": any((index.folder / AUDIT).glob("*.jsonl")),
                 "incomplete": index.incomplete,
                 "notes": notes,
             }
@@ -179,10 +172,6 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
     def all_judges(request: Request) -> Response:
         return _json(judges(index, price, request.query_params))
 
-    @app.get("/api/audit", dependencies=_only("kind"))
-    def probes(request: Request) -> Response:
-        return _json(audit(index, reader, request.query_params, start()))
-
     @app.get("/api/timeline", dependencies=_only("step"))
     def timeline_of(step: int) -> Response:
         try:
@@ -208,9 +197,7 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
 
     @app.get("/api/health", dependencies=_only())
     def health() -> Response:
-        found = start()
-        reference = found and found["options"].get("reward_loop.health.reference")
-        return _json({"warnings": read_health(index.folder), "reference": reference})
+        return _json({"warnings": read_health(index.folder)})
 
     @app.get("/api/changes", dependencies=_only())
     async def changes() -> StreamingResponse:

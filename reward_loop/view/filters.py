@@ -40,7 +40,7 @@ _BOUNDS = {"min": ">=", "max": "<="}
 SAMPLES_PARAMETERS = (*_EQUAL, "min_reward", "max_reward", "text", *_PAGE, "where.FIELD", "min.FIELD", "max.FIELD")
 """All parameters of a page of samples. FIELD stands for any field, for a bound one with numbers."""
 
-GROUPS_PARAMETERS = ("step", "validate", "min.step", "max.step", "component", *_PAGE)
+GROUPS_PARAMETERS = ("step", "validate", "min.step", "max.step", *_PAGE)
 """All parameters of a page of groups."""
 
 

@@ -29,7 +29,7 @@ import duckdb
 
 from reward_loop._util.json import encode
 from reward_loop.errors import RewardLoopError
-from reward_loop.records import AUDIT, RecordsReader, check_version, parse_line
+from reward_loop.records import RecordsReader, check_version, parse_line
 from reward_loop.view import tables
 from reward_loop.view.growth import Chunk, Lines, append, fingerprint, new_lines
 
@@ -124,7 +124,7 @@ class Index:
                 raise
 
     def line(self, chunk: int, **fields: Any) -> dict[str, Any] | None:
-        """Return the row of a sample or probe as it is in its file.
+        """Return the row of a sample as it is in its file.
 
         Args:
             chunk: the chunk that contains it.
@@ -213,8 +213,6 @@ class Index:
         parts: list[Lines] = []
         room = CHUNK
         for path in self._row_files():
-            if parts and parts[0].path.parent != path.parent:
-                break
             if room > 0 and (lines := new_lines(path, known.get(self._name(path), 0), room)) is not None:
                 parts.append(lines)
                 room -= lines.bytes
@@ -232,14 +230,13 @@ class Index:
                 self._load_together([chunk])
 
     def _load_together(self, chunks: Sequence[Chunk]) -> None:
-        samples = [chunk.path for chunk in chunks if chunk.parts[0].path.parent == self.folder]
-        probes = [chunk.path for chunk in chunks if chunk.path not in samples]
+        paths = [chunk.path for chunk in chunks]
         places = [
             (chunk.number, self._name(part.path), part.start, part.bytes) for chunk in chunks for part in chunk.parts
         ]
         fingerprints = {name: fingerprint(self.folder / name) for _, name, _, _ in places}
         with loading(self._database) if len(chunks) > 1 else contextlib.nullcontext(), self.writing() as cursor:
-            check_version(tables.load(cursor, samples, probes, places, fingerprints), self.folder)
+            check_version(tables.load(cursor, paths, places, fingerprints), self.folder)
         for chunk in chunks:
             chunk.path.unlink()
         # After the commit: if that fails, the next call reads these lines again.
@@ -251,8 +248,7 @@ class Index:
         return [max(0, path.stat().st_size - self._known.get(self._name(path), 0)) for path in self._row_files()]
 
     def _row_files(self) -> list[Path]:
-        """Return the files of samples, and then those of probes."""
-        return [path for folder in (self.folder, self.folder / AUDIT) for path in sorted(folder.glob("*.jsonl"))]
+        return sorted(self.folder.glob("*.jsonl"))
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self.folder).as_posix()

@@ -19,7 +19,7 @@ from reward_loop.offline.notes import Notes
 from reward_loop.offline.report import Price
 from reward_loop.offline.turns import prompt_turns, response_turns
 from reward_loop.records import RecordsReader, parse_line
-from reward_loop.view.filters import SampleFilter, SortOrder, component, number_of
+from reward_loop.view.filters import SampleFilter, SortOrder
 from reward_loop.view.index import Index
 
 MAX_LIMIT = 10_000
@@ -41,19 +41,17 @@ _FIELDS = (
 _GROUP_FIELDS = ("step", "validate", "group", "count", "scored", "failed", "mean", "std", "min", "max", "gap")
 
 _GROUPS = """
-SELECT {values} step, validate, "group", count(*) AS count, count(*) FILTER (outcome = 'scored') AS scored,
+SELECT step, validate, "group", count(*) AS count, count(*) FILTER (outcome = 'scored') AS scored,
     count(*) FILTER (outcome = 'failed') AS failed, avg(reward) AS mean, stddev_pop(reward) AS std,
     min(reward) AS min, max(reward) AS max,
     count(reward) > 1 AND min(reward) = max(reward) AS zero_variance,
     count(*) > 1 AND count(reward) = 0 AS all_failed,
     arg_min(id, reward) AS worst, arg_max(id, reward) AS best,
     CASE WHEN count(text_file) > 1 THEN max(reward) - min(reward) END AS gap,
-    any_value({{id: id, text_file: text_file, text_offset: text_offset, text_bytes: text_bytes}})
+    any_value({id: id, text_file: text_file, text_offset: text_offset, text_bytes: text_bytes})
         FILTER (text_file IS NOT NULL) AS place
 FROM samples
 """
-# In a struct, a missing value does not change which sample is chosen.
-_VALUES = "arg_max({{v: {value}}}, reward).v AS best_value, arg_min({{v: {value}}}, reward).v AS worst_value,"
 
 
 class SampleQueries:
@@ -99,8 +97,7 @@ class SampleQueries:
     def groups(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Return a page of groups, with the IDs of the samples with the highest and the lowest reward.
 
-        ``gap`` is the difference of their rewards, of groups whose texts were recorded. With the parameter
-        ``component``, ``best_value`` and ``worst_value`` are the values of this component.
+        ``gap`` is the difference of their rewards, of groups whose texts were recorded.
 
         Raises:
             ConfigError: a parameter is not valid.
@@ -111,10 +108,8 @@ class SampleQueries:
             raise ConfigError(f"Groups cannot be sorted by {sort} {order}. Fields: {', '.join(_GROUP_FIELDS)}")
         offset, limit = _page(query)
         key = f'"{sort}" {order} NULLS LAST, ' if sort else ""
-        name = query.get("component")
-        groups = _GROUPS.format(values=_VALUES.format(value=number_of(component(name))) if name else "")
         rows = self._index.rows(
-            f"SELECT *, count(*) OVER () AS total FROM ({groups} WHERE {chosen.where} "
+            f"SELECT *, count(*) OVER () AS total FROM ({_GROUPS} WHERE {chosen.where} "
             f'GROUP BY step, validate, "group") ORDER BY {key}step NULLS LAST, validate, "group" '
             f"LIMIT {limit} OFFSET {offset}",
             chosen.parameters,

@@ -6,8 +6,6 @@ Table                   Rows
 ``samples``             one for each sample, with its revision applied
 ``exchanges``           one for each exchange with a model server (a view); samples of a batch have the same ones;
                         ``sample`` is the row of the sample
-``probes``              one for each probe of a judge; ``kind`` is its name in metrics, ``positive`` whether a canary
-                        was accepted, a labelled answer judged as labelled, or another score agrees with the first one
 ``advantages``          the advantage of a sample, by its uid
 ``revisions``           revisions whose sample has not been read yet
 ``chunks``              the lines of files that were read together; ``samples.chunk`` names one
@@ -24,7 +22,7 @@ from typing import Any
 
 import duckdb
 
-LAYOUT = 10
+LAYOUT = 11
 """The version of these tables. An index with another version is built again."""
 
 _ROW = {
@@ -72,22 +70,6 @@ _EXCHANGE = {
     "score": "DOUBLE",
 }
 
-_PROBE = {
-    "version": "BIGINT",
-    "kind": "VARCHAR",
-    "time": "DOUBLE",
-    "uid": "VARCHAR",
-    "step": "BIGINT",
-    "generated_step": "BIGINT",
-    "function": "VARCHAR",
-    "probe": "VARCHAR",
-    "variant": "VARCHAR",
-    "score": "DOUBLE",
-    "probe_score": "DOUBLE",
-    "accepted": "BOOLEAN",
-    "components": "MAP(VARCHAR, DOUBLE[])",
-}
-
 _BUFFER = 2 * 2**20
 """``maximum_object_size`` of DuckDB, in bytes. Threads share the work in buffers of twice this size. Longer lines are
 read, too: their buffer grows."""
@@ -101,16 +83,7 @@ def _struct(fields: Mapping[str, str]) -> str:
 
 
 _LINE = {"version": "BIGINT", "kind": "VARCHAR", **_ROW, "judges": f"STRUCT({_struct(_EXCHANGE)})[]"}
-
-
-def _lines(columns: Mapping[str, str]) -> str:
-    """Return SQL for the columns of the lines in files."""
-    types = ", ".join(f"\"{name}\": '{kind}'" for name, kind in columns.items())
-    return (
-        f"read_json(?, format = 'newline_delimited', ignore_errors = true, maximum_object_size = {_BUFFER}, "
-        f"filename = true, columns = {{{types}}})"
-    )
-
+_TYPES = ", ".join(f"\"{name}\": '{kind}'" for name, kind in _LINE.items())
 
 # A sample without `step` may belong to a run that has none, so it stays NULL. Rows of other kinds are in `samples` only
 # until the chunks have been loaded: reading the lines into a table of their own first takes half as long again. A chunk
@@ -124,20 +97,8 @@ SELECT version, kind, id, uid, "group", step, generated_step, coalesce(validate,
     coalesce(len(judges), 0)::INTEGER AS judges, list_sum([j.seconds FOR j IN judges]) AS judge_s,
     NULL::DOUBLE AS revised_at, try_cast(string_split(id, '-')[-1] AS BIGINT) AS number,
     parse_filename(filename, true)::INTEGER AS chunk
-FROM {_lines(_LINE)}
-"""
-# A component of the reference judge is a row of its own.
-# A damaged line has neither kind nor version; it stays until `load` has counted it.
-_PROBES = f"""
-SELECT version, concat_ws('/', probe, nullif(variant, ''), part.key) AS kind, time, uid,
-    coalesce(step, generated_step) AS step, function, coalesce(part.value[1], score) AS score,
-    coalesce(part.value[2], probe_score) AS probe_score,
-    CASE WHEN probe = 'labelled' THEN accepted = (score > 0.5) ELSE accepted END AS positive,
-    parse_filename(filename, true)::INTEGER AS chunk
-FROM (
-    SELECT *, unnest(list_concat([NULL], map_entries(components))) AS part
-    FROM {_lines(_PROBE)} WHERE coalesce(kind, 'audit') = 'audit'
-)
+FROM read_json(?, format = 'newline_delimited', ignore_errors = true, maximum_object_size = {_BUFFER}, filename = true,
+    columns = {{{_TYPES}}})
 """
 _EXCHANGES = """
 SELECT sample, e.id, step, validate, function, batch, coalesce(e.model, e.url) AS model, e.url,
@@ -198,7 +159,6 @@ def create(connection: duckdb.DuckDBPyConnection, empty: str) -> None:
     connection.execute("CREATE TABLE chunks (chunk INTEGER, name VARCHAR, start BIGINT, bytes BIGINT)")
     connection.execute("CREATE TABLE summaries (step BIGINT, validate BOOLEAN, content VARCHAR)")
     connection.execute(f"CREATE TABLE samples AS {_SAMPLES}", [[empty]])
-    connection.execute(f"CREATE TABLE probes AS {_PROBES}", [[empty]])
     connection.execute(f"CREATE VIEW exchanges AS {_EXCHANGES}")
     connection.execute(f"CREATE TABLE advantages AS {_ADVANTAGES}", [0])
     connection.execute(f"CREATE TABLE revisions AS {_REVISIONS}", [0])
@@ -207,7 +167,6 @@ def create(connection: duckdb.DuckDBPyConnection, empty: str) -> None:
 def load(
     connection: duckdb.DuckDBPyConnection,
     samples: Sequence[Path],
-    probes: Sequence[Path],
     places: Sequence[tuple[int, str, int, int]],
     fingerprints: Mapping[str, bytes],
 ) -> int:
@@ -216,7 +175,6 @@ def load(
     Args:
         connection: a connection to the database.
         samples: the chunks of the files of samples. Their numbers are higher than all earlier ones.
-        probes: the same of the files of probes.
         places: the parts of the chunks: the number of the chunk, and name, offset and size in the folder.
         fingerprints: the `fingerprint` of each file in the folder, by its name.
 
@@ -224,35 +182,25 @@ def load(
         the highest version of these records; 0 if there are none.
     """
     first = places[0][0]
-    for table, select, chunks in (("samples", _SAMPLES, samples), ("probes", _PROBES, probes)):
-        if chunks:
-            connection.execute(f"INSERT INTO {table} {select}", [list(map(str, chunks))])
+    connection.execute(f"INSERT INTO samples {_SAMPLES}", [list(map(str, samples))])
     others, incomplete, version = _row(
         connection,
         "SELECT count(*) FILTER (kind IS DISTINCT FROM 'sample'), count(*) FILTER (kind IS NULL AND version IS NULL "
         "AND id IS NULL AND uid IS NULL), coalesce(max(version), 0) FROM samples WHERE chunk >= ?",
         [first],
     )
-    damaged, newest = _row(
-        connection,
-        "SELECT count(*) FILTER (version IS NULL AND kind = ''), coalesce(max(version), 0) FROM probes "
-        "WHERE chunk >= ?",
-        [first],
-    )
     if others:
         connection.execute(f"INSERT INTO advantages {_ADVANTAGES}", [first])
         connection.execute(f"INSERT INTO revisions {_REVISIONS}", [first])
         connection.execute("DELETE FROM samples WHERE chunk >= ? AND kind IS DISTINCT FROM 'sample'", [first])
-    if damaged:
-        connection.execute("DELETE FROM probes WHERE chunk >= ? AND version IS NULL AND kind = ''", [first])
-    if incomplete + damaged:
-        connection.execute("UPDATE about SET incomplete = incomplete + ?", [incomplete + damaged])
+    if incomplete:
+        connection.execute("UPDATE about SET incomplete = incomplete + ?", [incomplete])
     _insert(connection, "chunks", places)
     ends = {name: start + size for _, name, start, size in places}
     connection.execute("DELETE FROM files WHERE list_contains(?, name)", [list(ends)])
     _insert(connection, "files", [(name, end, fingerprints[name]) for name, end in ends.items()])
     _forget(connection, f"chunk >= {first}")
-    return int(max(version, newest))
+    return int(version)
 
 
 def next_chunk(connection: duckdb.DuckDBPyConnection) -> int:

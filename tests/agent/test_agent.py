@@ -20,7 +20,6 @@ from reward_loop import (
     TooManyFailuresError,
 )
 from reward_loop.agent import QueuedRewards, RewardQueue
-from reward_loop.audit import open_audit
 from reward_loop.records import RecordsReader, records
 from tests.agent.judges import Gate, naive, numbered, scores, within
 
@@ -498,11 +497,3 @@ async def test_a_judge_that_hangs_costs_its_own_samples_only():
         assert [i for i, outcome in enumerate(outcomes) if outcome != "scored"] == [0, 3]
         assert outcomes[0] == outcomes[3] == "failed"
         assert agent.running == 0
-
-
-async def test_closing_waits_for_the_probes_of_the_last_samples():
-    manager = naive(number, audit={"share": 1.0, "probes": ["again"]})
-    audit = open_audit(manager)
-    async with RewardAgent(manager) as agent:
-        assert scores(await within(agent.submit(numbered(3)))) == [0, 1, 2]
-    assert audit.take().probes["again"].accepted == 3

@@ -31,7 +31,6 @@ from examples.arithmetic.models import (
     Recipe,
     WeakRewardModelError,
     answers_by_kind,
-    labelled_answers,
     make_models,
     make_problems,
     wrong_answer,
@@ -80,13 +79,6 @@ def test_kinds_of_wrong_answers_can_be_left_out() -> None:
     assert set(demo.UNSEEN) < NEAR_MISSES.keys()
     seen = [kind for kind in NEAR_MISSES if kind not in ("off by 1", "off by 10")]
     assert {wrong_answer(Problem(37, 85), rng, seen) for _ in range(100)} == {"121", "123", "112", "132"}
-
-
-def test_labelled_answers_have_right_and_wrong_ones_of_each_kind() -> None:
-    lines = labelled_answers([Problem(37, 85), Problem(12, 34)], random.Random(0))
-    assert len({line["uid"] for line in lines}) == len(lines)
-    assert {line["uid"].split(",")[0] for line in lines} == {"right", *NEAR_MISSES}
-    assert all((line["solution_str"] == line["ground_truth"]) == line["label"] for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +273,7 @@ def test_the_conclusion_fits_a_screen_and_the_table_and_the_figure_are_written(
         "The judge took 4.0 s a step, 82.9% of it hidden behind generation and training.",
         f"All steps took {seconds:.0f} s. Without this overlap, waiting for the judge would have added 23 s.",
         "1,536 answers were scored; none failed.",
-        "The health monitors gave no warning.",
+        "The live numbers of the run gave no warning.",
         "Seconds in all: 150, of them 60 for the models.",
     ):
         assert f"{sentence}\n" in shown

@@ -10,9 +10,7 @@ from reward_loop.limits.limiter import PERIOD_S, Limiter
 from tests.limits.asking import asking
 
 CALLS = st.lists(
-    st.tuples(
-        st.floats(0, 20), st.floats(0.1, 100), st.integers(0, 60), st.sampled_from(["train", "validate", "probe"])
-    ),
+    st.tuples(st.floats(0, 20), st.floats(0.1, 100), st.integers(0, 60), st.sampled_from(["train", "validate"])),
     min_size=1,
     max_size=60,
 )
@@ -64,48 +62,9 @@ def test_all_limits_hold_and_every_call_gets_its_turn(calls, concurrent, request
 @given(CALLS)
 def test_each_traffic_class_is_served_in_order(calls):
     spans = drive(Limiter("judge", LimitConfig(max_concurrent=2, requests_per_minute=5)), calls)
-    for traffic_class in ("train", "validate", "probe"):
+    for traffic_class in ("train", "validate"):
         begins = [spans[number][0] for number, call in enumerate(calls) if call[3] == traffic_class]
         assert begins == sorted(begins)
-
-
-@given(CALLS, st.integers(1, 6), st.integers(1, 10), st.integers(60, 120))
-def test_a_probe_starts_only_if_no_other_call_waits_and_half_of_each_limit_stays_free(
-    calls, concurrent, requests, tokens
-):
-    config = LimitConfig(max_concurrent=concurrent, requests_per_minute=requests, tokens_per_minute=tokens)
-    spans = drive(Limiter("judge", config), calls)
-    arrivals = list(itertools.accumulate(gap for gap, *_ in calls))
-    for number, (begin, _) in spans.items():
-        if calls[number][3] != "probe":
-            continue
-        others = [other for other in spans if calls[other][3] != "probe"]
-        assert not any(arrivals[other] < begin < spans[other][0] for other in others)
-        in_flight = sum(b < begin < e for b, e in spans.values())
-        assert in_flight + 1 <= max(1, concurrent / 2)
-        window = [other for other, (b, _) in spans.items() if begin - PERIOD_S < b < begin]
-        assert len(window) + 1 <= max(1, requests / 2)
-        needed = calls[number][2]
-        assert sum(calls[other][2] for other in window) <= max(0, tokens - min(tokens, needed + tokens / 2))
-
-
-def test_a_sample_overtakes_waiting_probes():
-    granted = []
-    limiter = Limiter("judge", LimitConfig(max_concurrent=2))
-    limiter.enter(0, asking(0, "probe", lambda: granted.append("probe 1")))
-    limiter.enter(0, asking(0, "probe", lambda: granted.append("probe 2")))
-    limiter.enter(0, asking(0, "train", lambda: granted.append("train 1")))
-    assert limiter.advance(0) is None
-    limiter.enter(0, asking(0, "train", lambda: granted.append("train 2")))
-    limiter.advance(0)
-    assert granted == ["probe 1", "train 1"]
-    limiter.leave(1)
-    limiter.advance(1)
-    assert granted == ["probe 1", "train 1", "train 2"]
-    for now in (2, 3):
-        limiter.leave(now)
-        limiter.advance(now)
-    assert granted == ["probe 1", "train 1", "train 2", "probe 2"]
 
 
 def test_training_and_validation_take_turns():

@@ -474,20 +474,10 @@ async def test_an_array_of_other_scores_is_a_failure(parts):
     assert "turn_level_scores must be a list of finite numbers" in reward["reward_extra_info"]["reward_error"]
 
 
-async def test_an_answer_of_a_probe_has_its_own_tokens():
-    made = manager(lambda response_ids, is_truncated: 1.0)
-    made.tokenizer.encode = lambda text, add_special_tokens: [ord(character) for character in text]
-    sample = RewardSample("x", response_ids=[1, 2], response_length=2, is_truncated=True)
-    changed = await made.with_answer(sample, "no")
-    assert (changed.response_ids, changed.response_length, changed.is_truncated) == ([110, 111], 2, False)
-
-
 def test_what_verls_own_reward_loop_does_not_pass_is_an_error_at_the_start():
     stock = {**OF_VERL, "reward_model": {}}
     with pytest.raises(ConfigError, match="requires training_progress, validate, which verl's own reward loop"):
         manager(lambda validate, training_progress: 1.0, stock)
-    with pytest.raises(ConfigError, match=r"reward_loop\.audit is on.*verl's own reward loop makes no probes"):
-        manager(lambda: 1.0, {**stock, "reward_loop": {"audit": {"share": 0.5}}})
     with pytest.raises(ConfigError, match=r"components\.form\.phase: in verl's own reward loop"):
         CompositeRewardLoopManager({**stock, "reward_loop": {"components": {"form": {"phase": "train"}}}})
     manager(lambda validate=None: 1.0, stock)

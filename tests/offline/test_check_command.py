@@ -123,17 +123,6 @@ def test_a_stored_score_does_not_hide_a_problem(files: Path) -> None:
         assert "have another result when scored again" in " ".join(done.output.split())
 
 
-@pytest.mark.usefixtures("files")
-def test_probes_of_the_judge_use_20_rows_and_say_how_many_calls_they_make() -> None:
-    fields = [*FIELDS, "-f", "ground_truth=gold"]
-    done = runner.invoke(app, ["check", "reward.py:fine", *fields, "--judge"])
-    assert "probes of the judge: up to 220 calls" in done.output
-    assert "line 20" in done.output
-    assert "95 % interval" in done.output
-    report = json.loads(runner.invoke(app, ["check", "reward.py:fine", *fields, "--judge", "--json"]).stdout)
-    assert {probe["name"] for probe in report["probes"]} >= {"master_key", "empty", "again", "frame"}
-
-
 def test_a_function_that_never_lets_the_loop_run_ends_the_check_with_its_line(files: Path) -> None:
     (files / "spins.py").write_text("async def compute_score(solution_str):\n    while True:\n        pass\n")
     # A shell that runs the tests in the background has them ignore SIGINT, and children inherit that.

@@ -306,23 +306,6 @@ def test_an_invalid_price_is_an_error_with_an_example(text: str) -> None:
         Price.parse(text)
 
 
-def test_probes_of_the_judge_are_counted_by_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-    folder = write(tmp_path / "rewards", *ROWS)
-    canary = {"version": 1, "kind": "audit", "probe": "canary", "variant": "empty", "score": 1.0}
-    rows = [{**canary, "probe_score": score, "accepted": accepted} for score, accepted in ((1.0, True), (0.0, False))]
-    rows += [{**canary, "probe_score": None, "accepted": None}, {**canary, "probe_score": 1.0, "accepted": None}]
-    rows += [{**canary, "probe": "reference", "variant": "", "probe_score": score} for score in (0.5, 0.5)]
-    write(folder / "audit", *rows)
-    empty, reference = summary(str(folder))["audit"]
-    assert (empty["metric"], empty["counted"], empty["without_score"]) == ("canary/empty/accepted", 2, 1)
-    assert (empty["value"], empty["interval"]) == (0.5, pytest.approx([0.0945, 0.9055], abs=0.001))
-    assert (reference["metric"], reference["value"], reference["interval"]) == ("reference/gap", 0.5, [0.5, 0.5])
-    printed = report(str(folder))
-    assert "canary/empty/accepted" in printed
-    assert "95 % from" in printed
-
-
 def test_false_accepts_of_the_cheap_judge_come_from_the_random_checks_alone(tmp_path: Path) -> None:
     made = {"cheap": 1.0, "chance": 0.25, "judged_by": "strong", "strong": 0.0}
     rows = [

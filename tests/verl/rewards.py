@@ -18,9 +18,7 @@ import numpy as np
 import psutil
 
 from reward_loop.client import chat_complete, classify
-from reward_loop.config.audit import MASTER_KEYS
 from reward_loop.errors import TransientError
-from reward_loop.limits.call import current_call
 
 
 def _log(**row: Any) -> None:
@@ -179,9 +177,9 @@ JUDGE_TOKENS = 4
 class Held(Mixed):
     """As :class:`Mixed`, but the rollouts of the first two batches of 32 are held up, with 16 judged at a time and room
     for 24 in the queue: 24 until the queue is full, 16 more until all have been generated, and the others until a
-    training step is over. When three steps are over, the served model is asked for each rollout and each probe. The
-    last batch takes some seconds, so that it is being judged when the run ends. What the queue said when it was full is
-    in the file ``queue.json``."""
+    training step is over. When three steps are over, the served model is asked for each rollout. The last batch takes
+    some seconds, so that it is being judged when the run ends. What the queue said when it was full is in the file
+    ``queue.json``."""
 
     def __init__(self) -> None:
         self._seen = 0
@@ -190,14 +188,10 @@ class Held(Mixed):
     async def compute_score(
         self, solution_str: str, ground_truth: str, extra_info: dict, reward_router_address: str | None
     ) -> dict | None:
-        call, is_probe = current_call.get(), solution_str in MASTER_KEYS
-        assert call is not None
-        _log(is_probe=is_probe, traffic_class=call.traffic_class)
-        if not is_probe:
-            await self._hold()
+        await self._hold()
         if _is_over(3) and reward_router_address:
             await chat_complete(reward_router_address, f"Judge: {solution_str}", max_tokens=JUDGE_TOKENS)
-        return {"score": 1.0} if is_probe else await super().compute_score(solution_str, ground_truth, extra_info)
+        return await super().compute_score(solution_str, ground_truth, extra_info)
 
     async def _hold(self) -> None:
         self._seen += 1

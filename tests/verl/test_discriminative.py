@@ -72,19 +72,6 @@ async def test_the_model_reads_what_it_would_read_in_verl(
     assert body["use_activation"] is False
 
 
-async def test_a_probe_has_the_input_of_its_own_answer(overrides: list[str]) -> None:
-    async with FakeJudge(logit=lambda text: 2.0) as judge:
-        settings = resolved(*overrides, "reward_loop.audit={share: 1.0, probes: [empty]}")
-        worker = RewardWorker(settings, RouterAddress(judge.address))
-        await worker.compute_score(rollout("2" + IM_END, raw_prompt=PROMPT))
-        assert worker._audit is not None
-        await worker._audit.drain(30)
-        assert [request.body["input"] for request in judge.requests] == [
-            TEXT,
-            TEXT.replace("2<|im_end|>", "<|im_end|>"),
-        ]
-
-
 async def test_an_answer_that_an_agent_loop_has_scored_is_read_in_its_conversation(overrides: list[str]) -> None:
     async with FakeJudge(logit=0.25) as judge:
         worker = RewardWorker(resolved(*overrides), RouterAddress(judge.address))

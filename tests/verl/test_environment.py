@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from reward_loop.config.audit import MASTER_KEYS
 from reward_loop.records.reader import RecordsReader
 from tests.verl.runs import Run, train
 
@@ -34,8 +33,6 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -
         "algorithm.norm_adv_by_std_in_grpo=True",
         f"{agent}.agent_loop_config_path={Path(__file__).parents[2] / 'examples/guessing/agent_loop.yaml'}",
         f"{agent}.default_agent_loop=guessing",
-        "reward_loop.audit.share=0.5",
-        "reward_loop.audit.probes=[master_key]",
         function="of_a_game",
     )
 
@@ -57,7 +54,7 @@ def test_every_rollout_is_judged_once_by_the_environment(run: Run, records: dict
     trained = [session for step in STEPS for session in sessions(run, step)]
     assert len(set(trained)) == len(trained) == len(STEPS) * 8 * 5
     assert set(trained) <= records.keys()
-    calls = [call for call in run.calls if call["split"] == "train" and call["output"] not in MASTER_KEYS]
+    calls = [call for call in run.calls if call["split"] == "train"]
     assert len(calls) == sum(row["attempts"] for row in records.values())  # a judge that is gone is asked again
     outcomes = Counter(row["outcome"] for row in records.values())
     assert sum(call["outcome"] == "scored" for call in calls) == outcomes["scored"]
@@ -85,14 +82,6 @@ def test_failures_leave_baseline_and_advantage(run: Run, records: dict[str, dict
         assert metrics["critic/advantages/max"] == pytest.approx(max(expected.values()), abs=1e-4)
         assert metrics["reward_loop/failed"] == outcomes["failed"]
         assert metrics["reward_loop/scored"] == outcomes["scored"]
-
-
-def test_probes_are_made_beside_the_samples(run: Run) -> None:
-    asked = sum(run.steps[step]["reward_loop/audit/asked"] for step in STEPS)
-    probes = [call for call in run.calls if call["output"] in MASTER_KEYS]
-    assert 0 < asked <= len(probes)
-    # The function of the environment judges the guesses, whatever the text says.
-    assert any(run.steps[step].get("reward_loop/audit/canary/master_key/accepted") for step in STEPS)
 
 
 def test_turns_of_the_game_are_masked_and_policies_agree(run: Run) -> None:

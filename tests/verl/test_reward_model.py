@@ -346,7 +346,6 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
             [*VLLM, "reward_model.rollout.tensor_model_parallel_size=3"],
             ["8 of them into servers of 3", "choose a divisor"],
         ),
-        ([*VLLM, "reward_loop.audit.share=0.1"], ["reward_loop.audit does not work", *OWN_GPUS]),
         ([*VLLM, "+reward_model.server.replicas=5"], ["reward_model.server.replicas has no effect", *OWN_GPUS]),
         (
             [*VLLM, "reward_model.model.trust_remote_code=True"],

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from examples.tiny_models import tiny_tokenizer
-from reward_loop.audit import AuditCounts, Feature
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardLoopError, TooManyFailuresError
 from reward_loop.limits.server import serve_limits
@@ -58,43 +57,6 @@ def test_by_default_the_workers_of_a_node_share_its_cores(
     monkeypatch.setattr("reward_loop.verl.managers.usable_cores", lambda: 8)
     settings = with_function(ONE.removeprefix("async "), "reward.num_workers=8", "reward_loop.isolation=process")
     assert f"max_processes={share}," in repr(RewardWorker(settings, None, on_node)._manager.function)
-
-
-async def test_probes_are_refused_with_a_manager_that_was_written_for_verl(with_function: Settings) -> None:
-    with pytest.raises(ConfigError, match=r"reward_loop\.audit needs a manager of reward_loop"):
-        RewardWorker(with_function(None, *verl_manager("Length"), "reward_loop.audit.share=0.1"), None)
-
-
-async def test_probes_are_counted_and_labelled_answers_are_shared_by_the_workers(
-    with_function: Settings, tmp_path: Path
-) -> None:
-    (tmp_path / "labelled.jsonl").write_text(
-        '{"solution_str": "4", "label": true}\n{"solution_str": "5", "label": false}'
-    )
-    settings = with_function(
-        "async def compute_score(solution_str): return float(solution_str == '4')",
-        "reward_loop.audit={share: 1.0, probes: [again], accept: 0.5}",
-        f"reward_loop.audit.labelled={tmp_path}/labelled.jsonl",
-        "reward.num_workers=2",
-    )
-    worker = RewardWorker(settings, None, position=1)
-    assert await scores_of(worker, "4") == [1.0]
-    assert worker._audit is not None
-    await worker._audit.drain(60)
-    counts = await worker.audit_counts()
-    assert {kind: (count.asked, count.accepted) for kind, count in counts.probes.items()} == {
-        "again": (1, 1),
-        "labelled": (1, 1),
-        "canary/labelled": (1, 0),
-    }
-    assert counts.labels == {(False, False): 1}
-    assert not (await worker.audit_counts()).probes
-
-
-async def test_without_an_audit_the_counts_are_empty(with_function: Settings) -> None:
-    worker = RewardWorker(with_function(ONE), None)
-    assert await worker.audit_counts() == AuditCounts()
-    assert await worker.ablate(Feature("Let me verify"), 8) == 0
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ JUDGE = (
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
     """The first rollouts are judged only after so many have been generated that the queue is full; and some only after
-    the first step. After three steps, vLLM is asked for each rollout. Half of the scored samples have a probe."""
+    the first step. After three steps, vLLM is asked for each rollout."""
     directory = tmp_path_factory.mktemp("separate")
     return train(
         directory,
@@ -57,7 +57,6 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -
         f"trainer.total_training_steps={LATER[-1]}",
         "trainer.val_before_train=False",
         f"reward_loop.log_dir={directory}/records",
-        "reward_loop.audit={share: 0.5, probes: [master_key], accept: 0.5}",
         *((*JUDGE, f"reward_model.model.path={tiny_generative_model}") if VLLM else ()),
         function="Held",
     )
@@ -139,19 +138,6 @@ def test_staleness_is_logged_and_bounded(run: Run) -> None:
 
 def test_events_and_advantages_agree_with_verls_timings_and_rollouts(run: Run) -> None:
     check_events(run, run.directory / "records", {"gen", "old_log_prob", "adv", "update_actor", "update_weights"}, 3)
-
-
-def test_probes_are_made_beside_the_samples(run: Run) -> None:
-    calls = [call for call in run.calls if "traffic_class" in call]
-    assert {(call["is_probe"], call["traffic_class"]) for call in calls} == {(False, "train"), (True, "probe")}
-    probes = [row for path in (run.directory / "records" / "audit").glob("*.jsonl") for row in json_lines(path)]
-    assert {(row["probe"], row["variant"], row["probe_score"]) for row in probes} == {("canary", "master_key", 1.0)}
-    assert {row["uid"] for row in probes} <= {record["uid"] for record in records(run) if record["outcome"] == "scored"}
-    steps = [run.steps[step] for step in STEPS + LATER]
-    assert 0 < sum(step["reward_loop/audit/asked"] for step in steps) <= len(probes)
-    accepted = "reward_loop/audit/canary/master_key/accepted"
-    assert {step[accepted] for step in steps if accepted in step} == {1.0}
-    assert any(row["exchanges"] for row in probes) == VLLM
 
 
 @pytest.mark.skipif(not VLLM, reason="vLLM is not installed")

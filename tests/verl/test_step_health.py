@@ -1,4 +1,4 @@
-"""The monitors in verl's trainer, without a run: TransferQueue is a dict here."""
+"""The live numbers in verl's trainer, without a run: TransferQueue is a dict here."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from reward_loop.audit import AuditCounts, ReferencePair
 from reward_loop.config import HealthConfig, RewardLoopConfig
 from reward_loop.records.events import HealthRecords, health
 from reward_loop.verl import tq_rows
 from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward
-from reward_loop.verl.step_health import StepHealth, ends, sampled_keys
+from reward_loop.verl.step_health import SAMPLED_RESPONSES, StepHealth, ends, sampled_keys
 
 pytestmark = pytest.mark.integration  # imports verl
 
@@ -60,7 +59,7 @@ class Run:
     def health(self, folder: Path | None = None, **options: Any) -> StepHealth:
         config = RewardLoopConfig(log_dir=folder and str(folder), health=HealthConfig(**options))
         workers: Any = SimpleNamespace(exchange_counts=lambda: self.counts)
-        return StepHealth(config, workers, decode=lambda tokens: f"the text of {tokens}")
+        return StepHealth(config, workers)
 
 
 @pytest.fixture
@@ -73,44 +72,10 @@ def test_the_values_of_a_step_become_metrics(run: Run) -> None:
     assert found == {
         "reward_loop/health/zero_variance_groups": 0,
         "reward_loop/health/masked_share": 0.25,
-        "reward_loop/health/component_saturation": pytest.approx(1 / 3),
         "reward_loop/health/repetition": 0,
-        "reward_loop/health/identical_responses": 0,
-        "reward_loop/health/phrases": 0,
-        "reward_loop/health/unparsable_verdicts": 0.25,
+        "reward_loop/health/no_verdict": 0.25,
         "reward_loop/health/warnings": 0,
     }
-
-
-def test_the_reference_and_the_samples_that_contradict_it(
-    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    monitors = run.health(tmp_path, reference="acc", window=4, patience=1)
-    found = []
-    for step in range(1, 5):
-        for key in run.infos:
-            session = int(key.split("_")[1])
-            wrong_but_paid = session == 3
-            run.infos[key] |= {"acc": 0.0 if wrong_but_paid else 1.0}
-            run.scores[key] = session / 4 + step / 4
-        found.append(monitors.metrics(step, run.rewards()))
-    assert [metrics.get("reward_loop/health/reference_gap", 0.0) > 0.5 for metrics in found] == [False] * 3 + [True]
-    (logged,) = [message for message in caplog.messages if "reference_gap" in message]
-    assert "Samples: p0_3; p1_3; p2_3; p3_3; p4_3." in logged
-    assert HealthRecords(tmp_path).flush()
-    (warning,) = [warning for warning in health(tmp_path) if warning["monitor"] == "reference_gap"]
-    assert warning["samples"] == [f"p{group}_3" for group in range(5)]
-
-
-def test_a_reference_that_the_function_does_not_return_is_named_once(
-    run: Run, caplog: pytest.LogCaptureFixture
-) -> None:
-    monitors = run.health(reference="acc")
-    for step in (1, 2):
-        monitors.metrics(step, run.rewards())
-    (logged,) = caplog.messages
-    assert "reward_loop.health.reference=acc" in logged
-    assert "The function returned: quality, score." in logged
 
 
 def test_the_requests_to_judges_are_those_of_all_workers(run: Run, tmp_path: Path) -> None:
@@ -119,12 +84,12 @@ def test_the_requests_to_judges_are_those_of_all_workers(run: Run, tmp_path: Pat
         {"calls": 30, "without_verdict": 0, "seconds": [3.0] * 30},
     ]
     found = run.health(tmp_path).metrics(1, run.rewards())
-    assert found["reward_loop/health/unparsable_verdicts"] == 0.5
-    assert found["reward_loop/health/judge_latency"] == 3.0
+    assert found["reward_loop/health/no_verdict"] == 0.5
+    assert found["reward_loop/health/judge_p95_s"] == 3.0
 
 
 def test_a_warning_is_logged_and_recorded_once(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    monitors = run.health(tmp_path, masked_share=0.1)
+    monitors = run.health(tmp_path, masked_share=0.1, no_verdict=None)
     with caplog.at_level(logging.WARNING):
         metrics = [monitors.metrics(step, run.rewards()) for step in range(1, 7)]
     assert [found["reward_loop/health/warnings"] for found in metrics] == [0, 0, 1, 1, 1, 1]
@@ -142,61 +107,25 @@ def test_a_warning_is_logged_and_recorded_once(run: Run, tmp_path: Path, caplog:
 
 
 def test_without_records_warnings_are_logged(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    run.health(masked_share=0.1, patience=1).metrics(1, run.rewards())
+    run.health(masked_share=0.1, no_verdict=None, patience=1).metrics(1, run.rewards())
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-def test_monitors_that_are_off_read_nothing(run: Run) -> None:
+def test_numbers_that_are_off_read_nothing(run: Run) -> None:
     assert run.health(enabled=False).metrics(1, run.rewards()) == {}
     assert run.fetched == []
 
 
-def test_an_error_of_a_monitor_does_not_stop_the_run(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_a_number_does_not_stop_the_run(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     del run.rows["p0_0_0"]["responses"]
     assert run.health().metrics(7, run.rewards()) == {}
     assert "failed in step 7" in caplog.text
 
 
-def test_a_bounded_number_of_responses_is_read(run: Run) -> None:
-    run.health(sampled_responses=8).metrics(1, run.rewards())
-    assert run.fetched == [("responses", 8)]
-
-
-def test_the_counts_of_an_audit_reach_the_monitors(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    audit = AuditCounts()
-    for number in range(32):
-        audit.add("canary/master_key", f"u{number}", accepted=number < 20)
-    with caplog.at_level(logging.WARNING):
-        found = run.health().metrics(1, run.rewards(), audit)
-    assert found["reward_loop/health/canaries"] == 0.625
-    assert "reward_loop.health.canaries: " in caplog.text
-    assert "Samples: u0; u1" in caplog.text
-
-
-def test_the_warning_of_a_reference_judge_names_the_samples_with_the_largest_gap(
-    run: Run, caplog: pytest.LogCaptureFixture
-) -> None:
-    monitors = run.health(window=4, patience=1)
-    for step in range(1, 5):
-        pairs = [ReferencePair(f"{step}-{i}", step + i % 3, float(i % 3)) for i in range(30)]
-        pairs.append(ReferencePair(f"{step}-hack", step + 2.0, 0.0))
-        monitors.metrics(step, run.rewards(), AuditCounts(pairs=pairs))
-    (logged,) = [message for message in caplog.messages if "health.reference_gap" in message]
-    assert "'reference judge' falls behind" in logged
-    assert "Samples: 4-hack." in logged
-
-
-def test_a_phrase_of_a_warning_is_decoded(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    monitors = run.health(window=4, patience=1)
-    for step in range(1, 5):
-        for key, row in run.rows.items():
-            group, session = int(key[1]), int(key.split("_")[1])
-            has_phrase = session == 3 and group < 2 * step
-            row["responses"][5:9] = torch.tensor([7001, 7002, 7003, 7004]) if has_phrase else 9000 + step
-        monitors.metrics(step, run.rewards())
-    (logged,) = [message for message in caplog.messages if "health.phrases" in message]
-    assert "the text of [7001, 7002, 7003, 7004]" in logged
-    assert "Samples: p0_3" in logged
+def test_a_bounded_number_of_responses_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, groups=80)
+    run.health().metrics(1, run.rewards())
+    assert run.fetched == [("responses", SAMPLED_RESPONSES)]
 
 
 def test_long_responses_are_cut_in_the_middle() -> None:

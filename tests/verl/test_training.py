@@ -38,7 +38,7 @@ from tests.verl.checks import (
     texts,
 )
 from tests.verl.minibatches import recording, updates
-from tests.verl.runs import Run, agent_loop, json_lines, train
+from tests.verl.runs import Run, agent_loop, train
 
 pytestmark = pytest.mark.integration
 
@@ -213,12 +213,9 @@ def test_training_metrics_are_finite(mixed_run: Run) -> None:
 
 @pytest.fixture(scope="module")
 def pipeline_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
-    """What :func:`mixed_run` does, in the mode `reward_pipeline` with both overlaps off, and with all audits."""
+    """What :func:`mixed_run` does, in the mode `reward_pipeline` with both overlaps off."""
     directory = tmp_path_factory.mktemp("equal")
     (directory / "updates").mkdir()
-    labelled = {"solution_str": "4", "ground_truth": "4", "extra_info": {"split": "labelled"}, "label": True}
-    (directory / "labelled.jsonl").write_text(json.dumps(labelled))
-    judge = f"{Path(__file__).with_name('rewards.py')}:plain"
     return train(
         directory,
         tiny_generative_model,
@@ -232,9 +229,6 @@ def pipeline_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model
         "actor_rollout_ref.actor.use_kl_loss=True",
         "actor_rollout_ref.actor.optim.lr=1e-3",
         "reward.num_workers=2",
-        "reward_loop.audit={share: 1.0, accept: 0.5, labelled_every: 1, reference_share: 1.0}",
-        f"reward_loop.audit.labelled={directory}/labelled.jsonl",
-        f"reward_loop.audit.reference={judge!r}",
         *agent_loop("seeded"),
         function="Mixed",
         environment=recording(directory / "updates"),
@@ -252,19 +246,7 @@ def test_without_overlaps_the_pipeline_trains_as_verls_synchronous_mode(mixed_ru
     assert signature(pipeline_run.validation(3)) == signature(mixed_run.validation(3))
 
 
-def test_rewards_are_the_same_bits_with_and_without_audits(mixed_run: Run, pipeline_run: Run) -> None:
-    kinds = {row["probe"] for row in audit_rows(pipeline_run)}
-    assert kinds == {"canary", "again", "frame", "labelled", "reference"}
-    assert not audit_rows(mixed_run)
-    for step in (1, 2, 3):
-        audited, without = (
-            {(row["gts"], row["uid"].split("_")[1]): (row["output"], row["score"] or 0.0) for row in run.rollouts(step)}
-            for run in (pipeline_run, mixed_run)
-        )
-        assert audited == without
-
-
-def test_with_audits_updates_have_the_advantages_of_the_functions_own_scores(pipeline_run: Run) -> None:
+def test_updates_have_the_advantages_of_the_functions_own_scores(pipeline_run: Run) -> None:
     expected = {}
     for step in (1, 2, 3):
         rollouts = pipeline_run.rollouts(step)
@@ -279,11 +261,6 @@ def test_with_audits_updates_have_the_advantages_of_the_functions_own_scores(pip
             if mask.any():
                 (trained[f"{uid}_{session}_0"],) = set(advantages[mask.bool()].tolist())
     assert trained == pytest.approx(expected, rel=1e-6, abs=1e-6)  # sums over a group, in any order
-
-
-def audit_rows(run: Run) -> list[dict[str, Any]]:
-    folder = run.directory / "checkpoints" / "rewards" / "audit"
-    return [row for path in folder.glob("*.jsonl") for row in json_lines(path)]
 
 
 def own_scores(rollouts: list[dict[str, Any]]) -> dict[str, float]:
@@ -321,7 +298,6 @@ def harried_run(
         "reward_model.enable=True",
         f"reward_model.model.path={tiny_discriminative_model}",
         f"+custom_reward_function.reward_kwargs.model={tiny_discriminative_model}",
-        "reward_loop.audit={share: 0.25, probes: [again, master_key], tolerance: 0.001}",
         function="judged",
         own_ray=True,
         returncode=130,
@@ -393,14 +369,6 @@ def test_killed_servers_and_workers_lose_nothing(harried_run: Run) -> None:
         assert harried_run.steps[step]["reward_loop/failed"] == 0
     seen = signature([row for step in (1, 2, 3) for row in harried_run.rollouts(step)])
     assert not seen - signature(harried_run.calls), "a rollout has a score that the function did not return"
-
-
-def test_the_agreement_of_probes_is_a_metric(harried_run: Run) -> None:
-    steps = [harried_run.steps[step] for step in (1, 2, 3)]
-    assert sum(step["reward_loop/audit/asked"] for step in steps) > 0
-    name = "reward_loop/audit/again/agreement"
-    agreements = [step[name] for step in steps if name in step]
-    assert set(agreements) == {1.0}
 
 
 def test_the_records_of_a_run_whose_processes_were_killed_can_be_read(

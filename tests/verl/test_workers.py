@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from ray.exceptions import GetTimeoutError
 
-from reward_loop.audit import Feature
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardFunctionError, RewardLoopError
 from reward_loop.limits.server import serve_limits
@@ -338,26 +337,13 @@ GROUPS = ("reward_model.reward_manager=group", "reward_loop.group.timeout=300", 
 
 
 async def test_a_group_meets_in_one_of_several_workers(cluster: None, with_function: Settings) -> None:
-    workers = started(with_function(RANKS, "reward.num_workers=2", "reward_loop.audit.share=0.000001", *GROUPS))
+    workers = started(with_function(RANKS, "reward.num_workers=2", *GROUPS))
     rows = [rollout("x" * length, uid=f"q{q}", session_id=length) for length in (1, 2, 3) for q in range(6)]
-    # As a sample of a validation, it is not among the answers of `ablate`.
     rows.append(rollout("x", uid="validation", group_size=1, __validate__=True))
     rewards = await asyncio.gather(*(workers.client.compute_score.remote(row) for row in rows))
     assert [reward["reward_score"] for reward in rewards] == [0] * 6 + [1] * 6 + [2] * 6 + [0]
     batch = await asyncio.to_thread(workers.score_batch, rows)
     assert [reward["reward_score"] for reward in batch] == [reward["reward_score"] for reward in rewards]
-    # Both workers have groups that can be scored again with a changed answer.
-    feature = Feature("a long phrase")
-    assert await asyncio.to_thread(workers.ablate, feature, 4) == 4
-    pairs: list[tuple[float, float]] = []
-
-    async def scored() -> bool:
-        counts = await asyncio.to_thread(workers.audit_counts)
-        pairs.extend(pair for count in counts.ablations.values() for pair in count.pairs)
-        return len(pairs) == 4
-
-    await until(scored)
-    assert {having for _, having in pairs} == {2.0}  # the longest answer of its group
 
 
 def test_a_batch_is_not_scored_later_because_a_rollout_of_a_group_failed(

@@ -246,17 +246,6 @@ def test_groups_of_a_range_of_steps_by_the_gap_of_their_rewards(tmp_path: Path) 
         assert left[0]["best"] is left[0]["worst"] is None
 
 
-def test_groups_have_the_values_of_a_component_of_their_best_and_worst_sample(tmp_path: Path) -> None:
-    writer = Records(tmp_path)
-    for uid, score, components in (("a", 0.9, {"acc": 0}), ("b", 0.1, {}), ("c", 0.5, {"acc": True})):
-        record(writer, uid, score, group="g", components=components)
-    flushed(writer)
-    with serving(tmp_path) as client:
-        (row,) = get(client, "groups", component="acc")["rows"]
-        assert (row["best_value"], row["worst_value"]) == (0.0, None)
-        assert "best_value" not in get(client, "groups")["rows"][0]
-
-
 def test_a_sample_has_its_turns(tmp_path: Path) -> None:
     writer = Records(tmp_path)
     call = '<tool_call>{"name": "run", "arguments": {}}</tool_call>'
@@ -438,11 +427,10 @@ def test_a_sample_in_both_scorings_has_the_words_of_both_judges(two_scorings: tu
     assert answer.status_code == 404
 
 
-def test_warnings_of_the_health_monitors(client: TestClient, tmp_path: Path) -> None:
-    assert get(client, "health") == {"warnings": [], "reference": None}
+def test_warnings_of_the_live_numbers(client: TestClient, tmp_path: Path) -> None:
+    assert get(client, "health") == {"warnings": []}
     made_up.write(tmp_path / "rewards", [], [made_up.row("u_0", 1.0, 3.0)])
-    about = {"step": 1, "monitor": "masked", "subject": ""}
-    fields = {**about, "value": 0.9, "threshold": 0.5, "since": 1, "samples": ["u_0"]}
+    fields = {"step": 1, "monitor": "masked_share", "value": 0.9, "threshold": 0.5, "since": 1}
     health = HealthRecords(tmp_path / "rewards")
     health.write_warnings([{"message": "90 % of the samples are masked", **fields}])
     flushed(health)
@@ -615,7 +603,7 @@ def test_the_cost_of_judges_and_samples_at_a_price(tmp_path: Path) -> None:
 def test_a_step_without_samples_has_its_phases_and_warnings(tmp_path: Path) -> None:
     """In the mode `reward_pipeline` with one step ahead, the last step trains on the samples of the step before."""
     writer = HealthRecords(tmp_path / "run")
-    warning = {"monitor": "score_jump", "subject": "", "message": "a jump", "value": 1.0, "threshold": 0.5, "since": 3}
+    warning = {"monitor": "repetition", "message": "a jump", "value": 1.0, "threshold": 0.5, "since": 3}
     writer.write_warnings([{"step": 3, **warning}])
     assert writer.flush()
     events = made_up.phases(2, ("update_actor", 4.0, 9.0), ("step", 0.0, 10.0))
@@ -636,7 +624,7 @@ def test_a_step_without_samples_has_its_phases_and_warnings(tmp_path: Path) -> N
         ("run", "none"),
         ("samples", "data_source, group, limit, max.FIELD, max_reward, min.FIELD, min_reward, "),
         ("steps", "validate"),
-        ("groups", "component, limit, max.step, min.step, offset, order, sort, step, validate"),
+        ("groups", "limit, max.step, min.step, offset, order, sort, step, validate"),
         ("sample/any", "data_source, group, limit, "),
         ("judges", "step, validate"),
         ("timeline", "step"),

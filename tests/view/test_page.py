@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from reward_loop import RewardSample
-from reward_loop.records import Records
 from reward_loop.records.events import HealthRecords
 from tests.view import made_up
-from tests.view.recorded import flushed, record
 from tools.browser import CHROMIUM, browser, server
 from tools.example_run import WORDS_OF_THE_JUDGE, score, step_samples, write_run
 
@@ -115,9 +113,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     in_a_thread(write_run, folder, steps=STEPS, groups=GROUPS, size=SIZE)
     in_a_thread(asyncio.run, score(folder, list(HOSTILE)))
     in_a_thread(asyncio.run, score(folder, rollouts()))
-    warning = {"monitor": "score_jump", "message": f"jump {ATTACK}", "value": 0.5, "threshold": 0.3, "samples": []}
+    warning = {"monitor": "repetition", "message": f"jump {ATTACK}", "value": 0.5, "threshold": 0.3}
     health = HealthRecords(folder)
-    health.write_warnings([{"step": AGENT_STEP, "since": AGENT_STEP - 1, "subject": "", **warning}])
+    health.write_warnings([{"step": AGENT_STEP, "since": AGENT_STEP - 1, **warning}])
     assert health.flush(60.0)
     ungrouped = RewardSample("no idea", uid="ungrouped", step=UNGROUPED_STEP, extra_info={"question": "?"})
     in_a_thread(asyncio.run, score(folder, [ungrouped]))
@@ -319,33 +317,6 @@ def test_a_warning_leads_in_two_clicks_to_two_rollouts_side_by_side(page: Page) 
     assert page.locator(".two .exchange").count() == 2
 
 
-def test_a_warning_about_a_labelled_answer_leads_to_its_question_and_answer(chromium: Browser, tmp_path: Path) -> None:
-    record = {"version": 1, "kind": "audit", "time": 1.8e9, "step": 1, "function": "judge", "variant": ""}
-    labelled = {"probe": "labelled", "uid": "near, 2 + 2", "score": 0.0, "probe_score": 1.0, "accepted": True}
-    reply = {"id": "e", "verdict": "correct", "reply": None}
-    texts = {"answer": "It is 5.", "prompt": "What is 2 + 2?", "ground_truth": "4", "exchanges": [reply]}
-    (tmp_path / "audit").mkdir()
-    (tmp_path / "audit" / "a.jsonl").write_text(json.dumps({**record, **labelled, **texts}) + "\n")
-    (tmp_path / "samples.jsonl").write_text(json.dumps({**retried(), "step": 1}) + "\n")
-    health = HealthRecords(tmp_path)
-    about = {"monitor": "canaries", "subject": "labelled", "message": "accepted", "value": 1.0, "threshold": 0.1}
-    health.write_warnings([{"step": 1, "since": 1, "samples": ["near, 2 + 2"], **about}])
-    assert health.flush(60.0)
-    with server(tmp_path) as address:
-        page = chromium.new_page(viewport={"width": 1366, "height": 1400}, base_url=address)
-        open_view(page, "run")
-        page.locator(".warnings").get_by_role("link", name="near, 2 + 2").click()
-        card = page.locator(".worst .card")
-        card.locator(".tag").wait_for()
-        assert card.locator(".part").all_inner_texts() == [
-            "Question\nWhat is 2 + 2?",
-            "Ground truth\n4",
-            "Answer\nIt is 5.",
-            "judge\nverdict correct",
-        ]
-        page.close()
-
-
 def test_a_rollout_shows_its_turns_with_calls_beside_their_results(page: Page) -> None:
     open_view(page, f"step/{AGENT_STEP}?where.uid=large-3")
     page.get_by_role("link", name="large-3").click()
@@ -415,48 +386,6 @@ def test_judges_and_comparison(page: Page, folder: Path) -> None:
     assert "Cohen's kappa" in page.locator(".plain").first.inner_text()
 
 
-def test_an_accepted_canary_is_shown_with_the_words_of_the_judge(page: Page) -> None:
-    open_view(page, "audit")
-    page.get_by_role("link", name="canary/master_key/accepted").click()
-    card = page.locator(".worst .card", has_text="process").first
-    card.locator("mark", has_text="Score: 8").wait_for()
-    page.locator(".charts canvas").first.wait_for()
-    assert page.locator(".legend", has_text="limit of the monitor").count() == 1
-    name = card.get_by_role("link").inner_text()
-    card.get_by_role("link").click()
-    page.locator(".view.sample h1", has_text=name).wait_for()
-
-
-def test_labelled_answers_and_the_reference_judge_have_a_chart_for_each_value(
-    chromium: Browser, tmp_path: Path
-) -> None:
-    record = {"version": 1, "kind": "audit", "variant": "", "function": "judge", "outcome": "scored", "exchanges": []}
-    rows = []
-    for step in range(1, 5):
-        about = {**record, "time": float(step), "step": step}
-        for uid, label in (("a", 1.0), ("b", 0.0)):
-            score = label if step < 4 else 0.75
-            labelled = {"probe": "labelled", "uid": uid, "score": label, "probe_score": score, "accepted": score > 0.5}
-            rows.append({**about, **labelled, "answer": f"answer {uid}"})
-            components = {"clear": [0.75, 0.25], "<b>short</b>": [0.5, 0.5 + label / 10]}
-            pair = {"probe": "reference", "score": 0.75, "probe_score": 0.5 - label / 10, "components": components}
-            rows.append({**about, **pair, "uid": f"{step}-{uid}", "accepted": None, "answer": "36"})
-    (tmp_path / "audit").mkdir()
-    (tmp_path / "audit" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "samples.jsonl").write_text(json.dumps({**retried(), "step": 1}) + "\n")
-    with server(tmp_path) as address:
-        page = chromium.new_page(viewport={"width": 1366, "height": 1400}, base_url=address)
-        open_view(page, "audit?kind=reference%2Fclear")
-        page.locator(".charts canvas").nth(3).wait_for()
-        assert page.locator(".charts h3").all_inner_texts() == [
-            "Accuracy on labelled answers",
-            "Kappa on labelled answers",
-            "Drift of labelled answers",
-            "Score minus reference score, mean",
-        ]
-        page.close()
-
-
 def test_the_false_accepts_of_spot_checks_have_a_chart_with_their_interval(chromium: Browser, tmp_path: Path) -> None:
     rows = [
         made_up.row(f"{step}_{i}", 0.0, 1.0, step=step, components={"false_accept": float(i < step), "chance": 0.2})
@@ -470,42 +399,6 @@ def test_the_false_accepts_of_spot_checks_have_a_chart_with_their_interval(chrom
         chart = page.locator(".charts > *", has_text="Wrong answers that the cheap judge accepts")
         chart.locator("canvas").wait_for()
         assert chart.locator(".entry").all_inner_texts() == ["share\n50 %", "95 % from\n15 %", "to\n85 %"]
-        page.close()
-
-
-def test_the_answers_of_a_tested_warning_stand_side_by_side(chromium: Browser, tmp_path: Path) -> None:
-    writer = Records(tmp_path)
-    record(writer, "a", 0.5, response="It is 4. Fine.")
-    record(writer, "b", 0.8, response="Let me verify. It is 5.")
-    flushed(writer)
-    probe = {"version": 1, "kind": "audit", "probe": "ablation", "variant": "'Let me verify.'", "function": "judge"}
-    probe |= {"outcome": "scored", "exchanges": [], "step": 1, "time": 1.8e9}
-    rows = [
-        {
-            **probe,
-            "uid": "a",
-            "score": 0.8,
-            "probe_score": 0.5,
-            "accepted": True,
-            "answer": "Let me verify. It is 4. Fine.",
-        },
-        {**probe, "uid": "b", "score": 0.8, "probe_score": 0.6, "accepted": False, "answer": " It is 5."},
-    ]
-    (tmp_path / "audit").mkdir()
-    (tmp_path / "audit" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with server(tmp_path) as address:
-        page = chromium.new_page(viewport={"width": 1366, "height": 1400}, base_url=address)
-        open_view(page, "audit")
-        cards = page.locator(".worst .card")
-        cards.nth(1).wait_for()
-        inserted, removed = cards.nth(0).locator(".part"), cards.nth(1).locator(".part")
-        assert inserted.nth(1).inner_text().split("\n")[0].upper() == "WITH THE FEATURE: 0.8"
-        assert inserted.nth(1).locator("mark").all_inner_texts() == ["Let me verify. "]
-        assert inserted.nth(2).inner_text().split("\n")[0].upper() == "WITHOUT: 0.5"
-        assert inserted.nth(2).locator("pre").inner_text() == "It is 4. Fine."
-        assert "Let me verify. It is 5." in removed.nth(1).inner_text()
-        assert removed.nth(2).locator("mark").count() == 0
-        assert page.locator("table tbody tr td").nth(3).inner_text() == "0.25"  # the mean effect, not a share
         page.close()
 
 

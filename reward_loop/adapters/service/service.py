@@ -25,7 +25,6 @@ from reward_loop._util.text import first_line
 from reward_loop._util.web_server import stop_on_disconnect
 from reward_loop.adapters.service.replies import ServiceError
 from reward_loop.agent import PendingRewards, RewardAgent
-from reward_loop.audit import open_audit
 from reward_loop.errors import (
     ConfigError,
     JobServiceError,
@@ -109,7 +108,6 @@ class RewardService:
         self.in_flight = 0
         self.stopping = False
         self.metrics = Metrics(lambda: self.in_flight, lambda: self._agent.running)
-        open_audit(scorer.manager)
         self._agent = RewardAgent(scorer.manager, concurrency=concurrency)
         self._grace_s = grace_s
         self._pending: set[PendingRewards] = set()

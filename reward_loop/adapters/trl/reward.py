@@ -333,9 +333,6 @@ class TRLReward:
         self._log.log(results, log_extra, log_metric)
         options = getattr(agent.manager, "options", None)  # a manager of the user may have none
         self._say_failures(results, step, getattr(options, "log_dir", None))
-        if log_metric is not None:
-            for metric, value in (await agent.audit_metrics(f"reward_loop/{self.__name__}/audit")).items():
-                log_metric(metric, value)
         return [result.reward for result in results]
 
     def _say_failures(self, results: Sequence[RewardResult], step: int | None, folder: str | None) -> None:

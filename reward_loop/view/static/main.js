@@ -1,7 +1,6 @@
 /** Starts the page: shows the view that the location names, and follows the records. */
 
 import { ApiError, follow, get } from "./api.js";
-import { showAudit } from "./audit.js";
 import { showCompare } from "./compare.js";
 import { el, empty } from "./dom.js";
 import { plural } from "./format.js";
@@ -29,13 +28,12 @@ const VIEWS = {
   pairs: showPairs,
   timeline: showTimeline,
   judges: showJudges,
-  audit: showAudit,
   compare: showCompare,
   scorings: showScorings,
 };
-const LINKS = { run: "Run", samples: "Samples", timeline: "Timeline", judges: "Judges", audit: "Audit", compare: "Compare" };
+const LINKS = { run: "Run", samples: "Samples", timeline: "Timeline", judges: "Judges", compare: "Compare" };
 /** The fields of the run that tell whether it has the records of a view. */
-const NEEDS = { timeline: "events", audit: "audit" };
+const NEEDS = { timeline: "events" };
 const PARENTS = { step: "samples", sample: "samples", pair: "samples", pairs: "samples", scorings: "compare" };
 
 const main = document.getElementById("main");

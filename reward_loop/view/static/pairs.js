@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { el, empty, table } from "./dom.js";
-import { fixed, number } from "./format.js";
+import { fixed } from "./format.js";
 import { link } from "./router.js";
 import { visible } from "./text.js";
 
@@ -10,17 +10,13 @@ const SHOWN = 10;
 
 /** Shows the pairs of the steps that the route names. */
 export async function showPairs(view, { args: [first, last = first] }) {
-  const { reference } = await get("health");
-  const order = { sort: "gap", order: "desc", limit: SHOWN, component: reference };
+  const order = { sort: "gap", order: "desc", limit: SHOWN };
   const { rows } = await get("groups", { validate: false, "min.step": first, "max.step": last, ...order });
   const found = rows.filter(({ gap }) => gap > 0);
-  const hasReference = found.some((row) => (row.best_value ?? row.worst_value ?? null) !== null);
-  const names = hasReference ? [`>Best: ${visible(reference)}`, `>Worst: ${visible(reference)}`] : [];
   const body = found.map((row) => [
     el("a", { href: link("pair", [row.best, row.worst]) }, fixed(row.gap)),
     fixed(row.max),
     fixed(row.min),
-    ...(hasReference ? [number(row.best_value), number(row.worst_value)] : []),
     row.step,
     visible(row.group),
     visible((row.prompt ?? "").slice(0, 120)),
@@ -29,7 +25,7 @@ export async function showPairs(view, { args: [first, last = first] }) {
   view.append(
     el("div", { class: "title" }, el("h1", {}, `Best and worst answers, ${steps}`)),
     found.length
-      ? table(["Difference", ">Best", ">Worst", ...names, ">Step", "Group", "Prompt"], body)
+      ? table(["Difference", ">Best", ">Worst", ">Step", "Group", "Prompt"], body)
       : empty("No pairs", "No group of these steps has two different rewards and recorded texts."),
   );
   return { title: `Pairs of ${steps}` };

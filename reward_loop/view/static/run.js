@@ -19,12 +19,6 @@ const SMALL_COMPONENT = 1.5;
 const MOST_NAMES = 3;
 const NEWEST_STEPS = 50;
 const NEWEST_WARNINGS = 8;
-/** The monitors of probes, each with the kind on the page Audit that a warning is about. */
-const PROBE_KINDS = {
-  canaries: ({ subject }) => (subject === "labelled" ? subject : subject === "all" ? null : `canary/${subject}`),
-  agreement: ({ subject }) => subject,
-  labelled: () => "labelled",
-};
 
 const each = (rows, read) => rows.map((row) => read(row) ?? null);
 const share = (row, amount) => (row.count ? amount / row.count : null);
@@ -40,17 +34,6 @@ const CHARTS = [
       { label: "10 %", values: each(rows, (row) => row.reward?.p10), isEdge: true },
       { label: "90 %", values: each(rows, (row) => row.reward?.p90), isEdge: true },
     ],
-  },
-  {
-    title: "Reward and reference, mean",
-    isWide: true,
-    series: (rows, { reference }) =>
-      reference
-        ? [
-            { label: "reward", values: each(rows, (row) => row.reward?.mean) },
-            { label: reference, values: each(rows, (row) => row.components?.[reference]) },
-          ]
-        : [],
   },
   {
     title: "Components, mean",
@@ -134,12 +117,12 @@ export async function showRun(view, route, run) {
 
   async function refresh() {
     const requests = [get("steps", { validate }), get("health")];
-    const [{ rows: all }, { warnings, reference }] = await Promise.all(requests);
+    const [{ rows: all }, { warnings }] = await Promise.all(requests);
     const rows = all.filter((row) => row.step !== null);
     const part = (validate ? run.validation : run.training) ?? { samples: 0, outcomes: {} };
     parts.head.replaceChildren(...head(run, part, rows, validate, rows.length ? null : all[0]));
     parts.warnings.replaceChildren(...warningList(warnings));
-    showCharts(parts.charts, charts, rows, { ...run, reference }, warnings, validate);
+    showCharts(parts.charts, charts, rows, run, warnings, validate);
     parts.steps.replaceChildren(rows.length ? stepTable(rows, run, validate) : await noSteps(run, part, all[0], validate));
   }
 
@@ -208,7 +191,7 @@ function warningList(warnings) {
       {},
       el("a", { href: link("step", [warning.step]) }, `step ${warning.step}`),
       el("span", { class: "monitor" }, warning.monitor),
-      el("span", {}, warning.message, ...sampleLinks(warning), " ", pairsLink(warning)),
+      el("span", {}, warning.message, " ", pairsLink(warning)),
     ),
   );
   const more = warnings.length - newest.length;
@@ -228,17 +211,6 @@ function warningList(warnings) {
 /** Returns a link to the pairs of the steps of a warning. */
 function pairsLink({ since, step }) {
   return el("a", { href: link("pairs", [since ?? step, step]) }, "best and worst answers");
-}
-
-/** Returns links to the samples that show a problem; a probe is on the page Audit. */
-function sampleLinks(warning) {
-  const kind = PROBE_KINDS[warning.monitor]?.(warning);
-  const hrefOf = (uid) =>
-    kind === undefined ? link("samples", [], { "where.uid": uid }) : link("audit", [], { kind });
-  return (warning.samples ?? []).map((uid, i) => [
-    i ? "; " : kind === undefined ? " Samples: " : " Probes: ",
-    el("a", { href: hrefOf(uid) }, visible(uid)),
-  ]);
 }
 
 /** Returns the series of the components whose largest mean is chosen. */

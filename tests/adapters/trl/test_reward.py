@@ -82,20 +82,6 @@ async def test_a_batch_with_failures_is_one_line_on_the_console(caplog: pytest.L
         assert len(caplog.records) == 1
 
 
-async def test_the_probes_of_an_audit_are_logged_with_the_next_batch() -> None:
-    logged: list[tuple[str, float]] = []
-    options = {"audit": {"share": 1.0, "probes": ["again"]}}
-    async with opened(equals, name="judge", options=options) as reward:
-        for _ in range(2):
-            await reward(["p", "q"], ["1", "2"], ground_truth=["1", "1"], log_metric=lambda *one: logged.append(one))
-            agent = await reward._owner.get(pytest.fail)  # it runs already
-            drained = asyncio.run_coroutine_threadsafe(agent.manager.observer.drain(30), agent._loop)
-            await asyncio.wrap_future(drained)
-    # The probes of the first batch had ended before the second one was logged.
-    assert 2 <= sum(value for name, value in logged if name == "reward_loop/judge/audit/asked") <= 4
-    assert {value for name, value in logged if name == "reward_loop/judge/audit/again/agreement"} == {1}
-
-
 async def test_groups_are_compared_whole() -> None:
     async with opened(rank, manager="group") as reward:
         assert await reward(["a", "a", "b", "b"], ["x", "xxx", "xx", "x"]) == [0.0, 1.0, 1.0, 0.0]
