@@ -8,7 +8,7 @@ nothing is downloaded. Stages:
 - probe: the machine, versions, a product of matrices, a kernel of vLLM, memory that two processes share.
 - servers: a generative and a discriminative vLLM server; requests through the router and direct; the generative server
   is killed with requests in flight.
-- colocated: verl's trainer with two judges on the trainer's GPU. They and the rollout are awake in turn.
+- colocated: verl's trainer with a judge on the trainer's GPU, awake while the rollout sleeps.
 - sync, reward_pipeline, verl: the same work in verl's mode, in ours, and in verl's own command. Judging a step takes as
   long as generation and training, which the first of these runs measures.
 - learning: the policy of the demo (examples/arithmetic) and its served reward model. The demo's models are made on the

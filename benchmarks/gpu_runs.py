@@ -153,32 +153,27 @@ class GpuRuns:
         self._steps: dict[str, training.Steps] = {}
 
     def colocated(self, within_s: float) -> None:
-        """Train with two generative judges on the trainer's GPU: awake in turn, while the rollout sleeps."""
+        """Train with a generative judge on the trainer's GPU, awake while the rollout sleeps."""
         output, size = self._output / "colocated", self._size
         command = self._command(
             *("sync", output, size.colocated),
             "reward.reward_model.enable=True",
             "reward.reward_model.enable_resource_pool=False",
             f"reward.reward_model.model_path={self._inputs / 'judge'}",
-            "+reward_model.server.served_model_name=first",
-            f"+reward_model.server.models.second.model_path={self._inputs / 'judge'}",
             *(JUDGE_ON_THE_CPU if self._cpu else JUDGE_ON_THE_GPU),
             f"reward.custom_reward_function.path={HERE / 'gpu_judge.py'}",
         )
-        rows = self._run("two judges on the trainer's device", command, output, size.colocated, within_s)
+        rows = self._run("a judge on the trainer's device", command, output, size.colocated, within_s)
         steps = training.Steps(rows)
-        wakes = steps.mean("reward_loop/model_wakes")
-        wake, sleep = (steps.mean(f"reward_loop/model_{part}_s") / wakes for part in ("wake", "sleep"))
+        wake, sleep = (steps.mean(f"reward_loop/model_{part}_s") for part in ("wake", "sleep"))
         scored = round(sum(row["reward_loop/scored"] for row in rows))
         self._report.add(
-            f"Two judges in turn on the trainer's device, {len(rows)} steps",
-            f"{steps.seconds:.2f} s a step with {wakes:.1f} turns; a judge wakes in {wake:.2f} s and sleeps in "
-            f"{sleep:.2f} s; {scored} scored",
+            f"A judge on the trainer's device, {len(rows)} steps",
+            f"{steps.seconds:.2f} s a step; the judge wakes in {wake:.2f} s, sleeps in {sleep:.2f} s; {scored} scored",
             ("every rollout", scored == len(rows) * size.samples),
         )
         self._report.figures["colocated"] = {
             "step_s": round(steps.seconds, 3),
-            "turns": round(wakes, 1),
             "wake_s": round(wake, 3),
             "sleep_s": round(sleep, 3),
             "scored": scored,

@@ -7,7 +7,7 @@
 #   bash examples/genrm_1x1.sh [more options of verl]
 #
 # On one H100, these options of devices and engines were run with small random models: `python -m benchmarks.gpu --only
-# colocated` does the same in minutes, with two judges. With the models below, the script was never run.
+# colocated` does the same in minutes. With the models below, the script was never run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -33,8 +33,6 @@ class RouterCode(StrEnum):
 
     NO_SERVER_UP = "no_server_up"
     """No server is up: an outage."""
-    MODEL_ASLEEP = "model_asleep"
-    """The model sleeps while another one is awake. The client waits until it is awake, and sends the request again."""
     REQUEST_BREAKS_SERVERS = "request_breaks_servers"
     """The request broke several servers. Nothing repeats such a request."""
 

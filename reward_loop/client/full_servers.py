@@ -10,9 +10,7 @@ from collections.abc import Awaitable, Callable
 import aiohttp
 
 from reward_loop._util.capacity import FULL_STATUS, LearnedCapacity
-from reward_loop._util.json import decode
 from reward_loop._util.retry_after import asked_pause, is_out_of_credit
-from reward_loop._util.transient import RouterCode, error_code
 from reward_loop.errors import RequestError
 from reward_loop.limits.call import outside_the_deadline
 from reward_loop.limits.lease import report_failure
@@ -120,17 +118,9 @@ async def in_a_place(url: str, send: Callable[[], Awaitable[Answer]]) -> Answer:
                 await asyncio.sleep(pause)
 
 
-def is_asleep(response: aiohttp.ClientResponse, data: bytes) -> bool:
-    """Return whether the router refused a request because its model sleeps."""
-    try:
-        return response.status == 503 and error_code(decode(data)) == RouterCode.MODEL_ASLEEP
-    except ValueError:
-        return False
-
-
 def _is_full(response: aiohttp.ClientResponse, data: bytes) -> bool:
     status = response.status
-    if status not in FULL_STATUS or asked_pause(response.headers, status) is not None or is_asleep(response, data):
+    if status not in FULL_STATUS or asked_pause(response.headers, status) is not None:
         return False
     return not is_out_of_credit(status, data.decode(errors="replace"))
 

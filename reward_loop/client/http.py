@@ -14,7 +14,7 @@ import resource
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from hashlib import blake2b
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -33,7 +33,7 @@ from reward_loop._util.transient import (
     is_refusal,
     unreachable,
 )
-from reward_loop.client.full_servers import in_a_place, is_asleep
+from reward_loop.client.full_servers import in_a_place
 from reward_loop.errors import ConfigError, RequestError
 from reward_loop.limits.call import RequestRetries, call_here, outside_the_deadline
 from reward_loop.limits.lease import limit as limited
@@ -83,26 +83,8 @@ NO_WAIT_HEADER = "x-reward-loop-no-wait"
 """The header with which the router refuses a request while no server is up: in the router, the deadline would run."""
 
 
-TAKES_TURNS_HEADER = "x-reward-loop-takes-turns"
-"""The header with which the router refuses a request while its model sleeps: in the router, the deadline would run."""
-
-
-SILENT_S = 60.0
-"""Seconds without a sign of the router, which sends one every 10 s while a request waits for its model to wake up."""
-
-
-TIMEOUT_HEADER = "x-reward-loop-timeout"
-"""The header with the seconds in which the router must answer, if they are more than usual: so that its explanation
-arrives before the client's own timeout, and not long before."""
-
 USUAL_TIMEOUT_S = 300.0
-"""The default timeout, for which the router's own time limit is made, ``request_timeout_s``."""
-
-_ASLEEP = object()
-"""In place of an answer: the model sleeps."""
-
-_EARLIER = 290 / 300
-"""The part of the client's timeout in which the router must answer, as for their defaults of 290 and 300 s."""
+"""The default timeout. The router's own, ``request_timeout_s``, is shorter: its explanation must arrive before."""
 
 
 class _ReplyTooLongError(Exception):
@@ -125,8 +107,7 @@ async def post(
 ) -> AsyncIterator[tuple[Any, Exchange]]:
     """Send a JSON body with POST, and yield the decoded JSON answer, and the exchange, which the caller must `end`.
 
-    The permit of the limit is held within the block, in which the caller books the tokens; and not while a model of the
-    run sleeps, so that the requests that wait for it hold nothing that others need.
+    The permit of the limit is held within the block, in which the caller books the tokens.
 
     A cancelled request closes its connection, so that the server stops working on it. The connections of an event loop
     use at most half of the file descriptors that were free when its session was created (``ulimit -n``); further
@@ -143,7 +124,7 @@ async def post(
         limit: the name of the limit; by default that of the model, see `ModelConfig`.
         timeout: seconds until the whole answer is received, including the wait for a connection; ``None`` for no
             limit, ``model`` for those of the model, or 300. Longer while the judge of a run is full; see
-            `Limits.patience`. The router's time limit follows.
+            `Limits.patience`. The router's own time limit is ``request_timeout_s``.
         api_key_env: the name of the environment variable with the service's API key.
         max_reply_bytes: the longest answer, in bytes after decompression.
 
@@ -154,8 +135,6 @@ async def post(
     url = url_of(address, path)
     is_base_url = "://" in (address or "")
     headers = {"content-type": "application/json", **_authorization(api_key_env, url)}
-    if not is_base_url:
-        headers[TAKES_TURNS_HEADER] = "1"
     if not is_base_url and (group := _group()):
         # A hash: the id of a group may be any text, and a header may not.
         headers[GROUP_HEADER] = blake2b(group.encode(errors="replace"), digest_size=8).hexdigest()
@@ -165,38 +144,18 @@ async def post(
     limit = limit or own.limit
     if timeout == "model":
         timeout = own.timeout or USUAL_TIMEOUT_S
-    longest = timeout
-    if call is not None:
-        if timeout is not None:
-            timeout *= call.patience  # Like the call's own deadline: the run's judge may be full.
-        longest = timeout or (call.timeout and call.timeout * call.patience)
-    if not is_base_url and longest is not None and longest > USUAL_TIMEOUT_S:
-        headers[TIMEOUT_HEADER] = f"{_EARLIER * longest:.0f}"
+    if call is not None and timeout is not None:
+        timeout *= call.patience  # Like the call's own deadline: the run's judge may be full.
     if call is not None and call.request_retries.waits_for_outages:
         headers[NO_WAIT_HEADER] = "1"
-    exchange: Exchange | None = None
-    asked_at: float | None = None
-    while True:
-        async with AsyncExitStack() as stack:
-            lease = None
-            if limit is not None:
-                with nullcontext() if exchange is None else _timed(exchange):  # its error ends a request that has begun
-                    lease = await stack.enter_async_context(limited(limit))
-            exchange = exchange or _begin(url, body, api_key_env)
-            with _timed(exchange):
-                _raise_if_away(url)
-                answer = await _post(exchange, url, is_base_url, headers, body, timeout, max_reply_bytes)
-            if answer is not _ASLEEP:
-                yield answer, exchange
-                return
-            if lease is not None:
-                lease.failed()  # not an answer of the model
-        if asked_at is None:
-            asked_at = time.monotonic()
+    async with AsyncExitStack() as stack:
+        if limit is not None:
+            await stack.enter_async_context(limited(limit))
+        exchange = _begin(url, body, api_key_env)
         with _timed(exchange):
-            if await _until_awake(url, headers, model, time.monotonic() - asked_at):
-                # The model had its turn. If the request comes too late for it, it waits for the next one.
-                asked_at = None
+            _raise_if_away(url)
+            answer = await _post(exchange, url, is_base_url, headers, body, timeout, max_reply_bytes)
+        yield answer, exchange
 
 
 def _requests(models: Mapping[str, ModelRequests], model: str | None) -> ModelRequests:
@@ -313,8 +272,6 @@ async def _post(
                     return await _send_and_read(send, max_reply_bytes, 0 if is_base_url else _MAX_RESENDS)
 
             response, data = await in_a_place(url, once)
-        if is_asleep(response, data):
-            return _ASLEEP
         exchange.update(status=response.status, backend=response.headers.get(BACKEND_HEADER))
     except _ReplyTooLongError as error:
         exchange.update(status=error.status)
@@ -356,43 +313,6 @@ async def _post(
     # Only a usable answer counts: a gateway also answers while its server is away.
     _record_answer(url)
     return answer
-
-
-async def _until_awake(url: str, headers: Mapping[str, str], model: Any, waited_s: float) -> bool:
-    """Wait until a model of the run that sleeps is awake, outside of the deadline; return whether the router said so.
-
-    The router ends the wait after ``turn_timeout_s``, also one that has begun before the router was restarted. One that
-    is frozen sends no spaces meanwhile: the request itself then decides, with its own timeout, as after a restart.
-
-    Args:
-        url: the URL of the request.
-        headers: its headers.
-        model: its model.
-        waited_s: seconds for which the request has waited before, at a router that ended without an answer.
-
-    Raises:
-        RequestError: it did not wake up in time.
-    """
-    call, what = call_here(), f"the reward model {model!r} to wake up"
-    async with AsyncExitStack() as stack:
-        if call is not None and call.loop is asyncio.get_running_loop():
-            await stack.enter_async_context(call.aside(what))
-        else:
-            stack.enter_context(outside_the_deadline(what))
-        try:
-            session = await shared_session()
-            async with session.post(
-                f"{server_of(url)}/turns/wait",
-                params={"model": str(model), "waited": waited_s},
-                headers=headers,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=SILENT_S),
-            ) as response:
-                status, data = response.status, await response.read()
-        except (aiohttp.ClientError, OSError):
-            return False
-        if status != 200 or data.strip() != b"null":
-            raise RequestError(f"POST {_shown_url(url)}: {_shown(data.strip())}", status=status, final=True)
-    return True
 
 
 async def _send_and_read(

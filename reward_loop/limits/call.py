@@ -11,7 +11,7 @@ import contextvars
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -96,7 +96,6 @@ class Call:
     _requests: list[asyncio.Future[Permit]] = field(init=False, default_factory=list)
     """All requests within the function, granted ones too; ended ones are removed when there are `_prune_at`."""
     _prune_at: int = field(init=False, default=16)
-    _rejoining: asyncio.Lock | None = field(init=False, default=None)
     _waits: int = field(init=False, default=0)
     _waiting_since: float = field(init=False, default=0.0)
     _waited: float = field(init=False, default=0.0)
@@ -168,31 +167,6 @@ class Call:
             yield
         finally:
             self.end_wait(what)
-
-    @contextlib.asynccontextmanager
-    async def aside(self, what: str) -> AsyncIterator[None]:
-        """Stop the clock of the deadline in the block, and release the place at the reward model, for other calls.
-
-        For a long wait in which no model computes anything for the call. It may be entered by several requests of the
-        call at the same time.
-        """
-        with self.waiting(what):
-            place = self._whole[-1] if self._whole and self._whole[-1].name == REWARD_MODEL else None
-            open_requests = [request for request in self._requests if not _is_over(request)]
-            if any(not request.done() or request.result() not in self._whole for request in open_requests):
-                # It would come back for a place with a permit for which the calls that have the places may wait.
-                place = None
-            if place is not None:
-                place.leave()
-            yield
-            # Not in a `finally`: a cancelled call must not wait for a place again.
-            if place is not None:
-                # Of several requests that go on, the first one gets the place for all.
-                self._rejoining = self._rejoining or asyncio.Lock()
-                async with self._rejoining:
-                    if self._whole[-1].has_left:
-                        request = self._request(REWARD_MODEL, 0)
-                        self._whole = (*self._whole[:-1], await self.limits.granted(REWARD_MODEL, request))
 
     def begin_wait(self, what: str) -> None:
         """Stop the clock of the deadline, on the call's event loop, until `end_wait`."""

@@ -32,7 +32,7 @@ from reward_loop.router.backend import Backend, check_health
 from reward_loop.router.client_request import ClientRequest, WaitsFor
 from reward_loop.router.config import API_KEY_VARIABLE, WORKER_API_KEY_VARIABLE, BackendConfig, RouterConfig
 from reward_loop.router.error_answers import Refusal
-from reward_loop.router.headers import TIMEOUT, find
+from reward_loop.router.headers import find
 from reward_loop.router.http_server import HttpServer
 from reward_loop.router.limits import TimeLimit
 from reward_loop.router.pool import BackendPool
@@ -41,7 +41,7 @@ from reward_loop.router.proxy import Proxy
 _HEALTH_PATHS = frozenset({"/health", "/live", "/ready"})
 """Paths for health checks of the router itself; they need no API key."""
 
-_CONTROL_PATHS = frozenset({"/metrics", "/turns", "/turns/wait", "/workers", "/workers/hung", "/workers/mark_dead"})
+_CONTROL_PATHS = frozenset({"/metrics", "/workers", "/workers/hung", "/workers/mark_dead"})
 
 _CONTROL_BODY_BYTES = 1024 * 1024
 """The longest request body of the control plane, in bytes: parsing it blocks the event loop."""
@@ -101,7 +101,7 @@ class Router:
         """Serve one request, within the time limit of a request."""
         task = asyncio.current_task()
         assert task is not None
-        self._limit.start(task, self._seconds(client))
+        self._limit.start(task)
         try:
             await self._serve(client, task)
         except Refusal as refusal:
@@ -157,18 +157,9 @@ class Router:
         self.proxy.log.refused_request(client.method, client.path, refusal)
         client.refuse(refusal)
 
-    def _seconds(self, client: ClientRequest) -> float:
-        """Return the time limit of a request: longer if its client waits longer, for example for a slow judge."""
-        usual, asked = self._limit.seconds, find(client.headers, TIMEOUT)
-        if asked is None:
-            return usual
-        with contextlib.suppress(ValueError):
-            return min(max(usual, float(asked)), _MOST_LONGER * usual)
-        return usual
-
     def _late(self, client: ClientRequest) -> Refusal:
         """Return the error for a request that has passed its deadline."""
-        timeout = f"{self._seconds(client):g} s"
+        timeout = f"{self._limit.seconds:g} s"
         match client.waits_for:
             case WaitsFor.TURN:
                 inside = self.proxy.gate.inside
@@ -189,9 +180,6 @@ class Router:
 
 
 logger = logging.getLogger("reward_loop.router.app")  # also where this module is the program
-
-_MOST_LONGER = 10.0
-"""A client gets at most this many times the usual time limit: a header must not occupy a place without end."""
 
 _SPARE_FILES = 1024
 """File descriptors reserved for idle connections to servers, and the process itself."""

@@ -67,15 +67,12 @@ class SharedRouterOptions(Config):
 
     request_timeout_s: float = Field(default=290.0, gt=0)
     """Seconds from the arrival of a request at the router to the end of its answer. Waiting for a server counts. It is
-    below the timeout of the clients (300 s in `reward_loop.client`), so that they get the router's explanation. A
-    request of `reward_loop.client` with a longer timeout gets more time, at most ten times as much."""
+    below the timeout of the clients (300 s in `reward_loop.client`), so that they get the router's explanation: raise
+    it for requests with a longer timeout."""
 
     max_in_flight: int = Field(default=16384, ge=1)
     """The largest number of requests that the router sends to the servers at the same time; further ones wait. Each
     needs two of the router's open files (``ulimit -n``)."""
-
-    turn_timeout_s: float = Field(default=3600.0, gt=0)
-    """Seconds that a request waits until its model is awake, if several models are on the trainer's GPUs."""
 
     # By these three defaults, a frozen server is found within 10 s: one interval, and two checks that time out.
     health_interval_s: float = Field(default=2.0, gt=0)
@@ -113,9 +110,6 @@ class RouterConfig(SharedRouterOptions):
     """A server that answers health checks, has requests in flight, and sends nothing for half of this time is asked for
     one token. Without an answer in the other half, it is hung: it gets no more requests until it is restarted. ``None``
     never asks."""
-
-    turns: tuple[str, ...] = ()
-    """The names of models that share GPUs, so that one at a time is awake. Their owner wakes them up."""
 
     max_body_bytes: int = Field(default=64 * 1024 * 1024, ge=0)
     """Longer request bodies are answered with 413."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import FastAPI, HTTPException, Query, Request
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from prometheus_client import CollectorRegistry, generate_latest
@@ -21,7 +20,6 @@ from reward_loop.router.backend import LATENCY_BOUNDS_S, Backend, BackendState
 from reward_loop.router.client_request import ClientRequest
 from reward_loop.router.config import BackendConfig
 from reward_loop.router.error_answers import Refusal
-from reward_loop.router.model_turns import ALIVE_S, TurnQueue
 from reward_loop.router.pool import BackendPool
 from reward_loop.router.proxy import Proxy
 
@@ -92,23 +90,6 @@ def _app(pool: BackendPool, proxy: Proxy) -> FastAPI:
     async def mark_dead(url: str, reason: str, lost: bool = False) -> None:
         pool.mark_dead(find(url), reason, lost=lost)
 
-    @app.post("/turns")
-    async def next_model(awake: str | None = None) -> str:
-        """Wait until another model must wake up, and return its name; its owner wakes it up."""
-        queue = turns()
-        if awake is not None:
-            await pool.until_up(awake)
-        return await queue.next_model(awake)
-
-    @app.post("/turns/wait")
-    async def until_awake(model: str, waited: Annotated[float, Query(ge=0, allow_inf_nan=False)] = 0) -> None:
-        await turns().until_awake(model, waited)
-
-    def turns() -> TurnQueue:
-        if proxy.turns is None:
-            raise HTTPException(404, "the models of this router do not take turns")
-        return proxy.turns
-
     def find(url: str) -> Backend:
         backend = pool.find(url)
         if backend is None:
@@ -168,36 +149,9 @@ async def _call_asgi(app: Callable[[Any, Any, Any], Awaitable[None]], client: Cl
             return
         parts.append(message.get("body", b""))
 
-    async with _alive(client) if client.path in _LONG_WAITS else nullcontext():
-        await app(scope, receive, send)
+    await app(scope, receive, send)
     # Only now: the client may send its next request as soon as it has the answer.
-    if client.started:
-        await client.write(b"".join(parts))
-        client.end()
-    else:
-        client.answer(head["status"], head["headers"], b"".join(parts))
-
-
-_LONG_WAITS = frozenset({"/turns", "/turns/wait"})
-"""Paths whose answer may take an hour. After `ALIVE_S`, the status is 200; an error is in the body alone."""
-
-
-@asynccontextmanager
-async def _alive(client: ClientRequest) -> AsyncIterator[None]:
-    """Within the block, send a space before the JSON body every `ALIVE_S` seconds: a frozen router sends none."""
-
-    async def send_spaces() -> None:
-        while True:
-            await asyncio.sleep(ALIVE_S)
-            if not client.started:
-                client.start(200, [(b"content-type", b"application/json")])
-            await client.write(b" ")
-
-    sending = asyncio.create_task(send_spaces())
-    try:
-        yield
-    finally:
-        sending.cancel()
+    client.answer(head["status"], head["headers"], b"".join(parts))
 
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

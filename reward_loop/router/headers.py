@@ -17,12 +17,6 @@ GROUP = b"x-reward-loop-group"
 NO_WAIT = b"x-reward-loop-no-wait"
 """The header of a request that is refused while no server is up, because the client waits itself."""
 
-TAKES_TURNS = b"x-reward-loop-takes-turns"
-"""The header of a request that is refused while its model sleeps, because the client waits itself."""
-
-TIMEOUT = b"x-reward-loop-timeout"
-"""The header of a request whose client waits longer than usual: in how many seconds the router must have answered."""
-
 HOP_BY_HOP = frozenset(
     {
         b"connection",

@@ -211,25 +211,6 @@ class BackendPool:
                 raise Refusal(503, message, code=RouterCode.NO_SERVER_UP)
             await self._changed.wait()
 
-    async def until_up(self, model: str) -> None:
-        """Wait until a server of a model is in use, for at most `_START_CHECK_S` seconds.
-
-        Args:
-            model: a name that is in the configuration of its servers.
-
-        Raises:
-            Refusal: 503 if no server of the model came up.
-        """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_START_CHECK_S):
-                while not any(backend.state is BackendState.UP for backend in self._servers_of(model)):
-                    await self._changed.wait()
-                return
-        raise Refusal(503, f"no server of {model!r} is up: {self.describe(self._servers_of(model))}")
-
-    def _servers_of(self, model: str) -> list[Backend]:
-        return [backend for backend in self.backends if model in backend.models]
-
     async def ask_for_model(self, name: str) -> None:
         """Ask the servers in use for their models again, because a request names a model that its server does not have.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from contextlib import nullcontext
 
 import orjson
 
@@ -20,7 +19,6 @@ from reward_loop.router.headers import (
     BACKEND,
     HOP_BY_HOP,
     NO_WAIT,
-    TAKES_TURNS,
     RawHeader,
     find,
     named_by_connection,
@@ -36,10 +34,9 @@ from reward_loop.router.http_client import (
     UpstreamError,
 )
 from reward_loop.router.limits import Gate, RetryBudget
-from reward_loop.router.model_turns import TurnQueue
 from reward_loop.router.policies import policy_for
 from reward_loop.router.pool import BackendPool
-from reward_loop.router.routing import UnknownModelError, merged_models, model_in_turn, model_of, route
+from reward_loop.router.routing import UnknownModelError, merged_models, model_of, route
 
 logger = logging.getLogger(__name__)
 
@@ -107,8 +104,6 @@ class Proxy:
         self._breaking = BreakingRequests(pool)
         self._policy = policy_for(config.policy)
         self._max_body_bytes = config.max_body_bytes
-        self.turns = TurnQueue(config.turns, config.turn_timeout_s) if config.turns else None
-        """The requests for models that share GPUs; ``None`` if there are none."""
         # The proxy reads the whole body: it writes its own Content-Length, and drops "Expect: 100-continue".
         self._not_passed_on = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
         if config.api_key or config.worker_api_key:
@@ -126,18 +121,10 @@ class Proxy:
         await self.gate.enter()
         try:
             body = await client.read_body(self._max_body_bytes)
-            pool, path, turns = self._pool, client.path, self.turns
-            if (pool.several_models or turns is not None) and path == "/v1/models" and client.method == "GET":
-                client.answer_json(orjson.dumps(merged_models(pool, turns.models if turns else ())))
+            if self._pool.several_models and client.path == "/v1/models" and client.method == "GET":
+                client.answer_json(orjson.dumps(merged_models(self._pool)))
                 return
-            if turns is None:
-                await self._serve(client, headers, body)
-                return
-            model = model_in_turn(pool, turns.models, path, body)
-            client.waits_for = WaitsFor.SERVER
-            wait = find(client.headers, TAKES_TURNS) is None
-            async with nullcontext() if model is None else turns.turn(model, wait=wait):
-                await self._serve(client, headers, body)
+            await self._serve(client, headers, body)
         finally:
             self.gate.leave()
 

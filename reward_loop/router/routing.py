@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import orjson
@@ -52,29 +51,6 @@ def model_of(body: bytes) -> str | None:
         return None
     model = fields.get("model") if isinstance(fields, dict) else None
     return model if isinstance(model, str) else None
-
-
-def model_in_turn(pool: BackendPool, turns: Sequence[str], path: str, body: bytes) -> str | None:
-    """Return the model that a request asks for, if it is one of those that take turns.
-
-    Their servers are in the pool only while they are awake, so `route` alone would send a request to another model.
-
-    Args:
-        pool: the servers, among them those of the model that is awake.
-        turns: the names of the models that take turns.
-        path, body: those of the request.
-
-    Raises:
-        Refusal: the request names no model, or one that no server has.
-    """
-    model = model_of(body)
-    if model in turns:
-        return model
-    if model is None and path in _KIND_OF_PATH:
-        raise Refusal(400, f"the field 'model' is missing; available models: {_names(pool, turns)}", param="model")
-    if model is not None and model not in pool.models:
-        raise UnknownModelError(model, _names(pool, turns))
-    return None
 
 
 def route(pool: BackendPool, path: str, body: bytes) -> Route:
@@ -128,21 +104,14 @@ def _route_by_body(pool: BackendPool, path: str, kind: RequestKind | None, body:
     return destination
 
 
-def merged_models(pool: BackendPool, turns: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the answer to ``GET /v1/models``: the models of all servers, each once.
-
-    Args:
-        pool: the servers.
-        turns: the names of models that take turns, so that their servers may not be in the pool now.
-    """
+def merged_models(pool: BackendPool) -> dict[str, Any]:
+    """Return the answer to ``GET /v1/models``: the models of all servers, each once."""
     cards: dict[str, dict[str, Any]] = {}
     for backend in pool.backends:
         # A model that the configuration names may not be in the list of its server.
         known = {card["id"]: card for card in backend.cards}
         for name in backend.models:
             cards.setdefault(name, known.get(name) or _card(name))
-    for name in turns:
-        cards.setdefault(name, _card(name))
     return {"object": "list", "data": list(cards.values())}
 
 
@@ -170,8 +139,8 @@ def _has_empty_text(fields: Any) -> bool:
     return False
 
 
-def _names(pool: BackendPool, turns: Iterable[str] = ()) -> str:
-    return ", ".join(sorted({*pool.models, *turns}))
+def _names(pool: BackendPool) -> str:
+    return ", ".join(sorted(pool.models))
 
 
 def _served(pool: BackendPool) -> str:

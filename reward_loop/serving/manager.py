@@ -10,7 +10,7 @@ import logging
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -167,7 +167,6 @@ class RewardModelManager:
     Args:
         config: the models and how to serve them.
         gpus: for the placement ``ray``, the reservation of GPUs (``GpuReservation``); by default, any free GPUs in Ray.
-        turns: the names of external models that share GPUs, which their owner wakes up as the router says.
 
     Entering raises:
         ConfigError: there is no model at `model_path`, its kind differs from the configured kind, an option is not
@@ -176,12 +175,9 @@ class RewardModelManager:
             ready, and the message shows the end of its log.
     """
 
-    def __init__(
-        self, config: RewardModelConfig, gpus: GpuReservation | None = None, *, turns: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, config: RewardModelConfig, gpus: GpuReservation | None = None) -> None:
         self._config = config
         self._gpus = gpus
-        self._turns = turns
         self._starts = asyncio.Semaphore(config.starts_at_a_time)
         self._supervisors: dict[str, Supervisor] = {}
         self._router_url = ""
@@ -342,7 +338,10 @@ class RewardModelManager:
 
     def _router_command(self) -> list[str]:
         shared = {"policy", "hang_timeout_s", *SharedRouterOptions.model_fields}
-        given = {**self._config.model_dump(include=shared), "turns": self._turns}
+        given = self._config.model_dump(include=shared)
+        # The router's explanation should arrive before the client's own timeout, as with both defaults.
+        slowest = max(model.timeout or 0.0 for model in (self._config, *self._config.models.values()))
+        given["request_timeout_s"] = max(given["request_timeout_s"], slowest * 290 / 300)
         options = ["--options", json.dumps(given)]
         for server in self._servers:
             if server.url:
@@ -351,9 +350,7 @@ class RewardModelManager:
 
 
 @contextmanager
-def serve_reward_model(
-    config: RewardModelConfig, gpus: GpuReservation | None = None, *, turns: Sequence[str] = ()
-) -> Iterator[RewardModelManager]:
+def serve_reward_model(config: RewardModelConfig, gpus: GpuReservation | None = None) -> Iterator[RewardModelManager]:
     """Run a :class:`RewardModelManager` on an event loop in a background thread, for synchronous programs.
 
         with serve_reward_model(RewardModelConfig(model_path="...")) as models:
@@ -362,7 +359,7 @@ def serve_reward_model(
     The processes are stopped when the block ends, or when the interpreter exits inside the block.
 
     Args:
-        config, gpus, turns: as for :class:`RewardModelManager`.
+        config, gpus: as for :class:`RewardModelManager`.
 
     Yields:
         the manager, once all processes are ready. Its address and `pids` may be read from any thread.
@@ -371,5 +368,5 @@ def serve_reward_model(
         ConfigError, ServerStartError: as on entry of :class:`RewardModelManager`.
     """
 
-    with in_background(lambda: RewardModelManager(config, gpus, turns=turns), name="reward-model-manager") as manager:
+    with in_background(lambda: RewardModelManager(config, gpus), name="reward-model-manager") as manager:
         yield manager

@@ -91,7 +91,7 @@ class ServedModelConfig(Config):
     placement: Literal["local", "ray", "colocated"] = "local"
     """Where the servers run; a model of `models` has by default that of the model outside of it. ``local``: as
     processes of this machine. ``ray``: in Ray actors that reserve their GPUs, on any node. ``colocated``, only in a
-    verl run: on the trainer's GPUs, awake only while the rollout sleeps; several models are awake in turn."""
+    verl run: on the trainer's GPUs, awake only while the rollout sleeps."""
 
 
 class RewardModelConfig(SharedRouterOptions, ServedModelConfig):

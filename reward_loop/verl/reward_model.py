@@ -65,21 +65,12 @@ _UNUSED_BY_VERL = {
 """Options that verl's examples set, although neither this library nor verl uses them -> what applies instead."""
 
 _WITH_VERLS_SERVERS = (
-    *("models", "served_model_name", "turn_timeout_s", "max_concurrent", "timeout"),
+    *("models", "served_model_name", "max_concurrent", "timeout"),
     *("placement", "host", "router_port", "log_dir", "policy", "request_timeout_s", "max_in_flight"),
     *("health_interval_s", "health_timeout_s", "max_failed_checks"),
 )
 """The options of ``reward_model.server`` that apply to a reward model on the trainer's GPUs: those of the router and of
 requests."""
-
-_OF_MODELS_WITH_VERLS_SERVERS = (
-    *("model_path", "engine", "kind", "placement", "engine_args", "max_concurrent", "timeout"),
-    *_SERVER_OPTIONS.values(),
-)
-"""The same for ``reward_model.server.models.NAME``."""
-
-MOST_COLOCATED = 2
-"""verl reserves 3 places on each GPU of the trainer (``max_colocate_count``), one of them for the trainer itself."""
 
 _OF_THE_CPU_PRESET = {"rollout.dtype": "float32", "rollout.tensor_model_parallel_size": 1}
 """Options that ``--config-name cpu`` sets to this value. With it, engines without the option accept them."""
@@ -109,11 +100,13 @@ def read_reward_model(config: DictConfig, mode: ModeOptions) -> RewardModelConfi
     # As in verl: a model that needs GPUs, and has no pool of its own, is on those of the trainer.
     if not model.enable_resource_pool and "placement" not in own and _gpus(served):
         served = parse(RewardModelConfig, options | {"placement": "colocated"}, "reward_model.server")
-    # verl starts all servers on the trainer's GPUs, by default with the engine of the first model.
     for name, one in served.models.items():
-        if one.placement == "colocated" and "engine" not in one.model_fields_set:
-            served.models[name] = one.model_copy(update={"engine": served.engine})
-    if colocated_models(served):
+        if one.placement == "colocated":
+            raise ConfigError(
+                f"reward_model.server.models.{name}: only the first model can be on the trainer's GPUs. Set "
+                f"reward_model.server.models.{name}.placement=ray (GPUs of its own) or .engine=external"
+            )
+    if served.placement == "colocated":
         served = _colocated(config, served, mode)
     if served.placement != "colocated":
         _check_effects(model)
@@ -122,19 +115,11 @@ def read_reward_model(config: DictConfig, mode: ModeOptions) -> RewardModelConfi
     return served
 
 
-def colocated_models(served: RewardModelConfig) -> dict[str, ServedModelConfig]:
-    """Return the models on the trainer's GPUs, by the name that requests use."""
-    models = {served.served_model_name or str(served.model_path): served, **served.models}
-    return {name: model for name, model in models.items() if model.placement == "colocated"}
-
-
-def verls_options(config: DictConfig, model: ServedModelConfig, name: str | None = None) -> DictConfig:
+def verls_options(config: DictConfig, name: str | None = None) -> DictConfig:
     """Return verl's options of a reward model on the trainer's GPUs.
 
     Args:
         config: verl's whole configuration.
-        model: the model. One of ``reward_model.server.models`` has the options ``reward_model.rollout`` of the run,
-            but for those that the user has set for it.
         name: the name that requests use; ``None`` for that of the engine.
     """
     reward, trainer = config.reward, config.trainer
@@ -144,16 +129,9 @@ def verls_options(config: DictConfig, model: ServedModelConfig, name: str | None
     rollout = options.rollout
     if rollout.full_determinism and reward.custom_reward_function.path is None:
         rollout.max_num_seqs = 1  # as verl does: batches of /classify are not reproducible
-    arguments = dict((rollout.engine_kwargs or {}).get(model.engine) or {})
-    if not isinstance(model, RewardModelConfig):
-        options.model_path, rollout.name = model.model_path, model.engine
-        for verls, ours in _SERVER_OPTIONS.items():
-            if ours in model.model_fields_set:
-                rollout[verls] = getattr(model, ours)
-        arguments |= normalised(model.engine_args)
     if name is not None:
-        arguments["served_model_name"] = name
-    rollout.engine_kwargs = {model.engine: arguments}
+        arguments = dict((rollout.engine_kwargs or {}).get(rollout.name) or {})
+        rollout.engine_kwargs = {rollout.name: {**arguments, "served_model_name": name}}
     return options
 
 
@@ -229,18 +207,23 @@ def _colocated(config: DictConfig, served: RewardModelConfig, mode: ModeOptions)
 
     Raises:
         ConfigError: an option has no effect on them, or needs rewards while they sleep or their GPUs while they are
-            awake; or there are too many of these models.
+            awake.
     """
     own_gpus = "give the model GPUs of its own: reward_model.enable_resource_pool=True"
-    _check_options_of_colocated(config.reward_model.server, served, own_gpus)
-    models = colocated_models(served)
-    if len(models) > MOST_COLOCATED:
+    if served.engine == "external":
         raise ConfigError(
-            f"{len(models)} reward models on the trainer's GPUs ({', '.join(models)}): verl has room for "
-            f"{MOST_COLOCATED}. Give the others placement=local or ray, or external servers"
+            "reward_model.server.placement=colocated does not work with reward_model.rollout.name=external: external "
+            "servers cannot be put to sleep. Leave out placement"
         )
+    for option in config.reward_model.server:
+        if option not in _WITH_VERLS_SERVERS:
+            of = "model.trust_remote_code" if option == "trust_remote_code" else f"server.{option}"
+            raise ConfigError(
+                f"reward_model.{of} has no effect with a reward model on the trainer's GPUs: verl starts its servers, "
+                f"with the options reward_model.rollout.*. Leave it out, or {own_gpus}"
+            )
     off_policy = f"trainer.v1.{PIPELINE_MODE}.one_step_off_policy"
-    on_gpus = any(_gpus(model) for model in models.values())
+    on_gpus = _gpus(served) > 0
     rejected = {
         f"trainer.v1.trainer_mode={mode.name}": (
             mode.name == "separate_async",
@@ -266,53 +249,14 @@ def _colocated(config: DictConfig, served: RewardModelConfig, mode: ModeOptions)
     for what, (given, why) in rejected.items():
         if given:
             raise ConfigError(f"{what} does not work with a reward model on the trainer's GPUs: {why}")
-    replicas = {}
-    for name, model in models.items():
-        rollout, pool = verls_options(config, model).rollout, config.trainer
-        size = max(1, _gpus(served))
-        if model is not served and _gpus(model):
-            size = rollout.tensor_model_parallel_size * rollout.data_parallel_size
-        which = f"the reward model {name} on the trainer's GPUs"
-        replicas[name] = {"replicas": _room(pool, size, which)}
-        if pool.nnodes * pool.n_gpus_per_node % size:
-            raise ConfigError(
-                f"{which}: verl divides all {pool.nnodes * pool.n_gpus_per_node} of them into servers of {size} "
-                "(tensor_model_parallel_size times data_parallel_size): choose a divisor"
-            )
-    named = {name: one.model_copy(update=replicas.get(name, {})) for name, one in served.models.items()}
-    first = replicas[next(iter(models))] if served.placement == "colocated" else {}
-    return served.model_copy(update={"models": named, **first})
-
-
-def _check_options_of_colocated(own: DictConfig, served: RewardModelConfig, own_gpus: str) -> None:
-    """Reject options of models on the trainer's GPUs that have no effect on verl's servers."""
-    groups: dict[str, tuple[ServedModelConfig, DictConfig, tuple[str, ...]]] = {
-        "server": (served, own, _WITH_VERLS_SERVERS),
-        **{
-            f"server.models.{name}": (model, own.models[name], _OF_MODELS_WITH_VERLS_SERVERS)
-            for name, model in served.models.items()
-        },
-    }
-    for group, (model, given, known) in groups.items():
-        if model.placement != "colocated":
-            continue
-        if model.engine == "external":
-            name = "reward_model.rollout.name" if model is served else f"reward_model.{group}.engine"
-            raise ConfigError(
-                f"reward_model.{group}.placement=colocated does not work with {name}=external: external servers "
-                "cannot be put to sleep. Leave out placement"
-            )
-        for option in given:
-            if option not in known:
-                of = (
-                    "model.trust_remote_code"
-                    if (group, option) == ("server", "trust_remote_code")
-                    else f"{group}.{option}"
-                )
-                raise ConfigError(
-                    f"reward_model.{of} has no effect with a reward model on the trainer's GPUs: verl starts its "
-                    f"servers, with the options reward_model.rollout.*. Leave it out, or {own_gpus}"
-                )
+    size, gpus = max(1, _gpus(served)), config.trainer.nnodes * config.trainer.n_gpus_per_node
+    replicas = _room(config.trainer, size, "the reward model on the trainer's GPUs")
+    if gpus % size:
+        raise ConfigError(
+            f"the reward model on the trainer's GPUs: verl divides all {gpus} of them into servers of {size} "
+            "(tensor_model_parallel_size times data_parallel_size): choose a divisor"
+        )
+    return served.model_copy(update={"replicas": replicas})
 
 
 def _room(pool: DictConfig, size: int, which: str) -> int:

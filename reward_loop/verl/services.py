@@ -16,11 +16,10 @@ from reward_loop.serving.manager import serve_reward_model
 from reward_loop.serving.reservation import GpuReservation
 from reward_loop.verl.cluster import RouterAddress, accelerator, for_platform, groups_of_trainer, router_address
 from reward_loop.verl.resolve import read
-from reward_loop.verl.reward_model import colocated_models
 from reward_loop.verl.settings import RewardSettings
 
 if TYPE_CHECKING:
-    from reward_loop.verl.colocated import ColocatedRewardModels
+    from reward_loop.verl.colocated import ColocatedRewardModel
 
 __all__ = ["RewardServices", "reward_services", "with_limits_of_models"]
 
@@ -32,8 +31,8 @@ class RewardServices:
     settings: RewardSettings
     router: RouterAddress | None = None
     """The router in front of the reward model, if its servers run."""
-    colocated: ColocatedRewardModels | None = None
-    """The reward models on the trainer's GPUs, which the trainer starts itself."""
+    colocated: ColocatedRewardModel | None = None
+    """The reward model on the trainer's GPUs, which the trainer starts itself."""
 
 
 @contextmanager
@@ -53,10 +52,10 @@ def reward_services(config: DictConfig) -> Iterator[RewardServices]:
         router: RouterAddress | None = None
         colocated = None
         model = None if settings.model is None else for_platform(settings.model)
-        if model is not None and colocated_models(model):
-            from reward_loop.verl.colocated import ColocatedRewardModels  # imports verl's engines
+        if model is not None and model.placement == "colocated":
+            from reward_loop.verl.colocated import ColocatedRewardModel  # imports verl's engines
 
-            colocated = stack.enter_context(ColocatedRewardModels(config, model, settings.num_workers))
+            colocated = stack.enter_context(ColocatedRewardModel(config, model, settings.num_workers))
         elif model is not None:
             served = stack.enter_context(serve_reward_model(model, _reservation(config, model)))
             router = stack.enter_context(router_address(served.reward_router_address, model, settings.num_workers))

@@ -335,8 +335,8 @@ class RewardLoopTrainer(RecordingTrainer):
         assert self._colocated is not None
         keys, rows = read_sessions(batch)
         # Not in `metrics`: verl would average these seconds over the parts of a step, not add them.
-        with self._colocated.awake(None if metrics is None else self._rewards.seconds) as turns:
-            rewards = self.reward_workers.score_batch(rows, turns)
+        with self._colocated.awake(None if metrics is None else self._rewards.seconds):
+            rewards = self.reward_workers.score_batch(rows)
         write_rewards(batch, keys, rewards)
         return self._scored(batch) if batch.partition_id == "val" else batch
 

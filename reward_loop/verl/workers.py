@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,13 +14,12 @@ import numpy as np
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
-from reward_loop.config import RewardLoopConfig, RewardModelConfig
+from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardLoopError
 from reward_loop.limits import longest_call_s
 from reward_loop.types import Reward, RewardSample
 from reward_loop.verl.cluster import RouterAddress, worker_nodes
 from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient, prompt_of, raise_if_lost
-from reward_loop.verl.reward_model import colocated_models
 from reward_loop.verl.reward_worker import RewardWorker
 from reward_loop.verl.settings import RewardSettings
 
@@ -139,8 +138,6 @@ class RewardWorkers:
             for node in nodes
         ]
         self.client = RewardClient(self.handles, settings.options)
-        # Until the models that have no turn yet are awake, no reward may arrive.
-        self._turns_s = 0.0 if settings.model is None else _turns_s(settings.model)
         self._fatal_errors = _Requests(self.handles, "fatal_error")
         self._polled_at = 0.0
         self._exchange_counts = _Requests(self.handles, "exchange_counts")
@@ -204,32 +201,27 @@ class RewardWorkers:
         """
         ray.wait([worker.stop.remote() for worker in self.handles], num_returns=len(self.handles), timeout=BUSY_S)
 
-    def score_batch(
-        self, rows: Sequence[Any], meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None
-    ) -> list[Reward]:
+    def score_batch(self, rows: Sequence[Any]) -> list[Reward]:
         """Score a batch, and return the rewards in the order of its rows.
 
         Args:
             rows: the rollouts, from `read_sessions`. If the manager needs whole groups, all rollouts of each prompt.
                 Those that failed are not awaited: the others are the group.
-            meanwhile: runs on the event loop of the wait, and is cancelled when all rewards are there.
 
         Raises:
-            RewardLoopError: `meanwhile` failed; the run must stop; no reward arrived for longer than the timeout of the
-                function and its retries; or a worker does not respond.
+            RewardLoopError: the run must stop; no reward arrived for longer than the timeout of the function and its
+                retries; or a worker does not respond.
         """
         if self.client.by_group:
             sizes = Counter(map(prompt_of, rows))
             rows = [_in_group(row, sizes[prompt_of(row)]) for row in rows]
-        return self._results([self.client.reward_of(row) for row in rows], meanwhile)
+        return self._results([self.client.reward_of(row) for row in rows])
 
-    def _results(
-        self, pending: Sequence[Awaitable[T]], meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None
-    ) -> list[T]:
+    def _results(self, pending: Sequence[Awaitable[T]]) -> list[T]:
         """Wait for calls of workers, and return their results."""
         try:
             # The trainer's thread has no event loop.
-            return asyncio.run(beside(self._gather(pending), meanwhile))
+            return asyncio.run(self._gather(pending))
         except RayTaskError as error:
             # First the stored error of a worker, which names the sample and the cause.
             self.check_fatal_errors()
@@ -239,8 +231,6 @@ class RewardWorkers:
         """Fail if no result arrives for longer than `longest_quiet_s` seconds."""
         options = self.client.options
         patience = longest_quiet_s(options, by_group=self.client.by_group)
-        if patience is not None:
-            patience += self._turns_s
         calls = [asyncio.ensure_future(call) for call in pending]
         left, last_arrival = set(calls), time.monotonic()
         while left:
@@ -320,27 +310,6 @@ class RewardWorkers:
                 f"a reward worker did not answer within {timeout:g} s (reward_loop.{option}): raise it for a slow "
                 "shared file system; otherwise, does the reward function or its manager block the event loop?"
             ) from cause
-
-
-def _turns_s(model: RewardModelConfig) -> float:
-    return model.turn_timeout_s if len(colocated_models(model)) > 1 else 0.0
-
-
-async def beside(work: Coroutine[Any, Any, T], meanwhile: Callable[[], Coroutine[Any, Any, None]] | None) -> T:
-    """Await `work` while another coroutine runs, whose failure cancels it; the other one is cancelled at the end."""
-    if meanwhile is None:
-        return await work
-    working, other = asyncio.create_task(work), asyncio.create_task(meanwhile())
-    try:
-        await asyncio.wait([working, other], return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in (working, other):
-            task.cancel()
-        _, ended = await asyncio.gather(working, other, return_exceptions=True)
-    # First its error: `work` was cancelled because of it.
-    if isinstance(ended, Exception):
-        raise ended
-    return await working
 
 
 def _raise_first(fatal_errors: Sequence[str | None]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample, ScoringFunction
+from reward_loop import NaiveRewardLoopManager, RewardSample
 from reward_loop.client import Judge, Number, chat_complete, classify, http
 from reward_loop.client.http import GROUP_HEADER, shared_session
 from reward_loop.errors import ConfigError, RequestError
@@ -100,22 +100,6 @@ async def all_rated(solution_strs: list[str], reward_router_address: str) -> lis
 
 def rated_in_a_thread(solution_str: str, reward_router_address: str) -> float:
     return asyncio.run(rated(solution_str, reward_router_address))
-
-
-@pytest.mark.parametrize(
-    ("deadline", "timeout", "asked"),
-    [(300, 300, None), (300, None, None), (1200, None, "1160"), (1200, 600, "580"), (None, None, None)],
-)
-async def test_the_router_gets_the_timeout_if_it_is_longer_than_usual(
-    deadline: float | None, timeout: float | None, asked: str | None
-) -> None:
-    async def compute_score(reward_router_address: str) -> float:
-        return float((await chat_complete(reward_router_address, "?", timeout=timeout)).text)
-
-    async with FakeJudge("8") as judge:
-        function = ScoringFunction(compute_score, options=RewardLoopConfig(timeout=deadline))
-        assert (await function(RewardSample("?"), reward_router_address=judge.address)).score == 8
-    assert judge.requests[0].headers.get("x-reward-loop-timeout") == asked
 
 
 async def groups_sent(judge: FakeJudge, manager: Any, *groups: str | None) -> list[str | None]:

@@ -93,30 +93,6 @@ async def test_tasks_are_cancelled_at_their_deadlines_and_not_after_their_end() 
         assert await limited(limit, never)  # The timer starts again.
 
 
-async def test_a_task_may_have_a_longer_limit() -> None:
-    limit = TimeLimit(0.05)
-
-    async def run(seconds: float) -> bool:
-        task = asyncio.current_task()
-        assert task is not None
-        limit.start(task, seconds)
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            return limit.is_exceeded(task)
-        finally:
-            limit.stop(task)
-        return False
-
-    longest, long, usual = (asyncio.create_task(run(seconds)) for seconds in (1000, 0.1, 0.01))
-    async with asyncio.timeout(30):
-        assert await asyncio.gather(long, usual) == [True, True]
-    assert not longest.done()
-    limit.close()
-    longest.cancel()
-    assert await longest is False
-
-
 async def test_a_task_that_is_cancelled_before_has_not_exceeded_the_limit() -> None:
     limit = TimeLimit(60)
     task = asyncio.create_task(limited(limit, asyncio.Event()))

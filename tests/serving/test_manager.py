@@ -241,6 +241,14 @@ def test_the_options_of_the_router_reach_it(config: Any) -> None:
     models = RewardModelManager(config(health_interval_s=0.5, policy="least_in_flight"))
     options = json.loads(dict(pairwise(models._router_command()))["--options"])
     assert (options["health_interval_s"], options["policy"]) == (0.5, "least_in_flight")
+    assert options["request_timeout_s"] == 290
+
+
+def test_the_router_waits_for_the_slowest_model(config: Any) -> None:
+    slow = {"model_path": "/judge", "timeout": 600}
+    models = RewardModelManager(config(timeout=100, models={"slow": slow}))
+    options = json.loads(dict(pairwise(models._router_command()))["--options"])
+    assert options["request_timeout_s"] == 580
 
 
 async def test_a_port_in_use_is_named_with_its_option(config: Any) -> None:

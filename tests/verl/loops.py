@@ -46,14 +46,14 @@ class Twofold(Seeded):
 
 
 class Timed(SingleTurnAgentLoop):
-    """Writes down from when to when it generated, and whether all reward models slept then."""
+    """Writes down from when to when it generated, and whether the reward model slept then."""
 
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> Any:
         models = [ray.get_actor(name) for name in ray.util.list_named_actors() if name.startswith("cpu_reward_server")]
         began, before = time.time(), [await model.is_sleeping.remote() for model in models]
         output = await super().run(sampling_params, priority, **kwargs)
         after = [await model.is_sleeping.remote() for model in models]
-        times = {"began": began, "ended": time.time(), "model_slept": len(models) == 2 and all(before + after)}
+        times = {"began": began, "ended": time.time(), "model_slept": len(models) == 1 and all(before + after)}
         with Path(os.environ["REWARD_LOG"]).with_name("generations.jsonl").open("a") as file:
             file.write(json.dumps(times) + "\n")
         return output

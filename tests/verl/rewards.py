@@ -383,22 +383,13 @@ async def judged(
 
 
 async def watched(solution_str: str, ground_truth: str, extra_info: dict, reward_router_address: str) -> float:
-    """Asks one reward model and then another, and writes down whether all but the asked one slept, before and after."""
+    """Asks the reward model, and writes down which of it and the rollout was awake."""
     import ray
 
-    async def awake() -> list[str]:
-        servers = {
-            "rollout": "cpu_rollout_server_0",
-            "first": "cpu_reward_server_0",
-            "second": "cpu_reward_server_0_second",
-        }
-        return [name for name, actor in servers.items() if not await ray.get_actor(actor).is_sleeping.remote()]
-
-    score = await classify(reward_router_address, solution_str or " ", model="first", timeout=None)
+    score = await classify(reward_router_address, solution_str or " ", timeout=None)
     assert isinstance(score, float)
-    of_first = await awake()
-    await chat_complete(reward_router_address, f"Judge: {solution_str}", model="second", max_tokens=1)
-    of_second = await awake()
-    line = {"score": score, "outcome": "scored", "split": extra_info["split"], "awake": [of_first, of_second]}
+    servers = {"rollout": "cpu_rollout_server_0", "reward": "cpu_reward_server_0"}
+    awake = [name for name, actor in servers.items() if not await ray.get_actor(actor).is_sleeping.remote()]
+    line = {"score": score, "outcome": "scored", "split": extra_info["split"], "awake": awake}
     _log(output=solution_str, gts=ground_truth, **line)
     return score

@@ -12,7 +12,7 @@ from reward_loop.errors import ConfigError
 from reward_loop.serving import engines
 from reward_loop.serving.engines import ENGINES
 from reward_loop.serving.models import served_models
-from reward_loop.verl.reward_model import colocated_models, verls_options
+from reward_loop.verl.reward_model import verls_options
 from tests.verl.configs import resolved
 
 VLLM = [
@@ -205,41 +205,25 @@ def test_without_a_pool_the_model_shares_the_trainers_gpus() -> None:
     assert resolved(*VLLM, *overrides, *in_pipeline).model is not None
 
 
-def test_each_model_has_its_own_placement_and_engine_options() -> None:
+def test_one_model_on_the_trainers_gpus_may_be_beside_others_with_another_placement() -> None:
     models = {
-        "judge": "{model_path: /j, tensor_parallel_size: 4, max_model_len: 99, engine_args: {max-num-seqs: 8}}",
         "small": "{model_path: /s, engine: vllm, placement: local, env: {CUDA_VISIBLE_DEVICES: '7'}}",
         "large": "{engine: external, urls: ['http://h:1'], kind: generative}",
     }
     overrides = [
         *(f"+reward_model.server.models.{name}={model}" for name, model in models.items()),
         "+reward_model.rollout.engine_kwargs.vllm.swap_space=1",
-        "reward_model.rollout.max_model_len=50",
     ]
     settings = resolved(*VLLM, *overrides)
     served = settings.model
     assert served is not None
     placements = {name: model.placement for name, model in served.models.items()}
-    assert (served.placement, placements) == ("colocated", {"judge": "colocated", "small": "local", "large": "local"})
-    assert (served.replicas, served.models["judge"].replicas) == (4, 2)
-    assert colocated_models(served) == {"/m": served, "judge": served.models["judge"]}
-    first = verls_options(settings.config, served, "/m")
-    judge = verls_options(settings.config, served.models["judge"], "judge")
-    assert (judge.model_path, judge.rollout.name, judge.rollout.tensor_model_parallel_size) == ("/j", "vllm", 4)
-    assert judge.rollout.max_model_len == 99
-    assert judge.rollout.engine_kwargs == {"vllm": {"swap_space": 1, "max_num_seqs": 8, "served_model_name": "judge"}}
-    assert (first.model_path, first.rollout.max_model_len, judge.n_gpus_per_node) == ("/m", 50, 8)
-    assert first.rollout.engine_kwargs == {"vllm": {"swap_space": 1, "served_model_name": "/m"}}
-
-
-def test_one_model_on_the_trainers_gpus_may_be_beside_others_with_gpus_of_their_own() -> None:
-    judge = "+reward_model.server.models.judge={model_path: /j, placement: colocated}"
-    settings = resolved(*VLLM, *POOL, judge)
-    assert settings.model is not None
-    assert (settings.model.placement, settings.model.replicas) == ("ray", 8)
-    assert list(colocated_models(settings.model)) == ["judge"]
-    assert settings.model.models["judge"].engine == "vllm"
-    assert verls_options(settings.config, settings.model.models["judge"]).rollout.tensor_model_parallel_size == 2
+    assert (served.placement, placements) == ("colocated", {"small": "local", "large": "local"})
+    assert served.replicas == 4
+    named, plain = verls_options(settings.config, "/m"), verls_options(settings.config)
+    assert (plain.model_path, plain.rollout.tensor_model_parallel_size, plain.n_gpus_per_node) == ("/m", 2, 8)
+    assert plain.rollout.engine_kwargs == {"vllm": {"swap_space": 1}}
+    assert named.rollout.engine_kwargs == {"vllm": {"swap_space": 1, "served_model_name": "/m"}}
 
 
 def test_all_options_of_verls_servers_are_for_a_model_on_the_trainers_gpus() -> None:
@@ -352,24 +336,16 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
             ["reward_model.model.trust_remote_code has no effect", *OWN_GPUS],
         ),
         (
-            [*VLLM, "+reward_model.server.models.j={model_path: /j, replicas: 2}"],
-            ["reward_model.server.models.j.replicas has no effect", "reward_model.rollout.*", *OWN_GPUS],
+            [*VLLM, "+reward_model.server.models.j.model_path=/j"],
+            [
+                "models.j: only the first model can be on the trainer's GPUs",
+                "models.j.placement=ray",
+                "engine=external",
+            ],
         ),
         (
-            [*VLLM, "+reward_model.server.models.j={model_path: /j, tensor_parallel_size: 3}"],
-            ["the reward model j on the trainer's GPUs", "8 of them into servers of 3"],
-        ),
-        (
-            [*VLLM, *(f"+reward_model.server.models.{name}.model_path=/{name}" for name in "jk")],
-            ["3 reward models on the trainer's GPUs (/m, j, k)", "room for 2", "placement=local or ray"],
-        ),
-        (
-            [*VLLM, "+reward_model.server.models.j={engine: external, urls: ['http://h:1'], placement: colocated}"],
-            ["reward_model.server.models.j.placement=colocated", "models.j.engine=external", "Leave out placement"],
-        ),
-        (
-            [*VLLM, *POOL, "+reward_model.server.models.j={model_path: /j, placement: colocated}", PIPELINE],
-            ["one_step_off_policy=True", "Set it to False"],
+            [*VLLM, *POOL, "+reward_model.server.models.j={model_path: /j, placement: colocated}"],
+            ["models.j: only the first model can be on the trainer's GPUs"],
         ),
         ([*VLLM, "trainer.v1.trainer_mode=separate_async"], ["trainer_mode=separate_async", *OWN_GPUS]),
         ([*VLLM, PIPELINE], ["one_step_off_policy=True", "Set it to False", *OWN_GPUS]),
