@@ -47,7 +47,7 @@ from reward_loop.limits.local import LocalLimits
 CONCURRENCY = 256
 PERIOD_S = 4.0
 SETTLING_S = 30.0
-"""Maximum time in seconds until all resources are released. The watchdog may still be answering `reward-loop stuck`."""
+"""Maximum time in seconds until all resources are released."""
 OWN = {0: "raises", 1: "none", 2: "nan", 3: "hangs"}
 """The fault of the function, by the sample's number modulo 100."""
 

@@ -18,13 +18,12 @@ from reward_loop._util import cli_options, process, signals
 from reward_loop._util.standard_streams import console, open_standard_streams
 from reward_loop.adapters.service.command import serve
 from reward_loop.errors import ConfigError, FunctionLoadError, RewardLoopError
-from reward_loop.limits.command import limits
 from reward_loop.managers import registry
 from reward_loop.offline.check_command import check
 from reward_loop.offline.command import score
 from reward_loop.offline.compare import compare
 from reward_loop.offline.export import export
-from reward_loop.offline.report_command import report, stuck
+from reward_loop.offline.report_command import report
 from reward_loop.router.command import route
 from reward_loop.view.command import view
 from reward_loop.view.trace import trace
@@ -154,5 +153,5 @@ def _root(
     """Rewards that never block RL training of language models."""
 
 
-for command in (check, score, route, serve, report, compare, view, export, trace, stuck, limits):
+for command in (check, score, route, serve, report, compare, view, export, trace):
     app.command()(command)

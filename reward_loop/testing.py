@@ -31,7 +31,7 @@ from typing import Any, Self, get_args
 from aiohttp import web
 
 from reward_loop._util.event_loops import in_background
-from reward_loop._util.sockets import listen, url_of
+from reward_loop._util.web_server import listen, url_of
 from reward_loop.errors import ConfigError
 
 __all__ = [

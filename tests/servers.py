@@ -20,7 +20,7 @@ import orjson
 import uvicorn
 from fastapi import FastAPI
 
-from reward_loop._util.sockets import listen, url_of
+from reward_loop._util.web_server import listen, url_of
 from reward_loop.router.app import Router
 from reward_loop.router.client_request import ClientRequest
 from reward_loop.router.config import RouterConfig

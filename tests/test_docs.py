@@ -13,7 +13,6 @@ import re
 import shlex
 import subprocess
 import sys
-from contextlib import ExitStack
 from itertools import dropwhile
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from reward_loop.cli import app
 from reward_loop.config import RewardModelConfig
 from tests.fork_server import run_forked
 from tests.gsm8k import ROOT
-from tests.limits.test_command import Jobs, asked
 from tests.pages import CHINESE, PAGES, blocks
 from tools import reference
 
@@ -50,7 +48,6 @@ VERL = [(page, command) for page, command in COMMANDS if command[:3] == ["python
 PIPELINE, SWITCH = "trainer.v1.trainer_mode=reward_pipeline", "reward_model.use_reward_loop=True"
 STOCK = [command for _, command in VERL if "reward.reward_manager.source=importlib" in command]
 TRAINING = [(page, command) for page, command in VERL if command not in STOCK]
-LIMITS = [command for _, command in OURS if command[1] == "limits"]
 BENCHMARKS = [(page, command) for page, command in COMMANDS if command[2:3] and command[2].startswith("benchmarks.")]
 MAKE = [(page, command) for page, command in COMMANDS if command[0] == "make"]
 EXAMPLES = [(page, command) for page, command in COMMANDS if command[1:2] and command[1].startswith("examples/")]
@@ -78,7 +75,7 @@ def write_files(page: str, folder: Path) -> None:
 
 
 def test_commands_and_code_are_found() -> None:
-    for found in (PYTHON, TRAINING, STOCK, LIMITS, BENCHMARKS, MAKE):
+    for found in (PYTHON, TRAINING, STOCK, BENCHMARKS, MAKE):
         assert found
 
 
@@ -187,15 +184,6 @@ def test_python_blocks_import_public_names_only() -> None:
                 assert statement.module in ("reward_loop", *public), page
                 known = importlib.import_module(statement.module).__all__
                 assert {alias.name for alias in statement.names} <= set(known), f"{page}: {statement.module}"
-
-
-def test_limits_of_a_running_job_are_shown_and_changed(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        jobs = Jobs(tmp_path, stack)
-        asked(jobs.start())
-        for command in LIMITS:
-            jobs.limits(*command[2:])
-        asked(jobs.running[0])  # has a higher limit now
 
 
 @pytest.mark.integration

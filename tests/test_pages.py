@@ -41,8 +41,6 @@ NOT_RUN = {
     "python -m examples.trl_grpo": "trains for minutes; tests/examples/test_trl_grpo.py is shorter",
     "python -m benchmarks.": "measures for minutes; test_docs.py checks its options",
     "python -m reward_loop.verl.compat --against ": "needs a checkout of verl; test_compat_command.py has a copy",
-    "reward-loop limits": "would change the limits of all jobs of the machine; test_docs.py names one job",
-    "reward-loop stuck": "shows all jobs of the machine",
 }
 """The commands that do not run here, by their beginning, with the reason."""
 

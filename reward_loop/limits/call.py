@@ -65,8 +65,8 @@ class Call:
     """One attempt to call a reward function, for a sample or a batch; the running event loop is that of the limits.
 
     The deadline starts with the function, not in a queue, and waits for limits do not count: otherwise, samples would
-    fail only because many others are in front of them. `waiting` alone measures the waits; the deadline, the outcome
-    and ``reward-loop stuck`` use it.
+    fail only because many others are in front of them. `waiting` alone measures the waits; the deadline and the outcome
+    use it.
 
     Args:
         limits: the limits of the job.

@@ -8,21 +8,16 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import CancelledError
+from collections.abc import Callable
 from typing import Any, Self
 
 from reward_loop._util.text import did_you_mean, first_line, listing
 from reward_loop.config import parse
-from reward_loop.errors import BudgetSpentError, ConfigError, JobServiceError, LimitError, TooManyFailuresError
+from reward_loop.errors import BudgetSpentError, ConfigError, LimitError, TooManyFailuresError
 from reward_loop.limits.limiter import PERIOD_S, Limiter, Waiting
 from reward_loop.limits.options import JobOptions, LimitConfig
-from reward_loop.limits.permit import OF_MODEL, REWARD_MODEL, Limits, Permit, live, users_limits
-from reward_loop.records import answers
+from reward_loop.limits.permit import OF_MODEL, REWARD_MODEL, Limits, Permit, users_limits
 from reward_loop.types import Outcome, RewardResult
-
-LOOP_TIMEOUT_S = 4.0
-"""Seconds to wait for an event loop to report its limits; shorter than the timeout of ``reward-loop limits``."""
 
 MIN_CHANGE = 0.1
 """The smallest relative change of `Limits.patience`: each change is sent to all workers."""
@@ -146,64 +141,6 @@ class LocalLimits(Limits):
             # 1 ms later, since too early a call would grant nothing.
             delay = max(0.0, at - time.monotonic()) + 0.001
             self._timers[name] = self.loop.call_later(delay, self._advance, name)
-
-
-def _on_loops(
-    make: Callable[[Limits], Coroutine[Any, Any, Any]], name: str | None = None
-) -> Iterator[tuple[str, Any, str | None]]:
-    """Run a coroutine for each job, or only for the job ``name``, on the event loop of its limits.
-
-    Yields:
-        For each job ``(name, result, error)``; ``error`` is the message if there is no result.
-    """
-    until = time.monotonic() + LOOP_TIMEOUT_S
-    services: set[str] = set()
-    # A copy: this runs in the thread of the watchdog, and other threads may add limits meanwhile.
-    for limits in list(live):
-        loop = limits.loop
-        if name not in (None, limits.name) or limits.name in services or loop is None or not loop.is_running():
-            continue
-        if limits.options.job:  # all clients of one service have the same state
-            services.add(limits.name)
-        coroutine = make(limits)
-        try:
-            done = asyncio.run_coroutine_threadsafe(coroutine, loop)
-        except RuntimeError:  # the loop was closed in the meantime
-            # Otherwise Python warns of a coroutine that was never awaited.
-            coroutine.close()
-            continue
-        try:
-            yield limits.name, done.result(max(0.0, until - time.monotonic())), None
-        except TimeoutError:
-            done.cancel()
-            yield limits.name, None, "the event loop of this job is blocked"
-        except CancelledError:  # the loop is shutting down
-            continue
-        except (ConfigError, JobServiceError) as error:
-            yield limits.name, None, str(error)
-
-
-def _limits() -> list[dict[str, Any]]:
-    """Return the status of each job in this process, for ``reward-loop limits``."""
-    jobs = _on_loops(lambda limits: limits.status())
-    return [{"job": name, **(status or {}), "error": error} for name, status, error in jobs]
-
-
-def _configure(name: str, limit: str, changes: dict[str, Any]) -> None:
-    """Change a limit of the job ``name``, for ``reward-loop limits NAME OPTION=VALUE``.
-
-    Raises:
-        ConfigError: an option is invalid, or the job has ended or does not respond.
-    """
-    jobs = list(_on_loops(lambda limits: limits.configure(limit, changes), name))
-    if not jobs:
-        raise ConfigError(f"the job {name} has ended")
-    for _, _, error in jobs:
-        if error is not None:
-            raise ConfigError(error)
-
-
-answers |= {"limits": _limits, "configure": _configure}
 
 
 class FailureBound:

@@ -295,7 +295,7 @@ class RewardLoopManagerBase:
 
     async def score(self, sample: RewardSample) -> RewardResult:
         """Score one sample: track it as active, call `score_one`, check its result, apply the policies, record it."""
-        # Not in the constructor: a process that only creates a manager gets no thread and no socket.
+        # Not in the constructor: a process that only creates a manager gets no thread.
         if asyncio.get_running_loop() not in watched_loops:  # a sample needs no call of the watchdog
             watch()
         with ActiveSample(sample, self.name, self.options.watchdog_s, self.records is not None) as active:

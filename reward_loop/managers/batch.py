@@ -30,7 +30,7 @@ class Batcher:
         Args:
             score: scores a full batch.
             expired: scores an incomplete batch after its timeout; by default ``score``.
-            name: the name of a batch in ``reward-loop stuck``.
+            name: the name of a batch in the watchdog's messages.
         """
         self._waits_for = f"the other samples of its {name}"
         self._score = score

@@ -22,9 +22,6 @@ from reward_loop.records import (
     SUB_FOLDERS,
     NoRecordsError,
     RecordsReader,
-    config_row,
-    configurations,
-    open_configuration,
     parse_line,
     records,
 )
@@ -32,6 +29,9 @@ from reward_loop.types import Outcome
 
 _FLUSH_S = 600.0
 """Seconds within which all records must be on the disk at the end."""
+
+RUN = "run.json"
+"""The file with the digests of what decides about the scores."""
 
 MAX_BYTES = 2**62
 """The largest size of the folder: nothing is deleted."""
@@ -49,7 +49,7 @@ class ScoredFolder:
     Invariants:
 
     - Only one process writes the folder: it locks it.
-    - All records are of one run: the last row of the sub-folder ``config`` identifies its input, function and options.
+    - All records are of one run: the file `RUN` identifies its input, function and options.
     - A record that cannot be written is an error. One that a killed process could not complete is left out by readers.
     """
 
@@ -135,40 +135,42 @@ class ScoredFolder:
         self.check_written()
 
     def _begin(self, identity: Mapping[str, Any], restart: bool) -> None:
-        """Check that the folder is empty or of this run, and record the run's identity."""
-        run = config_row({"score": identity}, step=0)
-        # Also of values that are not recorded because of their name. Too short to find a secret by trying.
-        digests = {f"score.{name}.digest": _digest(part) for name, part in identity.items()}
-        run["options"] |= digests
-        found = configurations(self.path)
-        if any(self.path.iterdir()) and not (found and any(name.startswith("score.") for name in found[-1]["options"])):
+        """Check that the folder is empty or of this run, and write the run's identity into `RUN`."""
+        file = self.path / RUN
+        if any(self.path.iterdir()) and not file.exists():
             raise ConfigError(f"{self.path} was not written by this command: choose another --output")
-        options = json.loads(encode(run["options"]))  # as they are read: for example, lists instead of tuples
-        before = {**digests, **found[-1]["options"]} if found else options  # older versions wrote no digests
-        changed = [name for name in {**before, **options} if before.get(name) != options.get(name)]
+        run = dict(_digests(identity))
+        before = json.loads(file.read_text()) if file.exists() else run
+        changed = [name for name in {**before, **run} if before.get(name) != run.get(name)]
         # If all rows have failed, nothing is lost: the function was corrected, and starts over without --restart.
         if changed and not restart and any(row["outcome"] != Outcome.FAILED for row in self.rows()):
-            names = sorted({name.split(".")[1] for name in changed})
-            shown = [name.removeprefix("score.") for name in changed if name not in digests]
+            names = sorted({name.partition(".")[0] for name in changed})
+            shown = [name for name in changed if name not in names]
             raise ConfigError(
                 f"{self.path} has the records of a run with another {' and another '.join(names)}: choose another "
                 "--output, or discard them with --restart. Changed since then, by you or by a new version of "
-                f"reward-loop: {listing(shown) if shown else 'a value that records do not show'}"
+                f"reward-loop: {listing(shown or names)}"
             )
         if restart or changed:
             for path in self.path.glob("*.jsonl"):
                 path.unlink()
             for name in SUB_FOLDERS:
                 shutil.rmtree(self.path / name, ignore_errors=True)
-        if restart or changed or not found:
-            configuration = open_configuration(self.path)
-            configuration.write_rows([run])
-            configuration.flush()
+        written = file.with_suffix(".tmp")
+        written.write_text(json.dumps(run, indent=1))
+        written.replace(file)
 
 
-def _digest(value: Any) -> str:
-    text = json.dumps(json.loads(encode(value)), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:4]
+def _digests(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted name of each value and group of values with a digest."""
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        # Not the values, which may be secrets; a digest is too short to find a secret by trying. A change is found
+        # although digests are short, since it changes those of its groups, too.
+        text = json.dumps(json.loads(encode(value)), sort_keys=True)
+        yield name, hashlib.sha256(text.encode()).hexdigest()[:4]
+        if isinstance(value, Mapping):
+            yield from _digests(value, f"{name}.")
 
 
 def check_export(source: Inputs, file: Path) -> None:

@@ -7,10 +7,6 @@ from reward_loop.records.active import active_samples as active_samples
 from reward_loop.records.active import current as current
 from reward_loop.records.active import shares_result as shares_result
 from reward_loop.records.active import waiting_for as waiting_for
-from reward_loop.records.configuration import config_row as config_row
-from reward_loop.records.configuration import configurations as configurations
-from reward_loop.records.configuration import hide_environment as hide_environment
-from reward_loop.records.configuration import open_configuration as open_configuration
 from reward_loop.records.events import STEP as STEP
 from reward_loop.records.events import HealthRecords as HealthRecords
 from reward_loop.records.events import Interval as Interval
@@ -39,12 +35,8 @@ from reward_loop.records.rows import new_row as new_row
 from reward_loop.records.rows import reward_change_row as reward_change_row
 from reward_loop.records.rows import sample_row as sample_row
 from reward_loop.records.rows import text_row as text_row
-from reward_loop.records.watchdog import answers as answers
-from reward_loop.records.watchdog import ask as ask
-from reward_loop.records.watchdog import processes as processes
 from reward_loop.records.watchdog import watch as watch
 from reward_loop.records.watchdog import watched_loops as watched_loops
-from reward_loop.records.watchdog import why as why
 from reward_loop.records.writer import Records as Records
 from reward_loop.records.writer import cleaned as cleaned
 from reward_loop.records.writer import encode_record as encode_record

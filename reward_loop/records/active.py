@@ -148,16 +148,6 @@ class ActiveSample:
         """Record that a call waits for something, such as a free thread, until its ``started`` is set."""
         self.queued = [*self.queued, (what, call)]
 
-    def describe(self) -> dict[str, Any]:
-        """Return uid, data source, function, time in seconds and what it waits for, for ``reward-loop stuck``."""
-        return {
-            "uid": self.sample.uid,
-            "data_source": self.sample.data_source,
-            "function": self.function,
-            "seconds": round(self.seconds, 3),
-            "asking": self.waits(),
-        }
-
     def waits(self) -> list[str]:
         """Return what the sample waits for."""
         queued = [what for what, call in self.queued if call.started is None]
@@ -227,7 +217,7 @@ def current() -> ActiveSample | None:
 
 @contextlib.contextmanager
 def waiting_for(sample: ActiveSample | None, what: str) -> Iterator[None]:
-    """Record, within ``with``, that a sample waits for something, such as ``limit 'judge'``; `describe` shows it.
+    """Record, within ``with``, that a sample waits for something, such as ``limit 'judge'``.
 
     The sample may differ from `current`: the permit for a function in a worker process is requested by another task.
     ``None`` does nothing.

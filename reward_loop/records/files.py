@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 TEXTS, EXCHANGES = "texts", "exchanges"
 """The sub-folders of texts: those of samples, and those of their exchanges with model servers."""
 
-EVENTS, HEALTH, CONFIG = "events", "health", "config"
-"""The sub-folders of rows that are not samples: the trainer's events, the live numbers of its steps with their
-warnings, and configurations."""
+EVENTS, HEALTH = "events", "health"
+"""The sub-folders of rows that are not samples: the trainer's events, and the live numbers of its steps with their
+warnings."""
 
 NOTES = "notes"
 """The sub-folder of readers' notes."""
 
-SUB_FOLDERS = (TEXTS, EXCHANGES, EVENTS, HEALTH, CONFIG)
+SUB_FOLDERS = (TEXTS, EXCHANGES, EVENTS, HEALTH)
 """The sub-folders that a run writes."""
 
 SEGMENTS = 512
@@ -146,7 +146,7 @@ class RecordFiles:
         Exchanges are deleted first, down to half of the size that all texts may take; then the texts of samples.
         """
         try:
-            folders = (self.folder, *(self.folder / name for name in (EVENTS, HEALTH, CONFIG, NOTES)))
+            folders = (self.folder, *(self.folder / name for name in (EVENTS, HEALTH, NOTES)))
             rows = sum(size for folder in folders for _, size, _ in _files(folder))
             left = {kind: sorted(_files(self.folder / kind)) for kind in (TEXTS, EXCHANGES)}
         except OSError:

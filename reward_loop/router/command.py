@@ -123,7 +123,7 @@ def route(
     """
     # Here, because every command of `reward-loop` imports this module, and only this one needs a router.
     from reward_loop._util.api_keys import checked_api_key
-    from reward_loop._util.sockets import listen
+    from reward_loop._util.web_server import listen
     from reward_loop.router.app import run_router
     from reward_loop.router.http_client import tls_context
 

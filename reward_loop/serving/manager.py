@@ -20,7 +20,7 @@ import aiohttp
 
 from reward_loop._util.api_keys import api_key_of
 from reward_loop._util.event_loops import in_background
-from reward_loop._util.sockets import listen, url_of
+from reward_loop._util.web_server import listen, url_of
 from reward_loop.errors import ConfigError
 from reward_loop.router.config import API_KEY_VARIABLE, BackendConfig, SharedRouterOptions
 from reward_loop.serving.models import served_models

@@ -29,7 +29,7 @@ import anyio
 
 from reward_loop._util.process import ParentDeathPipe, kill_marked
 from reward_loop._util.signals import name_of
-from reward_loop._util.sockets import url_of
+from reward_loop._util.web_server import url_of
 from reward_loop.errors import AddressTakenError, ConfigError, ServerDiedError, ServerStartError
 
 logger = logging.getLogger(__name__)
@@ -165,8 +165,8 @@ class ServerProcess:
 
     - A listening socket: ``--fd N`` (the socket) and ``--parent-pipe N`` (see `ParentDeathPipe`) are added to the
       command. Connections made before the server is ready wait in the backlog.
-    - A reserved address (:func:`reward_loop._util.sockets.reserve`): the command contains the port, and runs as a child
-      of :mod:`reward_loop.serving.reaper`. Connections made before the server is ready are refused.
+    - A reserved address (see `reserve`): the command contains the port, and runs as a child of
+      :mod:`reward_loop.serving.reaper`. Connections made before the server is ready are refused.
 
     Args:
         name: the server's name in messages.

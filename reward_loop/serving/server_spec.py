@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from reward_loop._util.sockets import is_taken, listen, reserve, url_of
+from reward_loop._util.web_server import is_taken, listen, reserve, url_of
 from reward_loop.serving.engines import ENGINES, Engine
 from reward_loop.serving.gpus import GpuShares
 from reward_loop.serving.options import ServedModelConfig

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from reward_loop._util import web_server
 from reward_loop._util.process import exit_with_parent, raise_descriptor_limit
-from reward_loop._util.sockets import listen, url_of
+from reward_loop._util.web_server import listen, url_of
 from reward_loop.errors import ServerStartError
 from reward_loop.serving.process import ServerProcess
 from reward_loop.serving.supervisor import Supervisor

@@ -1,4 +1,4 @@
-"""Records the configuration, the phases of each training step and the advantages."""
+"""Records the phases of each training step and the advantages."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from reward_loop.managers.base import open_records
-from reward_loop.records import Records, WaitsFor, config_row, hide_environment, open_configuration
+from reward_loop.records import Records, WaitsFor
 from reward_loop.verl.compat import overrides
 from reward_loop.verl.reward_metrics import StepRewards
 from reward_loop.verl.settings import RewardSettings
@@ -42,7 +42,7 @@ class RecordedSeconds(dict[str, float]):
 
 
 class RecordingTrainer(PPOTrainer):
-    """The part of `RewardLoopTrainer` that records configuration, events and advantages in ``reward_loop.log_dir``.
+    """The part of `RewardLoopTrainer` that records events and advantages in ``reward_loop.log_dir``.
 
     All timings of verl and of the trainer modes go through ``timing_raw``, so their sums equal verl's ``timing_s/*``.
     """
@@ -74,24 +74,12 @@ class RecordingTrainer(PPOTrainer):
 
     @overrides(PPOTrainer)
     def fit(self, agent_loop_manager: Any) -> None:
-        """Record the configuration, train, and then write the remaining events."""
-        if self._settings.options.log_dir:
-            try:
-                self._record_configuration(self._settings.options.log_dir)
-            except Exception:  # observability must not stop a run
-                logger.exception("the configuration is not recorded")
+        """Train, and then write the remaining events."""
         try:
             super().fit(agent_loop_manager)
         finally:
             if self._records is not None:
                 self._records.flush()
-
-    def _record_configuration(self, folder: str) -> None:
-        config: Any = OmegaConf.to_container(self._settings.config, resolve=True)
-        config["reward_loop"]["job"] = None  # the address of the limiter service, which contains its key
-        hide_environment()
-        # A checkpoint has been loaded, so this is the last step of the process before.
-        open_configuration(folder).write_rows([config_row(config, self.global_steps + 1)])
 
     def _record_phase(self, name: str, seconds: float) -> None:
         assert self._records is not None

@@ -14,7 +14,6 @@ from reward_loop.errors import InvalidScoreError, RewardLoopError
 from reward_loop.limits import FailureBound, open_limits
 from reward_loop.managers.base import VALIDATE, open_records
 from reward_loop.managers.post_process import PostProcess, fail_reward
-from reward_loop.records import watch
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Reward, RewardSample
 from reward_loop.verl.cluster import RouterAddress, address_on_this_node
 from reward_loop.verl.managers import build_manager
@@ -51,7 +50,6 @@ class RewardWorker:
         self._is_stopped = False
         # After the imports and the tokenizers of the manager, which are frozen with all else.
         freeze_and_raise_gc_threshold()
-        watch()  # so that `reward-loop stuck` also lists an idle worker
 
     @ray.method(max_task_retries=0)  # the callers repeat it: Ray would give up before it has detected a lost node
     async def compute_score(self, data: Any) -> Reward:

@@ -12,9 +12,8 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from reward_loop._util import cli_options
-from reward_loop._util.sockets import url_of
 from reward_loop._util.standard_streams import console, print_line
-from reward_loop._util.web_server import api_key, open_listener, serve_until_signal
+from reward_loop._util.web_server import api_key, open_listener, serve_until_signal, url_of
 from reward_loop.errors import ConfigError
 from reward_loop.offline.report import Price
 

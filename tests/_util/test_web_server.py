@@ -14,11 +14,37 @@ import uvicorn
 from fastapi import FastAPI
 
 from reward_loop._util import uvicorn_limits
-from reward_loop._util.sockets import is_loopback
-from reward_loop._util.web_server import api_key, open_listener, serve_until_signal, stop_on_disconnect
+from reward_loop._util.web_server import (
+    api_key,
+    is_loopback,
+    listen,
+    open_listener,
+    reserve,
+    serve_until_signal,
+    stop_on_disconnect,
+    url_of,
+)
 from reward_loop.errors import ConfigError
 from tests.gsm8k import ROOT
 from tests.servers import serving
+
+
+def test_addresses() -> None:
+    with listen("127.0.0.1") as own, listen("0.0.0.0") as everyones:
+        assert is_loopback(own)
+        assert not is_loopback(everyones)
+        assert url_of(own).startswith("http://127.0.0.1:")
+    left, right = socket.socketpair()
+    with left, right:
+        assert is_loopback(left)
+
+
+def test_a_reserved_port_can_be_bound_by_who_names_it_again_and_again() -> None:
+    with reserve("127.0.0.1") as reservation:
+        port = reservation.getsockname()[1]
+        for _ in range(2):
+            with listen("127.0.0.1", port) as own:
+                assert own.getsockname()[1] == port
 
 
 def test_an_app_that_fails_to_start_is_not_served() -> None:

@@ -177,7 +177,7 @@ async def test_a_sample_lists_its_requests_in_flight() -> None:
             task = asyncio.create_task(chat_complete(judge.address, "?", model="m"))
             await until(lambda: judge.requests)
             assert call in active_samples()
-            assert call.describe()["asking"] == [f"POST http://{judge.address}/v1/chat/completions (model m)"]
+            assert call.waits() == [f"POST http://{judge.address}/v1/chat/completions (model m)"]
             task.cancel()
             await asyncio.wait([task])
             assert call.asking == []

@@ -13,9 +13,9 @@ from reward_loop import (
     TooManyFailuresError,
 )
 from reward_loop._util.framing import frame, read_frame
-from reward_loop._util.sockets import reserve
+from reward_loop._util.web_server import reserve
 from reward_loop.config import RewardLoopConfig
-from reward_loop.limits import client, local, server
+from reward_loop.limits import client, server
 from reward_loop.limits.client import RemoteLimits, SharedFailureBound, open_limits
 from reward_loop.limits.local import LocalLimits
 from reward_loop.limits.protocol import encode
@@ -293,29 +293,6 @@ async def test_nobody_gets_in_without_the_token(serve):
 def test_a_job_address_that_is_none():
     with pytest.raises(ConfigError, match="host:port:token"):
         RemoteLimits("here")
-
-
-async def test_a_loop_that_ends_while_the_command_asks_is_left_out():
-    class Closed:
-        def is_running(self):
-            return True
-
-        def call_soon_threadsafe(self, *_):
-            raise RuntimeError("Event loop is closed")
-
-    class Ending(LocalLimits):
-        async def status(self):
-            raise asyncio.CancelledError
-
-    running, closed, ending = LocalLimits(options(max_concurrent=1)), LocalLimits(options()), Ending(options())
-    for name, limits in (("running", running), ("closed", closed), ("ending", ending)):
-        limits.bind()
-        limits.name = name
-    closed.loop = Closed()
-    shown = {job["job"]: job for job in await asyncio.to_thread(local._limits)}
-    assert shown.keys() & {"running", "closed", "ending"} == {"running"}
-    assert (shown["running"]["limits"]["judge"]["max_in_flight"], shown["running"]["error"]) == (1, None)
-    closed.close()
 
 
 def test_the_service_in_a_thread():

@@ -25,7 +25,7 @@ from reward_loop import (
     RewardTimeoutError,
     ScoringFunction,
 )
-from reward_loop._util.sockets import reserve
+from reward_loop._util.web_server import reserve
 from reward_loop.limits.limiter import WINDOW
 from reward_loop.limits.server import LimitServer
 from tests.clock import advance, until

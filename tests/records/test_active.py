@@ -36,10 +36,7 @@ async def test_a_call_is_listed_while_it_is_running(new: Callable[[], list[Activ
     tasks = [asyncio.create_task(manager.run_single(RewardSample("x", uid=f"q{i}", data_source="d"))) for i in range(3)]
     await until(lambda: len(uids) == 3)
     assert [call.sample.uid for call in new()] == uids == ["q0", "q1", "q2"]
-    shown = new()[0].describe()
-    assert shown["data_source"] == "d"
-    assert "compute_score" in shown["function"]
-    assert shown["seconds"] >= 0
+    assert "compute_score" in new()[0].function
     go.set()
     await asyncio.gather(*tasks)
     assert new() == []

@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 from reward_loop import cli
 from reward_loop.errors import ConfigError
 from reward_loop.records import Records
-from reward_loop.records.configuration import config_row, configurations
 from reward_loop.records.events import HealthRecords, health, read_events
-from reward_loop.records.files import CONFIG, EVENTS, HEALTH
+from reward_loop.records.files import EVENTS, HEALTH
 from reward_loop.records.reader import RecordsReader
 from reward_loop.records.rows import new_row, phase_event, rollout_event
 from tests.records.rows import sample, write
@@ -194,7 +193,6 @@ def health_of(folder: Path) -> tuple[list[Any], bool]:
     [
         (EVENTS, phase_event("gen", 1, 0.0, 1.0), read_events),
         (HEALTH, new_row("warning", **FIRST), health),
-        (CONFIG, config_row({"trainer": {"nnodes": 1}}, 1), configurations),
     ],
 )
 def test_incomplete_lines_are_left_out_and_a_newer_version_is_an_error(

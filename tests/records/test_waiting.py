@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from reward_loop import NaiveRewardLoopManager, RewardLoopManagerBase, RewardSample, TransientError, limit
-from reward_loop.cli import app
 from reward_loop.managers import BatchRewardLoopManager, GroupRewardLoopManager
 from reward_loop.records import active_samples
 from tests.clock import until
@@ -60,10 +58,6 @@ async def test_waiting_for_a_limit_is_shown(function: Callable[..., Any], name: 
     try:
         await until(lambda: [f"limit {name!r}"] in waits().values())
         assert sorted(waits().values()) == [[], [f"limit {name!r}"]]
-        shown = await asyncio.to_thread(
-            CliRunner().invoke, app, ["stuck", str(os.getpid()), "--timeout", "60"], env={"COLUMNS": "240"}
-        )
-        assert f"limit {name!r}" in shown.output
     finally:
         for task in tasks:
             task.cancel()
@@ -136,5 +130,5 @@ async def test_waiting_for_the_other_samples_of_a_batch_is_shown(
 
 
 def described() -> dict[str | None, list[str]]:
-    """What `reward-loop stuck` shows for the samples of this test, by their uid."""
+    """What the watchdog logs for the samples of this test, by their uid."""
     return {call.sample.uid: call.waits() for call in active_samples() if call.sample.data_source == "waiting"}

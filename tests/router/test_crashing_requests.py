@@ -13,7 +13,7 @@ import aiohttp
 import orjson
 import pytest
 
-from reward_loop._util.sockets import reserve, url_of
+from reward_loop._util.web_server import reserve, url_of
 from reward_loop.router.backend import Backend
 from reward_loop.router.client_request import ClientRequest, Flow
 from reward_loop.router.config import BackendConfig

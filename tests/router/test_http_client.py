@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reward_loop._util.sockets import listen, url_of
+from reward_loop._util.web_server import listen, url_of
 from reward_loop.errors import ConfigError
 from reward_loop.router.config import RouterConfig
 from reward_loop.router.http_client import BackendAnswer, BrokenError, ConnectError, StaleError, Upstream, UpstreamError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from reward_loop._util.sockets import listen
+from reward_loop._util.web_server import listen
 from reward_loop.router import http_server as http_server_module
 from reward_loop.router.client_request import ClientRequest
 from reward_loop.router.error_answers import Refusal

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from yarl import URL
 
-from reward_loop._util.sockets import listen, url_of
+from reward_loop._util.web_server import listen, url_of
 from reward_loop.client.http import BACKEND_HEADER, GROUP_HEADER
 from reward_loop.router.app import Router
 from reward_loop.router.backend import Backend

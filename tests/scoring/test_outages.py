@@ -23,8 +23,8 @@ import pytest
 import requests
 
 from reward_loop import Outcome, RewardLoopConfig, RewardSample, ScoringFunction
-from reward_loop._util.sockets import listen
 from reward_loop._util.transient import RouterCode
+from reward_loop._util.web_server import listen
 from reward_loop.client import chat_complete, classify
 from reward_loop.errors import JobServiceError
 from reward_loop.limits import outages

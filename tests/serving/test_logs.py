@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from reward_loop._util.sockets import listen
+from reward_loop._util.web_server import listen
 from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError, ServerStartError
 from reward_loop.serving import RewardModelManager

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from reward_loop._util.process import ParentDeathPipe
-from reward_loop._util.sockets import listen, reserve, url_of
+from reward_loop._util.web_server import listen, reserve, url_of
 from reward_loop.errors import ServerStartError
 from reward_loop.serving import process
 from reward_loop.serving.process import ServerProcess

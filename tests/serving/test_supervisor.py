@@ -10,7 +10,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from reward_loop._util.sockets import listen
+from reward_loop._util.web_server import listen
 from reward_loop.errors import ServerDiedError, ServerError
 from reward_loop.serving import supervisor as supervision
 from reward_loop.serving.supervisor import Supervisor

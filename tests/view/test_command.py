@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 from typer.testing import CliRunner
 
-from reward_loop._util.sockets import listen
+from reward_loop._util.web_server import listen
 from reward_loop.cli import app
 from reward_loop.errors import ConfigError
 from reward_loop.records import Records

@@ -12,9 +12,8 @@ import typer
 
 from reward_loop._util import cli_options
 from reward_loop._util.process import raise_descriptor_limit
-from reward_loop._util.sockets import url_of
 from reward_loop._util.standard_streams import print_line
-from reward_loop._util.web_server import api_key, open_listener, serve_until_signal
+from reward_loop._util.web_server import api_key, open_listener, serve_until_signal, url_of
 from reward_loop.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from reward_loop import ConfigError
-from reward_loop._util.sockets import listen
+from reward_loop._util.web_server import listen
 from reward_loop.adapters.trl import reward_function
 from reward_loop.records.reader import RecordsReader
 from tests.adapters.trl.trainers import (
