@@ -73,21 +73,14 @@ class BoundedTasks:
                 # Until `_fill` has run, which is scheduled for the next turn of the event loop.
                 await asyncio.sleep(0)
 
-    async def end(self, seconds: float, again_s: float | None = None) -> int:
-        """Cancel all tasks, and wait until they have ended; return the number of those that have not.
-
-        Args:
-            seconds: the longest wait.
-            again_s: cancels those that are left again each time that this number of seconds has passed: user code may
-                suppress the first cancellation. ``None`` leaves them the whole time to clean up.
-        """
-        loop = asyncio.get_running_loop()
-        deadline, ending = loop.time() + seconds, set(self.tasks)
-        while (left := ending & self.tasks) and (seconds := deadline - loop.time()) > 0:
-            for task in left:
-                task.cancel()
-            await asyncio.wait(left, timeout=seconds if again_s is None else min(seconds, again_s))
-        return len(left)
+    async def end(self, seconds: float) -> int:
+        """Cancel all tasks, and wait at most ``seconds`` for their end; return the number of those that still run."""
+        ending = set(self.tasks)
+        for task in ending:
+            task.cancel()
+        if ending:
+            await asyncio.wait(ending, timeout=seconds)
+        return len(ending & self.tasks)
 
 
 async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -44,20 +44,19 @@ class WeightedShare:
         return {"count": self.count, "value": share, "interval": wilson(share * self.count, self.count)}
 
 
-def wilson(part: float, total: int, errors: float = Z95) -> tuple[float, float]:
-    """Return the confidence interval of a share by Wilson's formula.
+def wilson(part: float, total: int) -> tuple[float, float]:
+    """Return the confidence interval of 95 % of a share by Wilson's formula.
 
     Args:
         part: the number of successes.
         total: the number of attempts, at least 1.
-        errors: half of the width of the interval, in standard errors.
 
     Example::
 
         wilson(12, 20)  # 0.39 to 0.78
     """
     # Not the normal approximation: for a share of 0 or 1, its interval has no width.
-    share, square = part / total, errors**2 / total
+    share, square = part / total, Z95**2 / total
     spread = math.sqrt(square * (share * (1 - share) + square / 4))
     return max(0.0, (share + square / 2 - spread) / (1 + square)), min(
         1.0, (share + square / 2 + spread) / (1 + square)

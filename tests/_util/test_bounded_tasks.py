@@ -71,15 +71,7 @@ async def test_many_tasks_start_in_several_turns_of_the_event_loop() -> None:
     assert await work.tasks.end(30) == 0
 
 
-async def test_a_task_that_suppresses_its_cancellation_is_cancelled_again() -> None:
-    work = Work(1, suppressed=2)
-    await work.has_started(1)
-    assert await work.tasks.end(30, again_s=0.01) == 0
-    assert work.cancellations == 3
-    assert work.ended[0].cancelled()
-
-
-async def test_a_task_that_does_not_end_is_reported_and_gets_one_cancellation_by_default() -> None:
+async def test_a_task_that_does_not_end_is_reported_and_gets_one_cancellation() -> None:
     work = Work(2, limit=1, suppressed=10**9)
     await work.has_started(1)
     assert await work.tasks.end(0.05) == 1

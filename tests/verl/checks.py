@@ -72,7 +72,7 @@ def check_reward_metrics(metrics: dict[str, Any], rollouts: list[dict[str, Any]]
 
 
 def check_health(metrics: dict[str, Any], rollouts: list[dict[str, Any]]) -> None:
-    """The values of the health monitors are those of the samples, recomputed."""
+    """The live numbers are those of the samples, recomputed."""
     numbers = [rewards.number(row["output"]) for row in rollouts]
     # Dumps of some modes have 0 for a masked sample.
     scored = [
@@ -81,7 +81,7 @@ def check_health(metrics: dict[str, Any], rollouts: list[dict[str, Any]]) -> Non
     equal = [len(set(scores)) == 1 for scores in scored if len(scores) > 1]
     expected = {
         "masked_share": statistics.mean(number % 7 <= 1 for number in numbers),
-        "unparsable_verdicts": statistics.mean(number % 7 == 0 for number in numbers),
+        "no_verdict": statistics.mean(number % 7 == 0 for number in numbers),
         "zero_variance_groups": statistics.mean(equal),
     }
     assert {name: metrics[f"reward_loop/health/{name}"] for name in expected} == pytest.approx(expected)

@@ -217,7 +217,7 @@ def test_options_need_no_plus_in_any_configuration(verls: Command, tmp_path: Pat
     given = {
         "reward_loop.timeout": 7,
         "reward_loop.check": True,
-        "reward_loop.health.window": 9,
+        "reward_loop.health.patience": 9,
         "trainer.v1.reward_pipeline.order": "submission",
         "trainer.v1.separate_async.reward_queue.capacity": 5,
         "trainer.v1.sampler.poll_interval_s": 0.5,

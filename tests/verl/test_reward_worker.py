@@ -348,7 +348,7 @@ async def test_the_key_reward_does_not_get_into_verls_column_of_a_validation(
     returned = {name: value for name, value in validated["reward_extra_info"].items() if is_returned(name)}
     assert returned == {"score": 1.0, "returned_reward": 2.0, "right": True}
     assert trained["reward_extra_info"]["reward"] == 2.0
-    records = open_records(await worker.run_options())
+    records = open_records(settings.options)
     assert records is not None
     assert await asyncio.to_thread(records.flush)
     rows = {row["uid"]: row["validate"] for row in RecordsReader(tmp_path / "records").rows()}
