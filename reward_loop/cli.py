@@ -14,11 +14,10 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from reward_loop import __version__
-from reward_loop._util import cli_options, process, signals
-from reward_loop._util.standard_streams import console, open_standard_streams
+from reward_loop._util import process, signals
+from reward_loop._util.standard_streams import console
 from reward_loop.adapters.service.command import serve
 from reward_loop.errors import ConfigError, FunctionLoadError, RewardLoopError
-from reward_loop.managers import registry
 from reward_loop.offline.check_command import check
 from reward_loop.offline.command import score
 from reward_loop.offline.compare import compare
@@ -108,8 +107,6 @@ def _as_typed(options: Sequence[str], command: Any, arguments: Sequence[str]) ->
     return options[0]
 
 
-cli_options.manager_names = registry.names
-
 app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
@@ -121,7 +118,6 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command."""
-    open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # Errors quote model output, which may contain lone surrogates and characters that a terminal cannot encode.

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from collections.abc import Iterator
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from urllib.parse import SplitResult, urlsplit, urlunsplit
-from urllib.request import getproxies
+from urllib.request import getproxies, proxy_bypass
 
 from reward_loop.errors import ConfigError
 
 __all__ = ["checked_address", "proxy_of", "url_of"]
-
-_NO_BRACKETS = str.maketrans("", "", "[]")
 
 _NAME = re.compile(r"[\w-]+(\.[\w-]+)*\.?")
 """The name of a host, or an IPv4 address."""
@@ -106,21 +106,20 @@ def _parts(address: str) -> SplitResult:
 def proxy_of(url: str) -> str | None:
     """Return the proxy from ``http_proxy``, ``https_proxy`` and ``no_proxy``; ``None`` for loopback addresses.
 
-    Entries of ``no_proxy``, between commas or spaces, are ``*``, names, which include their subdomains (also written
-    ``.name`` or ``*.name``), addresses, or networks such as ``10.0.0.0/8``; a name or an address may have a port.
+    ``no_proxy`` is read as in `urllib.request`; its entries may also be networks, such as ``10.0.0.0/8``.
 
     Raises:
         ConfigError: the proxy is not an HTTP proxy.
     """
     parts = urlsplit(url)
-    host = (parts.hostname or "").rstrip(".")
-    ip = _ip(host)
-    if host == "localhost" or host.endswith(".localhost") or (ip and ip.is_loopback):
-        return None
-    proxies = getproxies()
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    # Not urllib's `proxy_bypass`, which supports neither networks nor `*.name`.
-    if any(_includes(entry, host, ip, port) for entry in re.split(r"[,\s]+", proxies.get("no", "")) if entry):
+    host, authority, proxies = (parts.hostname or "").rstrip("."), parts.netloc.rpartition("@")[2], getproxies()
+    with contextlib.suppress(ValueError):  # a name
+        ip = ip_address(host.partition("%")[0])
+        # The IPv6 form of an IPv4 address is in no network of IPv4 addresses.
+        ip = getattr(ip, "ipv4_mapped", None) or ip
+        if ip.is_loopback or any(ip in network for network in _networks(proxies.get("no", ""))):
+            return None
+    if host == "localhost" or host.endswith(".localhost") or proxy_bypass(authority, proxies):
         return None
     proxy = proxies.get(parts.scheme, "").strip()
     scheme = proxy.partition("://")[0].lower() if "://" in proxy else "http"
@@ -129,28 +128,7 @@ def proxy_of(url: str) -> str | None:
     return f"http://{proxy}" if proxy and "://" not in proxy else proxy or None
 
 
-def _includes(entry: str, host: str, ip: IPv4Address | IPv6Address | None, port: int) -> bool:
-    """Return whether an entry of ``no_proxy`` includes a host; `ip` is the host's address, if the host is one."""
-    if entry == "*":
-        return True
-    if with_port := re.fullmatch(r"(\[.*\]|[^:]*):(\d+)", entry):
-        if int(with_port[2]) != port:
-            return False
-        entry = with_port[1]
-    if ip is not None:
-        try:
-            return ip in ip_network(entry.translate(_NO_BRACKETS), strict=False)
-        except ValueError:
-            return False
-    name = entry.lower().removeprefix("*").strip(".")
-    return bool(name) and (host == name or host.endswith(f".{name}"))
-
-
-def _ip(host: str) -> IPv4Address | IPv6Address | None:
-    """Return the IP address that a host is, an IPv4 address in IPv6 form as IPv4; ``None`` for a name."""
-    try:
-        ip = ip_address(host.partition("%")[0])
-    except ValueError:
-        return None
-    # Its IPv6 form is in no network of IPv4 addresses, and older versions of Python do not take it for loopback.
-    return ip.ipv4_mapped or ip if isinstance(ip, IPv6Address) else ip
+def _networks(no_proxy: str) -> Iterator[IPv4Network | IPv6Network]:
+    for entry in no_proxy.split(","):
+        with contextlib.suppress(ValueError):
+            yield ip_network(entry.strip(), strict=False)

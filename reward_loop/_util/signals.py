@@ -1,4 +1,4 @@
-"""Handles Ctrl-C in commands: it also ends a blocked event loop, and repeated signals within a second count once.
+"""Handles Ctrl-C in commands: the second one ends the process at once; signals within a second count once.
 
 Also returns the names of signals, for messages.
 """
@@ -14,98 +14,16 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from types import FrameType
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from reward_loop._util.event_loops import LoopPulse, line_on_loop
+from reward_loop._util.event_loops import line_on_loop
 
-__all__ = ["LoopBlocked", "LoopBreaker", "end_blocking_code", "handle", "name_of", "run"]
+__all__ = ["end_at_once", "handle", "name_of", "run"]
 
 T = TypeVar("T")
 
 _SAME_SECONDS = 1.0
 """Signals within this time after the first are ignored: launchers send several, and a held key repeats."""
-
-
-BLOCKED_S = 2.0
-"""The seconds for which an event loop may run no callback after a signal, before the code that blocks it is ended."""
-
-_BREAKS = 3
-"""The number of exceptions that are raised in code that blocks the event loop. After that, the process exits."""
-
-
-# `except Exception` in the code that blocks must not catch it, and asyncio raises it out of the event loop.
-class LoopBlocked(KeyboardInterrupt):
-    """Raised in code that blocks the event loop of a command, because the command should end.
-
-    Args:
-        line: the line of the code, such as ``compute_score (reward.py:12)``.
-        is_own: whether the command itself ended it, by `end_blocking_code`, and no signal.
-    """
-
-    def __init__(self, line: str, is_own: bool) -> None:
-        super().__init__(f"{line} blocked the event loop")
-        self.line, self.is_own = line, is_own
-        self.add_note(f"{self}: an `async def` must await whatever takes long")
-
-
-class LoopBreaker:
-    """Ends code that blocks the event loop of the main thread, after a signal. Use it as a context on the loop.
-
-    After `start`, a thread watches the loop. It sends SIGINT to the main thread, whose handler must call `raises`
-    first. If the code catches the exception each time, the process exits with status 130. Code that keeps Python's
-    global lock cannot be ended.
-    """
-
-    def __init__(self) -> None:
-        self._pulse: LoopPulse | None = None
-        self._started, self._ended = threading.Event(), threading.Event()
-        self._breaking = False
-
-    def __enter__(self) -> Self:
-        self._pulse = LoopPulse(asyncio.get_running_loop())
-        threading.Thread(target=self._watch, name="loop-breaker", daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # In this order: `_watch` must see the end when the other event wakes it.
-        self._ended.set()
-        self._started.set()
-
-    def start(self) -> None:
-        """Watch the loop from now on. Called by signal handlers: it starts no thread and waits for no lock."""
-        self._started.set()
-
-    def raises(self) -> bool:
-        """Return whether the signal is that of this object; if the loop is still blocked, raise `LoopBlocked`."""
-        if not self._breaking:
-            return False
-        self._breaking = False
-        if (line := line_on_loop(threading.get_ident())) is not None:
-            raise LoopBlocked(line, not self._started.is_set())
-        return True
-
-    def end_now(self) -> None:
-        """Interrupt what the event loop of the main thread runs."""
-        self._breaking = True
-        main = threading.main_thread().ident
-        assert main is not None
-        # To the main thread itself: a system call that blocks it then returns, and Python runs the handler there.
-        signal.pthread_kill(main, signal.SIGINT)
-
-    def _watch(self) -> None:
-        assert self._pulse is not None
-        self._started.wait()
-        breaks = 0
-        while not self._ended.wait(BLOCKED_S / 10):
-            if self._pulse.blocked_s(BLOCKED_S) < BLOCKED_S:
-                continue
-            if breaks == _BREAKS:
-                line = self._pulse.line()
-                # Not `print`: the main thread may hold the lock of the stream.
-                os.write(2, f"\n{line} blocks the event loop, and cannot be interrupted: ended at once.\n".encode())
-                os._exit(130)
-            breaks += 1
-            self.end_now()
 
 
 class _CtrlC:
@@ -115,9 +33,9 @@ class _CtrlC:
     Signal                        Effect
     ============================  =======================================
     first, no event loop          raises KeyboardInterrupt
-    first, event loop is running  cancels the main task (``stop``); if the loop is blocked, ends the code that blocks it
+    first, event loop is running  cancels the main task (``stop``)
     repeated within one second    ignored
-    repeated later                exits the process with status 130
+    repeated later                exits the process with status 130, also if a function blocks the event loop
     ============================  =======================================
 
     Python's default handler, and that of `asyncio.run` from the second signal on, raise KeyboardInterrupt at any point
@@ -130,25 +48,26 @@ class _CtrlC:
         """Time of the first signal (`time.monotonic`)."""
         self.stop: Callable[[], Any] | None = None
         """Cancels the main task of the event loop; ``None`` if no event loop is running."""
-        self.breaker: LoopBreaker | None = None
-        """Ends code that blocks the event loop; ``None`` if no event loop is running."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.breaker is not None and self.breaker.raises():
-            return
         now = time.monotonic()
         if self.pressed is None:
             self.pressed = now
             if self.stop is None:
                 raise KeyboardInterrupt
             self.stop()
-            if self.breaker is not None:
-                self.breaker.start()
         elif now > self.pressed + _SAME_SECONDS:
-            show_cursor = b"\x1b[?25h" if os.isatty(2) else b""
-            # Not `print`, which raises an error if the signal has interrupted another `print`.
-            os.write(2, show_cursor + b"\nInterrupted again: ended at once.\n")
-            os._exit(130)
+            end_at_once()
+
+
+def end_at_once() -> NoReturn:
+    """End the process with status 130, and name what its event loop runs. Called by signal handlers."""
+    show_cursor = "\x1b[?25h" if os.isatty(2) else ""
+    line = line_on_loop(threading.get_ident())
+    where = f" in {line}" if line else ""
+    # Not `print`, which raises an error if the signal has interrupted another `print`.
+    os.write(2, f"{show_cursor}\nInterrupted again{where}: ended at once.\n".encode())
+    os._exit(130)
 
 
 def handle() -> None:
@@ -157,16 +76,6 @@ def handle() -> None:
         signal.signal(signal.SIGINT, _CtrlC())
         # At exit, the interpreter removes handlers, but an ignored signal stays ignored.
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
-
-
-def end_blocking_code() -> None:
-    """Raise `LoopBlocked` in what the event loop of a command runs; called in another thread.
-
-    No effect if the command does not handle Ctrl-C, see `handle`.
-    """
-    ctrl_c = signal.getsignal(signal.SIGINT)
-    if isinstance(ctrl_c, _CtrlC) and ctrl_c.breaker is not None:
-        ctrl_c.breaker.end_now()
 
 
 def name_of(number: int) -> str:
@@ -197,7 +106,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
             raise
         raise KeyboardInterrupt from None
     finally:
-        ctrl_c.stop = ctrl_c.breaker = None
+        ctrl_c.stop = None
     if ctrl_c.pressed is not None:  # main had already ended, or swallowed the cancellation
         raise KeyboardInterrupt
     return result
@@ -213,8 +122,7 @@ async def _stopped_by(ctrl_c: _CtrlC, main: Coroutine[Any, Any, T]) -> T:
             loop.call_soon_threadsafe(task.cancel)
 
     ctrl_c.stop = stop
-    with LoopBreaker() as ctrl_c.breaker:
-        return await _awake(main)
+    return await _awake(main)
 
 
 async def _awake(main: Coroutine[Any, Any, T]) -> T:

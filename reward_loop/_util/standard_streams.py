@@ -1,8 +1,7 @@
-"""Standard streams that are closed or cannot be written, a stdout without the output of functions, and the console."""
+"""A stdout without the output of functions, and the console."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import io
 import os
@@ -12,42 +11,7 @@ from typing import IO, TextIO
 
 from rich.console import Console
 
-__all__ = ["console", "open_standard_streams", "print_line", "reserve_stdout"]
-
-
-def open_standard_streams() -> None:
-    """Open the null device in place of each standard stream that is closed (``command >&-``).
-
-    Python represents a closed stream as ``None``, on which libraries fail. Call this function first: otherwise the next
-    file that the process opens gets the free descriptor, and printed text is written to that file.
-    """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (open as long as the process runs)
-
-
-def print_line(line: str) -> None:
-    """Print a line to standard output; drop it if standard output cannot be written, such as on a full disk.
-
-    For informational lines only: a server must run without them.
-    """
-    try:
-        print(line, flush=True)
-    except (OSError, ValueError):  # ValueError: the stream was closed
-        # Registered once, however many lines fail.
-        atexit.unregister(_discard_unwritten)
-        atexit.register(_discard_unwritten)
-
-
-def _discard_unwritten() -> None:
-    """Discard buffered output that cannot be written; otherwise the interpreter would exit with status 120."""
-    try:
-        sys.stdout.flush()
-    except (OSError, ValueError):
-        with contextlib.suppress(OSError, ValueError):
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, sys.stdout.fileno())
-            os.close(null)
+__all__ = ["console", "reserve_stdout"]
 
 
 @contextlib.contextmanager
@@ -59,16 +23,12 @@ def reserve_stdout() -> Iterator[TextIO]:
     because a function that timed out may still print from its thread.
     """
     before = sys.stdout
-    if before is None:  # closed by the shell: >&-
-        with open(os.devnull, "w") as nothing:
-            yield nothing
-        return
     # Now: after the redirection, buffered text would go to stderr.
     before.flush()
     owned = _descriptor(before) == 1
     saved = os.dup(1)
     own = os.fdopen(os.dup(1), "w", encoding=before.encoding, errors=before.errors) if owned else before
-    stderr = os.open(os.devnull, os.O_WRONLY) if sys.stderr is None else os.dup(2)
+    stderr = os.dup(2)
     os.dup2(stderr, 1)
     # `closefd=False`: descriptor 1 must stay open when this stream is collected.
     sys.stdout = os.fdopen(1, "w", closefd=False, encoding="utf-8", errors="backslashreplace", buffering=1)

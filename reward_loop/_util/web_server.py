@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from reward_loop._util.api_keys import api_key_of
-from reward_loop._util.signals import LoopBreaker
-from reward_loop._util.standard_streams import print_line
+from reward_loop._util.signals import end_at_once
 from reward_loop.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -181,7 +180,7 @@ def serve(app: Any, args: argparse.Namespace, name: str) -> None:
     import uvicorn  # takes 0.2 s, and the router, which has its own server, must start fast
 
     listener = listener_of(args)
-    print_line(f"{name} listens on {url_of(listener)}")
+    print(f"{name} listens on {url_of(listener)}", flush=True)
     # The router forwards the header `Date` of the backends.
     server = uvicorn.Server(_uvicorn_config(app, grace_s=5, date_header=False, backlog=4096))
     server.run(sockets=[listener])
@@ -228,35 +227,22 @@ def serve_until_signal(
 
     The signal handler calls ``on_signal`` for each signal; repeated signals within a second count once. Its argument is
     a function that stops the server: until it is called, from any thread, the server accepts connections, so that the
-    app can refuse requests with a reason. The third signal ends the server without waiting for the app.
-
-    Raises:
-        LoopBlocked: after a signal, code of the app blocked the event loop.
+    app can refuse requests with a reason. The third signal ends the process at once.
     """
     import uvicorn
 
     class StoppableServer(uvicorn.Server):
         signals = 0
         latest = 0.0
-        breaker: LoopBreaker | None = None
-
-        async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-            with LoopBreaker() as self.breaker:
-                await super().serve(sockets)
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            if self.breaker is not None:
-                if self.breaker.raises():
-                    return
-                self.breaker.start()
             now = time.monotonic()
             if self.signals and now < self.latest + _SAME_S:
                 return
             self.signals, self.latest = self.signals + 1, now
-            on_signal(self.stop)
             if self.signals > 2:
-                self.stop()
-                self.force_exit = True
+                end_at_once()
+            on_signal(self.stop)
 
         def stop(self) -> None:
             self.should_exit = True

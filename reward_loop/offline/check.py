@@ -69,7 +69,7 @@ async def check(
     max_blocked_s: float = MAX_BLOCKED_S,
     in_process: bool = True,
     on_step: Callable[[str], None] = lambda step: None,
-    on_stuck: Callable[[], None] = lambda: None,
+    on_stuck: Callable[[str], None] = lambda line: None,
 ) -> CheckReport:
     """Call a reward function in the ways that a run may call it, and report what goes wrong.
 
@@ -89,8 +89,8 @@ async def check(
         max_blocked_s: maximum time in seconds for which a call may block the event loop.
         in_process: whether to compare calls of a sync function in threads with calls in a worker process.
         on_step: called with a description of each step before it starts.
-        on_stuck: called in another thread when a call has blocked the event loop for 30 s, or its deadline if that is
-            shorter. It may end the check by an exception in the thread of the loop.
+        on_stuck: called in another thread with the line of code that has blocked the event loop for 30 s, or for the
+            deadline of a call if that is shorter.
 
     Raises:
         FunctionLoadError: the function cannot be called with the arguments of the reward loop.
@@ -146,7 +146,7 @@ class _Checks:
     concurrency: int
     max_blocked_s: float
     stuck_s: float
-    on_stuck: Callable[[], None]
+    on_stuck: Callable[[str], None]
     known: list[KnownAnswers] = field(default_factory=list)
     """A right and a wrong answer of each data source."""
     first: list[CheckedRow] = field(default_factory=list)

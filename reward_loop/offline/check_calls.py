@@ -167,10 +167,10 @@ class StepTimer:
     grow when other processes use the machine's cores while this one waits.
 
     Args:
-        on_blocked: called in another thread, once, when a step has taken ``blocked_s`` seconds.
+        on_blocked: called in another thread, once, with the line of a step that has taken ``blocked_s`` seconds.
     """
 
-    def __init__(self, blocked_s: float = math.inf, on_blocked: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, blocked_s: float = math.inf, on_blocked: Callable[[str], None] = lambda line: None) -> None:
         self.longest_s = 0.0
         self.line: str | None = None
         """Where the longest step spent most of its time, such as ``compute_score (reward.py:12)``; ``None`` if it was
@@ -200,7 +200,7 @@ class StepTimer:
             if (line := line_on_loop(thread)) is not None:
                 step.lines[line] += 1
             if time.perf_counter() - step.started > self._blocked_s:
-                self._on_blocked()
+                self._on_blocked(line or "code that is unknown")
                 return
 
     def _new_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+import os
 from dataclasses import asdict
 from itertools import islice
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -14,15 +14,15 @@ from rich.markup import escape
 from rich.spinner import Spinner
 from rich.table import Table
 
-from reward_loop._util import cli_options
 from reward_loop._util.json import encode
-from reward_loop._util.signals import LoopBlocked, end_blocking_code, run
+from reward_loop._util.signals import run
 from reward_loop._util.standard_streams import console, reserve_stdout
 from reward_loop._util.text import cut, duration, shorten
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, FunctionLoadError
-from reward_loop.managers.scorer import Scorer, functions_of, load_scorer
+from reward_loop.managers.scorer import functions_of, load_scorer
 from reward_loop.offline import check as dry_run
+from reward_loop.offline import cli_options
 from reward_loop.offline.check import AWAIT, CheckReport
 from reward_loop.offline.check_calls import Callee, Finding
 from reward_loop.offline.fields import Fields
@@ -97,10 +97,23 @@ def check(
         fields = Fields(paths, data_source=data_source, requires=scorer.requires)
         samples = [fields.to_sample(row) for row in islice(Inputs.open(files).rows(), rows)]
         spinner = Spinner("dots", "loading")
+
+        def show(report: CheckReport) -> None:
+            if as_json:
+                stdout.write(encode(asdict(report) | {"problems": len(report.problems)}).decode() + "\n")
+            else:
+                _show(report, console(stdout))
+
+        def end_stuck(line: str) -> None:
+            callees = [Callee(one.name, one.is_async, one.in_processes) for one in functions_of(scorer.manager)]
+            text = f"{line} does not let the event loop run, and no deadline holds: the check ended. Fix: {AWAIT}"
+            show(CheckReport(callees, findings=[Finding("event loop", "problem", text)]))
+            stdout.flush()
+            os._exit(1)  # the thread of the event loop cannot be interrupted
+
         # stdout is already redirected to stderr. Live must not redirect it again.
         with Live(spinner, console=err, transient=True, redirect_stdout=False):
-            report = _run(
-                scorer,
+            report = run(
                 dry_run.check(
                     scorer.loaded,
                     samples,
@@ -110,27 +123,12 @@ def check(
                     options=options,
                     concurrency=concurrency,
                     on_step=lambda step: spinner.update(text=f"checking {step}"),
-                    on_stuck=end_blocking_code,
+                    on_stuck=end_stuck,
                 ),
             )
-        if as_json:
-            stdout.write(encode(asdict(report) | {"problems": len(report.problems)}).decode() + "\n")
-        else:
-            _show(report, console(stdout))
+        show(report)
     if report.problems:
         raise typer.Exit(1)
-
-
-def _run(scorer: Scorer, checking: Coroutine[Any, Any, CheckReport]) -> CheckReport:
-    """Run the check. A function that never lets the event loop run ends it with a report of that problem."""
-    try:
-        return run(checking)
-    except LoopBlocked as error:
-        if not error.is_own:
-            raise
-        callees = [Callee(one.name, one.is_async, one.in_processes) for one in functions_of(scorer.manager)]
-        text = f"{error.line} does not let the event loop run, and no deadline holds: the check ended. Fix: {AWAIT}"
-        return CheckReport(callees, findings=[Finding("event loop", "problem", text)])
 
 
 def _show(report: CheckReport, out: Console) -> None:

@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from reward_loop._util import cli_options
 from reward_loop._util.json import encode
 from reward_loop._util.standard_streams import console, reserve_stdout
 from reward_loop._util.text import counted, duration, rounded
 from reward_loop.config import RecordConfig, RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.managers.scorer import Scorer, functions_of, load_scorer
+from reward_loop.offline import cli_options
 from reward_loop.offline.fields import Fields, check_fields
 from reward_loop.offline.folder import MAX_BYTES, ScoredFolder, check_export
 from reward_loop.offline.folder import export as write_export

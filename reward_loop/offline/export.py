@@ -16,11 +16,11 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from reward_loop._util import cli_options
 from reward_loop._util.json import decode, encode
 from reward_loop._util.standard_streams import console
 from reward_loop._util.text import counted
 from reward_loop.errors import ConfigError
+from reward_loop.offline import cli_options
 from reward_loop.offline.folder import replacing
 from reward_loop.offline.inputs import import_pyarrow, is_parquet
 from reward_loop.offline.notes import Notes

@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from reward_loop._util import cli_options
 from reward_loop._util.json import encode
 from reward_loop._util.standard_streams import console
 from reward_loop._util.text import counted, cut, did_you_mean, duration, listing, rounded
 from reward_loop.errors import ConfigError
+from reward_loop.offline import cli_options
 from reward_loop.offline.report import SHOWN, Price, Report
 from reward_loop.records import RecordsReader, health, hidden_share, overlaps
 

@@ -23,7 +23,6 @@ import uvloop
 from reward_loop._util import web_server
 from reward_loop._util.api_keys import api_key_of, has_key
 from reward_loop._util.process import exit_with_parent
-from reward_loop._util.standard_streams import open_standard_streams, print_line
 from reward_loop._util.web_pages import is_foreign_origin, is_known_host, own_names
 from reward_loop._util.web_server import is_loopback, url_of
 from reward_loop.config import parse
@@ -231,7 +230,7 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
     # After the signal handlers: a program that has read this line may send SIGTERM at once.
-    print_line(f"router listens on {url_of(listener)}")
+    print(f"router listens on {url_of(listener)}", flush=True)
     async with Router(backends, config) as router:
         server = HttpServer(router, config.max_header_bytes, max_connections=connections)
         server.start(listener)
@@ -264,7 +263,6 @@ def _room_for(requests: int, queue: int) -> tuple[int, int]:
 
 def main() -> int:
     """Run the router as `RewardModelManager` does, until SIGTERM; return the exit status."""
-    open_standard_streams()
     parser = argparse.ArgumentParser(prog="python -m reward_loop.router.app", description=__doc__)
     parser.add_argument("--options", default="{}", metavar="JSON", help="options, as a RouterConfig")
     parser.add_argument(

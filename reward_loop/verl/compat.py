@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 
 from packaging.version import InvalidVersion, Version
 
-from reward_loop._util.standard_streams import open_standard_streams
 from reward_loop.errors import RewardLoopError
 
 SUPPORTED = ("0.9.1",)
@@ -280,7 +279,6 @@ MODULES = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the list; return the exit status."""
-    open_standard_streams()
     parser = argparse.ArgumentParser(
         prog="python -m reward_loop.verl.compat",
         description=DESCRIPTION.format(supported=" and ".join(SUPPORTED)),

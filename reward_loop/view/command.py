@@ -11,10 +11,10 @@ from urllib.parse import quote
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from reward_loop._util import cli_options
-from reward_loop._util.standard_streams import console, print_line
+from reward_loop._util.standard_streams import console
 from reward_loop._util.web_server import api_key, open_listener, serve_until_signal, url_of
 from reward_loop.errors import ConfigError
+from reward_loop.offline import cli_options
 from reward_loop.offline.report import Price
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def _serve(
     any_address = listener.getsockname()[0] in ("0.0.0.0", "::")
     guarded = Guard(app, host_names(listener, host), key, any_address)
     url = url_of(listener) + "/"
-    print_line(f"{index.folder} is shown at {url}" + ("" if key is None else "?key=KEY"))
+    print(f"{index.folder} is shown at {url}" + ("" if key is None else "?key=KEY"), flush=True)
     if open_browser:
         webbrowser.open(url if key is None else f"{url}?key={quote(key)}")
 

@@ -16,10 +16,10 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from reward_loop._util import cli_options
 from reward_loop._util.json import encode
 from reward_loop._util.standard_streams import console
 from reward_loop.errors import ConfigError
+from reward_loop.offline import cli_options
 from reward_loop.records import PHASE, ROLLOUT, STEP, RecordsReader, read_events
 from reward_loop.view.critical import TRAINER, Row, Work, critical_path, works
 from reward_loop.view.timeline import NEWER, OLDER, Span, judge_spans, lanes_of, near_steps, rollout_spans, step_phases

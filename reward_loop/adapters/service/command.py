@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from reward_loop._util import cli_options
 from reward_loop._util.process import raise_descriptor_limit
-from reward_loop._util.standard_streams import print_line
 from reward_loop._util.web_server import api_key, open_listener, serve_until_signal, url_of
 from reward_loop.errors import ConfigError
+from reward_loop.offline import cli_options
 
 if TYPE_CHECKING:
     from reward_loop.adapters.service.service import RewardService
@@ -180,14 +179,16 @@ def _announce(service: RewardService, listener: socket.socket, key_variable: str
         body = {"samples": [body, {**body, "solution_str": "5"}]}
     key = "" if key_variable is None else f' -H "Authorization: Bearer ${key_variable}"'
     url = url_of(listener)
-    print_line(f"{service.name} is served at {url}; its requests and replies: {url}/docs")
-    print_line(f"try it: curl {url}/score{key} --json '{json.dumps(body)}'")
+    print(f"{service.name} is served at {url}; its requests and replies: {url}/docs", flush=True)
+    print(f"try it: curl {url}/score{key} --json '{json.dumps(body)}'", flush=True)
     if only_here := [name for name in asked if name != "prompt"]:
-        print_line(
+        print(
             f"only /score and the paths of NeMo-Gym can pass {', '.join(only_here)}, which the function requires; "
-            "others answer with 422"
+            "others answer with 422",
+            flush=True,
         )
     if service.needs_groups:
-        print_line(
-            "only /score is served: the function compares the samples of a group, and other trainers send single ones"
+        print(
+            "only /score is served: the function compares the samples of a group, and other trainers send single ones",
+            flush=True,
         )

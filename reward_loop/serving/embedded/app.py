@@ -20,7 +20,6 @@ from starlette.requests import ClientDisconnect
 
 from reward_loop._util import web_server
 from reward_loop._util.process import exit_with_parent, raise_descriptor_limit
-from reward_loop._util.standard_streams import open_standard_streams
 from reward_loop._util.web_server import stop_on_disconnect
 from reward_loop.config import parse as parse_options
 from reward_loop.errors import ConfigError
@@ -109,7 +108,6 @@ async def _answer(request: Request, kind: type[R], work: Callable[[R], Awaitable
 
 def main() -> int:
     """Run the server until SIGTERM; return the exit status."""
-    open_standard_streams()
     parser = argparse.ArgumentParser(prog="python -m reward_loop.serving.embedded.app", description=__doc__)
     parser.add_argument("--options", required=True, metavar="JSON", help="the model, as a ServedModelConfig")
     web_server.add_arguments(parser)

@@ -5,39 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from reward_loop.errors import ConfigError
+from reward_loop.managers.registry import names as manager_names
 
-__all__ = [
-    "DataSource",
-    "FieldPaths",
-    "Isolation",
-    "Manager",
-    "MoreOptions",
-    "Price",
-    "RecordsFolder",
-    "RewardKwargs",
-    "RouterAddress",
-    "Steps",
-    "Timeout",
-    "function_and_files",
-    "is_given",
-    "json_or_text",
-    "more_options",
-    "nested",
-    "option_names",
-    "pairs",
-    "step_range",
-    "values",
-]
-
-# A hook, since this module must not import `managers/`, which is above it.
-manager_names: Callable[[], Iterable[str]] = tuple
 """Returns the names of the reward managers, for shell completion. `reward_loop.cli` sets it."""
 
 

@@ -1,7 +1,7 @@
 import pytest
 import typer
 
-from reward_loop._util.cli_options import nested, pairs
+from reward_loop.offline.cli_options import nested, pairs
 
 
 def test_dots_become_nested_options():
