@@ -3,7 +3,7 @@
     python -m benchmarks.scale [--quick]
 
 - The path of a sample: an agent loop worker (this process) calls a reward worker through Ray, with responses of 1,000,
-  2,000 and 4,000 tokens; the reward function asks a judge through a tunnel and the router, under a limit. The figures
+  2,000 and 4,000 tokens; the reward function asks a judge through the router, under a limit. The figures
   are the CPU time of each process per sample, from one run without and one run with the request to the judge.
 - Memory: what a sample in flight takes in the caller and in the reward worker.
 - Limiter service: permits per second of 64 clients (``limits.py``), also while 20,000 calls wait for a permit.
@@ -35,11 +35,9 @@ import psutil
 from benchmarks import _scale_trainer, limits
 from benchmarks.router_servers import Servers, rss_mb
 from benchmarks.scoring import answers, configuration, save_tokenizer
-from reward_loop._util.event_loops import in_background
 from reward_loop.config import RewardLoopConfig
 from reward_loop.limits.server import serve_limits
 from reward_loop.records import ActiveSample, records
-from reward_loop.serving.tunnels import new_key, tunnel_entry, tunnel_exit
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
 TOKENS = (1000, 2000, 4000)
@@ -138,7 +136,6 @@ def limiter_service() -> Iterator[tuple[str, int]]:
 
 def path_of_a_sample(texts: list[str], folder: Path, quick: bool) -> dict[str, Any]:
     """Measure each process on the path of a sample, and the memory of samples in flight. Needs Ray."""
-    from reward_loop.verl.cluster import RouterAddress
     from reward_loop.verl.workers import RewardWorkers
 
     tokenizer = save_tokenizer(texts, folder)
@@ -150,17 +147,11 @@ def path_of_a_sample(texts: list[str], folder: Path, quick: bool) -> dict[str, A
         servers = Servers(folder, stack)
         url, router, _ = servers.start_own(servers.instant_backends())
         processes.add("router", router.pid)
-        key = new_key()
-        to = url.removeprefix("http://")
-        end = stack.enter_context(in_background(lambda: tunnel_exit("127.0.0.1", to, key), name="exit"))
-        processes.find("tunnel exit", "reward_loop.serving.tunnels exit")
-        address = stack.enter_context(in_background(lambda: tunnel_entry(end, key, health_path="/live"), name="entry"))
-        processes.find("tunnel entry", "reward_loop.serving.tunnels entry")
         job, pid = stack.enter_context(limiter_service())
         processes.add("limiter service", pid)
         processes.find("Ray's services", "/raylet/raylet")
         settings = configuration(folder, "compute_score", "reward.num_workers=1").with_job(job)
-        workers = RewardWorkers(settings, RouterAddress(address))
+        workers = RewardWorkers(settings, url.removeprefix("http://"))
         workers.wait_until_ready()
         processes.find("reward worker", "ray::RewardWorker")
         result: dict[str, Any] = {"cpu_us": {}, "samples_per_s": {}}

@@ -7,6 +7,7 @@ Environment variables:
 - ``STUB_HANGS``: a file; while it exists, POST requests wait, as those of a server whose GPU hangs.
 - ``STUB_EXIT``: print an error and exit with this status.
 - ``STUB_DEAF``: never accept a connection, and ignore SIGTERM.
+- ``REWARD_LOOP_SERVER_KEY``: POST requests without this API key are answered with 401.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
+        key = os.environ.get("REWARD_LOOP_SERVER_KEY")
+        if key and self.headers["Authorization"] != f"Bearer {key}":
+            self.answer(b"", 401)
+            return
         time.sleep(float(os.environ.get("STUB_DELAY", "0")))
         if gate := os.environ.get("STUB_GATE"):
             while not os.path.exists(gate):
@@ -38,8 +43,8 @@ class Handler(BaseHTTPRequestHandler):
                 time.sleep(0.01)
         self.answer(body)
 
-    def answer(self, body: bytes) -> None:
-        self.send_response(200)
+    def answer(self, body: bytes, status: int = 200) -> None:
+        self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

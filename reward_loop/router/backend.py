@@ -96,10 +96,10 @@ class Backend:
     """Whether the server is out of use because its engine does not answer, although its health checks succeed."""
     reported_at: float = 0.0
     """When its owner last asked for hung servers and this was the answer, in seconds of `time.monotonic`."""
-    silent_since: float = 0.0
-    """Since when the server has had requests in flight and sent no byte, in seconds of `time.monotonic`."""
+    unanswered: int = 0
+    """The number of requests in a row that ended without an answer at their deadline."""
     silent_reads: int = 0
-    """The value of `Upstream.reads` at that time."""
+    """The value of `Upstream.reads` at the first of them."""
     frozen: bool = False
     """Whether the server is out of use because it accepts connections but its health checks time out."""
     outages: int = 0

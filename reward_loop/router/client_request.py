@@ -88,6 +88,12 @@ class ClientRequest:
         self._chunked = False
 
     @property
+    def address(self) -> str | None:
+        """The IP address of the client; ``None`` if its connection is a Unix socket."""
+        peer = self._flow.transport.get_extra_info("peername")
+        return str(peer[0]) if peer else None
+
+    @property
     def name(self) -> str:
         """The method and the path, for messages."""
         return f"{self.method} {self.path}"

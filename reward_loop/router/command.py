@@ -56,13 +56,6 @@ def route(
     max_failed_checks: Annotated[
         int, typer.Option(min=1, help="Failed health checks in a row after which a server is taken out of use.")
     ] = 2,
-    hang_timeout: Annotated[
-        float | None,
-        typer.Option(
-            help="A server whose health checks succeed, but that computes nothing for this time in seconds, is taken "
-            "out of use. Default: never."
-        ),
-    ] = None,
     max_failures: Annotated[
         int, typer.Option(min=1, help="5xx answers in a row after which a server is taken out of use.")
     ] = 5,
@@ -133,7 +126,6 @@ def route(
         "health_interval_s": health_interval,
         "health_timeout_s": health_timeout,
         "max_failed_checks": max_failed_checks,
-        "hang_timeout_s": hang_timeout,
         "max_failures": max_failures,
         "max_attempts": max_attempts,
         "max_in_flight": max_in_flight,

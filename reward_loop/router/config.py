@@ -106,11 +106,6 @@ class RouterConfig(SharedRouterOptions):
     max_failures: int = Field(default=5, ge=1)
     """After this number of 5xx answers in a row, a server is taken out of use until a health check succeeds."""
 
-    hang_timeout_s: float | None = Field(default=None, gt=0)
-    """A server that answers health checks, has requests in flight, and sends nothing for half of this time is asked for
-    one token. Without an answer in the other half, it is hung: it gets no more requests until it is restarted. ``None``
-    never asks."""
-
     max_body_bytes: int = Field(default=64 * 1024 * 1024, ge=0)
     """Longer request bodies are answered with 413."""
 
@@ -141,6 +136,10 @@ class RouterConfig(SharedRouterOptions):
 
     worker_api_key: str | None = Field(default=None, min_length=1, repr=False)
     """The API key that is sent to the servers as a bearer token, instead of the client's."""
+
+    trusted_addresses: tuple[str, ...] = ()
+    """IP addresses whose requests need no API key: those of the nodes of a verl run. All others need it, even if it is
+    not set."""
 
     @field_validator("api_key", "worker_api_key")
     @classmethod

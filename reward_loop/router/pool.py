@@ -59,6 +59,14 @@ is starting may accept connections and answer only when it is ready."""
 _ASK_INTERVAL_S = 1.0
 """The least time between two questions to all servers for their models, in seconds: clients may repeat a wrong name."""
 
+_UNANSWERED = 3
+"""A server that has answered nothing to this number of requests in a row, until their deadlines, is asked for one
+token. An overloaded server answers some of them."""
+
+_ONE_TOKEN_S = 30.0
+"""The timeout of a request of one token, in seconds, unless `request_timeout_s` is shorter. A server that sends nothing
+until then is hung."""
+
 _REPORT_AGAIN_S = 60.0
 """Seconds after which a hung server that its owner has not stopped is reported again."""
 
@@ -237,11 +245,14 @@ class BackendPool:
 
     async def _share(self, key: object, work: Callable[[], Coroutine[Any, Any, object]]) -> None:
         """Await the work with a key, which other requests may await, too. It is started unless it is running."""
+        # Shielded: the cancellation of one request must not end the work that others await.
+        await asyncio.shield(self._started(key, work))
+
+    def _started(self, key: object, work: Callable[[], Coroutine[Any, Any, object]]) -> asyncio.Task[Any]:
         if key not in self._shared:
             self._shared[key] = self._tasks.create_task(work())
             self._shared[key].add_done_callback(lambda _: self._shared.pop(key))
-        # Shielded: the cancellation of one request must not end the work that others await.
-        await asyncio.shield(self._shared[key])
+        return self._shared[key]
 
     # State changes
 
@@ -437,8 +448,6 @@ class BackendPool:
                 except TimeoutError:
                     while await self._check_in_use(backend) and not backend.taken_out.is_set():
                         pass  # The check timed out, which took long enough: repeat it without a pause.
-                    if self.config.hang_timeout_s is not None and not backend.taken_out.is_set():
-                        await self._check_progress(backend, self.config.hang_timeout_s)
 
     async def _readmit(self, backend: Backend) -> None:
         """Repeat the health check of a server that is down until it succeeds, and take the server into use."""
@@ -486,29 +495,37 @@ class BackendPool:
                 self.on_frozen(backend)
         return timed_out
 
-    async def _check_progress(self, backend: Backend, timeout_s: float) -> None:
-        """Detect a hung server: its health checks succeed, and its engine computes nothing."""
-        if not backend.in_flight or backend.upstream.reads != backend.silent_reads:
-            backend.silent_since, backend.silent_reads = time.monotonic(), backend.upstream.reads
-            return
-        if time.monotonic() < backend.silent_since + timeout_s / 2:
-            return
+    def unanswered(self, backend: Backend) -> None:
+        """Record that a request had no answer when its deadline passed, or its client left.
+
+        After `_UNANSWERED` in a row, the server is asked for one token; if it sends nothing, it is hung.
+        """
+        if backend.upstream.reads != backend.silent_reads:
+            backend.silent_reads, backend.unanswered = backend.upstream.reads, 0
+        backend.unanswered += 1
+        if backend.unanswered >= _UNANSWERED and backend.state is BackendState.UP:
+            self._started(("engine", backend), lambda: self._check_engine(backend))
+
+    async def _check_engine(self, backend: Backend) -> None:
+        """Ask a server in use for one token; if it sends nothing, take it out of use until its owner restarts it."""
+        reads = backend.upstream.reads
         try:
-            async with asyncio.timeout(timeout_s / 2):
+            async with asyncio.timeout(min(_ONE_TOKEN_S, self.config.request_timeout_s)):
                 await ask_for_one_token(backend)
         except TimeoutError:
-            if backend.upstream.reads == backend.silent_reads and backend.in_flight:
+            if backend.upstream.reads == reads:
                 self.mark_unhealthy(
-                    backend, f"hung: health checks succeed, but it computed nothing for {timeout_s:g} s"
+                    backend,
+                    f"hung: it answered none of {backend.unanswered} requests in a row until their deadlines, and then "
+                    "no request of one token",
                 )
                 backend.hung = backend.frozen = True
                 backend.reported_at = -math.inf
                 self._hung.set()
                 self.on_frozen(backend)
         except UpstreamError:
-            return  # The health checks find the cause.
-        # Unless it is hung, it works on a long request: the time starts again.
-        backend.silent_since = time.monotonic()
+            pass  # the health checks find the cause
+        backend.unanswered = 0
 
     async def next_hung(self) -> Backend:
         """Wait until a server is hung, and return it for its owner, who restarts it.

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
+from typing import NamedTuple
 
 import orjson
 
 from reward_loop._util.capacity import FULL_STATUS
 from reward_loop._util.retry_after import asked_pause
+from reward_loop._util.transient import RouterCode
 from reward_loop.router.backend import Backend, Route
 from reward_loop.router.client_request import ClientRequest, WaitsFor
 from reward_loop.router.config import RouterConfig
-from reward_loop.router.crashing_requests import BreakingRequests, Suspect
 from reward_loop.router.error_answers import LimitedLog, Refusal, body_too_long
 from reward_loop.router.headers import (
     BACKEND,
@@ -57,6 +59,14 @@ _PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 
 
+class _Break(NamedTuple):
+    """A server that may have died of a request; the times are those of `time.monotonic`."""
+
+    backend: Backend
+    began: float
+    ended: float
+
+
 class Proxy:
     """Forwards every request to a server of the pool, and passes the answer to the client.
 
@@ -72,8 +82,9 @@ class Proxy:
     another status                the answer is passed on
     `StaleError`                  retried without a pause; not counted as a failure
     `ConnectError`                server taken out of use; retried, not counted in `max_attempts`
-    `BrokenError`                 server taken out of use; retried up to `max_attempts`, then 502; a request that
-                                  breaks servers is refused, see :mod:`~reward_loop.router.crashing_requests`
+    `BrokenError`                 server taken out of use; retried up to `max_attempts`, then 502
+    two of them, or a 500, and    422, which nobody repeats: the request may break servers
+    two servers have died
     404 of a model                the servers are asked for their models; retried on one that has the model
     ============================= ============================================================================
 
@@ -85,7 +96,7 @@ class Proxy:
     400    no server can answer the request
     404    no server has the model
     413    the body is too long
-    422    the request breaks servers
+    422    two servers died while the request was in flight
     429    all servers are cooling down after a 429 or 503
     501    the request asks for a WebSocket
     502    the last of `max_attempts` attempts lost its connection
@@ -101,7 +112,6 @@ class Proxy:
         self._pool = pool
         self._max_attempts = config.max_attempts
         pool.on_frozen = self._move_requests
-        self._breaking = BreakingRequests(pool)
         self._policy = policy_for(config.policy)
         self._max_body_bytes = config.max_body_bytes
         # The proxy reads the whole body: it writes its own Content-Length, and drops "Expect: 100-continue".
@@ -135,7 +145,6 @@ class Proxy:
             headers += b"content-length: %d\r\n" % len(body)
         self.budget.earn()
         message = client.method.encode(), client.target, headers, body
-        suspect = self._breaking.suspect(client, body)
         try:
             destination = route(pool, path, body)
         except UnknownModelError as unknown:
@@ -144,11 +153,7 @@ class Proxy:
             destination = route(pool, path, body)
         is_generative = destination.kind == "generative"
         key = self._policy.key(client.headers, body) if is_generative else None
-        try:
-            await self._forward(client, message, destination, key, suspect)
-        finally:
-            # Whatever the end: other suspects wait for this turn.
-            suspect.close()
+        await self._forward(client, message, destination, key)
 
     def _headers_for_servers(self, headers: list[RawHeader]) -> bytes:
         """Return the header lines that are forwarded to a server.
@@ -172,7 +177,6 @@ class Proxy:
         message: tuple[bytes, bytes, bytes, bytes],
         route: Route,
         key: int | None,
-        suspect: Suspect,
     ) -> None:
         """Send a request to servers, and the answer to the client.
 
@@ -181,11 +185,11 @@ class Proxy:
             message: the arguments of `Upstream.request`.
             route: which servers can answer it.
             key: the routing key; see `Policy.key`.
-            suspect: the request, if connections to servers break.
         """
         pool = self._pool
         loop = asyncio.get_running_loop()
         failed: list[Backend] = []
+        broken: list[_Break] = []
         attempts = refusals = 0
         asked_for_models = False
         wait = find(client.headers, NO_WAIT) is None
@@ -193,10 +197,8 @@ class Proxy:
             client.waits_for = WaitsFor.SERVER
             backend = await pool.acquire(route, key, failed, wait=wait)
             backend.begin()
-            # `requests` has changed at the end if another request began meanwhile: then this one was not alone.
-            number, is_alone = backend.requests, backend.in_flight == 1
             client.waits_for = backend.url
-            began = loop.time()
+            began, began_at = loop.time(), time.monotonic()
             status = 0
             failure: UpstreamError | None = None
             try:
@@ -214,13 +216,12 @@ class Proxy:
                     retry = self._may_retry(backend, answer, route, [*failed, backend], attempts)
                     if status == 500:  # which an engine that dies answers to all its requests
                         try:
-                            await suspect.broke(backend, loop.time() - began, is_alone and number == backend.requests)
+                            await self._refuse_if_two_died(client, broken, backend, began_at)
                         except Refusal:
                             answer.close()
                             raise
                 else:
                     retry = False
-                    suspect.answered()
                     if backend.failures or backend.outages:
                         pool.succeeded(backend)
                     if status == 404 and not asked_for_models:
@@ -255,13 +256,33 @@ class Proxy:
                 pool.freed(backend)
             failed.append(backend)
             if isinstance(failure, BrokenError) and not isinstance(failure, MovedError):
-                await suspect.broke(backend, loop.time() - began, is_alone and number == backend.requests)
+                await self._refuse_if_two_died(client, broken, backend, began_at)
             if failure and attempts >= self._max_attempts:
                 raise Refusal(502, f"{attempts} connections to servers broke: {pool.describe()}") from failure
-            await suspect.wait_for_turn()
             if not isinstance(failure, StaleError):
                 backend.stats.retries += 1
                 await _back_off(len(failed))
+
+    async def _refuse_if_two_died(
+        self, client: ClientRequest, broken: list[_Break], backend: Backend, began: float
+    ) -> None:
+        """Record that a server may have died of the request; refuse it if this is the second one.
+
+        Raises:
+            Refusal: two servers have died.
+        """
+        # The socket of a dead server accepts connections until it is restarted, so one death may break several.
+        same = next((one for one in broken if one.backend is backend and backend.healthy_at < one.ended), None)
+        if same is not None:
+            broken.remove(same)
+            began = same.began
+        broken.append(_Break(backend, began, time.monotonic()))
+        if len(broken) < 2:  # without waiting for a health check: the request is repeated at once
+            return
+        died = [one.backend.url for one in broken if await self._pool.has_died(*one)]
+        if len(died) > 1:
+            message = f"{client.name} is not sent again: {' and '.join(died)} died while it was in flight"
+            raise Refusal(422, message, code=RouterCode.REQUEST_BREAKS_SERVERS)
 
     async def _route_after_404(self, backend: Backend, route: Route, body: bytes) -> Route | None:
         """Return the route of a request whose model a server does not have, if other servers have it."""

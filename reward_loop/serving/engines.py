@@ -15,6 +15,9 @@ from reward_loop._util.text import shorten
 from reward_loop.errors import ConfigError
 from reward_loop.serving.options import ServedModelConfig
 
+SERVER_KEY_VARIABLE = "REWARD_LOOP_SERVER_KEY"
+"""The environment variable with the API key that an embedded server asks for."""
+
 STANDARD_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     # torchrun and accelerate set it to "True" for their ranks. An engine that inherits it waits for a rendezvous store
@@ -86,6 +89,10 @@ class Engine(ABC):
     @abstractmethod
     def environment(self, model: ServedModelConfig) -> dict[str, str]:
         """Return the server's environment variables. The user's `env` overrides those of the engine."""
+
+    @abstractmethod
+    def with_key(self, api_key: str) -> tuple[list[str], dict[str, str]]:
+        """Return the arguments and the environment variables of a server that asks for an API key."""
 
     def gpus(self, model: ServedModelConfig) -> int:
         """Return the number of GPUs of one server."""
@@ -243,6 +250,9 @@ class Vllm(Engine):
             }
         return environment | model.env
 
+    def with_key(self, api_key: str) -> tuple[list[str], dict[str, str]]:
+        return [], {"VLLM_API_KEY": api_key}  # for the paths below /v1
+
     def gpus(self, model: ServedModelConfig) -> int:
         return 0 if self._on_cpu(model) else model.tensor_parallel_size * model.data_parallel_size
 
@@ -301,6 +311,9 @@ class Sglang(Engine):
             environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(model.threads)}
         return environment | model.env
 
+    def with_key(self, api_key: str) -> tuple[list[str], dict[str, str]]:
+        return ["--api-key", api_key], {}  # SGLang reads it from nowhere else
+
     def gpus(self, model: ServedModelConfig) -> int:
         if self._on_cpu(model):
             return 0
@@ -336,6 +349,9 @@ class Transformers(Engine):
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
         } | model.env
+
+    def with_key(self, api_key: str) -> tuple[list[str], dict[str, str]]:
+        return [], {SERVER_KEY_VARIABLE: api_key}
 
 
 ENGINES: dict[str, Engine] = {"vllm": Vllm(), "sglang": Sglang(), "transformers": Transformers()}

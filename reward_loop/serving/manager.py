@@ -7,10 +7,11 @@ import errno
 import itertools
 import json
 import logging
+import secrets
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -22,7 +23,7 @@ from reward_loop._util.api_keys import api_key_of
 from reward_loop._util.event_loops import in_background
 from reward_loop._util.web_server import listen, url_of
 from reward_loop.errors import ConfigError
-from reward_loop.router.config import API_KEY_VARIABLE, BackendConfig, SharedRouterOptions
+from reward_loop.router.config import API_KEY_VARIABLE, WORKER_API_KEY_VARIABLE, BackendConfig, SharedRouterOptions
 from reward_loop.serving.models import served_models
 from reward_loop.serving.options import RewardModelConfig, ServedModelConfig
 from reward_loop.serving.process import ServerProcess, log_folder
@@ -167,6 +168,7 @@ class RewardModelManager:
     Args:
         config: the models and how to serve them.
         gpus: for the placement ``ray``, the reservation of GPUs (``GpuReservation``); by default, any free GPUs in Ray.
+        trusted_addresses: see `RouterConfig.trusted_addresses`.
 
     Entering raises:
         ConfigError: there is no model at `model_path`, its kind differs from the configured kind, an option is not
@@ -175,9 +177,14 @@ class RewardModelManager:
             ready, and the message shows the end of its log.
     """
 
-    def __init__(self, config: RewardModelConfig, gpus: GpuReservation | None = None) -> None:
+    def __init__(
+        self, config: RewardModelConfig, gpus: GpuReservation | None = None, *, trusted_addresses: Sequence[str] = ()
+    ) -> None:
         self._config = config
         self._gpus = gpus
+        self._trusted_addresses = trusted_addresses
+        self._server_key = api_key_of(WORKER_API_KEY_VARIABLE)
+        """The key that the router sends to the servers; generated for servers in Ray."""
         self._starts = asyncio.Semaphore(config.starts_at_a_time)
         self._supervisors: dict[str, Supervisor] = {}
         self._router_url = ""
@@ -281,8 +288,7 @@ class RewardModelManager:
         # Only now: the command line of the router contains all servers that have an address.
         for supervisor in self._supervisors.values():
             supervisor.start()
-        if config.hang_timeout_s is not None:
-            self._restarting = asyncio.create_task(self._restart_hung(router, supervised), name="restart-hung-servers")
+        self._restarting = asyncio.create_task(self._restart_hung(router, supervised), name="restart-hung-servers")
 
     async def _restart_hung(self, router: RouterClient, supervised: dict[ModelServer, Supervisor]) -> None:
         while True:
@@ -293,9 +299,7 @@ class RewardModelManager:
                 continue
             for server, supervisor in supervised.items():
                 if server.url == hung:
-                    supervisor.restart(
-                        f"hung: health checks succeed, but it computed nothing for {self._config.hang_timeout_s:g} s"
-                    )
+                    supervisor.restart("hung: it answers no request, not even one of one token")
 
     async def _launches(self, specs: list[list[ServerSpec]]) -> Iterable[Launch]:
         local = [servers for servers in specs if servers[0].model.placement == "local"]
@@ -307,7 +311,8 @@ class RewardModelManager:
         from reward_loop.serving.reservation import GpuReservation
 
         self._gpus = self._gpus or GpuReservation(timeout_s=self._config.placement_timeout_s)
-        return itertools.chain(on_this_machine(local), await in_ray(elsewhere, self._gpus))
+        self._server_key = self._server_key or secrets.token_urlsafe(24)
+        return itertools.chain(on_this_machine(local), await in_ray(elsewhere, self._gpus, self._server_key))
 
     def _supervise(self, role: str, new_process: Callable[[], Server], **options: Any) -> Supervisor:
         config = self._config
@@ -331,14 +336,16 @@ class RewardModelManager:
             self._router_command(),
             bound=listener,
             log_path=log_dir / "router.log",
+            # Not in the command line, which other users of the machine can read.
+            env={WORKER_API_KEY_VARIABLE: self._server_key} if self._server_key else {},
             # Its /health depends on the servers, which may not be ready yet.
             health_path="/live",
             start_timeout_s=_ROUTER_STARTS_WITHIN_S,
         )
 
     def _router_command(self) -> list[str]:
-        shared = {"policy", "hang_timeout_s", *SharedRouterOptions.model_fields}
-        given = self._config.model_dump(include=shared)
+        shared = {"policy", *SharedRouterOptions.model_fields}
+        given = {**self._config.model_dump(include=shared), "trusted_addresses": self._trusted_addresses}
         # The router's explanation should arrive before the client's own timeout, as with both defaults.
         slowest = max(model.timeout or 0.0 for model in (self._config, *self._config.models.values()))
         given["request_timeout_s"] = max(given["request_timeout_s"], slowest * 290 / 300)
@@ -350,7 +357,9 @@ class RewardModelManager:
 
 
 @contextmanager
-def serve_reward_model(config: RewardModelConfig, gpus: GpuReservation | None = None) -> Iterator[RewardModelManager]:
+def serve_reward_model(
+    config: RewardModelConfig, gpus: GpuReservation | None = None, *, trusted_addresses: Sequence[str] = ()
+) -> Iterator[RewardModelManager]:
     """Run a :class:`RewardModelManager` on an event loop in a background thread, for synchronous programs.
 
         with serve_reward_model(RewardModelConfig(model_path="...")) as models:
@@ -359,7 +368,7 @@ def serve_reward_model(config: RewardModelConfig, gpus: GpuReservation | None = 
     The processes are stopped when the block ends, or when the interpreter exits inside the block.
 
     Args:
-        config, gpus: as for :class:`RewardModelManager`.
+        config, gpus, trusted_addresses: as for :class:`RewardModelManager`.
 
     Yields:
         the manager, once all processes are ready. Its address and `pids` may be read from any thread.
@@ -368,5 +377,8 @@ def serve_reward_model(config: RewardModelConfig, gpus: GpuReservation | None = 
         ConfigError, ServerStartError: as on entry of :class:`RewardModelManager`.
     """
 
-    with in_background(lambda: RewardModelManager(config, gpus), name="reward-model-manager") as manager:
-        yield manager
+    def manager() -> RewardModelManager:
+        return RewardModelManager(config, gpus, trusted_addresses=trusted_addresses)
+
+    with in_background(manager, name="reward-model-manager") as running:
+        yield running

@@ -107,8 +107,8 @@ class RewardModelConfig(SharedRouterOptions, ServedModelConfig):
     """The largest number of servers that start at the same time: each reads the whole model from disk."""
 
     host: str = "127.0.0.1"
-    """The address on which the router listens, and which `reward_router_address` contains. Servers listen on loopback
-    only."""
+    """The address on which the router listens, and which `reward_router_address` contains. In a verl run on several
+    nodes, by default that of its node."""
 
     router_port: int | None = Field(default=None, ge=1, le=65535)
     """The router's port. By default any free port."""
@@ -117,11 +117,6 @@ class RewardModelConfig(SharedRouterOptions, ServedModelConfig):
     """Which of a model's servers gets a request. ``affinity``: the same one for all requests of a generative judge on
     the responses to a prompt, so that the server computes their common beginning once; if it has far more requests in
     flight than the others, another one. ``least_in_flight``, ``round_robin``: regardless of the content."""
-
-    hang_timeout_s: float | None = Field(default=290.0, gt=0)
-    """A server that answers health checks, has requests in flight, and sends nothing for half of this time is asked for
-    one token. If it sends nothing in the other half either, it is restarted. Keep it above the time of the slowest
-    request. ``None``: hung servers are not detected."""
 
     max_restarts: int = Field(default=3, ge=0)
     """The largest number of restarts of a process within `restart_window_s`; a further restart waits until the oldest

@@ -1,4 +1,8 @@
-"""Runs a server in a Ray actor on any node. It listens on loopback; other nodes reach it through a tunnel."""
+"""Runs a server in a Ray actor on any node.
+
+On the router's node, it listens on loopback; elsewhere on the address of its node. It asks for the key of the run,
+which the router adds.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,10 @@ import ray
 from ray.exceptions import RayError
 
 from reward_loop.errors import ServerDiedError, ServerError, ServerStartError
-from reward_loop.serving.gpus import Accelerator
+from reward_loop.serving.gpus import VISIBLE_DEVICES
 from reward_loop.serving.process import ServerProcess
 from reward_loop.serving.reservation import Demand, GpuPlace, GpuReservation
-from reward_loop.serving.server_spec import Launch, ServerSpec
-from reward_loop.serving.tunnels import new_key, tunnel_entry, tunnel_exit
+from reward_loop.serving.server_spec import LOOPBACK, Launch, ServerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +32,11 @@ _STOPS_WITHIN_S = 30.0
 """Seconds that the actor may take to stop the server: longer than a `ServerProcess` waits before SIGKILL."""
 _EXTRA_START_S = 60.0
 """Seconds for what a start needs in addition to `start_timeout_s` of the server's process: the stop of a process that
-was not ready in time, and the tunnel."""
+was not ready in time."""
 
 
-async def in_ray(specs: Sequence[Sequence[ServerSpec]], placement: GpuReservation) -> list[Launch]:
-    """Return the servers of each model as Ray actors.
+async def in_ray(specs: Sequence[Sequence[ServerSpec]], placement: GpuReservation, api_key: str) -> list[Launch]:
+    """Return the servers of each model as Ray actors, which ask for an API key.
 
     Raises:
         ConfigError, ServerStartError: there are too few resources.
@@ -41,9 +44,8 @@ async def in_ray(specs: Sequence[Sequence[ServerSpec]], placement: GpuReservatio
     places = await placement.places(
         [Demand(len(servers), servers[0].gpus, servers[0].model.threads) for servers in specs]
     )
-    tunnel_key = new_key()
     return [
-        Launch(spec, partial(RayServer, spec, place, tunnel_key))
+        Launch(spec, partial(RayServer, spec, place, api_key))
         for servers, found in zip(specs, places, strict=True)
         for spec, place in zip(servers, found, strict=True)
     ]
@@ -52,9 +54,8 @@ async def in_ray(specs: Sequence[Sequence[ServerSpec]], placement: GpuReservatio
 class RayServer:
     """One run of a server in its own Ray actor, with the interface of :class:`ServerProcess`.
 
-    The server stops with the actor, and the actor stops with the process that created it. The server listens on the
-    loopback address of its node. `url` is a loopback address of this node: if the server runs on another node, a tunnel
-    forwards connections. `url` is set on entry, and may differ from the URL of the previous run.
+    The server stops with the actor, and the actor stops with the process that created it. `url` is set on entry, and
+    may differ from the URL of the previous run.
 
     If the node of the server is lost, Ray moves the place of the server to another node when one has the resources:
     :meth:`placed` waits for it.
@@ -62,21 +63,20 @@ class RayServer:
     Args:
         spec: the server.
         place: the Ray resources that the server runs on.
-        tunnel_key: the key of the tunnel to another node.
+        api_key: the key that the server asks for.
 
     Entering raises:
         ServerStartError: the server cannot be started, or is not ready in time. The message shows the end of its log.
     """
 
-    def __init__(self, spec: ServerSpec, place: GpuPlace, tunnel_key: str) -> None:
+    def __init__(self, spec: ServerSpec, place: GpuPlace, api_key: str) -> None:
         self.name = spec.name
         self.url = ""
         self.pid: int | None = None
         self.started_in_s: float | None = None
         self._spec = spec
         self._place = place
-        self._tunnel_key = tunnel_key
-        self._tunnel = AsyncExitStack()
+        self._api_key = api_key
         self._start_timeout_s = spec.model.start_timeout_s
         self._actor: Any = None
 
@@ -129,18 +129,13 @@ class RayServer:
             return ServerDiedError(f"{self.name}: its Ray actor died: {_cause(error)}")
 
     async def _start(self) -> None:
-        place, node = self._place, ray.get_runtime_context().get_node_id()
-        accelerator = place.accelerator if place.gpus else None
-        self.url, exit_address, self.pid, self.started_in_s = await self._actor.start.remote(
-            self._spec, accelerator, node, self._tunnel_key
+        node = ray.get_runtime_context().get_node_id()
+        self.url, self.pid, self.started_in_s = await self._actor.start.remote(
+            self._spec, self._place.gpus > 0, node, self._api_key
         )
-        if exit_address:
-            entry = tunnel_entry(exit_address, self._tunnel_key, health_path="/health")
-            self.url = f"http://{await self._tunnel.enter_async_context(entry)}"
 
     async def _stop(self) -> None:
         with anyio.CancelScope(shield=True):
-            await self._tunnel.aclose()
             # If the actor does not answer, `placed` kills it, and the server ends with it.
             with contextlib.suppress(RayError, TimeoutError):
                 async with asyncio.timeout(_STOPS_WITHIN_S):
@@ -159,33 +154,28 @@ class _Host:
         self._process: ServerProcess | None = None
 
     async def start(
-        self, spec: ServerSpec, accelerator: Accelerator | None, users_node: str, tunnel_key: str
-    ) -> tuple[str, str | None, int | None, float | None]:
-        """Start the server, and the exit of a tunnel if its user is on another node.
+        self, spec: ServerSpec, has_gpus: bool, users_node: str, api_key: str
+    ) -> tuple[str, int | None, float | None]:
+        """Start the server.
 
         Args:
-            spec, tunnel_key: as for :class:`RayServer`.
-            accelerator: the type of accelerator that the actor reserves for the server; ``None`` if it reserves none.
+            spec, api_key: as for :class:`RayServer`.
+            has_gpus: whether the actor reserves GPUs for the server.
             users_node: the id of the node that sends the requests.
 
         Returns:
-            the server's URL on this node, the tunnel exit's ``host:port`` or ``None``, the server's process id, and
-            the seconds until it was ready.
+            the server's URL, its process id, and the seconds until it was ready.
         """
         context, address = ray.get_runtime_context(), ray.util.get_node_ip_address()
         devices: dict[str, str] = {}
-        if accelerator and spec.model.env.keys().isdisjoint(accelerator.variables):
+        if has_gpus and VISIBLE_DEVICES not in spec.model.env:
             # Set here because Ray does not set the variable if a RAY_EXPERIMENTAL_NOSET_... variable forbids it.
-            devices = accelerator.environment(context.get_accelerator_ids()[accelerator.resource])
-        bound = self._stack.enter_context(spec.bind())
+            devices = {VISIBLE_DEVICES: ",".join(context.get_accelerator_ids()["GPU"])}
+        bound = self._stack.enter_context(spec.bind(LOOPBACK if context.get_node_id() == users_node else address))
         # For vLLM with the option `python`, this starts that interpreter to ask for the version.
-        process = await asyncio.to_thread(spec.process, bound, devices, f" on {address}")
+        process = await asyncio.to_thread(spec.process, bound, devices, f" on {address}", api_key)
         self._process = await self._stack.enter_async_context(process)
-        exit_address = None
-        if context.get_node_id() != users_node:
-            tunnel = tunnel_exit(address, process.url.removeprefix("http://"), tunnel_key)
-            exit_address = await self._stack.enter_async_context(tunnel)
-        return process.url, exit_address, process.pid, process.started_in_s
+        return process.url, process.pid, process.started_in_s
 
     async def wait(self) -> str:
         assert self._process is not None

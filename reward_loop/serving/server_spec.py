@@ -18,7 +18,7 @@ from reward_loop.serving.supervisor import Server
 
 logger = logging.getLogger(__name__)
 
-_HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +44,27 @@ class ServerSpec:
         """The number of GPUs of the server."""
         return self.engine.gpus(self.model)
 
-    def bind(self) -> socket.socket:
-        """Return a socket with a free loopback port, as :class:`ServerProcess` expects it."""
-        return listen(_HOST) if self.engine.inherits_socket else reserve(_HOST)
+    def bind(self, host: str = LOOPBACK) -> socket.socket:
+        """Return a socket with a free port of a host, as :class:`ServerProcess` expects it."""
+        return listen(host) if self.engine.inherits_socket else reserve(host)
 
-    def process(self, bound: socket.socket, devices: Mapping[str, str], where: str = "") -> ServerProcess:
+    def process(
+        self, bound: socket.socket, devices: Mapping[str, str], where: str = "", api_key: str | None = None
+    ) -> ServerProcess:
         """Return a run of the server on this machine.
 
         Args:
             bound: the address, from :meth:`bind`.
-            devices: the environment variables that assign accelerators to the server.
+            devices: the environment variables that assign GPUs to the server.
             where: appended to the name in messages.
+            api_key: the key that the server asks for.
         """
+        arguments, variables = ([], {}) if api_key is None else self.engine.with_key(api_key)
         return ServerProcess(
             self.name + where,
-            self.engine.command(self.model, *bound.getsockname()[:2]),
+            [*self.engine.command(self.model, *bound.getsockname()[:2]), *arguments],
             bound=bound,
-            env={**self.engine.environment(self.model), **devices},
+            env={**self.engine.environment(self.model), **devices, **variables},
             log_path=self.log_dir and self.log_dir / f"server-{self.number}.log",
             start_timeout_s=self.model.start_timeout_s,
         )

@@ -25,8 +25,7 @@ from reward_loop.errors import ServerError
 from reward_loop.router.config import API_KEY_VARIABLE, BackendConfig
 from reward_loop.serving.manager import serve_reward_model
 from reward_loop.serving.models import model_kind
-from reward_loop.serving.reservation import GpuReservation
-from reward_loop.verl.cluster import RouterAddress, accelerator, router_address
+from reward_loop.verl.cluster import reachable
 from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.reward_metrics import added_seconds
 from reward_loop.verl.reward_model import verls_options
@@ -55,13 +54,11 @@ class ColocatedRewardModel:
     Args:
         config: verl's whole configuration.
         served: the options of the reward model, and of those with another placement.
-        workers: the number of reward workers.
     """
 
-    def __init__(self, config: DictConfig, served: RewardModelConfig, workers: int) -> None:
+    def __init__(self, config: DictConfig, served: RewardModelConfig) -> None:
         self._config = config
         self._served = served
-        self._workers = workers
         self._stack = ExitStack()
         self._replicas: RewardModelManager
         self._servers: list[BackendConfig] = []
@@ -74,14 +71,14 @@ class ColocatedRewardModel:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def start(self, pool: Any) -> RouterAddress:
+    def start(self, pool: Any) -> str:
         """Start the replicas on the GPUs of verl's resource pool, and put them to sleep.
 
         Args:
             pool: a pool whose GPUs have enough free memory at this moment.
 
         Returns:
-            The address of the router for the reward workers.
+            The ``host:port`` of the router.
 
         Raises:
             ConfigError, ServerStartError: the router, or a server elsewhere, cannot start. Errors of the replicas are
@@ -97,11 +94,12 @@ class ColocatedRewardModel:
         self._servers = [BackendConfig(url=url, models=names, kind=kind, engine=served.engine) for url in urls]
         # For the router, these are servers that run already.
         changes = {"engine": "external", "urls": urls, "placement": "local", "served_model_name": name}
-        elsewhere = GpuReservation(accelerator=accelerator(), timeout_s=served.placement_timeout_s)
-        router = self._stack.enter_context(serve_reward_model(served.model_copy(update=changes), elsewhere))
-        self._router = router.reward_router_address
+        model, trusted = reachable(served.model_copy(update=changes))
+        self._router = self._stack.enter_context(
+            serve_reward_model(model, trusted_addresses=trusted)
+        ).reward_router_address
         self._remove_servers()  # the router has them from its options
-        return self._stack.enter_context(router_address(self._router, served, self._workers))
+        return self._router
 
     @contextmanager
     def awake(self, metrics: dict[str, float] | None = None) -> Iterator[None]:

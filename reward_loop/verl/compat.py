@@ -34,7 +34,7 @@ COMMAND = ("main_ppo", "task_runner")
 """The modules of ``reward_loop.verl`` that use verl before Ray starts."""
 
 TRAINING = (
-    *("agent_loop", "agent_loop_manager", "cluster", "colocated", "managers", "pipeline", "recording_trainer"),
+    *("agent_loop", "agent_loop_manager", "colocated", "managers", "pipeline", "recording_trainer"),
     *("own_scorers", "replay_buffer", "resume", "reward_changes", "separate_async", "task_runner"),
     *("tq_rows", "trainer"),
 )

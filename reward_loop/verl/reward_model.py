@@ -138,7 +138,7 @@ def verls_options(config: DictConfig, name: str | None = None) -> DictConfig:
 def _check_local(served: RewardModelConfig) -> None:
     """Reject servers whose GPUs nobody has chosen: Ray's processes see all GPUs, also those of the trainer."""
     for key, model in {"": served, **served.models}.items():
-        if model.placement == "local" and _gpus(model) and not any(name in model.env for name in VISIBLE_DEVICES):
+        if model.placement == "local" and _gpus(model) and VISIBLE_DEVICES not in model.env:
             env = f"reward_model.server.{f'models.{key}.' if key else ''}env.CUDA_VISIBLE_DEVICES"
             raise ConfigError(
                 f"reward_model.server.placement=local with reward_model.rollout.name={model.engine}: the servers could "

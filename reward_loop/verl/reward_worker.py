@@ -15,7 +15,6 @@ from reward_loop.limits import FailureBound, open_limits
 from reward_loop.managers.base import VALIDATE, open_records
 from reward_loop.managers.post_process import PostProcess, fail_reward
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Reward, RewardSample
-from reward_loop.verl.cluster import RouterAddress, address_on_this_node
 from reward_loop.verl.managers import build_manager
 from reward_loop.verl.settings import RewardSettings
 
@@ -25,7 +24,7 @@ class RewardWorker:
 
     Args:
         settings: the settings of rewards.
-        router: how the workers reach the router in front of the reward models; ``None`` without a reward model.
+        router: the ``host:port`` of the router in front of the reward models; ``None`` without a reward model.
         workers_on_node: the number of reward workers on this worker's node, which share its cores; by default all
             workers of the run.
     """
@@ -33,15 +32,13 @@ class RewardWorker:
     def __init__(
         self,
         settings: RewardSettings,
-        router: RouterAddress | None,
+        router: str | None,
         workers_on_node: int | None = None,
     ) -> None:
         raise_descriptor_limit()  # a request in flight is an open connection, and so an open file
         self._options = settings.options
         self._limits = open_limits(self._options)
-        self._open = contextlib.ExitStack()
-        address = self._open.enter_context(address_on_this_node(router))
-        self._manager = build_manager(settings, address, self._limits, workers_on_node or settings.num_workers)
+        self._manager = build_manager(settings, router, self._limits, workers_on_node or settings.num_workers)
         self._post_process = PostProcess.of(self._manager)
         self._rejections = FailureBound.of_options(self._options, of=", ".join(sorted(PART_KEYS)))
         self._fatal: str | None = None

@@ -14,7 +14,7 @@ from reward_loop.config import LimitConfig, RewardModelConfig
 from reward_loop.limits import REWARD_MODEL, serve_limits
 from reward_loop.serving.manager import serve_reward_model
 from reward_loop.serving.reservation import GpuReservation
-from reward_loop.verl.cluster import RouterAddress, accelerator, for_platform, groups_of_trainer, router_address
+from reward_loop.verl.cluster import groups_of_trainer, reachable
 from reward_loop.verl.resolve import read
 from reward_loop.verl.settings import RewardSettings
 
@@ -29,8 +29,8 @@ class RewardServices:
     """The settings of rewards, and the services that run."""
 
     settings: RewardSettings
-    router: RouterAddress | None = None
-    """The router in front of the reward model, if its servers run."""
+    router: str | None = None
+    """The ``host:port`` of the router in front of the reward model, if its servers run."""
     colocated: ColocatedRewardModel | None = None
     """The reward model on the trainer's GPUs, which the trainer starts itself."""
 
@@ -49,16 +49,16 @@ def reward_services(config: DictConfig) -> Iterator[RewardServices]:
     """
     settings = read(config)
     with ExitStack() as stack:
-        router: RouterAddress | None = None
-        colocated = None
-        model = None if settings.model is None else for_platform(settings.model)
+        router = colocated = None
+        model = settings.model
         if model is not None and model.placement == "colocated":
             from reward_loop.verl.colocated import ColocatedRewardModel  # imports verl's engines
 
-            colocated = stack.enter_context(ColocatedRewardModel(config, model, settings.num_workers))
+            colocated = stack.enter_context(ColocatedRewardModel(config, model))
         elif model is not None:
-            served = stack.enter_context(serve_reward_model(model, _reservation(config, model)))
-            router = stack.enter_context(router_address(served.reward_router_address, model, settings.num_workers))
+            model, trusted = reachable(model)
+            served = serve_reward_model(model, _reservation(config, model), trusted_addresses=trusted)
+            router = stack.enter_context(served).reward_router_address
         if model is not None:
             settings = with_limits_of_models(settings)
         if settings.options.job is None:
@@ -89,20 +89,11 @@ def _reservation(config: DictConfig, model: RewardModelConfig) -> GpuReservation
         return None
     # verl's trainer reserves its GPUs later, and waits without a timeout until whole nodes are free.
     return GpuReservation(
-        groups_of_trainer(config), accelerator=accelerator(), timeout_s=model.placement_timeout_s, fix=_fix(config)
-    )
-
-
-def _fix(config: DictConfig) -> str:
-    """Return which options decide how many GPUs the trainer and the reward model take."""
-    pools = {"reward_model": config.reward.reward_model, "trainer": config.trainer}
-    now = " or ".join(
-        f"{name}.n_gpus_per_node={pool.n_gpus_per_node} (with {name}.nnodes={pool.nnodes})"
-        for name, pool in pools.items()
-    )
-    return (
-        f"Lower {now}, for example to 4 and 4 on one node with 8 GPUs; or set reward_model.enable_resource_pool=False: "
-        "the reward model then shares the trainer's GPUs; or add nodes"
+        groups_of_trainer(config),
+        timeout_s=model.placement_timeout_s,
+        fix="Lower reward_model.n_gpus_per_node or trainer.n_gpus_per_node, for example to 4 and 4 on one node with 8 "
+        "GPUs; or set reward_model.enable_resource_pool=False: the reward model then shares the trainer's GPUs; or add "
+        "nodes",
     )
 
 

@@ -18,7 +18,7 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardLoopError
 from reward_loop.limits import longest_call_s
 from reward_loop.types import Reward, RewardSample
-from reward_loop.verl.cluster import RouterAddress, worker_nodes
+from reward_loop.verl.cluster import worker_nodes
 from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient, prompt_of, raise_if_lost
 from reward_loop.verl.reward_worker import RewardWorker
 from reward_loop.verl.settings import RewardSettings
@@ -117,10 +117,10 @@ class RewardWorkers:
 
     Args:
         settings: the settings of rewards.
-        router: how the workers reach the router in front of the reward models; ``None`` without a reward model.
+        router: the ``host:port`` of the router in front of the reward models; ``None`` without a reward model.
     """
 
-    def __init__(self, settings: RewardSettings, router: RouterAddress | None) -> None:
+    def __init__(self, settings: RewardSettings, router: str | None) -> None:
         actor = ray.remote(RewardWorker)
         nodes = worker_nodes(settings.num_workers)
         self.handles = [

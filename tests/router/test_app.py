@@ -17,9 +17,9 @@ import orjson
 import pytest
 
 from reward_loop.router import app, pool
-from reward_loop.router.config import BackendConfig
+from reward_loop.router.config import BackendConfig, RouterConfig
 from tests.gsm8k import ROOT
-from tests.servers import CHAT, model_server, post, routed, routed_urls, serving
+from tests.servers import CHAT, model_server, post, routed, routed_urls, served_by_router, serving
 
 
 async def test_several_models_at_one_address() -> None:
@@ -114,6 +114,17 @@ async def test_without_the_key_nothing_but_health() -> None:
         async with session.post(CHAT) as response:
             assert response.status == 200
     assert [headers[b"authorization"] for headers in seen] == [b"Bearer w"]
+
+
+async def test_trusted_addresses_need_no_key_and_all_others_do() -> None:
+    async with routed(model_server("m"), trusted_addresses=("10.0.0.9", "127.0.0.1")) as (url, _, _):
+        assert [(await post(url, path, b"{}"))[0] for path in (CHAT, "/v1/models")] == [200, 200]
+    async with served_by_router(app.Router([], RouterConfig(trusted_addresses=("10.0.0.9",)))) as url:
+        assert (await post(url, CHAT))[0] == 401
+    async with routed(model_server("m"), trusted_addresses=("10.0.0.9",), api_key="k") as (url, _, session):
+        assert (await post(url, CHAT))[0] == 401
+        async with session.post(CHAT) as response:
+            assert response.status == 200
 
 
 async def test_the_key_goes_nowhere() -> None:

@@ -302,7 +302,9 @@ async def test_a_check_that_timed_out_is_repeated_without_waiting_for_the_interv
         await until(lambda: backend.state is BackendState.DOWN)
 
 
-async def test_a_hung_server_is_out_of_use_until_its_engine_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_answers_nothing_is_out_of_use_until_its_engine_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     answers = asyncio.Event()
     asked: list[str] = []
 
@@ -311,15 +313,18 @@ async def test_a_hung_server_is_out_of_use_until_its_engine_answers(monkeypatch:
         await answers.wait()
 
     monkeypatch.setattr(pool_module, "ask_for_one_token", ask)
+    monkeypatch.setattr(pool_module, "_ONE_TOKEN_S", 0.05)
     monkeypatch.setattr(pool_module, "_REPORT_AGAIN_S", 0.1)
-    options = {"health_interval_s": 0.01, "health_timeout_s": 0.1, "hang_timeout_s": 0.2}
+    options = {"health_interval_s": 0.01, "health_timeout_s": 0.1}
     async with BackendPool(BACKENDS[:1], Health(*URLS), RouterConfig(**options)) as pool, asyncio.timeout(30):
         backend = await pool.acquire()
-        await asyncio.sleep(0.3)
-        assert not asked  # it has no requests
-        backend.begin()
+        for _ in range(2):
+            pool.unanswered(backend)
+        await asyncio.sleep(0.1)
+        assert not asked
+        pool.unanswered(backend)
         assert await pool.next_hung() is backend
-        assert "computed nothing for 0.2 s" in pool.describe()
+        assert "answered none of 3 requests in a row" in pool.describe()
         assert await pool.next_hung() is backend  # again: its owner may not have received the answer
         waiting = asyncio.create_task(pool.acquire())
         await until(lambda: len(asked) >= 3)  # health checks that succeed are not enough
@@ -330,19 +335,25 @@ async def test_a_hung_server_is_out_of_use_until_its_engine_answers(monkeypatch:
             await asyncio.wait_for(pool.next_hung(), 0.3)
 
 
-async def test_a_server_that_sends_anything_is_not_hung(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_overloaded_server_stays_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     async def ask(backend: Backend) -> None:
         asked.set()
-        backend.upstream.reads += 1  # a part of an answer
+        backend.upstream.reads += 1  # it answers another request
         await asyncio.Event().wait()
 
     asked = asyncio.Event()
     monkeypatch.setattr(pool_module, "ask_for_one_token", ask)
-    options = {"health_interval_s": 0.01, "health_timeout_s": 0.1, "hang_timeout_s": 0.2}
-    async with BackendPool(BACKENDS[:1], Health(*URLS), RouterConfig(**options)) as pool, asyncio.timeout(30):
+    monkeypatch.setattr(pool_module, "_ONE_TOKEN_S", 0.01)
+    async with BackendPool(BACKENDS[:1], Health(*URLS)) as pool, asyncio.timeout(30):
         backend = await pool.acquire()
-        backend.begin()
-        for _ in range(2):
-            await asked.wait()
-            asked.clear()
+        for _ in range(10):  # each third request is answered
+            pool.unanswered(backend)
+            pool.unanswered(backend)
+            backend.upstream.reads += 1
+        await asyncio.sleep(0.05)
+        assert not asked.is_set()
+        for _ in range(3):
+            pool.unanswered(backend)
+        await asked.wait()
+        await until(lambda: backend.unanswered == 0)
         assert backend.state is BackendState.UP

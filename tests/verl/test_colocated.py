@@ -88,12 +88,10 @@ def models(monkeypatch: pytest.MonkeyPatch, address: str, *, fails: str = "") ->
 
     replicas = SimpleNamespace(server_addresses=[address], wake_up=lambda: do("wake up"), sleep=lambda: do("sleep"))
     monkeypatch.setattr(colocated, "_Replicas", lambda options, pool: replicas)
-    # With an address that the user has chosen, Ray is not asked for other nodes.
-    served = RewardModelConfig(
-        engine="transformers", model_path="model", kind="generative", host="127.0.0.2", placement="colocated"
-    )
-    with colocated.ColocatedRewardModel(settled(), served, workers=1) as model:
-        router = model.start(pool=None).address
+    monkeypatch.setattr(colocated, "reachable", lambda model: (model, []))  # Ray is not running
+    served = RewardModelConfig(engine="transformers", model_path="model", kind="generative", placement="colocated")
+    with colocated.ColocatedRewardModel(settled(), served) as model:
+        router = model.start(pool=None)
         yield model, events, router
 
 

@@ -12,9 +12,8 @@ import torch
 from examples.tiny_models import CHATML, IM_END
 from reward_loop.config import RewardModelConfig
 from reward_loop.serving import serve_reward_model
-from reward_loop.testing import FakeJudge, Logits, Status
+from reward_loop.testing import FakeJudge, Logits, Stall, Status
 from reward_loop.types import RewardSample
-from reward_loop.verl.cluster import RouterAddress
 from reward_loop.verl.managers import score_by_model
 from reward_loop.verl.reward_worker import RewardWorker
 from tests.verl.configs import resolved
@@ -46,7 +45,7 @@ async def test_the_reward_is_the_logit_that_transformers_computes(
     with torch.no_grad():
         (expected,) = model(**tokenizer(TEXT, return_tensors="pt")).logits[0].tolist()
     with serve_reward_model(RewardModelConfig(model_path=str(tiny_discriminative_model))) as served:
-        worker = RewardWorker(resolved(*overrides), RouterAddress(served.reward_router_address))
+        worker = RewardWorker(resolved(*overrides), served.reward_router_address)
         reward = await worker.compute_score(rollout("2" + IM_END, raw_prompt=PROMPT))
     assert reward["reward_extra_info"]["reward_outcome"] == "scored", reward
     assert reward["reward_score"] == pytest.approx(expected, abs=1e-4)
@@ -60,7 +59,7 @@ async def test_the_model_reads_what_it_would_read_in_verl(
     data = rollout("2" + IM_END, raw_prompt=PROMPT)
     async with FakeJudge(logit=0.25) as judge:
         settings = resolved(*overrides)
-        worker = RewardWorker(settings, RouterAddress(judge.address))
+        worker = RewardWorker(settings, judge.address)
         assert (await worker.compute_score(data))["reward_score"] == 0.25
         body = judge.requests[0].body
     manager: Any = worker._manager
@@ -74,7 +73,7 @@ async def test_the_model_reads_what_it_would_read_in_verl(
 
 async def test_an_answer_that_an_agent_loop_has_scored_is_read_in_its_conversation(overrides: list[str]) -> None:
     async with FakeJudge(logit=0.25) as judge:
-        worker = RewardWorker(resolved(*overrides), RouterAddress(judge.address))
+        worker = RewardWorker(resolved(*overrides), judge.address)
         reward = await worker.compute_score(RewardSample("2", prompt=PROMPT, extra_info={"guesses": 3}))
         lacking = await worker.compute_score(RewardSample("2"))
         await worker.compute_score(RewardSample("2", prompt=PROMPT[0]["content"]))
@@ -86,7 +85,7 @@ async def test_an_answer_that_an_agent_loop_has_scored_is_read_in_its_conversati
 
 async def test_a_leading_bos_is_left_to_the_server(overrides: list[str]) -> None:
     async with FakeJudge() as judge:
-        worker = RewardWorker(resolved(*overrides), RouterAddress(judge.address))
+        worker = RewardWorker(resolved(*overrides), judge.address)
         tokenizer: Any = worker._manager.reward_model_tokenizer
         tokenizer.bos_token = "<|im_start|>"
         tokenizer.chat_template = "{{ bos_token }}" + CHATML
@@ -97,16 +96,16 @@ async def test_a_leading_bos_is_left_to_the_server(overrides: list[str]) -> None
 async def test_the_last_of_several_logits_counts(overrides: list[str]) -> None:
     async with FakeJudge() as judge:
         judge.script(Logits((0.5, -1.0)))
-        worker = RewardWorker(resolved(*overrides), RouterAddress(judge.address))
+        worker = RewardWorker(resolved(*overrides), judge.address)
         assert (await worker.compute_score(rollout("2", raw_prompt=PROMPT)))["reward_score"] == -1.0
 
 
 async def test_the_deadline_of_the_model_applies_to_its_output(overrides: list[str]) -> None:
     async with FakeJudge() as judge:
-        judge.script(Logits((0.5,)))
-        settings = resolved(*overrides, "+reward_model.server.timeout=600", "reward_loop.timeout=900")
-        await RewardWorker(settings, RouterAddress(judge.address)).compute_score(rollout("2", raw_prompt=PROMPT))
-        assert judge.requests[0].headers["x-reward-loop-timeout"] == "580"
+        judge.script(Stall())
+        settings = resolved(*overrides, "+reward_model.server.timeout=0.2", "reward_loop.retry.max_attempts=1")
+        reward = await RewardWorker(settings, judge.address).compute_score(rollout("2", raw_prompt=PROMPT))
+        assert "no answer within 0.2 s" in reward["reward_extra_info"]["reward_error"]
 
 
 async def test_a_router_with_a_key_is_given_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +128,7 @@ async def test_a_conversation_that_cannot_be_scored_is_a_failed_sample(
 ) -> None:
     async with FakeJudge() as judge:
         judge.script(Status(500))
-        worker = RewardWorker(resolved(*overrides, "reward_loop.retry.max_attempts=1"), RouterAddress(judge.address))
+        worker = RewardWorker(resolved(*overrides, "reward_loop.retry.max_attempts=1"), judge.address)
         manager: Any = worker._manager
         manager.reward_model_tokenizer.chat_template = template
         info = (await worker.compute_score(rollout("2", **columns)))["reward_extra_info"]

@@ -1,4 +1,4 @@
-"""Reward workers on two nodes, which are both this machine, and a router that listens on loopback on one of them."""
+"""Reward workers on two nodes, which are both this machine, and a router that listens on the address of one of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from reward_loop.config import RewardModelConfig
 from reward_loop.serving import serve_reward_model
-from reward_loop.verl.cluster import RouterAddress, router_address
+from reward_loop.verl.cluster import reachable
 from reward_loop.verl.workers import RewardWorkers
 from tests.clusters import ray_cluster
 from tests.fork_server import worker_python
@@ -55,29 +55,21 @@ def test_a_function_written_for_verl_works_on_both_nodes_unchanged(
         "reward.num_workers=2",
         "reward_loop.retry.max_attempts=1",
     )
-    with serve_reward_model(model) as served, router_address(served.reward_router_address, model, 2) as router:
-        assert served.reward_router_address.startswith("127.0.0.1:")
+    model, trusted = reachable(model)
+    with serve_reward_model(model, trusted_addresses=trusted) as served:
+        router = served.reward_router_address
+        assert router.startswith(f"{ray.util.get_node_ip_address()}:")
         workers = RewardWorkers(config, router)
         workers.wait_until_ready()
         rewards = ray.get([worker.compute_score.remote(rollout("x")) for worker in workers.handles])
         infos = [reward["reward_extra_info"] for reward in rewards]
         assert [info["reward_outcome"] for info in infos] == ["scored", "scored"]
-        addresses = [info["address"] for info in infos]
-        assert addresses[0] == served.reward_router_address
-        assert addresses[1] != addresses[0]
-        assert addresses[1].startswith("127.0.0.1:")
+        assert {info["address"] for info in infos} == {router}
         for worker in workers.handles:
             ray.kill(worker)
 
 
 @pytest.mark.usefixtures("cluster")
-def test_nothing_is_opened_to_a_second_node_on_which_no_reward_worker_runs(model: RewardModelConfig) -> None:
-    with router_address("127.0.0.1:1", model, 1) as router:
-        assert (router.address, router.exit) == ("127.0.0.1:1", None)
-
-
-@pytest.mark.usefixtures("cluster")
 def test_an_address_that_the_user_has_chosen_is_left_as_it_is(model: RewardModelConfig) -> None:
-    chosen = model.model_copy(update={"host": "10.0.0.2"})
-    with router_address("10.0.0.2:1", chosen, 2) as router:
-        assert router == RouterAddress("10.0.0.2:1")
+    chosen, trusted = reachable(model.model_copy(update={"host": "10.0.0.2"}))
+    assert (chosen.host, set(trusted)) == ("10.0.0.2", {ray.util.get_node_ip_address()})

@@ -19,7 +19,6 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardFunctionError, RewardLoopError
 from reward_loop.limits.server import serve_limits
 from reward_loop.testing import FakeJudge
-from reward_loop.verl.cluster import RouterAddress
 from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient
 from reward_loop.verl.workers import RewardWorkers
 from tests.gsm8k import ROOT
@@ -321,7 +320,7 @@ async def test_without_a_function_the_reward_is_the_logit_of_the_reward_model(
     prompt = [{"role": "user", "content": "1+1="}]
     async with FakeJudge(logit=lambda text: float(text.count("4"))) as judge:
         settings = with_function(None, *model, "reward_model.rollout.name=transformers", "reward.num_workers=2")
-        workers = RewardWorkers(settings, RouterAddress(judge.address))
+        workers = RewardWorkers(settings, judge.address)
         workers.wait_until_ready()
         rows = [rollout("4" * fours, raw_prompt=prompt) for fours in range(4)]
         rewards = await asyncio.to_thread(workers.score_batch, rows)

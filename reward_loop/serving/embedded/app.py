@@ -19,11 +19,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from reward_loop._util import web_server
+from reward_loop._util.api_keys import api_key_of, has_key
 from reward_loop._util.process import exit_with_parent, raise_descriptor_limit
 from reward_loop._util.web_server import stop_on_disconnect
 from reward_loop.config import parse as parse_options
 from reward_loop.errors import ConfigError
 from reward_loop.serving.embedded.dialect import ApiError, ChatRequest, ClassifyRequest, R, now, parse
+from reward_loop.serving.engines import SERVER_KEY_VARIABLE
 from reward_loop.serving.models import model_kind
 from reward_loop.serving.options import ServedModelConfig
 
@@ -86,6 +88,24 @@ def create_app(model: EmbeddedModel) -> FastAPI:
     return app
 
 
+def with_key(app: Any, key: str) -> Any:
+    """Return an ASGI app that answers requests without the API key with 401, except those for ``/health``."""
+
+    async def checked(scope: Any, receive: Any, send: Any) -> None:
+        headers = dict(scope.get("headers", ()))
+        if (
+            scope["type"] == "http"
+            and scope["path"] != "/health"
+            and not has_key(headers.get(b"authorization", b""), key.encode())
+        ):
+            body = ApiError(401, "the API key is missing or wrong: send it as a bearer token").body
+            await JSONResponse(body, 401)(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return checked
+
+
 async def _answer(request: Request, kind: type[R], work: Callable[[R], Awaitable[dict[str, Any]]]) -> Response:
     # Any web page can make a browser send other content types to any address, without a CORS preflight request.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -127,7 +147,9 @@ def main() -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    web_server.serve(create_app(model), args, f"{kind} model {name}")
+    key = api_key_of(SERVER_KEY_VARIABLE)
+    app = create_app(model)
+    web_server.serve(app if key is None else with_key(app, key), args, f"{kind} model {name}")
     return 0
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
+from starlette.responses import Response
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -16,7 +17,7 @@ torch.set_num_threads(1)  # Tiny tensors: more threads only wait for each other.
 
 from reward_loop.client import Json, Judge  # noqa: E402
 from reward_loop.errors import ConfigError, RequestError  # noqa: E402
-from reward_loop.serving.embedded.app import create_app  # noqa: E402
+from reward_loop.serving.embedded.app import create_app, with_key  # noqa: E402
 from reward_loop.serving.embedded.model import EmbeddedModel  # noqa: E402
 from tests.servers import serving  # noqa: E402
 
@@ -59,6 +60,22 @@ async def scorer(tiny_discriminative_model: Path) -> AsyncIterator[Client]:
     model = EmbeddedModel(str(tiny_discriminative_model), name="scorer", kind="discriminative")
     async with serving(create_app(model)) as url, aiohttp.ClientSession(url) as session:
         yield Client(session, model)
+
+
+async def test_a_server_with_a_key_answers_only_requests_that_have_it() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await Response("ok")(scope, receive, send)
+
+    async with serving(with_key(app, "secret")) as url, aiohttp.ClientSession(url) as session:
+        for path, key, status in (
+            ("/classify", None, 401),
+            ("/classify", "other", 401),
+            ("/classify", "secret", 200),
+            ("/health", None, 200),
+        ):
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            async with session.get(path, headers=headers) as response:
+                assert response.status == status
 
 
 async def test_chat_answers_in_vllms_shape(judge: Client) -> None:

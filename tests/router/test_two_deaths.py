@@ -1,4 +1,4 @@
-"""Requests that break servers, with engines that die of a text and are restarted."""
+"""Requests during which servers die, with engines that die of a text and are restarted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator
-from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -14,12 +13,6 @@ import orjson
 import pytest
 
 from reward_loop._util.web_server import reserve, url_of
-from reward_loop.router.backend import Backend
-from reward_loop.router.client_request import ClientRequest, Flow
-from reward_loop.router.config import BackendConfig
-from reward_loop.router.crashing_requests import BreakingRequests
-from reward_loop.router.error_answers import Refusal
-from tests.router.transport import Transport
 from tests.servers import CHAT, listed, post, routed_urls
 
 POISON = b"a text of which engines die"
@@ -134,20 +127,20 @@ async def engines(count: int, **options: Any) -> AsyncIterator[tuple[str, list[E
 @pytest.mark.parametrize("dies_with", [None, 500], ids=["connection", "500"])
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("used_connections", [False, True])
-async def test_a_request_that_breaks_two_servers_is_refused_for_good(
+async def test_a_request_during_which_two_servers_die_is_refused(
     count: int, dies_with: int | None, used_connections: bool
 ) -> None:
     async with engines(count, dies_with=dies_with) as (url, found):
         if used_connections:
             await asyncio.gather(*(post(url, CHAT, b"harmless") for _ in range(4 * count)))
-        statuses = []
-        for _ in range(5):  # as callers repeat it
-            status, answer = await post(url, CHAT, POISON)
-            statuses.append(status)
-        assert (statuses[-1], orjson.loads(answer)["error"]["code"]) == (422, "request_breaks_servers")
-        assert POISON.decode() in orjson.loads(answer)["error"]["message"]
-        assert sum(engine.deaths for engine in found) == 2
-        assert set(statuses) <= {422, 500}
+        status, answer = await post(url, CHAT, POISON)
+        deaths = sum(engine.deaths for engine in found)
+        if status == 500:  # nobody else could be asked
+            assert (count, deaths) == (1, 1)
+        else:
+            error = orjson.loads(answer)["error"]
+            assert (status, error["code"], deaths) == (422, "request_breaks_servers", 2)
+            assert all(engine.url in error["message"] for engine in found if engine.deaths)
         assert await post(url, CHAT, b"harmless") == (200, b"harmless")
 
 
@@ -161,13 +154,15 @@ async def test_a_death_that_breaks_two_connections_counts_once(used_connections:
         assert engine.deaths == 1
 
 
-async def test_other_requests_on_the_servers_that_died_are_answered() -> None:
+async def test_other_requests_on_a_server_that_died_are_answered() -> None:
     async with engines(3, together=4) as (url, found):
         bodies = [POISON, *(b"harmless %d" % number for number in range(23))]
         answers = await asyncio.gather(*(post(url, CHAT, body) for body in bodies))
         assert answers[0][0] == 422
-        assert [body for status, body in answers[1:] if status == 200] == bodies[1:]
-        assert sum(engine.deaths for engine in found) <= 3
+        # Those that were on both servers may be the cause, too.
+        assert {status for status, _ in answers[1:]} <= {200, 422}
+        assert sum(status == 200 for status, _ in answers) > 6
+        assert sum(engine.deaths for engine in found) == 2
 
 
 async def test_connections_that_are_only_reset_are_no_deaths() -> None:
@@ -186,22 +181,3 @@ async def test_connections_that_are_only_reset_are_no_deaths() -> None:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server, routed_urls([url_of(server.sockets[0])]) as url:
         assert await post(url, CHAT, b"x") == (200, b"ok")
-
-
-async def test_a_request_that_was_alone_at_only_one_of_two_deaths_gets_another_attempt() -> None:
-    """One server died of another request, or of nothing: it is not known that this request breaks servers."""
-    servers = [Backend(BackendConfig(url=f"http://{number}:1"), None) for number in range(3)]  # type: ignore[arg-type]
-
-    async def has_died(*_: object) -> bool:
-        return True
-
-    breaking = BreakingRequests(SimpleNamespace(has_died=has_died))  # type: ignore[arg-type]
-    client = ClientRequest(Flow(Transport()), "POST", CHAT.encode(), "1.1", [], keep_alive=True)
-    for first, second in ((True, False), (False, True)):
-        suspect = breaking.suspect(client, b"%d" % first)
-        await suspect.broke(servers[0], 1.0, first)
-        await suspect.broke(servers[1], 1.0, second)
-        await asyncio.wait_for(suspect.wait_for_turn(), 30)
-        with pytest.raises(Refusal, match="http://0:1 and http://1:1 and http://2:1 died"):
-            await suspect.broke(servers[2], 1.0, False)
-        suspect.close()
