@@ -18,7 +18,7 @@ from examples.arithmetic.report import read_report
 from examples.tiny_models import build_tiny_model
 from examples.training import write_dataset
 from reward_loop.verl.cpu.setup import CPU_ENVIRONMENT
-from reward_loop.verl.mode_options import PIPELINE_MODE
+from reward_loop.verl.options import PIPELINE_MODE
 
 __all__ = ["MODES", "GpuRuns", "make_inputs"]
 

@@ -130,8 +130,7 @@ def configuration(folder: Path, name: str, *more: str) -> Any:
     """Return the settings of a run with limits, retries and records, and with ``more`` overrides."""
     from hydra import compose, initialize_config_dir
 
-    from reward_loop.verl.resolve import resolve
-    from reward_loop.verl.settings import CONFIG_DIR, verl_config_dir
+    from reward_loop.verl.options import CONFIG_DIR, resolve, verl_config_dir
 
     overrides = [
         f"hydra.searchpath=[file://{verl_config_dir()}]",

@@ -16,7 +16,7 @@ from typing import Self
 from examples.tiny_models import build_tiny_model
 from examples.training import TrainingProcess, read_metrics, write_dataset
 from reward_loop.verl.cpu.setup import CPU_ENVIRONMENT
-from reward_loop.verl.mode_options import PIPELINE_MODE
+from reward_loop.verl.options import PIPELINE_MODE
 
 __all__ = [
     "BLOCK",

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-
-from reward_loop.verl.main_ppo import with_ray
 
 
 @contextmanager
@@ -37,10 +34,10 @@ def started_cluster(*nodes: Mapping[str, Any]) -> Iterator[str]:
     head = {**nodes[0], "include_dashboard": False}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ray._private.utils.write_ray_address", lambda *_: None)
-        cluster = with_ray(lambda: Cluster(initialize_head=True, head_node_args=head))
+        cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         for node in nodes[1:]:
-            with_ray(functools.partial(cluster.add_node, **node))
+            cluster.add_node(**node)
         yield cluster.address
     finally:
         cluster.shutdown()

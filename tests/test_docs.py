@@ -241,7 +241,7 @@ def test_commands_of_verl_load_our_manager(command: list[str]) -> None:
     from verl.trainer.ppo.reward import resolve_reward_manager_cls
 
     from reward_loop.managers import RewardLoopManagerBase
-    from reward_loop.verl.settings import verl_config_dir
+    from reward_loop.verl.options import verl_config_dir
 
     with initialize_config_dir(str(verl_config_dir()), version_base=None):
         config = compose("ppo_trainer", command[3:])
@@ -255,7 +255,7 @@ def test_the_way_back_from_the_command_of_the_readme_is_to_leave_one_option_out(
     pytest.importorskip("verl")
     from hydra import compose, initialize_config_dir
 
-    from reward_loop.verl.settings import verl_config_dir
+    from reward_loop.verl.options import verl_config_dir
 
     (command,) = [command for page, command in TRAINING if page == "README.md"]
     overrides = [word for word in command[3:] if word != PIPELINE]
@@ -277,14 +277,6 @@ def test_the_users_configuration_file_takes_effect(tmp_path: Path) -> None:
     status = run_forked([command[2], *show, *command[3:]], {**os.environ, "PYTHONPATH": str(ROOT)}, tmp_path, log)
     assert status == 0, log.read_text()
     assert "timeout: 60" in log.read_text()
-
-
-def test_keys_of_verl_without_effect_are_named() -> None:
-    pytest.importorskip("verl")
-    from reward_loop.verl.resolve import _UNUSED
-
-    for key in _UNUSED:
-        assert f"`{key}`" in PAGES["docs/migration.md"]
 
 
 @pytest.mark.parametrize("row", between("migrated options").splitlines()[2:])

@@ -40,7 +40,6 @@ NOT_RUN = {
     "python examples/gsm8k/prepare.py": "downloads a data set",
     "python -m examples.trl_grpo": "trains for minutes; tests/examples/test_trl_grpo.py is shorter",
     "python -m benchmarks.": "measures for minutes; test_docs.py checks its options",
-    "python -m reward_loop.verl.compat --against ": "needs a checkout of verl; test_compat_command.py has a copy",
 }
 """The commands that do not run here, by their beginning, with the reason."""
 

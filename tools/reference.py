@@ -203,12 +203,12 @@ def _yaml(value: Any) -> str:
 def _of_verl(what: str) -> str:
     """Return a table of the integration with verl."""
     from reward_loop.verl.cpu.setup import CPU_ENVIRONMENT
-    from reward_loop.verl.resolve import _MOVED
+    from reward_loop.verl.options import MOVED
 
     if what == "environment":
         return _table(("Variable", "Value"), *((f"`{name}`", f"`{value}`") for name, value in CPU_ENVIRONMENT.items()))
     if what == "moved keys":
-        return _table(("You write", "It becomes"), *((f"`{old}`", f"`{new}`") for old, new in _MOVED.items()))
+        return _table(("You write", "It becomes"), *((f"`{old}`", f"`{new}`") for old, new in MOVED.items()))
     group = what.removeprefix("options ")
     return _options(_group_of(group), group)
 
@@ -216,7 +216,7 @@ def _of_verl(what: str) -> str:
 def _group_of(name: str) -> type[Config]:
     if not name.startswith("trainer."):
         return GROUPS[name]
-    from reward_loop.verl.mode_options import PipelineOptions, RewardQueueOptions, SamplerOptions
+    from reward_loop.verl.options import PipelineOptions, RewardQueueOptions, SamplerOptions
 
     of_verl = {"reward_pipeline": PipelineOptions, "reward_queue": RewardQueueOptions, "sampler": SamplerOptions}
     return of_verl[name.rpartition(".")[2]]

@@ -15,8 +15,7 @@ on a CPU: the platform, the rollout's entry in a table,  `main_ppo.py`, `cpu/plu
 and ``load_valuehead_model``
 ======================================================== ===============================================================
 
-Each module registers the names of verl that it uses or overrides (`compat`). A run compares them with the installed
-verl at its start: otherwise, a change in verl would cause an error in the middle of a run, or wrong rewards.
+A release of verl may change any of them, so this library works with one release of verl (`installed.py`).
 
 This module must not import verl: verl chooses its platform at import, so it is imported late.
 """

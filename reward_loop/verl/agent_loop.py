@@ -26,11 +26,12 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transfer_queue as tq
 from omegaconf import OmegaConf
+from typing_extensions import override
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
@@ -48,18 +49,7 @@ from reward_loop.managers.base import (
 )
 from reward_loop.records import Records
 from reward_loop.types import Outcome, Reward, RewardSample
-from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.trajectory_keys import FAILURE, GENERATED, JUDGED
-
-uses(
-    __name__,
-    "transfer_queue",
-    "async_kv_put(key, partition_id, tag)",
-    "async_kv_batch_put(keys, partition_id, fields, tags)",
-)
-uses(__name__, "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ", "config", "reward_loop_worker_handles")
-uses(__name__, "verl.experimental.agent_loop.agent_loop:AgentLoopOutput", "as_dict()", "reward_score", "extra_fields")
-uses(__name__, "verl.utils.tensordict_utils", "list_of_dict_to_tensordict(list_of_dicts)")
 
 
 @dataclass
@@ -92,8 +82,14 @@ _prompt: ContextVar[_Prompt] = ContextVar("prompt")
 _session: ContextVar[_Session | None] = ContextVar("session", default=None)
 
 
-# verl's name is an actor class of Ray, from which no class may inherit: this is the class inside.
-class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
+if TYPE_CHECKING:
+    _AgentLoopWorker = AgentLoopWorkerTQ
+else:
+    # verl's name is an actor class of Ray, from which no class may inherit: this is the class inside.
+    _AgentLoopWorker = AgentLoopWorkerTQ.__ray_actor_class__
+
+
+class RewardAgentLoopWorker(_AgentLoopWorker):
     """An agent loop worker that publishes a trajectory first, and its reward later. A Ray actor.
 
     It also records each session, in the folder ``reward_loop.log_dir``.
@@ -111,7 +107,7 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         """Never returns. A pending call fails when the worker dies."""
         await asyncio.Event().wait()
 
-    @overrides(AgentLoopWorkerTQ.__ray_actor_class__)
+    @override
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
         rollout = self.config.actor_rollout_ref.rollout
         partition, n = ("val", rollout.val_kwargs.n) if trajectory["validate"] else ("train", rollout.n)
@@ -121,7 +117,7 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         _prompt.set(_Prompt(partition, size, set(range(size))))
         await super()._run_prompt(prompt, sampling_params, trajectory=trajectory, trace=trace)
 
-    @overrides(AgentLoopWorkerTQ.__ray_actor_class__)
+    @override
     async def _run_agent_loop(self, sampling_params: dict, trajectory: dict, **kwargs: Any) -> Any:
         uid, number = kwargs["uid"], kwargs["session_id"]
         session = _Session(f"{uid}_{number}", number, _prompt.get())
@@ -182,8 +178,8 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         (client,) = self.reward_loop_worker_handles
         return await client.compute_score.remote(sample)
 
-    @overrides(AgentLoopWorkerTQ.__ray_actor_class__)
-    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
+    @override
+    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:  # type: ignore[override]
         session = _session.get()
         if validate:
             kwargs[VALIDATE] = True  # a column of the sample
@@ -208,7 +204,7 @@ class RewardAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
                 await asyncio.gather(session.judging, return_exceptions=True)
         return None
 
-    @overrides(AgentLoopWorkerTQ.__ray_actor_class__)
+    @override
     async def _compute_score(self, outputs: list[Any], kwargs: dict, **options: Any) -> None:
         """Start to judge a session in a task. verl calls this method before it writes the trajectory.
 

@@ -11,22 +11,13 @@ import ray
 from omegaconf import OmegaConf
 from ray.exceptions import GetTimeoutError, RayActorError
 from tensordict import TensorDict
+from typing_extensions import override
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 
 from reward_loop._util.text import counted, listing
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl.agent_loop import RewardAgentLoopWorker
-from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.tq_rows import unfinished_prompts
-
-uses(
-    __name__,
-    "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopManagerTQ",
-    "agent_loop_workers_class",
-    "agent_loop_workers",
-    "config",
-)
-uses(__name__, "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ", "generate_sequences(batch)")
 
 AGENT_LOOP_MANAGER = "reward_loop.verl.agent_loop_manager.RewardAgentLoopManager"
 
@@ -53,12 +44,12 @@ class RewardAgentLoopManager(AgentLoopManagerTQ):
         """Prompt uid -> the number of the worker that received it."""
         self._receipt_timeout_s = OmegaConf.select(self.config, "reward_loop.worker_start_timeout_s", default=300.0)
 
-    @overrides(AgentLoopManagerTQ)
+    @override
     async def _init_agent_loop_workers(self) -> None:
         await super()._init_agent_loop_workers()
         self._deaths = [worker.until_death.remote() for worker in self.agent_loop_workers]
 
-    @overrides(AgentLoopManagerTQ)
+    @override
     def generate_sequences(self, prompts: TensorDict) -> None:
         """Send prompts to the workers, in equal parts.
 

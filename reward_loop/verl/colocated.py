@@ -17,6 +17,7 @@ from typing import Any, Self
 from urllib.parse import urlencode
 
 from omegaconf import DictConfig
+from typing_extensions import override
 from verl.experimental.reward_loop import RewardModelManager
 
 from reward_loop._util.api_keys import api_key_of
@@ -26,12 +27,8 @@ from reward_loop.router.config import API_KEY_VARIABLE, BackendConfig
 from reward_loop.serving.manager import serve_reward_model
 from reward_loop.serving.models import model_kind
 from reward_loop.verl.cluster import reachable
-from reward_loop.verl.compat import overrides, uses
 from reward_loop.verl.reward_metrics import added_seconds
 from reward_loop.verl.reward_model import verls_options
-
-uses(__name__, "verl.experimental.reward_loop:RewardModelManager", "__init__(config, resource_pool)")
-uses(__name__, "verl.experimental.reward_loop:RewardModelManager", "server_addresses", "sleep()", "wake_up()")
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +166,6 @@ class ColocatedRewardModel:
 class _Replicas(RewardModelManager):
     """verl's replicas of the reward model, without verl's router. They sleep after the start."""
 
-    @overrides(RewardModelManager)
+    @override
     def _initialize_router(self) -> None:
         self.router_address = None

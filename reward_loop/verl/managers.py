@@ -28,13 +28,8 @@ from reward_loop.router.config import API_KEY_VARIABLE
 from reward_loop.scoring import ScoringFunction, normalise
 from reward_loop.scoring.isolation import SplitSemaphore
 from reward_loop.types import Outcome, RewardResult, RewardSample
-from reward_loop.verl.compat import uses
+from reward_loop.verl.options import RewardSettings
 from reward_loop.verl.own_scorers import default_compute_score, guard
-from reward_loop.verl.settings import RewardSettings
-
-uses(__name__, "verl.trainer.ppo.reward", "load_reward_manager(config, tokenizer)")
-uses(__name__, "verl.utils", "hf_tokenizer(name_or_path)")
-uses(__name__, "verl.utils.fs", "copy_to_local(src)")
 
 
 def build_manager(
@@ -56,7 +51,7 @@ def build_manager(
 
     guard()  # also for managers and functions that call verl's scorers themselves
 
-    def tokenizer(path: str | None) -> Any:
+    def tokenizer(path: str) -> Any:
         return hf_tokenizer(copy_to_local(path), trust_remote_code=True)
 
     policy = settings.config.actor_rollout_ref.model
@@ -85,9 +80,10 @@ def build_manager(
     else:
         from verl.trainer.ppo.reward import load_reward_manager
 
-        manager = load_reward_manager(settings.config, keywords.pop("tokenizer"), **keywords)
-        if not isinstance(manager, RewardLoopManagerBase):
-            manager = VerlManager(manager, settings.options, limits, verl_options(settings.config, TRAINER_MODE))
+        verls: Any = load_reward_manager(settings.config, keywords.pop("tokenizer"), **keywords)
+        ours = isinstance(verls, RewardLoopManagerBase)
+        mode = verl_options(settings.config, TRAINER_MODE)
+        manager = verls if ours else VerlManager(verls, settings.options, limits, mode)
     if settings.function is not None and hasattr(function, "post_process_scores") and PostProcess.of(manager) is None:
         raise ConfigError(
             f"custom_reward_function {settings.function.path}:{settings.function.name} has post_process_scores, which "

@@ -28,17 +28,9 @@ from decimal import Decimal, InvalidOperation
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from reward_loop.verl.compat import uses
-
 _GRADER = "verl.utils.reward_score.prime_math.grader"
 _PRIME_MATH = "verl.utils.reward_score.prime_math"
 _MATH_VERIFY = "verl.utils.reward_score.math_verify"
-
-uses(__name__, "verl.utils.reward_score", "default_compute_score(data_source, solution_str, ground_truth)")
-uses(__name__, _GRADER, "handle_pi", "symbolic_equal", "parse_expr", "simplify", "N")
-uses(__name__, _PRIME_MATH, "sympy_parser")
-uses(__name__, _MATH_VERIFY, "_verify_in_subprocess(ground_truth_boxed, model_output)", "_get_pool()", "_pool",
-     "_pool_lock", "TimeoutException")  # fmt: skip
 
 _MAX_BITS = 4096
 """The largest size of an integer that `_arithmetic` computes."""

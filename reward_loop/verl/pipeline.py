@@ -16,8 +16,8 @@ Invariants:
 - Old and reference log-probabilities and values are computed for the whole batch, before the first update of the step.
 - A group (all rollouts of one prompt) is never split: its advantages are computed in one call, when all its rewards
   have arrived.
-- Each row with an advantage is passed to ``_update`` exactly once. The last mini-batch of a step is filled up with
-  padding: rows whose masks are zero.
+- Each row with an advantage is passed to ``_update`` exactly once. The last mini-batches of a step are filled up with
+  padding: rows whose masks are zero. As far as is known before, they share the last rows equally.
 - With the mini-batch pipeline, each mini-batch has an update call. The learning-rate schedules count these calls, as
   they count the updates of verl's mode ``separate_async``.
 - The tags in TransferQueue are the only state of rollouts and rewards. The trainer reads them while it waits.
@@ -49,7 +49,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Self
@@ -57,6 +57,7 @@ from typing import Any, Self
 import transfer_queue as tq
 from omegaconf import DictConfig, open_dict
 from transfer_queue import KVBatchMeta
+from typing_extensions import override
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.trainer.ppo.v1.utils import MetricsAggregator
@@ -66,48 +67,28 @@ from verl.utils.tensordict_utils import assign_non_tensor
 from reward_loop.agent.schedule import Action, Generate, Prepare, Train, Wait
 from reward_loop.errors import RewardLoopError
 from reward_loop.managers.base import TRAINING_STEP
-from reward_loop.records import Interval, seconds_of
-from reward_loop.verl.compat import overrides, uses
-from reward_loop.verl.mode_options import PIPELINE_MODE, make_schedule, mini_batch_groups, read_mode
-from reward_loop.verl.refills import FilterForecast, RefillLimit
+from reward_loop.records import Interval, Records, seconds_of
+from reward_loop.verl.options import PIPELINE_MODE, make_schedule, mini_batch_groups, read_mode
+from reward_loop.verl.refills import FilterForecast
+from reward_loop.verl.replay_buffer import RewardReplayBuffer
 from reward_loop.verl.reward_metrics import added_seconds, overlap_metrics
-from reward_loop.verl.tq_rows import copy, last_failure, read_tags, read_trajectories, select, spread_padding
+from reward_loop.verl.tq_rows import copy, last_failure, read_tags, read_trajectories, select
 from reward_loop.verl.trainer import NothingToLearnError
 from reward_loop.verl.trajectory_keys import JUDGED, uid_of
-
-uses(
-    __name__,
-    "verl.trainer.ppo.v1.trainer_base:PPOTrainer",
-    "on_sample_begin()",
-    "on_sample_end()",
-    "trainer_mode",
-    "_next_train_batch(num_prompts)",
-    "_submit_batch_to_rollout(batch)",
-    "_balance_batch(batch, metrics)",
-    "_get_required_batch_multiple(dp_size)",
-    "_compute_old_log_prob(batch, metrics)",
-    "_compute_ref_log_prob(batch, metrics)",
-    "_compute_values(batch, metrics)",
-    "_update_critic(batch, metrics)",
-    "_update_actor(batch, metrics)",
-    "use_reference_policy",
-    "total_training_steps",
-    "steps_per_epoch",
-)
-uses(__name__, "verl.trainer.ppo.v1.trainer_base", "register_trainer(name)")
-uses(
-    __name__,
-    "verl.trainer.ppo.v1.utils:MetricsAggregator",
-    "add_step_metrics(metrics, sample_count)",
-    "get_aggregated_metrics()",
-)
-uses(__name__, "verl.utils.debug", "marked_timer(name, timing_raw, color)")
-uses(__name__, "verl.utils.tensordict_utils", "assign_non_tensor(tensor_dict)")
 
 
 @register_trainer(PIPELINE_MODE)
 class RewardPipelineTrainer(PPOTrainerSync):
     """verl's synchronous, colocated trainer, which runs the parts of a step in the order of a `Schedule`."""
+
+    replay_buffer: RewardReplayBuffer
+    # What `with_reward_loop` adds.
+    _check_fatal_errors: Callable[[], None]
+    _poll_fatal_errors: Callable[[], None]
+    _learners: Callable[[KVBatchMeta], KVBatchMeta]
+    _mask: Callable[[list[str]], None]
+    _left_out: dict[str, dict[str, Any]]
+    _records: Records | None
 
     def __init__(self, config: DictConfig) -> None:
         options = read_mode(config).pipeline
@@ -126,6 +107,8 @@ class RewardPipelineTrainer(PPOTrainerSync):
         self.parameter_sync_step = self._schedule.mini_batches
         self._actions: Iterator[Action] | None = None
         self._batch: StepBatch | None = None
+        self._filtered = 0
+        """The number of groups that were filtered in the current step."""
         self._judged: list[Interval] = []
         """For each reward of the current step, when it was requested and when it arrived."""
         self._filters = self.replay_buffer.filter_groups_metric is not None
@@ -134,25 +117,25 @@ class RewardPipelineTrainer(PPOTrainerSync):
         """The prompts of ``_submitted`` that have passed the filter, as far as the forecast has counted them."""
         self._replaces = self._filters or self.replay_buffer.sync_refill_failed_groups
 
-    @overrides(PPOTrainerSync)
+    @override
     def _init_dataloader(self) -> None:
         super()._init_dataloader()
         if self.options.one_step_off_policy or (self._filters and self.options.max_ahead > 0):
             # With any other name than "sync", verl saves the prompts in flight in its checkpoints.
             self.trainer_mode = PIPELINE_MODE
 
-    @overrides(PPOTrainerSync)
+    @override
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
         prompts, _ = read_tags()
         self._submitted = list(prompts)
 
-    @overrides(PPOTrainerSync)
+    @override
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
         """Run the actions of the schedule, up to the last update of one training step."""
         self._judged = []
         self._batch = None
-        self._limit = RefillLimit(self.config, self.options.max_refills, self.global_steps)
+        self._filtered = 0
         if self._actions is None:
             # verl also stops after the last epoch.
             last_step = min(self.total_training_steps, self.config.trainer.total_epochs * self.steps_per_epoch)
@@ -279,15 +262,26 @@ class RewardPipelineTrainer(PPOTrainerSync):
         """Evict groups that are filtered, failed without a trajectory or are too old. Returns how many are filtered."""
         if not self._replaces:
             return 0
-        # Before the eviction, which deletes the prompts with their tags.
-        failure = last_failure()
         evicted = self.replay_buffer.evict(self.global_steps, metrics)
         if evicted.uids:
             self._poll_fatal_errors()  # raises if the run must stop: the replacements would fail too
             self._submitted = [uid for uid in self._submitted if uid not in evicted.uids]
-            kept = len(self._submitted)
-            self._limit.check(failed=evicted.failed, filtered=evicted.filtered, kept=kept, failure=failure)
+            self._filtered += evicted.filtered
+            if self._filtered and len(self._submitted) < self.config.data.train_batch_size:
+                self._check_filtered()
         return evicted.filtered
+
+    def _check_filtered(self) -> None:
+        """Raise if replacing the groups that are filtered in this step would exceed verl's bound."""
+        options, size = self.config.algorithm.filter_groups, self.config.data.train_batch_size
+        most = options.get("max_num_gen_batches", 0)
+        if most > 0 and size + self._filtered > most * size:
+            raise RewardLoopError(
+                f"algorithm.filter_groups has filtered out {self._filtered} groups in step {self.global_steps}, whose "
+                f"rollouts have the same {options.metric}. To replace them, more batches of {size} would have to be "
+                f"generated than algorithm.filter_groups.max_num_gen_batches={most} allows. Are the prompts too easy "
+                "or too hard, or does the reward function give every sample the same score? 0 means no limit"
+            )
 
     def _prepare(self, batch: StepBatch, metrics: dict, timing_raw: dict) -> None:
         """Compute what needs no reward, for the whole batch: old and reference log-probabilities, values."""
@@ -331,14 +325,12 @@ class RewardPipelineTrainer(PPOTrainerSync):
             batch.metrics.add_step_metrics(update_metrics, sample_count=len(rows))
 
     def _padded(self, whole: KVBatchMeta, rows: list[int], padding: list[int]) -> KVBatchMeta:
-        """Return rows in an order that gives each rank about the same number of tokens, and spreads the padding."""
+        """Return rows in an order that gives each rank about the same number of tokens."""
         filler = select(whole, padding)
         self._mask(filler.keys)
         # Without the override of `_balance_batch`: these rows have rewards.
         # They are as many as verl needs, so it adds no padding of its own.
-        batch = super()._balance_batch(select(whole, rows + padding), metrics={})
-        is_padding = [key in filler.keys for key in batch.keys]
-        return select(batch, spread_padding(is_padding, self._data_parallel_size()))
+        return super()._balance_batch(select(whole, rows + padding), metrics={})
 
     def _update(self, rows: KVBatchMeta, metrics: dict, timing_raw: dict) -> None:
         if self.use_critic:
@@ -376,9 +368,11 @@ class RewardPipelineTrainer(PPOTrainerSync):
         judged = [tag[JUDGED] for key, tag in rows.items() if JUDGED in tag and uid_of(key) in uids]
         self._judged += [(requested, arrived) for requested, arrived in judged]
 
-    @overrides(PPOTrainerSync)
-    def _compute_metrics(self, batch: KVBatchMeta, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
-        super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
+    @override
+    def _compute_metrics(
+        self, batch: KVBatchMeta, metrics: dict, timing_raw: dict, global_steps: int, epoch: int
+    ) -> None:
+        super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
         # verl's timer of the step contains the checkpoint.
         step = timing_raw["step"] - timing_raw.get("save_checkpoint", 0.0)
         generation, waiting = timing_raw.get("gen", 0.0), timing_raw.get("wait_reward", 0.0)
@@ -477,15 +471,25 @@ class StepBatch:
             (self.rows if self.whole.keys[row] in there else self.spare).append(row)
 
     def take_updates(self, size: int, *, last: bool) -> list[tuple[list[int], list[int]]]:
-        """Remove the rows of full update calls from `rows`. Returns the rows of each, and the rows that pad it.
+        """Remove the rows of update calls from `rows`. Returns the rows of each, and the rows that pad it.
+
+        Rows of a small last call would weigh many times as much as others. So if fewer rows than those of a call will
+        be left, a full call waits for them, and all calls that are left get the same number of rows.
 
         Args:
             size: the number of rows of an update call: those of a mini-batch, or of several.
-            last: whether all groups are complete. Then the rest is padded to a full call.
+            last: whether all groups are complete.
         """
         made = []
-        while len(self.rows) >= size or (last and self.rows):
-            rows, self.rows = self.rows[:size], self.rows[size:]
+        coming = sum(map(len, self.groups.values()))
+
+        def is_full() -> bool:
+            left = len(self.rows) - size + coming
+            return len(self.rows) >= size and (left == 0 or left >= size)
+
+        while self.rows if last else is_full():
+            count = math.ceil(len(self.rows) / math.ceil(len(self.rows) / size)) if last else size
+            rows, self.rows = self.rows[:count], self.rows[count:]
             missing = size - len(rows)
             padding, self.spare = self.spare[:missing], self.spare[missing:]
             self.trained += rows

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 from omegaconf import DictConfig
+from typing_extensions import override
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from reward_loop.managers.base import open_records
 from reward_loop.records import Records, WaitsFor
-from reward_loop.verl.compat import overrides
+from reward_loop.verl.options import RewardSettings
+from reward_loop.verl.replay_buffer import RewardReplayBuffer
 from reward_loop.verl.reward_metrics import StepRewards
-from reward_loop.verl.settings import RewardSettings
 from reward_loop.verl.tq_rows import read_rows
 from reward_loop.verl.trajectory_keys import final_outputs, session_of
 
@@ -50,6 +51,7 @@ class RecordingTrainer(PPOTrainer):
     _settings: RewardSettings
     _colocated: Any
     _rewards: StepRewards
+    replay_buffer: RewardReplayBuffer
     _records: Records | None = None
     """``None`` if nothing is recorded."""
     _timing_raw: dict[str, float]
@@ -72,7 +74,7 @@ class RecordingTrainer(PPOTrainer):
         self._timing_raw = RecordedSeconds(self._record_phase)
         self._timing_raw.update(seconds)
 
-    @overrides(PPOTrainer)
+    @override
     def fit(self, agent_loop_manager: Any) -> None:
         """Train, and then write the remaining events."""
         try:
@@ -95,9 +97,9 @@ class RecordingTrainer(PPOTrainer):
         # In the mode `reward_pipeline`, the wait for rewards is a phase of its own.
         return "rewards" if self._colocated is None and self._settings.mode.pipeline is None else "rollouts"
 
-    @overrides(PPOTrainer)
-    def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
-        super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
+    @override
+    def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
+        super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
         if self._records is not None:
             try:
                 self._records.write_advantages(self.global_steps, advantages(self._rewards))

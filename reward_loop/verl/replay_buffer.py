@@ -10,31 +10,17 @@ from time import monotonic, time
 from typing import Any, NamedTuple
 
 from transfer_queue import KVBatchMeta
+from typing_extensions import override
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, _accumulate_eviction_metrics
 
 from reward_loop._util.text import shorten
 from reward_loop.errors import ConfigError, RewardLoopError
-from reward_loop.verl.compat import overrides, replaced, uses
-from reward_loop.verl.mode_options import ModeOptions
+from reward_loop.verl.installed import replaced
+from reward_loop.verl.options import ModeOptions
+from reward_loop.verl.refills import FailureStreak
 from reward_loop.verl.reward_metrics import Rewards
+from reward_loop.verl.tq_rows import last_failure
 from reward_loop.verl.trajectory_keys import GENERATED, JUDGED, uid_of
-
-uses(__name__, "verl.trainer.ppo.v1.replay_buffer", "_accumulate_eviction_metrics(acc, new, stale_count)")
-uses(
-    __name__,
-    "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer",
-    "_terminal_eviction_reasons(global_steps, partition_id)",
-    "_sync_metadata_from_transfer_queue()",
-    "_dapo_classification_cache",
-    "poll_interval",
-    "partitions",
-    "pending_keys",
-    "running_keys",
-    "finished_keys",
-    "prompt_global_steps",
-    "filter_groups_metric",
-    "sync_refill_failed_groups",
-)
 
 REWARD_METRIC = "reward"
 """The value of ``algorithm.filter_groups.metric`` that stands for the reward, and not for a key of the extra info."""
@@ -64,6 +50,7 @@ class RewardReplayBuffer(ReplayBuffer):
         mode: the options of the trainer mode.
         final_rewards: returns the rewards by which finished groups are filtered, by key of the trajectory. Its second
             argument is the metric.
+        batch_size: ``data.train_batch_size``.
     """
 
     poll_interval: float
@@ -73,15 +60,17 @@ class RewardReplayBuffer(ReplayBuffer):
         buffer: ReplayBuffer,
         mode: ModeOptions,
         final_rewards: Callable[[KVBatchMeta, str], Rewards],
+        batch_size: int,
     ) -> None:
         # Not `super().__init__`: verl has created the buffer, by a constructor that may be the user's.
         self.__dict__.update(vars(buffer))
         self.checks: list[Callable[[], None]] = []
         """Functions that are called at every poll. An exception from one of them ends the wait."""
-        self.check_failed_groups: Callable[[Collection[str], Collection[str]], None] | None = None
-        """Called with the uids of the failed and of the finished groups before training groups are evicted."""
         self.validated: Callable[[KVBatchMeta], KVBatchMeta] = lambda batch: batch
         """Returns the rows of a batch that a validation shows and averages."""
+        max_refills, option = mode.max_refills
+        bound = None if max_refills is None else max_refills * batch_size
+        self._failures = FailureStreak(bound, f"{option}={max_refills}")
         self._poll_interval_s = mode.poll_interval_s
         self._stall_timeout_s, self._stall_option = mode.stall_timeout
         self._final_rewards = final_rewards
@@ -89,12 +78,12 @@ class RewardReplayBuffer(ReplayBuffer):
         self._quiet = 0.0
         """Seconds of waiting since the last change. Other work of the trainer does not count."""
 
-    @overrides(ReplayBuffer)
+    @override
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
         batch, metrics = super().sample(global_steps, partition_id, batch_size)
         return (self.validated(batch) if partition_id == "val" else batch), metrics
 
-    @overrides(ReplayBuffer)
+    @override
     def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
         for check in self.checks:
             check()
@@ -134,10 +123,11 @@ class RewardReplayBuffer(ReplayBuffer):
         while not arrived():
             logged = self._wait_for_next_poll("train", logged)
 
-    @overrides(ReplayBuffer)
+    @override
     def _evict_terminal_groups(self, global_steps: int, partition_id: str, eviction_reasons: Any) -> Any:
-        if self.check_failed_groups is not None and partition_id == "train":
-            self.check_failed_groups(eviction_reasons[2], self.finished_keys[partition_id])
+        if partition_id == "train":
+            # Before the eviction, which deletes the prompts with their tags.
+            self._failures.count(len(eviction_reasons[2]), self.finished_keys[partition_id], last_failure)
         return super()._evict_terminal_groups(global_steps, partition_id, eviction_reasons)
 
     def evict(self, step: int, metrics: dict) -> Evicted:
@@ -154,7 +144,7 @@ class RewardReplayBuffer(ReplayBuffer):
         _accumulate_eviction_metrics(metrics, eviction_metrics, len(too_old))
         return Evicted(uids, len(filtered), len(failed))
 
-    @overrides(ReplayBuffer)
+    @override
     def _dapo_filtered_keys(self, partition_id: str) -> Any:
         if partition_id != "val" and self.filter_groups_metric is not None:
             self._classify_groups(partition_id, self.filter_groups_metric)

@@ -20,11 +20,8 @@ import logging
 
 import transfer_queue as tq
 
-from reward_loop.verl.compat import uses
 from reward_loop.verl.tq_rows import read_rewards, read_tags, read_trajectories
 from reward_loop.verl.trajectory_keys import FAILURE, uid_of
-
-uses(__name__, "transfer_queue", "kv_clear(keys, partition_id)")
 
 logger = logging.getLogger(__name__)
 

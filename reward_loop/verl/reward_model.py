@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -13,10 +12,7 @@ from reward_loop.errors import ConfigError
 from reward_loop.serving.engines import ENGINES, normalised
 from reward_loop.serving.gpus import VISIBLE_DEVICES
 from reward_loop.serving.models import check_path
-from reward_loop.verl.mode_options import PIPELINE_MODE, ModeOptions
-from reward_loop.verl.settings import defaults
-
-logger = logging.getLogger(__name__)
+from reward_loop.verl.options import PIPELINE_MODE, ModeOptions, verls_defaults
 
 _SERVER_OPTIONS = {
     "tensor_model_parallel_size": "tensor_parallel_size",
@@ -28,41 +24,17 @@ _SERVER_OPTIONS = {
 """verl's option ``rollout.*`` -> ours. Values are passed on unchanged, including verl's defaults."""
 
 _ENGINE_ARGS = {
-    "vllm": {
-        "enable_chunked_prefill": "enable_chunked_prefill",
-        "enable_prefix_caching": "enable_prefix_caching",
-        "enforce_eager": "enforce_eager",
-        "load_format": "load_format",
-        "max_num_batched_tokens": "max_num_batched_tokens",
-        "max_num_seqs": "max_num_seqs",
-        "quantization": "quantization",
-        "seed": "seed",
-    },
-    "sglang": {
-        "enforce_eager": "disable_cuda_graph",
-        "load_format": "load_format",
-        "max_num_seqs": "max_running_requests",
-        "quantization": "quantization",
-        "seed": "random_seed",
-    },
+    "enable_chunked_prefill": {"vllm": "enable_chunked_prefill"},
+    "enable_prefix_caching": {"vllm": "enable_prefix_caching"},
+    "enforce_eager": {"vllm": "enforce_eager", "sglang": "disable_cuda_graph"},
+    "load_format": {"vllm": "load_format", "sglang": "load_format"},
+    "max_num_batched_tokens": {"vllm": "max_num_batched_tokens"},
+    "max_num_seqs": {"vllm": "max_num_seqs", "sglang": "max_running_requests"},
+    "quantization": {"vllm": "quantization", "sglang": "quantization"},
+    "seed": {"vllm": "seed", "sglang": "random_seed"},
 }
-"""verl's option ``rollout.*`` -> an option of the engine's command line. verl's defaults are also passed on."""
-
-_NEGATED = {
-    "vllm": {"enable_chunked_prefill", "enable_prefix_caching", "enforce_eager"},
-    "sglang": frozenset[str](),
-}
-"""Switches that the engine may turn on by default: ``False`` must be passed as the option ``--no-...``."""
-
-_SAMPLING = {"vllm": ("temperature", "top_k", "top_p", "response_length"), "sglang": ()}
-"""verl's options ``rollout.*`` that become defaults of the server for requests without these fields."""
-
-_UNUSED_BY_VERL = {
-    "rollout.prompt_length": "the limit of a prompt and its reply is reward_model.rollout.max_model_len",
-    "rollout.response_length": "the limit of a reply is max_tokens in the request",
-    "rollout.free_cache_engine": "a model with its own GPUs never sleeps",
-}
-"""Options that verl's examples set, although neither this library nor verl uses them -> what applies instead."""
+"""verl's option ``rollout.*`` -> an option of the engine's command line. verl's defaults are also passed on. Others are
+``reward_model.server.engine_args``."""
 
 _WITH_VERLS_SERVERS = (
     *("models", "served_model_name", "max_concurrent", "timeout"),
@@ -71,9 +43,6 @@ _WITH_VERLS_SERVERS = (
 )
 """The options of ``reward_model.server`` that apply to a reward model on the trainer's GPUs: those of the router and of
 requests."""
-
-_OF_THE_CPU_PRESET = {"rollout.dtype": "float32", "rollout.tensor_model_parallel_size": 1}
-"""Options that ``--config-name cpu`` sets to this value. With it, engines without the option accept them."""
 
 
 def read_reward_model(config: DictConfig, mode: ModeOptions) -> RewardModelConfig | None:
@@ -88,7 +57,7 @@ def read_reward_model(config: DictConfig, mode: ModeOptions) -> RewardModelConfi
     if not model.enable:
         return None
     options = {"model_path": model.model_path, "engine": model.rollout.name}
-    if model.rollout.name in _ENGINE_ARGS:
+    if model.rollout.name in ("vllm", "sglang"):
         options |= _engine_options(model.rollout)
     own = config.reward_model.server
     engine_args = options.get("engine_args", {}) | normalised(own.get("engine_args") or {})
@@ -108,8 +77,6 @@ def read_reward_model(config: DictConfig, mode: ModeOptions) -> RewardModelConfi
             )
     if served.placement == "colocated":
         served = _colocated(config, served, mode)
-    if served.placement != "colocated":
-        _check_effects(model)
     if config.trainer.device != "cpu":
         _check_local(served)
     return served
@@ -149,19 +116,21 @@ def _check_local(served: RewardModelConfig) -> None:
 
 def _engine_options(rollout: DictConfig) -> dict[str, Any]:
     """Return verl's options of an inference engine as ours. verl's defaults override the defaults of the engine."""
-    given: dict[str, Any] = {}
-    for name, argument in _ENGINE_ARGS[rollout.name].items():
-        value = rollout[name]
-        if value is False and argument in _NEGATED[rollout.name]:
+    engine, given = rollout.name, dict[str, Any]()
+    for name, arguments in _ENGINE_ARGS.items():
+        value, argument = rollout[name], arguments.get(engine)
+        if argument is None or value is None:
+            continue
+        if value is False and engine == "vllm":  # may be on by default
             given[f"no_{argument}"] = True
-        elif value is not None:
+        else:
             given[argument] = value
-    if _SAMPLING[rollout.name]:
+    if engine == "vllm":
         given["override_generation_config"] = _generation_config(rollout)
     for name, kwargs in (rollout.engine_kwargs or {}).items():
-        if name != rollout.name:
+        if name != engine:
             raise ConfigError(
-                f"reward_model.rollout.engine_kwargs.{name}: write reward_model.rollout.engine_kwargs.{rollout.name}.*"
+                f"reward_model.rollout.engine_kwargs.{name}: write reward_model.rollout.engine_kwargs.{engine}.*"
             )
         given |= normalised(kwargs)
     return {ours: rollout[name] for name, ours in _SERVER_OPTIONS.items()} | {"engine_args": given}
@@ -172,7 +141,7 @@ def _generation_config(rollout: DictConfig) -> dict[str, Any]:
     config = {"temperature": rollout.temperature, "top_k": rollout.top_k, "top_p": rollout.top_p}
     config["repetition_penalty"] = 1.0
     # vLLM also shortens the replies of requests that ask for more tokens, so verl's default is not passed on.
-    if rollout.response_length != defaults().reward.reward_model.rollout.response_length:
+    if rollout.response_length != verls_defaults().reward.reward_model.rollout.response_length:
         config["max_new_tokens"] = rollout.response_length
     return config
 
@@ -289,48 +258,3 @@ def _check(model: DictConfig) -> None:
         )
     if model.enable_resource_pool and not model.enable:
         raise ConfigError("reward_model.enable_resource_pool=True has no effect without reward_model.enable=True")
-    if not model.enable:
-        _check_effects(model)
-
-
-def _check_effects(model: DictConfig) -> None:
-    """Reject options of verl's group ``reward.reward_model`` that have no effect on our servers."""
-    engine = OmegaConf.select(model, "rollout.name", throw_on_missing=False)
-    for option in _without_effect(model, defaults().reward.reward_model, engine=engine or ""):
-        if not _is_unused_by_verl(option, model):
-            raise ConfigError(
-                f"reward.reward_model.{option} has no effect with reward_model.rollout.name={engine}. The servers' own "
-                "options are reward_model.server.*"
-            )
-
-
-def warn_of_unused_options(config: DictConfig) -> None:
-    """Warn of options of the reward model that have no effect, neither here nor in verl."""
-    model = config.reward.reward_model
-    engine = OmegaConf.select(model, "rollout.name", throw_on_missing=False) or ""
-    for option in _without_effect(model, defaults().reward.reward_model, engine=engine):
-        if _is_unused_by_verl(option, model):
-            value = OmegaConf.select(model, option)
-            logger.warning("reward_model.%s=%s has no effect: %s", option, value, _UNUSED_BY_VERL[option])
-
-
-def _is_unused_by_verl(option: str, model: DictConfig) -> bool:
-    return option in _UNUSED_BY_VERL and (option != "rollout.free_cache_engine" or model.enable_resource_pool)
-
-
-def _without_effect(model: DictConfig, default: DictConfig, prefix: str = "", engine: str = "") -> Iterator[str]:
-    """Yield the options of verl's reward model servers that the user has set and our servers do not have."""
-    for key in model:
-        path = f"{prefix}{key}"
-        if path in ("enable", "enable_resource_pool", "n_gpus_per_node", "nnodes", "model_path", "rollout.name"):
-            continue
-        if prefix and engine in _ENGINE_ARGS and key in {*_SERVER_OPTIONS, *_ENGINE_ARGS[engine], *_SAMPLING[engine]}:
-            continue
-        if path == "rollout.engine_kwargs" and engine in _ENGINE_ARGS:
-            continue
-        if engine in ("transformers", "external") and model[key] == _OF_THE_CPU_PRESET.get(path):
-            continue
-        if isinstance(model[key], DictConfig) and key in default:
-            yield from _without_effect(model[key], default[key], f"{path}.", engine)
-        elif model[key] != default.get(key):
-            yield path

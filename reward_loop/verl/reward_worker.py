@@ -16,7 +16,7 @@ from reward_loop.managers.base import VALIDATE, open_records
 from reward_loop.managers.post_process import PostProcess, fail_reward
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Reward, RewardSample
 from reward_loop.verl.managers import build_manager
-from reward_loop.verl.settings import RewardSettings
+from reward_loop.verl.options import RewardSettings
 
 
 class RewardWorker:

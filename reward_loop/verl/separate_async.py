@@ -9,25 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from typing import Any
 
 import ray
-from omegaconf import DictConfig
 from ray.exceptions import RayActorError
+from typing_extensions import override
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
 from reward_loop.agent import RewardQueue
 from reward_loop.agent.queue import QueueEntry
-from reward_loop.errors import RewardLoopError
 from reward_loop.types import Outcome
 from reward_loop.verl.agent_loop import RewardAgentLoopWorker
 from reward_loop.verl.agent_loop_manager import RewardAgentLoopManager
-from reward_loop.verl.compat import overrides
-from reward_loop.verl.mode_options import REWARD_QUEUE, queue_shares, read_mode
-from reward_loop.verl.refills import FailureStreak
-from reward_loop.verl.tq_rows import last_failure
+from reward_loop.verl.options import queue_shares, read_mode
 
 QUEUE_AGENT_LOOP_MANAGER = "reward_loop.verl.separate_async.QueueAgentLoopManager"
 """The agent loop manager that puts a queue between generation and judging."""
@@ -131,25 +127,7 @@ class QueueAgentLoopManager(RewardAgentLoopManager):
 
 
 class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
-    """verl's trainer for separate devices. It also logs the queue's metrics, and stops a run that cannot continue."""
-
-    def __init__(self, config: DictConfig) -> None:
-        super().__init__(config)
-        options = read_mode(config).queue
-        assert options is not None, f"{REWARD_QUEUE}.enabled must be True"
-        self._options = options
-        refills = options.max_refills
-        self._failures = FailureStreak(None if refills is None else refills * config.data.train_batch_size)
-        self.replay_buffer.check_failed_groups = self._raise_if_all_fail
-
-    def _raise_if_all_fail(self, failed: Collection[str], finished: Collection[str]) -> None:
-        """Raise if too many groups, replacements included, failed in a row."""
-        if self._failures.exhausted(len(failed), finished):
-            raise RewardLoopError(
-                f"{self._failures.in_a_row} groups failed in a row, replacements included "
-                f"({REWARD_QUEUE}.max_refills={self._options.max_refills}, times "
-                f"data.train_batch_size={self.config.data.train_batch_size}). {last_failure()}"
-            )
+    """verl's trainer for separate devices. It also logs the queue's metrics."""
 
     def _ask(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of all agent loop workers, and return the answers that arrive within `ANSWER_S` seconds."""
@@ -165,7 +143,7 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
             )
         return answers
 
-    @overrides(PPOTrainerSeparateAsync)
+    @override
     def on_step_end(self) -> None:
         """Send new weights to the rollout, and the number of the next step to the agent loop workers."""
         super().on_step_end()
@@ -173,9 +151,9 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
             # Not awaited: a worker that misses it only judges rollouts that will be evicted.
             worker.start_step.remote(self.global_steps + 1)
 
-    @overrides(PPOTrainerSeparateAsync)
-    def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
-        super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
+    @override
+    def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
+        super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
         # The rollout has the weights of this step now.
         if queues := self._ask("queue_metrics", self.global_steps):
             metrics.update(merge_metrics(queues))

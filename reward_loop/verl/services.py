@@ -15,8 +15,7 @@ from reward_loop.limits import REWARD_MODEL, serve_limits
 from reward_loop.serving.manager import serve_reward_model
 from reward_loop.serving.reservation import GpuReservation
 from reward_loop.verl.cluster import groups_of_trainer, reachable
-from reward_loop.verl.resolve import read
-from reward_loop.verl.settings import RewardSettings
+from reward_loop.verl.options import RewardSettings, read
 
 if TYPE_CHECKING:
     from reward_loop.verl.colocated import ColocatedRewardModel
@@ -42,7 +41,7 @@ def reward_services(config: DictConfig) -> Iterator[RewardServices]:
     A reward model on the trainer's GPUs is started later, by the trainer, and stopped here.
 
     Args:
-        config: verl's whole configuration, after :func:`~reward_loop.verl.resolve.resolve`.
+        config: verl's whole configuration, after :func:`~reward_loop.verl.options.resolve`.
 
     Raises:
         ConfigError, ServerStartError: as :class:`RewardModelManager` does on entry.

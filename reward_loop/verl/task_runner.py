@@ -5,32 +5,31 @@ from __future__ import annotations
 import logging
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
+from typing_extensions import override
 from verl.trainer.main_ppo import TaskRunnerV1
 
-from reward_loop.verl import compat
-from reward_loop.verl.compat import overrides, uses
-from reward_loop.verl.mode_options import ModeOptions
+from reward_loop.verl.options import ModeOptions
 
-uses(__name__, "verl.trainer.ppo.v1", "get_trainer_cls(name)")
-uses(__name__, "verl.trainer.ppo.v1.trainer_base", "TRAINER_REGISTRY")
+if TYPE_CHECKING:
+    _TaskRunner = TaskRunnerV1
+else:
+    _TaskRunner = TaskRunnerV1.__ray_actor_class__
 
 
 @ray.remote
-class TaskRunner(TaskRunnerV1.__ray_actor_class__):
+class TaskRunner(_TaskRunner):
     """verl's V1 task runner, with the reward loop and the reward model."""
 
-    @overrides(TaskRunnerV1.__ray_actor_class__)
+    @override
     def run(self, config: DictConfig) -> None:
         """Start the services of rewards, train as verl's task runner does, and stop the services.
 
         The services stop also after an error.
         """
-        # The imports below need names that another version of verl may lack.
-        compat.check(*compat.TRAINING, *(compat.CPU if config.trainer.device == "cpu" else ()))
         from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
         from reward_loop.verl.services import reward_services
@@ -40,9 +39,9 @@ class TaskRunner(TaskRunnerV1.__ray_actor_class__):
         OmegaConf.resolve(config)
         with reward_services(config) as rewards:
             mode = rewards.settings.mode
-            trainer = with_reward_loop(_trainer_class(config, mode))
             # verl looks the trainer up by the mode, in this process only, and calls it with the configuration.
-            TRAINER_REGISTRY[mode.name] = partial(trainer, rewards=rewards)
+            trainer: Any = partial(with_reward_loop(_trainer_class(config, mode)), rewards=rewards)
+            TRAINER_REGISTRY[mode.name] = trainer
             super().run(_without_secret(config))
 
 

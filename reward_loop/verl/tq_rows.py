@@ -6,8 +6,10 @@ Rows that verl adds as padding never get a reward.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,19 +23,8 @@ from verl.protocol import DataProto
 
 from reward_loop.managers.base import VALIDATE
 from reward_loop.types import Reward
-from reward_loop.verl.compat import uses
 from reward_loop.verl.reward_metrics import TrajectoryReward
 from reward_loop.verl.trajectory_keys import FAILURE, session_of, uid_of
-
-uses(
-    __name__,
-    "transfer_queue",
-    "kv_list(partition_id)",
-    "kv_batch_get(keys, partition_id, select_fields)",
-    "kv_batch_put(keys, partition_id, fields, tags)",
-    "KVBatchMeta",
-)
-uses(__name__, "transfer_queue:KVBatchMeta", "keys", "tags", "partition_id", "extra_info", "fields")
 
 MASKS = ("response_mask", "loss_mask")
 """The fields that mark which tokens of a response are trained on."""
@@ -57,22 +48,34 @@ def select(batch: KVBatchMeta, positions: Sequence[int]) -> KVBatchMeta:
     )
 
 
-def spread_padding(is_padding: Sequence[bool], ranks: int) -> list[int]:
-    """Return an order of rows that spreads the padding evenly over the mini-batches of each rank.
+def spread_learners(is_learner: Sequence[bool], ranks: int, size: int) -> list[int]:
+    """Return an order of the rows of an update, with equally many learners in each mini-batch, give or take one.
 
-    Otherwise, a mini-batch could consist of padding only: its loss would be 0/0.
+    Rows that are not needed to fill mini-batches are left out: an optimizer moves the weights also for a mini-batch
+    without a learner.
 
     Args:
-        is_padding: for each row, whether it is padding.
+        is_learner: for each row, whether it is trained on. The others are padding.
         ranks: the number of data-parallel ranks. Each trains on an equal part of the rows, in order.
+        size: the number of rows of a mini-batch, over all ranks.
     """
+    learners = [row for row, learns in enumerate(is_learner) if learns]
+    padding = iter([row for row, learns in enumerate(is_learner) if not learns])
+    mini_batches = math.ceil(len(learners) / size)
+    own = len(is_learner) // ranks
+    if mini_batches * size == len(is_learner):  # keep the ranks, which verl has balanced by tokens
+        of_rank = [[row for row in learners if row // own == rank] for rank in range(ranks)]
+    else:
+        of_rank = [learners[rank::ranks] for rank in range(ranks)]
     order: list[int] = []
-    size = len(is_padding) // ranks
-    for first in range(0, len(is_padding), size):
-        rows = range(first, first + size)
-        kinds = [[row for row in rows if is_padding[row] is kind] for kind in (False, True)]
-        places = {row: (place + 0.5) / len(kind) for kind in kinds for place, row in enumerate(kind)}
-        order += sorted(rows, key=lambda row: places[row])
+    turn = 0
+    for rows in of_rank:
+        parts: list[list[int]] = [[] for _ in range(mini_batches)]
+        for row in rows:
+            parts[turn % mini_batches].append(row)
+            turn += 1
+        for part in parts:
+            order += [*part, *islice(padding, size // ranks - len(part))]
     return order
 
 
@@ -164,8 +167,6 @@ def unfinished_prompts() -> dict[str, set[str]]:
         for partition, items in (tq.kv_list() or {}).items()
     }
 
-
-uses(__name__, "verl.protocol:DataProto", "batch", "non_tensor_batch")
 
 INFO = "reward_extra_info"
 """Key of a trajectory's ``extra_fields``: the extra info of its reward."""

@@ -15,6 +15,7 @@ import transfer_queue as tq
 from omegaconf import DictConfig
 from ray.exceptions import RayActorError
 from transfer_queue import KVBatchMeta
+from typing_extensions import override
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
@@ -24,11 +25,10 @@ from reward_loop.managers.failures import Failures
 from reward_loop.records import cleaned
 from reward_loop.types import Outcome, RewardResult
 from reward_loop.verl.agent_loop_manager import RewardAgentLoopManager
-from reward_loop.verl.compat import overrides, replaced, uses
-from reward_loop.verl.mode_options import MINI_BATCH_ESTIMATORS, check_group_manager
+from reward_loop.verl.installed import replaced
+from reward_loop.verl.options import MINI_BATCH_ESTIMATORS, check_group_manager, without_reward
 from reward_loop.verl.recording_trainer import RecordingTrainer
 from reward_loop.verl.replay_buffer import REWARD_METRIC, extend
-from reward_loop.verl.resolve import without_reward
 from reward_loop.verl.resume import reset_unscored_prompts
 from reward_loop.verl.reward_changes import place_parts, post_process, reject_parts
 from reward_loop.verl.reward_metrics import (
@@ -49,7 +49,7 @@ from reward_loop.verl.tq_rows import (
     read_rows,
     read_sessions,
     select,
-    spread_padding,
+    spread_learners,
     write_rewards,
     zero,
 )
@@ -58,30 +58,6 @@ from reward_loop.verl.workers import RewardWorkers
 
 __all__ = ["NothingToLearnError", "with_reward_loop"]
 
-uses(
-    __name__,
-    "verl.trainer.ppo.v1.trainer_base:PPOTrainer",
-    "__init__(config)",
-    "get_reward_handles()",
-    "config",
-    "replay_buffer",
-    "resource_pool_manager",
-    "total_training_steps",
-    "timing_raw",
-    "global_steps",
-    "local_trigger_step",
-    "parameter_sync_step",
-    "tokenizer",
-    "use_critic",
-    "actor_rollout_wg",
-    "critic_wg",
-)
-uses(__name__, "verl.trainer.ppo.v1.trainer_base", "RewardLoopManager(config, rm_resource_pool)")
-uses(__name__, "verl.trainer.ppo.utils:Role", "RewardModel")
-uses(__name__, "verl.single_controller.ray:ResourcePoolManager", "get_resource_pool(role)")
-uses(__name__, "verl.single_controller.ray:RayWorkerGroup", "_dispatch_info")
-uses(__name__, "verl.workers.engine_workers:ActorRolloutRefWorker", "update_actor(data)")
-uses(__name__, "verl.workers.engine_workers:TrainingWorker", "train_mini_batch(data)")
 
 logger = logging.getLogger(__name__)
 
@@ -118,11 +94,12 @@ class RewardLoopTrainer(RecordingTrainer):
         # verl replaces failed groups indefinitely, even if every replacement fails for the same reason.
         self.replay_buffer.checks.append(self._poll_fatal_errors)
 
-    @overrides(PPOTrainer)
+    @override
     def _build_replay_buffer(self) -> Any:
-        return extend(super()._build_replay_buffer(), self._settings.mode, self._rewards_to_filter_by)
+        size = self.config.data.train_batch_size
+        return extend(super()._build_replay_buffer(), self._settings.mode, self._rewards_to_filter_by, size)
 
-    @overrides(PPOTrainer)
+    @override
     def _setup(self) -> None:
         if self._colocated is None:
             # Start them first: they load while the policy loads.
@@ -155,7 +132,7 @@ class RewardLoopTrainer(RecordingTrainer):
         handles = [self.reward_workers.client] if self._colocated is None else None
         return SimpleNamespace(reward_loop_worker_handles=handles)
 
-    @overrides(PPOTrainer)
+    @override
     def fit(self, agent_loop_manager: Any) -> None:
         """Train, and then stop the agent loop workers and the reward workers.
 
@@ -175,7 +152,7 @@ class RewardLoopTrainer(RecordingTrainer):
             ray.kill(worker)
         self.reward_workers.stop()
 
-    @overrides(PPOTrainer)
+    @override
     def _reissue_inflight_prompts(self, partition_id: str = "train") -> int:
         """Generate those prompts of a checkpoint again that lack a score.
 
@@ -184,7 +161,7 @@ class RewardLoopTrainer(RecordingTrainer):
         reset_unscored_prompts(judged=self.get_reward_handles() is not None)
         return super()._reissue_inflight_prompts(partition_id)
 
-    @overrides(PPOTrainer)
+    @override
     def step(self, metrics: dict, timing_raw: dict) -> Any:
         """Run one training step, and add the metrics of its rewards, computed from all samples of the step."""
         self._rewards = StepRewards()
@@ -205,7 +182,7 @@ class RewardLoopTrainer(RecordingTrainer):
         if line := _failures_in(infos).line(None if folder is None else f"reward-loop view {folder}"):
             logger.warning("%s: %s", of, line)
 
-    @overrides(PPOTrainer)
+    @override
     def _step_once(self, metrics: dict, timing_raw: dict, sample_batch_size: int) -> Any:
         """Run one of verl's local updates. An update is skipped if none of its samples has a score.
 
@@ -220,7 +197,7 @@ class RewardLoopTrainer(RecordingTrainer):
             logger.warning("update %d of the step is skipped: %s", self.local_trigger_step + 1, error)
             return KVBatchMeta(partition_id="train", keys=[], tags=[])
 
-    @overrides(PPOTrainer)
+    @override
     def _validate(self) -> dict[str, float]:
         """Validate. Samples without a score leave each batch before verl shows or averages anything."""
         self._validated = {}
@@ -254,7 +231,7 @@ class RewardLoopTrainer(RecordingTrainer):
             raise NothingToLearnError(f"no sample of the validation of step {self.global_steps} has a score")
         return select(batch, [row for row, key in enumerate(batch.keys) if not rewards[key].is_masked])
 
-    @overrides(PPOTrainer)
+    @override
     def _val_metrics_update(
         self,
         data_sources: Any,
@@ -271,7 +248,7 @@ class RewardLoopTrainer(RecordingTrainer):
             data_sources, sample_uids, numbers, sample_turns, expected_acc_counts=expected
         )
 
-    @overrides(PPOTrainer)
+    @override
     def _dump_generations(
         self, inputs: Any, outputs: Any, gts: Any, scores: Any, reward_extra_infos_dict: dict[str, list], dump_path: str
     ) -> None:
@@ -285,9 +262,9 @@ class RewardLoopTrainer(RecordingTrainer):
         infos = {name: [_readable(values[row]) for row in rows] for name, values in reward_extra_infos_dict.items()}
         super()._dump_generations(inputs, outputs, [_readable(value) for value in gts], scores, infos, dump_path)
 
-    @overrides(PPOTrainer)
-    def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
-        super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
+    @override
+    def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
+        super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
         # In verl's own values of these metrics, masked samples count as 0.
         metrics.update(self._trained_rewards())
         metrics.update(self._health.metrics(self.global_steps, self._rewards))
@@ -329,7 +306,7 @@ class RewardLoopTrainer(RecordingTrainer):
             raise
         self._check_fatal_errors()
 
-    @overrides(PPOTrainer)
+    @override
     def _compute_reward_colocate(self, batch: Any, metrics: dict | None = None) -> Any:
         """Score the whole batch after the rollout, with reward models on the trainer's GPUs."""
         assert self._colocated is not None
@@ -340,22 +317,21 @@ class RewardLoopTrainer(RecordingTrainer):
         write_rewards(batch, keys, rewards)
         return self._scored(batch) if batch.partition_id == "val" else batch
 
-    @overrides(PPOTrainer)
-    def _balance_batch(self, batch: Any, metrics: dict, **options: Any) -> Any:
+    @override
+    def _balance_batch(
+        self, batch: Any, metrics: dict, logging_prefix: str = "global_seqlen", keep_minibatch: bool = False
+    ) -> Any:
         """Take the rows without a reward out of the batch; verl then pads it, and distributes its rows over ranks.
 
         verl calls this after sampling, and before it computes log-probabilities. Rows that left later would count
-        in baselines, advantages and losses, with the score 0. Padding rows are spread over the mini-batches.
+        in baselines, advantages and losses, with the score 0.
 
         Raises:
             NothingToLearnError: no row has a reward to learn from.
             RewardLoopError: the run must stop because of a reward.
         """
         self._check_fatal_errors()
-        batch = super()._balance_batch(self._learners(batch), metrics, **options)
-        # verl's method has filled `_dispatch_info`.
-        ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
-        return select(batch, spread_padding([bool(tag.get("is_padding")) for tag in batch.tags], ranks))
+        return super()._balance_batch(self._learners(batch), metrics, logging_prefix, keep_minibatch)
 
     def _learners(self, batch: Any) -> Any:
         """Return the rows that can be learned from: not masked, and not without a baseline.
@@ -386,7 +362,7 @@ class RewardLoopTrainer(RecordingTrainer):
             raise NothingToLearnError(f"no sample of step {self.global_steps} has a score to learn from: {why}{where}")
         return select(batch, learners)
 
-    @overrides(PPOTrainer)
+    @override
     def _compute_advantage(self, batch: Any, metrics: dict) -> Any:
         """Compute the advantages of all rows but the padding, which has none."""
         padding = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding")]
@@ -396,6 +372,24 @@ class RewardLoopTrainer(RecordingTrainer):
         self._mask(padding)
         # Not verl's result, which lacks the padding.
         return copy(batch)
+
+    @override
+    def _update_critic(self, batch: Any, metrics: dict) -> Any:
+        super()._update_critic(self._of_mini_batches(batch, self.config.critic.ppo_mini_batch_size), metrics)
+        return batch
+
+    @override
+    def _update_actor(self, batch: Any, metrics: dict) -> Any:
+        size = self.config.actor_rollout_ref.actor.ppo_mini_batch_size
+        super()._update_actor(self._of_mini_batches(batch, size), metrics)
+        return batch
+
+    def _of_mini_batches(self, batch: Any, prompts: int) -> Any:
+        """Return the rows of an update, whose mini-batches have so many prompts, without superfluous padding."""
+        is_learner = [key in self._rewards.trained for key in batch.keys]
+        ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+        size = prompts * self.config.actor_rollout_ref.rollout.n
+        return select(batch, spread_learners(is_learner, ranks, size))
 
     def _counting_learners(self, update: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a method of a worker group that trains on a batch, with the losses ``seq-mean-*`` divided by rows

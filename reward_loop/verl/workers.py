@@ -19,9 +19,9 @@ from reward_loop.errors import RewardLoopError
 from reward_loop.limits import longest_call_s
 from reward_loop.types import Reward, RewardSample
 from reward_loop.verl.cluster import worker_nodes
+from reward_loop.verl.options import RewardSettings
 from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient, prompt_of, raise_if_lost
 from reward_loop.verl.reward_worker import RewardWorker
-from reward_loop.verl.settings import RewardSettings
 
 logger = logging.getLogger(__name__)
 

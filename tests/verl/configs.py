@@ -12,8 +12,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
-from reward_loop.verl.resolve import resolve
-from reward_loop.verl.settings import CONFIG_DIR, RewardSettings, verl_config_dir
+from reward_loop.verl.options import CONFIG_DIR, RewardSettings, resolve, verl_config_dir
 
 
 def configuration(*overrides: str, name: str = "ppo_trainer", folder: Path | None = None) -> DictConfig:
@@ -43,7 +42,7 @@ def _composed(name: str, folder: Path | None) -> DictConfig:
 
 
 def resolved(*overrides: str, name: str = "ppo_trainer", folder: Path | None = None) -> RewardSettings:
-    return resolve(configuration(*overrides, name=name, folder=folder), given=overrides)
+    return resolve(configuration(*overrides, name=name, folder=folder))
 
 
 def settled(*overrides: str, name: str = "ppo_trainer") -> DictConfig:

@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 
 from examples.nodes import Node
+from reward_loop.verl.installed import SUPPORTED, installed_version
 from tests.fork_server import module_environment, run_forked, worker_python
 from tests.local_ray import ray_address, stop_ray
 
@@ -119,6 +120,7 @@ def train(
         write_data(directory)
     module = [
         *("verl.trainer.main_ppo", "--config-name", "cpu"),
+        *([] if installed_version() == SUPPORTED else ["+reward_loop.untested_verl=True"]),
         *(["reward_model.use_reward_loop=True"] if reward_loop and PIPELINE not in overrides else []),
         f"actor_rollout_ref.model.path={policy}",
         f"data.train_files={directory}/train.parquet",

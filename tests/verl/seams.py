@@ -36,8 +36,6 @@ from verl.trainer.ppo.v1 import agent_loop_tq, replay_buffer, trainer_base  # no
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync  # noqa: E402
 from verl.workers.config.reward import RewardConfig  # noqa: E402
 
-from reward_loop.verl import compat  # noqa: E402
-
 
 def trainer(**attributes: Any) -> Any:
     """A trainer that is not set up."""
@@ -232,4 +230,3 @@ if __name__ == "__main__":
         inflight_prompts,
     ):
         check()
-    compat.check(*compat.COMMAND, *compat.TRAINING)

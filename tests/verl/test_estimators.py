@@ -10,7 +10,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
-from reward_loop.verl.mode_options import MINI_BATCH_ESTIMATORS
+from reward_loop.verl.options import MINI_BATCH_ESTIMATORS
 from reward_loop.verl.trainer import GROUP_ESTIMATORS
 
 pytestmark = pytest.mark.integration  # imports verl

@@ -14,7 +14,7 @@ import pytest
 from examples.gsm8k import prepare
 from reward_loop.serving.engines import ENGINES
 from reward_loop.verl.main_ppo import check_function
-from reward_loop.verl.settings import RewardSettings
+from reward_loop.verl.options import RewardSettings
 from tests.gsm8k import DATA, needs_gsm8k
 from tests.verl.configs import resolved
 

@@ -15,7 +15,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from reward_loop.agent.schedule import Schedule
 from reward_loop.verl import pipeline, tq_rows
-from reward_loop.verl.mode_options import PipelineOptions
+from reward_loop.verl.options import PipelineOptions
 from reward_loop.verl.pipeline import RewardPipelineTrainer
 from reward_loop.verl.refills import FilterForecast
 from reward_loop.verl.replay_buffer import Evicted
@@ -163,7 +163,7 @@ class Trainer(RewardPipelineTrainer):
 
 @pytest.fixture(autouse=True)
 def _without_verl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PPOTrainerSync, "_balance_batch", lambda self, batch, metrics: batch)
+    monkeypatch.setattr(PPOTrainerSync, "_balance_batch", lambda self, batch, metrics, *_: batch)
     monkeypatch.setattr(tq_rows, "read_tags", lambda: ({}, {}))
     monkeypatch.setattr(pipeline.tq, "kv_clear", lambda **_: None)
 

@@ -96,15 +96,6 @@ def test_a_generative_model_without_a_function_stops_the_command(
     assert "custom_reward_function.path" in error
 
 
-def test_a_misspelt_mode_comes_before_all_else(refused: Callable[..., str]) -> None:
-    error = refused("trainer.v1.trainer_mode=separate_asyn", "custom_reward_function.path=nowhere.py")
-    assert "trainer_mode=separate_asyn: unknown; did you mean 'separate_async'?" in error
-
-
-def test_a_check_that_is_neither_on_nor_off_is_refused(refused: Callable[..., str]) -> None:
-    assert "reward_loop.check=maybe: it must be True or False" in refused("reward_loop.check=maybe")
-
-
 def test_without_a_function_vllm_needs_a_model_with_logits_by_text(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForRewardModel"]}')
     model = RewardModelConfig(model_path=str(tmp_path), engine="vllm")
@@ -116,8 +107,8 @@ def test_without_a_function_vllm_needs_a_model_with_logits_by_text(tmp_path: Pat
     main_ppo._check_model(with_function, model)
 
 
-def test_an_unknown_manager_stops_verls_command_and_a_function_may_import_verl(tmp_path: Path) -> None:
-    """The function meets the platform of the run. The check of the manager is the last one before Ray starts."""
+def test_a_function_may_import_verl_on_a_cpu_and_check_starts_nothing(tmp_path: Path) -> None:
+    """The function meets the platform of the run."""
     path = tmp_path / "reward.py"
     path.write_text(
         "import os\n"
@@ -132,30 +123,19 @@ def test_an_unknown_manager_stops_verls_command_and_a_function_may_import_verl(t
         *("-m", "verl.trainer.main_ppo", "--config-name", "cpu"),
         "trainer.v1.trainer_mode=reward_pipeline",
         f"reward.custom_reward_function.path={path}",
-        "reward.reward_manager.name=dapa",
+        "algorithm.adv_estimator=grpo",
+        "reward_loop.check=True",
         f"hydra.run.dir={tmp_path}",
     )
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    assert "reward_model.reward_manager=dapa" in done.stderr
-    assert "did you mean 'dapo'" in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "The options are valid, and the reward function loads" in done.stdout
     assert "ray" not in done.stdout.lower()
-
-
-def test_an_unknown_trainer_mode_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"trainer_mode=reward_pipelin: unknown; did you mean 'reward_pipeline'"):
-        main_ppo._check_trainer_mode("reward_pipelin")
-    for mode in ("sync", "colocate_async", "separate_async", "reward_pipeline"):
-        main_ppo._check_trainer_mode(mode)
 
 
 MANAGERS = """
 from reward_loop import RewardLoopManagerBase
 class Fine(RewardLoopManagerBase):
     pass
-class OnlyConfig(RewardLoopManagerBase):
-    def __init__(self, config):
-        super().__init__(config)
 class NoManager:
     pass
 """
@@ -167,11 +147,10 @@ class NoManager:
         ("Fine", None),
         ("Fin", r"has no 'Fin'; did you mean 'Fine'"),
         ("NoManager", r"NoManager is not a reward manager"),
-        ("OnlyConfig", r"its constructor does not accept these: .*Add \*\*kwargs"),
     ],
 )
 @pytest.mark.parametrize("by", ["name", "module"])
-def test_a_manager_that_cannot_be_created_stops_the_command(
+def test_a_manager_that_cannot_be_loaded_stops_the_command(
     tmp_path: Path, manager: str, complaint: str | None, by: str
 ) -> None:
     (tmp_path / "managers.py").write_text(MANAGERS)
@@ -187,32 +166,19 @@ def test_a_manager_that_cannot_be_created_stops_the_command(
             main_ppo.check_function(settings)
 
 
-@pytest.mark.parametrize(("default", "is_warned"), [("", True), (" = None", False)])
-def test_a_function_that_requires_the_address_of_no_model_is_warned_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], default: str, is_warned: bool
-) -> None:
-    path = tmp_path / "f.py"
-    path.write_text(f"def compute_score(solution_str, reward_router_address{default}): return 1.0\n")
-    main_ppo.check_function(resolved(f"custom_reward_function.path={path}"))
-    assert (f"{path} requires reward_router_address" in capsys.readouterr().out) is is_warned
-
-
 def test_a_manager_whose_module_raises_names_its_line(tmp_path: Path) -> None:
     (tmp_path / "managers.py").write_text("import json\n\njson.loads('{')\n")
     with pytest.raises(ConfigError, match=r"JSONDecodeError.*managers\.py:3\)"):
         main_ppo.check_function(resolved(f"reward_model.reward_manager={tmp_path}/managers.py:Mine"))
 
 
-def test_check_starts_nothing(tmp_path: Path) -> None:
-    """By the older name of the command, where the reward loop is on, and ``--check`` is an option."""
+def test_the_module_turns_the_reward_loop_on(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("def compute_score(solution_str): return 1.0\n")
     options = [f"custom_reward_function.path={tmp_path}/reward.py", f"hydra.run.dir={tmp_path}"]
-    options.append("algorithm.adv_estimator=grpo")
-    command = ("-m", "reward_loop.verl.main_ppo", "--config-name", "cpu")
-    done = run_main(tmp_path, *command, *options, "--check")
+    options += ["algorithm.adv_estimator=grpo", "reward_loop.check=True"]
+    done = run_main(tmp_path, "-m", "reward_loop.verl.main_ppo", "--config-name", "cpu", *options)
     assert done.returncode == 0, done.stderr
     assert "The options are valid, and the reward function loads" in done.stdout
-    assert "Started a local Ray instance" not in done.stderr
 
 
 def test_the_command_of_the_readme_passes_its_checks(tmp_path: Path, tiny_generative_model: Path) -> None:
@@ -244,8 +210,7 @@ def test_the_environment_of_a_cpu_run_is_set_before_the_users_function_is_loaded
         raise InterruptedError
 
     monkeypatch.setattr(os, "environ", {name: os.environ[name] for name in os.environ if name not in CPU_ENVIRONMENT})
-    monkeypatch.setattr(main_ppo, "resolve", lambda config, given: SimpleNamespace(function=None))
-    monkeypatch.setattr(main_ppo.compat, "check", lambda *modules: None)
+    monkeypatch.setattr(main_ppo, "resolve", lambda config: SimpleNamespace(function=None))
     monkeypatch.delitem(sys.modules, "verl", raising=False)  # not imported yet, as in a recipe
     monkeypatch.setattr(main_ppo, "check_function", check_function)
     with pytest.raises(InterruptedError):

@@ -14,10 +14,10 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from reward_loop.agent.schedule import Schedule
 from reward_loop.errors import RewardLoopError
-from reward_loop.verl import pipeline, tq_rows
-from reward_loop.verl.mode_options import PipelineOptions
+from reward_loop.verl import pipeline
+from reward_loop.verl.options import PipelineOptions
 from reward_loop.verl.pipeline import RewardPipelineTrainer, StepBatch
-from reward_loop.verl.refills import FilterForecast, RefillLimit
+from reward_loop.verl.refills import FilterForecast
 from reward_loop.verl.replay_buffer import Evicted
 from reward_loop.verl.tq_rows import select
 from reward_loop.verl.trainer import NothingToLearnError
@@ -31,7 +31,7 @@ ROWS = 8
 
 @pytest.fixture(autouse=True)
 def _without_balance(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PPOTrainerSync, "_balance_batch", lambda self, batch, metrics: batch)
+    monkeypatch.setattr(PPOTrainerSync, "_balance_batch", lambda self, batch, metrics, *_: batch)
 
 
 class Judges:
@@ -255,6 +255,24 @@ class Rows(Trainer):
         return [words for words in self.done if "_" in words]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "learners"),
+    [
+        ({"a": 4, "b": 4, "c": 4}, [6, 6]),
+        ({"a": 8, "b": 8, "c": 1}, [8, 5, 4]),
+        ({"a": 8, "b": 5}, [7, 6]),
+        (EVEN, [8, 8]),
+    ],
+)
+def test_the_last_mini_batches_share_the_rows_that_are_left(sizes: dict[str, int], learners: list[int]) -> None:
+    """One row alone would weigh eight times as much as the others."""
+    trainer = Rows(PIPELINE, sizes, "".join(sizes))
+    trainer.step({}, {})
+    names = [words.split() for words in trainer.updates]
+    assert [sum(not name.startswith("pad") for name in update) for update in names] == learners
+    assert [len(update) for update in names] == [ROWS] * len(learners)
+
+
 @pytest.mark.parametrize("sizes", [EVEN, {"a": 3, "b": 4, "c": 6, "d": 2}])
 def test_in_the_order_of_submission_updates_do_not_depend_on_the_judges(sizes: dict[str, int]) -> None:
     seen = set()
@@ -322,7 +340,7 @@ def test_nothing_is_generated_for_a_step_after_the_last_epoch() -> None:
 def test_groups_without_a_score_leave_the_batch_and_pad_the_last_mini_batch() -> None:
     trainer = Rows(PIPELINE, {"a": 4, "b": 4, "c": 4, "d": 3}, "abcd", fully_masked="ab")
     trainer.step({}, {})
-    assert trainer.updates == ["c_0 c_1 c_2 c_3 pad_15 d_0 d_1 d_2"]
+    assert trainer.updates == ["c_0 c_1 c_2 c_3 d_0 d_1 d_2 pad_15"]
     assert trainer.masked == ["pad_15_0"]
     # More padding than verl has added: rows without a score fill up.
     trainer = Rows(PIPELINE, {"a": 4, "b": 2, "c": 1, "d": 1}, "abcd", fully_masked="a")
@@ -370,7 +388,7 @@ class Failing(RewardPipelineTrainer):
             self.submitted += 1
 
     def run(self) -> None:
-        self._limit = RefillLimit(self.config, self.options.max_refills, self.global_steps)
+        self._filtered = 0
         self._finish_generation({}, {})
 
     def _poll_fatal_errors(self) -> None:
@@ -378,19 +396,6 @@ class Failing(RewardPipelineTrainer):
 
     def on_sample_end(self) -> None:
         raise InterruptedError
-
-
-@pytest.fixture(autouse=True)
-def _failures(monkeypatch: pytest.MonkeyPatch) -> None:
-    tags = {"p0": {"is_prompt": True}, "p7": {"is_prompt": True, "error": "p7_0: KeyError: 'tool'"}}
-    monkeypatch.setattr(tq_rows, "read_tags", lambda: (tags, {}))
-
-
-def test_groups_that_always_fail_are_not_replaced_for_ever() -> None:
-    trainer = Failing(max_refills=3)
-    with pytest.raises(RewardLoopError, match=r"2 groups failed.*3 times.*max_refills=3.*p7_0: KeyError: 'tool'"):
-        trainer.run()
-    assert trainer.submitted == 2 + 3 * 2
 
 
 class Late(Failing):

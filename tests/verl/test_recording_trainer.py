@@ -105,7 +105,7 @@ def test_advantages_that_cannot_be_read_do_not_stop_the_run(
     def fail(*_: Any) -> None:
         raise KeyError("advantages")
 
-    def compute(self: Any, batch: Any, metrics: dict, timing_raw: dict, **_: Any) -> None:
+    def compute(self: Any, batch: Any, metrics: dict, *_: Any) -> None:
         metrics["perf/throughput"] = 1.0
 
     monkeypatch.setattr(recording_trainer, "advantages", fail)

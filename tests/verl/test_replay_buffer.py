@@ -14,8 +14,8 @@ from verl.trainer.ppo.v1 import replay_buffer as verls
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
 from reward_loop.errors import ConfigError, RewardLoopError
-from reward_loop.verl import replay_buffer
-from reward_loop.verl.mode_options import ModeOptions, PipelineOptions
+from reward_loop.verl import replay_buffer, tq_rows
+from reward_loop.verl.options import ModeOptions, PipelineOptions
 from reward_loop.verl.replay_buffer import RewardReplayBuffer, extend
 from reward_loop.verl.reward_metrics import TrajectoryReward
 
@@ -64,7 +64,7 @@ def buffer(
         refill_fn=lambda count: None,
         filter_groups_metric=metric,
     )
-    return extend(plain, options or mode(), final_rewards)
+    return extend(plain, options or mode(), final_rewards, 2)
 
 
 def waiting(stall_timeout_s: float | None = None) -> RewardReplayBuffer:
@@ -137,7 +137,7 @@ def test_the_buffer_keeps_verls_class_and_state() -> None:
 
 def test_a_custom_sampler_that_is_not_a_replay_buffer_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"custom_sampler.*must inherit from .*ReplayBuffer"):
-        extend(object(), mode(), None)
+        extend(object(), mode(), None, 2)
 
 
 ALIKE = TrajectoryReward({"acc": 1.0}, reward=1.0, raw_score=1.0)
@@ -247,17 +247,22 @@ def test_groups_are_filtered_once_by_their_final_rewards(monkeypatch: pytest.Mon
     assert seen == [(list(rows), [{"tag": key} for key in rows], "train", metric)]
 
 
-def test_failed_groups_are_checked_before_they_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    cleared: list[str] = []
-    monkeypatch.setattr(verls, "tq", SimpleNamespace(kv_clear=lambda partition_id, keys: cleared.extend(keys)))
-    seen = []
-    ours = buffer()
-    ours.check_failed_groups = lambda failed, well: seen.append((set(failed), set(well), list(cleared)))
-    ours.finished_keys["train"] = {"c"}
-    ours._evict_terminal_groups(1, "train", (set(), set(), {"a", "b"}, Counter()))
-    ours._evict_terminal_groups(1, "val", (set(), set(), set(), Counter()))
-    assert seen == [({"a", "b"}, {"c"}, [])]
-    assert sorted(cleared) == ["a", "b"]
+def test_groups_that_always_fail_are_not_replaced_indefinitely(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verls, "tq", SimpleNamespace(kv_clear=lambda partition_id, keys: None))
+    tags = {"h": {"is_prompt": True, "error": "h_0: KeyError: 'tool'"}}
+    monkeypatch.setattr(tq_rows, "read_tags", lambda: (tags, {}))
+    ours = buffer(options=ModeOptions("reward_pipeline", 0.1, pipeline=PipelineOptions(max_refills=2)))
+
+    def evict(failed: str, well: str, partition_id: str = "train") -> None:
+        ours.finished_keys[partition_id] = set(well)
+        ours._evict_terminal_groups(1, partition_id, (set(), set(), set(failed), Counter()))
+
+    evict("ab", "")
+    evict("d", "c")
+    evict("efg", "c")
+    evict("xyz", "", partition_id="val")
+    with pytest.raises(RewardLoopError, match=r"5 groups failed .*reward_pipeline.max_refills=2, .* h_0: KeyError"):
+        evict("h", "c")
 
 
 def test_evicted_groups_are_named_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from reward_loop.verl import resume, tq_rows
-from reward_loop.verl.mode_options import PIPELINE_MODE
+from reward_loop.verl.options import PIPELINE_MODE
 from reward_loop.verl.pipeline import RewardPipelineTrainer
 from reward_loop.verl.resume import reset_unscored_prompts
 from reward_loop.verl.separate_async import QueueSeparateAsyncTrainer

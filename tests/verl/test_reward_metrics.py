@@ -131,9 +131,9 @@ class Run:
             return batch
 
         monkeypatch.setattr(PPOTrainer, "_step_once", step_once)
-        monkeypatch.setattr(PPOTrainer, "_balance_batch", lambda self, batch, metrics: batch)
-        monkeypatch.setattr(PPOTrainer, "_compute_advantage", lambda self, batch, metrics: batch)
-        monkeypatch.setattr(PPOTrainer, "_compute_metrics", lambda self, batch, metrics, timing_raw, **kwargs: None)
+        monkeypatch.setattr(PPOTrainer, "_balance_batch", lambda self, batch, metrics, *_: batch)
+        monkeypatch.setattr(PPOTrainer, "_compute_advantage", lambda self, batch, metrics, *_: batch)
+        monkeypatch.setattr(PPOTrainer, "_compute_metrics", lambda self, batch, metrics, *_: None)
 
     def sample(self) -> KVBatchMeta:
         part, groups = next(self.parts)
@@ -154,7 +154,7 @@ class Run:
     def step(self) -> dict[str, float]:
         metrics: dict[str, float] = {}
         batch = self.trainer.step(metrics, self.trainer.timing_raw)
-        self.trainer._compute_metrics(batch, metrics, self.trainer.timing_raw)
+        self.trainer._compute_metrics(batch, metrics, self.trainer.timing_raw, global_steps=1, epoch=0)
         self.written = batch.keys
         return metrics
 

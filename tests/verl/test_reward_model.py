@@ -96,20 +96,6 @@ def test_verls_sampling_options_are_defaults_of_vllm() -> None:
     assert options.engine_args["override_generation_config"] == {"temperature": 0.9}
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_options_of_verls_examples_that_verl_does_not_use_are_warned_of(
-    engine: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    lengths = ["+reward_model.rollout.prompt_length=5120", "+reward_model.rollout.response_length=4096"]
-    tokenizer = "+reward_model.rollout.skip_tokenizer_init=False"
-    cache = "+reward_model.rollout.free_cache_engine=False"
-    assert resolved(*VLLM, *POOL, f"reward_model.rollout.name={engine}", *lengths, tokenizer, cache).model is not None
-    expected = ["prompt_length=5120", *(["response_length=4096"] if engine == "sglang" else []), "free_cache_engine"]
-    assert len(caplog.messages) == len(expected)
-    for option in expected:
-        assert f"reward_model.rollout.{option}" in caplog.text
-
-
 def test_a_model_on_the_trainers_gpus_must_free_its_memory() -> None:
     with pytest.raises(ConfigError, match=r"reward_model\.rollout\.free_cache_engine=False does not work"):
         resolved(*VLLM, "+reward_model.rollout.free_cache_engine=False")
@@ -226,13 +212,6 @@ def test_one_model_on_the_trainers_gpus_may_be_beside_others_with_another_placem
     assert named.rollout.engine_kwargs == {"vllm": {"swap_space": 1, "served_model_name": "/m"}}
 
 
-def test_all_options_of_verls_servers_are_for_a_model_on_the_trainers_gpus() -> None:
-    sglang = [*VLLM, "reward_model.rollout.name=sglang", "reward.reward_model.rollout.temperature=0.5"]
-    assert resolved(*sglang).model is not None
-    with pytest.raises(ConfigError, match=r"rollout\.temperature has no effect"):
-        resolved(*sglang, *POOL)
-
-
 def test_data_parallel_attention_of_sglang_needs_no_more_gpus() -> None:
     sizes = ["reward_model.rollout.tensor_model_parallel_size=8", "reward_model.rollout.data_parallel_size=8"]
     sglang = [*VLLM[:2], "reward_model.rollout.name=sglang", VLLM[3], *sizes]
@@ -243,9 +222,8 @@ def test_data_parallel_attention_of_sglang_needs_no_more_gpus() -> None:
         resolved(*sglang, *POOL)
 
 
-@pytest.mark.parametrize("preset", ["reward_loop_trainer", "cpu"])
-def test_external_servers_need_no_model_path(preset: str) -> None:
-    options = resolved(*WITHOUT_PATH, name=preset).model
+def test_external_servers_need_no_model_path() -> None:
+    options = resolved(*WITHOUT_PATH).model
     assert options is not None
     assert (options.model_path, options.urls) == (None, ("http://127.0.0.1:1",))
 
@@ -316,8 +294,6 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
             ],
             ["reward_model.server.replica", "did you mean 'replicas'"],
         ),
-        (["+reward_model.server.replica=2"], ["reward_model.server.replica", "did you mean 'replicas'"]),
-        (["reward_model.rollout.dtype=float32"], ["reward.reward_model.rollout.dtype has no effect"]),
         (
             ["reward_model.enable_resource_pool=True"],
             ["reward_model.enable_resource_pool=True has no effect", "reward_model.enable=True"],
@@ -368,7 +344,6 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
             ["n_gpus_per_node=8 is not a multiple of 3", "tensor_model_parallel_size"],
         ),
         (WITHOUT_PATH[:-1], ["reward.reward_model.model_path", "custom_reward_function.path"]),
-        ([*EXTERNAL, "reward_model.rollout.dtype=float16"], ["rollout.dtype has no effect"]),
         (
             [*VLLM, *POOL, "reward_model.rollout.tensor_model_parallel_size=16"],
             ["a server of 16 GPU(s)", "not supported", "on one node"],
@@ -376,10 +351,6 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
         (
             [*VLLM, "reward_model.model.path=hdfs://cluster/models/judge"],
             ["reward.reward_model.model_path=hdfs://cluster/models/judge", "a directory that all nodes have"],
-        ),
-        (
-            [*VLLM, *POOL, "reward_model.rollout.name=sglang", "reward.reward_model.rollout.temperature=0.5"],
-            ["rollout.temperature has no effect", "name=sglang"],
         ),
         ([*VLLM, *POOL, "+reward_model.rollout.engine_kwargs.sglang.x=1"], ["engine_kwargs.sglang", "vllm.*"]),
         (

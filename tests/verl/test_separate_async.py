@@ -12,9 +12,7 @@ from ray.exceptions import ActorDiedError
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
-from reward_loop.errors import RewardLoopError
-from reward_loop.verl import tq_rows
-from reward_loop.verl.mode_options import REWARD_QUEUE
+from reward_loop.verl.options import REWARD_QUEUE
 from reward_loop.verl.separate_async import QueueAgentLoopWorker, QueueSeparateAsyncTrainer, _version
 from tests.verl.configs import settled
 
@@ -188,25 +186,6 @@ def trainer(*overrides: str, by_group: bool) -> Any:
     return trainer
 
 
-def test_groups_that_always_fail_are_not_replaced_indefinitely(monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer = SimpleNamespace(checks=[], check_failed_groups=None)
-
-    def init(self: Any, config: Any) -> None:
-        self.config, self.replay_buffer = config, buffer
-
-    monkeypatch.setattr(PPOTrainerSeparateAsync, "__init__", init)
-    options = ("trainer.v1.trainer_mode=separate_async", "data.train_batch_size=2", f"{REWARD_QUEUE}.max_refills=2")
-    QueueSeparateAsyncTrainer(settled(*options))
-    check = buffer.check_failed_groups
-    check({"a", "b"}, set())
-    check({"d"}, {"c"})
-    check({"e", "f", "g"}, {"c"})
-    tags = {"h": {"is_prompt": True, "error": "h_0: KeyError: 'tool'"}}
-    monkeypatch.setattr(tq_rows, "read_tags", lambda: (tags, {}))
-    with pytest.raises(RewardLoopError, match=r"5 groups failed .*max_refills=2, .*=2\)\. .* h_0: KeyError"):
-        check({"h"}, {"c"})
-
-
 def test_the_metrics_of_a_dead_worker_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     class Worker:
         def __init__(self, answer: Any) -> None:
@@ -226,8 +205,8 @@ def test_the_metrics_of_a_dead_worker_are_left_out(monkeypatch: pytest.MonkeyPat
         agent_loop_workers=[Worker({"reward_queue/size": 2.0}), Worker(ActorDiedError())]
     )
     metrics: dict[str, float] = {}
-    running._compute_metrics(None, metrics, {})
+    running._compute_metrics(None, metrics, {}, 1, 0)
     assert metrics == {"reward_queue/size": 2.0}
     running.agent_loop_manager = SimpleNamespace(agent_loop_workers=[Worker(ActorDiedError())])
-    running._compute_metrics(None, metrics := {}, {})
+    running._compute_metrics(None, metrics := {}, {}, 1, 0)
     assert metrics == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -170,9 +171,9 @@ class Step:
             return self._compute_advantage(self._balance_batch(batch, metrics), metrics)
 
         monkeypatch.setattr(PPOTrainer, "_step_once", step_once)
-        monkeypatch.setattr(PPOTrainer, "_balance_batch", lambda self, batch, metrics: batch)
+        monkeypatch.setattr(PPOTrainer, "_balance_batch", lambda self, batch, metrics, *_: batch)
         monkeypatch.setattr(PPOTrainer, "_compute_advantage", compute)
-        monkeypatch.setattr(PPOTrainer, "_compute_metrics", lambda self, batch, metrics, timing_raw: None)
+        monkeypatch.setattr(PPOTrainer, "_compute_metrics", lambda self, batch, metrics, *_: None)
         if filters:
             buffer = made.replay_buffer
             buffer.finished_keys["train"], buffer.partitions["train"] = {"q"}, {key: {} for key in queue}
@@ -180,7 +181,7 @@ class Step:
         self.metrics: dict[str, float] = {}
         learners = made.step(self.metrics, made.timing_raw)
         self.left_out = list(learners.keys)
-        made._compute_metrics(learners, self.metrics, made.timing_raw)
+        made._compute_metrics(learners, self.metrics, made.timing_raw, global_steps=1, epoch=0)
         self.left_out = learners.keys[len(self.left_out) :]
         """The rows without an advantage, which are written and deleted with the others."""
 
@@ -257,17 +258,41 @@ def test_losses_by_row_are_divided_by_the_rows_with_an_advantage(queue: Rows, mo
         assert made.actor_rollout_wg.update_actor(update).extra_info["global_batch_size"] == divisor
 
 
-@pytest.mark.parametrize(
-    ("rows", "padding", "ranks", "size"), [(9, 7, 2, 8), (5, 3, 1, 4), (3, 13, 2, 16), (8, 0, 2, 4)]
-)
-def test_no_mini_batch_consists_of_padding_only(rows: int, padding: int, ranks: int, size: int) -> None:
-    is_padding = [False] * rows + [True] * padding
-    order = tq_rows.spread_padding(is_padding, ranks)
-    assert sorted(order) == list(range(rows + padding))
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(("learners", "padding", "size"), [(9, 7, 8), (5, 3, 4), (3, 13, 4), (2, 14, 8), (8, 0, 4)])
+@pytest.mark.parametrize("seed", range(4))
+def test_each_mini_batch_has_about_as_many_learners_as_the_others(
+    learners: int, padding: int, ranks: int, size: int, seed: int
+) -> None:
+    is_learner = [True] * learners + [False] * padding
+    random.Random(seed).shuffle(is_learner)
+    order = tq_rows.spread_learners(is_learner, ranks, size)
+    assert len(set(order)) == len(order) == size * math.ceil(learners / size)
+    assert sum(is_learner[row] for row in order) == learners
     own, share = len(order) // ranks, size // ranks
-    for first in range(0, own, share):
-        mini_batch = [order[rank * own + first + i] for rank in range(ranks) for i in range(share)]
-        assert not all(is_padding[row] for row in mini_batch)
+    counts = [
+        sum(is_learner[order[rank * own + first + i]] for rank in range(ranks) for i in range(share))
+        for first in range(0, own, share)
+    ]
+    assert min(counts) >= 1
+    assert max(counts) - min(counts) <= 1
+
+
+def test_an_actor_with_smaller_mini_batches_than_the_critic_has_none_without_a_learner(
+    queue: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch is padded to a mini-batch of the critic, which is four of the actor."""
+    queue |= {f"q_{session}_0": row(SINGLE, float(session)) for session in range(3)}
+    sizes = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "critic.ppo_mini_batch_size=8")
+    made = set_up(monkeypatch, constructed(resolved(*sizes, "actor_rollout_ref.rollout.n=4")))
+    made._rewards.trained = set(queue)
+    updates: dict[str, list[str]] = {}
+    for name in ("_update_actor", "_update_critic"):
+        monkeypatch.setattr(PPOTrainer, name, lambda self, rows, metrics, name=name: updates.update({name: rows.keys}))
+        keys = [*queue, *(f"pad_{number}_0" for number in range(29))]
+        getattr(made, name)(KVBatchMeta(partition_id="train", keys=keys, tags=[{} for _ in keys]), {})
+    assert {name: len(rows) for name, rows in updates.items()} == {"_update_actor": 8, "_update_critic": 32}
+    assert all(set(queue) < set(rows) for rows in updates.values())
 
 
 @pytest.mark.parametrize("mode", ["sync", "reward_pipeline", "separate_async"])

@@ -12,9 +12,9 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.verl import trainer, workers
+from reward_loop.verl.options import RewardSettings
 from reward_loop.verl.recording_trainer import RecordingTrainer
 from reward_loop.verl.services import RewardServices
-from reward_loop.verl.settings import RewardSettings
 from reward_loop.verl.trainer import with_reward_loop
 from reward_loop.verl.workers import RewardWorkers
 from tests.verl.configs import resolved

@@ -14,10 +14,7 @@ import ray
 import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
-from reward_loop.verl.compat import uses
 from reward_loop.verl.cpu.server import Mailbox
-
-uses(__name__, "verl.checkpoint_engine.base:CheckpointEngineRegistry", "register(backend)")
 
 RECEIVE_TIMEOUT_S = 600.0
 """Timeout in seconds for receiving the weights."""
@@ -58,7 +55,7 @@ class RayCheckpointEngine(CheckpointEngine):
         rollouts = {"mailbox": [mailbox] * rollout_world_size, "sends": [False] * rollout_world_size}
         return actors, rollouts
 
-    def init_process_group(self, mailbox: Any, sends: bool) -> None:
+    def init_process_group(self, mailbox: Any, sends: bool) -> None:  # type: ignore[override]
         """Store the mailbox, and whether this rank sends."""
         self._mailbox = mailbox
         self._sends = sends
@@ -76,7 +73,7 @@ class RayCheckpointEngine(CheckpointEngine):
             await self._mailbox.put.remote(sent)
         return {}
 
-    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:  # type: ignore[override]
         """Yield the name and the full tensor of each weight."""
         for name, tensor in await _within(self._mailbox.get.remote()):
             yield name, await _within(tensor)

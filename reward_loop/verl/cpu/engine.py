@@ -10,11 +10,7 @@ from transformers import AutoModelForTokenClassification
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
-from reward_loop.verl.compat import replaced, uses
-
-uses(__name__, "verl.workers.engine.base:EngineRegistry", "register(model_type, backend, device)")
-uses(__name__, "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead", "_build_fsdp_module(module)")
-uses(__name__, "verl.utils.model", "load_valuehead_model(local_path, torch_dtype, model_config, trust_remote_code)")
+from reward_loop.verl.installed import replaced
 
 
 class _WithoutOffload:

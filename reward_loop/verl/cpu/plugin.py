@@ -15,12 +15,6 @@ import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
-from reward_loop.verl.compat import uses
-
-uses(__name__, "verl.plugin.platform.platform_manager:PlatformRegistry", "register(platform)")
-uses(__name__, "verl.workers.rollout.base", "_ROLLOUT_REGISTRY")
-uses(__name__, "verl.workers.rollout.replica:RolloutReplicaRegistry", "register(name, loader)")
-
 ROLLOUT_NAME = "transformers"
 """``actor_rollout_ref.rollout.name`` of the CPU rollout."""
 
@@ -65,9 +59,6 @@ def _meeting_place() -> str:
 
     session = ray._private.worker._global_node.get_session_dir_path()
     return f"file://{session}/reward-loop-{os.environ['WG_PREFIX']}-{os.environ['MASTER_PORT']}"
-
-
-uses(__name__, "verl.plugin.platform.platform_base", "PlatformBase")
 
 
 def _zero(*args: Any, **kwargs: Any) -> int:

@@ -13,12 +13,7 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from reward_loop.verl.compat import uses
 from reward_loop.verl.cpu.server import CPURewardServer, CPURolloutServer
-
-uses(__name__, "verl.workers.rollout.base", "BaseRollout")
-uses(__name__, "verl.workers.rollout.replica:RolloutReplica", "_server_address", "_server_handle", "servers", "workers")
-uses(__name__, "verl.workers.rollout.utils", "ensure_async_iterator(iterable)")
 
 BUCKET_BYTES = 64 * 2**20
 """Weights are sent through Ray's object store in buckets of at most this size; a larger tensor has its own bucket."""

@@ -14,9 +14,6 @@ import torch
 from reward_loop.config import RewardModelConfig
 from reward_loop.serving.embedded.batching import BatchingEngine, SamplingParams
 from reward_loop.serving.manager import RewardModelManager
-from reward_loop.verl.compat import uses
-
-uses(__name__, "verl.workers.rollout.replica", "TokenOutput")
 
 MAX_BATCH_SIZE = 128
 """The largest number of sequences in a batch. More do not increase the throughput of a CPU."""

@@ -1,3 +1,5 @@
+"""The options of a verl run that concern rewards: moved, checked, and read once."""
+
 from __future__ import annotations
 
 import pickle
@@ -9,8 +11,19 @@ from omegaconf import OmegaConf
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError
 from reward_loop.scoring import ScoringFunction
-from reward_loop.verl.resolve import read, unknown_overrides, without_reward
+from reward_loop.verl.options import (
+    PipelineOptions,
+    RewardQueueOptions,
+    check_group_manager,
+    queue_shares,
+    read,
+    read_mode,
+    without_reward,
+)
 from tests.verl.configs import resolved, settled
+
+GRPO = ("data.train_batch_size=64", "actor_rollout_ref.rollout.n=4", "trainer.v1.trainer_mode=separate_async")
+QUEUE = "trainer.v1.separate_async.reward_queue"
 
 
 @pytest.mark.parametrize(
@@ -29,39 +42,6 @@ def test_the_default_settings(name: str, engine: str) -> None:
     assert settings.mode.name == "sync"
 
 
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("reward_loop.timout=60", "reward_loop.timout: unknown option; did you mean 'timeout'?"),
-        ("+reward_loop.timout=60", "did you mean 'timeout'?"),
-        ("reward_loop.cache.enabeld=true", "reward_loop.cache.enabeld: unknown option; did you mean 'enabled'?"),
-        ("reward_model.enabel=True", "did you mean 'enable'?"),
-        ("reward.reward_manger.name=dapo", "did you mean 'reward_manager'?"),
-        ("custom_reward_function.pth=f.py", "did you mean 'path'?"),
-    ],
-)
-def test_a_misspelt_option_gets_the_right_name_before_hydra_reads_it(word: str, message: str) -> None:
-    (found,) = unknown_overrides(["--config-name", "cpu", "trainer.nnodes=1", word])
-    assert message in found
-
-
-def test_options_that_exist_and_those_of_open_groups_pass_before_hydra() -> None:
-    words = [
-        "reward_loop.timeout=60",
-        "+reward_loop.limits.a.max_concurrent=8",
-        "reward.num_workers=2",
-        "~reward_loop.cache",
-    ]
-    words += [
-        "reward.custom_reward_function.reward_kwargs.bonus=1",
-        "+reward_model.server.env.A=1",
-        "data.x=1",
-        "--check",
-    ]
-    words += ["reward_model.rollout.name=vllm", "+reward_model.rollout.engine_kwargs.vllm.x=1"]
-    assert list(unknown_overrides(words)) == []
-
-
 def test_settings_are_read_again_from_a_resolved_configuration() -> None:
     settings = resolved("reward_model.reward_manager=dapo", "custom_reward_function.path=f.py")
     assert read(settings.config) == settings
@@ -71,7 +51,6 @@ def test_settings_can_be_sent_to_other_processes() -> None:
     settings = resolved("custom_reward_function.path=f.py", "trainer.v1.trainer_mode=reward_pipeline")
     packed = pickle.dumps(settings)
     assert pickle.loads(packed) == settings
-    assert len(packed) < 50_000  # from 100 KB on, Ray cannot restart an actor whose argument is lost
 
 
 def test_the_job_is_part_of_new_settings_and_of_their_configuration() -> None:
@@ -160,38 +139,16 @@ def test_a_module_path_alone_means_importlib() -> None:
             ["custom_reward_function.path=a.py", "reward.custom_reward_function.path=b.py"],
         ),
         (
-            ["reward_model.launch_reward_fn_async=True"],
-            ["reward_model.launch_reward_fn_async has no effect", "Leave it out"],
-        ),
-        (
             ["reward_model.use_reward_loop=False"],
             ["reward_model.use_reward_loop=False", "leave out both"],
         ),
-        (["+reward_model.use_rewardloop=True"], ["reward_model.use_rewardloop", "did you mean 'use_reward_loop'"]),
         (["+reward_loop.on_fail=mask"], ["reward_loop.on_fail", "did you mean 'on_failed'"]),
-        (["+reward.custom_reward_function.nam=f"], ["reward.custom_reward_function.nam"]),
-        (["+reward_model.rollout.dtipe=x"], ["reward_model.rollout.dtipe", "did you mean 'dtype'"]),
         (["reward_loop.on_failed=ignore"], ["reward_loop.on_failed"]),
         (["reward_loop.timeout=-1"], ["reward_loop.timeout"]),
-        (["+reward.max_rpm=5"], ["reward.max_rpm", "reward_manager=rate_limited"]),
-        (
-            ["+custom_reward_function.reward_kwargs.x=1"],
-            ["custom_reward_function.reward_kwargs={'x': 1}", "custom_reward_function.path"],
-        ),
-        (["+reward_model.reward_kwargs.max_resp_len=9"], ["reward.reward_kwargs", "reward_manager=naive"]),
         (["algorithm.adv_estimator=gdpo"], ["only the sum of a sample's rewards"]),
-        (["+reward_loop.components.a.path=f.py"], ["reward_loop.components", "reward_manager=composite"]),
         (
             ["reward_model.reward_manager=composite", "+reward_loop.components.a.pth=f.py"],
             ["reward_loop.components.a.pth", "did you mean 'path'"],
-        ),
-        (
-            [
-                "reward_model.reward_manager=composite",
-                "+reward_loop.components.a.path=f.py",
-                "custom_reward_function.path=g.py",
-            ],
-            ["custom_reward_function.path=g.py has no effect"],
         ),
         (["+reward_loop.group.sise=2"], ["reward_loop.group.sise", "did you mean 'size'"]),
         (["reward_model.use_reward_loop=maybe"], ["reward_model.use_reward_loop=maybe"]),
@@ -199,7 +156,7 @@ def test_a_module_path_alone_means_importlib() -> None:
         (["trainer.use_v1=False"], ["trainer.use_v1=False"]),
     ],
 )
-def test_options_without_effect_are_errors_that_name_them(overrides: list[str], named: list[str]) -> None:
+def test_wrong_options_are_errors_that_name_them(overrides: list[str], named: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         settled(*overrides)
     for name in named:
@@ -211,11 +168,6 @@ def test_the_same_value_under_old_and_new_key_is_accepted() -> None:
     assert config.reward.reward_manager.name == "dapo"
 
 
-@pytest.mark.parametrize("key", ["reward_model.num_workers", "reward.num_workers"])
-def test_the_command_line_goes_before_a_file(key: str) -> None:
-    assert settled(f"{key}=3", name="cpu").reward.num_workers == 3
-
-
 def test_verls_own_reward_is_switched_off_in_a_copy() -> None:
     config = settled("custom_reward_function.path=f.py")
     copy = without_reward(config)
@@ -223,20 +175,78 @@ def test_verls_own_reward_is_switched_off_in_a_copy() -> None:
     assert config.reward.num_workers == 8
 
 
+def test_the_yaml_defaults_of_the_modes_are_those_of_the_options() -> None:
+    config = settled()
+    assert resolved("trainer.v1.trainer_mode=reward_pipeline").mode.pipeline == PipelineOptions()
+    # Hydra takes options without a plus sign only if they are there.
+    assert config.trainer.v1.reward_pipeline.keys() == PipelineOptions.model_fields.keys()
+    assert config.trainer.v1.separate_async.reward_queue.keys() == RewardQueueOptions.model_fields.keys()
+
+
+def test_which_option_bounds_the_wait() -> None:
+    pipeline, separate = "trainer.v1.reward_pipeline", "trainer.v1.separate_async.reward_queue"
+    mode = "trainer.v1.trainer_mode"
+    settings = resolved(f"{mode}=reward_pipeline", f"{pipeline}.stall_timeout_s=5")
+    assert settings.mode.stall_timeout == (5, f"{pipeline}.stall_timeout_s")
+    settings = resolved(f"{mode}=separate_async", f"{separate}.stall_timeout_s=7")
+    assert settings.mode.stall_timeout == (7, f"{separate}.stall_timeout_s")
+    assert resolved().mode.stall_timeout[0] is None
+
+
+def shares(*overrides: str) -> tuple[int, int]:
+    settings = resolved(*GRPO, *overrides)
+    assert settings.mode.queue is not None
+    return queue_shares(settings.config, settings.mode.queue)
+
+
+def test_agent_loop_workers_share_the_queue() -> None:
+    workers = "actor_rollout_ref.rollout.agent.num_workers"
+    assert resolved(*GRPO).mode.queue == RewardQueueOptions()
+    # 64 prompts and as many to warm up, of 4 rollouts, for 8 workers.
+    assert shares() == (64, 32)
+    assert shares(f"{workers}=3", "trainer.v1.separate_async.num_warmup_batches=0.5") == (132, 88)
+    assert shares(f"{QUEUE}.capacity=100", f"{QUEUE}.in_flight=20") == (12, 2)
+
+
+def test_without_a_queue() -> None:
+    override = f"{QUEUE}.enabled=False"
+    own = "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager"
+    assert resolved(*GRPO, override, own).mode.queue is None
+    assert resolved(*GRPO, override).mode.queue is None
+    assert resolved().mode.queue is None
+
+
 @pytest.mark.parametrize(
-    ("ignored", "effective"),
+    ("overrides", "message"),
     [
-        ("actor_rollout_ref.actor.grad_clip", "actor_rollout_ref.actor.optim.clip_grad"),
-        ("critic.grad_clip", "critic.optim.clip_grad"),
+        ([f"{QUEUE}.capacity=31"], r"capacity=31: .*at least 32, .*rollout\.n=4.* 8 agent loop workers"),
+        ([f"{QUEUE}.in_flight=7"], r"in_flight=7: .*at least 8, one rollout for each"),
+        ([f"{QUEUE}.in_flight=0"], rf"{QUEUE}\.in_flight"),
+        ([f"+{QUEUE}.size=9"], rf"{QUEUE}\.size"),
+        (["+actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager"], rf"my\.Manager .*{QUEUE}\.enabled"),
     ],
 )
-def test_a_gradient_clip_that_verl_ignores_is_warned_of(
-    ignored: str, effective: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    settled()
-    settled(f"{ignored}=0.5", f"{effective}=0.5")
-    assert not caplog.messages
-    settled(f"{ignored}=0.5")
-    (message,) = caplog.messages
-    assert message.startswith(f"{ignored}=0.5 has no effect")
-    assert f"{effective}=1.0. Set that instead" in message
+def test_a_queue_that_could_not_work_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settled(*GRPO, *overrides)
+
+
+def test_the_polling_interval_is_an_option() -> None:
+    config = settled()
+    assert read_mode(config).poll_interval_s == 0.1
+    for interval in (2, 0.5):
+        config.trainer.v1.sampler.poll_interval_s = interval
+        assert read_mode(config).poll_interval_s == interval
+    for wrong in (0, -1, "soon", True, None):
+        config.trainer.v1.sampler.poll_interval_s = wrong
+        with pytest.raises(ConfigError, match=r"trainer\.v1\.sampler\.poll_interval_s: Input should be "):
+            read_mode(config)
+    del config.trainer.v1.sampler.poll_interval_s
+    assert read_mode(config).poll_interval_s == 0.1
+
+
+def test_the_number_of_judged_rollouts_has_no_bound_if_a_manager_needs_whole_groups() -> None:
+    for mode in (resolved().mode, resolved(*GRPO).mode):
+        check_group_manager(mode)
+    with pytest.raises(ConfigError, match=r"in_flight=8 does not work with a reward manager that waits .*limits"):
+        check_group_manager(resolved(*GRPO, f"{QUEUE}.in_flight=8").mode)

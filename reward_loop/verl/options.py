@@ -1,0 +1,509 @@
+"""The options of a verl run that concern rewards: old keys are moved, all are checked, and read once.
+
+verl 0.9 accepts ``reward_model.*``, ``custom_reward_function.*`` and ``sandbox_fusion.*`` and ignores them. Here they
+take effect: each moves to its successor under ``reward.*``. Hydra reports unknown options of verl. Does not import
+verl.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+from pydantic import Field
+
+from reward_loop.agent.schedule import Schedule
+from reward_loop.config import Config, RewardLoopConfig, RewardModelConfig, parse
+from reward_loop.errors import ConfigError
+from reward_loop.managers import RewardLoopManagerBase
+from reward_loop.managers import get as get_manager
+from reward_loop.managers.registry import names as manager_names
+from reward_loop.scoring import load_function
+from reward_loop.verl.installed import verl_folder
+
+logger = logging.getLogger(__name__)
+
+PIPELINE_MODE = "reward_pipeline"
+"""The name of our trainer mode, as in ``trainer.v1.trainer_mode=reward_pipeline``."""
+
+REWARD_QUEUE = "trainer.v1.separate_async.reward_queue"
+"""The options of the queue between generation and judging."""
+
+MINI_BATCH_ESTIMATORS = frozenset({"grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo"})
+"""Advantage estimators that use only the samples of one group. The others whiten advantages over the whole batch, or
+count over it: ``gpg`` counts the non-zero scores."""
+
+
+class SamplerOptions(Config):
+    """``trainer.v1.sampler``, which also has options of verl."""
+
+    # verl polls every 2 s, which is a large part of a short step.
+    poll_interval_s: float = Field(default=0.1, gt=0, allow_inf_nan=False, strict=True)
+    """Seconds between two polls of verl's replay buffer for finished rollouts."""
+
+
+class PipelineOptions(Config):
+    """``trainer.v1.reward_pipeline``."""
+
+    mini_batch_pipeline: bool = True
+    """Update on every mini-batch of groups as soon as its rewards have arrived."""
+
+    one_step_off_policy: bool = True
+    """Generate the next step's rollouts before this step's update."""
+
+    order: Literal["arrival", "submission"] = "arrival"
+    """Which groups `mini_batch_pipeline` trains on first. `arrival`: the groups whose rewards arrive first.
+    `submission`: the order of the prompts in the batch; a mini-batch waits for its own groups."""
+
+    max_ahead: float = Field(default=2.0, ge=0, allow_inf_nan=False)
+    """With `algorithm.filter_groups`: at most this many times `data.train_batch_size` prompts are begun because the
+    filter will probably remove others, as it did in the last steps. What a step does not need belongs to the next one.
+    `0`: groups are replaced only after they are filtered."""
+
+    max_refills: int | None = Field(default=16, ge=1)
+    """With `trainer.v1.sampler.sync_refill_failed_groups`: the run stops when more groups than those of this many
+    training steps have failed in a row; `null` for no limit."""
+
+    stall_timeout_s: float | None = Field(default=3600.0, gt=0)
+    """The run stops when the trainer waits for this many seconds without progress: no prompt's generation has ended,
+    and no reward was requested or has arrived; `null` for no limit."""
+
+
+class RewardQueueOptions(Config):
+    """``trainer.v1.separate_async.reward_queue``."""
+
+    enabled: bool = True
+    """Whether there is a queue between generation and judging in the mode `separate_async`."""
+
+    capacity: int | None = Field(default=None, ge=1)
+    """The largest number of rollouts that are being generated or wait for a judge. A prompt's rollouts start only when
+    there is room for all of them. By default the number that verl has in flight: a training step's rollouts, and those
+    of `num_warmup_batches`."""
+
+    in_flight: int | None = Field(default=None, ge=1)
+    """The largest number of rollouts that are judged at the same time, oldest first; the others wait in the queue. By
+    default the rollouts of a training step. A reward manager that waits for all rollouts of a prompt has no limit."""
+
+    max_refills: int | None = Field(default=16, ge=1)
+    """The run stops when more groups than those of this many training steps have failed in a row; `null` for no
+    limit."""
+
+    stall_timeout_s: float | None = Field(default=3600.0, gt=0)
+    """The run stops when training or validation waits for this many seconds without progress: no prompt has started or
+    ended, and no reward has arrived; `null` for no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModeOptions:
+    """The options of a run's trainer mode."""
+
+    name: str
+    """``trainer.v1.trainer_mode``."""
+    poll_interval_s: float
+    """Seconds between two polls of verl's replay buffer."""
+    pipeline: PipelineOptions | None = None
+    """The options of the mode `reward_pipeline`; ``None`` in other modes."""
+    queue: RewardQueueOptions | None = None
+    """The options of the queue between generation and judging; ``None`` without a queue."""
+
+    @property
+    def max_refills(self) -> tuple[int | None, str]:
+        """The number of training steps whose groups may fail in a row, and the name of the option."""
+        if self.pipeline is not None:
+            return self.pipeline.max_refills, f"trainer.v1.{PIPELINE_MODE}.max_refills"
+        return self.queue.max_refills if self.queue is not None else None, f"{REWARD_QUEUE}.max_refills"
+
+    @property
+    def stall_timeout(self) -> tuple[float | None, str]:
+        """The seconds without progress after which a wait of verl's replay buffer fails, and the name of the option."""
+        if self.pipeline is not None:
+            return self.pipeline.stall_timeout_s, f"trainer.v1.{PIPELINE_MODE}.stall_timeout_s"
+        return self.queue.stall_timeout_s if self.queue is not None else None, f"{REWARD_QUEUE}.stall_timeout_s"
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerName:
+    """The name of a reward manager: ``reward.reward_manager``."""
+
+    name: str
+    """A registered name or an import path; with ``source=importlib``, the name of the class in `module`."""
+    source: str
+    """``register`` or ``importlib``."""
+    module: str | None
+    """With ``source=importlib``: a file, or ``pkg://module``."""
+
+    @property
+    def is_import_path(self) -> bool:
+        """Whether the user names a class by its location."""
+        return self.source != "register" or ":" in self.name
+
+    def load(self) -> Any:
+        """Return the class, or ``None`` if the name is not registered here: it may be the name of a manager of verl.
+
+        Raises:
+            ConfigError: the class cannot be loaded, or is not a manager.
+        """
+        if self.source == "importlib":
+            return get_manager(f"{self.module or ''}:{self.name}")
+        return get_manager(self.name) if ":" in self.name or self.name in manager_names() else None
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionName:
+    """The location of a reward function: ``reward.custom_reward_function``."""
+
+    path: str
+    name: str | None
+    kwargs: Mapping[str, Any] | None
+    """The option ``reward_kwargs``."""
+
+    def load(self) -> Any:
+        """Return the function, or the class.
+
+        Raises:
+            FunctionLoadError: the function cannot be loaded.
+        """
+        return load_function(self.path, self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSettings:
+    """All settings of a run that concern rewards, read once from verl's configuration, and checked."""
+
+    config: DictConfig
+    """verl's whole configuration, which managers receive. Read rewards' options from the other fields."""
+    options: RewardLoopConfig
+    """The group ``reward_loop``, combined with verl's options of the manager."""
+    manager: ManagerName
+    function: FunctionName | None
+    """The user's function; without one, verl's functions by data source, or the reward model."""
+    num_workers: int
+    """The number of reward workers."""
+    model: RewardModelConfig | None
+    """The servers of the reward model, if there is one."""
+    mode: ModeOptions
+    """The trainer mode."""
+
+    @property
+    def scores_by_model(self) -> bool:
+        """Whether the reward is the reward model's logit: the user has set neither a function nor a manager."""
+        own = self.manager.is_import_path or self.manager.name == "composite"
+        return self.model is not None and self.function is None and not own
+
+    def with_job(self, address: str) -> RewardSettings:
+        """Return these settings with the address of the job's limiter service."""
+        # A copy: the address contains a key, and verl prints and records the configuration of the run.
+        config = deepcopy(self.config)
+        config.reward_loop.job = address
+        return replace(self, config=config, options=self.options.model_copy(update={"job": address}))
+
+
+CONFIG_DIR = Path(__file__).parent / "config"
+"""The directory of the reward loop's Hydra configuration."""
+
+MOVED = {
+    "reward_model.num_workers": "reward.num_workers",
+    "reward_model.reward_manager": "reward.reward_manager.name",
+    "reward_model.reward_loop_source": "reward.reward_manager.source",
+    "reward_model.reward_loop_module_path": "reward.reward_manager.module.path",
+    "reward_model.reward_loop_class_name": "reward.reward_manager.name",
+    "reward_model.enable": "reward.reward_model.enable",
+    "reward_model.enable_resource_pool": "reward.reward_model.enable_resource_pool",
+    "reward_model.n_gpus_per_node": "reward.reward_model.n_gpus_per_node",
+    "reward_model.nnodes": "reward.reward_model.nnodes",
+    "reward_model.model.path": "reward.reward_model.model_path",
+    "reward_model.model.trust_remote_code": "reward_model.server.trust_remote_code",
+    "reward_model.reward_kwargs": "reward.reward_kwargs",
+    "custom_reward_function.path": "reward.custom_reward_function.path",
+    "custom_reward_function.name": "reward.custom_reward_function.name",
+    "custom_reward_function.reward_kwargs": "reward.custom_reward_function.reward_kwargs",
+    "sandbox_fusion.url": "reward.sandbox_fusion.url",
+    "sandbox_fusion.max_concurrent": "reward.sandbox_fusion.max_concurrent",
+    "sandbox_fusion.memory_limit_mb": "reward.sandbox_fusion.memory_limit_mb",
+}
+"""Old key -> its successor. ``reward_model.rollout.*`` moves to ``reward.reward_model.rollout.*``, key by key. verl's
+own ``migrate_legacy_reward_impl`` would lose the name of a manager's class and the defaults beside a given key."""
+
+
+def verl_config_dir() -> Path:
+    """Return the directory of verl's Hydra configuration, without importing verl."""
+    return verl_folder() / "trainer" / "config"
+
+
+def added_options() -> DictConfig:
+    """Return the options that reward_loop adds to verl's configuration, with their defaults."""
+    return OmegaConf.load(CONFIG_DIR / "reward_loop_options.yaml")
+
+
+@functools.cache
+def verls_defaults() -> DictConfig:
+    """Return verl's group ``reward`` with its defaults. Read-only."""
+    loaded = OmegaConf.create({"reward": OmegaConf.load(verl_config_dir() / "reward" / "reward.yaml")})
+    OmegaConf.set_readonly(loaded, True)  # all callers share it
+    return loaded
+
+
+def resolve(config: DictConfig) -> RewardSettings:
+    """Fill in the options of reward_loop, move old keys to their successors, check, and return the settings of rewards.
+
+    Call it once, in the process of the command. Other processes get the configuration from verl, and call `read`.
+
+    Args:
+        config: the composed configuration; changed in place.
+
+    Raises:
+        ConfigError: an option is malformed, or contradicts another; the message names it.
+    """
+    with open_dict(config):
+        _fill_in(config)
+        moved = {f"reward_model.rollout.{key}": f"reward.reward_model.rollout.{key}" for key in _old_rollout(config)}
+        for old, new in (MOVED | moved).items():
+            _move(config, old, new)
+        if config.reward_model.reward_loop_module_path is not None and config.reward_model.reward_loop_source is None:
+            config.reward.reward_manager.source = "importlib"
+        if (wanted := config.pop("mini_batch_pipeline", None)) is not None:
+            _choose_pipeline(config, wanted)
+        if config.reward_loop.log_dir is not None:
+            # Reward workers may have another working directory.
+            config.reward_loop.log_dir = os.path.abspath(config.reward_loop.log_dir)
+    return read(config)
+
+
+def _fill_in(config: DictConfig) -> None:
+    """Add the options of reward_loop that the files of the configuration do not have, and turn it on."""
+    for group, added in added_options().items():
+        given = config.get(group) or {}
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{group}={given}: it is a group of options, such as {group}.{next(iter(added))}")
+        config[group] = OmegaConf.merge(added, given)
+    if config.reward_model.use_reward_loop is None:
+        config.reward_model.use_reward_loop = True
+    for name in ("check", "untested_verl"):  # of the command alone
+        config.reward_loop.pop(name)
+
+
+def _old_rollout(config: DictConfig) -> Mapping[Any, Any]:
+    rollout: Mapping[Any, Any] = config.reward_model.get("rollout") or {}
+    return rollout
+
+
+def _move(config: DictConfig, old: str, new: str) -> None:
+    value = OmegaConf.select(config, old)
+    if value is None:
+        return
+    current, default = (OmegaConf.select(of, new, throw_on_missing=False) for of in (config, verls_defaults()))
+    if current not in (default, None, value):
+        raise ConfigError(f"{old}={value} contradicts {new}={current}: give one of them")
+    OmegaConf.update(config, new, value, force_add=True)
+
+
+def _choose_pipeline(config: DictConfig, wanted: Any) -> None:
+    """Translate the top-level option ``mini_batch_pipeline`` of verl's recipe into the mode ``reward_pipeline``."""
+    mode = config.trainer.v1.trainer_mode
+    if wanted is not False:
+        if mode not in ("sync", PIPELINE_MODE):
+            raise ConfigError(
+                f"mini_batch_pipeline={wanted} contradicts trainer.v1.trainer_mode={mode}: it chooses "
+                f"trainer.v1.trainer_mode={PIPELINE_MODE}. Leave one of them out"
+            )
+        config.trainer.v1.trainer_mode = PIPELINE_MODE
+    config.trainer.v1[PIPELINE_MODE].mini_batch_pipeline = wanted
+
+
+def read(config: DictConfig) -> RewardSettings:
+    """Return the settings of rewards from a configuration after `resolve`.
+
+    Raises:
+        ConfigError: an option is malformed, or contradicts another; the message names it.
+    """
+    from reward_loop.verl.reward_model import read_reward_model
+
+    _check(config)
+    reward, custom = config.reward, config.reward.custom_reward_function
+    function = None
+    if custom.path:
+        # `judge:rubric` contains the name; verl's default name has no effect then.
+        name = None if custom.name == "compute_score" and ":" in custom.path.removeprefix("pkg://") else custom.name
+        kwargs = custom.get("reward_kwargs")
+        function = FunctionName(custom.path, name, None if kwargs is None else OmegaConf.to_container(kwargs))
+    manager = ManagerName(reward.reward_manager.name, reward.reward_manager.source, reward.reward_manager.module.path)
+    cls = get_manager(manager.name) if manager.name in manager_names() else RewardLoopManagerBase
+    mode = read_mode(config)
+    if mode.pipeline is not None:
+        _check_pipeline(config)
+    if mode.queue is not None:
+        _check_queue(config, mode.queue)
+    settings = RewardSettings(
+        config=config,
+        options=cls.read_options(config),
+        manager=manager,
+        function=function,
+        num_workers=reward.num_workers,
+        model=read_reward_model(config, mode),
+        mode=mode,
+    )
+    if settings.model is not None and settings.options.models:
+        raise ConfigError(
+            "reward_loop.models: the run serves its models, so set max_concurrent and timeout in reward_model.server "
+            "or reward_model.server.models.NAME"
+        )
+    if settings.scores_by_model:
+        _check_scored_by_model(settings)
+    return settings
+
+
+def without_reward(config: DictConfig) -> DictConfig:
+    """Return a copy of the configuration with verl's own reward workers and servers disabled, for verl's trainer."""
+    config = OmegaConf.create(OmegaConf.to_container(config))
+    with open_dict(config):
+        config.reward.num_workers = 0
+        config.reward.reward_model.enable = False
+        config.reward.reward_model.enable_resource_pool = False
+        config.reward.custom_reward_function.path = None
+        config.reward.reward_manager.source = "register"
+        config.reward.reward_manager.name = "naive"
+        config.reward_loop.job = None  # a secret, which verl's loggers would record
+    return config
+
+
+def _check(config: DictConfig) -> None:
+    if (on := config.reward_model.use_reward_loop) is not True:
+        raise ConfigError(
+            f"reward_model.use_reward_loop={on}: it must be True, or left out in the mode {PIPELINE_MODE}. To train "
+            "without reward_loop, leave out both"
+        )
+    if config.algorithm.adv_estimator == "gdpo":
+        raise ConfigError(
+            "algorithm.adv_estimator=gdpo: verl's V1 trainer passes estimators only the sum of a sample's rewards, and "
+            "GDPO cannot normalise each of them. Use grpo, and combine the rewards in the function"
+        )
+    if config.reward.num_workers < 1:
+        raise ConfigError(f"reward.num_workers={config.reward.num_workers}: it must be at least 1")
+    if not config.trainer.get("use_v1", True):
+        raise ConfigError("trainer.use_v1=False: reward_loop works only with verl's V1 trainer")
+
+
+def _check_scored_by_model(settings: RewardSettings) -> None:
+    if settings.model is not None and not settings.model.model_path:
+        raise ConfigError(
+            "reward_model.rollout.name=external without custom_reward_function.path: the reward is the output of the "
+            "model, whose tokenizer and name are needed: set reward.reward_model.model_path; or the path of a function"
+        )
+    if settings.manager.name != "naive":
+        raise ConfigError(
+            f"reward_model.reward_manager={settings.manager.name} with reward_model.enable=True needs a function: set "
+            "custom_reward_function.path. Without a function, the reward is the output of the reward model"
+        )
+
+
+def read_mode(config: DictConfig) -> ModeOptions:
+    """Return the options of the trainer mode.
+
+    Raises:
+        ConfigError: an option is malformed; the message names it.
+    """
+    name = config.trainer.v1.trainer_mode
+    pipeline = queue = None
+    if name == PIPELINE_MODE:
+        pipeline = parse(PipelineOptions, config.trainer.v1.get(PIPELINE_MODE), f"trainer.v1.{PIPELINE_MODE}")
+    if name == "separate_async":
+        queue = parse(RewardQueueOptions, OmegaConf.select(config, REWARD_QUEUE), REWARD_QUEUE)
+        if not queue.enabled:
+            queue = None
+    # The group also has verl's own options.
+    given = {key: value for key, value in config.trainer.v1.sampler.items() if key in SamplerOptions.model_fields}
+    sampler = parse(SamplerOptions, given, "trainer.v1.sampler")
+    return ModeOptions(name, sampler.poll_interval_s, pipeline, queue)
+
+
+def mini_batch_groups(config: DictConfig, *, critic: bool) -> int:
+    """Return the number of groups in a mini-batch: the least common multiple of the actor's and the critic's sizes."""
+    sizes = [config.actor_rollout_ref.actor.ppo_mini_batch_size]
+    if critic:
+        sizes.append(config.critic.ppo_mini_batch_size)
+    return math.lcm(*sizes)
+
+
+def make_schedule(config: DictConfig, options: PipelineOptions, groups: int) -> Schedule:
+    """Return the schedule of every step of a run. ``groups`` is the number of groups in a mini-batch."""
+    by_mini_batch = options.mini_batch_pipeline
+    estimator = config.algorithm.adv_estimator
+    if by_mini_batch and estimator not in MINI_BATCH_ESTIMATORS:
+        logger.warning(
+            "trainer.v1.reward_pipeline.mini_batch_pipeline has no effect with algorithm.adv_estimator=%s, which uses "
+            "the whole batch: an update waits for all rewards. Estimators that work by mini-batch: %s",
+            estimator,
+            ", ".join(sorted(MINI_BATCH_ESTIMATORS)),
+        )
+        by_mini_batch = False
+    count = math.ceil(config.data.train_batch_size / groups) if by_mini_batch else 1
+    return Schedule(count, by_mini_batch, options.one_step_off_policy)
+
+
+def queue_shares(config: DictConfig, options: RewardQueueOptions) -> tuple[int, int]:
+    """Return each agent loop worker's share of the queue: its capacity, and how many rollouts are judged at once."""
+    rollout = config.actor_rollout_ref.rollout
+    workers, batch_size = rollout.agent.num_workers, config.data.train_batch_size
+    # Rounded up, as `chunk` does, by which prompts are divided among the workers.
+    of_a_step = math.ceil(batch_size / workers) * rollout.n
+    of_warmup = math.ceil(batch_size * config.trainer.v1.separate_async.num_warmup_batches / workers) * rollout.n
+    # The user's numbers are rounded down, so that all workers together stay within them.
+    return (
+        of_a_step + of_warmup if options.capacity is None else options.capacity // workers,
+        of_a_step if options.in_flight is None else options.in_flight // workers,
+    )
+
+
+def check_group_manager(mode: ModeOptions) -> None:
+    """Reject options that do not work with a reward manager that waits for all rollouts of a prompt.
+
+    Raises:
+        ConfigError: the queue between generation and judging has an ``in_flight``.
+    """
+    in_flight = mode.queue.in_flight if mode.queue is not None else None
+    if in_flight is not None:
+        raise ConfigError(
+            f"{REWARD_QUEUE}.in_flight={in_flight} does not work with a reward manager that waits for all rollouts of "
+            "a prompt: leave it out, and bound the judges by reward_loop.limits"
+        )
+
+
+def _check_pipeline(config: DictConfig) -> None:
+    sampler = config.trainer.v1.sampler.get("custom_sampler") or {}
+    rejected = {
+        "skip.rollout_tq.enable=True": (OmegaConf.select(config, "skip.rollout_tq.enable"), "set it to False"),
+        f"trainer.v1.sampler.custom_sampler.path={sampler.get('path')}": (sampler.get("path"), "leave it out"),
+    }
+    for what, (given, fix) in rejected.items():
+        if given:
+            raise ConfigError(f"trainer.v1.trainer_mode={PIPELINE_MODE} does not work with {what}: {fix}")
+
+
+def _check_queue(config: DictConfig, options: RewardQueueOptions) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    workers = rollout.agent.num_workers
+    if options.capacity is not None and options.capacity < workers * rollout.n:
+        raise ConfigError(
+            f"{REWARD_QUEUE}.capacity={options.capacity}: it must be at least {workers * rollout.n}, the rollouts of "
+            f"one prompt (actor_rollout_ref.rollout.n={rollout.n}) for each of the {workers} agent loop workers "
+            "(actor_rollout_ref.rollout.agent.num_workers)"
+        )
+    if options.in_flight is not None and options.in_flight < workers:
+        raise ConfigError(
+            f"{REWARD_QUEUE}.in_flight={options.in_flight}: it must be at least {workers}, one rollout for each of the "
+            "agent loop workers (actor_rollout_ref.rollout.agent.num_workers)"
+        )
+    manager = rollout.agent.get("agent_loop_manager_class")
+    if manager is not None:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.agent.agent_loop_manager_class={manager} does not work with the reward queue: "
+            f"leave it out, or set {REWARD_QUEUE}.enabled=False"
+        )
