@@ -1,20 +1,19 @@
-"""A pool of worker processes for sync reward functions. A call past its deadline is killed with all its descendants.
+"""A pool of processes for sync reward functions. A call past its deadline is killed with all its descendants.
 
 Why no existing library: pebble kills a worker after its deadline, but only after a grace period of seconds and without
 the worker's child processes, and it has no memory limit. anyio, loky and `concurrent.futures` have no deadlines. All
-of them import the trainer's ``__main__`` again in a spawned child.
+of them import the trainer's ``__main__`` again in a spawned child, or fork one that others have used.
 
-The pool (this module) starts a fork server (`reward_loop.processes.forkserver`), which forks the workers
-(`reward_loop.processes.worker`). The pool sends calls to a worker by a `WorkerConnection`:
+The pool (this module) starts a template (`reward_loop.processes.template`), which loads the function once and forks the
+children (`reward_loop.processes.child`). They are forked before their call, so that the fork takes none of its time:
 
-=================  ====================================================================================
-State of a worker  Next
-=================  ====================================================================================
-starting           Receives the setup and the first arguments; must send `STARTED` in `_START_SECONDS`
-running a call     `ENDED`: idle. `ENDED_LAST`, `DIED`, timeout or cancellation: closed
-idle               Receives the next call, or is closed by the pool
-closed             The fork server kills the process; the pool starts another one for the next call
-=================  ====================================================================================
+==================  ======================================================================================
+State of a child    Next
+==================  ======================================================================================
+idle                Receives a call, and sends `STARTED`; or is closed by the pool
+running a call      `ENDED`: idle. `ENDED_LAST`, death, timeout or cancellation: closed
+closed              The template kills the process
+==================  ======================================================================================
 """
 
 from __future__ import annotations
@@ -23,12 +22,13 @@ import asyncio
 import contextlib
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -36,18 +36,23 @@ import cloudpickle
 from reward_loop._util.framing import FrameBuffer, frame
 from reward_loop._util.process import ParentDeathPipe
 from reward_loop._util.signals import name_of
-from reward_loop._util.sockets import readable
 from reward_loop.errors import FunctionLoadError, RewardCrashedError, RewardFunctionError
-from reward_loop.processes.forkserver import DeathReport
+from reward_loop.processes.child import ENDED, STARTED, Request, Setup
 from reward_loop.processes.outcome import CallOutcome
-from reward_loop.processes.worker import CALL, DIED, ENDED, STARTED, Setup
 
 _STOP_SECONDS = 5.0
-"""Seconds for the fork server to stop with its workers."""
+"""Seconds for the template to stop with its children."""
 _START_SECONDS = 300.0
-"""Seconds for a worker to import the function's module. Importing verl with torch can take 30 s on a busy machine."""
-_REPORT_SECONDS = 5.0
-"""Seconds to wait for the report on a killed worker."""
+"""Seconds for importing the function's module. Importing verl with torch can take 30 s on a busy machine."""
+_GRACE_SECONDS = 2.0
+"""Seconds after its deadline in which a child must have ended itself. On a busy machine it may not run at once."""
+_STACK_LINES = 8
+
+_HINTS = {
+    "SIGKILL": ", perhaps by the kernel because memory ran out, or for its CPU time (`setrlimit`, `ulimit -t`)",
+    "SIGXCPU": ": it used more CPU time than RLIMIT_CPU (`resource.setrlimit`, or `ulimit -t`) allows; use `timeout`",
+    "SIGXFSZ": ": it wrote a file larger than RLIMIT_FSIZE (`resource.setrlimit`, or `ulimit -f`) allows",
+}
 
 
 def usable_cores() -> int:
@@ -56,17 +61,11 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-Begin = Callable[[asyncio.Future[Any]], None]
-"""Starts the clock of the deadline. At the deadline, it sets a `TimeoutError` on the future: the worker is killed."""
-
-
 class WorkerProcesses:
-    """Runs at most ``max_processes`` calls of one function at a time, each in its own worker process.
+    """Runs at most ``max_processes`` calls of one function at a time, each in its own process.
 
-    Processes are reused for later calls. A process is killed with its descendants if its call passes the deadline, is
-    cancelled or exceeds the memory limit, or if the parent process dies or this object is deleted. The next call
-    starts a replacement. A small fork server (`reward_loop.processes.forkserver`) forks the processes, which import
-    only what the function needs.
+    A process is killed with its descendants if its call passes the deadline, is cancelled or exceeds the memory limit,
+    or if the parent process dies or this object is deleted.
 
     Args:
         function: the function of all calls. It is pickled by module and name, or by value if it cannot be imported.
@@ -74,7 +73,8 @@ class WorkerProcesses:
         files: modules loaded from files, which cannot be imported by name alone: name -> path.
         max_processes: the maximum number of concurrent calls; by default the number of cores.
         max_memory_mb: the memory limit (in 2^20 bytes) of a process with its descendants; by default none.
-        max_calls: the number of calls after which a process is replaced; by default never.
+        calls_per_process: the number of calls of a process, which is forked with the function loaded. ``None``: each
+            process loads the function itself, and runs calls until it is killed.
 
     Raises:
         FunctionLoadError: the function cannot be pickled.
@@ -88,32 +88,33 @@ class WorkerProcesses:
         files: Mapping[str, str] | None = None,
         max_processes: int | None = None,
         max_memory_mb: int | None = None,
-        max_calls: int | None = None,
+        calls_per_process: int | None = 1,
     ) -> None:
         self.max_processes = max_processes or usable_cores()
         self.max_memory_mb = max_memory_mb
+        self._calls = calls_per_process
         try:
-            setup = pickle.dumps(Setup(files or {}, cloudpickle.dumps(function), self.max_processes, max_calls))
+            content = cloudpickle.dumps(function)
         except Exception as error:
             raise FunctionLoadError(
                 f"{name} cannot run in a worker process, because it cannot be pickled: {type(error).__name__}: "
-                f"{error}. Create its locks, clients or models in the first call, or set isolation='thread'"
+                f"{error}. Create its locks, clients or models when its module is imported, or set isolation='thread'"
             ) from error
         self._function = function
-        self._setup = frame(setup)
+        self._setup = pickle.dumps(Setup(name, files or {}, content, calls_per_process, max_memory_mb))
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
-        self._lock = threading.Lock()
-        self._server: _ForkServerProcess | None = None
-        self._idle: list[WorkerConnection] = []
-        self._working = 0
+        self._template: _TemplateProcess | None = None
         self._end: weakref.finalize[Any, Any] | None = None
-        _pools.add(self)
 
-    async def run(self, arguments: Mapping[str, Any], begin: Begin) -> CallOutcome:
+    async def run(
+        self, arguments: Mapping[str, Any], *, key: str, timeout: float | None, begin: Callable[[], None]
+    ) -> CallOutcome:
         """Call the function in a process as soon as a slot is free.
 
         Args:
             arguments: the keyword arguments of the function.
+            key: the seed of the random generators of the process.
+            timeout: seconds from the start of the function to its deadline.
             begin: called when the function starts.
 
         Raises:
@@ -121,42 +122,59 @@ class WorkerProcesses:
             RewardCrashedError: the process died during the call, or did not load the function in time.
         """
         try:
-            content = _dumps(arguments)
+            content = frame(pickle.dumps(Request(_dumps(arguments), timeout, key)))
         # Pickling runs code of the user's types, which may raise anything.
         except Exception as error:
             problem = f"has arguments that cannot be sent to a worker process: {type(error).__name__}: {error}"
             return CallOutcome(None, None, 0.0, RewardFunctionError(problem))
         async with self._slots_here():
-            while True:
-                worker = self._idle.pop() if self._idle else self._start()
-                self._working += 1
+            try:
+                return await self._call(content, timeout, begin)
+            except _NotStartedError:
+                # A child that dies before its call has nothing to do with it: perhaps memory had run out.
+                self.close()
                 try:
-                    return await worker.call(content, begin)
-                except DiedIdleError:
-                    # The function has not started: this is not a repeated call, and does not count as one.
-                    continue
-                finally:
-                    self._give_back(worker)
+                    return await self._call(content, timeout, begin)
+                except _NotStartedError as error:
+                    raise RewardCrashedError(str(error)) from None
 
-    def _give_back(self, worker: WorkerConnection) -> None:
-        self._working -= 1
-        if worker.usable:
-            self._idle.append(worker)
-        else:
-            worker.close()
+    async def _call(self, content: bytes, timeout: float | None, begin: Callable[[], None]) -> CallOutcome:
+        template = self._running_template()
+        child = template.idle.pop() if template.idle else template.fork()
+
+        def start() -> None:
+            template.serves = True
+            begin()
+
+        template.working += 1
+        try:
+            # In the null form, a process costs the import of the function: none is started before it is needed.
+            while self._calls is not None and len(template.idle) + template.working < self.max_processes:
+                template.idle.append(template.fork())
+            return await child.call(content, timeout, start)
+        except RewardCrashedError:
+            if not template.serves:
+                template.kill()  # it may hang in an import
+            raise
+        finally:
+            template.working -= 1
+            if child.is_usable:
+                template.idle.append(child)
+            else:
+                child.close()
 
     def close(self) -> None:
-        """Stop the idle processes, and the fork server if no call is in flight. A later call starts new ones."""
-        while self._idle:
-            self._idle.pop().close()
-        # The end of the fork server kills its workers, also those of calls in flight.
-        if not self._working:
-            self._end_server()
+        """Stop the idle processes, and the template if no call is in flight. A later call starts new ones."""
+        if (template := self._template) is not None:
+            template.close_idle()
+            # The end of the template kills its children, also those of calls in flight.
+            if not template.working:
+                self._end_template()
 
-    def _end_server(self) -> None:
+    def _end_template(self) -> None:
         if self._end is not None:
             self._end()
-        self._server = None
+        self._template = self._end = None
 
     def _slots_here(self) -> asyncio.Semaphore:
         # A semaphore belongs to one event loop; this object may be used in several, one after another.
@@ -165,228 +183,178 @@ class WorkerProcesses:
             self._slots = (loop, asyncio.Semaphore(self.max_processes))
         return self._slots[1]
 
-    def _start(self) -> WorkerConnection:
-        with self._lock:
-            ours, theirs = _socket_pair()
-            with theirs, contextlib.ExitStack() as unless_started:
-                unless_started.callback(ours.close)
-                if self._server is None or not self._server.fork(theirs):
-                    self._end_server()
-                    self._server = _ForkServerProcess(self.max_memory_mb)
-                    # Must not refer to `self`, or the pool would never be deleted.
-                    self._end = weakref.finalize(self, _end, self._server, self._idle)
-                    self._server.fork(theirs)
-                unless_started.pop_all()
-        return WorkerConnection(ours, self._setup)
-
-    def _forget(self) -> None:
-        """Reset the state in a forked copy of this process: the worker processes belong to the original."""
-        self._server, self._idle, self._working, self._slots = None, [], 0, None
-        self._lock = threading.Lock()  # the old lock may be held by a thread that does not exist here
-        if self._end is not None:
-            # Otherwise the end of this process would stop the fork server of the original.
-            self._end.detach()
-        self._end = None
+    def _running_template(self) -> _TemplateProcess:
+        template = self._template
+        if template is None or not template.is_running():
+            self._end_template()
+            template = self._template = _TemplateProcess(self._setup)
+            # Must not refer to `self`, or the pool would never be deleted.
+            self._end = weakref.finalize(self, template.close)
+        return template
 
 
-def _end(server: _ForkServerProcess, idle: list[WorkerConnection]) -> None:
-    while idle:
-        idle.pop().close()
-    server.close()
+class _NotStartedError(Exception):
+    """A child died before its call had started."""
 
 
-_pools: weakref.WeakSet[WorkerProcesses] = weakref.WeakSet()
+class _TemplateProcess:
+    """Starts and stops the template process of one pool, and keeps its idle children."""
 
-
-def _forget_all() -> None:
-    for pool in list(_pools):
-        pool._forget()
-
-
-os.register_at_fork(after_in_child=_forget_all)
-
-
-class DiedIdleError(Exception):
-    """A worker died while it was idle, so the next call did not start."""
-
-
-class WorkerConnection:
-    """Runs calls in one worker process, one at a time.
-
-    Args:
-        channel: the pool's end of the socket pair.
-        setup: the frame with the worker's `Setup`.
-    """
-
-    def __init__(self, channel: socket.socket, setup: bytes) -> None:
-        channel.setblocking(False)
-        self._channel = channel
-        self._setup = setup
-        self._frames = FrameBuffer()
-        self.usable = False
-        """Whether the worker is idle and can run another call."""
-
-    async def call(self, content: bytes, begin: Begin) -> CallOutcome:
-        """Run one call.
-
-        Args:
-            content: the pickled arguments.
-            begin: called when the function starts.
-
-        Raises:
-            TimeoutError: the deadline passed. The message contains the stack of the user's code.
-            RewardCrashedError: the worker died during the call, did not load the function in time, or sent an invalid
-                message.
-            DiedIdleError: the worker died before the call started, after it had completed an earlier one.
-        """
-        was_idle, self.usable = self.usable, False
-        setup, self._setup = self._setup, b""
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[tuple[bytes, memoryview]] = loop.create_future()
-        started = False
-        try:
-            async with asyncio.timeout(_START_SECONDS) as loading:
-
-                def start() -> None:
-                    nonlocal started
-                    started = True
-                    # From here on, the deadline is that of the caller.
-                    loading.reschedule(None)
-                    begin(ended)
-
-                loop.add_reader(self._channel, self._receive, ended, start)
-                # The worker reads the arguments after loading the function, so sending may block until then.
-                with contextlib.suppress(ConnectionError):  # the worker is dead; receiving will report it
-                    await loop.sock_sendall(self._channel, setup + frame(CALL, content))
-                kind, answer = await ended
-        except TimeoutError:
-            # Now: `_kill` waits with its own reader, and a socket has only one.
-            loop.remove_reader(self._channel)
-            at = await self._kill()
-            if not started:
-                raise RewardCrashedError(
-                    f"was not loaded in a worker process within {_START_SECONDS:g} s{at}"
-                ) from None
-            raise TimeoutError(at) from None
-        finally:
-            loop.remove_reader(self._channel)
-        if kind == DIED:
-            if was_idle and not started:
-                raise DiedIdleError
-            raise RewardCrashedError(_death(answer))
-        self.usable = kind == ENDED
-        return _unpack(answer)
-
-    def close(self) -> None:
-        """Close the connection; the fork server then kills the worker if it is alive."""
-        # Shut down before closing: a forked copy of this process may hold a copy of the socket.
-        with contextlib.suppress(OSError):
-            self._channel.shutdown(socket.SHUT_RDWR)
-        self._channel.close()
-
-    def _receive(self, ended: asyncio.Future[Any], start: Callable[[], None]) -> None:
-        """Handle the messages that have arrived, until one of them ends the call."""
-        try:
-            is_open = self._read()
-            while not ended.done() and (message := self._frames.pop()) is not None:
-                kind, content = message[:1], memoryview(message)[1:]
-                if kind == STARTED:
-                    start()
-                else:
-                    ended.set_result((kind, content))
-            if not is_open and not ended.done():
-                ended.set_result((DIED, memoryview(b"")))
-        # Otherwise the event loop would only log the error, and the call would never end.
-        except Exception as error:
-            if not ended.done():
-                problem = f"sent a message from its worker process that failed: {type(error).__name__}: {error}"
-                ended.set_exception(RewardCrashedError(problem))
-
-    def _read(self) -> bool:
-        """Read what has arrived; return whether the connection is still open."""
-        try:
-            received = self._channel.recv(1 << 16)
-        except BlockingIOError:
-            return True
-        except ConnectionError:
-            return False
-        self._frames.feed(received)
-        return bool(received)
-
-    async def _kill(self) -> str:
-        """Have the fork server kill the worker, wait for the report, and return the user's stack, or ``""``."""
-        with contextlib.suppress(OSError):
-            self._channel.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_REPORT_SECONDS):
-                while True:
-                    while (message := self._frames.pop()) is not None:
-                        if message[:1] == DIED:
-                            return _at(pickle.loads(memoryview(message)[1:]))
-                    await readable(self._channel)
-                    if not self._read():
-                        return ""
-        return ""
-
-
-def _death(content: memoryview) -> str:
-    """Return the error message of a worker that died, from its `DeathReport`, which is empty if there is none."""
-    if not content:
-        return "lost its worker process, or none could be started"
-    report: DeathReport = pickle.loads(content)
-    if report.memory_mb is not None:
-        used = f"{report.memory_mb:.0f} MB, more than max_memory_mb={report.max_memory_mb}"
-        return f"was killed: its worker process used {used}"
-    if report.code >= 0:
-        return f"ended its worker process with exit status {report.code}{_at(report)}"
-    name = name_of(-report.code)
-    hint = ", perhaps by the kernel because memory ran out" if name == "SIGKILL" else ""
-    if report.limit:
-        hint = f": {report.limit}"
-    return f"crashed: its worker process was killed by {name}{hint}{_at(report)}"
-
-
-def _at(report: DeathReport) -> str:
-    return f", at\n{report.stack}" if report.stack else ""
-
-
-class _ForkServerProcess:
-    """Starts and stops the fork server process of one pool."""
-
-    def __init__(self, max_memory_mb: int | None) -> None:
+    def __init__(self, setup: bytes) -> None:
+        self.idle: list[_Child] = []
+        self.working = 0
+        self.serves = False
+        """Whether a call has started."""
+        self._owner = os.getpid()
         path = [entry for entry in sys.path if isinstance(entry, str)]
         self._parent_death = ParentDeathPipe()
         self._control, theirs = _socket_pair()
-        fds = (theirs.fileno(), self._parent_death.child_fd)
-        # The path of this process: with `-c`, Python adds the working directory, and not the folder of the script.
-        code = (
-            f"import sys; sys.path[:] = {path!r}; from reward_loop.processes.forkserver import main; "
-            f"main(*{fds!r}, {max_memory_mb!r})"
-        )
-        with theirs:
+        with theirs, open(os.memfd_create("reward-function"), "wb", buffering=0) as file:
+            file.write(setup)
+            fds = (theirs.fileno(), self._parent_death.child_fd, file.fileno())
+            # The path of this process: with `-m`, Python adds the working directory, and not the folder of the script.
+            code = (
+                f"import sys; sys.path[:] = {path!r}; from reward_loop.processes.template import main; main(*{fds!r})"
+            )
             # In its own session, so that Ctrl-C in the terminal does not reach it directly.
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code], pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True
             )
         self._parent_death.close_child_fd()
 
-    def fork(self, channel: socket.socket) -> bool:
-        """Request a worker that serves calls on ``channel``; return false if the fork server is dead."""
-        try:
-            socket.send_fds(self._control, [b"f"], [channel.fileno()])
-        except OSError:
-            return False
-        return True
+    def is_running(self) -> bool:
+        """Return whether this process, and not one from which it was forked, has a template that runs."""
+        return self._owner == os.getpid() and self._process.poll() is None
+
+    def fork(self) -> _Child:
+        """Request a child."""
+        ours, theirs = _socket_pair()
+        child = _Child(ours, os.memfd_create("reward-function-report"))
+        # If the template is dead, the child's connection ends at once.
+        with theirs, contextlib.suppress(OSError):
+            socket.send_fds(self._control, [b"f"], [theirs.fileno(), child.report_fd])
+        return child
+
+    def close_idle(self) -> None:
+        """Stop the children without a call."""
+        while self.idle:
+            self.idle.pop().close()
 
     def close(self) -> None:
-        """Stop the fork server and its workers."""
+        """Stop the template and its children, unless they are those of the process from which this one was forked."""
+        if self._owner != os.getpid():
+            return
+        self.close_idle()
         self._parent_death.close()
         self._control.close()
         try:
             self._process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.kill()
+
+    def kill(self) -> None:
+        """Kill the template; its children end with it."""
+        self._process.kill()
+        self._process.wait()
+
+
+class _Child:
+    """Runs calls in one child, one at a time.
+
+    Args:
+        connection: the pool's end of the socket pair.
+        report_fd: the file in which the child and the template write how it ended.
+    """
+
+    def __init__(self, connection: socket.socket, report_fd: int) -> None:
+        connection.setblocking(False)
+        self._connection = connection
+        self.report_fd = report_fd
+        self._frames = FrameBuffer()
+        self.is_usable = False
+        """Whether the last call has ended, and the child serves another one."""
+
+    async def call(self, content: bytes, timeout: float | None, begin: Callable[[], None]) -> CallOutcome:
+        """Run one call; see `WorkerProcesses.run`.
+
+        Raises:
+            _NotStartedError: the child died before the call.
+        """
+        self.is_usable, is_started = False, False
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_START_SECONDS) as deadline:
+                with contextlib.suppress(ConnectionError):  # the child is dead; receiving will report it
+                    await loop.sock_sendall(self._connection, content)
+                while (message := await self._receive(loop)) is not None:
+                    if message[:1] != STARTED:
+                        self.is_usable = message[:1] == ENDED
+                        return _unpack(memoryview(message)[1:])
+                    is_started = True
+                    begin()
+                    # The child ends itself at the deadline, unless it cannot.
+                    deadline.reschedule(None if timeout is None else loop.time() + timeout + _GRACE_SECONDS)
+        except TimeoutError:
+            if is_started:
+                raise TimeoutError(_at(self._report())) from None
+            raise RewardCrashedError(f"was not loaded in a worker process within {_START_SECONDS:g} s") from None
+        report = self._report()
+        if not is_started:
+            raise _NotStartedError(_death(report))
+        if report.startswith("Timeout"):  # the first line that `faulthandler` writes at the deadline
+            raise TimeoutError(_at(report))
+        raise RewardCrashedError(_death(report))
+
+    async def _receive(self, loop: asyncio.AbstractEventLoop) -> bytes | None:
+        """Wait for a message; return ``None`` at the end of the connection."""
+        while (message := self._frames.pop()) is None:
+            try:
+                received = await loop.sock_recv(self._connection, 1 << 16)
+            except ConnectionError:
+                return None
+            if not received:
+                return None
+            self._frames.feed(received)
+        return message
+
+    def _report(self) -> str:
+        return os.pread(self.report_fd, 1 << 16, 0).decode(errors="replace")
+
+    def close(self) -> None:
+        """Close the connection; the template then kills the child if it is alive."""
+        # Shut down before closing: a forked copy of this process may hold a copy of the socket.
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+        os.close(self.report_fd)
+
+
+def _death(report: str) -> str:
+    """Return the error message of a child that died, from its report."""
+    found = re.search(r"^ended with (-?\d+), memory (\S+)$", report, re.MULTILINE)
+    if found is None:
+        return "lost its worker process, or none could be started"
+    if found[2] != "None":
+        return f"was killed: its worker process used {float(found[2]):.0f} MB, more than max_memory_mb allows"
+    if (code := int(found[1])) >= 0:
+        return f"ended its worker process with exit status {code}{_at(report)}"
+    name = name_of(-code)
+    return f"crashed: its worker process was killed by {name}{_HINTS.get(name, '')}{_at(report)}"
+
+
+_OURS = f'"{Path(__file__).parent}{os.sep}'
+"""Marks the lines of this package in a stack. The lines of the user's code come before them."""
+
+
+def _at(report: str) -> str:
+    """Return the user's lines of the main thread's stack, innermost first; ``""`` if there are none."""
+    lines: list[str] = []
+    # The main thread is the last one that `faulthandler` writes.
+    for line in re.findall(r"^ +File .*$", report.rpartition("(most recent call first)")[2], flags=re.MULTILINE):
+        if _OURS in line:
+            break
+        lines.append(line)
+    return ", at\n" + "\n".join(lines[:_STACK_LINES]) if lines else ""
 
 
 def _socket_pair() -> tuple[socket.socket, socket.socket]:
@@ -401,7 +369,7 @@ def _socket_pair() -> tuple[socket.socket, socket.socket]:
 def _dumps(arguments: Any) -> bytes:
     """Pickle with `pickle`, or by value with `cloudpickle` if the content refers to ``__main__``.
 
-    A worker does not have this process's ``__main__`` module.
+    A child does not have this process's ``__main__`` module.
     """
     with contextlib.suppress(Exception):
         # If a text contains this name, `cloudpickle` is only slower.
@@ -411,7 +379,7 @@ def _dumps(arguments: Any) -> bytes:
 
 
 def _unpack(answer: bytes | memoryview) -> CallOutcome:
-    """Return the outcome that a worker has sent, see `worker.py`."""
+    """Return the outcome that a child has sent."""
     content, seconds, error, remote = pickle.loads(answer)
     found = None
     try:

@@ -118,7 +118,7 @@ class UserFunction:
         self._target = function if isinstance(function, Target) else resolve(function, reward_kwargs)
         self._threads = DaemonThreads(options.max_threads)
         self._executor: DaemonThreads | WorkerProcesses = self._threads
-        self._max_calls_per_process = options.max_calls_per_process
+        self._calls_per_process = options.calls_per_process
         if is_isolated(self._target) or (options.isolation == "process" and not self._target.is_async):
             self.isolate(options.max_processes, options.max_memory_mb)
         self._address = f"of {self.name}"
@@ -179,14 +179,14 @@ class UserFunction:
             FunctionLoadError: the function is async, or cannot be pickled.
         """
         self._close_processes()
-        isolation = Isolation(max_processes, max_memory_mb, self._max_calls_per_process)
+        isolation = Isolation(max_processes, max_memory_mb, self._calls_per_process)
         self._executor = in_processes(self._target, isolation)
 
     def close(self) -> None:
         """Stop the idle worker processes, and close the limits that the function created itself.
 
-        The fork server is stopped too if no call is in flight. A later call starts new processes and reopens the
-        limits.
+        The process that forks them is stopped too if no call is in flight. A later call starts new ones, and reopens
+        the limits.
         """
         self._close_processes()
         if self._owns_limits:
@@ -285,13 +285,9 @@ class UserFunction:
             call.sample.queue("a free process" if self.in_processes else "a free thread", call)
         if isinstance(self._executor, DaemonThreads):
             return await self._call_in_thread(call, self._target.call, arguments, deadlines)
-
-        def begin(ended: asyncio.Future[Any]) -> None:
-            call.future = ended  # gets the error at the deadline
-            call.begin()
-            deadlines.watch(call)
-
-        return await self._executor.run(arguments, begin)
+        uid = None if call.sample is None else call.sample.sample.uid
+        key = f"{uid} {call.attempt} {arguments.get('solution_str')}"
+        return await self._executor.run(arguments, key=key, timeout=self.timeout, begin=call.begin)
 
     async def _call_in_thread(
         self, call: Call, function: Callable[..., Any], arguments: Mapping[str, Any], deadlines: Deadlines

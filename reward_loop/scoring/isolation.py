@@ -6,10 +6,10 @@ import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any, TypeVar, overload
 
 from reward_loop.errors import FunctionLoadError
-from reward_loop.processes import worker
 from reward_loop.processes.pool import WorkerProcesses
 from reward_loop.scoring.load import file_modules
 from reward_loop.scoring.signature import Target
@@ -26,12 +26,14 @@ class Isolation:
     Args:
         max_processes: the maximum number of concurrent calls; by default the number of cores.
         max_memory_mb: the memory limit (in 2^20 bytes) of a process with its child processes; by default none.
-        max_calls_per_process: the number of calls after which a process is replaced; by default never.
+        calls_per_process: the number of calls of a process; ``None``: each process loads the function itself, and
+            serves calls until it is killed.
     """
 
     max_processes: int | None = None
     max_memory_mb: int | None = None
-    max_calls_per_process: int | None = None
+    calls_per_process: int | EllipsisType | None = ...
+    """``...``: as in the other options."""
 
 
 @overload
@@ -40,7 +42,10 @@ def isolated(function: F, /) -> F: ...
 
 @overload
 def isolated(
-    *, max_processes: int | None = None, max_memory_mb: int | None = None, max_calls_per_process: int | None = None
+    *,
+    max_processes: int | None = None,
+    max_memory_mb: int | None = None,
+    calls_per_process: int | EllipsisType | None = ...,
 ) -> Callable[[F], F]: ...
 
 
@@ -50,7 +55,7 @@ def isolated(
     *,
     max_processes: int | None = None,
     max_memory_mb: int | None = None,
-    max_calls_per_process: int | None = None,
+    calls_per_process: int | EllipsisType | None = ...,
 ) -> F | Callable[[F], F]:
     """Mark a sync reward function or class to run in worker processes, which are killed at the deadline.
 
@@ -60,7 +65,8 @@ def isolated(
         function: the function or class, if used as ``@isolated`` without arguments.
         max_processes: the maximum number of concurrent calls.
         max_memory_mb: the memory limit (in 2^20 bytes) of a process with its child processes.
-        max_calls_per_process: the number of calls after which a process is replaced.
+        calls_per_process: the number of calls of a process. With 1, no call sees what another one has changed.
+            ``None``: each process loads the function itself, and serves calls until it is killed.
 
     Example::
 
@@ -69,28 +75,21 @@ def isolated(
     """
 
     def mark(function: F) -> F:
-        setattr(function, _MARK, Isolation(max_processes, max_memory_mb, max_calls_per_process))
+        setattr(function, _MARK, Isolation(max_processes, max_memory_mb, calls_per_process))
         return function
 
     return mark if function is None else mark(function)
 
 
 class SplitSemaphore(threading.Semaphore):
-    """A `threading.Semaphore` that can be pickled: its count is divided among the function's worker processes.
+    """A `threading.Semaphore` that can be pickled: each worker process of the function gets its share, at least 1."""
 
-    Each process gets at least 1.
-    """
-
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, processes: int) -> None:
         super().__init__(count)
-        self._count = count
+        self._share = max(1, count // processes)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _split, (self._count,)
-
-
-def _split(count: int) -> SplitSemaphore:
-    return SplitSemaphore(max(1, count // worker.processes))
+        return SplitSemaphore, (self._share, 1)
 
 
 def is_isolated(target: Target) -> bool:
@@ -111,13 +110,15 @@ def in_processes(target: Target, options: Isolation) -> WorkerProcesses:
         )
     # The author of the function knows what it needs, so the mark wins over the options of the run.
     mark = _mark_of(target.call) or Isolation()
+    calls = options.calls_per_process if mark.calls_per_process is ... else mark.calls_per_process
+    assert not isinstance(calls, EllipsisType)  # `options` are those of the run
     return WorkerProcesses(
         target.call,
         name=target.name,
         files=file_modules(),
         max_processes=mark.max_processes or options.max_processes,
         max_memory_mb=mark.max_memory_mb or options.max_memory_mb,
-        max_calls=mark.max_calls_per_process or options.max_calls_per_process,
+        calls_per_process=calls,
     )
 
 

@@ -44,12 +44,13 @@ class ScoringOptions(JobOptions, RecordOptions):
     cores. In a verl run, the reward workers of a node share its cores."""
 
     max_memory_mb: int | None = Field(default=None, ge=16)
-    """The maximum memory of a worker process and of the processes that it started, in megabytes (2^20 bytes). A worker
-    process that exceeds it is killed, and its sample fails. By default there is no limit."""
+    """The maximum memory of a call and of the processes that it started, in megabytes (2^20 bytes), in addition to what
+    loading the function takes. A worker process that exceeds it is killed, and its sample fails. By default there is no
+    limit."""
 
-    max_calls_per_process: int | None = Field(default=None, ge=1)
-    """The number of calls after which a worker process is replaced, for functions that change their process in a way
-    that is not undone, see docs/reward-functions.md. By default processes are kept."""
+    calls_per_process: int | None = Field(default=1, ge=1)
+    """The number of calls of a worker process, which is forked with the function loaded: with 1, no call sees what
+    another one has changed. ``null``: each process loads the function itself, and serves calls until it is killed."""
 
     cache: CacheConfig = Field(default_factory=CacheConfig)
     """Whether equal calls are made only once."""

@@ -9,6 +9,7 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any
 
+from reward_loop._util.portable import portable
 from reward_loop._util.text import first_line, listing, shorten
 from reward_loop._util.transient import out_of_credit, retry_after
 from reward_loop.errors import (
@@ -151,7 +152,7 @@ def normalise(returned: Any) -> tuple[float | None, dict[str, Any]]:
     The extra info depends on the type, as in verl:
 
     - A number or bool: ``{"acc": number}``.
-    - A dict: all its keys, including ``score``.
+    - A dict: all its keys, including ``score``. Its values are made portable, see `_util.portable`.
     - A tuple ``(score, prompt, explanation)``: the keys ``prompt`` and ``explanation``.
     - ``None``: empty.
 
@@ -188,7 +189,7 @@ def _from_tuple(returned: tuple[Any, ...]) -> tuple[float | None, dict[str, Any]
             f"returned a tuple of {len(returned)}, {shorten(returned)}, not (score, prompt, explanation)"
         )
     score, prompt, explanation = returned
-    return _score(_scalar(score), returned), {"prompt": prompt, "explanation": explanation}
+    return _score(_scalar(score), returned), {"prompt": portable(prompt), "explanation": portable(explanation)}
 
 
 def _from_mapping(returned: Mapping[str, Any]) -> tuple[float | None, dict[str, Any]]:
@@ -199,7 +200,7 @@ def _from_mapping(returned: Mapping[str, Any]) -> tuple[float | None, dict[str, 
     if clash := RESERVED_KEYS & returned.keys():
         raise InvalidScoreError(f"returned {listing(clash)}, which the reward loop itself fills in: rename it")
     value = _scalar(returned["score"])
-    return _score(value, returned), {**returned, "score": value}
+    return _score(value, returned), {**portable(returned), "score": value}
 
 
 def _scalar(value: Any) -> Any:

@@ -177,13 +177,12 @@ def _scoring_function(
     cls: type[RewardLoopManagerBase], settings: RewardSettings, function: Any, limits: Limits, workers_on_node: int
 ) -> Any:
     options = settings.options
-    if options.max_processes is None:
-        share = max(1, usable_cores() // workers_on_node)
-        options = options.model_copy(update={"max_processes": share})
+    processes = options.max_processes or max(1, usable_cores() // workers_on_node)
+    options = options.model_copy(update={"max_processes": processes})
     if settings.function is not None:
         reward_kwargs = settings.function.kwargs
     elif issubclass(cls.function_type, ScoringFunction):
-        function, reward_kwargs = default_compute_score, _sandbox_kwargs(settings)
+        function, reward_kwargs = default_compute_score, _sandbox_kwargs(settings, processes)
     else:
         raise ConfigError(
             f"reward_model.reward_manager={settings.manager.name} needs a function of lists: set "
@@ -192,7 +191,7 @@ def _scoring_function(
     return scoring_function(cls, function, options, reward_kwargs=reward_kwargs, limits=limits)
 
 
-def _sandbox_kwargs(settings: RewardSettings) -> dict[str, Any]:
+def _sandbox_kwargs(settings: RewardSettings, processes: int) -> dict[str, Any]:
     sandbox = settings.config.reward.sandbox_fusion
     if not sandbox.url:
         return {}
@@ -200,7 +199,7 @@ def _sandbox_kwargs(settings: RewardSettings) -> dict[str, Any]:
     share = max(1, sandbox.max_concurrent // settings.num_workers)
     return {
         "sandbox_fusion_url": sandbox.url,
-        "concurrent_semaphore": SplitSemaphore(share),
+        "concurrent_semaphore": SplitSemaphore(share, processes),
         "memory_limit_mb": sandbox.memory_limit_mb,
     }
 

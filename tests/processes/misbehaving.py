@@ -3,37 +3,18 @@
 from __future__ import annotations
 
 import builtins
-import collections
-import contextvars
 import ctypes
 import dataclasses
-import datetime
-import decimal
 import faulthandler
-import gc
-import importlib
-import io
-import itertools
-import json
-import locale
-import logging
-import math
 import os
 import pickle
-import random
-import re
 import resource
 import shutil
 import signal
-import socket
-import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-import types
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,6 +38,10 @@ def takes(text: str) -> float:
 
 def process_id() -> float:
     return os.getpid()
+
+
+def parent_id() -> float:
+    return os.getppid()
 
 
 def sleeps(seconds: float) -> float:
@@ -210,74 +195,25 @@ def prints_a_lot() -> float:
     return 1.0
 
 
-def disables_the_operating_system() -> Any:
+def disables_the_operating_system() -> float:
     """Graders that run generated code take these away from it, as HumanEval's ``reliability_guard`` does."""
     for module, names in ((os, "kill fork fchdir chdir getcwd setuid killpg unlink remove"), (shutil, "rmtree move")):
         for name in names.split():
             setattr(module, name, None)
     faulthandler.disable()
-    return {"score": 1.0, "pid": os.getpid()}
+    return 1.0
 
 
 CHANGES: dict[str, Callable[[], Any]] = {
-    "limit of files": lambda: resource.setrlimit(
-        resource.RLIMIT_NOFILE, (16, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    ),
     "hard limit": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 4096)),
     "environment": lambda: (os.environ.clear(), os.environ.update({"NEW": "1", "TZ": "Asia/Tokyo"}), time.tzset()),
-    "umask": lambda: os.umask(0o777),
-    "handlers": lambda: (signal.signal(signal.SIGCHLD, signal.SIG_IGN), signal.signal(signal.SIGALRM, print)),
-    "blocked signals": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM}),
+    "handlers": lambda: (signal.signal(signal.SIGALRM, print), signal.alarm(1000)),
     "folder": lambda: os.chdir("/"),
-    "os": lambda: [setattr(os, name, None) for name in ("getpid", "fchdir", "kill", "umask", "environ", "_exit")],
+    "os": lambda: [setattr(os, name, None) for name in ("getpid", "fork", "kill", "umask", "environ", "_exit")],
     "builtins": lambda: [setattr(builtins, name, None) for name in ("len", "zip", "open", "dict", "isinstance")],
     "a builtin that lies": lambda: setattr(builtins, "round", lambda number, digits=0: 1.0),
-    "subprocess": lambda: (setattr(subprocess, "Popen", None), setattr(shutil, "rmtree", None)),
-    "a deleted name": lambda: delattr(os, "getcwd"),
-    "sys": lambda: (setattr(sys, "argv", None), setattr(sys, "exit", None), setattr(sys, "stdin", None)),
-    "modules": lambda: (sys.modules.update(resource=None), sys.modules.pop("shutil"), setattr(os, "kill", None)),
-    "a module that cannot be imported": lambda: sys.modules.update({"numpy.random": None}),
-    "import path": lambda: sys.path.clear(),
-    "import hooks": lambda: sys.meta_path.clear(),
-    "recursion limit": lambda: sys.setrecursionlimit(60),
-    "digits of integers": lambda: sys.set_int_max_str_digits(700),
-    "decimal context": lambda: (
-        setattr(decimal.getcontext(), "prec", 2),
-        decimal.getcontext().traps.update({decimal.Inexact: True}),
-    ),
-    "locale": lambda: locale.setlocale(locale.LC_ALL, "C.UTF-8"),
-    "warnings": lambda: warnings.simplefilter("error"),
-    "streams": lambda: (setattr(sys, "stdout", None), setattr(sys, "stderr", io.StringIO())),
-    "logging": lambda: logging.disable(logging.CRITICAL),
-    "garbage collector": lambda: (gc.disable(), gc.set_threshold(0)),
-    "sockets": lambda: socket.setdefaulttimeout(0.001),
-    "trace": lambda: sys.setprofile(lambda *_: None),
-    "math": lambda: setattr(math, "isclose", lambda *_: True),
-    "regular expressions": lambda: setattr(re, "match", None),
-    "json": lambda: setattr(json, "loads", lambda text: {}),
-    "a module": lambda: sys.modules.update(json=types.ModuleType("json")),
-    "clock": lambda: [setattr(time, name, None) for name in ("time", "sleep", "monotonic")],
     "pickle": lambda: (setattr(pickle, "loads", None), setattr(pickle, "dumps", None)),
-    "context variables": lambda: setattr(contextvars, "copy_context", None),
-    "environment in bytes": lambda: os.environb.update({b"NEW": b"1"}),
-    "environment of children": lambda: (os.putenv("NEW", "1"), os.unsetenv("HOME")),
-    "priority": lambda: os.nice(1),
-    "other modules": lambda: [
-        setattr(sys.modules[module], name, None)
-        for module, name in (
-            *(("socket", "create_connection"), ("threading", "Lock"), ("struct", "pack"), ("datetime", "datetime")),
-            *(("itertools", "chain"), ("pathlib", "Path"), ("importlib", "import_module"), ("tempfile", "mkdtemp")),
-            *(("collections", "Counter"), ("resource", "getrlimit")),
-        )
-    ],
-    "a deleted name of socket": lambda: delattr(socket, "socket"),
-    "the folder of temporary files": lambda: setattr(tempfile, "tempdir", "/nowhere"),
-    "classes": lambda: (
-        *(setattr(Path, "exists", lambda self: True), delattr(Path, "read_text")),
-        *(setattr(json.JSONEncoder, "encode", None), setattr(subprocess.Popen, "wait", lambda *_: 0)),
-    ),
-    "a class that hides an inherited attribute": lambda: setattr(type(Path()), "is_file", lambda self: True),
-    "interrupts": lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    "memory": lambda: kept.append(bytearray(1)),
     "a death of later": lambda: faulthandler.dump_traceback_later(0.001, exit=True),
 }
 """Changes of the process that a reward function may leave behind."""
@@ -289,43 +225,12 @@ def changes(what: str) -> float:
 
 
 def state() -> dict[str, Any]:
-    """Returns the state of the process that `CHANGES` change, and its id."""
-    limits = [resource.getrlimit(limit) for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)]
-    mask = os.umask(0o22)
-    os.umask(mask)
-    handlers = [str(signal.getsignal(number)) for number in (signal.SIGCHLD, signal.SIGALRM, signal.SIGINT)]
+    """Returns the state of the process that `CHANGES` change."""
     found = [
-        *(limits, sorted(os.environ.items()), time.tzname, mask, handlers, os.getcwd(), decimal.getcontext()),
-        *(len(signal.pthread_sigmask(signal.SIG_BLOCK, ())), round(2.0), subprocess.run(["true"]).returncode),
-        *(os.kill, shutil.rmtree, sys.argv, sys.exit, sys.stdin.name, sys.stdout.name, sys.stderr.name),
-        *(sys.modules["resource"], sys.path, len(sys.meta_path), sys.getrecursionlimit()),
-        *(sys.get_int_max_str_digits(), locale.setlocale(locale.LC_ALL), warnings.filters),
-        *(logging.root.manager.disable, gc.isenabled(), gc.get_threshold(), socket.getdefaulttimeout()),
-        *(sys.getprofile(), math.isclose(1, 2), re.match, json.loads("[1]"), sys.modules["json"], pickle.dumps),
-        *(socket.create_connection, socket.socket, threading.Lock, struct.pack, datetime.datetime, itertools.chain),
-        *(importlib.import_module, tempfile.mkdtemp, tempfile.gettempdir(), collections.Counter),
-        *(
-            resource.getrlimit,
-            Path.exists,
-            Path("/no").exists(),
-            Path("/no").is_file(),
-            Path.read_text,
-        ),
-        *(json.dumps([]), subprocess.Popen.wait, "is_file" in vars(type(Path()))),
-        *(time.time, time.sleep, contextvars.copy_context, os.getpriority(os.PRIO_PROCESS, 0)),
-        sorted(subprocess.run(["env"], capture_output=True).stdout.splitlines()),
+        *(resource.getrlimit(resource.RLIMIT_FSIZE), sorted(os.environ.items()), time.tzname, os.getcwd()),
+        *(signal.getsignal(signal.SIGALRM), signal.alarm(0), os.kill, round(2.0), len(kept), pickle.dumps),
     ]
-    return {"score": 1.0, "state": repr(found), "pid": os.getpid()}
-
-
-def draws_with_a_seed() -> dict[str, Any]:
-    """Seeds the global random generators, and draws before that."""
-    import numpy as np
-
-    drawn = [random.random(), np.random.random()]
-    random.seed(0)
-    np.random.seed(0)
-    return {"score": 1.0, "drawn": repr(drawn), "pid": os.getpid()}
+    return {"score": 1.0, "state": repr(found)}
 
 
 def works_for(seconds: float, limit: int) -> float:
@@ -344,48 +249,10 @@ def writes(path: str) -> float:
     return 1.0
 
 
-def leaves_numpy_strict() -> float:
-    import numpy
-
-    numpy.seterr(all="raise")
-    return 1.0
-
-
-def divides_by_zero() -> float:
-    import numpy
-
-    return float(numpy.array(1.0) / 0.0 > 0)
-
-
 def comes_back_twice() -> float:
     """Forks, and forgets to end the child."""
     os.fork()
     return 1.0
-
-
-def leaves_an_alarm() -> float:
-    signal.alarm(1000)
-    return 1.0
-
-
-def leaves_a_timer_of_its_processor_time() -> float:
-    signal.setitimer(signal.ITIMER_VIRTUAL, 1000)
-    signal.setitimer(signal.ITIMER_PROF, 1000)
-    return 1.0
-
-
-def alarm_left() -> float:
-    timers = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
-    return sum(signal.getitimer(timer)[0] for timer in timers)
-
-
-def changes_folder() -> float:
-    os.chdir("/")
-    return 1.0
-
-
-def is_in(folder: str) -> float:
-    return float(os.getcwd() == folder)
 
 
 def uses_an_alarm() -> float:
@@ -402,12 +269,6 @@ def uses_an_alarm() -> float:
     except TimeoutError:
         return 1.0
     return 0.0
-
-
-def grows(megabytes: int) -> float:
-    """Keeps memory from call to call."""
-    kept.append(bytearray(os.urandom(1 << 20) * megabytes))
-    return os.getpid()
 
 
 def leaks() -> float:

@@ -1,8 +1,6 @@
 import asyncio
-import faulthandler
 import functools
 import gc
-import json
 import os
 import select
 import socket
@@ -15,6 +13,7 @@ import pytest
 
 from reward_loop import (
     FunctionLoadError,
+    NaiveRewardLoopManager,
     Outcome,
     RewardCrashedError,
     RewardFunctionError,
@@ -26,10 +25,11 @@ from reward_loop import (
     load_function,
 )
 from reward_loop._util.transient import is_refusal
-from reward_loop.processes import forkserver, pool
+from reward_loop.processes import pool
 from reward_loop.processes.outcome import RemoteError
 from tests.clock import advance
 from tests.descriptors import left_open
+from tests.processes.draws import draws
 from tests.processes.misbehaving import CHANGES, act, process_id
 
 pytestmark = pytest.mark.integration  # starts processes
@@ -37,8 +37,8 @@ pytestmark = pytest.mark.integration  # starts processes
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    """Wait longer for the report on a dead worker, which has the stack of the function."""
-    monkeypatch.setattr(pool, "_REPORT_SECONDS", 120.0)
+    """Wait longer for a child that ends itself at its deadline: it first writes the stack of the function."""
+    monkeypatch.setattr(pool, "_GRACE_SECONDS", 60.0)
 
 
 def sample(does, **arguments):
@@ -106,9 +106,57 @@ def wait_for_end(pid):
         os.close(fd)
 
 
-async def test_calls_run_in_another_process_that_is_kept(one):
-    first, second = await one(sample("process_id")), await one(sample("process_id"))
-    assert first.score == second.score != os.getpid()
+async def process_ids(scoring, calls):
+    return [(await scoring(sample("process_id"))).score for _ in range(calls)]
+
+
+@pytest.mark.parametrize(("calls_per_process", "processes"), [(1, [1] * 4), (3, [3, 1]), (None, [4])])
+async def test_the_calls_of_a_process(isolate, calls_per_process, processes):
+    options = RewardLoopConfig(isolation="process", max_processes=1, calls_per_process=calls_per_process)
+    pids = await process_ids(isolate(options=options), 4)
+    assert os.getpid() not in pids
+    assert [pids.count(pid) for pid in dict.fromkeys(pids)] == processes
+
+
+async def test_a_call_does_not_see_what_another_has_changed(isolate):
+    scoring = isolate()
+    first = (await scoring(sample("state"))).extra_info["state"]
+    for what in CHANGES:
+        await scoring(sample("changes", what=what))  # some break their own process
+        result = await scoring(sample("state"))
+        assert (result.error, result.extra_info["state"]) == (None, first), what
+
+
+async def test_random_numbers_are_those_of_the_sample():
+    """In each run, whichever process scores it; forks of one process would all draw the same numbers."""
+
+    async def drawn(processes):
+        manager = NaiveRewardLoopManager({"isolation": "process", "max_processes": processes}, compute_score=draws)
+        results = await asyncio.gather(*(manager.score(RewardSample("4", uid=uid)) for uid in "abc"))
+        await asyncio.to_thread(manager.close)
+        return [result.extra_info["drawn"] for result in results]
+
+    first = await drawn(1)
+    assert first == await drawn(2)
+    assert len(set(first)) == 3
+
+
+THREAD = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+CONNECTION = """
+import socket
+server = socket.create_server(("127.0.0.1", 0))
+client = socket.create_connection(server.getsockname())
+"""
+
+
+@pytest.mark.parametrize(("code", "left"), [(THREAD, "1 thread"), (CONNECTION, "a connection to ")])
+async def test_what_a_fork_could_not_use_is_loaded_in_each_process(isolate, tmp_path, capfd, code, left):
+    path = tmp_path / "loads.py"
+    path.write_text(f"import os\n{code}def compute_score():\n    return os.getpid()\n")
+    scoring = isolate(load_function(str(path)))
+    pids = [(await scoring(RewardSample(""))).score for _ in range(3)]
+    assert len(set(pids)) == 1
+    assert f"loading compute_score (loads.py) leaves {left}" in capfd.readouterr().err
 
 
 async def test_as_many_at_a_time_as_there_are_processes(isolate, fifo):
@@ -134,39 +182,14 @@ async def test_the_deadline_counts_from_the_start_of_the_function(isolate, fifo)
 
 async def test_a_call_past_its_deadline_is_killed_once_and_leaves_its_slot(one, tmp_path):
     path = tmp_path / "pids"
-    hanging = asyncio.create_task(timed_out(one, 600, sample("hangs", path=str(path))))
-    async with asyncio.timeout(60):
-        while not (path.exists() and path.read_text().endswith("\n")):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    await advance(601)
-    result = await hanging
+    result = await timed_out(one, 1, sample("hangs", path=str(path)))
     assert isinstance(result.exception, RewardTimeoutError)
-    assert result.error.startswith("sample u7: act (misbehaving.py) ran past its deadline of 600 s, at\n")
+    assert result.error.startswith("sample u7: act (misbehaving.py) ran past its deadline of 1 s, at\n")
     assert "in hangs" in result.error
-    assert "processes/worker.py" not in result.error
+    assert "reward_loop/processes" not in result.error
     (pid,) = path.read_text().split()  # it was not tried again
     assert not is_alive(pid)
     assert (await one(sample("works"))).score == 1.0
-
-
-def test_a_stack_is_waited_for_until_it_is_whole():
-    def deep(depth):
-        if depth:
-            deep(depth - 1)
-        else:
-            faulthandler.dump_traceback(stack, all_threads=False)
-
-    with open(os.memfd_create("stack"), "wb", buffering=0) as stack:
-        lines = ["Stack (most recent call first):", '  File "a.py", line 2 in hangs', "  File "]
-        stack.write("\n".join(lines).encode())
-        assert not forkserver._has_written(stack.fileno())
-        stack.write(f'"{forkserver.__file__}", line 5 in call\n'.encode())
-        assert forkserver._has_written(stack.fileno())
-        assert forkserver._read_stack(stack.fileno()) == lines[1]
-        os.ftruncate(stack.fileno(), 0)
-        stack.seek(0)
-        deep(200)
-        assert forkserver._has_written(stack.fileno())
 
 
 async def test_the_interpreters_lock_does_not_protect_it(one):
@@ -250,11 +273,8 @@ async def test_arguments_that_cannot_be_sent(one):
     assert "act (misbehaving.py) has arguments that cannot be sent to a worker process: TypeError: cannot" in error
 
 
-async def test_a_function_that_disables_functions_of_the_operating_system(isolate):
-    scoring = isolate()
-    results = [await scoring(sample("disables_the_operating_system")) for _ in range(2)]
-    assert [result.error for result in results] == [None, None]
-    assert results[0].extra_info["pid"] == results[1].extra_info["pid"]
+async def test_a_function_that_disables_functions_of_the_operating_system(one):
+    assert (await one(sample("disables_the_operating_system"))).error is None
 
 
 async def test_the_default_timeout_of_sockets_does_not_apply_to_the_connection(isolate):
@@ -267,7 +287,6 @@ async def test_the_default_timeout_of_sockets_does_not_apply_to_the_connection(i
     finally:
         socket.setdefaulttimeout(None)
     assert [result.error for result in (*results, large)] == [None] * 3
-    assert results[0].score == results[1].score
 
 
 @pytest.mark.parametrize("does", ["prints_a_lot", "closes_its_streams", "comes_back_twice", "uses_an_alarm"])
@@ -277,52 +296,13 @@ async def test_output_closed_streams_and_alarms_do_not_affect_the_next_call(one,
         assert (await one(sample("works"))).score == 1.0
 
 
-async def test_alarms_timers_and_the_working_directory_are_reset_after_a_call(one):
-    for does in ("leaves_an_alarm", "leaves_a_timer_of_its_processor_time"):
-        await one(sample(does))
-        assert (await one(sample("alarm_left"))).score == 0.0
-    await one(sample("changes_folder"))
-    assert (await one(sample("is_in", folder=os.getcwd()))).score == 1.0
-
-
-async def test_what_a_call_changes_in_its_process_is_restored(isolate):
-    scoring = isolate()
-    first = (await scoring(sample("state"))).extra_info
-    for what in CHANGES:
-        assert (await scoring(sample("changes", what=what))).error is None, what
-        result = await scoring(sample("state"))
-        assert result.error is None, what
-        assert result.extra_info["state"] == first["state"], what
-        if what in ("hard limit", "priority"):  # only root can raise it: the process was replaced
-            first = result.extra_info
-        assert result.extra_info["pid"] == first["pid"], what
-
-
-async def test_a_seed_of_random_numbers_does_not_outlive_its_call(isolate):
-    scoring = isolate()
-    results = [(await scoring(sample("draws_with_a_seed"))).extra_info for _ in range(4)]
-    assert len({result["pid"] for result in results}) == 1
-    drawn = [json.loads(result["drawn"]) for result in results]
-    for numbers in zip(*drawn, strict=True):
-        assert len(set(numbers)) == 4
-
-
-async def test_settings_of_numpy_end_with_the_call(one):
-    pytest.importorskip("numpy", minversion="2.0")  # earlier versions keep them for each thread
-    await one(sample("leaves_numpy_strict"))
-    assert (await one(sample("divides_by_zero"))).score == 1.0
-
-
-async def test_a_function_that_limits_its_processor_time_gets_a_new_process_for_each_call(isolate):
-    scoring = isolate()
-    results = [await scoring(sample("works_for", seconds=0.5, limit=1)) for _ in range(4)]
-    assert [result.error for result in results] == [None] * 4
-
-
 @pytest.mark.parametrize(
     ("does", "message"),
     [
-        ({"solution_str": "works_for", "extra_info": {"seconds": 9, "limit": 1}}, "killed by SIGKILL: it used "),
+        (
+            {"solution_str": "works_for", "extra_info": {"seconds": 9, "limit": 1}},
+            "SIGKILL, perhaps by the kernel because memory ran out, or for its CPU time",
+        ),
         ({"solution_str": "writes", "extra_info": {"path": "large"}}, "killed by SIGXFSZ: it wrote a file larger"),
     ],
 )
@@ -331,14 +311,7 @@ async def test_the_message_names_the_resource_limit_that_killed_the_process(one,
         does["extra_info"]["path"] = str(tmp_path / "large")
     result = await one(RewardSample(**does))
     assert message in result.error
-    assert "memory" not in result.error
     assert (await one(sample("works"))).score == 1.0
-
-
-async def test_a_process_is_replaced_after_its_number_of_calls(isolate):
-    scoring = isolate(options=RewardLoopConfig(isolation="process", max_processes=1, max_calls_per_process=3))
-    pids = [(await scoring(sample("process_id"))).score for _ in range(7)]
-    assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [3, 3, 1]
 
 
 @pytest.mark.parametrize("does", ["leaks", "starts_one_that_leaks"])
@@ -347,15 +320,8 @@ async def test_memory_has_a_bound(isolate, does):
     result = await scoring(sample(does))
     assert isinstance(result.exception, RewardCrashedError)
     assert "act (misbehaving.py) was killed: its worker process used " in result.error
-    assert "more than max_memory_mb=100" in result.error
+    assert "more than max_memory_mb allows" in result.error
     assert (await scoring(sample("works"))).score == 1.0
-
-
-async def test_a_process_that_grows_is_replaced_between_calls(isolate):
-    scoring = isolate(max_memory_mb=400)
-    results = [await scoring(sample("grows", megabytes=60)) for _ in range(10)]
-    assert [result.outcome for result in results] == [Outcome.SCORED] * 10
-    assert 1 < len({result.score for result in results}) < 10
 
 
 async def test_many_calls_each_end_once(isolate):
@@ -411,7 +377,7 @@ def test_one_object_serves_one_loop_after_the_other(one):
     async def contend():
         return await asyncio.gather(*(one(sample("process_id")) for _ in range(3)))
 
-    assert len({result.score for _ in range(2) for result in asyncio.run(contend())}) == 1
+    assert len({result.score for _ in range(2) for result in asyncio.run(contend())}) == 6
 
 
 def run_script(tmp_path, code, *arguments):
@@ -470,8 +436,7 @@ def compute_score(extra_info):
 
 scoring = ScoringFunction(compute_score, isolation="process")
 result = asyncio.run(scoring(RewardSample("", extra_info={"detail": Detail(0)})))
-assert type(result.extra_info["detail"]) is Detail, result
-assert result.extra_info["detail"].pid != os.getpid()
+assert result.extra_info["detail"]["pid"] != os.getpid()
 print(result.score, result.extra_info["given"])
 """
     done = run_script(tmp_path, code)
@@ -486,7 +451,7 @@ from reward_loop import RewardSample, ScoringFunction
 from tests.processes.misbehaving import act
 
 scoring = ScoringFunction(act, isolation="process", max_processes=1)
-score = lambda: asyncio.run(scoring(RewardSample("process_id"))).score
+score = lambda: asyncio.run(scoring(RewardSample("parent_id"))).score
 first = score()
 if os.fork() == 0:
     assert score() != first
@@ -527,7 +492,7 @@ async def test_a_function_from_a_file(isolate, tmp_path):
     result = await scoring(RewardSample("4"))
     assert result.score == 2.0
     assert result.extra_info["pid"] != os.getpid()
-    assert result.extra_info["verdict"] is load_function(str(path), "Verdict").RIGHT
+    assert result.extra_info["verdict"] == 1
     result = await scoring(RewardSample("sad"))
     assert type(result.exception.__cause__) is load_function(str(path), "Sad")
 

@@ -1,5 +1,9 @@
+import asyncio
 import math
+import threading
+from dataclasses import dataclass
 from decimal import Decimal
+from enum import Enum
 from fractions import Fraction
 
 import numpy as np
@@ -7,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_loop import InvalidScoreError, NaiveRewardLoopManager, RewardSample
+from reward_loop import InvalidScoreError, NaiveRewardLoopManager, RewardSample, ScoringFunction
 from reward_loop.managers import CompositeRewardLoopManager
 from reward_loop.scoring import normalise
 
@@ -167,3 +171,27 @@ async def test_dense_rewards_of_a_composite_component_fail(tmp_path):
     info = (await CompositeRewardLoopManager(config).run_single(RewardSample("x", uid="u1")))["reward_extra_info"]
     assert info["reward_outcome"] == "failed"
     assert "sample u1: reward_loop.components.a returned turn_level_scores" in info["reward_error"]
+
+
+class Verdict(Enum):
+    RIGHT = 1
+
+
+@dataclass
+class Detail:
+    verdict: Verdict
+    seen: set[str]
+
+
+def returns_its_own_classes():
+    return {"score": 1.0, "detail": Detail(Verdict.RIGHT, {"a"}), 7: threading.Lock(), "items": [Verdict.RIGHT, None]}
+
+
+@pytest.mark.parametrize("isolation", ["thread", pytest.param("process", marks=pytest.mark.integration)])
+async def test_what_a_function_returns_is_made_portable(isolation):
+    scoring = ScoringFunction(returns_its_own_classes, isolation=isolation, max_processes=1)
+    result = await scoring(RewardSample("4"))
+    await asyncio.to_thread(scoring.close)
+    found = dict(result.extra_info)
+    assert "lock" in found.pop("7")
+    assert found == {"score": 1.0, "detail": {"verdict": 1, "seen": ["a"]}, "items": [1, None]}
