@@ -17,7 +17,6 @@ from examples.arithmetic.models import Recipe, make_models
 from examples.arithmetic.report import read_report
 from examples.tiny_models import build_tiny_model
 from examples.training import write_dataset
-from reward_loop.verl.cpu.setup import CPU_ENVIRONMENT
 from reward_loop.verl.options import PIPELINE_MODE
 
 __all__ = ["MODES", "GpuRuns", "make_inputs"]
@@ -298,12 +297,12 @@ class GpuRuns:
             "JUDGE_LATENCY": json.dumps(training.LATENCY),
             "JUDGE_CONCURRENCY": self._size.judged_at_a_time,
             "JUDGE_SCALE": self._judge.file,
-        } | (CPU_ENVIRONMENT if self._cpu else {})
-        command = ("-m", "verl.trainer.main_ppo", *(("--config-name", "cpu") if self._cpu else ()))
+        }
+        command = ("-m", "examples.verl_cpu" if self._cpu else "verl.trainer.main_ppo")
         ours = (f"trainer.v1.trainer_mode={mode}", "reward_model.use_reward_loop=True")
         entry = command if mode == "verl" else (*command, *ours)
         cpus = ("ray_kwargs.ray_init.num_cpus=16", "ray_kwargs.ray_init.num_gpus=1") if self._cpu else ()
-        own_ray = ("+ray_kwargs.ray_init.address=local", *cpus)
+        own_ray = ("++ray_kwargs.ray_init.address=local", *cpus)
         return [
             *("env", *(f"{name}={value}" for name, value in environment.items())),
             *(sys.executable, *entry, *own_ray),

@@ -7,7 +7,7 @@ samples of its reward worker wait for their scores, it is lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks import node_rewards, training
@@ -61,12 +61,13 @@ def lose_node(folder: Path, look: Callable[[int], None]) -> Found:
         return train_and_lose_node(nodes, folder, look, cut=True)
 
 
-def train_and_lose_node(nodes: RayNodes, folder: Path, look: Callable[[int], None], *, cut: bool) -> Found:
+def train_and_lose_node(nodes: RayNodes, folder: Path, look: Callable[[int], None], *options: str, cut: bool) -> Found:
     """Do the same on nodes that are already running. The second one stays lost.
 
     Args:
         nodes: the nodes.
         folder, look: as for `lose_node`.
+        *options: more options of the training.
         cut: whether the network is cut. Otherwise, connections to the lost node are refused.
 
     Raises:
@@ -83,13 +84,13 @@ def train_and_lose_node(nodes: RayNodes, folder: Path, look: Callable[[int], Non
             nodes.second.lose(cut=cut)
             happened = f"lost after step {len(rows)}"
 
-    command = nodes.first.command(*_command(folder, output, nodes))
+    command = nodes.first.command(*_command(folder, output, nodes, options))
     with nodes.first.running(_RESERVE, nodes.ray_address, nodes.second.address):
         rows = training.run(command, output, STEPS, look_and_lose)
     return Found({"node": happened}, [f"lost node: {what}" for what in _wrong(output, rows, nodes.second.address)])
 
 
-def _command(folder: Path, output: Path, nodes: RayNodes) -> list[str]:
+def _command(folder: Path, output: Path, nodes: RayNodes, options: Sequence[str]) -> list[str]:
     function, variables = "reward.custom_reward_function", "ray_kwargs.ray_init.runtime_env.env_vars"
     return training.command(
         *(training.MODES["both"], folder, output, STEPS),
@@ -113,9 +114,9 @@ def _command(folder: Path, output: Path, nodes: RayNodes) -> list[str]:
         f"+{function}.reward_kwargs.samples={OF_NODE}",
         # What the second node stores would be lost with it.
         "+transfer_queue.backend.SimpleStorage.required_node_resource=node:__internal_head__",
-        "ray_kwargs.ray_init.num_cpus=null",
-        "ray_kwargs.ray_init.num_gpus=null",
-        f"+ray_kwargs.ray_init.runtime_env.py_executable={nodes.python!r}",
+        *("ray_kwargs.ray_init.address=auto", "ray_kwargs.ray_init.object_store_memory=null"),
+        *("ray_kwargs.ray_init.num_cpus=null", "ray_kwargs.ray_init.num_gpus=null"),
+        *options,
         # A running Ray does not have the environment of the command.
         f"+{variables}.VERL_FILE_LOGGER_PATH='{output}/metrics.jsonl'",
         f"+{variables}.REWARD_LOG='{output}/calls.jsonl'",

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from examples import verl_cpu
 from examples.tiny_models import build_tiny_model
 from examples.training import TrainingProcess, read_metrics, write_dataset
-from reward_loop.verl.cpu.setup import CPU_ENVIRONMENT
 from reward_loop.verl.options import PIPELINE_MODE
 
 __all__ = [
@@ -93,7 +93,7 @@ IN_TURN = ("-P", str(HERE / "verl_in_turn.py"))
 
 def _ours(mini_batch_pipeline: bool, one_step_off_policy: bool) -> tuple[str, ...]:
     return (
-        *(*IN_TURN, "--config-name", "cpu"),
+        *(*IN_TURN, *verl_cpu.ARGUMENTS),
         f"trainer.v1.trainer_mode={PIPELINE_MODE}",
         f"trainer.v1.{PIPELINE_MODE}.mini_batch_pipeline={mini_batch_pipeline}",
         f"trainer.v1.{PIPELINE_MODE}.one_step_off_policy={one_step_off_policy}",
@@ -102,7 +102,7 @@ def _ours(mini_batch_pipeline: bool, one_step_off_policy: bool) -> tuple[str, ..
 
 MODES = {
     "both": Mode("ours, both overlaps", _ours(True, True)),
-    "verl": Mode("verl, sync", (*IN_TURN, "--config-name", "cpu")),
+    "verl": Mode("verl, sync", (*IN_TURN, *verl_cpu.ARGUMENTS)),
     "mini_batch": Mode("ours, mini-batch pipeline", _ours(True, False)),
     "off_policy": Mode("ours, one-step off-policy", _ours(False, True)),
 }
@@ -222,7 +222,9 @@ def prepare(folder: Path) -> None:
 
 def command(mode: Mode, folder: Path, output: Path, steps: int, *overrides: str, **environment: object) -> list[str]:
     """Return the command that trains with the policy and prompts in ``folder`` and the judge ``judge.py``."""
-    variables = CPU_ENVIRONMENT | {"JUDGE_LATENCY": json.dumps(LATENCY), "JUDGE_CONCURRENCY": CONCURRENCY} | environment
+    variables = (
+        verl_cpu.environment() | {"JUDGE_LATENCY": json.dumps(LATENCY), "JUDGE_CONCURRENCY": CONCURRENCY} | environment
+    )
     return [
         *("env", *(f"{name}={value}" for name, value in variables.items())),
         *(sys.executable, *mode.command),

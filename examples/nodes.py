@@ -15,7 +15,7 @@ from typing import Self
 
 import psutil
 
-from reward_loop.verl.cpu.setup import CPU_ENVIRONMENT
+from examples.verl_cpu import ENVIRONMENT
 
 __all__ = ["ROOT", "Node", "RayNodes", "why_no_nodes"]
 
@@ -25,7 +25,6 @@ INTERFACE = "eth0"
 """The name of the network interface, on both nodes."""
 PORT = 6390
 """The port of Ray on the first node."""
-FORK_SERVER_NAME = "reward-loop-nodes"
 
 DETECTION = {
     "RAY_health_check_period_ms": "1000",
@@ -49,14 +48,6 @@ echo ready
 read -r _ || true
 """
 """The first process of a node. It ends when its standard input is closed, and all others of the node end with it."""
-
-_FORK_SERVER = """
-import sys
-from reward_loop.verl.cpu.preload import preloaded
-with preloaded(name=sys.argv[1]) as executable:
-    print(executable, flush=True)
-    sys.stdin.read()
-"""
 
 
 def why_no_nodes() -> str | None:
@@ -196,14 +187,16 @@ class RayNodes:
 
     Args:
         directory: gets the folders of the nodes; see `Node`.
+        service: a Python script that runs on both nodes; see `Node.running`.
     """
 
-    python: str
-    """Ray's ``py_executable``, on both nodes: it forks workers from a process of the node with preloaded modules."""
+    said = ""
+    """The first line of the output of the service."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, service: str | None = None) -> None:
+        self._service = service
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        environment = CPU_ENVIRONMENT | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": path} | _RAY
+        environment = ENVIRONMENT | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": path} | _RAY
         self.first, self.second = (
             Node(f"node{number}", address, directory, environment) for number, address in enumerate(ADDRESSES, 1)
         )
@@ -221,7 +214,7 @@ class RayNodes:
                 stack.enter_context(node)
             self.first.connect(self.second)
             for node in (self.first, self.second):
-                self.python = stack.enter_context(node.running(_FORK_SERVER, FORK_SERVER_NAME))
+                self._start_service(node)
             _start_ray(self.first, "--head", f"--port={PORT}", "--include-dashboard=false")
             _start_ray(self.second, f"--address={self.ray_address}")
             self._open = stack.pop_all()
@@ -234,8 +227,12 @@ class RayNodes:
         """Start the second node again, if it is lost."""
         if self.second.lost:
             self.second.restart()
-            self._open.enter_context(self.second.running(_FORK_SERVER, FORK_SERVER_NAME))
+            self._start_service(self.second)
             _start_ray(self.second, f"--address={self.ray_address}")
+
+    def _start_service(self, node: Node) -> None:
+        if self._service is not None:
+            self.said = self._open.enter_context(node.running(self._service))
 
 
 def _start_ray(node: Node, *role: str) -> None:

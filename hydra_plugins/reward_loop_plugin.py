@@ -32,8 +32,6 @@ OURS = (
     "trainer.v1.separate_async.reward_queue",
 )
 """The options of ``reward_loop_options.yaml``."""
-CPU_ROLLOUT = "transformers"
-"""``actor_rollout_ref.rollout.name`` of ``--config-name cpu``."""
 
 
 class RewardLoopSearchPath(SearchPathPlugin):
@@ -96,10 +94,10 @@ def _take_over(command: Any, ours: list[str]) -> None:
                 f"\nConfigError: {', '.join(without_effect)} has no effect, because reward_loop is off. Leave it out, "
                 f"or set {MODE}={PIPELINE} or {SWITCH}=True"
             )
-        if on or OmegaConf.select(config, "actor_rollout_ref.rollout.name") == CPU_ROLLOUT:
+        if on:
             from reward_loop.verl.main_ppo import begin
 
-            command.run_ppo = begin(config, run_ppo, on=on)
+            command.run_ppo = begin(config, run_ppo)
         auto_set_device(config)
 
     command.auto_set_device = start

@@ -19,7 +19,9 @@ from pathlib import Path
 import pytest
 
 from examples.nodes import Node
+from examples.verl_cpu import ENVIRONMENT
 from tests.gsm8k import ROOT
+from tests.preload import preloaded
 
 PROGRAM = Path(__file__).with_name("forked_program.py")
 
@@ -53,11 +55,8 @@ def worker_python() -> str:
 
 @functools.cache
 def _worker_python() -> str:
-    from reward_loop.verl.cpu.preload import preloaded
-    from reward_loop.verl.cpu.setup import CPU_ENVIRONMENT
-
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (CPU_ENVIRONMENT | module_environment()).items():
+        for name, value in (ENVIRONMENT | module_environment()).items():
             patch.setenv(name, value)
         return _open.enter_context(preloaded())
 

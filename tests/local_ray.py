@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from examples.verl_cpu import ENVIRONMENT
 from tests.clusters import started_cluster
 from tests.fork_server import forking_python, module_environment, worker_python
 
@@ -34,9 +35,7 @@ def ray_address() -> str:
 
     Its workers have the environment of a run on a CPU, as far as it is read when verl is imported.
     """
-    from reward_loop.verl.cpu.setup import CPU_ENVIRONMENT
-
-    platform = {name: value for name, value in CPU_ENVIRONMENT.items() if name not in os.environ}
+    platform = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (platform | module_environment()).items():
             patch.setenv(name, value)
@@ -50,7 +49,7 @@ def options_of_local_ray(folder: Path, **variables: object) -> list[str]:
         folder: the current directory of the workers, as in a Ray that the trainer starts.
         **variables: their environment variables: a running Ray does not have those of the command.
     """
-    options = {"address": ray_address(), "num_cpus": "null", "num_gpus": "null"}
+    options = {"address": ray_address(), "num_cpus": "null", "num_gpus": "null", "object_store_memory": "null"}
     python = f"env --chdir={folder} {worker_python()}"
     return [
         *(f"++ray_kwargs.ray_init.{name}={value}" for name, value in options.items()),

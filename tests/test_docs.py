@@ -44,7 +44,12 @@ def between(name: str) -> str:
 PYTHON = [(page, block.text) for page in PAGES for block in blocks(page) if block.language == "python"]
 COMMANDS = [(page, words(command)) for page in PAGES for block in blocks(page) for command, _ in block.commands]
 OURS = [(page, command) for page, command in COMMANDS if command[0] == "reward-loop"]
-VERL = [(page, command) for page, command in COMMANDS if command[:3] == ["python", "-m", "verl.trainer.main_ppo"]]
+PYTHON_M, ON_A_CPU = ("python", "-m"), "examples.verl_cpu"
+VERL = [
+    (page, command)
+    for page, command in COMMANDS
+    if command[:3] in ([*PYTHON_M, "verl.trainer.main_ppo"], [*PYTHON_M, ON_A_CPU])
+]
 PIPELINE, SWITCH = "trainer.v1.trainer_mode=reward_pipeline", "reward_model.use_reward_loop=True"
 STOCK = [command for _, command in VERL if "reward.reward_manager.source=importlib" in command]
 TRAINING = [(page, command) for page, command in VERL if command not in STOCK]
@@ -215,7 +220,7 @@ def test_training_commands_are_accepted(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("reward_loop.serving.engines.Vllm._on_cpu", lambda *_: False)  # where users run the commands
     options, overrides = iter(command[3:]), []
-    name, folder = "ppo_trainer", None
+    name, folder = "cpu" if command[2] == ON_A_CPU else "ppo_trainer", None
     for word in options:
         if word == "--config-name":
             name = next(options)

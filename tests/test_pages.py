@@ -33,6 +33,7 @@ NOT_RUN = {
     "make ": "installs packages, and takes minutes",
     "PIP_EXTRA_INDEX_URL=": "installs packages, and takes minutes",
     "python -m verl.trainer.main_ppo ": "trains; test_docs.py composes its configuration",
+    "python -m examples.verl_cpu ": "the same",
     "bash examples/": "trains on GPUs",
     "RAY_ADDRESS=auto bash examples/": "trains on GPUs",
     "ray start ": "needs several machines",

@@ -202,11 +202,11 @@ def _yaml(value: Any) -> str:
 
 def _of_verl(what: str) -> str:
     """Return a table of the integration with verl."""
-    from reward_loop.verl.cpu.setup import CPU_ENVIRONMENT
+    from examples.verl_cpu import ENVIRONMENT
     from reward_loop.verl.options import MOVED
 
     if what == "environment":
-        return _table(("Variable", "Value"), *((f"`{name}`", f"`{value}`") for name, value in CPU_ENVIRONMENT.items()))
+        return _table(("Variable", "Value"), *((f"`{name}`", f"`{value}`") for name, value in ENVIRONMENT.items()))
     if what == "moved keys":
         return _table(("You write", "It becomes"), *((f"`{old}`", f"`{new}`") for old, new in MOVED.items()))
     group = what.removeprefix("options ")

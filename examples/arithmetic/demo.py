@@ -78,7 +78,7 @@ QUICK = Settings(steps=4, test_every=4, validate=128, judge_latency=2.0, recipe=
 
 def training_command(models: Models, output: Path, settings: Settings, strong: Models | None = None) -> list[str]:
     """Return the command that trains on a CPU; ``strong`` has the reward model of spot checks."""
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", "--config-name", "cpu"]
+    command = [sys.executable, "-m", "examples.verl_cpu"]
     return command + training_options(models, output, settings) + spot_options(strong, settings)
 
 
@@ -108,7 +108,7 @@ def training_options(models: Models, output: Path, settings: Settings) -> list[s
         # additional latency, where they need no server.
         f"+reward_loop.limits.reward_model.max_concurrent={settings.prompts * settings.answers}",
         f"reward_model.model.path={models.directory / 'reward_model'}",
-        f"reward_model.rollout.name={settings.engine}",
+        f"reward.reward_model.rollout.name={settings.engine}",
         # Both overlaps: judging continues during the update and the rollout of the next step. With spot checks, only
         # the first: corrections are rare and large, and one that arrives a step later leaves more wrong answers.
         "trainer.v1.trainer_mode=reward_pipeline",

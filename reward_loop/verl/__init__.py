@@ -11,8 +11,6 @@ the trainer class that is registered for the mode        `task_runner.py`, in th
 ``RewardLoopManager`` in the module of verl's trainer    `trainer.py`, while the trainer's ``_setup`` runs
 ``update_actor``, ``train_mini_batch`` of worker groups  `trainer.py`, on the objects of the run
 functions of verl's ``prime_math`` and ``math_verify``   `own_scorers.py`, in processes that score
-on a CPU: the platform, the rollout's entry in a table,  `main_ppo.py`, `cpu/plugin.py`, `cpu/engine.py`
-and ``load_valuehead_model``
 ======================================================== ===============================================================
 
 A release of verl may change any of them, so this library works with one release of verl (`installed.py`).

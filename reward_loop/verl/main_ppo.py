@@ -12,7 +12,7 @@ import runpy
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from omegaconf import DictConfig, OmegaConf
@@ -22,7 +22,6 @@ from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.managers import RewardLoopManagerBase, scoring_function
 from reward_loop.scoring import ScoringFunction, load_function
 from reward_loop.serving.models import architectures, model_kind
-from reward_loop.verl.cpu.setup import prepared, run_environment
 from reward_loop.verl.installed import VerlVersionError, check_version, installed_version
 from reward_loop.verl.options import RewardSettings, resolve
 
@@ -45,21 +44,18 @@ def run(config: DictConfig, task_runner: Any = None) -> None:
         RewardLoopError: an option is wrong, the reward function cannot be loaded, the reward model does not start, or
             the rewards fail in a way that must stop the run.
     """
-    with ExitStack() as opened:
-        train = _prepare(config, opened, task_runner)
-        from verl.trainer.main_ppo import run_ppo
-        from verl.trainer.ppo.utils import need_critic, need_reference_policy
-        from verl.utils.config import validate_config
-        from verl.utils.device import auto_set_device
+    train = _prepare(config, task_runner)
+    from verl.trainer.main_ppo import run_ppo
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+    from verl.utils.device import auto_set_device
 
-        auto_set_device(config)
-        validate_config(
-            config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
-        )
-        train(run_ppo)
+    auto_set_device(config)
+    validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+    train(run_ppo)
 
 
-def begin(config: DictConfig, run_ppo: Callable[..., None], *, on: bool) -> Callable[..., None]:
+def begin(config: DictConfig, run_ppo: Callable[..., None]) -> Callable[..., None]:
     """Check the configuration of verl's command, before verl does, and return what replaces its ``run_ppo``.
 
     A wrong option, Ctrl-C, and rewards that fail in a way that must stop the run, end the process with a message.
@@ -67,53 +63,36 @@ def begin(config: DictConfig, run_ppo: Callable[..., None], *, on: bool) -> Call
     Args:
         config: the composed configuration; changed in place.
         run_ppo: verl's function.
-        on: whether the reward loop scores the rollouts. Otherwise verl does, on a CPU.
     """
     # Only in place of Python's handler: a program that calls verl's `main` may have its own.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt_once)
-    # Closed by `replacement`, which verl calls after its own checks.
-    opened = ExitStack()
     with _ending():
-        if on:
-            train = _prepare(config, opened, None)
-        else:
-            _choose_cpu(config)
-            opened.enter_context(prepared(config, None))
+        train = _prepare(config, None)
 
     def replacement(config: DictConfig, task_runner_class: Any) -> None:
-        with _ending(), opened:
-            if on:
-                train(run_ppo)
-            else:
-                run_ppo(config, task_runner_class)
+        with _ending():
+            train(run_ppo)
 
     return replacement
 
 
-def _prepare(config: DictConfig, opened: ExitStack, task_runner: Any) -> Callable[[Callable[..., None]], None]:
+def _prepare(config: DictConfig, task_runner: Any) -> Callable[[Callable[..., None]], None]:
     """Check all that does not need verl's own checks, and return the function that trains with verl's ``run_ppo``.
 
     Args:
         config: the composed configuration; changed in place.
-        opened: receives what must stay open during the training.
         task_runner: the task runner of a recipe, or ``None``.
     """
     check_version(untested=bool(OmegaConf.select(config, UNTESTED)))
     # Container images often set it. Each of the hundreds of processes of a run would compile all its modules again.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
-    on_cpu = config.trainer.device == "cpu"
-    if on_cpu:
-        # Do this before loading the user's function: its file may import verl, which chooses its platform at import.
-        _choose_cpu(config)
     only_checks = bool(OmegaConf.select(config, "reward_loop.check"))
     settings = resolve(config)
     check_function(settings)
     if settings.model is not None and settings.model.model_path:  # external servers may have no path
         _check_model(settings, settings.model)
-    if on_cpu:
-        opened.enter_context(prepared(config, settings.model))
 
     def train(run_ppo: Callable[..., None]) -> None:
         from ray.exceptions import RayTaskError
@@ -132,18 +111,6 @@ def _prepare(config: DictConfig, opened: ExitStack, task_runner: Any) -> Callabl
             raise
 
     return train
-
-
-def _choose_cpu(config: DictConfig) -> None:
-    """Set the environment of a run on a CPU. In verl's command, verl is already imported: replace its platform."""
-    os.environ.update(run_environment(config))
-    if "verl" in sys.modules:
-        from verl.plugin.platform import get_platform, set_platform
-
-        from reward_loop.verl.cpu.plugin import CPUPlatform
-
-        if get_platform().device_name != "cpu":
-            set_platform(CPUPlatform())
 
 
 def check_command(words: Sequence[str], *, fits: bool) -> None:

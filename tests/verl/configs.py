@@ -12,6 +12,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
+from examples import verl_cpu
 from reward_loop.verl.options import CONFIG_DIR, RewardSettings, resolve, verl_config_dir
 
 
@@ -35,7 +36,7 @@ def _composed(name: str, folder: Path | None) -> DictConfig:
     ConfigStore.instance().store(name=f"primary_{name}", node={"defaults": [name]})
     # `known` comes first, as the plug-in of Hydra has it.
     folders = (CONFIG_DIR / "known", verl_config_dir(), CONFIG_DIR, CONFIG_DIR.parent, verl_config_dir().parent)
-    folders = (*folders, folder) if folder else folders
+    folders = (*folders, *([folder] if folder else []), *([verl_cpu.HERE] if name == "cpu" else []))
     searchpath = f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders)}]"
     with initialize(config_path=None, version_base=None):
         return compose(f"primary_{name}", [searchpath])

@@ -189,7 +189,7 @@ def _worker(case: Case, model: Path) -> Any:
 def _run(model: Path, directory: Path, rank: int, ranks: int, names: list[str]) -> None:
     from verl.utils import tensordict_utils as tu
 
-    import reward_loop.verl.cpu.engine  # noqa: F401  registers the engines
+    import examples.verl_cpu.engine  # noqa: F401  registers the engines
 
     for name in names:
         case = CASES[name]
@@ -212,7 +212,7 @@ def run(model: Path, directory: Path, ranks: int = 1, names: list[str] | None = 
         **os.environ,
         **module_environment(),
         "VERL_PLATFORM": "cpu",
-        "VERL_USE_EXTERNAL_MODULES": "reward_loop.verl.cpu.plugin",
+        "VERL_USE_EXTERNAL_MODULES": "examples.verl_cpu.plugin",
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",

@@ -59,7 +59,7 @@ def recording(directory: Path) -> dict[str, str]:
     """The environment of a run on the CPU whose training workers record their updates in ``directory``."""
     return {
         DIRECTORY: str(directory),
-        "VERL_USE_EXTERNAL_MODULES": "reward_loop.verl.cpu.plugin,tests.verl.minibatches",
+        "VERL_USE_EXTERNAL_MODULES": "examples.verl_cpu.plugin,tests.verl.minibatches",
     }
 
 

@@ -16,6 +16,12 @@ from reward_loop.verl.installed import SUPPORTED, installed_version
 from tests.fork_server import module_environment, run_forked, worker_python
 from tests.local_ray import ray_address, stop_ray
 
+RUNNING_RAY = (
+    "ray_kwargs.ray_init.address=auto",
+    *(f"ray_kwargs.ray_init.{name}=null" for name in ("num_cpus", "num_gpus", "object_store_memory")),
+)
+"""The options of a run that joins a running Ray."""
+
 PIPELINE = "trainer.v1.trainer_mode=reward_pipeline"
 
 
@@ -119,7 +125,7 @@ def train(
     if not (directory / "train.parquet").exists():
         write_data(directory)
     module = [
-        *("verl.trainer.main_ppo", "--config-name", "cpu"),
+        "examples.verl_cpu",
         *([] if installed_version() == SUPPORTED else ["+reward_loop.untested_verl=True"]),
         *(["reward_model.use_reward_loop=True"] if reward_loop and PIPELINE not in overrides else []),
         f"actor_rollout_ref.model.path={policy}",
@@ -138,6 +144,7 @@ def train(
         f"hydra.run.dir={directory}",
         f"custom_reward_function.path={Path(__file__).with_name('rewards.py')}",
         f"custom_reward_function.name={function}",
+        *([] if own_ray else RUNNING_RAY),
         *([] if own_ray else [f"+ray_kwargs.ray_init.runtime_env.py_executable={python or worker_python()!r}"]),
         *overrides,
     ]

@@ -25,8 +25,8 @@ def cluster() -> Iterator[None]:
 
 async def test_all_rollouts_receive_what_rank_0_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "reward_loop.verl.cpu.plugin")
-    from reward_loop.verl.cpu.checkpoint import RayCheckpointEngine
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "examples.verl_cpu.plugin")
+    from examples.verl_cpu.checkpoint import RayCheckpointEngine
 
     trainers = [RayCheckpointEngine(TWO_LAYERS, is_master=rank == 0) for rank in range(2)]
     rollouts = [RayCheckpointEngine(TWO_LAYERS) for _ in range(3)]

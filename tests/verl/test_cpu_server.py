@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from examples.tiny_models import tiny_tokenizer
-from reward_loop.verl.cpu.server import CPURolloutServer
+from examples.verl_cpu.server import CPURolloutServer
 
 pytestmark = pytest.mark.integration  # imports Ray and torch
 

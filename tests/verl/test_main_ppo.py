@@ -6,19 +6,16 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError
 from reward_loop.verl import main_ppo
-from reward_loop.verl.cpu.setup import CPU_ENVIRONMENT
 from tests.fork_server import forking_python
 from tests.pages import blocks
 from tests.verl.configs import configuration, resolved
@@ -42,7 +39,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
 
     def message(*overrides: str) -> str:
         with pytest.raises(SystemExit) as end:
-            main_ppo.begin(configuration(*overrides), lambda *_: pytest.fail("it trains"), on=True)
+            main_ppo.begin(configuration(*overrides), lambda *_: pytest.fail("it trains"))
         assert end.value.code == 1
         return capfd.readouterr().err
 
@@ -120,7 +117,7 @@ def test_a_function_may_import_verl_on_a_cpu_and_check_starts_nothing(tmp_path: 
     )
     done = run_main(
         tmp_path,
-        *("-m", "verl.trainer.main_ppo", "--config-name", "cpu"),
+        *("-m", "examples.verl_cpu"),
         "trainer.v1.trainer_mode=reward_pipeline",
         f"reward.custom_reward_function.path={path}",
         "algorithm.adv_estimator=grpo",
@@ -175,8 +172,12 @@ def test_a_manager_whose_module_raises_names_its_line(tmp_path: Path) -> None:
 def test_the_module_turns_the_reward_loop_on(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("def compute_score(solution_str): return 1.0\n")
     options = [f"custom_reward_function.path={tmp_path}/reward.py", f"hydra.run.dir={tmp_path}"]
-    options += ["algorithm.adv_estimator=grpo", "reward_loop.check=True"]
-    done = run_main(tmp_path, "-m", "reward_loop.verl.main_ppo", "--config-name", "cpu", *options)
+    options += [
+        "algorithm.adv_estimator=grpo",
+        "reward_loop.check=True",
+        "actor_rollout_ref.actor.use_dynamic_bsz=True",
+    ]
+    done = run_main(tmp_path, "-m", "reward_loop.verl.main_ppo", *options)
     assert done.returncode == 0, done.stderr
     assert "The options are valid, and the reward function loads" in done.stdout
 
@@ -197,24 +198,3 @@ def test_the_command_of_the_readme_passes_its_checks(tmp_path: Path, tiny_genera
     assert done.returncode == 0, done.stderr
     assert "The options are valid, and the reward function loads" in done.stdout
     assert "Started a local Ray instance" not in done.stderr
-
-
-def test_the_environment_of_a_cpu_run_is_set_before_the_users_function_is_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Many files of reward functions import verl, which chooses its platform then."""
-    seen: list[str | None] = []
-
-    def check_function(settings: Any) -> None:
-        seen.append(os.environ.get("VERL_PLATFORM"))
-        raise InterruptedError
-
-    monkeypatch.setattr(os, "environ", {name: os.environ[name] for name in os.environ if name not in CPU_ENVIRONMENT})
-    monkeypatch.setattr(main_ppo, "resolve", lambda config: SimpleNamespace(function=None))
-    monkeypatch.delitem(sys.modules, "verl", raising=False)  # not imported yet, as in a recipe
-    monkeypatch.setattr(main_ppo, "check_function", check_function)
-    with pytest.raises(InterruptedError):
-        main_ppo.run(
-            OmegaConf.create({"trainer": {"device": "cpu", "nnodes": 1}, "ray_kwargs": {"ray_init": {}}}), object()
-        )
-    assert seen == ["cpu"]

@@ -30,12 +30,21 @@ SAMPLES = 8 * 4
 PER_NODE = ("WorkerDict", "CPURolloutServer", "AgentLoopWorker", "RewardWorker", "_Host")
 """Ray actors that each node has, by a part of their class names. `_Host` runs a reward model server."""
 
+FORK_SERVER = """
+import sys
+from tests.preload import preloaded
+with preloaded(name="reward-loop-nodes") as executable:
+    print(executable, flush=True)
+    sys.stdin.read()
+"""
+"""The program on each node from whose process Ray forks its workers."""
+
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
     if reason := why_no_nodes():
         pytest.skip(reason)
-    with RayNodes(tmp_path_factory.mktemp("nodes")) as nodes:
+    with RayNodes(tmp_path_factory.mktemp("nodes"), FORK_SERVER) as nodes:
         yield nodes
 
 
@@ -63,7 +72,7 @@ def run(
         f"+custom_reward_function.reward_kwargs.doomed={nodes.second.address}",
         function="Divided",
         node=nodes.first,
-        python=nodes.python,
+        python=nodes.said,
     )
 
 
@@ -110,7 +119,8 @@ def test_two_nodes_lose_and_repeat_nothing_when_a_whole_node_is_lost(
 ) -> None:
     nodes.restore()
     folder = tmp_path_factory.mktemp("lost")
-    run, python = training.run, str(forking_python(folder, nodes.python))
+    python_option = f"+ray_kwargs.ray_init.runtime_env.py_executable={nodes.said!r}"
+    run, python = training.run, str(forking_python(folder, nodes.said))
 
     def run_forked(command: list[str], *rest: Any) -> Any:
         words = {sys.executable: python, f"--wdns={ROOT}": f"--wdns={folder}"}
@@ -119,6 +129,6 @@ def test_two_nodes_lose_and_repeat_nothing_when_a_whole_node_is_lost(
     monkeypatch.setattr(training, "run", run_forked)
     training.prepare(folder)
     # Until Ray detects the loss, calls fail at once. With a cut network, as in the benchmark, they only wait.
-    found = train_and_lose_node(nodes, folder, lambda done: None, cut=False)
+    found = train_and_lose_node(nodes, folder, lambda done: None, python_option, cut=False)
     assert "lost after step 1" in found.happened["node"]
     assert not found.wrong

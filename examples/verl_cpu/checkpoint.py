@@ -14,7 +14,7 @@ import ray
 import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
-from reward_loop.verl.cpu.server import Mailbox
+from examples.verl_cpu.server import Mailbox
 
 RECEIVE_TIMEOUT_S = 600.0
 """Timeout in seconds for receiving the weights."""

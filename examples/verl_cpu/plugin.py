@@ -24,13 +24,13 @@ def _register_rollout() -> None:
     from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
     def load() -> type[RolloutReplica]:
-        from reward_loop.verl.cpu.rollout import CPUReplica
+        from examples.verl_cpu.rollout import CPUReplica
 
         return CPUReplica
 
     RolloutReplicaRegistry.register(ROLLOUT_NAME, load)
     # verl has no register function for this table.
-    base._ROLLOUT_REGISTRY[(ROLLOUT_NAME, "async")] = "reward_loop.verl.cpu.rollout.ServerAdapter"
+    base._ROLLOUT_REGISTRY[(ROLLOUT_NAME, "async")] = "examples.verl_cpu.rollout.ServerAdapter"
 
 
 def _prepare_training_worker() -> None:
@@ -44,7 +44,7 @@ def _prepare_training_worker() -> None:
             world_size=int(os.environ["WORLD_SIZE"]),
             init_method=os.environ.get("DIST_INIT_METHOD") or _meeting_place(),
         )
-    import reward_loop.verl.cpu.engine  # noqa: F401  registers the engines
+    import examples.verl_cpu.engine  # noqa: F401  registers the engines
 
 
 def _meeting_place() -> str:
@@ -76,7 +76,7 @@ def _device_module() -> ModuleType:
     which checkpoints save and restore.
     """
     # A module of its own, because torch's must stay as it is.
-    module = ModuleType("reward_loop.verl.cpu.device")
+    module = ModuleType("examples.verl_cpu.device")
     counters = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
     actions = ("empty_cache", "reset_peak_memory_stats", "ipc_collect", "set_device")
     vars(module).update(vars(torch.cpu))

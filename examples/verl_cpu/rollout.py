@@ -13,7 +13,7 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from reward_loop.verl.cpu.server import CPURewardServer, CPURolloutServer
+from examples.verl_cpu.server import CPURewardServer, CPURolloutServer
 
 BUCKET_BYTES = 64 * 2**20
 """Weights are sent through Ray's object store in buckets of at most this size; a larger tensor has its own bucket."""
