@@ -40,6 +40,7 @@ from reward_loop.config import (
     RewardLoopConfig,
     RewardModelConfig,
 )
+from reward_loop.router.config import RouterConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -63,6 +64,7 @@ GROUPS: dict[str, type[Config]] = {
     "reward_loop.record": RecordConfig,
     "reward_loop.retry": RetryConfig,
     "reward_model.server": RewardModelConfig,
+    "route": RouterConfig,
 }
 _OF_A_RUN = ("log_dir",)
 """Options with another default in a run of verl, which the YAML file has before its mark."""
@@ -161,7 +163,8 @@ def _options(config: type[Config], group: str) -> str:
     for name, field in _fields_of(config):
         default = field.get_default(call_default_factory=True)
         shown = "required" if field.is_required() else f"`{_yaml(default)}`"
-        rows.append((f"`{group}.{name}`", shown, _one_line(field.description or "")))
+        full = name if group == "route" else f"{group}.{name}"  # as after `-O`
+        rows.append((f"`{full}`", shown, _one_line(field.description or "")))
     return _table(("Option", "Default", "Meaning"), *rows)
 
 

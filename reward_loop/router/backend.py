@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from bisect import bisect_left
 from collections.abc import Container
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -17,8 +16,6 @@ from reward_loop._util.capacity import LearnedCapacity
 from reward_loop.errors import ServerError
 from reward_loop.router.config import BackendConfig, RequestKind
 from reward_loop.router.http_client import BrokenError, StaleError, Upstream, UpstreamError
-
-LATENCY_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class Route(NamedTuple):
@@ -46,7 +43,7 @@ class BackendState(StrEnum):
 
 
 class BackendStats:
-    """Counters of one server; :mod:`~reward_loop.router.control` renders them for Prometheus."""
+    """Counters of one server; :mod:`~reward_loop.router.control` shows them."""
 
     def __init__(self) -> None:
         self.statuses: dict[int, int] = {}
@@ -57,15 +54,12 @@ class BackendStats:
         """Attempts that were retried, on this server or on another, except after a `StaleError`."""
         self.ejections = 0
         """How often the server was taken out of use."""
-        self.latencies = [0] * (len(LATENCY_BOUNDS_S) + 1)
-        """A histogram of answered attempts by duration: one bucket for each bound, and one for longer attempts."""
         self.latency_sum_s = 0.0
         """The total duration of answered attempts, in seconds."""
 
     def count(self, status: int, seconds: float) -> None:
         """Count an answer with its status and the duration of the attempt."""
         self.statuses[status] = self.statuses.get(status, 0) + 1
-        self.latencies[bisect_left(LATENCY_BOUNDS_S, seconds)] += 1
         self.latency_sum_s += seconds
 
 

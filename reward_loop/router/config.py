@@ -31,7 +31,7 @@ class BackendConfig(Config):
     """A server behind the router."""
 
     url: str
-    """``http://host:port`` or ``https://host:port``."""
+    """``http://host:port``"""
 
     models: tuple[str, ...] = ()
     """The model names that requests use in their `model` field; by default, those that ``/v1/models`` lists."""
@@ -51,7 +51,7 @@ class BackendConfig(Config):
     @classmethod
     def _is_an_origin(cls, url: str) -> str:
         url = url.rstrip("/")
-        found = re.fullmatch(r"https?://(\[[0-9a-fA-F:.]+\]|[^\s/:@?#\[\]]+)(?::(\d{1,5}))?", url)
+        found = re.fullmatch(r"http://(\[[0-9a-fA-F:.]+\]|[^\s/:@?#\[\]]+)(?::(\d{1,5}))?", url)
         if not found or int(found[2] or 0) > 65535:
             raise ValueError("expected http://host:port")
         host = found[1]
@@ -118,17 +118,6 @@ class RouterConfig(SharedRouterOptions):
     max_queue_s: float | None = Field(default=None, gt=0)
     """A request that waits longer than this in the queue is answered with 503 and ``Retry-After``; ``None`` for no
     other bound than that of the request."""
-
-    ca_file: str | None = None
-    """For ``https`` servers: a file with the certificates (PEM) of the authorities to trust, instead of the
-    system's."""
-
-    client_cert: str | None = None
-    """For ``https`` servers that ask for one: a file with the router's certificate (PEM), and its key unless
-    `client_key` names it."""
-
-    client_key: str | None = None
-    """The file with the key (PEM) of `client_cert`."""
 
     api_key: str | None = Field(default=None, min_length=1, repr=False)
     """The API key that clients must send as a bearer token with every request, except for ``/health``, ``/live`` and

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from functools import partial
 from typing import Any
 
+import orjson
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from reward_loop._util.text import shorten
-from reward_loop.router.backend import LATENCY_BOUNDS_S, Backend, BackendState
+from reward_loop.router.backend import Backend, BackendState
 from reward_loop.router.client_request import ClientRequest
 from reward_loop.router.config import BackendConfig
 from reward_loop.router.error_answers import Refusal
@@ -157,72 +155,49 @@ async def _call_asgi(app: Callable[[Any, Any, Any], Awaitable[None]], client: Cl
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _PREFIX = "reward_loop_router_"
-_LABELS = ("worker", "model")
+
+Sample = tuple[dict[str, str], float]
+"""The labels and the value of a metric."""
 
 
 def render(pool: BackendPool, proxy: Proxy) -> bytes:
-    """Return the current metrics in Prometheus' text format."""
-    registry = CollectorRegistry()
-    registry.register(_Snapshot(pool, proxy))
-    return generate_latest(registry)
+    """Return the current counters in Prometheus' text format."""
+    servers = [({"worker": one.url, "model": ",".join(one.models)}, one) for one in pool.backends]
 
+    def each(value: Callable[[Backend], float]) -> list[Sample]:
+        return [(labels, value(backend)) for labels, backend in servers]
 
-class _Snapshot(Collector):
-    """Reads the router's own counters when Prometheus scrapes them; requests do not update Prometheus objects."""
-
-    def __init__(self, pool: BackendPool, proxy: Proxy) -> None:
-        self._backends = pool.backends
-        self._proxy = proxy
-
-    def describe(self) -> Iterator[Metric]:
-        return iter(())
-
-    def collect(self) -> Iterator[Metric]:
-        proxy, backends = self._proxy, self._backends
-        yield GaugeMetricFamily(_PREFIX + "requests_in_flight", "Requests in flight.", proxy.gate.inside)
-        yield GaugeMetricFamily(_PREFIX + "requests_queued", "Requests that wait for a place.", proxy.gate.waiting)
-        yield GaugeMetricFamily(_PREFIX + "retries_left", "Retries that the budget allows now.", proxy.budget.left)
-
-        refused = CounterMetricFamily(_PREFIX + "refused", "Error answers of the router itself.", labels=("status",))
-        for status, count in sorted(proxy.log.refused.items()):
-            refused.add_metric((str(status),), count)
-        yield refused
-
-        state = GaugeMetricFamily(
-            _PREFIX + "worker_state", "1 for the current state of a server.", labels=(*_LABELS, "state")
-        )
-        in_flight = GaugeMetricFamily(_PREFIX + "worker_in_flight", "Requests in flight on a server.", labels=_LABELS)
-        cooling_down = GaugeMetricFamily(
-            _PREFIX + "worker_cooling_down", "1 while a server is cooling down.", labels=_LABELS
-        )
-        connections = GaugeMetricFamily(_PREFIX + "worker_connections", "Connections in use.", labels=_LABELS)
-        answers = CounterMetricFamily(_PREFIX + "answers", "Answers by status.", labels=(*_LABELS, "status"))
-        broken = CounterMetricFamily(_PREFIX + "broken", "Attempts whose connection failed or broke.", labels=_LABELS)
-        retries = CounterMetricFamily(_PREFIX + "retries", "Attempts that were retried.", labels=_LABELS)
-        ejections = CounterMetricFamily(
-            _PREFIX + "ejections", "How often a server was taken out of use.", labels=_LABELS
-        )
-        latency = HistogramMetricFamily(_PREFIX + "latency_seconds", "Duration of attempts.", labels=_LABELS)
-        for backend in backends:
-            labels = (backend.url, ",".join(backend.models))
-            for name in BackendState:
-                state.add_metric((*labels, name.value), float(backend.state is name))
-            in_flight.add_metric(labels, backend.in_flight)
-            cooling_down.add_metric(labels, float(backend.cooling_down))
-            connections.add_metric(labels, len(backend.upstream.busy))
-            for status, count in sorted(backend.stats.statuses.items()):
-                answers.add_metric((*labels, str(status)), count)
-            broken.add_metric(labels, backend.stats.broken)
-            retries.add_metric(labels, backend.stats.retries)
-            ejections.add_metric(labels, backend.stats.ejections)
-            latency.add_metric(labels, _buckets(backend), backend.stats.latency_sum_s)
-        yield from (state, in_flight, cooling_down, connections, answers, broken, retries, ejections, latency)
-
-
-def _buckets(backend: Backend) -> list[tuple[str, float]]:
-    total = 0
-    buckets = []
-    for bound, count in zip([*map(str, LATENCY_BOUNDS_S), "+Inf"], backend.stats.latencies, strict=True):
-        total += count
-        buckets.append((bound, float(total)))
-    return buckets
+    states = [
+        ({**labels, "state": state.value}, float(backend.state is state))
+        for labels, backend in servers
+        for state in BackendState
+    ]
+    answers = [
+        ({**labels, "status": str(status)}, float(count))
+        for labels, backend in servers
+        for status, count in sorted(backend.stats.statuses.items())
+    ]
+    refused = [({"status": str(status)}, float(count)) for status, count in sorted(proxy.log.refused.items())]
+    metrics: dict[str, tuple[str, list[Sample]]] = {
+        "requests_in_flight": ("gauge", [({}, proxy.gate.inside)]),
+        "requests_queued": ("gauge", [({}, proxy.gate.waiting)]),
+        "retries_left": ("gauge", [({}, proxy.budget.left)]),
+        "refused_total": ("counter", refused),
+        "worker_state": ("gauge", states),
+        "worker_in_flight": ("gauge", each(lambda one: one.in_flight)),
+        "worker_cooling_down": ("gauge", each(lambda one: one.cooling_down)),
+        "worker_connections": ("gauge", each(lambda one: len(one.upstream.busy))),
+        "answers_total": ("counter", answers),
+        "latency_seconds_total": ("counter", each(lambda one: one.stats.latency_sum_s)),
+        "broken_total": ("counter", each(lambda one: one.stats.broken)),
+        "retries_total": ("counter", each(lambda one: one.stats.retries)),
+        "ejections_total": ("counter", each(lambda one: one.stats.ejections)),
+    }
+    lines = []
+    for name, (kind, samples) in metrics.items():
+        lines.append(f"# TYPE {_PREFIX}{name} {kind}")
+        for labels, value in samples:
+            # Models may have any name. orjson escapes quotes, backslashes and line ends as the format does.
+            shown = ",".join(f"{key}={orjson.dumps(text).decode()}" for key, text in labels.items())
+            lines.append(f"{_PREFIX}{name}{{{shown}}} {float(value)}")
+    return "\n".join([*lines, ""]).encode()

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ssl
 import time
 from collections.abc import Callable
 from typing import cast
@@ -28,8 +27,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from reward_loop.errors import ConfigError, ServerError
-from reward_loop.router.config import RouterConfig
+from reward_loop.errors import ServerError
 from reward_loop.router.headers import HOP_BY_HOP, RawHeader, end_to_end, find, to_wire
 
 _IDLE_S = 4.0
@@ -337,10 +335,9 @@ class Upstream:
     Args:
         url: ``http://host:port`` or ``https://host:port``.
         api_key: sent as a bearer token with every request.
-        tls: the certificates of ``https`` connections; by default, the system's authorities are trusted.
     """
 
-    def __init__(self, url: str, *, api_key: str | None = None, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
         parts = urlsplit(url)
         self.loop = asyncio.get_running_loop()
         self.busy: set[Connection] = set()
@@ -351,8 +348,7 @@ class Upstream:
         """How many times bytes were received from the server, without those of health checks."""
         self._host = parts.hostname or ""
         # Created once, because it takes about 0.1 s; asyncio would create one for each connection.
-        self._tls = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
-        self._port = parts.port or (443 if self._tls else 80)
+        self._port = parts.port or 80
         own = [(b"host", parts.netloc.rpartition("@")[2].encode())]
         if api_key:
             own.append((b"authorization", b"Bearer " + api_key.encode()))
@@ -432,9 +428,7 @@ class Upstream:
             self._opening[opening] = None
             try:
                 async with opening:
-                    _, connection = await self.loop.create_connection(
-                        lambda: Connection(self), self._host, self._port, ssl=self._tls
-                    )
+                    _, connection = await self.loop.create_connection(lambda: Connection(self), self._host, self._port)
                     return connection
             except TimeoutError:
                 if broken := self._opening[opening]:
@@ -470,26 +464,3 @@ class Upstream:
         if self._trimming:
             self._trimming.cancel()
             self._trimming = None
-
-
-def tls_context(config: RouterConfig) -> ssl.SSLContext | None:
-    """Return the certificates for connections to ``https`` servers; ``None`` if the options do not change the default.
-
-    Raises:
-        ConfigError: a file cannot be read, or `client_key` is given without `client_cert`.
-    """
-    if config.client_key and not config.client_cert:
-        raise ConfigError("client_key has no effect without client_cert: name the file of the certificate, too")
-    if not (config.ca_file or config.client_cert):
-        return None
-    try:
-        context = ssl.create_default_context(cafile=config.ca_file)
-    except OSError as error:  # an SSLError is one
-        raise ConfigError(f"ca_file={config.ca_file} cannot be read: {error}") from None
-    if config.client_cert:
-        try:
-            context.load_cert_chain(config.client_cert, config.client_key)
-        except OSError as error:
-            files = f"client_cert={config.client_cert}, client_key={config.client_key}"
-            raise ConfigError(f"{files}: the certificate or its key cannot be read: {error}") from None
-    return context

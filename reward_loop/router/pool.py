@@ -43,7 +43,7 @@ from reward_loop.router.backend import (
 )
 from reward_loop.router.config import BackendConfig, RouterConfig
 from reward_loop.router.error_answers import Refusal
-from reward_loop.router.http_client import ConnectError, Upstream, UpstreamError, tls_context
+from reward_loop.router.http_client import ConnectError, Upstream, UpstreamError
 from reward_loop.router.policies import Policy, policy_for
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,6 @@ class BackendPool:
         """The names of all known models."""
         self.several_models = False
         """Whether the servers serve different models, so that requests are routed by their ``model`` field."""
-        self._tls = tls_context(self.config)
         self._initial = list(backends)
         self._groups: dict[Route, BackendGroup] = {}
         # One policy for each group: with a shared round robin, requests that alternate between two models would each
@@ -383,7 +382,7 @@ class BackendPool:
 
     def add(self, config: BackendConfig) -> Backend:
         """Add a server; it receives requests after its first successful health check."""
-        upstream = Upstream(config.url, api_key=self.config.worker_api_key, tls=self._tls)
+        upstream = Upstream(config.url, api_key=self.config.worker_api_key)
         backend = Backend(config, upstream, models=config.models)
         self.backends.append(backend)
         self._watches[backend] = self._tasks.create_task(self._watch(backend), name=f"watch-{backend.url}")

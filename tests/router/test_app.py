@@ -260,7 +260,7 @@ async def test_more_clients_than_open_files_wait_and_none_is_reset() -> None:
 
 async def test_the_wire() -> None:
     async with serving(echo) as backend:
-        with routing("--worker", backend, "--max-header-kb", "2") as (url, process):
+        with routing("--worker", backend, "-O", "max_header_bytes=2048") as (url, process):
             assert await post(url, "/x", b"body" * 100_000) == (200, b"body" * 100_000)
 
             chunked = b"POST /x HTTP/1.1\r\nhost: h\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -16,6 +16,9 @@ from reward_loop.router.command import parse_worker
         (("--worker", "http://127.0.0.1:1,kind=odd"), "kind"),
         (("--worker", "http://127.0.0.1:1", "--policy", "odd"), "--policy: 'odd' is not one of 'round_robin', "),
         (("--worker", "http://127.0.0.1:1", "--worker", "http://127.0.0.1:1/,model=x"), "this server is given twice"),
+        (("--worker", "http://127.0.0.1:1", "-O", "max_attempt=2"), "did you mean 'max_attempts'"),
+        (("--worker", "http://127.0.0.1:1", "-O", "max_attempts=none"), "max_attempts"),
+        (("--worker", "http://127.0.0.1:1", "-O", "max_attempts"), "-O max_attempts: expected NAME=VALUE"),
     ],
 )
 def test_wrong_options_are_named(options: tuple[str, ...], message: str) -> None:

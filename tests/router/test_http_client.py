@@ -2,12 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime, timedelta
-from ipaddress import ip_address
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reward_loop._util.web_server import listen, url_of
-from reward_loop.errors import ConfigError
-from reward_loop.router.config import RouterConfig
-from reward_loop.router.http_client import BackendAnswer, BrokenError, ConnectError, StaleError, Upstream, UpstreamError
-from reward_loop.router.pool import tls_context
+from reward_loop.router.http_client import BackendAnswer, BrokenError, ConnectError, StaleError, Upstream
 from tests.servers import refusing, until
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -228,88 +221,6 @@ async def test_connections_are_used_again_the_last_one_first() -> None:
         assert len(connections) == 2
         assert len(set(used[2:])) == 1
         assert last in (0, 1)
-
-
-async def test_tls_is_set_up_once_for_all_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    certificate = self_signed(tmp_path)
-    own = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    own.load_cert_chain(certificate)
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    made = []
-    make = ssl.create_default_context
-
-    def counted(*args: Any, **options: Any) -> ssl.SSLContext:
-        made.append(1)  # It reads the certificates of all authorities, and nothing else runs meanwhile.
-        return make(*args, **options)
-
-    monkeypatch.setattr(ssl, "create_default_context", counted)
-    server = await asyncio.start_server(saying(OK, OK), sock=(listener := listen("127.0.0.1")), ssl=own)
-    async with server:
-        upstream = Upstream(url_of(listener).replace("http:", "https:"))
-        try:
-            assert await asyncio.gather(*(get(upstream) for _ in range(3))) == [(200, b"ok")] * 3
-            assert await get(upstream) == (200, b"ok")
-        finally:
-            upstream.close()
-    assert len(made) == 1
-
-
-async def test_the_servers_authority_and_a_certificate_of_the_router_can_be_named(tmp_path: Path) -> None:
-    certificate = self_signed(tmp_path)
-    own = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(certificate))
-    own.load_cert_chain(certificate)
-    own.verify_mode = ssl.CERT_REQUIRED
-    server = await asyncio.start_server(saying(OK, OK), sock=(listener := listen("127.0.0.1")), ssl=own)
-    url = url_of(listener).replace("http:", "https:")
-    both = RouterConfig(ca_file=str(certificate), client_cert=str(certificate))
-    async with server:
-        for config, works in ((RouterConfig(), False), (RouterConfig(ca_file=str(certificate)), False), (both, True)):
-            upstream = Upstream(url, tls=tls_context(config))
-            try:
-                if works:
-                    assert await get(upstream) == (200, b"ok")
-                else:
-                    with pytest.raises(UpstreamError):
-                        await get(upstream)
-            finally:
-                upstream.close()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"ca_file": "nowhere.pem"}, "ca_file=nowhere.pem cannot be read"),
-        ({"client_cert": "nowhere.pem"}, "client_cert=nowhere.pem.*cannot be read"),
-        ({"client_key": "key.pem"}, "client_key has no effect without client_cert"),
-    ],
-)
-def test_certificates_that_cannot_be_used_are_errors(options: dict[str, str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        tls_context(RouterConfig(**options))
-
-
-def self_signed(directory: Path) -> Path:
-    """A key, and a certificate for 127.0.0.1, in one file."""
-    x509 = pytest.importorskip("cryptography.x509")
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
-    now = datetime.now(UTC)
-    certificate = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    pem = serialization.Encoding.PEM
-    plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    path = directory / "certificate.pem"
-    path.write_bytes(key.private_bytes(pem, *plain) + certificate.public_bytes(pem))
-    return path
 
 
 async def test_a_connection_that_dies_when_it_is_used_again_is_stale() -> None:
