@@ -42,7 +42,7 @@ def groups_of_trainer(config: DictConfig) -> list[int]:
     """Return the GPUs of each placement group that verl's trainer will create, each on one node.
 
     Args:
-        config: verl's whole configuration, after :func:`~reward_loop.verl.resolve.resolve`.
+        config: verl's whole configuration, after :func:`~reward_loop.verl.options.resolve`.
     """
     groups = [config.trainer.n_gpus_per_node] * config.trainer.nnodes
     if config.trainer.v1.trainer_mode == "separate_async":

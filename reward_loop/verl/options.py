@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from pydantic import Field
@@ -58,10 +58,6 @@ class PipelineOptions(Config):
 
     one_step_off_policy: bool = True
     """Generate the next step's rollouts before this step's update."""
-
-    order: Literal["arrival", "submission"] = "arrival"
-    """Which groups `mini_batch_pipeline` trains on first. `arrival`: the groups whose rewards arrive first.
-    `submission`: the order of the prompts in the batch; a mini-batch waits for its own groups."""
 
     max_ahead: float = Field(default=2.0, ge=0, allow_inf_nan=False)
     """With `algorithm.filter_groups`: at most this many times `data.train_batch_size` prompts are begun because the

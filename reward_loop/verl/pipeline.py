@@ -51,7 +51,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any, Self
 
 import transfer_queue as tq
@@ -239,8 +238,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         whole = copy(super()._balance_batch(trajectories, metrics=metrics))
         # verl sets it in `_step_once`, which this mode does not call. The log-probabilities depend on it.
         whole.extra_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
-        in_order = self._schedule.mini_batch_pipeline and self.options.order == "submission"
-        return StepBatch.of(uids, whole, in_order=in_order)
+        return StepBatch.of(uids, whole)
 
     def _wait_for_filter(self, size: int, metrics: dict) -> int:
         """Wait until the ``size`` oldest groups have passed the filter, or it has removed more than was expected.
@@ -408,8 +406,6 @@ class StepBatch:
     """The groups that have not been trained on: prompt uid -> positions of its rows in `whole`."""
     spare: list[int]
     """The rows that can pad a mini-batch: verl's padding, and rows without a reward."""
-    in_order: bool = False
-    """Whether mini-batches must not depend on the order in which rewards arrive."""
     rows: list[int] = field(default_factory=list)
     """Rows that have an advantage, and wait until their mini-batch is full."""
     trained: list[int] = field(default_factory=list)
@@ -421,7 +417,7 @@ class StepBatch:
     """Why a part of the batch has no advantage."""
 
     @classmethod
-    def of(cls, uids: list[str], whole: KVBatchMeta, *, in_order: bool) -> Self:
+    def of(cls, uids: list[str], whole: KVBatchMeta) -> Self:
         """Return the batch of these prompts, oldest first; ``whole`` are the rows of their rollouts, and padding."""
         # Also for a prompt whose rollouts all failed: the group is complete, and has no rows.
         groups: dict[str, list[int]] = {uid: [] for uid in uids}
@@ -431,12 +427,10 @@ class StepBatch:
                 spare.append(position)
             else:
                 groups[uid_of(key)].append(position)
-        return cls(uids, whole, groups, spare, in_order)
+        return cls(uids, whole, groups, spare)
 
     def complete_groups(self, unfinished: Collection[str]) -> list[str]:
         """Return the uids of the groups that can be trained on next, in order: all their rewards have arrived."""
-        if self.in_order:
-            return list(takewhile(lambda uid: uid not in unfinished, self.groups))
         return [uid for uid in self.groups if uid not in unfinished]
 
     def ready_mini_batches(self, unfinished: Collection[str], total: int, size: int) -> int:
@@ -457,12 +451,8 @@ class StepBatch:
 
     def take_groups(self, uids: list[str]) -> list[int]:
         """Remove these groups from `groups`, and return their rows."""
-        rows = [row for uid in uids for row in self.groups.pop(uid)]
-        if not self.in_order:
-            # In the order in which verl has balanced the batch over the ranks.
-            return sorted(rows)
-        place = {uid: number for number, uid in enumerate(uids)}
-        return sorted(rows, key=lambda row: (place[uid_of(self.whole.keys[row])], self.whole.keys[row]))
+        # In the order in which verl has balanced the batch over the ranks.
+        return sorted(row for uid in uids for row in self.groups.pop(uid))
 
     def add(self, rows: list[int], learners: Sequence[str]) -> None:
         """Add rows of complete groups: those with these keys to `rows`, the others to `spare`."""

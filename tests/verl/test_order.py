@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,8 +103,7 @@ class Trainer(RewardPipelineTrainer):
         padding = list(range(len(keys), len(keys) + -len(keys) % ROWS))
         keys += [f"pad_{row}_0" for row in padding]
         whole = KVBatchMeta(keys=keys, tags=[{} for _ in keys])
-        in_order = self._schedule.mini_batch_pipeline and self.options.order == "submission"
-        return StepBatch(list(self.sizes), whole, groups, padding, in_order)
+        return StepBatch(list(self.sizes), whole, groups, padding)
 
     def _prepare(self, batch: StepBatch, metrics: dict, timing_raw: dict) -> None:
         self.done.append("prepare")
@@ -273,29 +271,6 @@ def test_the_last_mini_batches_share_the_rows_that_are_left(sizes: dict[str, int
     assert [len(update) for update in names] == [ROWS] * len(learners)
 
 
-@pytest.mark.parametrize("sizes", [EVEN, {"a": 3, "b": 4, "c": 6, "d": 2}])
-def test_in_the_order_of_submission_updates_do_not_depend_on_the_judges(sizes: dict[str, int]) -> None:
-    seen = set()
-    for arrival in permutations("abcd"):
-        trainer = Rows(PIPELINE, sizes, "".join(arrival), order="submission")
-        trainer.step({}, {})
-        seen.add(tuple(trainer.updates))
-    (updates,) = seen
-    assert [len(update.split()) for update in updates] == [ROWS, ROWS]
-    names = [f"{uid}_{session}" for uid, size in sizes.items() for session in range(size)]
-    padded = " ".join(updates).split()
-    assert [name for name in padded if not name.startswith("pad")] == names
-    assert len(padded) == 2 * ROWS
-
-
-def test_in_the_order_of_submission_a_mini_batch_is_trained_on_when_its_own_groups_are_complete() -> None:
-    assert done(PIPELINE, EVEN, "bcad", order="submission") == [
-        *("generate", "prepare"),
-        *("advantage of ab", "update on 8 rows"),
-        *("advantage of cd", "update on 8 rows"),
-    ]
-
-
 def test_in_the_order_of_arrival_updates_depend_on_the_judges() -> None:
     seen = set()
     for arrival in ("abcd", "cdab"):
@@ -461,10 +436,10 @@ def test_by_default_groups_are_filtered_for_ever() -> None:
 class Generating(RewardPipelineTrainer):
     """`a` is trained on, `b` is the next step's."""
 
-    def __init__(self, ends: str, order: Any = "arrival", schedule: Schedule = SERIAL) -> None:
+    def __init__(self, ends: str) -> None:
         rollout = {"temperature": 1.0}
         self.config = OmegaConf.create({"data": {"train_batch_size": 1}, "actor_rollout_ref": {"rollout": rollout}})
-        self.options, self._schedule = PipelineOptions(order=order), schedule
+        self.options, self._schedule = PipelineOptions(), SERIAL
         self.global_steps = 1
         self.reward_loop_manager: Any = SimpleNamespace(reward_loop_worker_handles=[])
         self._submitted = ["a", "b"]
@@ -485,20 +460,6 @@ class Generating(RewardPipelineTrainer):
 
     def _trajectories(self, uids: list[str]) -> KVBatchMeta:
         return KVBatchMeta(keys=[f"{uid}_0_0" for uid in uids], tags=[{} for _ in uids])
-
-
-@pytest.mark.parametrize(
-    ("order", "mini_batch_pipeline", "in_order"),
-    [("submission", True, True), ("submission", False, False), ("arrival", True, False)],
-)
-def test_the_option_order_decides_whether_updates_depend_on_the_judges(
-    order: Any, mini_batch_pipeline: bool, in_order: bool
-) -> None:
-    trainer = Generating("ba", order, Schedule(1, mini_batch_pipeline=mini_batch_pipeline))
-    batch = trainer.generate()
-    assert batch.in_order is in_order
-    assert list(batch.groups) == ["a"]
-    assert trainer.asleep
 
 
 @pytest.mark.parametrize("ends", ["a", "b"])
