@@ -170,7 +170,7 @@ class RewardResult:
     error: str | None = None
     """For a failed sample: the error message, with the names of the sample and the function."""
     attempts: int = 1
-    """Number of calls of the function; 0 if the score came from the cache or no call was needed."""
+    """Number of calls of the function; 0 if no call was needed."""
     work_s: float = 0.0
     """Run time of the function, summed over all attempts, without waiting time."""
     wait_s: float = 0.0

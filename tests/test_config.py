@@ -31,10 +31,6 @@ def test_values_are_read_as_a_command_line_writes_them():
     assert parse(RewardLoopConfig, {"timeout": "2.5"}, "reward_loop").timeout == 2.5
 
 
-def test_a_version_may_be_a_number():
-    assert parse(RewardLoopConfig, {"cache": {"version": 2}}, "reward_loop").cache.version == "2"
-
-
 def test_mappings_of_other_libraries():
     assert parse(Outer, UserDict(name="a", inner=UserDict(rate=2)), "outer").inner == Inner(rate=2)
     omegaconf = pytest.importorskip("omegaconf")

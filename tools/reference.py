@@ -3,7 +3,7 @@
     python -m tools.reference
 
 A page has marks, between which this program writes: ``<!-- begin commands -->``, for a group of options ``<!-- begin
-options reward_loop.cache -->``, and for a class or function ``<!-- begin api reward_loop.client.Judge -->``. Names are
+options reward_loop.retry -->``, and for a class or function ``<!-- begin api reward_loop.client.Judge -->``. Names are
 read from the source files, so nothing is imported for them.
 
 It also writes the defaults of options into ``reward_loop_options.yaml``, between ``# begin options reward_loop`` and
@@ -29,7 +29,6 @@ from pydantic.fields import FieldInfo
 from reward_loop.config import (
     BatchConfig,
     BudgetConfig,
-    CacheConfig,
     ComponentConfig,
     Config,
     GroupConfig,
@@ -56,7 +55,6 @@ GROUPS: dict[str, type[Config]] = {
     "reward_loop": RewardLoopConfig,
     "reward_loop.batch": BatchConfig,
     "reward_loop.budget": BudgetConfig,
-    "reward_loop.cache": CacheConfig,
     "reward_loop.components.NAME": ComponentConfig,
     "reward_loop.group": GroupConfig,
     "reward_loop.health": HealthConfig,

@@ -164,7 +164,7 @@ class AdapterConfig(Config):
     """The largest number of samples that are scored at the same time; by default there is no limit."""
 
     reward_loop: RewardLoopConfig = Field(default_factory=RewardLoopConfig)
-    """All other options: timeout, policies, limits, retries, cache, components, records (`log_dir`)."""
+    """All other options: timeout, policies, limits, retries, components, records (`log_dir`)."""
 
 
 class ProcessAgent(AgentInThread):

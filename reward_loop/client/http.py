@@ -34,6 +34,7 @@ from reward_loop._util.transient import (
     unreachable,
 )
 from reward_loop.client.full_servers import in_a_place
+from reward_loop.client.request_cache import RequestCache
 from reward_loop.errors import ConfigError, RequestError
 from reward_loop.limits.call import RequestRetries, call_here, outside_the_deadline
 from reward_loop.limits.lease import limit as limited
@@ -104,6 +105,7 @@ async def post(
     timeout: Timeout = "model",
     api_key_env: str | None = None,
     max_reply_bytes: int = MAX_REPLY_BYTES,
+    cache: RequestCache | None = None,
 ) -> AsyncIterator[tuple[Any, Exchange]]:
     """Send a JSON body with POST, and yield the decoded JSON answer, and the exchange, which the caller must `end`.
 
@@ -127,6 +129,8 @@ async def post(
             `Limits.patience`. The router's own time limit is ``request_timeout_s``.
         api_key_env: the name of the environment variable with the service's API key.
         max_reply_bytes: the longest answer, in bytes after decompression.
+        cache: where answers are stored, and looked for first. An answer from there needs no permit. One whose block
+            raises is not stored.
 
     Raises:
         RequestError: the request failed or timed out, its status is not 200, or the answer is too long or not JSON.
@@ -148,6 +152,11 @@ async def post(
         timeout *= call.patience  # Like the call's own deadline: the run's judge may be full.
     if call is not None and call.request_retries.waits_for_outages:
         headers[NO_WAIT_HEADER] = "1"
+    if cache is not None and (known := await cache.get(url, body)) is not None:
+        stored = _begin(url, body, api_key_env)
+        stored.update(response=known, cached=True)
+        yield known, stored
+        return
     async with AsyncExitStack() as stack:
         if limit is not None:
             await stack.enter_async_context(limited(limit))
@@ -156,6 +165,8 @@ async def post(
             _raise_if_away(url)
             answer = await _post(exchange, url, is_base_url, headers, body, timeout, max_reply_bytes)
         yield answer, exchange
+    if cache is not None:
+        await cache.put(url, body, answer)
 
 
 def _requests(models: Mapping[str, ModelRequests], model: str | None) -> ModelRequests:

@@ -3,7 +3,8 @@ score.
 
 Invariants of fences, the marks around untrusted text in a prompt, which its author cannot know:
 
-- The mark is a keyed hash of the text. The key is random and stays in the process, so no text can contain its own mark.
+- The mark is a keyed hash of the text. The key is random and stays in the process, or in the file of the cache, so no
+  text can contain its own mark.
 - Requests on the same text have the same mark, so that a server with prefix caching computes the text once.
 - What a reply quotes between the marks is not read: a verdict in it does not count.
 """
@@ -26,6 +27,7 @@ from reward_loop._util.json import encode
 from reward_loop._util.text import listing
 from reward_loop.client.chat import Reply, complete
 from reward_loop.client.http import MAX_REPLY_BYTES, Exchange, Timeout, repeated
+from reward_loop.client.request_cache import RequestCache
 from reward_loop.client.verdict_grammar import folded
 from reward_loop.client.verdicts import Choice, NoVerdictError, Number, Ratings, Verdict
 from reward_loop.errors import ConfigError
@@ -118,6 +120,7 @@ class Judge:
         max_tokens: int | None = None,
         max_completion_tokens: int | None = None,
         reasoning_effort: str | None = None,
+        cache: str | None = None,
         **request: Any,
     ) -> None:
         """Create a judge.
@@ -154,11 +157,13 @@ class Judge:
                 counts.
             reasoning_effort: how much the model reasons: ``minimal``, ``low``, ``medium`` or ``high``, if it supports
                 that.
+            cache: a file (SQLite) with the replies to earlier requests. A request with the same address and body is not
+                sent again, also in later runs. For the address of a service: that of a run's own judge changes.
             request: other fields of the request, such as ``seed`` or ``top_p``. A field that is ``None`` is left out.
 
         Raises:
             ConfigError: a field of `fence` is not in the template, the verdict has no expected score, the address is
-                invalid, or there are no attempts.
+                invalid, there are no attempts, or the cache cannot be used.
         """
         self._template = _Template(template)
         self.fields = frozenset(self._template.get_identifiers())
@@ -167,6 +172,13 @@ class Judge:
             raise ConfigError(f"fence: the template has no field {listing(unknown)}, only {listing(self.fields)}")
         if attempts is not None and attempts < 1:
             raise ConfigError(f"attempts={attempts}: a judge needs at least 1 attempt")
+        if cache is not None and temperature:
+            raise ConfigError(
+                f"cache: at temperature={temperature:g} each reply is another one, and a cache would repeat the first "
+                "one: set the temperature to 0, or leave out the cache"
+            )
+        stored = None if cache is None else RequestCache(cache)
+        self._fence_key = _KEY if stored is None else stored.secret
         self._weighted: Number | Choice | None = None
         if expected:
             if not isinstance(verdict, Number | Choice):
@@ -184,6 +196,7 @@ class Judge:
             "timeout": timeout,
             "api_key_env": api_key_env,
             "max_reply_bytes": max_reply_bytes,
+            "cache": stored,
         }
         given = {
             "temperature": temperature,
@@ -223,7 +236,7 @@ class Judge:
                 f"{listing(self.fields)}{hint}"
             )
         texts = {name: _text(value) for name, value in fields.items()}
-        fences = {name: fenced(texts[name]) for name in self._fence}
+        fences = {name: fenced(texts[name], self._fence_key) for name in self._fence}
         shown = {name: text if isinstance(text, str) else _numbered(text) for name, text in texts.items()}
         prompt = self._template.substitute({**shown, **{name: text for name, (text, _) in fences.items()}})
         return prompt, [mark for _, mark in fences.values()]
@@ -298,15 +311,16 @@ def _numbered(texts: list[str]) -> str:
     return "\n\n".join(f"[{number}]\n{text}" for number, text in enumerate(texts, 1))
 
 
-def fenced(texts: str | list[str]) -> tuple[str, str]:
+def fenced(texts: str | list[str], key: bytes = _KEY) -> tuple[str, str]:
     """Return the text with marks around it, introduced by a sentence for the judge, and the mark.
 
     Args:
         texts: a text, or several, which are numbered from 1.
+        key: the key of the hash that is the mark.
     """
     parts = [texts] if isinstance(texts, str) else texts
     # Responses may contain lone surrogates, which strict UTF-8 cannot encode.
-    digest = hashlib.blake2b("\0".join(parts).encode("utf-8", "surrogatepass"), key=_KEY, digest_size=8)
+    digest = hashlib.blake2b("\0".join(parts).encode("utf-8", "surrogatepass"), key=key, digest_size=8)
     mark = f"text-{digest.hexdigest()}"
     shown = [f"<{mark}>\n{part}\n</{mark}>" for part in parts]
     if not isinstance(texts, str):

@@ -23,7 +23,7 @@ from reward_loop._util.transient import is_transient
 from reward_loop.client.chat import Reply
 from reward_loop.client.judge import Judgement
 from reward_loop.errors import BudgetSpentError, ConfigError, ServerError
-from reward_loop.records import ActiveBatch, ActiveSample, current, shares_result
+from reward_loop.records import ActiveBatch, ActiveSample, current
 from reward_loop.types import RewardSample
 
 SMALLEST_SHARE = 0.15
@@ -73,8 +73,7 @@ async def spot_check(
 
     Raises:
         ServerError: the strong judge gave no verdict on a checked sample, which fails. Its other errors are passed on.
-        ConfigError: the share or another argument is invalid; or ``reward_loop.cache`` is on, where equal answers share
-            one score.
+        ConfigError: the share or another argument is invalid.
     """
     try:
         _check(share, allow_small_share)
@@ -218,11 +217,6 @@ def check_share(share: float, allow_small: bool) -> None:
 
 def _check(share: float, allow_small: bool) -> None:
     check_share(share, allow_small)
-    if shares_result.get():
-        raise ConfigError(
-            "spot_check: with reward_loop.cache.enabled=true, equal answers share one score, so it would not be chance "
-            "which of them are checked: set it to false"
-        )
 
 
 def _name_of(active: ActiveSample | None) -> str:

@@ -13,7 +13,6 @@ from reward_loop.managers.options import GroupConfig as GroupConfig
 from reward_loop.managers.options import RewardLoopConfig as RewardLoopConfig
 from reward_loop.records.options import RecordConfig as RecordConfig
 from reward_loop.router.config import PolicyName as PolicyName
-from reward_loop.scoring.options import CacheConfig as CacheConfig
 from reward_loop.serving.options import RewardModelConfig as RewardModelConfig
 from reward_loop.serving.options import ServedModelConfig as ServedModelConfig
 from reward_loop.types import Policy as Policy

@@ -84,7 +84,7 @@ async def check(
         reward_kwargs: configured arguments of the function.
         manager: the reward manager, by name or import path.
         router_address: ``host:port`` that the function receives as ``reward_router_address``.
-        options: options of the run; the policies, the bounds on failures and the cache are ignored here.
+        options: options of the run; the policies, and the bounds on failures are ignored here.
         concurrency: maximum number of calls in flight when concurrent calls are tested.
         max_blocked_s: maximum time in seconds for which a call may block the event loop.
         in_process: whether to compare calls of a sync function in threads with calls in a worker process.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from reward_loop._util.event_loops import line_on_loop
-from reward_loop.config import CacheConfig, RewardLoopConfig
+from reward_loop.config import RewardLoopConfig
 from reward_loop.managers import CompositeRewardLoopManager
 from reward_loop.managers.scorer import load_scorer, reward_of
 from reward_loop.offline.run import for_each
@@ -96,7 +96,6 @@ class Calls:
             "max_threads": concurrency,
             "outage_timeout_s": 0.0,  # an unreachable judge is what the check is to find
             "batch": options.batch.model_copy(update={"max_batch_size": samples}),
-            "cache": CacheConfig(),
         }
         scorer = load_scorer(
             function,

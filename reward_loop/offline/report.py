@@ -97,8 +97,6 @@ class Report:
         self.masked = self.over_budget = self.stopped = self.revised = 0
         self.validation: Report | None = None
         """The summary of the samples of validation; ``None`` if there are none."""
-        self.calls = self.merged = self.cached = 0
-        """The calls for single samples, and those that an equal call in flight or a stored score saved."""
         self.reported_cost: float | None = None
         """The sum of the costs that functions reported, in their unit; ``None`` if there is none."""
         self.components: dict[str, Spread] = {}
@@ -133,10 +131,6 @@ class Report:
         # Neither masked nor rewarded: with this sample, the policy ended the run.
         self.stopped += row.get("masked") is False and reward is None
         self.revised += bool(row.get("revised"))
-        # A row lists its calls only if there are several.
-        self.calls += len(row.get("calls") or ()) or row.get("attempts") or 0
-        self.merged += row.get("merged") or 0
-        self.cached += row.get("cached") or 0
         for component, value in (row.get("components") or {}).items():
             if isinstance(value, int | float) and component != "score":
                 self.components.setdefault(component, Spread()).add(value)
@@ -167,7 +161,6 @@ class Report:
             "over_budget": self.over_budget,
             "stopped": self.stopped,
             "revised": self.revised,
-            "saved_calls": self._saved_calls(),
             "causes": _listed(self.causes),
             "unscored_causes": _listed(self.unscored),
             "components": {name: spread.to_dict() for name, spread in self.components.items()},
@@ -178,12 +171,6 @@ class Report:
             "costliest": [{"tokens": int(tokens), "sample": name} for tokens, name in self._costliest.to_list()],
             **({} if self.group_by is None else {"by": self.group_by, "parts": self._parts()}),
         }
-
-    def _saved_calls(self) -> dict[str, Any]:
-        """Return the calls that were not made, and their share of all, which is ``None`` without any call."""
-        saved = self.merged + self.cached
-        every = saved + self.calls
-        return {"share": saved / every if every else None, "merged": self.merged, "cached": self.cached}
 
     def _group_counts(self) -> dict[str, int]:
         """Return counts of groups of at least two samples.

@@ -97,10 +97,6 @@ def _show_samples(report: Report, out: Console, price: Price | None) -> None:
     table.add_row("score", _spread(found["score"]))
     table.add_row("reward", _spread(found["reward"]))
     table.add_row("masked", str(found["masked"]))
-    saved = found["saved_calls"]
-    if saved["merged"] or saved["cached"]:
-        counts = f"merged {saved['merged']}, from the cache {saved['cached']}"
-        table.add_row("judge calls", f"{saved['share']:.1%} saved ({counts})")
     if found["stopped"]:
         table.add_row("stopped", f"{found['stopped']}, without a reward: the policy ended the run")
     slowest = ", ".join(f"{cut(one['sample'], _NAME)} {duration(one['seconds'])}" for one in found["slowest"])

@@ -5,7 +5,6 @@ from reward_loop.records.active import ActiveBatch as ActiveBatch
 from reward_loop.records.active import ActiveSample as ActiveSample
 from reward_loop.records.active import active_samples as active_samples
 from reward_loop.records.active import current as current
-from reward_loop.records.active import shares_result as shares_result
 from reward_loop.records.active import waiting_for as waiting_for
 from reward_loop.records.events import STEP as STEP
 from reward_loop.records.events import HealthRecords as HealthRecords

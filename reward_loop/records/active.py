@@ -69,10 +69,6 @@ class ActiveSample:
     """The requests to model servers with their replies, by the ID of the exchange."""
     calls: Sequence[FunctionCall] = ()
     """The calls of the function, in the order of their ends."""
-    merged: int = 0
-    """The number of results that came from an equal call in flight."""
-    cached: int = 0
-    """The number of results that came from the cache."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cost: float = 0.0
@@ -205,9 +201,6 @@ def _share(total: int, index: int, count: int) -> int:
 
 _active: dict[ActiveSample, None] = {}  # in the order of their start
 _current: ContextVar[ActiveSample | None] = ContextVar("reward_call", default=None)
-
-shares_result: ContextVar[bool] = ContextVar("shares_result", default=False)
-"""Whether other samples also get the result of the calling function, because their arguments are equal."""
 
 
 def current() -> ActiveSample | None:

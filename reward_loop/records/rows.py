@@ -84,8 +84,6 @@ def sample_row(active: ActiveSample, result: RewardResult, large: Mapping[str, A
         "prompt_tokens": active.prompt_tokens,
         "completion_tokens": active.completion_tokens,
         "cost": active.cost or None,
-        **({"merged": active.merged} if active.merged else {}),
-        **({"cached": active.cached} if active.cached else {}),
         **({"outage_s": result.outage_s} if result.outage_s else {}),
         **({"over_budget": True} if isinstance(result.exception, BudgetSpentError) else {}),
     }

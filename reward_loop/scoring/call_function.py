@@ -31,7 +31,6 @@ from reward_loop.limits.client import open_limits
 from reward_loop.limits.permit import DEFAULT, REWARD_MODEL, Limits, answer_of
 from reward_loop.processes.outcome import CallOutcome, outcome_of
 from reward_loop.processes.pool import WorkerProcesses
-from reward_loop.scoring.cache import Cache
 from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
 from reward_loop.scoring.options import ScoringOptions
 from reward_loop.scoring.retry import Retry
@@ -89,8 +88,8 @@ class UserFunction:
         Raises:
             FunctionLoadError: the function requires an argument that the reward loop does not provide, or cannot run
                 in a process.
-            ConfigError: ``limit`` is reserved, two arguments exclude each other, the cache file cannot be opened, or
-                the address of the limiter service is invalid.
+            ConfigError: ``limit`` is reserved, two arguments exclude each other, or the address of the limiter service
+                is invalid.
         """
         if limit == REWARD_MODEL:
             raise ConfigError(
@@ -125,7 +124,6 @@ class UserFunction:
         """The place of the function's answers in `Outages`."""
         self._deadlines: Deadlines | None = None
         self._retry = Retry(options.retry)
-        self._cache = Cache(options.cache, self._target) if options.cache.enabled else None
         self._limits_of_call = [limit]
         """The limits that each call acquires, if they are configured. The place at the reward model comes last: a call
         that waits for another limit must not hold it."""

@@ -10,22 +10,21 @@ from dataclasses import replace
 from typing import Any
 
 from reward_loop._util.text import shorten
-from reward_loop.errors import ConfigError, InvalidScoreError, RewardFunctionError, ScoringError
+from reward_loop.errors import InvalidScoreError, RewardFunctionError, ScoringError
 from reward_loop.limits.call import Call, Deadlines
 from reward_loop.processes.outcome import CallOutcome, describe_exception
-from reward_loop.records import ActiveBatch, ActiveSample, current, shares_result
-from reward_loop.scoring.cache import Cache, Scored, decode
+from reward_loop.records import ActiveBatch, current
 from reward_loop.scoring.call_function import UserFunction
 from reward_loop.scoring.results import failed_after, normalise, not_called, to_result
 from reward_loop.scoring.signature import resolve
-from reward_loop.types import Outcome, RewardResult, RewardSample
+from reward_loop.types import RewardResult, RewardSample
 
 _NAMED = 8
 """The maximum number of sample uids that an error message lists."""
 
 
 class ScoringFunction(UserFunction):
-    """Calls the user's reward function for single samples, with a deadline, retries, limits and a cache.
+    """Calls the user's reward function for single samples, with a deadline, retries and limits.
 
     ``await function(sample)`` returns a `RewardResult`. An exception in the user's code, a passed deadline and an
     invalid return value become *failed* results. Cancellation, Ctrl-C and the errors listed at `__call__` propagate.
@@ -55,7 +54,6 @@ class ScoringFunction(UserFunction):
 
         Raises:
             JobServiceError: the limiter service is unreachable.
-            ConfigError: the cache file cannot be read.
         """
         if (sample := self._checked(sample)).error is not None:
             return not_called(sample)
@@ -63,43 +61,7 @@ class ScoringFunction(UserFunction):
             arguments = self._target.arguments(sample, reward_router_address, reward_model_tokenizer)
         except RecursionError:
             return not_called(replace(sample, error="its extra_info is nested too deeply, or contains itself"))
-        if self._cache is not None and (key := self._cache.key(arguments)) is not None:
-            return await self._cached(self._cache, key, sample, arguments)
         return to_result(await self._call(arguments, sample.traffic_class), sample, self.name)
-
-    async def _cached(self, cache: Cache, key: bytes, sample: RewardSample, arguments: dict[str, Any]) -> RewardResult:
-        """Use a stored score, or the outcome of an equal call in flight; otherwise call, and store the score."""
-        active = current()
-        if (known := await cache.get(key)) is not None:
-            return _reused(active, False, known)
-
-        async def call() -> CallOutcome | tuple[bool, Scored]:
-            # In the context of this task, so it ends with the task.
-            shares_result.set(True)
-            # As long as a call may take, without waits for limits and for the end of outages.
-            longest_s = None if self.timeout is None else self.timeout + self.limits.options.retry.max_seconds
-            async with self.limits.equal_call(cache.key_in_job(key), longest_s) as equal:
-                if equal.received is not None and (known := decode(equal.received)) is not None:
-                    return True, known
-                # An equal call may have ended since the first look.
-                if equal.is_shared and (known := await cache.get(key)) is not None:
-                    return False, known
-                outcome = await self._call(arguments, sample.traffic_class)
-                result = to_result(outcome, sample, self.name)
-                if result.score is not None:
-                    equal.result = await cache.put(key, result.score, result.extra_info)
-                return outcome
-
-        found, is_earlier = await cache.once(key, call)
-        if isinstance(found, tuple):
-            return _reused(active, is_earlier or found[0], found[1])
-        result = to_result(found, sample, self.name)
-        if not is_earlier:
-            return result
-        if active is not None:
-            active.merged += 1
-        # The times and calls are those of the sample whose call it was.
-        return replace(result, work_s=0.0, wait_s=0.0, queue_s=0.0, outage_s=0.0, attempts=0)
 
     async def post_process_scores(self, scores: list[float]) -> list[float]:
         """Return the scores after the class's ``post_process_scores``, or unchanged if the class has none.
@@ -142,13 +104,6 @@ class ScoringFunction(UserFunction):
         return numbers
 
 
-def _reused(active: ActiveSample | None, is_merged: bool, known: Scored) -> RewardResult:
-    if active is not None:
-        active.merged += is_merged
-        active.cached += not is_merged
-    return RewardResult(Outcome.SCORED, *known, attempts=0)
-
-
 def _process(post_process_scores: Callable[[list[float]], Any], scores: list[float]) -> Any:
     """Return what the method returns; the numbers of a generator as a list, with at most one number too many."""
     returned = post_process_scores(list(scores))
@@ -176,10 +131,7 @@ class ListScoringFunction(UserFunction):
 
         Raises:
             FunctionLoadError: the function requires an argument that the reward loop does not provide.
-            ConfigError: the cache is enabled. Batched calls are almost never equal, so they are not cached.
         """
-        if (given := options.get("options")) is not None and given.cache.enabled:
-            raise ConfigError("reward_loop.cache.enabled: calls of a batched function are not cached: set it to false")
         super().__init__(resolve(function, reward_kwargs, of_lists=True), **options)
 
     async def __call__(

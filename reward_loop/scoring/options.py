@@ -6,24 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from reward_loop.config import Config
 from reward_loop.limits.options import JobOptions
 from reward_loop.records.options import RecordOptions
-
-
-class CacheConfig(Config):
-    """Whether equal calls are made only once."""
-
-    enabled: bool = False
-    """Merge equal calls in flight into one, also those of different workers of the job. Leave it off for judges that
-    answer the same question differently each time."""
-
-    path: str | None = None
-    """A file (SQLite) that stores scores for later calls and runs; several processes can share it."""
-
-    version: str = Field(default="", coerce_numbers_to_str=True)
-    """Any text, required with ``path``: stored scores are used only with the same version. Change it when the
-    function's imports or captured values change, or the judge's model."""
 
 
 class ScoringOptions(JobOptions, RecordOptions):
@@ -51,6 +35,3 @@ class ScoringOptions(JobOptions, RecordOptions):
     calls_per_process: int | None = Field(default=1, ge=1)
     """The number of calls of a worker process, which is forked with the function loaded: with 1, no call sees what
     another one has changed. ``null``: each process loads the function itself, and serves calls until it is killed."""
-
-    cache: CacheConfig = Field(default_factory=CacheConfig)
-    """Whether equal calls are made only once."""

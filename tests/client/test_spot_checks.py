@@ -14,7 +14,7 @@ import pytest
 from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample
 from reward_loop.client import Judge, Judgement, Number, escalate, spot_check
 from reward_loop.client.spot_checks import chances, drawn
-from reward_loop.config import BudgetConfig, CacheConfig, LimitConfig, RetryConfig
+from reward_loop.config import BudgetConfig, LimitConfig, RetryConfig
 from reward_loop.errors import ConfigError, ServerError
 from reward_loop.managers import GroupRewardLoopManager
 from reward_loop.records.reader import read_rows
@@ -176,14 +176,6 @@ async def test_a_strong_judge_that_runs_already_is_refused() -> None:
     with pytest.raises(ConfigError, match="runs already"):
         await spot_check(1.0, running)
     await running
-
-
-async def test_equal_answers_must_not_share_a_choice_through_the_cache() -> None:
-    async def compute_score(solution_str: str) -> dict[str, Any]:
-        return (await spot_check(1.0, scored(1.0))).reward()
-
-    with pytest.raises(ConfigError, match=r"reward_loop\.cache\.enabled"):
-        await results_of(compute_score, ["one"], cache=CacheConfig(enabled=True))
 
 
 async def test_a_sample_without_a_uid_keeps_its_choice_when_the_function_is_called_again() -> None:

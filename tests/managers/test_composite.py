@@ -195,19 +195,6 @@ async def test_components_are_retried_and_their_attempts_logged(make, calls):
     assert 0 < info["Judge/wait_s"] == info["reward_wait_s"]
 
 
-async def test_components_share_the_cache_of_the_run_and_differ_by_their_arguments(make, calls, tmp_path):
-    cache = {"enabled": True, "path": str(tmp_path / "scores.sqlite"), "version": "1"}
-    first = make({"accuracy": {}, "Judge": {}}, cache=cache)
-    doubled = make({"accuracy": {}, "Judge": {"reward_kwargs": {"scale": 2}}}, cache=cache)
-    for _ in range(2):
-        assert (await run(first, "<4>"))["reward_score"] == 4.0
-    assert calls == ["<4>"]
-    for _ in range(2):  # another instance of the same class
-        assert (await run(doubled, "<4>"))["reward_score"] == 7.0
-    assert calls == ["<4>", "<4>"]
-    assert (await run(doubled, "<4>"))["reward_extra_info"]["Judge/attempts"] == 0
-
-
 @pytest.mark.parametrize(("at_cap", "score"), [("stop", None), ("default", 1 - 2.0), ("mask", 0.0)])
 async def test_at_cap_applies_to_components_that_are_not_called(module, at_cap, score):
     async def judge():

@@ -114,15 +114,6 @@ def test_wrong_usage_is_reported(arguments: list[str], code: int, message: str) 
     assert message in " ".join(done.output.split())
 
 
-def test_a_stored_score_does_not_hide_a_problem(files: Path) -> None:
-    (files / "noise.py").write_text("import random\ndef compute_score(solution_str): return random.random()\n")
-    cache = ["-O", "cache.enabled=true", "-O", "cache.path=scores.db", "-O", "cache.version=1"]
-    for _ in range(2):
-        done = runner.invoke(app, ["check", "noise.py", *FIELDS, *cache])
-        assert done.exit_code == 0, done.output
-        assert "have another result when scored again" in " ".join(done.output.split())
-
-
 def test_a_function_that_never_lets_the_loop_run_ends_the_check_with_its_line(files: Path) -> None:
     (files / "spins.py").write_text("async def compute_score(solution_str):\n    while True:\n        pass\n")
     # A shell that runs the tests in the background has them ignore SIGINT, and children inherit that.

@@ -153,17 +153,6 @@ def test_a_revision_changes_the_last_earlier_row_of_its_uid(tmp_path: Path, time
     assert [row["reward"] for row in RecordsReader(folder).rows()] == rewards
 
 
-def test_calls_that_were_saved_are_counted(tmp_path: Path) -> None:
-    calls = [{"function": "f", "start_s": 0.0}] * 2
-    rows = [sample("a", score=1.0, attempts=2, calls=calls), sample("b", score=1.0, attempts=1)]
-    rows += [sample(f"m{i}", score=1.0, attempts=0, merged=1) for i in range(4)]
-    rows += [sample("c", score=1.0, attempts=0, merged=1, cached=2)]  # of a composite reward
-    folder = str(write(tmp_path / "r", *rows))
-    assert summary(folder)["saved_calls"] == {"share": 0.7, "merged": 5, "cached": 2}
-    assert "judge calls  70.0% saved (merged 5, from the cache 2)" in report(folder)
-    assert "judge calls" not in report(str(write(tmp_path / "none", *ROWS)))
-
-
 def test_the_causes_of_unscored_samples_are_counted(tmp_path: Path) -> None:
     no_number = [exchange(1.0, unscored="no 'Score:' in the last line")]
     rows = [sample(f"u{i}", outcome="unscored", masked=True, judges=no_number) for i in range(3)]

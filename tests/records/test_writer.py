@@ -18,7 +18,7 @@ from reward_loop import (
 )
 from reward_loop.client import Judge, Number
 from reward_loop.managers import GroupRewardLoopManager
-from reward_loop.records import Records, active, active_samples, records
+from reward_loop.records import Records, active, records
 from reward_loop.records.writer import _MAX_DURATIONS
 from reward_loop.testing import FakeJudge
 from tests.clock import until
@@ -56,25 +56,6 @@ async def test_waiting_and_running_are_measured_separately(tmp_path: Path) -> No
     assert rewards[2]["reward_queue_s"] >= 0.4
     for info, name in zip(rewards, "abc", strict=True):
         assert info["reward_queue_s"] <= rows[name]["queue_s"] + 0.001
-
-
-async def test_calls_that_the_cache_saves_are_recorded(tmp_path: Path) -> None:
-    async def compute_score(solution_str: str) -> float:
-        await asyncio.wait_for(gate.wait(), 60)
-        return 1.0
-
-    gate = asyncio.Event()
-    cache = {"enabled": True, "path": str(tmp_path / "scores.db"), "version": "1"}
-    config = RewardLoopConfig(log_dir=str(tmp_path / "r"), cache=cache)
-    manager = NaiveRewardLoopManager(config, compute_score=compute_score)
-    calls = [asyncio.create_task(manager.run_single(RewardSample("4", uid=uid))) for uid in "abc"]
-    await until(lambda: [one.waits() for one in active_samples()] == [[], ["an equal call"], ["an equal call"]])
-    gate.set()
-    rewards = [*await asyncio.gather(*calls), await manager.run_single(RewardSample("4", uid="d"))]
-    assert [reward["reward_extra_info"]["reward_attempts"] for reward in rewards] == [1, 0, 0, 0]
-    rows = sorted(await recorded(tmp_path / "r"), key=lambda row: row["uid"])
-    assert [(row.get("merged"), row.get("cached")) for row in rows] == [(None, None), (1, None), (1, None), (None, 1)]
-    assert [row["work_s"] > 0 for row in rows] == [True, False, False, False]
 
 
 def test_a_directory_has_one_writer(tmp_path: Path) -> None:

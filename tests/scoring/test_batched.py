@@ -4,7 +4,7 @@ import os
 import numpy as np
 import pytest
 
-from reward_loop import ConfigError, FunctionLoadError, Outcome, RewardFunctionError, RewardLoopConfig, RewardSample
+from reward_loop import FunctionLoadError, Outcome, RewardFunctionError, RewardLoopConfig, RewardSample
 from reward_loop.scoring import ListScoringFunction, isolated
 
 SAMPLES = [
@@ -128,13 +128,11 @@ async def test_attempts_and_times_are_those_of_the_call():
         assert (result.work_s, result.wait_s) == (first.work_s, first.wait_s)
 
 
-def test_the_signature_is_read_and_calls_are_not_cached():
+def test_the_signature_is_read():
     function = ListScoringFunction(lambda solution_strs, ground_truths, data_sources=None: [])
     assert function.requires == {"solution_str", "ground_truth"}
     with pytest.raises(FunctionLoadError, match=r"requires solution_str,.*solution_strs"):
         ListScoringFunction(lambda solution_str: 1)
-    with pytest.raises(ConfigError, match=r"reward_loop\.cache\.enabled"):
-        ListScoringFunction(lambda solution_strs: [], options=RewardLoopConfig(cache={"enabled": True}))
 
 
 @isolated

@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import hydra_plugins.reward_loop_plugin as plugin
 from examples import verl_cpu
+from reward_loop.config import RetryConfig
 from reward_loop.verl import main_ppo
 from reward_loop.verl.options import added_options, verl_config_dir
 from tests.gsm8k import ROOT
@@ -231,12 +232,12 @@ def test_options_need_no_plus_in_any_configuration(verls: Command, tmp_path: Pat
 
 
 def test_a_file_turns_it_on_and_its_values_come_before_the_defaults(command: Command, tmp_path: Path) -> None:
-    more = "trainer: {v1: {trainer_mode: reward_pipeline}}\nreward_loop: {timeout: 60, cache: {enabled: true}}\n"
+    more = "trainer: {v1: {trainer_mode: reward_pipeline}}\nreward_loop: {timeout: 60, retry: {max_attempts: 4}}\n"
     words = recipe(tmp_path, more)
-    assert command(*words).reward_loop == {"timeout": 60, "cache": {"enabled": True}}
+    assert command(*words).reward_loop == {"timeout": 60, "retry": {"max_attempts": 4}}
     config = command(*words, "reward_loop.outage_timeout_s=5")
     assert (config.reward_loop.timeout, config.reward_loop.outage_timeout_s) == (60, 5)
-    assert config.reward_loop.cache == {"enabled": True, "path": None, "version": ""}
+    assert (config.reward_loop.retry.max_attempts, config.reward_loop.retry.max_wait) == (4, RetryConfig().max_wait)
     assert len(command.begun) == 2
 
 
