@@ -51,6 +51,7 @@ def test_settings_can_be_sent_to_other_processes() -> None:
     settings = resolved("custom_reward_function.path=f.py", "trainer.v1.trainer_mode=reward_pipeline")
     packed = pickle.dumps(settings)
     assert pickle.loads(packed) == settings
+    assert len(packed) < 50_000  # from 100 KB on, Ray cannot restart an actor whose argument is lost
 
 
 def test_the_job_is_part_of_new_settings_and_of_their_configuration() -> None:
