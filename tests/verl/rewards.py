@@ -335,9 +335,9 @@ class Away:
         await asyncio.Event().wait()  # until this process ends, too
 
 
-def rare(completions: list[list[dict[str, str]]], split: list[str], **kwargs: Any) -> list[float]:
-    """A function in TRL's form. Rewards one response in four or so, so that many groups get no reward at all."""
-    return [float(number(completion[0]["content"]) % 4 == 0) for completion in completions]
+def rare(solution_str: str) -> float:
+    """Rewards one response in four or so, so that many groups get no reward at all."""
+    return float(number(solution_str) % 4 == 0)
 
 
 def _kill_once(pid: int, marker: str) -> None:
