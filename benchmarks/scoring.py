@@ -130,7 +130,8 @@ def configuration(folder: Path, name: str, *more: str) -> Any:
     """Return the settings of a run with limits, retries and records, and with ``more`` overrides."""
     from hydra import compose, initialize_config_dir
 
-    from reward_loop.verl.options import CONFIG_DIR, resolve, verl_config_dir
+    from reward_loop.verl.installed import verl_config_dir
+    from reward_loop.verl.options import CONFIG_DIR, resolve
 
     overrides = [
         f"hydra.searchpath=[file://{verl_config_dir()}]",

@@ -246,7 +246,7 @@ def test_commands_of_verl_load_our_manager(command: list[str]) -> None:
     from verl.trainer.ppo.reward import resolve_reward_manager_cls
 
     from reward_loop.managers import RewardLoopManagerBase
-    from reward_loop.verl.options import verl_config_dir
+    from reward_loop.verl.installed import verl_config_dir
 
     with initialize_config_dir(str(verl_config_dir()), version_base=None):
         config = compose("ppo_trainer", command[3:])
@@ -260,7 +260,7 @@ def test_the_way_back_from_the_command_of_the_readme_is_to_leave_one_option_out(
     pytest.importorskip("verl")
     from hydra import compose, initialize_config_dir
 
-    from reward_loop.verl.options import verl_config_dir
+    from reward_loop.verl.installed import verl_config_dir
 
     (command,) = [command for page, command in TRAINING if page == "README.md"]
     overrides = [word for word in command[3:] if word != PIPELINE]

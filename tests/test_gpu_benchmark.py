@@ -132,8 +132,8 @@ def test_the_commands_for_a_gpu_pass_our_checks_and_verls(
     from hydra import compose, initialize_config_dir
     from verl.utils.config import validate_config
 
+    from reward_loop.verl.installed import verl_config_dir
     from reward_loop.verl.main_ppo import check_function
-    from reward_loop.verl.options import verl_config_dir
     from tests.verl.configs import resolved
 
     class CommandRead(Exception):

@@ -1,4 +1,4 @@
-"""The installed verl: its release, its folder, and names of it that are replaced for a while.
+"""The installed verl: its release, its folder, its default options, and names of it that are replaced for a while.
 
 reward_loop overrides methods that verl does not document, and a release of verl may change any of them. So each release
 of reward_loop works with one of verl. mypy checks the overrides against it. Does not import verl.
@@ -6,11 +6,14 @@ of reward_loop works with one of verl. mypy checks the overrides against it. Doe
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
 
 from reward_loop.errors import RewardLoopError
 
@@ -47,6 +50,19 @@ def verl_folder() -> Path:
     assert spec is not None
     assert spec.origin is not None
     return Path(spec.origin).parent
+
+
+def verl_config_dir() -> Path:
+    """Return the directory of verl's Hydra configuration."""
+    return verl_folder() / "trainer" / "config"
+
+
+@functools.cache
+def verls_defaults() -> DictConfig:
+    """Return verl's group ``reward`` with its defaults. Read-only."""
+    loaded = OmegaConf.create({"reward": OmegaConf.load(verl_config_dir() / "reward" / "reward.yaml")})
+    OmegaConf.set_readonly(loaded, True)  # all callers share it
+    return loaded
 
 
 @contextmanager

@@ -7,7 +7,6 @@ verl.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import os
@@ -29,7 +28,8 @@ from reward_loop.managers import RewardLoopManagerBase
 from reward_loop.managers import get as get_manager
 from reward_loop.managers.registry import names as manager_names
 from reward_loop.scoring import load_function
-from reward_loop.verl.installed import verl_folder
+from reward_loop.verl.installed import verls_defaults
+from reward_loop.verl.reward_model import read_reward_model
 
 logger = logging.getLogger(__name__)
 
@@ -241,22 +241,9 @@ MOVED = {
 own ``migrate_legacy_reward_impl`` would lose the name of a manager's class and the defaults beside a given key."""
 
 
-def verl_config_dir() -> Path:
-    """Return the directory of verl's Hydra configuration, without importing verl."""
-    return verl_folder() / "trainer" / "config"
-
-
 def added_options() -> DictConfig:
     """Return the options that reward_loop adds to verl's configuration, with their defaults."""
     return OmegaConf.load(CONFIG_DIR / "reward_loop_options.yaml")
-
-
-@functools.cache
-def verls_defaults() -> DictConfig:
-    """Return verl's group ``reward`` with its defaults. Read-only."""
-    loaded = OmegaConf.create({"reward": OmegaConf.load(verl_config_dir() / "reward" / "reward.yaml")})
-    OmegaConf.set_readonly(loaded, True)  # all callers share it
-    return loaded
 
 
 def resolve(config: DictConfig) -> RewardSettings:
@@ -332,8 +319,6 @@ def read(config: DictConfig) -> RewardSettings:
     Raises:
         ConfigError: an option is malformed, or contradicts another; the message names it.
     """
-    from reward_loop.verl.reward_model import read_reward_model
-
     _check(config)
     reward, custom = config.reward, config.reward.custom_reward_function
     function = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -12,7 +12,10 @@ from reward_loop.errors import ConfigError
 from reward_loop.serving.engines import ENGINES, normalised
 from reward_loop.serving.gpus import VISIBLE_DEVICES
 from reward_loop.serving.models import check_path
-from reward_loop.verl.options import PIPELINE_MODE, ModeOptions, verls_defaults
+from reward_loop.verl.installed import verls_defaults
+
+if TYPE_CHECKING:
+    from reward_loop.verl.options import ModeOptions
 
 _SERVER_OPTIONS = {
     "tensor_model_parallel_size": "tensor_parallel_size",
@@ -191,7 +194,7 @@ def _colocated(config: DictConfig, served: RewardModelConfig, mode: ModeOptions)
                 f"reward_model.{of} has no effect with a reward model on the trainer's GPUs: verl starts its servers, "
                 f"with the options reward_model.rollout.*. Leave it out, or {own_gpus}"
             )
-    off_policy = f"trainer.v1.{PIPELINE_MODE}.one_step_off_policy"
+    off_policy = f"trainer.v1.{mode.name}.one_step_off_policy"
     on_gpus = _gpus(served) > 0
     rejected = {
         f"trainer.v1.trainer_mode={mode.name}": (

@@ -11,8 +11,15 @@ import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 from typing_extensions import override
 from verl.trainer.main_ppo import TaskRunnerV1
+from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
+import reward_loop.verl.pipeline  # noqa: F401  registers the mode reward_pipeline
+from reward_loop.verl.agent_loop_manager import AGENT_LOOP_MANAGER
 from reward_loop.verl.options import ModeOptions
+from reward_loop.verl.separate_async import QUEUE_AGENT_LOOP_MANAGER, QueueSeparateAsyncTrainer
+from reward_loop.verl.services import reward_services
+from reward_loop.verl.trainer import with_reward_loop
 
 if TYPE_CHECKING:
     _TaskRunner = TaskRunnerV1
@@ -30,11 +37,6 @@ class TaskRunner(_TaskRunner):
 
         The services stop also after an error.
         """
-        from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
-
-        from reward_loop.verl.services import reward_services
-        from reward_loop.verl.trainer import with_reward_loop
-
         logging.getLogger("reward_loop").setLevel(logging.INFO)
         OmegaConf.resolve(config)
         with reward_services(config) as rewards:
@@ -54,12 +56,6 @@ def _without_secret(config: DictConfig) -> DictConfig:
 
 def _trainer_class(config: DictConfig, mode: ModeOptions) -> Any:
     """Return the trainer class of the mode. Sets the agent loop manager in ``config``, except one of the user."""
-    from verl.trainer.ppo.v1 import get_trainer_cls
-
-    import reward_loop.verl.pipeline  # noqa: F401  registers the mode reward_pipeline
-    from reward_loop.verl.agent_loop_manager import AGENT_LOOP_MANAGER
-    from reward_loop.verl.separate_async import QUEUE_AGENT_LOOP_MANAGER, QueueSeparateAsyncTrainer
-
     agent = config.actor_rollout_ref.rollout.agent
     with open_dict(agent):
         if mode.queue is not None:

@@ -13,7 +13,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from examples import verl_cpu
-from reward_loop.verl.options import CONFIG_DIR, RewardSettings, resolve, verl_config_dir
+from reward_loop.verl.installed import verl_config_dir
+from reward_loop.verl.options import CONFIG_DIR, RewardSettings, resolve
 
 
 def configuration(*overrides: str, name: str = "ppo_trainer", folder: Path | None = None) -> DictConfig:

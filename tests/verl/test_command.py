@@ -25,7 +25,8 @@ import hydra_plugins.reward_loop_plugin as plugin
 from examples import verl_cpu
 from reward_loop.config import RetryConfig
 from reward_loop.verl import main_ppo
-from reward_loop.verl.options import added_options, verl_config_dir
+from reward_loop.verl.installed import verl_config_dir
+from reward_loop.verl.options import added_options
 from tests.gsm8k import ROOT
 
 MAIN = """
