@@ -116,6 +116,8 @@ class RewardSample:
     turns: Sequence[int] | None = None
     """For the sample's record, if the response has several turns: the number of characters of each part of the
     response, by the policy and by the environment in turn, beginning with the policy."""
+    turn_count: int | None = None
+    """The number of the policy's turns in the response, which ``turn_level_scores`` must have; ``None`` if unknown."""
     response: str | None = None
     """For the sample's record: what the policy wrote, if a manager's ``to_sample`` has changed ``solution_str``; by
     default ``solution_str``. Set by the reward loop. Functions do not receive it."""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import types
+from collections import Counter
 
 import pytest
 from typer.testing import CliRunner
@@ -30,7 +31,7 @@ class Judge:
     def compute_score(self, solution_str):
         return 1
     def post_process_scores(self, scores):
-        return scores
+        return [score - len(scores) for score in scores]
 """
 
 
@@ -359,9 +360,12 @@ def test_what_a_function_prints_is_not_in_the_output_of_a_command(folder, name, 
 
 
 @pytest.mark.integration
-def test_post_process_scores_is_not_applied_silently(folder):
-    shown = run("score", "rollouts.jsonl", "reward.py:Judge", "-f", "solution_str=output")
-    assert "post_process_scores is not applied" in shown
+def test_post_process_scores_gets_the_rows_of_a_group(folder):
+    judge = ("score", "rollouts.jsonl", "reward.py:Judge", "-f", "solution_str=output")
+    run(*judge, "-f", "group=gts")
+    sizes = Counter(row["gts"] for row in ROWS)
+    found = {row["uid"]: row["reward"] for row in RecordsReader(folder / "rollouts.scored").rows()}
+    assert sorted(found.values()) == sorted(1 - sizes[row["gts"]] for row in ROWS)
 
 
 COMPOSITE = ("score", "rollouts.jsonl", "-f", "solution_str=output", "-f", "ground_truth=gts", "--manager", "composite")

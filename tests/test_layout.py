@@ -63,18 +63,17 @@ NEIGHBOURS = {
 
 INSIDE: dict[str, set[str]] = {
     "agent.environment": {"CurrentScorer"},
-    "agent.queue": {"QueueEntry"},
     "managers.base": {
         *("TRAINER_MODE", "TRAINING_STEP", "TURNS", "VALIDATE", "generated_step_of", "last_row", "training_step_of"),
         *("uid_of", "verl_options", "TOTAL_STEPS", "open_records", "progress_of"),
     },
     "managers.failures": {"Failures", "decide", "on_one_line"},
-    "managers.post_process": {"PostProcess", "fail_reward"},
+    "managers.groups": {"CALLER", "Caller"},
     "managers.registry": {"names"},
     "managers.scorer": {"Scorer", "functions_of", "load_scorer", "reward_of", "scores_groups"},
     "scoring.isolation": {"SplitSemaphore"},
     "scoring.load": {"source_hash"},
-    "scoring.results": {"are_numbers"},
+    "scoring.results": {"check_result"},
     "scoring.signature": {"BY_NAME", "required_by_name"},
 }
 """The names in the rooms of the core that satellites import, although they are not in the ``__all__`` of the room. It

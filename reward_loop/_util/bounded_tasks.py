@@ -36,6 +36,8 @@ class BoundedTasks:
         self.limit = limit
         self.tasks: set[asyncio.Task[None]] = set()
         """The tasks that have not ended."""
+        self._released: set[asyncio.Task[None]] = set()
+        """Those of them that do not count in the limit any more."""
         self._start = start
         self._on_end = ended
         self._is_filling = False
@@ -53,14 +55,22 @@ class BoundedTasks:
     def _fill(self) -> None:
         self._is_filling = False
         for _ in range(STARTS_PER_TURN):
-            if (self.limit is not None and len(self.tasks) >= self.limit) or (task := self._start()) is None:
+            if self.limit is not None and len(self.tasks) - len(self._released) >= self.limit:
+                return
+            if (task := self._start()) is None:
                 return
             self.tasks.add(task)
             task.add_done_callback(self._done, context=self._context)
         self.fill()
 
+    def release(self, task: asyncio.Task[None]) -> None:
+        """Do not count a task in the limit any more: it waits for tasks that may not have been started."""
+        self._released.add(task)
+        self.fill()
+
     def _ended(self, task: asyncio.Task[None]) -> None:
         self.tasks.discard(task)
+        self._released.discard(task)
         self._on_end(task)
         self.fill()
 

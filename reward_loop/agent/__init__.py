@@ -5,7 +5,7 @@ from __future__ import annotations
 from reward_loop.agent.agent import RewardAgent
 from reward_loop.agent.blocking import BlockingPendingRewards, BlockingRewardAgent
 from reward_loop.agent.pending import Group, MiniBatch, PendingRewards
-from reward_loop.agent.queue import QueuedRewards, RewardQueue, Staleness
+from reward_loop.agent.queue import Places, QueueCounts, RewardQueue, queue_metrics
 
 __all__ = [
     "BlockingPendingRewards",
@@ -13,8 +13,9 @@ __all__ = [
     "Group",
     "MiniBatch",
     "PendingRewards",
-    "QueuedRewards",
+    "Places",
+    "QueueCounts",
     "RewardAgent",
     "RewardQueue",
-    "Staleness",
+    "queue_metrics",
 ]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import itertools
 import logging
 import secrets
@@ -25,8 +26,7 @@ from typing import Any, Self
 from reward_loop._util.bounded_tasks import BoundedTasks
 from reward_loop.agent.pending import PendingRewards, group_sizes
 from reward_loop.errors import ConfigError, RewardLoopError, RewardsCancelledError
-from reward_loop.managers.base import recorded_uid
-from reward_loop.managers.post_process import PostProcess
+from reward_loop.managers.groups import CALLER, Caller
 from reward_loop.managers.scorer import reward_of
 from reward_loop.records import STEP, Records, WaitsFor
 from reward_loop.types import RewardSample
@@ -68,7 +68,6 @@ class RewardAgent:
         """The reward manager."""
         self.concurrency = concurrency
         """How many samples run at a time; ``None`` for no limit."""
-        self._post_process = PostProcess.of(manager)
         self._needs_group: bool = getattr(manager, "needs_group", False)
         records = getattr(manager, "records", None)
         self._events = StepEvents(records if isinstance(records, Records) else None)
@@ -173,12 +172,14 @@ class RewardAgent:
         rows = list(samples)
         sizes = group_sizes(len(rows), group_size, groups)
         largest = max(sizes, default=0)
-        if self._needs_group and self.concurrency is not None and largest > self.concurrency:
+        holds_places = self._needs_group and not getattr(self.manager, "post_processes", False)
+        if holds_places and self.concurrency is not None and largest > self.concurrency:
             raise ConfigError(
                 f"{type(self.manager).__name__} waits for all samples of a group, and a group has {largest} samples: "
                 f"concurrency must be at least {largest}, got {self.concurrency}"
             )
         pending = PendingRewards(rows, sizes, next(self._numbers), self._settled, self._events.waiting)
+        pending.has_sizes = group_size is not None or groups is not None
         if not pending.done():
             # Atomic, as `next` is: a BlockingRewardAgent accepts batches in its caller's threads.
             self._unsettled[pending.number] = pending
@@ -216,6 +217,11 @@ class RewardAgent:
 
     async def _score(self, pending: PendingRewards, sample: int) -> None:
         row = self._row(pending, sample)
+        if self._needs_group:
+            task = asyncio.current_task()
+            assert task is not None
+            release = functools.partial(self._tasks.release, task)
+            CALLER.set(Caller(reports_lost=pending.has_sizes, release=release))
         reward = await reward_of(self.manager, row, getattr(row, "uid", None) or f"sample {sample}")
         self._events.reward_arrived(row, pending.submitted)
         # The batch may have ended, if user code has suppressed the cancellation: an ended batch never changes.
@@ -224,14 +230,6 @@ class RewardAgent:
         group = pending._add_reward(sample, reward)
         if group is None:
             return
-        if self._post_process is not None:
-            members, complete = pending._members(group), pending._group(group)
-            # Of the rows, not of the samples: the records have these uids, also of samples without one.
-            names = [recorded_uid(self._row(pending, i)) for i in members]
-            processed = await self._post_process(complete.rewards, names)
-            if pending.error is not None:
-                return
-            pending._rewards[members.start : members.stop] = processed
         pending._complete(group)
 
     def _row(self, pending: PendingRewards, sample: int) -> Any:
@@ -241,10 +239,12 @@ class RewardAgent:
             return row
         number = pending._group_of(sample)
         members = pending._members(number)
-        return with_group(row, f"{self._name}.{pending.number}.{number}", sample - members.start, len(members))
+        # The caller has not given its size: then that of a group with a name of its own is not known.
+        size = len(members) if pending.has_sizes or getattr(row, "group", None) is None else None
+        return _with_group(row, f"{self._name}.{pending.number}.{number}", sample - members.start, size)
 
 
-def with_group(sample: Any, group: str, member: int, size: int) -> Any:
+def _with_group(sample: Any, group: str, member: int, size: int | None) -> Any:
     """Return a sample, or a row of verl's ``DataProto``, with its uid, group and size of the group, where they lack."""
     if isinstance(sample, RewardSample):
         return replace(

@@ -2,8 +2,7 @@
 
 Invariants:
 
-- A group is complete when all its members have a reward and, where the function has one, ``post_process_scores`` has
-  run. A group completes once.
+- A group is complete when all its members have a reward. A group completes once.
 - A batch ends once: when its last group is complete, or with the first error. After that nothing changes.
 - The state changes only on the agent's event loop. Other threads read it: what they read only grows, or is set once.
 """
@@ -81,7 +80,7 @@ class PendingRewards:
     """
 
     __slots__ = ("_completed", "_left", "_on_settled", "_rewards", "_samples", "_starts", "_tasks", "_waiters",
-                 "_waiting", "error", "number", "submitted")  # fmt: skip
+                 "_waiting", "error", "has_sizes", "number", "submitted")  # fmt: skip
 
     def __init__(
         self,
@@ -111,6 +110,8 @@ class PendingRewards:
             )
         self.number = number
         """Counts the agent's batches, in order of submission."""
+        self.has_sizes = False
+        """Whether the caller has given the sizes of the groups: then all members of each are in the batch."""
         self.submitted = time.time()
         """When the batch was submitted, in seconds since 1970."""
         self.error: RewardLoopError | None = None

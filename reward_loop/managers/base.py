@@ -6,21 +6,23 @@ import asyncio
 import functools
 import itertools
 from collections.abc import Awaitable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from reward_loop._util.addresses import checked_address
 from reward_loop._util.text import listing, shorten
 from reward_loop.config import parse
-from reward_loop.errors import ConfigError
+from reward_loop.errors import ConfigError, ScoringError
 from reward_loop.limits.client import failure_bound, open_limits
 from reward_loop.limits.permit import DEFAULT, Limits
 from reward_loop.managers.decoding import ResponseDecoder
 from reward_loop.managers.failures import decide
+from reward_loop.managers.groups import CALLER, Call, Groups
 from reward_loop.managers.options import RewardLoopConfig
 from reward_loop.records import ActiveSample, Records, records, watch, watched_loops
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
-from reward_loop.scoring.results import check_result
+from reward_loop.scoring.results import check_result, failed_after
 from reward_loop.types import Reward, RewardResult, RewardSample
 
 VALIDATE = "__validate__"
@@ -55,8 +57,8 @@ class RewardLoopManagerBase:
     function_type: ClassVar[type[ScoringFunction] | type[ListScoringFunction]] = ScoringFunction
     """The class that calls the user's function: `ScoringFunction`, or `ListScoringFunction` for batched functions."""
 
-    needs_group: ClassVar[bool] = False
-    """Whether one manager must see all samples of a prompt."""
+    needs_group: bool = False
+    """Whether one manager must see all samples of a prompt: also if the function has ``post_process_scores``."""
 
     def __init__(
         self,
@@ -99,6 +101,11 @@ class RewardLoopManagerBase:
         self.function: Any = None
         if compute_score is not None:
             self.function = scoring_function(type(self), compute_score, self.options, limits=self.limits)
+        self.groups: Groups | None = None
+        """Collects the samples of each prompt; ``None`` if each is scored alone."""
+        if self.post_processes:
+            self.needs_group = True
+            self.groups = self.collect_groups(self.function.post_process_scores, f"post_process_scores of {self.name}")
         self._check_place()
         self.records = open_records(self.options)
         self.failures = failure_bound(self.options, self.limits)
@@ -129,6 +136,19 @@ class RewardLoopManagerBase:
                 f"reward_loop.components.{phased[0]}.phase: in verl's own reward loop it is not known whether a sample "
                 f"belongs to a validation: {on}, or leave the option out"
             )
+        if self.needs_group:
+            rollout, workers = verl_options(config, "actor_rollout_ref.rollout") or {}, "reward.num_workers"
+            if (number := verl_options(config, workers) or 1) > 1:
+                raise ConfigError(
+                    f"{workers}={number}: {self.name} scores the rollouts of a prompt together, which verl's own "
+                    f"reward loop distributes among its reward workers: set {workers}=1, or {on}"
+                )
+            if (size := verl_options(rollout, "val_kwargs.n")) not in (None, rollout.get("n")):
+                raise ConfigError(
+                    f"actor_rollout_ref.rollout.val_kwargs.n={size}: {self.name} scores the rollouts of a prompt "
+                    "together, and in verl's own reward loop it is not known whether they belong to a validation: set "
+                    f"it to actor_rollout_ref.rollout.n={rollout.get('n')}, or {on}"
+                )
         lacking = {"validate"} & self.requires
         if not verl_options(config, "trainer.total_training_steps"):
             lacking |= {"training_progress"} & self.requires
@@ -175,6 +195,16 @@ class RewardLoopManagerBase:
         if self.records is not None and type(self).to_sample is not RewardLoopManagerBase.to_sample:
             sample = await self._with_response(data, sample)
         return self.to_reward(await self.score(sample))
+
+    @property
+    def post_processes(self) -> bool:
+        """Whether the function is a class with ``post_process_scores``, which the manager calls for each group."""
+        return isinstance(self.function, ScoringFunction) and self.function.has_post_process
+
+    def collect_groups(self, call: Call, who: str) -> Groups:
+        """Return a collector of groups, with the sizes and the timeout of the options."""
+        size = self.options.group.size or verl_options(self.config, "actor_rollout_ref.rollout.n")
+        return Groups(call, size, self.options.group.timeout, who)
 
     async def _with_response(self, data: Any, sample: RewardSample) -> RewardSample:
         """Return a sample with the text of the policy, for its record, if `to_sample` has changed it."""
@@ -232,7 +262,7 @@ class RewardLoopManagerBase:
         solution = await self._decoder.decode(ids)
         turns, lengths = None, row.get(TURNS)
         # Only records have the turns, and they need a second decoding.
-        if lengths is not None and self.records is not None:
+        if lengths is not None and len(lengths) > 1 and self.records is not None:
             turns = await self._turns(self._decoder, ids, lengths, solution)
         broken: list[str] = []
         # A new dict: the row belongs to the caller, and the rollouts of a prompt may share its `extra_info`.
@@ -265,6 +295,7 @@ class RewardLoopManagerBase:
             step=training_step_of(row, self._trainer_mode),
             generated_step=generated_step_of(row),
             turns=turns,
+            turn_count=None if lengths is None else sum(length > 0 for length in lengths[::2]),
             response_ids=ids.tolist() if "response_ids" in self._takes else None,
             is_truncated=self._is_truncated(ids) if "is_truncated" in self._takes else None,
             training_progress=self._progress(row) if "training_progress" in self._takes else None,
@@ -298,23 +329,49 @@ class RewardLoopManagerBase:
         # Not in the constructor: a process that only creates a manager gets no thread.
         if asyncio.get_running_loop() not in watched_loops:  # a sample needs no call of the watchdog
             watch()
+        member = nullcontext(bool) if self.groups is None else self.groups.member(sample)
         with ActiveSample(sample, self.name, self.options.watchdog_s, self.records is not None) as active:
-            result = check_result(sample, await self.score_one(sample))
+            with member as joined:
+                result = check_result(sample, await self.score_one(sample))
+                if self.post_processes and not joined():  # an override has not called the method of this class
+                    result = check_result(sample, await self._post_process(sample, result))
             result = decide(result, self.options, active.seconds)
             if self.records is not None:
                 self.records.write_sample(active, result, self.options.record.full)
         return result
 
     def score_one(self, sample: RewardSample) -> Awaitable[RewardResult]:
-        """Call the function for one sample. Errors in the function become *failed* results, not exceptions."""
-        return self._call(sample)
+        """Call the function for one sample. Errors in the function become *failed* results, not exceptions.
+
+        If its class has ``post_process_scores``, the result is that of this method, when all samples of the group are
+        scored.
+        """
+        # The function's coroutine directly: no extra coroutine per sample in flight.
+        return self._with_group(sample) if self.post_processes else self._call(sample)
+
+    async def _with_group(self, sample: RewardSample) -> RewardResult:
+        return await self._post_process(sample, check_result(sample, await self._call(sample)))
+
+    async def _post_process(self, sample: RewardSample, result: RewardResult) -> RewardResult:
+        """Return a result with its score after ``post_process_scores``, when the whole group is scored."""
+        assert self.groups is not None
+        if result.score is None:
+            return result
+        if (release := CALLER.get().release) is not None:
+            release()
+        try:
+            score: float = await self.groups.join(result.score)
+        except ScoringError as error:
+            failure = error.about(sample)
+            failure.__cause__ = error
+            return failed_after(result, failure)
+        return replace(result, score=score, extra_info={"raw_score": result.score, **result.extra_info})
 
     def score_many(self, samples: list[RewardSample]) -> Awaitable[list[RewardResult]]:
         """Call a batched function once for several samples; return one result per sample, in order."""
         return self._call(samples)
 
     def _call(self, what: Any) -> Awaitable[Any]:
-        # Return the function's coroutine directly: no extra coroutine per sample in flight.
         if self.function is None:
             raise ConfigError(f"{type(self).__name__} has no compute_score: pass one to its constructor")
         return self.function(
@@ -499,19 +556,3 @@ def uid_of(row: Mapping[str, Any]) -> str | None:
     """Return the uid of a row of verl's batch (with its session id, if any), for messages and logs."""
     name = [row.get("uid", row.get("index")), row.get("session_id")]
     return "_".join([str(part) for part in name if part is not None]) or None
-
-
-def recorded_uid(row: Any) -> str | None:
-    """Return the uid that the record of a sample, or of a row of verl's ``DataProto``, has and no other record.
-
-    ``None`` without a uid, and without a session id: the rollouts of a prompt then have the same uid. Also without a
-    response, as a manager of the user may have it.
-    """
-    if not hasattr(row, "non_tensor_batch"):
-        uid: str | None = getattr(row, "uid", None)
-        return uid
-    responses = None if getattr(row, "batch", None) is None else row.batch.get("responses", None)
-    if responses is None:
-        return None
-    fields = last_row(row, responses)
-    return None if fields.get("session_id") is None else uid_of(fields)

@@ -29,8 +29,8 @@ class GroupConfig(Config):
     ``actor_rollout_ref.rollout.n``."""
 
     timeout: float = Field(default=600.0, gt=0)
-    """Seconds from the first sample of a group to the last. After that, an incomplete group fails. It must be longer
-    than the slowest rollout of a prompt."""
+    """Seconds from the first sample of a group to the last, where nobody reports the samples that will not come: verl's
+    own reward loop, single requests. After that, an incomplete group fails."""
 
 
 class ComponentConfig(Config):

@@ -26,11 +26,6 @@ class Scorer:
     requires: frozenset[str]
     """The fields of a sample that the function requires."""
 
-    @property
-    def has_post_process(self) -> bool:
-        """Whether the function has a method ``post_process_scores``."""
-        return bool(getattr(self.function, "has_post_process", False))
-
 
 def load_scorer(
     spec: Any,
@@ -137,5 +132,4 @@ def functions_of(manager: Any) -> list[Any]:
 
 def scores_groups(manager: Any) -> bool:
     """Return whether the manager, or ``post_process_scores`` of its function, needs all samples of a group."""
-    function = getattr(manager, "function", None)
-    return bool(getattr(manager, "needs_group", False) or getattr(function, "has_post_process", False))
+    return bool(getattr(manager, "needs_group", False))

@@ -141,8 +141,6 @@ def score(
             getattr(function, "in_processes", False) for function in functions_of(scorer.manager)
         ):
             _err.print("note: --isolation process has no effect: only sync functions run in processes")
-        if scorer.has_post_process:
-            _err.print("note: post_process_scores is not applied to a file of rollouts")
         identity = {
             "input": source.identity(),
             **_identity(scorer, config, paths, data_source, fn, manager, reward_kwargs),

@@ -242,8 +242,7 @@ def check_result(sample: RewardSample, result: RewardResult) -> RewardResult:
 
     - The result has a score exactly if its outcome is *scored*.
     - The score is finite in float32. A sum of several finite scores can overflow.
-    - Dense rewards are finite numbers, and token-level scores have one number per response token. The trainer checks
-      the number of turn-level scores. Arrays become lists.
+    - Dense rewards are finite numbers, one for each response token or turn of the policy. Arrays become lists.
 
     An unscored or failed result without an exception gets one, for the policy ``raise``.
     """
@@ -261,10 +260,13 @@ def check_result(sample: RewardSample, result: RewardResult) -> RewardResult:
             result = replace(result, extra_info={**result.extra_info, name: parts})
         if not are_numbers(parts):
             problem = f"{name} must be a list of finite numbers; got {shorten(parts)}"
-        elif name == "token_level_scores" and sample.response_length not in (None, len(parts)):
-            problem = f"{len(parts)} {name}, and the response has {sample.response_length} tokens"
         else:
-            continue
+            known, what = sample.response_length, "tokens"
+            if name == "turn_level_scores":
+                known, what = sample.turn_count, "turns"
+            if known in (None, len(parts)):
+                continue
+            problem = f"{len(parts)} {name}, and the response has {known} {what}"
         return failed_after(result, InvalidScoreError(problem, sample=sample))
     return result
 

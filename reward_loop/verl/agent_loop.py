@@ -21,14 +21,12 @@ that has a score.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 import transfer_queue as tq
 from omegaconf import OmegaConf
 from typing_extensions import override
@@ -36,6 +34,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from reward_loop.agent.environment import CurrentScorer
+from reward_loop.errors import ConfigError, ScoringError
 from reward_loop.managers import RewardLoopManagerBase
 from reward_loop.managers.base import (
     TOTAL_STEPS,
@@ -47,8 +46,11 @@ from reward_loop.managers.base import (
     progress_of,
     training_step_of,
 )
+from reward_loop.managers.failures import decide
 from reward_loop.records import Records
-from reward_loop.types import Outcome, Reward, RewardSample
+from reward_loop.scoring.results import check_result
+from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
+from reward_loop.verl.token_rewards import token_rewards, turns_of
 from reward_loop.verl.trajectory_keys import FAILURE, GENERATED, JUDGED
 
 
@@ -76,6 +78,8 @@ class _Session:
     times: dict[str, float] = field(default_factory=dict)
     """The times of the fields ``end``, ``scoring`` and ``scored`` of the session's event."""
     judging: asyncio.Task[None] | None = None
+    is_submitted: bool = False
+    """Whether its sample was sent to be scored."""
 
 
 _prompt: ContextVar[_Prompt] = ContextVar("prompt")
@@ -101,7 +105,8 @@ class RewardAgentLoopWorker(_AgentLoopWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Must be here: otherwise Ray sends verl's method by value, and its `super()` fails in the process of the actor.
         super().__init__(*args, **kwargs)
-        self._records = open_records(RewardLoopManagerBase.read_options(self.config))
+        self._options = RewardLoopManagerBase.read_options(self.config)
+        self._records = open_records(self._options)
 
     async def until_death(self) -> None:
         """Never returns. A pending call fails when the worker dies."""
@@ -115,7 +120,9 @@ class RewardAgentLoopWorker(_AgentLoopWorker):
         size = int(prompt.get("__rollout_n__", n))
         # The tasks of its sessions inherit it. A prompt that was sent again may still be generated for the first time.
         _prompt.set(_Prompt(partition, size, set(range(size))))
-        await super()._run_prompt(prompt, sampling_params, trajectory=trajectory, trace=trace)
+        client, uid = self._client(), prompt["uid"]
+        with client.prompt(uid, size) if _needs_groups(client) else nullcontext():
+            await super()._run_prompt(prompt, sampling_params, trajectory=trajectory, trace=trace)
 
     @override
     async def _run_agent_loop(self, sampling_params: dict, trajectory: dict, **kwargs: Any) -> Any:
@@ -133,6 +140,8 @@ class RewardAgentLoopWorker(_AgentLoopWorker):
                 await tq.async_kv_put(key=uid, partition_id=session.prompt.partition, tag=tag)
             raise
         finally:
+            if not session.is_submitted and _needs_groups(client := self._client()):
+                client.lose(uid, session.name)
             # Also of a failed session: the prompt is generated when its other sessions are.
             await _end_generation(session)
             _session.reset(token)
@@ -172,11 +181,12 @@ class RewardAgentLoopWorker(_AgentLoopWorker):
         }
         step = rollout["generated_step"] if rollout["step"] is None else rollout["step"]
         rollout["training_progress"] = progress_of(step, self._total_steps())
-        return CurrentScorer(self._score, rollout).in_use()
 
-    async def _score(self, sample: RewardSample) -> Reward:
-        (client,) = self.reward_loop_worker_handles
-        return await client.compute_score.remote(sample)
+        async def score(sample: RewardSample) -> Reward:
+            self._submit(session)
+            return await self._client().compute_score.remote(sample)
+
+        return CurrentScorer(score, rollout).in_use()
 
     @override
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:  # type: ignore[override]
@@ -219,35 +229,73 @@ class RewardAgentLoopWorker(_AgentLoopWorker):
         session = _session.get()
         if session is None:
             return await super()._compute_score(outputs, kwargs, **options)
-        if outputs[-1].reward_score is None:
-            for output in outputs:
-                # verl replaces it by the reward of the last output, but only after judging: published alone, a score
-                # would give the outputs different fields, which verl cannot write.
-                output.reward_score = None
-        if outputs[-1].reward_score is None and self.reward_loop_worker_handles is not None:
-            # `_agent_loop_postprocess` waits for the task after verl has written the trajectory.
+        own = outputs[-1].reward_score
+        for output in outputs:
+            # verl would place it at a token of a tool, if that is the last one. And published alone, a score would give
+            # the outputs different fields, which verl cannot write.
+            output.reward_score = None
+        # `_agent_loop_postprocess` waits for the task after verl has written the trajectory.
+        if own is not None:
+            session.judging = asyncio.create_task(self._check(session, outputs[-1], own))
+        elif self.reward_loop_worker_handles is not None:
             columns = {VALIDATE: False, **kwargs, "group_size": session.prompt.size}
-            if len(turns := _turns(outputs[-1].response_mask)) > 1:
-                columns[TURNS] = turns
-            session.judging = asyncio.create_task(self._judge(session.times, outputs, columns, **options))
+            columns[TURNS] = turns_of(outputs[-1].response_mask)
+            session.judging = asyncio.create_task(self._judge(session, outputs, columns, **options))
         return None
 
-    async def _judge(self, times: dict[str, float], outputs: list[Any], kwargs: dict, **options: Any) -> None:
+    async def _judge(self, session: _Session, outputs: list[Any], kwargs: dict, **options: Any) -> None:
         """Set the reward of the last output, and the times of the session.
 
         The other arguments are those of `_compute_score`.
         """
-        times["scoring"] = time.time()
+        self._submit(session)
+        session.times["scoring"] = time.time()
         await super()._compute_score(outputs, kwargs, **options)
-        times["scored"] = time.time()
+        session.times["scored"] = time.time()
+
+    async def _check(self, session: _Session, final: Any, score: Any) -> None:
+        """Set the reward that the agent loop itself has computed, or that of a failed sample if it is not valid."""
+        reward = Reward(reward_score=score, reward_extra_info=final.extra_fields.get("reward_extra_info") or {})
+        result = RewardResult.of(reward, session.name)
+        if result.score is not None:
+            lengths = turns_of(final.response_mask)
+            turns = sum(length > 0 for length in lengths[::2])
+            sample = RewardSample("", uid=session.name, response_length=sum(lengths), turn_count=turns)
+            result = check_result(sample, result)
+        if result.score is None and not reward["reward_extra_info"].get("reward_masked"):
+            try:
+                reward = decide(result, self._options).to_reward()
+            except ScoringError as error:
+                if (client := self._client()) is not None:
+                    await client.stop_run(f"{type(error).__name__}: {error}")
+                raise
+        final.reward_score, final.extra_fields["reward_extra_info"] = (
+            reward["reward_score"],
+            reward["reward_extra_info"],
+        )
+
+    def _client(self) -> Any:
+        """Return the client of the reward workers."""
+        return (self.reward_loop_worker_handles or [None])[0]
+
+    def _submit(self, session: _Session) -> None:
+        """Note that the sample of a rollout is sent to be scored: then it is a member of its group.
+
+        Raises:
+            ConfigError: it was sent before, and the others of its group would be compared with both.
+        """
+        if session.is_submitted and _needs_groups(self._client()):
+            raise ConfigError(
+                f"rollout {session.name} requests a second reward, and the rollouts of its prompt are scored together "
+                "(post_process_scores, or the manager `group`): request one in each rollout, and pass it on as the "
+                "`reward_score` of the output"
+            )
+        session.is_submitted = True
 
 
-def _turns(response_mask: list[int]) -> list[int]:
-    """Return the number of tokens of each part by the policy (1 in the mask) and by the environment (0) in turn.
-
-    Empty if the response begins with a part by the environment.
-    """
-    return [len(list(part)) for _, part in itertools.groupby(response_mask)] if any(response_mask[:1]) else []
+def _needs_groups(client: Any) -> bool:
+    """Return whether the reward workers score the rollouts of a prompt together."""
+    return bool(getattr(client, "by_group", False))
 
 
 async def _end_generation(session: _Session) -> None:
@@ -289,8 +337,8 @@ async def _write_reward(session: _Session, outputs: list[Any]) -> None:
         # With a score, verl's `as_dict` fails for a response without tokens.
         output.reward_score = None
         output.extra_fields["reward_extra_info"] = info
-        rm_scores = torch.zeros(len(output.response_mask), dtype=torch.float32)
-        rm_scores[-1:] = score
+        # The parts are those of the last output.
+        rm_scores = token_rewards(score, output.response_mask, info if output is outputs[-1] else {})
         fields.append({"rm_scores": rm_scores, "extra_fields": output.as_dict()["extra_fields"]})
     now = time.time()
     judged = {JUDGED: [session.times.get("scoring", now), session.times.get("scored", now)]}

@@ -22,7 +22,6 @@ from reward_loop.managers.base import (
     uid_of,
     verl_options,
 )
-from reward_loop.managers.post_process import PostProcess
 from reward_loop.processes import cause_of, usable_cores
 from reward_loop.router.config import API_KEY_VARIABLE
 from reward_loop.scoring import ScoringFunction, normalise
@@ -84,7 +83,7 @@ def build_manager(
         ours = isinstance(verls, RewardLoopManagerBase)
         mode = verl_options(settings.config, TRAINER_MODE)
         manager = verls if ours else VerlManager(verls, settings.options, limits, mode)
-    if settings.function is not None and hasattr(function, "post_process_scores") and PostProcess.of(manager) is None:
+    if settings.function is not None and hasattr(function, "post_process_scores") and not manager.post_processes:
         raise ConfigError(
             f"custom_reward_function {settings.function.path}:{settings.function.name} has post_process_scores, which "
             f"reward manager {settings.manager.name} would not call: use the manager `naive`, or your own subclass of "
@@ -117,7 +116,7 @@ class VerlManager(RewardLoopManagerBase):
         super().__init__(options, limits=limits)
         self._manager = manager
         self._mode = mode
-        self.needs_group = getattr(manager, "needs_group", False)  # type: ignore[misc]
+        self.needs_group = getattr(manager, "needs_group", False)
 
     @property
     def name(self) -> str:

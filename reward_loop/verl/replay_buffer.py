@@ -5,7 +5,7 @@ verl waits indefinitely for rollouts and their rewards, and replaces failed grou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from time import monotonic, time
 from typing import Any, NamedTuple
 
@@ -18,8 +18,7 @@ from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.verl.installed import replaced
 from reward_loop.verl.options import ModeOptions
 from reward_loop.verl.refills import FailureStreak
-from reward_loop.verl.reward_metrics import Rewards
-from reward_loop.verl.tq_rows import last_failure
+from reward_loop.verl.tq_rows import last_failure, read_rewards
 from reward_loop.verl.trajectory_keys import GENERATED, JUDGED, uid_of
 
 REWARD_METRIC = "reward"
@@ -48,8 +47,6 @@ class RewardReplayBuffer(ReplayBuffer):
     Args:
         buffer: the buffer whose attributes the new one copies.
         mode: the options of the trainer mode.
-        final_rewards: returns the rewards by which finished groups are filtered, by key of the trajectory. Its second
-            argument is the metric.
         batch_size: ``data.train_batch_size``.
     """
 
@@ -59,7 +56,6 @@ class RewardReplayBuffer(ReplayBuffer):
         self,
         buffer: ReplayBuffer,
         mode: ModeOptions,
-        final_rewards: Callable[[KVBatchMeta, str], Rewards],
         batch_size: int,
     ) -> None:
         # Not `super().__init__`: verl has created the buffer, by a constructor that may be the user's.
@@ -73,7 +69,6 @@ class RewardReplayBuffer(ReplayBuffer):
         self._failures = FailureStreak(bound, f"{option}={max_refills}")
         self._poll_interval_s = mode.poll_interval_s
         self._stall_timeout_s, self._stall_option = mode.stall_timeout
-        self._final_rewards = final_rewards
         self._state: Any = None
         self._quiet = 0.0
         """Seconds of waiting since the last change. Other work of the trainer does not count."""
@@ -150,19 +145,12 @@ class RewardReplayBuffer(ReplayBuffer):
             self._classify_groups(partition_id, self.filter_groups_metric)
         return super()._dapo_filtered_keys(partition_id)
 
-    def classified_groups(self, partition_id: str) -> Collection[str]:
-        """Return the uids of the groups in the buffer that the filter has examined."""
-        return self._dapo_classification_cache[partition_id].keys()
-
     def _classify_groups(self, partition_id: str, metric: str) -> None:
         """Decide which finished groups are filtered out.
 
-        A group is filtered out if two or more of its samples are not masked, and all of these have the same value of
+        A group is filtered out if two or more of its samples are scored, and all of these have the same value of the
+        metric. Others count neither with the reward 0 or the default score, as they would in verl, nor do they need
         the metric.
-
-        verl would count a masked sample with the reward 0, and stop the run if a masked sample lacks another metric.
-        A group is kept if a failed or unscored sample of it is not masked and lacks the metric. If a scored sample
-        lacks the metric, the group is left to verl, which stops the run.
 
         Raises:
             ConfigError: a value of the metric is not a number.
@@ -176,24 +164,22 @@ class RewardReplayBuffer(ReplayBuffer):
             return
         batch = KVBatchMeta(partition_id=partition_id, keys=keys, tags=[partition[key] for key in keys])
         values: dict[str, dict[str, float]] = {uid_of(key): {} for key in keys}
-        kept, undecided = set(), set()
-        for key, reward in self._final_rewards(batch, metric).items():
+        undecided = set()
+        for key, reward in read_rewards(batch).items():
             uid, session, _ = key.rsplit("_", 2)
             value = reward.reward if metric == REWARD_METRIC else reward.info.get(metric)
-            if reward.is_masked:
+            if not reward.is_scored:
                 continue
             if value is not None:
                 # By session, whose outputs all have the same reward: it counts once.
                 values[uid][session] = _number(value, metric, f"{uid}_{session}")
-            elif reward.is_scored:
+            else:  # verl stops the run
                 undecided.add(uid)
-            else:
-                kept.add(uid)
         for uid in values.keys() - undecided:
             scores = list(values[uid].values())
             # verl compares the standard deviation with 0, which it misses for 0.1, 0.1, 0.1 by a rounding error.
             # Each one, not the extremes: a NaN is neither. Like verl, this keeps a group with one.
-            alike = uid not in kept and len(scores) > 1 and all(score == scores[0] for score in scores)
+            alike = len(scores) > 1 and all(score == scores[0] for score in scores)
             decided[uid] = scores[0] if alike else None
 
     def _stalled(self, partition_id: str, prompts: list[str]) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
@@ -39,6 +41,18 @@ def prompt_of(data: Any) -> str:
     return str(data.non_tensor_batch["uid"][-1])
 
 
+@dataclass(slots=True)
+class _GroupedPrompt:
+    """A prompt whose rollouts are scored together."""
+
+    size: int
+    """The number of its rollouts."""
+    lost: set[str] = field(default_factory=set)
+    """The uids of the rollouts that will not be scored."""
+    is_scored: bool = False
+    """Whether a reward of its group has arrived: then the group was closed."""
+
+
 class RewardClient:
     """Distributes samples among the reward workers.
 
@@ -52,6 +66,8 @@ class RewardClient:
         self.options = options
         self._turn = 0
         self.by_group = False
+        self._prompts: dict[str, _GroupedPrompt] = {}
+        """With `by_group`: the prompts whose rollouts this process submits or reports as lost."""
 
     @property
     def compute_score(self) -> RewardClient:
@@ -64,19 +80,20 @@ class RewardClient:
             return await self.reward_of(data)
         except RewardFunctionError as failure:
             if not isinstance(failure, RayTaskError):  # otherwise, the worker has stored its error itself
-                await self._stop_run(f"{type(failure).__name__}: {failure}")
+                await self.stop_run(f"{type(failure).__name__}: {failure}")
             raise
 
     def _worker_for(self, data: Any) -> Any:
         """Return the next worker in turn; with ``by_group``, the worker of the prompt: the same in every process."""
         if self.by_group:
-            # Not `hash`, which is another one in each process.
-            turn = zlib.crc32(prompt_of(data).encode())
-        else:
-            # In turn, where verl chooses at random, so that workers have equal loads.
-            turn = self._turn
-            self._turn += 1
-        return self._workers[turn % len(self._workers)]
+            return self._worker_of(prompt_of(data))
+        # In turn, where verl chooses at random, so that workers have equal loads.
+        self._turn += 1
+        return self._workers[(self._turn - 1) % len(self._workers)]
+
+    def _worker_of(self, prompt: str) -> Any:
+        # Not `hash`, which is another one in each process.
+        return self._workers[zlib.crc32(prompt.encode()) % len(self._workers)]
 
     async def reward_of(self, data: Any) -> Reward:
         """Send a sample to a worker, and wait for its reward; again if the worker dies, up to `MAX_TASK_RETRIES` times.
@@ -85,19 +102,43 @@ class RewardClient:
             RewardFunctionError: the worker died too often, or stayed unreachable, and the policy is ``raise``.
             RewardLoopError: the worker did not start again, so its share of all further samples would fail.
         """
-        worker = self._worker_for(data)
+        worker, prompt = self._worker_for(data), self._prompts.get(prompt_of(data)) if self.by_group else None
         try:
-            for _ in range(MAX_TASK_RETRIES):
+            for attempt in itertools.count(1):
                 try:
-                    return await worker.compute_score.remote(data)
+                    lost = () if prompt is None else (frozenset(prompt.lost),)
+                    reward: Reward = await worker.compute_score.remote(data, *lost)
                 except RayActorError:
+                    # Its group was closed with it, and the others have their rewards: it cannot be compared any more.
+                    if attempt > MAX_TASK_RETRIES or (prompt is not None and prompt.is_scored):
+                        raise
                     await self._until_reachable(worker)
-            return await worker.compute_score.remote(data)
+                else:
+                    if prompt is not None:
+                        prompt.is_scored = True
+                    return reward
         except RayActorError as error:
             raise_if_lost(error)
             return self._failed(error)
+        raise AssertionError("unreachable")
 
-    async def _stop_run(self, why: str) -> None:
+    @contextlib.contextmanager
+    def prompt(self, uid: str, size: int) -> Iterator[None]:
+        """Announce that this process submits all rollouts of a prompt within the block, or reports them as lost."""
+        self._prompts[uid] = _GroupedPrompt(size)
+        try:
+            yield
+        finally:
+            del self._prompts[uid]
+
+    def lose(self, prompt: str, rollout: str) -> None:
+        """Report that a rollout of a prompt will not be scored, so that the others do not wait for it."""
+        if (found := self._prompts.get(prompt)) is not None:
+            found.lost.add(rollout)
+            # Not awaited: if the worker dies, the samples that are submitted again bring the names along.
+            self._worker_of(prompt).lose.remote(prompt, found.size, [rollout])
+
+    async def stop_run(self, why: str) -> None:
         """Store a fatal error in a worker, for the trainer, which runs in another process and asks all workers.
 
         If a worker is not reachable, the next one stores it. If none is, the trainer stops for that reason.

@@ -43,12 +43,14 @@ class TrajectoryReward:
     info: Info
     reward: float
     """The sum of the rewards of its tokens."""
-    raw_score: float
-    """The score before ``post_process_scores``."""
-    post_processed: bool = False
-    """Whether `reward` is a result of ``post_process_scores``."""
     tokens: int = 0
     """The number of tokens of the response."""
+
+    @property
+    def raw_score(self) -> float:
+        """The score before ``post_process_scores``."""
+        raw: float = self.info.get("raw_score", self.reward)
+        return raw
 
     @property
     def outcome(self) -> str:

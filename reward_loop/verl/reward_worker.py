@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection
 from typing import Any
 
 import ray
 
 from reward_loop._util.process import freeze_and_raise_gc_threshold, raise_descriptor_limit
-from reward_loop.errors import InvalidScoreError, RewardLoopError
-from reward_loop.limits import FailureBound, open_limits
+from reward_loop.errors import RewardLoopError
+from reward_loop.limits import open_limits
 from reward_loop.managers.base import VALIDATE, open_records
-from reward_loop.managers.post_process import PostProcess, fail_reward
-from reward_loop.types import PART_KEYS, RESERVED_KEYS, Reward, RewardSample
+from reward_loop.managers.groups import CALLER, Caller
+from reward_loop.types import Reward, RewardSample
 from reward_loop.verl.managers import build_manager
 from reward_loop.verl.options import RewardSettings
 
@@ -39,8 +38,6 @@ class RewardWorker:
         self._options = settings.options
         self._limits = open_limits(self._options)
         self._manager = build_manager(settings, router, self._limits, workers_on_node or settings.num_workers)
-        self._post_process = PostProcess.of(self._manager)
-        self._rejections = FailureBound.of_options(self._options, of=", ".join(sorted(PART_KEYS)))
         self._fatal: str | None = None
         self._running: set[asyncio.Task[Any]] = set()
         """The calls of `compute_score`."""
@@ -49,11 +46,13 @@ class RewardWorker:
         freeze_and_raise_gc_threshold()
 
     @ray.method(max_task_retries=0)  # the callers repeat it: Ray would give up before it has detected a lost node
-    async def compute_score(self, data: Any) -> Reward:
+    async def compute_score(self, data: Any, lost: Collection[str] | None = None) -> Reward:
         """Score one rollout.
 
         Args:
             data: a ``DataProto`` with one row per output of the rollout, or a `RewardSample`.
+            lost: for a manager that needs groups: the rollouts of the prompt that are known not to come; ``None`` if
+                the caller does not report them.
 
         Raises:
             RewardLoopError: the run must stop: by the user's policy, or because too many samples failed.
@@ -65,6 +64,8 @@ class RewardWorker:
         try:
             if self._is_stopped:
                 await asyncio.Event().wait()  # until the worker ends
+            if lost is not None:
+                CALLER.set(Caller(reports_lost=True, repeats=True, lost=lost))
             reward = await self._manager.run_single(data)
         except asyncio.CancelledError:
             if self._is_stopped:
@@ -89,14 +90,6 @@ class RewardWorker:
         await asyncio.to_thread(self._manager.close)
         self._limits.close()
 
-    @contextlib.contextmanager
-    def _storing_fatal_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except RewardLoopError as error:
-            self._store_fatal(error)
-            raise
-
     def _store_fatal(self, error: RewardLoopError) -> None:
         # The trainer asks for it: verl's agent loop catches what `compute_score` raises, and only drops the rollout.
         self._fatal = self._fatal or f"{type(error).__name__}: {error}"
@@ -116,47 +109,10 @@ class RewardWorker:
         writer = open_records(self._options)
         return None if writer is None else writer.exchange_counts.take()
 
-    async def has_post_process(self) -> bool:
-        """Return whether the user's class has ``post_process_scores``."""
-        return self._post_process is not None
-
-    async def post_process(self, rewards: list[Reward], names: list[str]) -> list[Reward]:
-        """Apply the user's ``post_process_scores`` to the rewards of one group.
-
-        Args:
-            rewards: the rewards of the group's samples.
-            names: the name of each sample, for messages.
-
-        Raises:
-            RewardLoopError: the run must stop: by the user's policy, or because too many samples failed.
-        """
-        assert self._post_process is not None
-        with self._storing_fatal_errors():
-            return await self._post_process(rewards, names)
-
-    async def reject(self, rewards: list[Reward], names: list[str], problems: list[str], accepted: int) -> list[Reward]:
-        """Turn samples whose ``turn_level_scores`` or ``token_level_scores`` do not fit into failed samples.
-
-        Args:
-            rewards: the rewards of these samples.
-            names: the name of each sample.
-            problems: the problem of each sample.
-            accepted: the number of samples whose scores fit; they count in the bound on the share of failures.
-
-        Raises:
-            RewardLoopError: the run must stop: by the user's policy, or because too many samples failed.
-        """
-        for _ in range(accepted):
-            self._rejections.add(False, None, None)
-        failed = []
-        with self._storing_fatal_errors():
-            for reward, name, problem in zip(rewards, names, problems, strict=True):
-                # Drop the values that the function returned, as for every failed sample.
-                info = {key: value for key, value in reward["reward_extra_info"].items() if key in RESERVED_KEYS}
-                kept = Reward(reward_score=0.0, reward_extra_info=info)
-                error = InvalidScoreError(problem, sample=RewardSample("", uid=name))
-                failed.append(fail_reward(kept, error, self._rejections, self._options))
-        return failed
+    async def lose(self, prompt: str, size: int, rollouts: list[str]) -> None:
+        """Do not wait for these rollouts of a prompt: they will not be scored."""
+        if self._manager.groups is not None:
+            self._manager.groups.lose(prompt, size, rollouts)
 
     async def needs_group(self) -> bool:
         """Return whether one worker must receive all samples of a prompt. Also used as a health check."""

@@ -21,10 +21,11 @@ from transfer_queue import KVBatchMeta
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.protocol import DataProto
 
-from reward_loop.managers.base import VALIDATE
-from reward_loop.types import Reward
+from reward_loop.managers.base import TURNS, VALIDATE
+from reward_loop.types import Reward, RewardResult
 from reward_loop.verl.reward_metrics import TrajectoryReward
-from reward_loop.verl.trajectory_keys import FAILURE, session_of, uid_of
+from reward_loop.verl.token_rewards import token_rewards, turns_of
+from reward_loop.verl.trajectory_keys import FAILURE, final_outputs, session_of, uid_of
 
 MASKS = ("response_mask", "loss_mask")
 """The fields that mark which tokens of a response are trained on."""
@@ -171,14 +172,10 @@ def unfinished_prompts() -> dict[str, set[str]]:
 INFO = "reward_extra_info"
 """Key of a trajectory's ``extra_fields``: the extra info of its reward."""
 
-RAW_SCORE = "raw_score"
-"""Key of a trajectory's ``extra_fields``: its score before ``post_process_scores``. Only groups that have been
-post-processed have it."""
-
 TENSORS = ("prompts", "responses", "input_ids", "position_ids")
 
-AGENT_OUTPUT = frozenset({*TENSORS, "num_turns", "extra_fields"})
-"""Columns of an agent loop's output that a reward worker receives."""
+AGENT_OUTPUT = frozenset({*TENSORS, "response_mask", "num_turns", "extra_fields"})
+"""Columns of an agent loop's output of which a reward worker receives something."""
 
 NOT_FOR_REWARDS = frozenset(AgentLoopOutput.model_fields).union(
     ("loss_mask", "rollout_log_probs", "rm_scores", "multi_modal_inputs", "teacher_ids", "teacher_logprobs")
@@ -220,11 +217,11 @@ def _as_data_proto(outputs: Sequence[Mapping[str, Any]], partition_id: str) -> D
         if not isinstance(value, torch.Tensor)
     }
     columns["__num_turns__"] = columns.pop("num_turns", [None for _ in outputs])
-    # A sample that is judged again has a reward already, which is not part of what its agent loop returned.
     columns["tool_extra_fields"] = [
-        {name: value for name, value in extra.items() if name not in (INFO, RAW_SCORE)}
+        {name: value for name, value in extra.items() if name != INFO}
         for extra in columns.pop("extra_fields", [{} for _ in outputs])
     ]
+    columns[TURNS] = [turns_of(output["response_mask"].tolist()) for output in outputs]
     columns["response_len"] = [len(response) for response in tensors["responses"]]
     columns[VALIDATE] = [partition_id == "val" for _ in outputs]
     padded = {name: pad_sequence(values, batch_first=True) for name, values in tensors.items()}
@@ -253,14 +250,12 @@ def read_rewards(batch: Any) -> dict[str, TrajectoryReward]:
     rewards = {}
     for key, extra, scores in zip(keys, columns["extra_fields"], columns["rm_scores"], strict=True):
         reward = float(scores.sum())
-        rewards[key] = TrajectoryReward(
-            info=extra.get(INFO) or {},
-            reward=reward,
-            raw_score=extra.get(RAW_SCORE, reward),
-            post_processed=RAW_SCORE in extra,
-            # One score for each token of the response.
-            tokens=len(scores),
-        )
+        info = extra.get(INFO) or {}
+        if not math.isfinite(reward):  # of an agent loop manager that writes its rows itself
+            masked = RewardResult.of(Reward(reward_score=reward, reward_extra_info=info), session_of(key)[0])
+            info, reward = masked.to_reward()["reward_extra_info"], 0.0
+        # One score for each token of the response.
+        rewards[key] = TrajectoryReward(info, reward, tokens=len(scores))
     return rewards
 
 
@@ -277,30 +272,22 @@ def _complete(batch: Any) -> None:
             write_rows([key], batch.partition_id, extra_fields=[{INFO: info}])
 
 
-def write_rewards(
-    batch: Any, keys: Sequence[str], rewards: Sequence[Reward], raw_scores: Mapping[str, float] | None = None
-) -> None:
-    """Write the rewards of some sessions to TransferQueue: at the last token of all their outputs, as verl does.
+def write_rewards(batch: Any, keys: Sequence[str], rewards: Sequence[Reward]) -> None:
+    """Write the rewards of some sessions to TransferQueue, to all their outputs, see `token_rewards`.
 
     Args:
         batch: a batch with all outputs of the sessions; rows of other sessions stay as they are.
         keys: the key of one output of each session, in the order of ``rewards``.
         rewards: the reward of each session.
-        raw_scores: the scores before ``post_process_scores``, by key, if the rewards are its results.
     """
     by_session = {session_of(key)[0]: reward for key, reward in zip(keys, rewards, strict=True)}
-    raw = {session_of(key)[0]: {RAW_SCORE: score} for key, score in (raw_scores or {}).items()}
     rows = [key for key in unpadded(batch) if session_of(key)[0] in by_session]
+    last = set(final_outputs(rows))  # the parts of a reward are those of the last output
     scores, extra_fields = [], []
-    for key, (response, extra) in zip(
-        rows, read_rows(rows, batch.partition_id, "responses", "extra_fields"), strict=True
-    ):
-        session = session_of(key)[0]
-        score = torch.zeros(len(response), dtype=torch.float32)
-        # A slice, because a response may have no tokens.
-        score[-1:] = by_session[session]["reward_score"]
-        scores.append(score)
-        info = by_session[session]["reward_extra_info"]
-        extra = {name: value for name, value in extra.items() if name != RAW_SCORE}
-        extra_fields.append({**extra, **raw.get(session, {}), INFO: info})
+    read = read_rows(rows, batch.partition_id, "response_mask", "extra_fields")
+    for key, (mask, extra) in zip(rows, read, strict=True):
+        reward = by_session[session_of(key)[0]]
+        info = reward["reward_extra_info"]
+        scores.append(token_rewards(reward["reward_score"], mask, info if key in last else {}))
+        extra_fields.append({**extra, INFO: info})
     write_rows(rows, batch.partition_id, rm_scores=scores, extra_fields=extra_fields)

@@ -28,14 +28,11 @@ from reward_loop.verl.agent_loop_manager import RewardAgentLoopManager
 from reward_loop.verl.installed import replaced
 from reward_loop.verl.options import MINI_BATCH_ESTIMATORS, check_group_manager, without_reward
 from reward_loop.verl.recording_trainer import RecordingTrainer
-from reward_loop.verl.replay_buffer import REWARD_METRIC, extend
+from reward_loop.verl.replay_buffer import extend
 from reward_loop.verl.resume import reset_unscored_prompts
-from reward_loop.verl.reward_changes import place_parts, post_process, reject_parts
 from reward_loop.verl.reward_metrics import (
-    Rewards,
     StepRewards,
     TrajectoryReward,
-    added_seconds,
     only_numbers,
     spread,
     without_baseline,
@@ -97,7 +94,7 @@ class RewardLoopTrainer(RecordingTrainer):
     @override
     def _build_replay_buffer(self) -> Any:
         size = self.config.data.train_batch_size
-        return extend(super()._build_replay_buffer(), self._settings.mode, self._rewards_to_filter_by, size)
+        return extend(super()._build_replay_buffer(), self._settings.mode, size)
 
     @override
     def _setup(self) -> None:
@@ -114,7 +111,6 @@ class RewardLoopTrainer(RecordingTrainer):
         if self.use_critic:
             self.critic_wg.train_mini_batch = self._counting_learners(self.critic_wg.train_mini_batch)
         self.reward_workers.wait_until_ready()
-        self._post_processes = self.reward_workers.have_post_process()
         self._health = StepHealth(self._settings.options, self.reward_workers)
         if self.reward_workers.client.by_group:
             check_group_manager(self._settings.mode)
@@ -336,17 +332,12 @@ class RewardLoopTrainer(RecordingTrainer):
     def _learners(self, batch: Any) -> Any:
         """Return the rows that can be learned from: not masked, and not without a baseline.
 
-        Applies the last changes of the rewards, and adds the rewards to those of the step.
+        Adds the rewards to those of the step.
 
         Raises:
             NothingToLearnError: there is no such row.
         """
-        rewards = self._fitting_rewards(batch)
-        if self._post_processes:
-            with added_seconds("post_process", self.timing_raw):
-                rewards = post_process(batch, rewards, self.reward_workers)
-        # After all other changes: the last token gets the difference between the reward and the sum of its parts.
-        place_parts(batch, rewards)
+        rewards = read_rewards(batch)
         # Masked rows too: the metrics of the step count outcomes of all samples.
         self._rewards.trajectories.update(rewards)
         masked = {key for key, reward in rewards.items() if reward.is_masked}
@@ -407,22 +398,6 @@ class RewardLoopTrainer(RecordingTrainer):
             return update(batch)
 
         return call
-
-    def _fitting_rewards(self, batch: Any) -> Rewards:
-        """Return the rewards after dense rewards that do not fit were rejected, except in groups examined before.
-
-        To be called before `post_process_scores` compares the scores of a group.
-        """
-        # Groups that a filter has examined went through here then, and their failures were counted.
-        examined = self.replay_buffer.classified_groups(batch.partition_id)
-        return reject_parts(batch, read_rewards(batch), self.reward_workers, examined)
-
-    def _rewards_to_filter_by(self, batch: Any, metric: str) -> Rewards:
-        """Return the rewards of finished groups, before they are filtered by a metric."""
-        rewards = self._fitting_rewards(batch)
-        if self._post_processes and metric == REWARD_METRIC:
-            rewards = post_process(batch, rewards, self.reward_workers)
-        return rewards
 
     def _mask(self, keys: list[str]) -> None:
         """Make padding of training rows: write zeros to the masks, and to all fields of the advantage.

@@ -249,39 +249,6 @@ class RewardWorkers:
                     )
         return await asyncio.gather(*calls)
 
-    def have_post_process(self) -> bool:
-        """Return whether the user's class has ``post_process_scores``."""
-        return any(self._ask_all("has_post_process"))
-
-    def post_process(self, groups: list[list[Reward]], names: list[list[str]]) -> list[list[Reward]]:
-        """Apply the user's ``post_process_scores`` to groups, all in the same worker.
-
-        Args:
-            groups: the rewards of each group.
-            names: the names of the samples of each group, for messages.
-
-        Raises:
-            RewardLoopError: the run must stop, or the worker died too often.
-        """
-        return self._call_first("post_process", list(zip(groups, names, strict=True)))
-
-    def reject(self, rewards: list[Reward], names: list[str], problems: list[str], accepted: int) -> list[Reward]:
-        """Turn samples with misfitting scores into failed samples; see `RewardWorker.reject`.
-
-        Raises:
-            RewardLoopError: the run must stop, or the worker died too often.
-        """
-        (rejected,) = self._call_first("reject", [(rewards, names, problems, accepted)])
-        return rejected
-
-    def _call_first(self, method: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call a method of the first worker once for each tuple of arguments, and return the results."""
-        remote = getattr(self.handles[0], method).remote
-        try:
-            return self._results([remote(*arguments) for arguments in calls])
-        except RayActorError as error:
-            raise RewardLoopError(f"a reward worker died repeatedly in {method}: {error}") from error
-
     def _ask_all(self, question: str, option: str = "worker_answer_timeout_s") -> list[Any]:
         """Call a method of all workers, and return the results.
 

@@ -19,7 +19,6 @@ from reward_loop import (
     RewardsCancelledError,
     TooManyFailuresError,
 )
-from reward_loop.agent import QueuedRewards, RewardQueue
 from reward_loop.records import RecordsReader, records
 from tests.agent.judges import Gate, naive, numbered, scores, within
 
@@ -43,10 +42,9 @@ async def blocking(manager):
     [
         (RewardAgent, True),
         (blocking, True),
-        (lambda manager: QueuedRewards(RewardQueue(1), manager), True),
         (reward_loop.scorer, False),
     ],
-    ids=["agent", "blocking", "queued", "scorer"],
+    ids=["agent", "blocking", "scorer"],
 )
 async def test_who_closes_the_manager(owner, closes):
     class Manager(NaiveRewardLoopManager):
@@ -289,29 +287,12 @@ class Stubborn:
         return {"reward_score": 1.0, "reward_extra_info": {}}
 
 
-@contextlib.asynccontextmanager
-async def scoring_in_an_agent(manager):
-    async with RewardAgent(manager) as agent:
-        agent.submit(numbered(1))
-        yield
-
-
-@contextlib.asynccontextmanager
-async def scoring_from_a_queue(manager):
-    queue = RewardQueue(1)
-    async with QueuedRewards(queue, manager):
-        await queue.put(numbered(1)[0], step=1)
-        yield
-
-
-@pytest.mark.parametrize("scoring", [scoring_in_an_agent, scoring_from_a_queue])
-async def test_leaving_does_not_wait_indefinitely_for_code_that_suppresses_its_cancellation(
-    scoring, monkeypatch, caplog
-):
+async def test_leaving_does_not_wait_indefinitely_for_code_that_suppresses_its_cancellation(monkeypatch, caplog):
     monkeypatch.setattr("reward_loop.agent.agent.CLOSING_SECONDS", 0.05)
     manager = Stubborn()
     try:
-        async with asyncio.timeout(30), scoring(manager):
+        async with asyncio.timeout(30), RewardAgent(manager) as agent:
+            agent.submit(numbered(1))
             await manager.begun.wait()
     finally:
         manager.may_end.set()  # or the event loop would wait for it
@@ -433,20 +414,28 @@ async def test_a_score_may_be_an_array_of_one_element():
     assert not reward["reward_extra_info"]
 
 
-@pytest.mark.parametrize("scoring", ["agent", "queue"])
-async def test_the_record_of_a_sample_without_a_uid_has_the_processed_reward(tmp_path, scoring):
+async def test_the_record_of_a_sample_without_a_uid_has_the_processed_reward(tmp_path):
     manager, samples = naive(Judge(), log_dir=str(tmp_path)), [RewardSample("1"), RewardSample("3")]
-    if scoring == "agent":
-        async with RewardAgent(manager) as agent:
-            await within(agent.submit(samples, group_size=2))
-    else:
-        queue = RewardQueue(2)
-        async with QueuedRewards(queue, manager) as rewards:
-            for member, sample in enumerate(samples):
-                await queue.put(sample, group=0, group_size=2, member=member, step=1)
-            await within(anext(rewards))
+    async with RewardAgent(manager) as agent:
+        await within(agent.submit(samples, group_size=2))
     records(str(tmp_path)).flush()
     assert sorted(row["reward"] for row in RecordsReader(tmp_path).rows()) == [-1, 1]
+
+
+async def test_scored_samples_that_wait_for_their_group_are_not_in_flight():
+    """A group may be larger than the concurrency."""
+    judge, flying = Judge(), []
+
+    async def compute_score(solution_str):
+        flying.append(solution_str)
+        await asyncio.sleep(0)
+        assert len(flying) == 1
+        flying.pop()
+        return float(solution_str)
+
+    judge.compute_score = compute_score
+    async with RewardAgent(naive(judge), concurrency=1) as agent:
+        assert scores(await within(agent.submit(texts("1", "2", "3", "4"), group_size=4))) == [-1.5, -0.5, 0.5, 1.5]
 
 
 @pytest.mark.parametrize(("bad", "message"), [("99", "2 scores and returned 1"), ("98", "not finite")])

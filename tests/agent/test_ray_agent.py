@@ -148,7 +148,7 @@ async def test_post_processed_rewards_of_a_data_proto_are_in_its_records(tmp_pat
     await agent.shutdown()
     assert await asyncio.to_thread(records(tmp_path).flush)
     found = {row["uid"]: (row["group"], row["score"], row["reward"]) for row in RecordsReader(tmp_path).rows()}
-    assert found == {"u0_0": ("u0", 0, 0), "u0_1": ("u0", 2, 2), "u1_0": ("u1", 1, 0), "u1_1": ("u1", 3, 2)}
+    assert found == {"u0_0": ("u0", 0, 0), "u0_1": ("u0", 2, 2), "u1_0": ("u1", 0, 0), "u1_1": ("u1", 2, 2)}
 
 
 async def test_shutdown():

@@ -1,7 +1,6 @@
 import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from reward_loop import (
     UnscoredError,
 )
 from reward_loop.managers import scoring_function
-from reward_loop.managers.base import recorded_uid
 from reward_loop.managers.composite import CompositeRewardLoopManager
 from reward_loop.offline.export import dump_line
 from reward_loop.offline.fields import Fields
@@ -482,17 +480,3 @@ def test_what_verls_own_reward_loop_does_not_pass_is_an_error_at_the_start():
         CompositeRewardLoopManager({**stock, "reward_loop": {"components": {"form": {"phase": "train"}}}})
     manager(lambda validate=None: 1.0, stock)
     manager(lambda validate: 1.0, {**OF_VERL, "reward_model": {"use_reward_loop": True}})
-
-
-@pytest.mark.parametrize(
-    ("row", "uid"),
-    [
-        (SimpleNamespace(non_tensor_batch={"uid": "a", "session_id": 1}, batch={"responses": np.ones(3)}), "a_1"),
-        (SimpleNamespace(non_tensor_batch={"uid": "a"}, batch={"responses": np.ones(3)}), None),
-        (SimpleNamespace(non_tensor_batch={"uid": "a", "session_id": 1}, batch=None), None),
-        (SimpleNamespace(non_tensor_batch={"uid": "a", "session_id": 1}, batch={}), None),
-        (SimpleNamespace(non_tensor_batch={"uid": "a", "session_id": 1}), None),
-    ],
-)
-def test_a_row_without_a_session_or_a_response_has_no_record_of_its_own(row: Any, uid: str | None) -> None:
-    assert recorded_uid(row) == uid

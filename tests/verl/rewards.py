@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from reward_loop.agent import queue_metrics
 from reward_loop.client import chat_complete, classify
 from reward_loop.errors import TransientError
 
@@ -215,7 +216,7 @@ async def _until(happened: Callable[[dict[str, float]], bool]) -> None:
     worker = _agent_loop_worker()
     async with asyncio.timeout(280):
         while True:
-            if happened(await worker.__ray_call__.remote(lambda worker: worker._queue.metrics(0))):
+            if happened(await worker.__ray_call__.remote(lambda worker: queue_metrics([worker._queue._counts], 0))):
                 break
             await asyncio.sleep(0.1)
 
@@ -228,7 +229,7 @@ def _queue_is_full(figures: dict[str, float]) -> bool:
 
 
 def _all_are_generated(figures: dict[str, float]) -> bool:
-    return figures["reward_queue/put"] == 64
+    return figures["reward_queue/produced"] == 64
 
 
 def _step_is_over(_: dict[str, float]) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +17,14 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict as fields_of_verl
 
 import reward_loop
+from reward_loop.config import RewardLoopConfig
 from reward_loop.managers.base import TURNS
 from reward_loop.records import records
 from reward_loop.records.events import read_events
 from reward_loop.types import Reward, RewardSample
 from reward_loop.verl import agent_loop
 from reward_loop.verl.agent_loop import RewardAgentLoopWorker
+from reward_loop.verl.reward_client import RewardClient
 from reward_loop.verl.separate_async import QueueAgentLoopWorker
 
 pytestmark = pytest.mark.integration  # it imports verl
@@ -102,6 +106,7 @@ def worker(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
             await self.loop()
         outputs = [make_output(self.mask, self.own_score) for _ in range(self.outputs)]
         outputs[0].reward_score = self.first_score if self.outputs > 1 else self.own_score
+        outputs[-1].extra_fields |= {} if self.own_info is None else {"reward_extra_info": self.own_info}
         await self._agent_loop_postprocess(outputs, trajectory["validate"], **kwargs)
 
     async def write(self: Any, output: Any, validate: bool, **kwargs: Any) -> None:
@@ -141,7 +146,7 @@ def worker(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     made: Any = RewardAgentLoopWorker(config, ["the client"])
     made.fails, made.own_score, made.outputs = {}, None, 1
     made.sent, made.judged, made.options, made.n, made.loop = [], [], {}, 2, None
-    made.mask, made.first_score = [1], None
+    made.mask, made.first_score, made.own_info = [1], None, None
     return made
 
 
@@ -192,7 +197,7 @@ async def test_trajectories_are_published_before_their_rewards(
 
 
 @pytest.mark.parametrize(
-    ("mask", "turns"), [([1, 1, 0, 0, 0, 1], [2, 3, 1]), ([1, 1], None), ([0, 1], None), ([], None)]
+    ("mask", "turns"), [([1, 1, 0, 0, 0, 1], [2, 3, 1]), ([1, 1], [2]), ([0, 1], [0, 1, 1]), ([], [])]
 )
 async def test_the_lengths_of_turns_reach_the_reward_workers(worker: Any, mask: list[int], turns: Any) -> None:
     worker.mask = mask
@@ -262,7 +267,8 @@ async def test_a_session_is_not_judged_twice_or_without_reward_workers(
     worker.own_score, worker.reward_loop_worker_handles = score, handles
     await run(worker)
     assert worker.sent == []
-    assert queue.tags == {"q_1_0": {"generated": True}}
+    assert queue.tags["q_1_0"]["generated"]
+    assert [row.get("rm_scores") for row in queue.fields.values()] == [score] * 2
     assert [(event["scoring"], event["scored"]) for event in await events(worker)] == [(None, None)] * 2
 
 
@@ -332,7 +338,15 @@ class Client:
 
     def __init__(self) -> None:
         self.samples: list[RewardSample] = []
+        self.stopped: list[str] = []
+        self.by_group = False
         self.compute_score = SimpleNamespace(remote=self.score)
+
+    async def stop_run(self, why: str) -> None:
+        self.stopped.append(why)
+
+    def prompt(self, uid: str, size: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     async def score(self, sample: RewardSample) -> Reward:
         self.samples.append(sample)
@@ -368,6 +382,76 @@ async def test_the_length_of_the_run_reaches_the_reward_workers(worker: Any) -> 
     worker.loop = loop
     await run(worker)
     assert [sample.training_progress for sample in client.samples] == [0.25, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("score", "info", "problem"),
+    [
+        (math.nan, {}, "the score nan, which is not a finite number"),
+        (1.0, {"turn_level_scores": [1.0]}, "1 turn_level_scores, and the response has 2 turns"),
+        (1.0, {"token_level_scores": [0.5] * 4}, "4 token_level_scores, and the response has 5 tokens"),
+    ],
+)
+@pytest.mark.parametrize("policy", ["mask", "default", "raise"])
+async def test_an_invalid_reward_of_an_agent_loop_itself_obeys_the_policy(
+    worker: Any, queue: Queue, score: float, info: dict[str, Any], problem: str, policy: str
+) -> None:
+    client = Client()
+    worker.reward_loop_worker_handles = [client]
+    worker._options = RewardLoopConfig(on_failed=policy, default_score=-2.0)  # type: ignore[arg-type]
+    worker.own_score, worker.own_info, worker.mask = score, info, [1, 1, 0, 1, 0]
+    await run(worker)
+    if policy == "raise":
+        assert len(client.stopped) == 2
+    else:
+        assert worker.ended == [None, None]
+    row = queue.fields["q_0_0"]
+    found = row["extra_fields"]["reward_extra_info"]
+    assert problem in found["reward_error"]
+    assert (row["rm_scores"], found["reward_masked"]) == ((-2.0, False) if policy == "default" else (0.0, True))
+
+
+class Worker:
+    """A reward worker whose answers wait; it notes what it is told."""
+
+    def __init__(self) -> None:
+        self.lost: list[tuple[str, int, list[str]]] = []
+        self.lose = SimpleNamespace(remote=lambda *call: self.lost.append(call))
+
+
+async def test_rollouts_that_are_not_scored_are_reported_where_groups_are_scored_together(
+    worker: Any, queue: Queue
+) -> None:
+    """Otherwise the others of their prompt would wait for them."""
+    handle = Worker()
+    worker.reward_loop_worker_handles = [RewardClient([handle], RewardLoopConfig())]
+    worker.fails = {1: "generation"}
+    await run(worker)
+    assert handle.lost == []
+    worker.reward_loop_worker_handles[0].by_group = True
+    await run(worker)
+    assert handle.lost == [(UID, 2, ["q_1"])]
+    # The agent loop sets a reward without requesting one; the other one fails after it was sent.
+    worker.fails, worker.own_score = {1: "writing"}, 1.0
+    await run(worker)
+    assert sorted(handle.lost[1:]) == [(UID, 2, ["q_0"]), (UID, 2, ["q_1"])]
+    assert worker.reward_loop_worker_handles[0]._prompts == {}
+
+
+async def test_a_second_reward_is_refused_where_groups_are_scored_together(worker: Any) -> None:
+    client = Client()
+    worker.reward_loop_worker_handles = [client]
+
+    async def loop() -> None:
+        for _ in range(2):
+            await reward_loop.score("answer")
+
+    worker.loop, worker.own_score = loop, 1.0
+    await run(worker)
+    assert len(client.samples) == 4
+    client.by_group = True
+    await run(worker)
+    assert all("requests a second reward" in str(error) for error in worker.ended)
 
 
 async def test_there_is_no_scorer_where_rewards_are_computed_after_the_rollout(worker: Any) -> None:

@@ -93,7 +93,7 @@ def test_the_advantage_is_the_mean_over_the_tokens_that_are_trained_on(monkeypat
     for key, (values, mask) in rows.items():
         queue.rows[key] = {"advantages": torch.tensor(values), "response_mask": torch.tensor(mask)}
     monkeypatch.setattr(tq_rows, "tq", queue)
-    reward = TrajectoryReward({}, reward=0.0, raw_score=0.0)
+    reward = TrajectoryReward({}, reward=0.0)
     masked = "q_3_0"
     written = advantages(StepRewards(dict.fromkeys([*rows, masked], reward), trained=set(rows)))
     assert written == {"q_0": 1.5, "q_1": -0.5, "q_2": None, "q_3": None}

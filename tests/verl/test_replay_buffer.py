@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,7 +52,6 @@ def buffer(
     cls: type[ReplayBuffer] = ReplayBuffer,
     metric: str | None = None,
     options: ModeOptions | None = None,
-    final_rewards: Any = None,
 ) -> RewardReplayBuffer:
     plain = cls(
         trainer_mode="sync",
@@ -64,7 +62,7 @@ def buffer(
         refill_fn=lambda count: None,
         filter_groups_metric=metric,
     )
-    return extend(plain, options or mode(), final_rewards, 2)
+    return extend(plain, options or mode(), 2)
 
 
 def waiting(stall_timeout_s: float | None = None) -> RewardReplayBuffer:
@@ -137,30 +135,28 @@ def test_the_buffer_keeps_verls_class_and_state() -> None:
 
 def test_a_custom_sampler_that_is_not_a_replay_buffer_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"custom_sampler.*must inherit from .*ReplayBuffer"):
-        extend(object(), mode(), None, 2)
+        extend(object(), mode(), 2)
 
 
-ALIKE = TrajectoryReward({"acc": 1.0}, reward=1.0, raw_score=1.0)
+ALIKE = TrajectoryReward({"acc": 1.0}, reward=1.0)
 
 
 def finished(
     monkeypatch: pytest.MonkeyPatch,
     rows: dict[str, dict[str, Any]],
     metric: str | None,
-    change: Callable[[Any, str], None] = lambda batch, metric: None,
 ) -> RewardReplayBuffer:
-    """A buffer whose groups have finished, with these rewards and this ``reward_extra_info``, which `change` changes
-    before groups are filtered."""
+    """A buffer whose groups have finished, with these rewards and this ``reward_extra_info``."""
 
     def get(keys: list[str], partition_id: str, select_fields: list[str]) -> dict[str, list[Any]]:
         return {"extra_fields": [{"reward_extra_info": rows[key]} for key in keys]}
 
-    def final_rewards(batch: Any, metric: str) -> dict[str, TrajectoryReward]:
-        change(batch, metric)
-        return {key: TrajectoryReward(rows[key], rows[key].get("score", 0.0), raw_score=0.0) for key in batch.keys}
+    def read_rewards(batch: Any) -> dict[str, TrajectoryReward]:
+        return {key: TrajectoryReward(rows[key], rows[key].get("score", 0.0)) for key in batch.keys}
 
+    monkeypatch.setattr(replay_buffer, "read_rewards", read_rewards)
     monkeypatch.setattr(verls, "tq", SimpleNamespace(kv_batch_get=get))
-    filled = buffer(metric=metric, final_rewards=final_rewards)
+    filled = buffer(metric=metric)
     for key in rows:
         filled.partitions["train"][key] = {"tag": key}
         filled.finished_keys["train"].add(key.split("_")[0])
@@ -200,12 +196,20 @@ def test_a_session_with_several_outputs_counts_once(monkeypatch: pytest.MonkeyPa
     assert ours._dapo_filtered_keys("train") == (set(), Counter())
 
 
-def test_a_group_with_a_default_score_and_without_the_metric_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("metric", ["reward", "acc"])
+def test_a_group_is_filtered_by_its_scored_samples(monkeypatch: pytest.MonkeyPatch, metric: str) -> None:
+    """Those that have a default score tell nothing of the prompt."""
+    default = {"reward_outcome": "failed", "score": -1.0, "acc": -1.0}
     rows = {
-        **{f"unknown_{i}_0": {"reward_outcome": "unscored"} for i in range(2)},
-        **{f"known_{i}_0": {"acc": 0.0, "reward_outcome": "unscored"} for i in range(2)},
+        **group("alike", 1.0, 1.0),
+        "alike_2_0": default,
+        **group("mixed", 1.0, 0.0),
+        "mixed_2_0": default,
+        **{f"failed_{i}_0": default for i in range(2)},
+        "unscored_0_0": {"reward_outcome": "unscored", "score": 0.0},
+        **{f"unscored_{i}_0": {"reward_outcome": "unscored", "score": 0.0} for i in range(2)},
     }
-    assert finished(monkeypatch, rows, "acc")._dapo_filtered_keys("train") == ({"known"}, Counter({0.0: 1}))
+    assert finished(monkeypatch, rows, metric)._dapo_filtered_keys("train") == ({"alike"}, Counter({1.0: 1}))
 
 
 def test_a_score_without_the_metric_ends_the_run_as_in_verl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,22 +233,6 @@ def test_a_value_that_is_not_a_number_ends_the_run_with_its_name(
     ours = finished(monkeypatch, {f"a_{i}_0": {"reward_outcome": "scored", "acc": value} for i in range(2)}, "acc")
     with pytest.raises(ConfigError, match=rf"filter_groups.metric=acc: rollout a_0 has the value {shown}"):
         ours._dapo_filtered_keys("train")
-
-
-@pytest.mark.parametrize("metric", ["reward", "acc"])
-def test_groups_are_filtered_once_by_their_final_rewards(monkeypatch: pytest.MonkeyPatch, metric: str) -> None:
-    rows = {**group("alike", 1.0, 1.0, 9.0), **group("apart", 0.0, 1.0)}
-    seen = []
-
-    def reject(batch: Any, by: str) -> None:
-        seen.append((batch.keys, batch.tags, batch.partition_id, by))
-        rows["alike_2_0"] = {"reward_outcome": "failed", "reward_masked": True}
-
-    ours = finished(monkeypatch, rows, metric, reject)
-    for _ in range(2):
-        assert ours._dapo_filtered_keys("train")[0] == {"alike"}
-        assert set(ours.classified_groups("train")) == {"alike", "apart"}
-    assert seen == [(list(rows), [{"tag": key} for key in rows], "train", metric)]
 
 
 def test_groups_that_always_fail_are_not_replaced_indefinitely(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +269,8 @@ def test_evicted_groups_are_named_and_counted(monkeypatch: pytest.MonkeyPatch) -
     cleared: list[str] = []
     queue = SimpleNamespace(kv_list=lambda: {"train": items}, kv_clear=lambda partition_id, keys: cleared.extend(keys))
     monkeypatch.setattr(verls, "tq", queue)
-    ours = buffer(metric="acc", final_rewards=lambda batch, metric: dict.fromkeys(batch.keys, ALIKE))
+    monkeypatch.setattr(replay_buffer, "read_rewards", lambda batch: dict.fromkeys(batch.keys, ALIKE))
+    ours = buffer(metric="acc")
     ours.sync_refill_failed_groups = True
     metrics: dict[str, Any] = {}
     assert ours.evict(3, metrics) == ({"a", "b", "c"}, 1, 1)

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.integration  # imports verl
 
 
 def step_rewards(infos: dict[str, dict[str, Any]], scores: dict[str, float]) -> StepRewards:
-    return StepRewards({key: TrajectoryReward(info, scores[key], raw_score=scores[key]) for key, info in infos.items()})
+    return StepRewards({key: TrajectoryReward(info, scores[key]) for key, info in infos.items()})
 
 
 def test_metrics_of_samples_whose_keys_differ() -> None:
@@ -100,8 +100,6 @@ class Run:
         monkeypatch: pytest.MonkeyPatch,
         queue: FakeQueue,
         parts: list[list[list[float | None]]],
-        post_process: Callable[[list[float]], list[float]] | None = None,
-        *overrides: str,
     ) -> None:
         self.queue = queue
         self.parts = iter(enumerate(parts))
@@ -115,12 +113,8 @@ class Run:
             "actor_rollout_ref.rollout.n_gpus_per_node=1",
             "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",
             "algorithm.adv_estimator=grpo",
-            *overrides,
         )
-        workers = Workers()
-        if post_process is not None:
-            workers.post_process = lambda groups, names: [self._processed(group, post_process) for group in groups]
-        self.trainer = set_up(monkeypatch, constructed(settings, PPOTrainerSeparateAsync), workers)
+        self.trainer = set_up(monkeypatch, constructed(settings, PPOTrainerSeparateAsync), Workers())
         self.trainer.prepare_step = dict
         run = self
 
@@ -145,12 +139,6 @@ class Run:
                 self.queue.put(keys[-1], score or 0.0, info)
         return KVBatchMeta(partition_id="train", keys=keys, tags=[{} for _ in keys])
 
-    @staticmethod
-    def _processed(group: list[Any], function: Any) -> list[Any]:
-        scored = [reward for reward in group if reward["reward_extra_info"]["reward_outcome"] == "scored"]
-        scores = iter(function([reward["reward_score"] for reward in scored]))
-        return [{**reward, "reward_score": next(scores)} if reward in scored else reward for reward in group]
-
     def step(self) -> dict[str, float]:
         metrics: dict[str, float] = {}
         batch = self.trainer.step(metrics, self.trainer.timing_raw)
@@ -170,35 +158,6 @@ def test_scores_and_rewards_of_a_step_are_means_over_the_samples_that_are_traine
         assert metrics[f"{name}/mean"] == pytest.approx(statistics.mean(trained))
         assert (metrics[f"{name}/max"], metrics[f"{name}/min"]) == (1.0, 0.25)
     assert metrics["reward_loop/raw_score/mean"] == pytest.approx(statistics.mean([*trained, 0.9]))
-
-
-def test_the_score_is_that_after_post_processing_and_the_raw_score_that_before(
-    monkeypatch: pytest.MonkeyPatch, queue: FakeQueue
-) -> None:
-    run = Run(monkeypatch, queue, [[[0.5, 1.0, None]]], lambda scores: [10 * score for score in scores])
-    metrics = run.step()
-    assert metrics["critic/score/mean"] == pytest.approx(7.5)
-    assert metrics["reward_loop/raw_score/mean"] == pytest.approx(0.75)
-    assert [float(queue.rows[f"p0g0_{i}_0"]["rm_scores"].sum()) for i in range(3)] == [5.0, 10.0, 0.0]
-
-
-@pytest.mark.parametrize(("metric", "filtered_by"), [("summary", [0.5, 1.0]), ("reward", [5.0, 10.0])])
-def test_a_group_is_post_processed_once(
-    monkeypatch: pytest.MonkeyPatch, queue: FakeQueue, metric: str, filtered_by: list[float]
-) -> None:
-    filters = ("algorithm.filter_groups.enable=True", f"algorithm.filter_groups.metric={metric}")
-    groups: list[list[list[float | None]]] = [[[0.5, 1.0]]]
-    run = Run(monkeypatch, queue, groups, lambda scores: [10 * score for score in scores], *filters)
-    batch = run.sample()
-    # The replay buffer's filter comes first, then the advantage.
-    buffer = run.trainer.replay_buffer
-    buffer.finished_keys["train"], buffer.partitions["train"] = {"p0g0"}, {key: {} for key in batch.keys}
-    buffer._dapo_filtered_keys("train")
-    assert [float(queue.rows[key]["rm_scores"].sum()) for key in batch.keys] == filtered_by
-    monkeypatch.setattr(run, "sample", lambda: batch)
-    metrics = run.step()
-    assert [float(queue.rows[key]["rm_scores"].sum()) for key in batch.keys] == [5.0, 10.0]
-    assert (metrics["critic/score/mean"], metrics["reward_loop/raw_score/mean"]) == (7.5, 0.75)
 
 
 def test_counts_of_a_steps_parts_are_added_and_means_are_over_all_samples(
@@ -232,7 +191,7 @@ def test_a_step_without_any_score_ends_the_run(monkeypatch: pytest.MonkeyPatch, 
 def test_only_the_columns_that_a_reward_worker_receives_are_fetched(queue: FakeQueue) -> None:
     ids = torch.arange(4)
     row: dict[str, Any] = {
-        **dict.fromkeys(("prompts", "responses", "input_ids", "position_ids"), ids),
+        **dict.fromkeys(("prompts", "responses", "input_ids", "position_ids", "response_mask"), ids),
         "num_turns": 2,
         "extra_fields": {"tool": 1},
         **{name: f"of the data set: {name}" for name in ("uid", "data_source", "reward_model", "raw_prompt", "mine")},
@@ -245,7 +204,7 @@ def test_only_the_columns_that_a_reward_worker_receives_are_fetched(queue: FakeQ
     _, (data,) = tq_rows.read_sessions(KVBatchMeta(partition_id="train", keys=["a_0_0"], tags=[{}]))
     (fetched,) = queue.fetched
     assert fetched == {
-        *("prompts", "responses", "input_ids", "position_ids", "num_turns", "extra_fields"),
+        *("prompts", "responses", "input_ids", "position_ids", "response_mask", "num_turns", "extra_fields"),
         *("uid", "data_source", "reward_model", "raw_prompt", "mine", "choices"),
     }
     assert data.non_tensor_batch["mine"][0] == "of the data set: mine"
@@ -257,14 +216,14 @@ def test_only_the_columns_that_a_reward_worker_receives_are_fetched(queue: FakeQ
 def test_sessions_are_read_if_the_trainer_has_computed_log_probabilities_of_some_of_them(queue: FakeQueue) -> None:
     """As after the loss of a worker, while others have published their trajectories."""
     ids = torch.arange(4)
-    columns = {**dict.fromkeys(("prompts", "responses", "input_ids", "position_ids"), ids), "uid": "a"}
+    columns = {**dict.fromkeys(("prompts", "responses", "input_ids", "position_ids", "response_mask"), ids), "uid": "a"}
     queue.rows |= {"a_0_0": {**columns, "entropy": ids * 0.5}, "b_0_0": {**columns, "uid": "b"}}
     _, rows = tq_rows.read_sessions(KVBatchMeta(partition_id="train", keys=["a_0_0", "b_0_0"], tags=[{}, {}]))
     assert [row.non_tensor_batch["uid"][0] for row in rows] == ["a", "b"]
 
 
 def test_rows_that_an_agent_loop_manager_has_written_itself_have_rewards(queue: FakeQueue) -> None:
-    """As those of verl's uni-agent, beside rows with a raw score that were read before."""
+    """As those of verl's uni-agent."""
     queue.put("a_0_0", 0.5, SCORED)
     for key, info in (("b_0_0", {**SCORED, "acc": 1.0}), ("c_0_0", FAILED), ("d_0_0", None)):
         queue.put(key, 1.0, {})
@@ -281,8 +240,8 @@ def test_rows_that_an_agent_loop_manager_has_written_itself_have_rewards(queue: 
             "d_0_0": ("scored", False),
         }
         assert rewards["b_0_0"].info["acc"] == 1.0
-        changed = {"reward_score": 2.0, "reward_extra_info": dict(rewards["b_0_0"].info)}
-        tq_rows.write_rewards(batch, ["b_0_0"], [changed], {"b_0_0": 1.0})
+        changed = {"reward_score": 2.0, "reward_extra_info": {**rewards["b_0_0"].info, "raw_score": 1.0}}
+        tq_rows.write_rewards(batch, ["b_0_0"], [changed])
     assert (tq_rows.read_rewards(batch)["b_0_0"].reward, tq_rows.read_rewards(batch)["b_0_0"].raw_score) == (2.0, 1.0)
 
 
@@ -291,7 +250,7 @@ def test_a_batch_that_is_scored_after_the_rollout_is_marked_if_it_belongs_to_a_v
     queue: FakeQueue, partition: str, validates: list[bool]
 ) -> None:
     ids = torch.arange(4)
-    columns = {**dict.fromkeys(("prompts", "responses", "input_ids", "position_ids"), ids), "uid": "a"}
+    columns = {**dict.fromkeys(("prompts", "responses", "input_ids", "position_ids", "response_mask"), ids), "uid": "a"}
     queue.rows |= {"a_0_0": dict(columns), "a_0_1": dict(columns)}
     batch = KVBatchMeta(partition_id=partition, keys=["a_0_0", "a_0_1"], tags=[{}, {}])
     _, (data,) = tq_rows.read_sessions(batch)

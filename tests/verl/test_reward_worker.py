@@ -238,32 +238,43 @@ class compute_score:
 """
 
 
+async def group(worker: RewardWorker, *texts: str, lost: tuple[str, ...] = (), **columns: Any) -> list[Any]:
+    """Score the rollouts of a prompt as an agent loop worker does, which reports those that are lost."""
+    fields = {"uid": "x", "group_size": len(texts) + len(lost), "__turns__": [1], **columns}
+    calls = (worker.compute_score(rollout(text, session_id=i, **fields), lost) for i, text in enumerate(texts))
+    async with asyncio.timeout(60):
+        return await asyncio.gather(*calls)
+
+
 async def test_the_scores_of_a_group_are_post_processed(with_function: Settings) -> None:
     worker = RewardWorker(with_function(POST_PROCESSES), None)
-    assert await worker.has_post_process()
-    rewards = [await worker.compute_score(rollout(text)) for text in ("1", "?", "3")]
-    processed = await worker.post_process(rewards, ["x_0_0", "x_1_0", "x_2_0"])
+    assert await worker.needs_group()
+    processed = await group(worker, "1", "?", "3", lost=("x_3",))
     assert [reward["reward_score"] for reward in processed] == [-2, 0, 0]
     assert [reward["reward_extra_info"]["reward_outcome"] for reward in processed] == ["scored", "unscored", "scored"]
-    rewards = [await worker.compute_score(rollout(text)) for text in ("9", "?")]
-    failed, unscored = await worker.post_process(rewards, ["y_0_0", "y_1_0"])
+    assert [reward["reward_score"] for reward in await group(worker, "1", "4", __validate__=True)] == [-3, 0]
+    failed, unscored = await group(worker, "9", "?")
     assert failed["reward_extra_info"]["reward_masked"]
-    assert "sample y_0_0" in failed["reward_extra_info"]["reward_error"]
+    assert "sample x_0" in failed["reward_extra_info"]["reward_error"]
     assert "nine is too much" in failed["reward_extra_info"]["reward_error"]
-    assert unscored == rewards[1]
+    assert unscored["reward_extra_info"]["reward_outcome"] == "unscored"
     assert await worker.fatal_error() is None
+    waiting = asyncio.create_task(group(worker, "2", group_size=2))
+    await asyncio.sleep(0.05)
+    await worker.lose("x", 2, ["x_1"])
+    assert [reward["reward_score"] for reward in await waiting] == [0]
 
 
 async def test_a_group_that_fails_in_post_processing_obeys_the_policy(with_function: Settings) -> None:
     worker = RewardWorker(with_function(POST_PROCESSES, "reward_loop.on_failed=default"), None)
-    reward = await worker.compute_score(rollout("9"))
-    assert reward["reward_extra_info"]["turn_level_scores"] == [9.0]
-    (failed,) = await worker.post_process([reward], ["x_0_0"])
+    (reward,) = await group(worker, "8")
+    assert reward["reward_extra_info"]["turn_level_scores"] == [8.0]
+    (failed,) = await group(worker, "9")
     assert failed["reward_score"] == 0.0
     assert "turn_level_scores" not in failed["reward_extra_info"]
     worker = RewardWorker(with_function(POST_PROCESSES, "reward_loop.on_failed=raise"), None)
     with pytest.raises(RewardLoopError, match="nine is too much"):
-        await worker.post_process([await worker.compute_score(rollout("9"))], ["y_0_0"])
+        await group(worker, "9")
     assert "nine is too much" in str(await worker.fatal_error())
 
 
@@ -272,49 +283,19 @@ def test_post_processing_beside_a_manager_written_for_verl_is_refused(with_funct
         RewardWorker(with_function(POST_PROCESSES, *verl_manager("Length")), None)
 
 
-REJECTED: list[Any] = [
-    {
-        "reward_score": 9.0,
-        "reward_extra_info": {
-            "score": 9.0,
-            "turn_level_scores": [9.0],
-            "reward_outcome": "scored",
-            "reward_masked": False,
-            "reward_work_s": 2.0,
-            "reward_attempts": 3,
-        },
-    }
-]
-PROBLEM = "the function returned 1 turn_level_scores, and the response has 2 turns"
-
-
 @pytest.mark.parametrize(("on_failed", "masked", "score"), [("mask", True, 0.0), ("default", False, -1.0)])
 async def test_a_reward_whose_parts_do_not_fit_obeys_the_policy(
     with_function: Settings, on_failed: str, masked: bool, score: float
 ) -> None:
     options = (f"reward_loop.on_failed={on_failed}", "reward_loop.default_score=-1.0")
-    worker = RewardWorker(with_function(ONE, *options), None)
-    (reward,) = await worker.reject(REJECTED, ["x_3"], [PROBLEM], accepted=3)
-    assert reward["reward_score"] == score
-    info = reward["reward_extra_info"]
-    assert (info["reward_outcome"], info["reward_masked"]) == ("failed", masked)
-    assert info["reward_error"] == f"sample x_3: {PROBLEM}"
-    assert (info["reward_work_s"], info["reward_attempts"]) == (2.0, 3)
-    assert not {"score", "turn_level_scores"} & info.keys()
-    assert await worker.fatal_error() is None
-
-
-async def test_rewards_whose_parts_do_not_fit_can_stop_the_run(with_function: Settings) -> None:
-    worker = RewardWorker(with_function(ONE, "reward_loop.on_failed=raise"), None)
-    with pytest.raises(RewardLoopError, match="sample x_3: the function returned 1 turn_level_scores"):
-        await worker.reject(REJECTED, ["x_3"], [PROBLEM], accepted=0)
-    assert PROBLEM in str(await worker.fatal_error())
-    options = ("reward_loop.min_samples_for_failed_share=4", "reward_loop.max_failed_share=0.5")
-    worker = RewardWorker(with_function(ONE, *options), None)
-    await worker.reject(REJECTED * 2, ["x_2", "x_3"], [PROBLEM] * 2, accepted=2)
-    with pytest.raises(TooManyFailuresError, match=r"turn_level_scores.*3 of the last 5"):
-        await worker.reject(REJECTED, ["x_3"], [PROBLEM], accepted=0)
-    assert "3 of the last 5" in str(await worker.fatal_error())
+    worker = RewardWorker(with_function(POST_PROCESSES, *options), None)
+    rewards = await group(worker, "3", "4", __turns__=[1, 2, 1])
+    for reward in rewards:
+        assert reward["reward_score"] == score
+        info = reward["reward_extra_info"]
+        assert (info["reward_outcome"], info["reward_masked"]) == ("failed", masked)
+        assert "1 turn_level_scores, and the response has 2 turns" in info["reward_error"]
+        assert not {"score", "turn_level_scores"} & info.keys()
 
 
 def test_the_sandbox_bound_is_shared_among_the_workers(with_function: Settings) -> None:

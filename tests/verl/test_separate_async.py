@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import ActorDiedError
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
+from reward_loop.agent import QueueCounts
 from reward_loop.verl.options import REWARD_QUEUE
 from reward_loop.verl.separate_async import QueueAgentLoopWorker, QueueSeparateAsyncTrainer, _version
 from tests.verl.configs import settled
@@ -41,8 +42,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
 def made_worker(monkeypatch: pytest.MonkeyPatch, *, by_group: bool = False) -> Any:
     """A worker whose prompts have two rollouts that are generated at once, and whose judges wait for an event.
 
-    `steps` gives the next training step at the end of each rollout of a prompt, which then end in turn; `newer` is
-    whether verl passes the argument `validate`. `outputs` has the rollouts of each prompt.
+    `newer` is whether verl passes the argument `validate`.
     """
 
     def init(self: Any, config: Any, handles: list[Any]) -> None:
@@ -50,17 +50,13 @@ def made_worker(monkeypatch: pytest.MonkeyPatch, *, by_group: bool = False) -> A
 
     async def run_prompt(self: Any, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool) -> None:
         uid = prompt["uid"]
-        self.outputs[uid] = [output(min_global_steps=3), output(min_global_steps=3)]
         calls = []
-        for session, one in enumerate(self.outputs[uid]):
-            arguments = {"uid": uid, "global_steps": 4, "session_id": session}
+        for number in range(2):
+            session: Any = SimpleNamespace(name=f"{uid}_{number}", times={}, is_submitted=False)
+            arguments = {"uid": uid, "global_steps": 4, "session_id": number}
             options = {"validate": trajectory["validate"]} if self.newer else {}
-            calls.append(self._judge({}, [one], arguments, **options))
-        if uid not in self.steps:
-            await asyncio.gather(*calls)
-        for step, call in zip(self.steps.get(uid, ()), calls, strict=False):
-            await self.start_step(step)
-            await call
+            calls.append(self._judge(session, [output(min_global_steps=3)], arguments, **options))
+        await asyncio.gather(*calls)
 
     async def compute_score(self: Any, outputs: list[Any], kwargs: dict, **options: Any) -> None:
         self.judging.append({**kwargs, **options})
@@ -79,8 +75,9 @@ def made_worker(monkeypatch: pytest.MonkeyPatch, *, by_group: bool = False) -> A
         f"{REWARD_QUEUE}.capacity=2",
         f"{REWARD_QUEUE}.in_flight=1",
     )
-    worker: Any = QueueAgentLoopWorker(config, [SimpleNamespace(by_group=by_group)])
-    worker.judging, worker.judged, worker.outputs, worker.steps, worker.newer = [], asyncio.Event(), {}, {}, False
+    client = SimpleNamespace(by_group=by_group, prompt=lambda uid, size: contextlib.nullcontext())
+    worker: Any = QueueAgentLoopWorker(config, [client])
+    worker.judging, worker.judged, worker.newer = [], asyncio.Event(), False
     return worker
 
 
@@ -97,17 +94,27 @@ async def test_rollouts_are_judged_in_turn_and_prompts_begin_when_there_is_room(
     prompts = [prompt(worker, uid) for uid in "abc"]
     await turns()
     assert [(call["uid"], call["session_id"]) for call in worker.judging] == [("a", 0)]
-    figures = await worker.queue_metrics(5)
-    assert figures["reward_queue/size"] == 1
-    # Two versions of the weights, with three updates to each.
-    assert figures["reward_queue/staleness_max"] == figures["reward_queue/all_staleness_max"] == 6
-    assert figures["reward_queue/waiting_producers"] == 2
+    counts = await worker.queue_counts()
+    assert (counts.queued, counts.judged) == ([3], [3])
     worker.judged.set()
     async with asyncio.timeout(30):
         await asyncio.gather(*prompts)
     assert [call["uid"] for call in worker.judging] == list("aabbcc")
-    figures = await worker.queue_metrics(5)
-    assert (figures["reward_queue/size"], figures["reward_queue/reserved"], figures["reward_queue/put"]) == (0, 0, 4)
+    counts = await worker.queue_counts()
+    assert (counts.queued, counts.judged, counts.produced, counts.consumed) == ([], [], 4, 5)
+    assert counts.wait_s > 0
+
+
+async def test_without_a_bound_where_the_rollouts_of_a_prompt_are_scored_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With one, those that are judged could wait for others, which wait for their turn."""
+    worker = made_worker(monkeypatch, by_group=True)
+    waiting = prompt(worker, "a")
+    await turns()
+    assert [call["session_id"] for call in worker.judging] == [0, 1]
+    worker.judged.set()
+    await waiting
 
 
 async def test_validation_goes_past_the_queue(worker: Any) -> None:
@@ -130,83 +137,29 @@ async def test_verl_may_pass_the_argument_validate(worker: Any) -> None:
     assert [(call["uid"], call["validate"]) for call in worker.judging] == [("a", False)] * 2 + [("v", True)] * 2
 
 
-@pytest.mark.parametrize(
-    ("strategy", "threshold", "next_step", "judged"),
-    [
-        ("drop", 2, 0, 2),
-        ("drop", 2, 5, 2),  # a span of two steps, from 4 to 5
-        ("drop", 2, 6, 0),
-        ("drop", None, 6, 2),
-        ("wait", 2, 6, 2),
-    ],
-)
-async def test_rollouts_that_will_be_evicted_are_not_judged(
-    worker: Any, strategy: str, threshold: int | None, next_step: int, judged: int
-) -> None:
-    worker.config.trainer.v1.sampler = {"max_off_policy_strategy": strategy, "max_off_policy_threshold": threshold}
-    await worker.start_step(next_step)
-    worker.judged.set()
-    await prompt(worker, "a")
-    assert len(worker.judging) == judged
-    for one in worker.outputs["a"]:
-        assert one.extra_fields.get("reward_extra_info", {}).get("reward_masked", False) is (judged == 0)
-        assert one.reward_score == (None if judged else 0.0)
-
-
-async def test_a_manager_of_groups_gets_all_rollouts_of_a_prompt_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = made_worker(monkeypatch, by_group=True)
-    worker.config.trainer.v1.sampler = {"max_off_policy_strategy": "drop", "max_off_policy_threshold": 2}
-    worker.steps = {"a": (5, 6), "b": (6, 6)}
-    worker.judged.set()
-    await prompt(worker, "a")
-    await prompt(worker, "b")
-    assert [(call["uid"], call["session_id"]) for call in worker.judging] == [("a", 0), ("a", 1)]
-
-
-def test_the_workers_learn_which_step_is_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int] = []
-    monkeypatch.setattr(PPOTrainerSeparateAsync, "on_step_end", lambda self: told.append(-1))
-    running = trainer(by_group=False)
-    running.global_steps = 4
-    running.agent_loop_manager = SimpleNamespace(
-        agent_loop_workers=[SimpleNamespace(start_step=SimpleNamespace(remote=told.append))] * 2
-    )
-    running.on_step_end()
-    assert told == [-1, 5, 5]
-
-
 def test_the_age_of_a_rollout_is_that_of_the_oldest_weights() -> None:
     assert _version([output(min_global_steps=5), output(min_global_steps=3), output()], {"global_steps": 9}) == 3
     assert _version([output(min_global_steps=None)], {"global_steps": 9}) == 8
 
 
-def trainer(*overrides: str, by_group: bool) -> Any:
+def trainer(*overrides: str) -> Any:
     trainer: Any = QueueSeparateAsyncTrainer(settled(*SEPARATE, *overrides))
-    trainer.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=[SimpleNamespace(by_group=by_group)])
     return trainer
 
 
-def test_the_metrics_of_a_dead_worker_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_metrics_are_those_of_all_workers_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     class Worker:
         def __init__(self, answer: Any) -> None:
-            self.queue_metrics = SimpleNamespace(remote=lambda step: answer)
-
-    def get(answer: Any) -> Any:
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+            self.queue_counts = SimpleNamespace(remote=lambda: answer)
 
     monkeypatch.setattr(PPOTrainerSeparateAsync, "_compute_metrics", lambda self, *args, **kwargs: None)
-    monkeypatch.setattr(ray, "wait", lambda refs, num_returns, timeout: (refs, []))
-    monkeypatch.setattr(ray, "get", get)
-    running = trainer(by_group=False)
-    running.global_steps = 4
-    running.agent_loop_manager = SimpleNamespace(
-        agent_loop_workers=[Worker({"reward_queue/size": 2.0}), Worker(ActorDiedError())]
-    )
+    monkeypatch.setattr(ray, "wait", lambda refs, num_returns, timeout: (refs[:2], refs[2:]))
+    monkeypatch.setattr(ray, "get", list)
+    running = trainer()
+    running.config.trainer.v1.separate_async.parameter_sync_step, running.global_steps = 3, 4
+    counts = [QueueCounts(8, queued=[3]), QueueCounts(8, queued=[2, 4]), QueueCounts(8)]
+    running.agent_loop_manager = SimpleNamespace(agent_loop_workers=[Worker(one) for one in counts])
     metrics: dict[str, float] = {}
     running._compute_metrics(None, metrics, {}, 1, 0)
-    assert metrics == {"reward_queue/size": 2.0}
-    running.agent_loop_manager = SimpleNamespace(agent_loop_workers=[Worker(ActorDiedError())])
-    running._compute_metrics(None, metrics := {}, {}, 1, 0)
-    assert metrics == {}
+    assert (metrics["reward_queue/size"], metrics["reward_queue/capacity"]) == (3, 16)
+    assert (metrics["reward_queue/staleness_max"], metrics["reward_queue/staleness_mean"]) == (6, 3)

@@ -53,7 +53,7 @@ class Run:
 
     def rewards(self) -> StepRewards:
         return StepRewards(
-            {key: TrajectoryReward(self.infos[key], score, score, tokens=TOKENS) for key, score in self.scores.items()}
+            {key: TrajectoryReward(self.infos[key], score, tokens=TOKENS) for key, score in self.scores.items()}
         )
 
     def health(self, folder: Path | None = None, **options: Any) -> StepHealth:

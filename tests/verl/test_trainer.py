@@ -14,13 +14,9 @@ from ray.exceptions import ActorDiedError
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from reward_loop.config import RewardLoopConfig
-from reward_loop.errors import RewardLoopError, ScoringError
-from reward_loop.limits import FailureBound
-from reward_loop.managers.post_process import fail_reward
-from reward_loop.types import RewardSample
-from reward_loop.verl import pipeline, reward_changes, tq_rows  # noqa: F401  registers the mode reward_pipeline
-from reward_loop.verl.reward_changes import misfit, place
+from reward_loop.errors import RewardLoopError
+from reward_loop.verl import pipeline, tq_rows  # noqa: F401  registers the mode reward_pipeline
+from reward_loop.verl.token_rewards import token_rewards, turns_of
 from tests.verl import trainers
 from tests.verl.configs import resolved
 from tests.verl.trainers import constructed, set_up
@@ -38,34 +34,41 @@ TOOL = torch.tensor([1, 1, 0, 0, 1, 1, 0])
         (SINGLE, {"token_level_scores": [0.5, 0.5, 0.5, 0.5]}, [0.5, 0.5, 0.5, 0.5]),
         (SINGLE, {"token_level_scores": [1, 0, 0, 0]}, [1, 0, 0, 1]),
         (SINGLE, {"turn_level_scores": [2]}, [0, 0, 0, 2]),
-        (TOOL, {"turn_level_scores": [0.5, 1]}, [0, 0.5, 0, 0, 0, 1, 0.5]),
+        # A tool's text at the end is not trained on: the last token that the policy wrote has the rest.
+        (TOOL, {}, [0, 0, 0, 0, 0, 2, 0]),
+        (TOOL, {"turn_level_scores": [0.5, 1]}, [0, 0.5, 0, 0, 0, 1.5, 0]),
         (TOOL, {"turn_level_scores": [1, 1], "token_level_scores": [0.25] * 7}, None),
+        (TOOL[2:4], {}, [0, 2]),  # the policy wrote nothing
+        (SINGLE[:0], {"token_level_scores": []}, []),
+        (SINGLE[:0], {"turn_level_scores": []}, []),
     ],
 )
 def test_parts_are_placed_and_add_up_to_the_reward(mask: torch.Tensor, info: dict, placed: list[float] | None) -> None:
-    result = place(2.0, mask, info)
-    assert result.sum() == 2.0
+    result = token_rewards(2.0, mask, info)
     if placed is not None:
         assert result.tolist() == placed
-
-
-@pytest.mark.parametrize("name", ["token_level_scores", "turn_level_scores"])
-def test_a_response_without_tokens_has_no_place_for_a_reward(name: str) -> None:
-    assert misfit(SINGLE[:0], {name: []}) is None
-    assert place(2.0, SINGLE[:0], {name: []}).tolist() == []
+    else:
+        assert result.sum() == 2.0
 
 
 @pytest.mark.parametrize(
-    ("info", "problem"),
-    [
-        ({"turn_level_scores": [1]}, "1 turn_level_scores, and the response has 2 turns"),
-        ({"token_level_scores": [1, 1]}, "2 token_level_scores, and the response has 7 tokens"),
-        ({"turn_level_scores": [1, float("nan")]}, "must be a list of finite numbers"),
-        ({"turn_level_scores": 3.0}, "must be a list of finite numbers"),
-    ],
+    ("mask", "turns"), [([1, 1, 0, 1], [2, 1, 1]), ([0, 0, 1], [0, 2, 1]), ([1, 1], [2]), ([0], [0, 1]), ([], [])]
 )
-def test_parts_that_do_not_fit_are_refused(info: dict, problem: str) -> None:
-    assert problem in (misfit(TOOL, info) or "")
+def test_turns_begin_with_the_policy(mask: list[int], turns: list[int]) -> None:
+    assert turns_of(mask) == turns
+
+
+@pytest.mark.parametrize("name", ["gae", "grpo"])
+def test_a_reward_before_a_tools_text_reaches_the_returns(name: str) -> None:
+    from verl.trainer.ppo.core_algos import compute_gae_advantage_return, compute_grpo_outcome_advantage
+
+    mask = TOOL.float().expand(2, -1)
+    rewards = torch.stack([token_rewards(score, TOOL, {"turn_level_scores": [0.0, score / 2]}) for score in (0.0, 1.0)])
+    if name == "gae":
+        _, returns = compute_gae_advantage_return(rewards, torch.zeros_like(rewards), mask, 1.0, 1.0)
+    else:
+        _, returns = compute_grpo_outcome_advantage(rewards, mask, np.array(["q", "q"]))
+    assert float(returns[1].max()) > float(returns[0].max())
 
 
 Rows = dict[str, dict[str, Any]]
@@ -108,53 +111,23 @@ def row(mask: torch.Tensor, score: float, /, **info: Any) -> dict[str, Any]:
     }
 
 
-def test_the_parts_of_a_sessions_last_output_reach_the_trainer(queue: Rows) -> None:
-    parts = {"turn_level_scores": [1.0, 0.5]}
-    queue |= {
-        "q_0_0": row(SINGLE, 2.0, **parts),
-        "q_0_1": row(TOOL, 2.0, **parts),
-        "q_2_0": row(SINGLE, 2.0, score=2.0),
-    }
+def test_rewards_of_a_batch_are_written_to_all_outputs_and_parts_to_the_last(queue: Rows) -> None:
+    queue |= {"q_0_0": row(SINGLE, 0.0), "q_0_1": row(TOOL, 0.0), "q_2_0": row(SINGLE, 5.0)}
     batch = KVBatchMeta(partition_id="train", keys=list(queue), tags=[{} for _ in queue])
-    reward_changes.place_parts(batch, tq_rows.read_rewards(batch))
+    info = {"turn_level_scores": [1.0, 0.5], "reward_outcome": "scored"}
+    tq_rows.write_rewards(batch, ["q_0_1"], [{"reward_score": 2.0, "reward_extra_info": info}])
     assert queue["q_0_0"]["rm_scores"].tolist() == [0, 0, 0, 2]  # an earlier output
-    assert queue["q_0_1"]["rm_scores"].tolist() == [0, 1, 0, 0, 0, 0.5, 0.5]
-    assert queue["q_2_0"]["rm_scores"].tolist() == [0, 0, 0, 2]
-
-
-class Workers(trainers.Workers):
-    """Applies a policy as the reward workers do."""
-
-    def __init__(self, policy: str) -> None:
-        super().__init__()
-        self.options = RewardLoopConfig(on_failed=policy, default_score=-1.0)  # type: ignore[arg-type]
-        self.accepted = 0
-
-    def reject(self, rewards: list[Any], names: list[str], problems: list[str], accepted: int) -> list[Any]:
-        self.accepted += accepted
-        bound = FailureBound.of_options(self.options)
-        return [
-            fail_reward(
-                {"reward_score": 0.0, "reward_extra_info": {}},
-                ScoringError(problem, sample=RewardSample("", uid=name)),
-                bound,
-                self.options,
-            )
-            for name, problem in zip(names, problems, strict=True)
-        ]
+    assert queue["q_0_1"]["rm_scores"].tolist() == [0, 1, 0, 0, 0, 1, 0]
+    assert queue["q_2_0"]["rm_scores"].tolist() == [0, 0, 0, 5]
+    assert queue["q_0_0"]["extra_fields"] == {"turns": 1, "reward_extra_info": info}
 
 
 class Step:
-    """A step of a trainer on all rows in the queue, with GRPO. With a filter, the replay buffer has the parts checked
-    before."""
+    """A step of a trainer on all rows in the queue, with GRPO."""
 
-    def __init__(
-        self, queue: Rows, monkeypatch: pytest.MonkeyPatch, policy: str = "mask", filters: bool = False
-    ) -> None:
-        filter_groups = ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=reward")
-        settings = resolved("algorithm.adv_estimator=grpo", *(filter_groups if filters else ()))
-        self.workers = Workers(policy)
-        self.trainer = made = set_up(monkeypatch, constructed(settings), self.workers)
+    def __init__(self, queue: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+        settings = resolved("algorithm.adv_estimator=grpo")
+        self.trainer = made = set_up(monkeypatch, constructed(settings), trainers.Workers())
         made.prepare_step = dict
         batch = KVBatchMeta(partition_id="train", keys=list(queue), tags=[{} for _ in queue])
 
@@ -174,46 +147,12 @@ class Step:
         monkeypatch.setattr(PPOTrainer, "_balance_batch", lambda self, batch, metrics, *_: batch)
         monkeypatch.setattr(PPOTrainer, "_compute_advantage", compute)
         monkeypatch.setattr(PPOTrainer, "_compute_metrics", lambda self, batch, metrics, *_: None)
-        if filters:
-            buffer = made.replay_buffer
-            buffer.finished_keys["train"], buffer.partitions["train"] = {"q"}, {key: {} for key in queue}
-            buffer._dapo_filtered_keys("train")
         self.metrics: dict[str, float] = {}
         learners = made.step(self.metrics, made.timing_raw)
         self.left_out = list(learners.keys)
         made._compute_metrics(learners, self.metrics, made.timing_raw, global_steps=1, epoch=0)
         self.left_out = learners.keys[len(self.left_out) :]
         """The rows without an advantage, which are written and deleted with the others."""
-
-
-@pytest.fixture
-def rejected(queue: Rows) -> Rows:
-    """The rewards 1, 2, 3, and 9, whose parts do not fit. The session with the 9 has two outputs."""
-    bad = {"turn_level_scores": [9.0], "score": 9.0}
-    for session, score in enumerate((1.0, 2.0, 3.0)):
-        queue[f"q_{session}_0"] = row(TOOL, score, turn_level_scores=[score / 2, score / 2], score=score)
-    queue["q_3_0"], queue["q_3_1"] = row(SINGLE, 9.0, **bad), row(TOOL, 9.0, **bad)
-    return queue
-
-
-@pytest.mark.parametrize("filters", [False, True])
-def test_all_outputs_of_a_session_whose_parts_do_not_fit_leave_loss_and_baseline(
-    rejected: Rows, monkeypatch: pytest.MonkeyPatch, filters: bool
-) -> None:
-    step = Step(rejected, monkeypatch, filters=filters)
-    for key in ("q_3_0", "q_3_1"):
-        assert not rejected[key]["rm_scores"].any()
-        assert "advantages" not in rejected[key]
-        assert key in step.left_out
-        info = rejected[key]["extra_fields"]["reward_extra_info"]
-        assert (info["reward_outcome"], info["reward_masked"]) == ("failed", True)
-        assert "sample q_3: the function returned 1 turn_level_scores" in info["reward_error"]
-        assert rejected[key]["extra_fields"]["turns"] == 1
-    assert [float(rejected[f"q_{session}_0"]["advantages"].max()) for session in range(3)] == [0, 0, 1]
-    assert float(rejected["q_0_0"]["advantages"].min()) == -1
-    assert (step.metrics["reward_loop/scored"], step.metrics["reward_loop/failed"]) == (3, 1)
-    assert step.metrics["reward_loop/score/mean"] == 2.0
-    assert step.workers.accepted == 3
 
 
 @pytest.mark.parametrize("score", [math.nan, math.inf])
@@ -223,28 +162,12 @@ def test_a_reward_of_an_agent_loop_that_is_not_finite_leaves_loss_and_baseline(
     for session, own in enumerate((1.0, 2.0, 3.0, score)):
         queue[f"q_{session}_0"] = row(SINGLE, own)
     step = Step(queue, monkeypatch)
-    assert not queue["q_3_0"]["rm_scores"].any()
     assert "q_3_0" in step.left_out
-    assert f"sample q_3: the agent loop set the reward {score}" in str(queue["q_3_0"]["extra_fields"])
+    assert (
+        "sample q_3: the manager returned the score" in step.trainer._rewards.trajectories["q_3_0"].info["reward_error"]
+    )
+    assert (step.metrics["reward_loop/scored"], step.metrics["reward_loop/failed"]) == (3, 1)
     assert [float(queue[f"q_{session}_0"]["advantages"].max()) for session in range(3)] == [-1, 0, 1]
-    assert step.workers.accepted == 0
-
-
-def test_invalid_dense_rewards_get_the_default_score_under_the_policy_default(
-    rejected: Rows, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    metrics = Step(rejected, monkeypatch, "default").metrics
-    assert rejected["q_3_0"]["rm_scores"].tolist() == [0, 0, 0, -1]
-    assert rejected["q_3_1"]["rm_scores"].tolist() == [0, 0, 0, 0, 0, 0, -1]
-    assert float(rejected["q_3_0"]["advantages"].min()) < float(rejected["q_0_0"]["advantages"].min()) < 0
-    assert (metrics["reward_loop/scored"], metrics["reward_loop/failed"]) == (3, 1)
-
-
-def test_a_session_whose_parts_do_not_fit_stops_the_run_if_the_policy_is_raise(
-    rejected: Rows, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(RewardLoopError, match="sample q_3: the function returned 1 turn_level_scores"):
-        Step(rejected, monkeypatch, "raise")
 
 
 def test_losses_by_row_are_divided_by_the_rows_with_an_advantage(queue: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
