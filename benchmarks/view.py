@@ -185,7 +185,6 @@ PAGES = {
     "pairs/{step}": "h1",
     "judges": ".judge .histogram rect",
     "timeline": "h2",
-    "compare": "h2",
 }
 """The views of the page, each with an element that is there when its data are shown."""
 

@@ -20,12 +20,9 @@ from reward_loop.adapters.service.command import serve
 from reward_loop.errors import ConfigError, FunctionLoadError, RewardLoopError
 from reward_loop.offline.check_command import check
 from reward_loop.offline.command import score
-from reward_loop.offline.compare import compare
-from reward_loop.offline.export import export
 from reward_loop.offline.report_command import report
 from reward_loop.router.command import route
 from reward_loop.view.command import view
-from reward_loop.view.trace import trace
 
 _out, _err = console(), console(stderr=True)
 
@@ -149,5 +146,5 @@ def _root(
     """Rewards that never block RL training of language models."""
 
 
-for command in (check, score, route, serve, report, compare, view, export, trace):
+for command in (check, score, route, serve, report, view):
     app.command()(command)

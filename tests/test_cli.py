@@ -503,7 +503,7 @@ def test_help_and_version():
 
 
 def test_colons_in_messages_are_not_turned_into_emoji(folder):
-    assert "a:sun:b is not a folder of records: it does not" in run("compare", "a:sun:b", "b", code=2)
+    assert "a:sun:b is not a folder of records: it does not" in run("report", "a:sun:b", code=2)
 
 
 @pytest.mark.parametrize(

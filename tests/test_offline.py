@@ -31,7 +31,6 @@ from reward_loop.managers import GroupRewardLoopManager
 from reward_loop.offline.fields import Fields, check_fields
 from reward_loop.offline.folder import COLUMNS, ScoredFolder, check_export, export
 from reward_loop.offline.inputs import Inputs, Row
-from reward_loop.offline.notes import Notes
 from reward_loop.offline.report import Report
 from reward_loop.offline.run import score_rows
 from reward_loop.records.reader import RecordsReader
@@ -383,10 +382,8 @@ def test_another_run_is_not_continued(tmp_path, change):
     identity = {"function": "b" if change == "function" else "a"}
     with pytest.raises(ConfigError, match=f"out has the records of a run with another {change}: .*--restart"):
         score(source, output, identity=identity)
-    Notes(output).write("an-id", None, None, "a reader's note")
     done = score(source, output, identity=identity, restart=True)
     assert (done.resumed, done.report.samples) == (0, len(done.rows))
-    assert Notes(output).texts() == {"an-id": "a reader's note"}
     assert score(source, output, identity=identity).resumed == len(done.rows)
 
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from reward_loop.errors import ConfigError
 from reward_loop.managers.registry import names as manager_names
-
-"""Returns the names of the reward managers, for shell completion. `reward_loop.cli` sets it."""
 
 
 def _complete_manager(incomplete: str) -> list[str]:
@@ -36,10 +32,6 @@ FieldPaths = Annotated[
 RecordsFolder = Annotated[
     Path,
     typer.Argument(metavar="DIR", help="A folder of records, such as checkpoints/.../rewards.", show_default=False),
-]
-Steps = Annotated[
-    str | None,
-    typer.Option(metavar="N[-M]", help="Only these training steps, e.g. [cyan]3[/] or [cyan]3-5[/]."),
 ]
 DataSource = Annotated[str | None, typer.Option(help="The data source of all rows.")]
 RewardKwargs = Annotated[
@@ -198,19 +190,3 @@ def nested(options: dict[str, str], option: str) -> dict[str, Any]:
             group = group.setdefault(part, {})
         group[name] = json_or_text(value)
     return found
-
-
-def step_range(text: str) -> range:
-    """Return the training steps that the option ``--step`` names.
-
-    Raises:
-        ConfigError: it is neither a step nor a range of steps.
-    """
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    if found is None:
-        raise ConfigError(f"--step {text}: it must be a step or a range of steps, such as 3 or 3-5")
-    first = int(found[1])
-    last = first if found[2] is None else int(found[2])
-    if last < first:
-        raise ConfigError(f"--step {text}: the last step is before the first one")
-    return range(first, last + 1)

@@ -16,7 +16,6 @@ from reward_loop.records.events import read_events as read_events
 from reward_loop.records.events import seconds_of as seconds_of
 from reward_loop.records.events import union as union
 from reward_loop.records.files import EVENTS as EVENTS
-from reward_loop.records.files import NOTES as NOTES
 from reward_loop.records.files import SUB_FOLDERS as SUB_FOLDERS
 from reward_loop.records.files import RecordFiles as RecordFiles
 from reward_loop.records.reader import NoRecordsError as NoRecordsError

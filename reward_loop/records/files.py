@@ -28,8 +28,6 @@ EVENTS, HEALTH = "events", "health"
 """The sub-folders of rows that are not samples: the trainer's events, and the live numbers of its steps with their
 warnings."""
 
-NOTES = "notes"
-"""The sub-folder of readers' notes."""
 
 SUB_FOLDERS = (TEXTS, EXCHANGES, EVENTS, HEALTH)
 """The sub-folders that a run writes."""
@@ -146,7 +144,7 @@ class RecordFiles:
         Exchanges are deleted first, down to half of the size that all texts may take; then the texts of samples.
         """
         try:
-            folders = (self.folder, *(self.folder / name for name in (EVENTS, HEALTH, NOTES)))
+            folders = (self.folder, *(self.folder / name for name in (EVENTS, HEALTH)))
             rows = sum(size for folder in folders for _, size, _ in _files(folder))
             left = {kind: sorted(_files(self.folder / kind)) for kind in (TEXTS, EXCHANGES)}
         except OSError:

@@ -14,10 +14,10 @@ import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 from urllib.parse import parse_qs
 
-from fastapi import Body, Depends, FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
@@ -27,11 +27,9 @@ from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reward_loop._util.api_keys import has_key
-from reward_loop._util.json import encode, look_up
-from reward_loop._util.web_pages import is_foreign_origin, is_known_host, own_names
+from reward_loop._util.json import encode
+from reward_loop._util.web_pages import is_known_host, own_names
 from reward_loop.errors import ConfigError
-from reward_loop.offline.compare import compare_scorings, read_scoring
-from reward_loop.offline.notes import Notes
 from reward_loop.offline.report import Price
 from reward_loop.records import EVENTS, RecordsReader
 from reward_loop.records import health as read_health
@@ -47,19 +45,6 @@ STATIC = Path(__file__).parent / "static"
 HEARTBEAT_S = 15.0
 """Seconds after which an open stream of changes sends the state again, so that proxies keep it open."""
 
-
-KEY = "uid"
-"""The field that names a sample in two scorings, if a request names no other one."""
-
-MAX_NOTE = 10_000
-"""The largest number of characters of a note."""
-
-MAX_BODY = 64 * 1024
-"""The largest size in bytes of the body of a request."""
-
-LARGEST = 50
-"""The number of samples with the largest differences in a comparison."""
-
 _NO_EVENTS = dict.fromkeys(("phases", "hidden_share", "waiting_s"))
 """The fields of a step for which the trainer has recorded no events."""
 
@@ -72,9 +57,9 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
         price: the price of tokens, for the cost of judges.
     """
     follower, phases = Follower(index), PhaseReader(index.folder)
-    reading, comparing = threading.Lock(), threading.Lock()
+    reading = threading.Lock()
     reader, summaries = RecordsReader(index.folder), Summaries(index)
-    samples = SampleQueries(index, reader, Notes(index.folder), price)
+    samples = SampleQueries(index, reader, price)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -159,15 +144,6 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
             raise HTTPException(404, f"Sample {name} was not found.")
         return _json(found)
 
-    @app.post("/api/note/{name:path}", dependencies=_only())
-    def note(name: str, text: Annotated[str, Body(embed=True, max_length=MAX_NOTE)]) -> Response:
-        try:
-            if not samples.write_note(name, text.strip()):
-                raise HTTPException(404, f"Sample {name} was not found.")
-        except OSError as error:
-            raise HTTPException(507, f"The note cannot be saved in {error.filename}: {error.strerror}") from None
-        return _json({"note": text.strip() or None})
-
     @app.get("/api/judges", dependencies=_only("step", "validate"))
     def all_judges(request: Request) -> Response:
         return _json(judges(index, price, request.query_params))
@@ -178,22 +154,6 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
             return _json(timeline(index.folder, step))
         except ConfigError as error:
             raise HTTPException(404, str(error)) from None
-
-    @app.get("/api/compare", dependencies=_only("other", "on", "label", "threshold"))
-    def compared(other: str, on: str = KEY, label: str | None = None, threshold: float | None = None) -> Response:
-        with comparing:  # each reads both folders into memory
-            a, b = (read_scoring(path, on=on, label=label) for path in (index.folder, Path(other)))
-            return _json(compare_scorings(a, b, label=label, threshold=threshold, largest=LARGEST))
-
-    @app.get("/api/compare/sample", dependencies=_only("other", "sample", "on"))
-    def compared_sample(other: str, sample: str, on: str = KEY) -> Response:
-        with comparing:
-            a, b = (_sample_of(path, sample, on) for path in (index.folder, Path(other)))
-        if a is None or b is None:
-            raise HTTPException(
-                404, f"No sample with {on} {sample} was found in {index.folder if a is None else other}."
-            )
-        return _json({"a": a, "b": b})
 
     @app.get("/api/health", dependencies=_only())
     def health() -> Response:
@@ -233,23 +193,6 @@ async def _changes(index: Index, follower: Follower) -> AsyncIterator[bytes]:
         yield b"data: %b\n\n" % encode({"revision": revision, **found})
 
 
-def _sample_of(path: Path, key: str, on: str) -> dict[str, Any] | None:
-    """Return the row, the texts and the exchanges of a sample; ``None`` if the scoring does not contain it.
-
-    Args:
-        path: a folder of records.
-        key: the value that names the sample, as text. Of several records, the latest counts.
-        on: the field with this value.
-    """
-    reader = RecordsReader(path)
-    found = [row for row in reader.rows(uid=key if on == "uid" else None) if str(look_up(row, on)) == key]
-    if not found:
-        return None
-    # Of equal times, the last row counts, as in the comparison.
-    row = max(reversed(found), key=lambda row: row.get("time") or 0.0)
-    return {"row": row, "texts": reader.text(row), "exchanges": reader.exchanges(row)}
-
-
 COOKIE = "reward_loop_view_key"
 
 # The pages show texts of models: a script in one must not run, even if a page failed to escape it.
@@ -280,8 +223,7 @@ def host_names(listener: socket.socket, host: str) -> frozenset[str]:
 class Guard:
     """An ASGI middleware that rejects requests with an unknown Host name, or without the key.
 
-    A request that writes must come from a page of this server, or from a program: pages of other servers cannot send
-    JSON without a permission (CORS) that this server never gives, and browsers name their origin.
+    Requests that could write are rejected, too: the viewer only reads.
 
     A browser sends the key as a cookie, which the page ``/?key=KEY`` sets. Other clients send it as a bearer token.
 
@@ -317,18 +259,11 @@ class Guard:
     def _rejected(self, scope: Scope) -> Response | None:
         """Return the error for a rejected request; ``None`` for an accepted one."""
         headers = Headers(scope=scope)
-        host, origin = (", ".join(headers.getlist(name)) for name in ("host", "origin"))
+        host = ", ".join(headers.getlist("host"))
         if not is_known_host(host, self._hosts, self._any_address):
             return JSONResponse({"error": "Unknown host name: open the address that reward-loop view printed."}, 400)
         if scope["method"] not in ("GET", "HEAD"):
-            # Required: without it, the size of a body is known only when it has been read.
-            size = headers.get("content-length", "")
-            if is_foreign_origin(origin or None, host):
-                return JSONResponse({"error": "Pages of other servers cannot change anything here."}, 403)
-            if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-                return JSONResponse({"error": "The body must be JSON: set Content-Type: application/json."}, 415)
-            if not size.isdecimal() or int(size) > MAX_BODY:
-                return JSONResponse({"error": f"The body must have at most {MAX_BODY} bytes, and Content-Length."}, 413)
+            return JSONResponse({"error": "The viewer only reads."}, 405)
         if self._key is None:
             return None
         given = parse_qs(scope["query_string"].decode("latin-1")).get("key")

@@ -1,4 +1,4 @@
-"""The seconds of each training step by phase, and the share of judging that other work has hidden."""
+"""The nested phases of training steps, their seconds, and the share of judging that other work has hidden."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import re
 import sys
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from reward_loop.records import (
     EVENTS,
@@ -23,20 +24,6 @@ from reward_loop.records import (
     seconds_of,
     union,
 )
-from reward_loop.view.critical import (
-    JUDGING,
-    LATE_S,
-    OTHER,
-    QUEUE,
-    Phase,
-    Row,
-    Segment,
-    Work,
-    arrival,
-    expand,
-    nest,
-    work_of,
-)
 from reward_loop.view.growth import Lines, new_lines
 
 _REWARDS = ("reward", "wait_reward")
@@ -47,6 +34,81 @@ _MANY = 1000
 
 _HEAD = 64
 """The field ``kind`` of an event is within this number of bytes from the start of its line."""
+
+OTHER = "other"
+"""The name of the time of a step outside of its phases."""
+
+LATE_S = 0.05
+"""Tolerance in seconds for arrivals after the end of the wait for them: clocks of nodes differ."""
+
+Row = Mapping[str, Any]
+"""An event, or the row of a sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A phase of the trainer, with the phases within it."""
+
+    name: str
+    step: int
+    start: float
+    end: float
+    waits_for: str | None
+    parts: tuple[Phase, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """The duration in seconds, without the phases within this one."""
+        return self.end - self.start - sum(part.end - part.start for part in self.parts)
+
+    def from_time(self, start: float) -> Phase:
+        """Return this phase and those within it, none of which begins before ``start``."""
+        if self.start >= start:
+            return self
+        return replace(self, start=start, parts=tuple(part.from_time(start) for part in self.parts))
+
+    def all(self) -> Iterator[Phase]:
+        """Yield this phase and all phases within it."""
+        yield self
+        for part in self.parts:
+            yield from part.all()
+
+
+def nest(events: Iterable[Row]) -> list[Phase]:
+    """Return the outermost phases, each with the phases within it.
+
+    Args:
+        events: the events of phases of one trainer, in the order of their ends, which is that of the file.
+    """
+    found: list[Phase] = []
+    for event in events:
+        start, end = event["start"], event["end"]
+        first = len(found)
+        # The start is computed from the end, so a part may seem to begin before its phase: its middle is compared.
+        while first and (found[first - 1].start + found[first - 1].end) / 2 >= start:
+            first -= 1
+        if first:
+            start = max(start, found[first - 1].end)
+        parts = tuple(part.from_time(start) for part in found[first:])
+        found[first:] = [Phase(event["name"], event["step"], start, end, event.get("waits_for"), parts)]
+    return found
+
+
+class Work(NamedTuple):
+    """The times of the work for one sample until its reward arrived. Unknown times are ``None``."""
+
+    start: float
+    """When generation began."""
+    generated: float
+    scoring: float | None
+    """When the reward was requested."""
+    scored: float | None
+    """When the reward arrived."""
+
+    @property
+    def arrival(self) -> float:
+        """When the reward arrived; without a reward, when the response did."""
+        return self.generated if self.scored is None else self.scored
 
 
 class _Step:
@@ -60,15 +122,14 @@ class _Step:
         for phase in step.all():
             self.seconds[OTHER if phase.name == STEP else phase.name] += phase.seconds
         self._waits = [phase for phase in step.all() if phase.waits_for == "rewards"]
-        self._last: dict[int, tuple[float, Work]] = {}
-        """For each wait, by its position: the work that arrived last in it, with the time."""
+        self._last: dict[int, Work] = {}
+        """For each wait, by its position: the work that arrived last in it."""
 
     def add(self, work: Work) -> None:
         """Add a rollout that overlaps with the step."""
-        at = arrival(work, for_rewards=True)
         for i, wait in enumerate(self._waits):
-            if at is not None and wait.start < at <= wait.end + LATE_S and at >= self._last.get(i, (0.0, work))[0]:
-                self._last[i] = at, work
+            if wait.start < work.arrival <= wait.end + LATE_S and work.arrival >= self._last.get(i, work).arrival:
+                self._last[i] = work
 
     def to_dict(self, has_rollouts: bool, overlap: Row | None, pending: Iterable[Interval]) -> dict[str, Any]:
         """Return the seconds by phase, the seconds of waiting for rewards, and the hidden share.
@@ -82,10 +143,9 @@ class _Step:
         for i, wait in enumerate(self._waits):
             if wait.name in _REWARDS:
                 waiting += wait.seconds
-            elif i in self._last:
-                segment = Segment(wait.name, wait.start, wait.end, wait.waits_for)
-                pieces = expand(segment, [self._last[i][1]])
-                waiting += sum(piece.seconds for piece in pieces if piece.part in (QUEUE, JUDGING))
+            elif (last := self._last.get(i)) is not None:
+                # Before its end, generation is what the trainer waited for.
+                waiting += max(0.0, min(last.arrival, wait.end) - max(last.generated, wait.start))
         pending_s = seconds_of(one for one in pending if one[1] > self.since)
         is_known = has_rollouts or all(wait.name in _REWARDS for wait in self._waits)
         if overlap is not None:
@@ -172,7 +232,7 @@ class PhaseReader:
             for event in _events(lines, ROLLOUT):
                 if not event.get("validate"):
                     self._has_rollouts = True
-                    work = work_of(event)
+                    work = Work(event["start"], event["end"], event.get("scoring"), event.get("scored"))
                     self._assign(work, steps, ends)
                     if work.scoring is not None and work.scored is not None:
                         self._pend(event.get("step"), (work.scoring, work.scored), steps, ends)
@@ -198,8 +258,7 @@ class PhaseReader:
 
     def _assign(self, work: Work, steps: Sequence[_Step], ends: Sequence[float], known: float = 0.0) -> None:
         """Add a rollout to the steps that it overlaps with and that end after ``known``, in the order of steps."""
-        assert work.start is not None
-        last = max(work.scored or 0.0, work.generated or 0.0)
+        last = max(work.scored or 0.0, work.generated)
         for step in steps[bisect_left(ends, max(work.start - LATE_S, known + LATE_S)) :]:
             if step.phase.start > last:
                 break

@@ -15,7 +15,6 @@ import orjson
 
 from reward_loop._util.json import decode, encode
 from reward_loop.errors import ConfigError
-from reward_loop.offline.notes import Notes
 from reward_loop.offline.report import Price
 from reward_loop.offline.turns import prompt_turns, response_turns
 from reward_loop.records import RecordsReader, parse_line
@@ -26,9 +25,6 @@ MAX_LIMIT = 10_000
 """The largest number of rows in an answer."""
 
 MAX_OFFSET = 2**63 - 1
-
-SEARCH_NOTES = "note:"
-"""A search that begins with this text searches the notes."""
 
 PROMPT = 200
 """The number of characters of a prompt in a row of groups."""
@@ -60,13 +56,11 @@ class SampleQueries:
     Args:
         index: the index.
         reader: reads the texts.
-        notes: the notes on samples.
         price: the price of tokens, if it is known.
     """
 
-    def __init__(self, index: Index, reader: RecordsReader, notes: Notes, price: Price | None) -> None:
+    def __init__(self, index: Index, reader: RecordsReader, price: Price | None) -> None:
         self._index = index
-        self._notes = notes
         self._reader = reader
         self._price = price
         # Not as a decorator: its cache would keep the index alive.
@@ -89,9 +83,8 @@ class SampleQueries:
             f"SELECT {_FIELDS} FROM samples WHERE {chosen.where} ORDER BY {order.sql()} LIMIT {limit} OFFSET {offset}",
             chosen.parameters,
         )
-        notes = self._notes.texts()
         for row in rows:
-            row |= {"components": decode(row["components"] or "{}"), "note": notes.get(row["id"])}
+            row["components"] = decode(row["components"] or "{}")
         return {"total": count[0]["n"], "offset": offset, "rows": rows}
 
     def groups(self, query: Mapping[str, str]) -> dict[str, Any]:
@@ -157,24 +150,12 @@ class SampleQueries:
             "row": row,
             "texts": texts,
             "turns": texts and {"prompt": prompt_turns(texts), "response": response_turns(texts)},
-            "note": self._notes.texts().get(name),
             "exchanges": exchanges,
             "cost": _cost(row, exchanges),
             "group": group,
             "previous": self._neighbour(known["keys"], chosen, order, reverse=True),
             "next": self._neighbour(known["keys"], chosen, order),
         }
-
-    def write_note(self, name: str, text: str) -> bool:
-        """Write a note on a sample. Return whether there is such a sample.
-
-        Raises:
-            OSError: the note cannot be written.
-        """
-        known = self._known(name, SortOrder.parse({}))
-        if known is not None:
-            self._notes.write(name, known["uid"], known["step"], text)
-        return known is not None
 
     def _known(self, name: str, order: SortOrder) -> dict[str, Any] | None:
         """Return the row of a sample in the index and its values of the keys of an order; ``None`` if there is none."""
@@ -205,11 +186,7 @@ class SampleQueries:
         text = query.get("text")
         if not text:
             return chosen
-        if text.startswith(SEARCH_NOTES):
-            needle = text.removeprefix(SEARCH_NOTES).strip().lower()
-            found = [name for name, note in self._notes.texts().items() if needle in note.lower()]
-        else:
-            found = self._find(text, chosen.where, tuple(chosen.parameters), self._index.revision)
+        found = self._find(text, chosen.where, tuple(chosen.parameters), self._index.revision)
         return chosen.also("id IN (SELECT unnest(?))", found)
 
     def _neighbour(

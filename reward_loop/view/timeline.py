@@ -1,4 +1,4 @@
-"""The timeline of a training step: lanes of spans, and the critical path."""
+"""The timeline of a training step: lanes of spans, and what the trainer waited for."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from urllib.parse import urlsplit
 from reward_loop._util.text import cut
 from reward_loop.errors import ConfigError
 from reward_loop.records import PHASE, ROLLOUT, STEP, RecordsReader, read_events
-from reward_loop.view.critical import TRAINER, Phase, Row, bound, critical_path, nest, scoring_start, server_of, works
+from reward_loop.view.phases import Phase, Row, nest
 
 Kind = Literal["rollout", "judge", "trainer"]
+
+TRAINER = "trainer"
+"""The lane of the trainer's phases."""
 
 MAX_SPANS = 5000
 """The largest number of spans of a timeline. The shortest ones are left out; those of the trainer stay."""
@@ -124,7 +127,7 @@ def near_steps(step: int) -> range:
 
 
 def timeline(folder: Path, step: int) -> dict[str, Any]:
-    """Return the timeline of a training step: lanes of spans, the critical path, and its largest part.
+    """Return the timeline of a training step: lanes of spans, and a sentence about its longest phase.
 
     Times are in seconds since 1970. Spans of a lane are in the order of their starts, and may overlap.
 
@@ -158,8 +161,6 @@ def timeline(folder: Path, step: int) -> dict[str, Any]:
         *judge_spans(rows),
     ]
     kept = _largest(spans)
-    training = [phase for phase in phases if phase.name == STEP] or phases  # without validation
-    path = critical_path(training, works(rollouts, rows)) if phases else []
     return {
         "step": step,
         "start": start,
@@ -167,10 +168,20 @@ def timeline(folder: Path, step: int) -> dict[str, Any]:
         "lanes": [
             {"name": name, "kind": kind, "spans": list(map(_to_dict, spans))} for kind, name, spans in lanes_of(kept)
         ],
-        "critical": [segment.to_dict() for segment in path],
-        "bound": bound(path),
+        "longest": longest_phase([phase for phase in phases if phase.name == STEP] or phases),  # without validation
         "truncated": len(spans) - len(kept),
     }
+
+
+def longest_phase(step: Sequence[Phase]) -> str | None:
+    """Return a sentence about the longest phase, and what the trainer waited for in it; ``None`` without phases."""
+    phases = [phase for outer in step for phase in outer.all() if phase.name != STEP]
+    if not phases:
+        return None
+    longest = max(phases, key=lambda phase: phase.seconds)
+    waited = "" if longest.waits_for is None else f", in which the trainer waited for {longest.waits_for}"
+    share = f"{longest.seconds:.1f} s of {step[-1].end - step[0].start:.1f} s"
+    return f"The longest phase was {longest.name}{waited}: {share}."
 
 
 def _largest(spans: Sequence[Span]) -> Sequence[Span]:
@@ -200,3 +211,15 @@ def _to_dict(span: Span) -> dict[str, Any]:
 def _end(rollout: Row) -> float:
     """Return when the reward of a rollout arrived, or the end of generation."""
     return rollout.get("scored") or rollout["end"]
+
+
+def scoring_start(row: Row) -> float:
+    """Return when the scoring of a sample began, in seconds since 1970."""
+    return row["time"] - (row.get("total_s") or 0.0)
+
+
+def server_of(judge: Row) -> str:
+    """Return the model and the server of an exchange."""
+    return " at ".join(str(part) for part in (judge.get("model"), judge.get("backend")) if part) or str(
+        judge.get("url")
+    )

@@ -17,7 +17,7 @@ import pytest
 
 from reward_loop import NaiveRewardLoopManager, RewardAgent, RewardLoopConfig, RewardSample
 from reward_loop.records import Records, writer
-from reward_loop.records.files import EVENTS, EXCHANGES, HEALTH, NOTES, TEXTS, RecordFiles
+from reward_loop.records.files import EVENTS, EXCHANGES, HEALTH, TEXTS, RecordFiles
 from tests.gsm8k import ROOT
 from tests.records.rows import read, recorded
 
@@ -167,7 +167,7 @@ def test_exchanges_may_use_the_whole_size_if_there_are_few_other_texts(tmp_path:
     assert 415 <= len(names(tmp_path / EXCHANGES)) <= 426
 
 
-@pytest.mark.parametrize("kind", [EVENTS, HEALTH, NOTES])
+@pytest.mark.parametrize("kind", [EVENTS, HEALTH])
 def test_rows_in_sub_folders_count_towards_the_size(tmp_path: Path, kind: str) -> None:
     (tmp_path / kind).mkdir()
     (tmp_path / kind / "host-1-a.jsonl").write_bytes(b"r" * 400_000)

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from reward_loop.view.critical import server_of
-from reward_loop.view.timeline import timeline
+from reward_loop.view.timeline import server_of, timeline
 from tests.serving.real_engines import IN_THE_ENGINE_PROCESS
 from tests.verl import rewards
 from tests.verl.checks import check_events, check_reward_metrics, check_scores, expected_advantages

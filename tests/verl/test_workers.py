@@ -39,8 +39,8 @@ def cluster() -> Iterator[None]:
         yield
 
 
-def started(settings: Any, *, named: bool = False) -> RewardWorkers:
-    workers = RewardWorkers(settings, None, named=named)
+def started(settings: Any) -> RewardWorkers:
+    workers = RewardWorkers(settings, None)
     workers.wait_until_ready()
     return workers
 

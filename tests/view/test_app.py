@@ -261,76 +261,9 @@ def test_a_sample_has_its_turns(tmp_path: Path) -> None:
         assert second["turns"] is None
 
 
-def test_notes_are_kept_and_searched(tmp_path: Path) -> None:
-    writer = Records(tmp_path)
-    for uid in ("a", "b"):
-        record(writer, uid, step=3)
-    flushed(writer)
-    with serving(tmp_path) as client, serving(tmp_path) as other:
-        first, second = get(client, "samples", sort="uid")["rows"]
-
-        def write(on: TestClient, row: dict[str, Any], text: str) -> None:
-            answer = on.post(f"/api/note/{row['id']}", json={"text": text})
-            assert (answer.status_code, answer.json()) == (200, {"note": text.strip() or None})
-
-        write(client, first, " Guesses the Format ")
-        write(other, second, "right")
-        write(other, first, "Guesses the FORMAT, twice")
-        for viewer in (client, other):
-            assert get(viewer, f"sample/{first['id']}")["note"] == "Guesses the FORMAT, twice"
-            assert uids(get(viewer, "samples", text="note: format")) == ["a"]
-            assert uids(get(viewer, "samples", text="note:", sort="uid")) == ["a", "b"]
-            assert [row["note"] for row in get(viewer, "samples", sort="uid")["rows"]][1] == "right"
-        write(client, first, "")
-        assert get(other, f"sample/{first['id']}")["note"] is None
-        assert uids(get(other, "samples", text="note:")) == ["b"]
-        (row,) = [row for row in RecordsReader(tmp_path).rows() if row["uid"] == "a"]
-        assert row["id"] == first["id"]
-    lines = [json.loads(line) for path in (tmp_path / "notes").glob("*.jsonl") for line in path.open()]
-    assert [(line["kind"], line["version"], line["step"]) for line in lines] == [("note", 1, 3)] * 4
-
-
-def test_a_note_that_cannot_be_saved_is_an_error(tmp_path: Path) -> None:
-    writer = Records(tmp_path)
-    record(writer, "a")
-    flushed(writer)
-    with serving(tmp_path) as client:
-        (row,) = get(client, "samples")["rows"]
-        (tmp_path / "notes").write_text("a file")
-        answer = client.post(f"/api/note/{row['id']}", json={"text": "x"})
-        assert answer.status_code == 507
-        assert str(tmp_path / "notes") in answer.json()["error"]
-        (tmp_path / "notes").unlink()
-        assert client.post("/api/note/unknown", json={"text": "x"}).status_code == 404
-        for body in ({}, {"text": 1}, {"text": "x" * 10_001}):
-            assert client.post(f"/api/note/{row['id']}", json=body).status_code == 400
-        assert client.post(f"/api/note/{row['id']}", json={"text": "x"}).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("headers", "body", "status"),
-    [
-        ({}, b'{"text": "x"}', 404),
-        ({"origin": "http://localhost"}, b'{"text": "x"}', 404),
-        ({"origin": "http://LOCALHOST:1"}, b'{"text": "x"}', 403),
-        ({"origin": "http://localhost:80"}, b'{"text": "x"}', 404),
-        ({"origin": "http://[::1"}, b'{"text": "x"}', 403),
-        ({"host": "localhost.", "origin": "http://localhost."}, b'{"text": "x"}', 404),
-        ({"origin": "https://evil.example"}, b'{"text": "x"}', 403),
-        ({"origin": "null"}, b'{"text": "x"}', 403),
-        ({"content-type": "text/plain"}, b'{"text": "x"}', 415),
-        ({"content-type": ""}, b'{"text": "x"}', 415),
-        ({}, b'"' + b"x" * 70_000 + b'"', 413),
-        ({}, iter([b'{"text": "x"}']), 413),
-        ({"host": "evil.example"}, b'{"text": "x"}', 400),
-    ],
-)
-def test_only_pages_of_the_server_and_programs_write(
-    client: TestClient, folder: Path, headers: dict[str, str], body: Any, status: int
-) -> None:
-    answer = client.post("/api/note/unknown", content=body, headers={"content-type": "application/json", **headers})
-    assert answer.status_code == status, answer.text
-    assert not (folder / "notes").exists()
+def test_requests_that_could_write_are_rejected(client: TestClient) -> None:
+    for headers, status in (({}, 405), ({"host": "evil.example"}, 400)):
+        assert client.post("/api/run", json={}, headers=headers).status_code == status
 
 
 def test_judges(client: TestClient) -> None:
@@ -381,50 +314,6 @@ def test_failed_requests_count_for_the_only_model_of_their_server(tmp_path: Path
         ("judge-7b", 1, 1),
         ("http://b/v1", 1, 1),
     }
-
-
-def test_compare(client: TestClient, folder: Path) -> None:
-    found = get(client, "compare", other=str(folder))
-    assert (found["both"], found["changed"]) == (20, 0)
-    answer = client.get("/api/compare", params={"other": "/nowhere"})
-    assert answer.status_code == 400
-    assert "/nowhere" in answer.json()["error"]
-
-
-@pytest.fixture
-def two_scorings(tmp_path: Path) -> Iterator[tuple[TestClient, Path]]:
-    """Two judges of the same samples; the second folder also has an earlier scoring, which does not count."""
-    for name, scores in (("a", [1.0, 0.0, 1.0]), ("b", [0.5, 0.5, 0.5]), ("b", [1.0, 1.0, None])):
-        writer = Records(tmp_path / name)
-        for number, score in enumerate(scores):
-            reply = exchange(number, reply=f"judge {name} says {score}")
-            record(writer, f"s{number}", score, exchanges=[reply], extra_info={"label": 1.0, "n": number})
-        flushed(writer)
-    revise(writer, "s1", -1.0)
-    flushed(writer)
-    with serving(tmp_path / "a") as client:
-        yield client, tmp_path / "b"
-
-
-def test_compare_with_a_label_a_threshold_and_another_key(two_scorings: tuple[TestClient, Path]) -> None:
-    client, other = two_scorings
-    found = get(client, "compare", other=str(other), label="extra_info.label", threshold=0.5)
-    assert (found["label_a"]["pairs"], found["label_b"]["pairs"]) == (3, 2)
-    assert found["label_b"]["equal"] == 1.0
-    answer = client.get("/api/compare", params={"other": str(other), "label": "extra_info.nothing"})
-    assert answer.status_code == 400
-    assert "'extra_info.nothing'" in answer.json()["error"]
-
-
-def test_a_sample_in_both_scorings_has_the_words_of_both_judges(two_scorings: tuple[TestClient, Path]) -> None:
-    client, other = two_scorings
-    found = get(client, "compare/sample", other=str(other), sample="s1")
-    assert found["a"]["exchanges"][0]["reply"] == "judge a says 0.0"
-    assert found["b"]["exchanges"][0]["reply"] == "judge b says 1.0"
-    assert (found["b"]["row"]["score"], found["b"]["row"]["reward"]) == (1.0, -1.0)
-    assert found["a"]["texts"]["response"] == "an answer"
-    answer = client.get("/api/compare/sample", params={"other": str(other), "sample": "s9"})
-    assert answer.status_code == 404
 
 
 def test_warnings_of_the_live_numbers(client: TestClient, tmp_path: Path) -> None:
@@ -570,7 +459,6 @@ def test_the_timeline_of_a_step(tmp_path: Path) -> None:
         "samples?sort=reward%22%3B%20DROP%20TABLE%20samples%3B",
         "groups?sort=prompt",
         "timeline",
-        "compare",
     ],
 )
 def test_a_wrong_parameter_is_an_error_of_status_400(client: TestClient, query: str) -> None:
@@ -628,8 +516,6 @@ def test_a_step_without_samples_has_its_phases_and_warnings(tmp_path: Path) -> N
         ("sample/any", "data_source, group, limit, "),
         ("judges", "step, validate"),
         ("timeline", "step"),
-        ("compare", "label, on, other, threshold"),
-        ("compare/sample", "on, other, sample"),
         ("health", "none"),
         ("changes", "none"),
     ],

@@ -335,21 +335,6 @@ def test_a_rollout_shows_its_turns_with_calls_beside_their_results(page: Page) -
     page.keyboard.press("m")
 
 
-def test_a_note_is_saved_and_found(page: Page) -> None:
-    open_view(page, f"step/{AGENT_STEP}?where.uid=small-1")
-    page.get_by_role("link", name="small-1").click()
-    page.get_by_label("Note on this sample").fill(f"Look again {ATTACK}")
-    page.get_by_role("button", name="Save note").click()
-    page.wait_for_selector("text=Saved with the records.")
-    page.reload()
-    page.wait_for_selector(".note-card")
-    assert page.get_by_label("Note on this sample").input_value() == f"Look again {ATTACK}"
-    open_view(page, "samples")
-    page.get_by_label("Search").fill("note:AGAIN")
-    wait_for_total(page, 1)
-    assert page.locator(".pane:not(.groups) .tag", has_text="note").get_attribute("title") == f"Look again {ATTACK}"
-
-
 def test_the_timeline_zooms(page: Page) -> None:
     open_view(page, "timeline/2")
     page.wait_for_selector("canvas")
@@ -373,17 +358,12 @@ def test_the_timeline_zooms(page: Page) -> None:
     assert "judge-7b" in page.locator(".plain").last.inner_text()
 
 
-def test_judges_and_comparison(page: Page, folder: Path) -> None:
+def test_judges(page: Page) -> None:
     open_view(page, "judges")
     card = page.locator(".judge", has_text="judge-7b").first
     card.locator(".histogram rect").nth(2).wait_for()
     figures = card.locator(".figures")
     assert re.search(r"Cost\s+[\d.]+", figures.inner_text())
-    open_view(page, "compare")
-    page.get_by_label("Folder to compare with").fill(str(folder))
-    page.get_by_role("button", name="Compare").click()
-    page.wait_for_selector("h2:has-text('Agreement')")
-    assert "Cohen's kappa" in page.locator(".plain").first.inner_text()
 
 
 def test_the_false_accepts_of_spot_checks_have_a_chart_with_their_interval(chromium: Browser, tmp_path: Path) -> None:
@@ -410,31 +390,6 @@ def test_the_slowest_request_leads_to_its_sample(page: Page) -> None:
     name = slowest.first.get_by_role("link").inner_text()
     slowest.first.get_by_role("link").click()
     page.locator(".view.sample h1", has_text=name).wait_for()
-
-
-def test_a_comparison_shows_the_words_of_both_judges(page: Page, folder: Path, tmp_path: Path) -> None:
-    (path,) = (path for path in folder.glob("*.jsonl") if b'"uid":"s1-p1-0"' in path.read_bytes())
-    line = next(line for line in path.read_text().splitlines() if '"uid":"s1-p1-0"' in line)
-    row, exchange = json.loads(line), json.loads(line)["judges"][0]
-    words = f"The new judge: {ATTACK} Score: 3"
-    text = json.dumps({**exchange, "messages": [], "reply": words, "verdict": 3, "sample": row["id"]}) + "\n"
-    places = {"exchange_file": "exchanges/b.jsonl", "exchange_offset": 0, "exchange_bytes": len(text)}
-    (tmp_path / "exchanges").mkdir()
-    (tmp_path / "exchanges" / "b.jsonl").write_text(text)
-    (tmp_path / "b.jsonl").write_text(json.dumps({**row, "outcome": "scored", "score": 77.0, **places}) + "\n")
-    open_view(page, "compare")
-    page.get_by_label("Folder to compare with").fill(str(tmp_path))
-    page.get_by_label("threshold").fill("0.5")
-    page.keyboard.press("Enter")
-    page.get_by_role("link", name="s1-p1-0").click()
-    page.wait_for_selector("h1:has-text('s1-p1-0')")
-    a, b = page.locator(".two .reply").all_inner_texts()
-    assert "The new judge" not in a
-    assert words in b
-    assert page.locator(".two mark").last.inner_text() == "Score: 3"
-    assert "77.000" in page.locator(".plain").first.inner_text()
-    page.keyboard.press("u")
-    page.wait_for_url(re.compile("compare.*threshold=0.5"))
 
 
 def test_a_sample_shows_its_calls_and_its_texts_among_the_components(page: Page) -> None:

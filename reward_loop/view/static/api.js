@@ -16,16 +16,10 @@ export async function get(path, parameters = {}) {
   return request(`api/${path}${query.size ? `?${query}` : ""}`);
 }
 
-/** Sends a value as JSON to an address below `api/`, and returns the answer. */
-export async function post(path, value) {
-  const headers = { "Content-Type": "application/json" };
-  return request(`api/${path}`, { method: "POST", headers, body: JSON.stringify(value) });
-}
-
-async function request(address, options) {
+async function request(address) {
   let response;
   try {
-    response = await fetch(address, options);
+    response = await fetch(address);
   } catch {
     throw new ApiError("The server does not answer. Does the command reward-loop view still run?");
   }

@@ -30,8 +30,8 @@ export function filters(run, query, changed) {
   };
   const text = field(query, set, () => "text", {
     type: "search",
-    placeholder: "Search texts, or note:WORDS",
-    title: "Prompts, responses and replies of judges; note:WORDS searches the notes",
+    placeholder: "Search texts",
+    title: "Prompts, responses and replies of judges",
     "aria-label": "Search",
     class: "wide",
   });

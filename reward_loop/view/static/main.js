@@ -1,7 +1,6 @@
 /** Starts the page: shows the view that the location names, and follows the records. */
 
 import { ApiError, follow, get } from "./api.js";
-import { showCompare } from "./compare.js";
 import { el, empty } from "./dom.js";
 import { plural } from "./format.js";
 import { showJudges } from "./judges.js";
@@ -12,7 +11,6 @@ import { link, open, parse } from "./router.js";
 import { showRun } from "./run.js";
 import { showSample } from "./sample.js";
 import { showSamples } from "./samples.js";
-import { showScorings } from "./scorings.js";
 import { showTimeline } from "./timeline.js";
 
 /**
@@ -28,13 +26,11 @@ const VIEWS = {
   pairs: showPairs,
   timeline: showTimeline,
   judges: showJudges,
-  compare: showCompare,
-  scorings: showScorings,
 };
-const LINKS = { run: "Run", samples: "Samples", timeline: "Timeline", judges: "Judges", compare: "Compare" };
+const LINKS = { run: "Run", samples: "Samples", timeline: "Timeline", judges: "Judges" };
 /** The fields of the run that tell whether it has the records of a view. */
 const NEEDS = { timeline: "events" };
-const PARENTS = { step: "samples", sample: "samples", pair: "samples", pairs: "samples", scorings: "compare" };
+const PARENTS = { step: "samples", sample: "samples", pair: "samples", pairs: "samples" };
 
 const main = document.getElementById("main");
 let run = null;

@@ -49,7 +49,7 @@ function isSamePrompt(a, b) {
 }
 
 /** Returns a table of two rows with their names: what differs is marked. Long texts are left out. */
-export function facts([a, b], names) {
+function facts([a, b], names) {
   const short = shortComponents({ components: { ...a.components, ...b.components } }).map(([name]) => name);
   const components = short.filter((name) => !isLong(a.components?.[name] ?? null));
   const rows = [
@@ -105,7 +105,7 @@ function responses(samples) {
 }
 
 /** Returns the exchanges of two samples with judges, side by side. */
-export function judges(samples) {
+function judges(samples) {
   const side = ({ exchanges }) =>
     el(
       "div",

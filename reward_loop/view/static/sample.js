@@ -5,7 +5,6 @@ import { isLong, shortComponents } from "./components.js";
 import { el, figures, withProperty } from "./dom.js";
 import { exchangeCard, raw, verdictTag } from "./exchange.js";
 import { count, fixed, number, plural, seconds, time, value } from "./format.js";
-import { noteCard } from "./note.js";
 import { outcomeMark } from "./outcome.js";
 import { link, open } from "./router.js";
 import { asText, conversation, textBlock, visible } from "./text.js";
@@ -34,7 +33,6 @@ export async function showSample(view, { args: [id], query }, run) {
         verdicts(exchanges),
         times(row),
         calls(row),
-        noteCard(sample),
         groupOf(sample, query),
         fields(row, run),
       ),

@@ -68,7 +68,6 @@ function columns(run, steps, query, range, href) {
       widthGrow: 2,
       cell: (row) => [
         el("a", { href: href(row) }, visible(row.uid ?? row.id)),
-        row.note ? el("span", { class: "tag", title: visible(row.note) }, "note") : null,
       ],
     },
     ...(query.step ? [] : [{ title: "Step", field: "step", cell: (row) => row.step ?? "–", width: 70, ...right }]),

@@ -1,4 +1,4 @@
-/** The timeline of a step: lanes of generation, judges and training, and the critical path. */
+/** The timeline of a step: lanes of generation, judges and training. */
 
 import { get } from "./api.js";
 import { el, empty, table } from "./dom.js";
@@ -33,7 +33,7 @@ export async function showTimeline(view, { args }, run) {
   const showRange = (from, to) =>
     (range.textContent = `${seconds(from)} to ${seconds(to)} of ${seconds(timeline.end - timeline.start)}`);
   const drawing = new TimelineCanvas(timeline, (id) => open("sample", [id]), showRange);
-  view.append(...bound(timeline), controls(drawing, range), drawing.node, ...notes(timeline), details(timeline));
+  view.append(...longestPhase(timeline), controls(drawing, range), drawing.node, ...notes(timeline), details(timeline));
   drawing.draw();
   return {
     title: `Timeline of step ${step}`,
@@ -66,8 +66,8 @@ function head(step, run, timeline) {
   );
 }
 
-function bound(timeline) {
-  return timeline.bound ? [el("p", { class: "bound" }, visible(timeline.bound))] : [];
+function longestPhase(timeline) {
+  return timeline.longest ? [el("p", { class: "bound" }, visible(timeline.longest))] : [];
 }
 
 function controls(drawing, range) {
@@ -76,7 +76,6 @@ function controls(drawing, range) {
     ["rollout", "generation"],
     ["judge", "judges"],
     ["trainer", "training"],
-    ["critical", "critical path"],
     ["failed", "failed"],
   ];
   return el(
@@ -131,43 +130,13 @@ function notes({ truncated }) {
 }
 
 function details(timeline) {
-  const from = timeline.start;
-  const path = timeline.critical.map((part) => [
-    part.lane,
-    visible(part.name),
-    seconds(part.start - from),
-    seconds(part.end - part.start),
-  ]);
   const lanes = timeline.lanes.map((lane) => [
     visible(lane.name),
     plural(lane.spans.length, "span"),
     seconds(busy(lane.spans)),
     seconds(longest(lane.spans)),
   ]);
-  return el(
-    "div",
-    { class: "two" },
-    el(
-      "section",
-      {},
-      el("h2", {}, "Critical path"),
-      path.length
-        ? table(["Lane", "Span", ">Start", ">Duration"], path)
-        : el("p", { class: "hint" }, "Unknown for this step."),
-    ),
-    el(
-      "section",
-      {},
-      el("h2", {}, "Lanes"),
-      table(["Lane", ">Spans", ">Busy", ">Longest"], lanes),
-      el(
-        "p",
-        { class: "hint" },
-        "For Perfetto or chrome://tracing: ",
-        el("code", {}, "reward-loop trace DIR -o run.json"),
-      ),
-    ),
-  );
+  return el("section", {}, el("h2", {}, "Lanes"), table(["Lane", ">Spans", ">Busy", ">Longest"], lanes));
 }
 
 /** Returns the seconds in which a lane has at least one span. */

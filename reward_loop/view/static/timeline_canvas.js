@@ -7,10 +7,8 @@ import { visible } from "./text.js";
 
 const LEFT = 168;
 const AXIS = 26;
-const PATH = { top: AXIS + 4, height: 18 };
 const SHORTEST_S = 0.001;
 const OTHER_STEP_ALPHA = 0.4;
-const SAME_S = 1e-6;
 const COLOURS = { rollout: "--lane-rollout", judge: "--lane-judge", trainer: "--lane-trainer" };
 
 /** A canvas with the lanes of a step. Times are seconds from its start. */
@@ -26,13 +24,12 @@ export class TimelineCanvas {
     this.onSample = onSample;
     this.onRange = onRange;
     const shift = (span) => ({ ...span, start: span.start - timeline.start, end: span.end - timeline.start });
-    this.critical = timeline.critical.map(shift);
     this.lanes = layOut(
       timeline.lanes.map((lane) => ({ ...lane, spans: lane.spans.map(shift) })),
-      PATH.top + PATH.height + 16,
+      AXIS + 12,
     );
     this.height =
-      this.lanes.reduce((most, lane) => Math.max(most, lane.top + lane.height), PATH.top + PATH.height) + 10;
+      this.lanes.reduce((most, lane) => Math.max(most, lane.top + lane.height), AXIS) + 10;
     this.canvas = el("canvas", {
       tabindex: "0",
       role: "img",
@@ -171,7 +168,6 @@ export class TimelineCanvas {
     ctx.beginPath();
     ctx.rect(LEFT, 0, width - LEFT, height);
     ctx.clip();
-    this.drawPath(ctx, colours);
     for (const lane of this.lanes) this.drawLane(ctx, colours, lane);
     if (this.selected) {
       ctx.fillStyle = colours.selection;
@@ -200,19 +196,9 @@ export class TimelineCanvas {
       ctx.fillStyle = colour;
       ctx.fillText(shortened(ctx, visible(text), LEFT - 16), 0, y);
     };
-    if (this.critical.length) name("Critical path", PATH.top + PATH.height / 2, colours.critical);
     for (const lane of this.lanes) {
       name(lane.name, lane.top + 11, colours.text);
       if (lane.height > 34) name(`${lane.spans.length} spans`, lane.top + 27, colours.muted);
-    }
-  }
-
-  drawPath(ctx, colours) {
-    for (const part of this.critical) {
-      const [x, width] = this.extent(part);
-      ctx.fillStyle = colours.critical;
-      box(ctx, x, PATH.top, width, PATH.height);
-      label(ctx, part.name, x, width, PATH.top + PATH.height / 2, colours.onCritical);
     }
   }
 
@@ -228,22 +214,8 @@ export class TimelineCanvas {
       if (height > 8 && width > 4) box(ctx, x, y, width, height);
       else ctx.fillRect(x, y, width, height);
       ctx.globalAlpha = 1;
-      if (this.isCritical(lane, span)) {
-        ctx.strokeStyle = colours.critical;
-        ctx.lineWidth = 2;
-        ctx.strokeRect(x, y, width, height);
-        ctx.lineWidth = 1;
-      }
       if (lane.rowHeight >= 15) label(ctx, span.name, x, width, y + height / 2, colours.onLane);
     }
-  }
-
-  isCritical(lane, span) {
-    return this.critical.some(
-      (part) =>
-        (part.id ? part.id === span.id : part.lane === lane.name && part.name === span.name) &&
-        Math.min(part.end, span.end) - Math.max(part.start, span.start) > SAME_S,
-    );
   }
 
   /** Returns the left edge of a span and its width, at least one pixel, within the canvas. */
@@ -268,8 +240,6 @@ function theme() {
     muted: "--muted",
     text: "--text",
     bad: "--bad",
-    critical: "--critical",
-    onCritical: "--on-critical",
     onLane: "--on-lane",
     selection: "--selection",
     ...COLOURS,
