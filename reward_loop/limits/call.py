@@ -30,7 +30,7 @@ from reward_loop.limits.permit import (
     give_up,
     users_limits,
 )
-from reward_loop.processes import child
+from reward_loop.processes import in_isolated_call
 from reward_loop.records import ActiveSample, current, waiting_for
 
 
@@ -317,7 +317,7 @@ def call_here() -> Call | None:
     Raises:
         ConfigError: it is an isolated call, whose process has neither limits nor records.
     """
-    if child.is_isolated:
+    if in_isolated_call():
         raise ConfigError(
             "an isolated function cannot ask a judge by reward_loop, nor hold its limits: ask it in an `async def` "
             "function, or let this one run in threads, without `isolated` and isolation=process"

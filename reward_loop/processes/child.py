@@ -40,8 +40,7 @@ STARTED, ENDED, ENDED_LAST = b"S", b"E", b"L"
 EXIT_BROKEN = 70
 """The exit status of a process that failed outside of a call, for instance because it could not send the outcome."""
 
-is_isolated = False
-"""Whether this process runs calls of an isolated function, or was forked by one."""
+_is_isolated = False
 
 _MAX_ANSWER_MB = 64
 
@@ -79,6 +78,11 @@ Function = Callable[..., Any] | RewardFunctionError
 """The loaded function, or why it could not be loaded."""
 
 
+def in_isolated_call() -> bool:
+    """Return whether this process runs calls of an isolated function, or was forked by one."""
+    return _is_isolated
+
+
 def load(setup: Setup) -> Function:
     """Import the function's module, and make its object."""
     # Before the function, whose module may be one of these files.
@@ -102,8 +106,8 @@ def serve(connection: socket.socket, report_fd: int, function: Function, calls: 
         function: the function.
         calls: the number of calls; ``None`` for any number.
     """
-    global is_isolated
-    is_isolated = True
+    global _is_isolated
+    _is_isolated = True
     pid = os.getpid()
     # Graders of generated code set functions of `os` to None.
     getpid, leave, cancel = os.getpid, os._exit, faulthandler.cancel_dump_traceback_later

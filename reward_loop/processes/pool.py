@@ -148,9 +148,7 @@ class WorkerProcesses:
 
         template.working += 1
         try:
-            # In the null form, a process costs the import of the function: none is started before it is needed.
-            while self._calls is not None and len(template.idle) + template.working < self.max_processes:
-                template.idle.append(template.fork())
+            self._fill(template)
             return await child.call(content, timeout, start)
         except RewardCrashedError:
             if not template.serves:
@@ -162,6 +160,13 @@ class WorkerProcesses:
                 template.idle.append(child)
             else:
                 child.close()
+                self._fill(template)
+
+    def _fill(self, template: _TemplateProcess) -> None:
+        """Fork a child for each free slot, so that the next calls do not wait for it."""
+        # In the null form, a process costs the import of the function: none is started before it is needed.
+        while self._calls is not None and len(template.idle) + template.working < self.max_processes:
+            template.idle.append(template.fork())
 
     def close(self) -> None:
         """Stop the idle processes, and the template if no call is in flight. A later call starts new ones."""

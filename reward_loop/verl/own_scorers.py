@@ -5,8 +5,7 @@
   and sympy gets only expressions of numbers, symbols and sympy's own functions, without very large numbers. Another
   answer cannot be parsed: it is wrong unless its text is the right one.
 - ``math_verify`` returns 0 for each call after a process of its pool has died
-  (https://github.com/verl-project/verl/issues/8011). Here, the pool is replaced and the call made again; an answer that
-  kills three processes fails, and so does a call whose deadline passes before a process was free.
+  (https://github.com/verl-project/verl/issues/8011). In an isolated call, it runs without a pool.
 
 `guard` changes the modules as they are imported, so that it holds however a function reaches them.
 """
@@ -22,11 +21,11 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import BrokenExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from decimal import Decimal, InvalidOperation
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+from reward_loop.processes import in_isolated_call
 
 _GRADER = "verl.utils.reward_score.prime_math.grader"
 _PRIME_MATH = "verl.utils.reward_score.prime_math"
@@ -42,8 +41,6 @@ _FAST = frozenset(
     (*("Abs", "Max", "Min", "acos", "asin", "atan", "cbrt", "cos", "exp"), *("ln", "log", "root", "sin", "sqrt", "tan"))
 )
 _MAX_CHARACTERS = 2000
-_POOLS = 3
-"""The number of pools in which an answer is verified before it fails."""
 
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -61,15 +58,6 @@ _NODES = (ast.Expression, ast.Call, ast.Name, ast.Load, ast.Constant, ast.BinOp,
 """The parts of an expression that sympy may evaluate. Attributes, subscripts and comprehensions are missing."""
 _NAMED = ("Symbol", "Function", "Integer", "Float", "Rational")
 """The functions to which sympy's parser passes a text. Every other function would parse it, and so evaluate it."""
-
-
-def default_compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **options: Any
-) -> Any:
-    """Return the score of verl's function of the same name, whose modules are guarded. Arguments are those of verl."""
-    from verl.utils.reward_score import default_compute_score as of_verl
-
-    return of_verl(data_source, solution_str, ground_truth, extra_info, **options)
 
 
 def guard() -> None:
@@ -117,29 +105,18 @@ def _guard_prime_math(prime_math: Any) -> None:
 
 
 def _guard_math_verify(math_verify: Any) -> None:
-    verify = math_verify._verify_in_subprocess
+    in_pool = math_verify.compute_score
 
     def compute_score(model_output: str, ground_truth: str, timeout_score: float = 0, timeout: float = 30.0) -> float:
-        for _ in range(_POOLS):
-            pool = math_verify._get_pool()
-            future = None
-            try:
-                future = pool.submit(verify, "\\boxed{" + ground_truth + "}", model_output)
-                score: float = future.result(timeout=timeout)
-                return score
-            except BrokenExecutor:
-                with math_verify._pool_lock:
-                    if math_verify._pool is pool:  # another thread may have replaced it
-                        math_verify._pool = None
-                pool.shutdown(wait=False)
-            except math_verify.TimeoutException:
-                return timeout_score
-            except FutureTimeoutError:
-                # The call had not started: 0 would be a score that nothing has computed.
-                if future is not None and future.cancel():
-                    raise TimeoutError(f"verl's math_verify had no free process for {timeout:g} s") from None
-                return timeout_score
-        raise RuntimeError(f"verl's math_verify lost its processes {_POOLS} times on this answer")
+        if not in_isolated_call():
+            score: float = in_pool(model_output, ground_truth, timeout_score, timeout)
+            return score
+        try:
+            # In this main thread, where its alarms work, and no process of a pool can have died.
+            score = math_verify._verify_in_subprocess("\\boxed{" + ground_truth + "}", model_output)
+        except math_verify.TimeoutException:
+            return timeout_score
+        return score
 
     math_verify.compute_score = compute_score
 
@@ -292,6 +269,3 @@ def _sympy_names() -> dict[str, Any]:
     functions = ("sqrt", "root", "cbrt", "real_root", "Matrix")
     # An empty `__builtins__`: `eval`, which sympy calls with these names, would add Python's.
     return {**names, **{name: getattr(sympy, name) for name in functions}, "__builtins__": {}}
-
-
-guard()  # also in the worker processes that import `default_compute_score`

@@ -290,13 +290,6 @@ def verifies(answer: str, gold: str) -> float:
     return float(math_verify.verify(math_verify.parse(gold), math_verify.parse(answer)))
 
 
-def verifies_as_verl_does(answer: str, gold: str) -> float:
-    from verl.utils.reward_score import math_verify
-
-    # The limit is verl's own, and counts the import of verl in the processes that this starts.
-    return math_verify.compute_score(answer, gold, timeout=250)
-
-
 class StatusError(Exception):
     """As `httpx.HTTPStatusError` and openai's status errors: keyword-only arguments, which pickle cannot pass."""
 

@@ -574,15 +574,6 @@ async def test_math_verify(one, answer, gold, score):
     assert (await one(sample("verifies", answer=answer, gold=gold))).score == score
 
 
-async def test_verls_own_use_of_math_verify(isolate):
-    pytest.importorskip("math_verify")
-    pytest.importorskip("verl")
-    scoring = isolate(timeout=300)
-    for answer, score in (("so \\boxed{\\frac{1}{2}}", 1.0), ("\\boxed{2}", 0.0)):
-        result = await scoring(sample("verifies_as_verl_does", answer=answer, gold="0.5"))
-        assert (result.score, result.error) == (score, None)
-
-
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 @pytest.mark.parametrize(
     ("does", "status", "attempts"),

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from reward_loop.verl.own_scorers import default_compute_score
+from reward_loop import RewardSample, ScoringFunction
+from reward_loop.verl.default_scorer import default_compute_score
 from tests.fork_server import output_of
 
 pytestmark = pytest.mark.integration  # imports verl
@@ -33,8 +33,8 @@ print(score("5", "4"), score({answer!r}, {matrix!r}), score("5", "4"), score("4"
 
 GUARDS = [
     "",
-    "import reward_loop.verl.own_scorers",
-    "import verl.utils.reward_score.prime_math, reward_loop.verl.own_scorers",
+    "import reward_loop.verl.default_scorer",
+    "import verl.utils.reward_score.prime_math, reward_loop.verl.default_scorer",
 ]
 
 
@@ -86,7 +86,7 @@ for text in {texts!r}:
 def test_sympy_computes_no_large_number(tmp_path: Path) -> None:
     texts = ["9**9**9+x", "x**9**9", "(1/3)**(10**9)", "sqrt(2)**(10**9)", "2**factorial(20)", "factorial(10**8)"]
     texts += ["binomial(10**8,10**7)", "1e999999999", "1e-999999999", "[1, (2, 10**(10**10))]"]
-    code = "import reward_loop.verl.own_scorers\n" + LARGE.format(texts=texts)
+    code = "import reward_loop.verl.default_scorer\n" + LARGE.format(texts=texts)
     assert output_of(code, tmp_path).count("too large") == len(texts)
 
 
@@ -131,34 +131,21 @@ def test_the_scores_are_those_of_verl(answer: str, truth: str, score: float) -> 
     assert default_compute_score("openai/gsm8k", "#### 72", "72") == 1.0
 
 
-def dies(ground_truth: str, answer: str) -> float:
-    """Stands for an answer whose verification kills its process."""
-    if answer == "kills":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return float(ground_truth == f"\\boxed{{{answer}}}")
+def verified(solution_str: str, ground_truth: str) -> float:
+    from reward_loop.verl.own_scorers import guard
 
-
-@pytest.fixture
-def math_verify(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return verl's module, whose processes compare texts."""
+    guard()
     from verl.utils.reward_score import math_verify
 
-    from reward_loop.verl import own_scorers
-
-    monkeypatch.setattr(math_verify, "_verify_in_subprocess", dies)
-    own_scorers._guard_math_verify(math_verify)  # reads the changed function
-    yield math_verify
-    monkeypatch.undo()
-    own_scorers._guard_math_verify(math_verify)
+    score: float = math_verify.compute_score(solution_str, ground_truth)
+    assert math_verify._pool is None
+    return score
 
 
-def test_math_verify_works_after_a_process_of_its_pool_has_died(math_verify: Any) -> None:
-    """https://github.com/verl-project/verl/issues/8011: without the guard, each later score is 0."""
-    with pytest.raises(RuntimeError, match="lost its processes 3 times on this answer"):
-        math_verify.compute_score("kills", "4")
-    assert math_verify.compute_score("4", "4") == 1.0
-    assert math_verify.compute_score("5", "4") == 0.0
-    for process in list(math_verify._get_pool()._processes.values()):
-        process.kill()
-        process.join()
-    assert math_verify.compute_score("4", "4") == 1.0
+async def test_math_verify_has_no_pool_in_an_isolated_call() -> None:
+    """https://github.com/verl-project/verl/issues/8011: after a process of the pool has died, each score is 0."""
+    scoring = ScoringFunction(verified, isolation="process", max_processes=1)
+    answers = [("\\boxed{\\frac{1}{2}}", "0.5"), ("\\boxed{2}", "0.5")]
+    results = [await scoring(RewardSample(answer, ground_truth=truth)) for answer, truth in answers]
+    await asyncio.to_thread(scoring.close)
+    assert [(result.error, result.score) for result in results] == [(None, 1.0), (None, 0.0)]
