@@ -56,6 +56,11 @@ __all__ = [
 ]
 
 
+DOWN_STATUS = frozenset({502, 503, 504, *range(520, 526), 529, 530})
+"""Answers of a service, or of the gateway before it (520 to 525 and 530 are Cloudflare's), that is down or overloaded.
+Repeated ones are an outage."""
+
+
 class RewardLoopError(Exception):
     """Base class of all errors of this library."""
 
@@ -253,6 +258,11 @@ class RequestError(ServerError):
         self.retry_after = retry_after
         self.unreachable = unreachable
         self.final = final
+        self.is_down = status in DOWN_STATUS
+        """Whether the answer is that of a gateway whose server is down, or of an overloaded server. Repeated ones are
+        an outage."""
+        self.asked_model = ""
+        """The model that was asked; empty if the request named none."""
 
     @property
     def transient(self) -> bool:

@@ -99,8 +99,7 @@ class RewardSample:
     error: str | None = None
     """Why the sample cannot be scored, if its data is invalid. Such a sample fails without a call of the function."""
     validate: bool | None = False
-    """Whether the sample belongs to validation; ``None`` if unknown. A limit serves waiting training and validation
-    samples alternately."""
+    """Whether the sample belongs to validation; ``None`` if unknown."""
     response_length: int | None = None
     """Number of response tokens; ``None`` if unknown."""
     group: str | None = None
@@ -135,7 +134,7 @@ class RewardSample:
 
     @property
     def traffic_class(self) -> str:
-        """The traffic class of the sample's calls in limits: ``train`` or ``validate``."""
+        """Whether the sample is batched with those of training (``train``) or of validation (``validate``)."""
         return "validate" if self.validate else "train"
 
 

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from time import time
 
-__all__ = ["REFUSAL_STATUS", "asked_pause", "is_out_of_credit", "retry_after_seconds"]
+__all__ = ["REFUSAL_STATUS", "asked_pause", "is_incurable", "is_out_of_credit", "retry_after_seconds"]
 
 REFUSAL_STATUS = frozenset({429, 529})
 """Too many requests (429), and Anthropic's status for an overloaded service (529)."""
@@ -37,6 +37,26 @@ _NO_CREDIT_400 = re.compile(r"credit balance is too low|arrearage|insufficient_q
 """Anthropic and Alibaba answer 400. Fewer words count there, since such an answer may repeat parts of the request."""
 
 
+_INCURABLE = re.compile(
+    r"request too large|\blimit:? 0\b|per[ _-]?day|\b(?:rpd|tpd)\b|daily (?:limit|quota)", re.IGNORECASE
+)
+"""A request above the limit, a limit of 0, a limit per day: no pause within a run changes that."""
+
+_NAMED_PAUSE = re.compile(
+    r'(?:"retry_?delay": ?"|"x-ratelimit-reset(?:-[a-z]+)?": ?"?|(?:try again|retry) (?:in|after) )'
+    r"((?:\d+(?:\.\d+)? ?(?:(?:ms|milli|[dhms])[a-z]*)? ?)+)",
+    re.IGNORECASE,
+)
+"""Where a body has the pause: Google's ``retryDelay``, the words of OpenAI, the headers that OpenRouter passes on."""
+
+_UNIT_WORD = re.compile(r" ?(ms|milli|[dhms])[a-z]* ?")
+
+
+def is_incurable(status: int | None, text: str) -> bool:
+    """Return whether a service refused a request for a reason that waiting does not change."""
+    return status in REFUSAL_STATUS and bool(_INCURABLE.search(text))
+
+
 def is_out_of_credit(status: int | None, text: str) -> bool:
     """Return whether an answer says that the account of the service has no credit left; no retry changes that.
 
@@ -49,12 +69,12 @@ def is_out_of_credit(status: int | None, text: str) -> bool:
     return status == 402 or (status in _NO_CREDIT_STATUS and bool(_NO_CREDIT.search(text)))
 
 
-def asked_pause(headers: Mapping[str, str], status: int | None = None) -> float | None:
+def asked_pause(headers: Mapping[str, str], status: int | None = None, text: str = "") -> float | None:
     """Return the seconds that an answer asks to wait; ``None`` if it does not, or no value is valid.
 
     The first of these headers counts: ``Retry-After-Ms``, ``X-Ms-Retry-After-Ms``, ``Retry-After``, and for a refusal
     the resets of rate limits: of the limits without anything left (``remaining``), the last one. Other answers of a
-    service have these, too.
+    service have these, too. Last, the text of a refusal may name the pause.
     """
     given = {str(name).lower(): str(value) for name, value in headers.items()}
     # Milliseconds first: they are more precise than the whole seconds of a `Retry-After` beside them.
@@ -69,7 +89,10 @@ def asked_pause(headers: Mapping[str, str], status: int | None = None) -> float 
     used_up = [
         reset for name, reset in resets.items() if _remaining(given.get(name.replace("reset", "remaining"))) <= 0
     ]
-    return max(used_up, default=min(resets.values(), default=None))
+    if resets:
+        return max(used_up, default=min(resets.values()))
+    named = _NAMED_PAUSE.search(text)
+    return None if named is None else _reset(_UNIT_WORD.sub(_unit, named[1].lower()))
 
 
 def retry_after_seconds(value: str | None) -> float | None:
@@ -98,6 +121,10 @@ def _reset(value: str) -> float | None:
     if seconds is None or seconds <= _EPOCH_S or not value.replace(".", "", 1).isdigit():
         return seconds
     return max(0.0, (seconds / 1000 if seconds > _EPOCH_MS else seconds) - time())
+
+
+def _unit(word: re.Match[str]) -> str:
+    return "ms" if word[1] == "milli" else word[1]
 
 
 def _remaining(value: str | None) -> float:

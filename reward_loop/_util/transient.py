@@ -12,7 +12,8 @@ from enum import StrEnum
 from typing import Any
 from urllib.parse import urlsplit
 
-from reward_loop._util.retry_after import REFUSAL_STATUS, asked_pause, is_out_of_credit
+from reward_loop._util.retry_after import REFUSAL_STATUS, asked_pause, is_incurable, is_out_of_credit
+from reward_loop.errors import DOWN_STATUS
 
 __all__ = [
     "DOWN_STATUS",
@@ -21,6 +22,7 @@ __all__ = [
     "error_code",
     "is_refusal",
     "is_transient",
+    "model_of",
     "out_of_credit",
     "retry_after",
     "status_of",
@@ -40,9 +42,6 @@ class RouterCode(StrEnum):
 TRANSIENT_STATUS = frozenset({408, 409, 425, 429})
 """Transient in addition to 5xx: request timeout, conflict, too early, too many requests. The clients of OpenAI and
 Anthropic retry these, except 425."""
-
-DOWN_STATUS = frozenset({502, 503, 504, 529})
-"""Answers of a service, or of the gateway before it, that is down or overloaded. Repeated ones are an outage."""
 
 _TRANSIENT = {
     "aiohttp": {"ClientConnectionError", "ClientPayloadError"},
@@ -113,11 +112,24 @@ def unreachable(error: BaseException) -> str | None:
         if isinstance(cause, BaseExceptionGroup):
             found = [address for part in cause.exceptions if (address := unreachable(part)) is not None]
             return found[0] if found and is_transient(cause) else None
+    # A proxy that refuses to connect, such as with status 403: its answer is not that of the server.
+    is_proxy = any(_is_one_of(cause, {"aiohttp": {"ClientHttpProxyError"}}) for cause in causes)
+    if is_proxy and status_of(error) != 407:  # 407: the proxy wants a password
+        return address_of(error)
     if status_of(error) is not None or not any(map(_is_unreachable, causes)):
         return None
     if any(_is_one_of(cause, _PERMANENT) for cause in causes) and not any(map(_is_cut_off, causes)):
         return None
     return address_of(error)
+
+
+def model_of(error: BaseException) -> str | None:
+    """Return the model that a failed request of `reward_loop.client` asked, ``""`` if it named none.
+
+    ``None`` for the errors of other clients.
+    """
+    models = (_attribute(cause, "asked_model") for cause in _causes(error))
+    return next((model for model in models if isinstance(model, str)), None)
 
 
 def _is_unreachable(error: BaseException) -> bool:
@@ -192,7 +204,7 @@ def is_transient(error: BaseException) -> bool:
     """
     causes = list(_causes(error))
     # First: many such answers have status 429, which is transient otherwise.
-    if out_of_credit(error):
+    if out_of_credit(error) or any(is_incurable(_status(cause), _texts(cause)) for cause in causes):
         return False
     for cause in causes:
         transient = _attribute(cause, "transient")  # TransientError and RequestError have it
@@ -251,7 +263,7 @@ def retry_after(error: BaseException) -> float | None:
         response = _attribute(cause, "response")
         for headers in (_attribute(cause, "headers"), _attribute(response, "headers")):
             if _attribute(headers, "get") is not None:
-                seconds = _seconds(headers, status_of(error))
+                seconds = _seconds(headers, status_of(error), _texts(cause))
                 if seconds is not None:
                     return seconds
     return None
@@ -306,9 +318,9 @@ def _is_one_of(error: BaseException, names: Mapping[str, set[str]]) -> bool:
     return any(name in names.get(package, ()) for name, package in packages)
 
 
-def _seconds(headers: Any, status: int | None) -> float | None:
+def _seconds(headers: Any, status: int | None, text: str) -> float | None:
     with contextlib.suppress(Exception):  # headers of unknown types: an error here must not hide the user's error
-        return asked_pause(headers, status)
+        return asked_pause(headers, status, text)
     return None
 
 

@@ -9,7 +9,6 @@ import asyncio
 import errno
 import functools
 import os
-import random
 import resource
 import secrets
 import time
@@ -23,11 +22,11 @@ import aiohttp
 
 from reward_loop._util.addresses import proxy_of, url_of
 from reward_loop._util.api_keys import api_key_of
+from reward_loop._util.backoff import Backoff
 from reward_loop._util.json import decode, encode
-from reward_loop._util.retry_after import asked_pause
+from reward_loop._util.retry_after import asked_pause, is_incurable
 from reward_loop._util.text import shorten
 from reward_loop._util.transient import (
-    DOWN_STATUS,
     RouterCode,
     error_code,
     is_refusal,
@@ -38,8 +37,9 @@ from reward_loop.client.request_cache import RequestCache
 from reward_loop.errors import ConfigError, RequestError
 from reward_loop.limits.call import RequestRetries, call_here, outside_the_deadline
 from reward_loop.limits.lease import limit as limited
-from reward_loop.limits.lease import report_failure
-from reward_loop.limits.permit import ModelRequests
+from reward_loop.limits.lease import report_answer
+from reward_loop.limits.outages import JudgeAddress
+from reward_loop.limits.permit import ModelRequests, answer_of
 from reward_loop.records import current, hide, waiting_for
 
 MAX_REPLY_BYTES = 64 * 1024 * 1024
@@ -125,8 +125,7 @@ async def post(
         body: the JSON body of the request.
         limit: the name of the limit; by default that of the model, see `ModelConfig`.
         timeout: seconds until the whole answer is received, including the wait for a connection; ``None`` for no
-            limit, ``model`` for those of the model, or 300. Longer while the judge of a run is full; see
-            `Limits.patience`. The router's own time limit is ``request_timeout_s``.
+            limit, ``model`` for those of the model, or 300. The router's own time limit is ``request_timeout_s``.
         api_key_env: the name of the environment variable with the service's API key.
         max_reply_bytes: the longest answer, in bytes after decompression.
         cache: where answers are stored, and looked for first. An answer from there needs no permit. One whose block
@@ -148,8 +147,6 @@ async def post(
     limit = limit or own.limit
     if timeout == "model":
         timeout = own.timeout or USUAL_TIMEOUT_S
-    if call is not None and timeout is not None:
-        timeout *= call.patience  # Like the call's own deadline: the run's judge may be full.
     if call is not None and call.request_retries.waits_for_outages:
         headers[NO_WAIT_HEADER] = "1"
     if cache is not None and (known := await cache.get(url, body)) is not None:
@@ -157,12 +154,13 @@ async def post(
         stored.update(response=known, cached=True)
         yield known, stored
         return
+    judge = JudgeAddress(server_of(url), model or "")
+    _raise_if_away(url, judge)
     async with AsyncExitStack() as stack:
         if limit is not None:
             await stack.enter_async_context(limited(limit))
         exchange = _begin(url, body, api_key_env)
-        with _timed(exchange):
-            _raise_if_away(url)
+        with _timed(exchange, judge):
             answer = await _post(exchange, url, is_base_url, headers, body, timeout, max_reply_bytes)
         yield answer, exchange
     if cache is not None:
@@ -177,7 +175,7 @@ def _requests(models: Mapping[str, ModelRequests], model: str | None) -> ModelRe
 
 
 @contextmanager
-def _timed(exchange: Exchange) -> Iterator[None]:
+def _timed(exchange: Exchange, judge: JudgeAddress) -> Iterator[None]:
     """Add the seconds of the block to the exchange; an error ends it."""
     started = time.perf_counter()
     try:
@@ -185,32 +183,24 @@ def _timed(exchange: Exchange) -> Iterator[None]:
     except BaseException as error:
         exchange.end(seconds=time.perf_counter() - started, error=_cause(error))
         if isinstance(error, RequestError):
+            error.asked_model = judge.model
             # Here: if the function catches the error, its own limits would otherwise count an answer.
-            report_failure(error)
+            report_answer(*answer_of(error))
         raise
     exchange.update(seconds=time.perf_counter() - started)
 
 
-def _raise_if_away(url: str) -> None:
+def _raise_if_away(url: str, judge: JudgeAddress) -> None:
     """Raise the error of an outage for a new call, without a request. Calls that the outage lets through may ask.
 
     Otherwise, each sample that begins in an outage would send a request that fails.
     """
-    call, server = call_here(), server_of(url)
-    if call is not None and call.attempt == 1 and call.limits.outages(call.loop).is_away(server):
-        raise RequestError(
-            f"POST {_shown_url(url)} was not sent: {server} cannot be reached at present", unreachable=server
+    if (call := call_here()) is not None and call.attempt == 1 and call.limits.outages.is_away(judge):
+        error = RequestError(
+            f"POST {_shown_url(url)} was not sent: {judge} cannot be reached at present", unreachable=judge.address
         )
-
-
-def _record_answer(url: str) -> None:
-    if (call := call_here()) is not None:
-        call.limits.outages(call.loop).answered(server_of(url))
-
-
-def _has_answered(url: str) -> bool:
-    call = call_here()
-    return call is not None and call.limits.outages(call.loop).has_answered(server_of(url))
+        error.asked_model = judge.model
+        raise error
 
 
 def server_of(url: str) -> str:
@@ -282,7 +272,7 @@ async def _post(
                 async with asyncio.timeout(timeout):
                     return await _send_and_read(send, max_reply_bytes, 0 if is_base_url else _MAX_RESENDS)
 
-            response, data = await in_a_place(url, once)
+            response, data = await in_a_place(once)
         exchange.update(status=response.status, backend=response.headers.get(BACKEND_HEADER))
     except _ReplyTooLongError as error:
         exchange.update(status=error.status)
@@ -309,20 +299,25 @@ async def _post(
         answer = None
     exchange.update(response=data.decode("utf-8", "backslashreplace") if answer is None else answer)
     if response.status != 200:
-        code = error_code(answer)
+        code, text = error_code(answer), data.decode(errors="replace")
         raise RequestError(
             f"{what} was answered with status {response.status}: {_shown(data)}",
             status=response.status,
-            retry_after=asked_pause(response.headers, response.status),
+            retry_after=asked_pause(response.headers, response.status, text),
             unreachable=server_of(url) if code == RouterCode.NO_SERVER_UP else None,
-            final=code == RouterCode.REQUEST_BREAKS_SERVERS,
+            final=code == RouterCode.REQUEST_BREAKS_SERVERS or is_incurable(response.status, text),
         )
+    call = call_here()
+    judge = JudgeAddress(server_of(url), body.get("model") or "")
     if answer is None and data.strip() != b"null":
+        problem = RequestError(f"{what}: the answer is not JSON: {_shown(data)}", status=200)
         # A server that has answered does not turn into web pages: this is a gateway's, while the server is away.
-        away = server_of(url) if response.content_type == "text/html" and _has_answered(url) else None
-        raise RequestError(f"{what}: the answer is not JSON: {_shown(data)}", status=200, unreachable=away)
+        if call is not None and response.content_type == "text/html":
+            problem.is_down = judge in call.limits.outages.answered_at
+        raise problem
     # Only a usable answer counts: a gateway also answers while its server is away.
-    _record_answer(url)
+    if call is not None:
+        call.limits.outages.answered(judge)
     return answer
 
 
@@ -501,6 +496,7 @@ async def repeated(send: Callable[[], Awaitable[T]], address: str | None, attemp
     call = call_here()
     retries = _NO_CALL if call is None else call.request_retries
     most = attempts or retries.max_attempts
+    backoff = Backoff(retries.first_pause_s)
     attempt = 0
     while True:
         attempt += 1
@@ -510,11 +506,10 @@ async def repeated(send: Callable[[], Awaitable[T]], address: str | None, attemp
             is_busy = is_refusal(error) or error.retry_after is not None
             if not error.transient or error.unreachable is not None or (is_busy and attempts is None):
                 raise
-            # Random: requests that failed at the same moment should not come back together.
-            pause = (error.retry_after or 0.0) + random.uniform(0, retries.first_pause_s * 2 ** (attempt - 1))
+            pause = (error.retry_after or 0.0) + backoff.next_s()
             if attempt >= most or pause > _LONGEST_PAUSE_S:
                 if not is_busy and call is not None:
-                    if error.status in DOWN_STATUS and retries.waits_for_outages:
+                    if error.is_down and retries.waits_for_outages:
                         error.unreachable = server_of(url_of(address, ""))
                     else:
                         error.final = True

@@ -1,6 +1,7 @@
 """`Call`: one attempt to call a reward function, with its deadline, its waits, its permits and its usage.
 
-A call in a thread may lose time to other threads that compute; `SharedTime` measures it, and the deadline waits for it.
+It has two clocks: *waits*, for a permit, a free place at a judge or the end of an outage, do not count; *work* does,
+against the deadline.
 """
 
 from __future__ import annotations
@@ -8,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -20,12 +19,12 @@ from reward_loop.errors import BudgetSpentError, ConfigError, LimitError
 from reward_loop.limits.options import JobOptions
 from reward_loop.limits.permit import (
     ABANDONED,
-    MAX_PATIENCE,
     OF_MODEL,
     REWARD_MODEL,
     WHOLE_CALL,
     Limits,
     ModelRequests,
+    Order,
     Permit,
     give_up,
     users_limits,
@@ -44,19 +43,8 @@ class RequestRetries(NamedTuple):
     """Whether the function is called again after an outage."""
 
 
-MAX_SHARED_S = 60.0
-"""The largest number of seconds that are added to the deadline of a call."""
-
-_BUSY = 0.1
-"""The share of the time for which the process must compute, so that its threads can be short of it. Low, since other
-processes may use the cores."""
-
-_OWN_S = 0.002
-"""The seconds for which a thread must compute between two measurements, so that it does not merely wait."""
-
-_SHARING_S = 3.0
-"""The shortest time in seconds between two looks at a call that shares the global lock: within it, each of many threads
-gets the lock."""
+_SHORTEST_S = 0.01
+"""The shortest time between two looks at the clock of a call, in seconds."""
 
 
 # Slots, so no dict for each call: with thousands in flight, the garbage collector would visit them all.
@@ -71,22 +59,19 @@ class Call:
     Args:
         limits: the limits of the job.
         timeout: seconds from the start of the function to its deadline; ``None`` for no deadline.
-        traffic_class: ``train`` or ``validate``.
+        order: the age of the sample, by which its requests for permits are granted.
         attempt: 1 for the first call of the function for the sample, 2 for the first retry, and so on.
     """
 
     limits: Limits
     timeout: float | None = None
-    traffic_class: str = "train"
+    order: Order = (0.0, 0.0)
     attempt: int = 1
     loop: asyncio.AbstractEventLoop = field(init=False, default_factory=asyncio.get_running_loop)
     future: asyncio.Future[Any] = field(init=False)
-    """The end of the call, set by the executor; at the deadline, `Deadlines` sets a `TimeoutError`."""
+    """The end of the call, set by the executor; at the deadline, it gets a `TimeoutError`."""
     started: float | None = field(init=False, default=None)
     """The start of the function by `time.monotonic`; ``None`` until then."""
-    shared: SharedTime | None = field(init=False, default=None)
-    """What the function loses to other threads; ``None`` if it does not run in a thread."""
-    shared_s: float = field(init=False, default=0.0)
     abandoned: bool = field(init=False, default=False)
     budget_error: BudgetSpentError | None = field(init=False, default=None)
     """Why a permit was refused within the function, if the budget is used up."""
@@ -100,7 +85,7 @@ class Call:
     _waiting_since: float = field(init=False, default=0.0)
     _waited: float = field(init=False, default=0.0)
     _waited_before: float = field(init=False, default=0.0)
-    _measured_at: float = field(init=False, default=0.0)
+    _timer: asyncio.TimerHandle | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.future = self.loop.create_future()
@@ -127,19 +112,23 @@ class Call:
         """The seconds for which the function has waited for at least one limit, since it started."""
         return 0.0 if self.started is None else self.waited - self._waited_before
 
-    def lost_s(self) -> float:
-        """Return the seconds since the start that do not count: for limits, and for other threads that compute."""
-        waited = self.waited_inside
-        if self.shared is not None:
-            self.shared_s = self.shared.measure(waited - self._measured_at)
-            self._measured_at = waited
-        return waited + self.shared_s
-
-    @property
-    def patience(self) -> float:
-        """How many times its deadline the call may take; see `Limits.patience`."""
-        # The place at the reward model is acquired last, so that no call holds it while it waits for another limit.
-        return self.limits.patience if self._whole and self._whole[-1].name == REWARD_MODEL else 1.0
+    def watch(self) -> None:
+        """Set a `TimeoutError` on the future at the deadline, if there is one, until `end`."""
+        if self.timeout is None or self.future.done():
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        # A call that has not started has its full timeout left.
+        left = self.timeout
+        if self.started is not None:
+            left += self.started + self.waited_inside - time.monotonic()
+        if self.started is None or left > 0:
+            # While the call waits, `left` does not shrink: with a tiny one, the loop would spin.
+            self._timer = self.loop.call_later(max(left, _SHORTEST_S), self.watch)
+        else:
+            # Set with the error: a thread cannot be stopped, and must get no more permits.
+            self.abandoned = True
+            self.future.set_exception(TimeoutError())
 
     @property
     def request_retries(self) -> RequestRetries:
@@ -194,7 +183,7 @@ class Call:
         for name in names:
             if name in self.limits.max_waits:
                 # Not among `_requests`: `Limits.granted` ends a request that is still waiting.
-                request = self.limits.request(name, 0, self.traffic_class)
+                request = self.limits.request(name, 0, self.order)
                 # Most requests are granted at once: without a coroutine, and without a wait in the records.
                 permit = request.result() if request.done() else await self._granted(name, request)
                 self._whole = (*self._whole, permit)
@@ -249,7 +238,7 @@ class Call:
             raise
 
     def _request(self, name: str, tokens: float) -> asyncio.Future[Permit]:
-        request = self.limits.request(name, tokens, self.traffic_class)
+        request = self.limits.request(name, tokens, self.order)
         if len(self._requests) >= self._prune_at:
             self._requests = [other for other in self._requests if not _is_over(other)]
             self._prune_at = max(16, 2 * len(self._requests))
@@ -292,9 +281,9 @@ class Call:
             accepted, retry_after: how the service responded to the whole call; see `Permit.answer`.
         """
         self.abandoned = self.abandoned or abandoned
+        if self._timer is not None:
+            self._timer.cancel()
         for permit in self._whole:
-            if permit.name == REWARD_MODEL and self.timeout is not None and self.started is not None:
-                permit.share = (time.monotonic() - self.started - self.waited_inside) / self.timeout
             permit.leave(accepted, retry_after)
         # Also those of a thread that still runs: otherwise their permits would never end.
         for request in self._requests:
@@ -339,126 +328,11 @@ def outside_the_deadline(what: str) -> Iterator[None]:
         call.run(call.end_wait, what)
 
 
-class Deadlines:
-    """Expires calls at their deadlines, on one event loop.
-
-    Watch calls with the same timeout in the order in which they will start. One timer, for the oldest call, then serves
-    all of them: a timer for each call would take 2 us per sample.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self._calls: dict[float, OrderedDict[Call, None]] = {}
-
-    def watch(self, call: Call) -> None:
-        """Watch a call, if it has a deadline, until `forget` is called."""
-        if call.timeout is None:
-            return
-        calls = self._calls.get(call.timeout)
-        if calls is None:
-            # Not a dict, which looks for its first item past the places of all that were deleted.
-            calls = self._calls[call.timeout] = OrderedDict()
-            self.loop.call_later(call.timeout, self._look, call.timeout)
-        calls[call] = None
-
-    def continue_with(self, call: Call) -> None:
-        """Watch the new future of a call that has started, until the deadline that it has had from its start."""
-        self.forget(call)
-        # The last measurement in the thread: what it has lost still counts, and the awaitable runs on the event loop.
-        call.lost_s()
-        call.shared = None
-        if call.timeout is not None and call.started is not None:
-            self._expire(call, call.started + call.timeout)
-
-    def forget(self, call: Call) -> None:
-        """Stop watching a call that has ended."""
-        if call.timeout is not None and (calls := self._calls.get(call.timeout)) is not None:
-            calls.pop(call, None)
-
-    def _look(self, timeout: float) -> None:
-        calls = self._calls[timeout]
-        now = time.monotonic()
-        while calls:
-            call = next(iter(calls))
-            # A call that has not started has its full timeout left.
-            left = timeout if call.started is None else call.started + timeout - now
-            if call.started is None or left > 0:
-                self.loop.call_later(left, self._look, timeout)
-                return
-            del calls[call]
-            self._expire(call, call.started + timeout)
-        del self._calls[timeout]
-
-    def _expire(self, call: Call, deadline: float) -> None:
-        if call.future.done():
-            return
-        assert call.timeout is not None
-        more = (call.patience - 1) * call.timeout
-        left = deadline + call.lost_s() + more - time.monotonic()
-        if left > 0:
-            # While the call waits for a limit, `left` does not shrink: without a minimum, a tiny one would make the
-            # loop spin.
-            self.loop.call_later(max(left, _SHARING_S if call.shared_s else 0.01), self._expire, call, deadline)
-        else:
-            # Set with the error: a thread cannot be stopped, and must get no more permits.
-            call.abandoned = True
-            extended = f", and {more:.3g} s more, since the reward model is full" if more else ""
-            call.future.set_exception(TimeoutError(f"{extended}{call.shared or ''}"))
-
-
-class SharedTime:
-    """Measures how long a thread was ready to compute while others held Python's global lock. Create it in the thread.
-
-    With 64 threads that compute, each call takes 64 times as long as alone: its deadline would end it, though it does
-    not hang. Time counts as lost only if the thread has computed in it, so a call that waits for a server gets no more
-    time.
-    """
-
-    __slots__ = ("_all_s", "_at", "_clock", "_own_s", "lost_s", "own_s", "threads")
-
-    def __init__(self) -> None:
-        # `measure` runs in other threads, where `time.thread_time` would give their own time.
-        self._clock = time.pthread_getcpuclockid(threading.get_ident())
-        self._at, self._own_s, self._all_s = time.monotonic(), time.thread_time(), time.process_time()
-        self.lost_s = self.own_s = 0.0
-        """The seconds that were lost, and those for which the thread computed, until the latest `measure`."""
-        self.threads = 0
-        """The number of threads of the process, when time was lost last."""
-
-    def measure(self, waited_s: float = 0.0) -> float:
-        """Return the seconds that the thread has lost, at most `MAX_SHARED_S`. Called in any thread.
-
-        Args:
-            waited_s: the seconds since the latest call of this method for which the thread has waited for limits.
-        """
-        now, all_s = time.monotonic(), time.process_time()
-        try:
-            own_s = time.clock_gettime(self._clock)
-        except OSError:  # the thread has ended
-            return self.lost_s
-        window, own, everything = now - self._at - waited_s, own_s - self._own_s, all_s - self._all_s
-        self._at, self._own_s, self._all_s = now, own_s, all_s
-        self.own_s += own
-        threads = threading.active_count()
-        if everything >= _BUSY * window and own >= _OWN_S:
-            self.lost_s, self.threads = min(MAX_SHARED_S, self.lost_s + max(0.0, window - own)), threads
-        return self.lost_s
-
-    def __str__(self) -> str:
-        """Return the end of a message about a deadline; empty if much less time was lost than the thread computed."""
-        if self.lost_s < self.own_s:
-            return ""
-        return (
-            f": it computed for {self.own_s:.2g} s, and shared the interpreter with {self.threads - 1} other threads "
-            "for the rest. Decorate it with @reward_loop.isolated, or set isolation=process: processes use all cores"
-        )
-
-
 def longest_call_s(options: JobOptions, timeout: float | None) -> float | None:
     """Return how many seconds may pass until the end of some call, while calls are running; ``None`` without a bound.
 
     A call waits for a thread, or for a place at the reward model, only while another one runs; and for another permit
-    no longer than ``max_wait`` of the limit. A slow judge of the run extends deadlines up to `MAX_PATIENCE` times.
+    no longer than ``max_wait`` of the limit.
 
     Args:
         options: the options of the job.
@@ -467,6 +341,4 @@ def longest_call_s(options: JobOptions, timeout: float | None) -> float | None:
     waits = [limit.max_wait for name, limit in options.limits.items() if name != REWARD_MODEL]
     if timeout is None or None in waits:
         return None
-    judge = options.limits.get(REWARD_MODEL)
-    patience = MAX_PATIENCE if judge is not None and judge.adaptive else 1.0
-    return patience * timeout + MAX_SHARED_S + options.retry.max_seconds + max(filter(None, waits), default=0.0)
+    return timeout + options.retry.max_seconds + max(filter(None, waits), default=0.0)

@@ -14,8 +14,8 @@ from reward_loop._util.framing import frame, read_frame
 from reward_loop.errors import ConfigError, JobServiceError, TooManyFailuresError
 from reward_loop.limits.local import FailureBound, LocalLimits
 from reward_loop.limits.options import JobOptions
-from reward_loop.limits.outages import FORGET_S
-from reward_loop.limits.permit import EqualCall, Limits, Permit
+from reward_loop.limits.outages import FORGET_S, JudgeAddress
+from reward_loop.limits.permit import EqualCall, Limits, Order, Permit
 from reward_loop.limits.protocol import MAX_LENGTH, MessageQueue, decode, enable_keepalive, proof, receive, refusal
 from reward_loop.records import current, waiting_for
 from reward_loop.types import Outcome, RewardResult
@@ -53,9 +53,8 @@ class RemoteLimits(Limits):
             self._address = host, int(port)
         except ValueError:
             raise ConfigError("reward_loop.job: expected host:port:token, the address of a limiter service") from None
-        super().__init__()
+        super().__init__(options or JobOptions(job=address))
         self.name = f"{host}:{port}"
-        self.options = options or JobOptions(job=address)
         self.max_waits = {}
         self.is_known = False
         self.stopped: str | None = None
@@ -77,12 +76,12 @@ class RemoteLimits(Limits):
         """The permits that are requested or held, by their id."""
         self._answers: dict[int, asyncio.Future[Any]] = {}
 
-    def request(self, name: str, tokens: float = 0, traffic_class: str = "train") -> asyncio.Future[Permit]:
+    def request(self, name: str, tokens: float = 0, order: Order = (0.0, 0.0)) -> asyncio.Future[Permit]:
         messages = self._connect()
         # Numbers are never used again: an answer that comes late must not settle another request.
         permit = Permit(self, name, tokens, next(self._numbers))
         request: asyncio.Future[Permit] = asyncio.get_running_loop().create_future()
-        messages.send("request", permit.id, name, tokens, traffic_class)
+        messages.send("request", permit.id, name, tokens, order)
         self._open[permit.id] = permit, request
         request.add_done_callback(functools.partial(self._settled, permit))
         return request
@@ -98,7 +97,7 @@ class RemoteLimits(Limits):
     def release(self, permit: Permit, accepted: bool | None, retry_after: float | None) -> None:
         # Without an entry, the service has ended the permit, for example when the connection was lost.
         if self._open.pop(permit.id, None) is not None:
-            self._connect().send("leave", permit.id, accepted, retry_after, permit.share)
+            self._connect().send("leave", permit.id, accepted, retry_after)
 
     def spend(self, cost: float, tokens: float) -> None:
         self._report("spend", cost, tokens)
@@ -138,10 +137,6 @@ class RemoteLimits(Limits):
         except JobServiceError as error:
             return None if self._is_awaited(error) else str(error)
         return None if self.stopped is None else f"TooManyFailuresError: {self.stopped}"
-
-    async def configure(self, name: str, changes: dict[str, Any]) -> None:
-        if (problem := await self._ask("configure", name, changes)) is not None:
-            raise ConfigError(problem)
 
     async def status(self) -> dict[str, Any]:
         status: dict[str, Any] = await self._ask("status")
@@ -270,7 +265,7 @@ class RemoteLimits(Limits):
         if self._away_since is not None:
             self._away_since = None
             # Here: the call that has its turn may end without a sign of the answer, for example without a permit.
-            self.outages(asyncio.get_running_loop()).answered(self._service)
+            self.outages.answered(JudgeAddress(self._service))
         for what, *rest in messages:
             if what == "settled":
                 number, why = rest
@@ -286,8 +281,6 @@ class RemoteLimits(Limits):
                 self.max_waits, self.is_known = rest[0], True
             elif what == "spent":
                 self.spent = rest[0]
-            elif what == "patience":
-                self.patience = rest[0]
             elif what == "stop":
                 self.stopped = rest[0]
             elif (answer := self._answers.get(rest[0])) is not None and not answer.done():

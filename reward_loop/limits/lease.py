@@ -165,13 +165,12 @@ def book_tokens(tokens: float) -> None:
         call.run(call.spend, 0.0, tokens)
 
 
-def report_failure(error: BaseException) -> None:
-    """Report a failed request of the current code to the adaptive limits that it holds."""
-    answer = answer_of(error)
+def report_answer(accepted: bool | None, retry_after: float | None = None) -> None:
+    """Report the response to a request of the current code to the limits that it holds; see `Permit.answer`."""
     for lease in _leases.get():
-        lease.permit.answer(*answer)
+        lease.permit.answer(accepted, retry_after)
     if (call := call_here()) is not None:
-        call.answer(*answer)
+        call.answer(accepted, retry_after)
 
 
 def amount(name: str, value: Any) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -12,15 +13,11 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from reward_loop._util.text import did_you_mean, first_line, listing
-from reward_loop.config import parse
-from reward_loop.errors import BudgetSpentError, ConfigError, LimitError, TooManyFailuresError
-from reward_loop.limits.limiter import PERIOD_S, Limiter, Waiting
+from reward_loop.errors import BudgetSpentError, LimitError, TooManyFailuresError
+from reward_loop.limits.limiter import PERIOD_S, Limiter
 from reward_loop.limits.options import JobOptions, LimitConfig
-from reward_loop.limits.permit import OF_MODEL, REWARD_MODEL, Limits, Permit, users_limits
+from reward_loop.limits.permit import OF_MODEL, Limits, Order, Permit, users_limits
 from reward_loop.types import Outcome, RewardResult
-
-MIN_CHANGE = 0.1
-"""The smallest relative change of `Limits.patience`: each change is sent to all workers."""
 
 _SHOWN = 3
 """The maximum number of causes that an error message lists."""
@@ -32,9 +29,7 @@ class LocalLimits(Limits):
     """Keeps limits and budget in this process. Requests and tokens are counted over ``period`` seconds."""
 
     def __init__(self, options: JobOptions, period: float = PERIOD_S) -> None:
-        super().__init__()
-        self.options = options
-        self.name = f"process {os.getpid()}"
+        super().__init__(options)
         self.cost = self.tokens = 0.0
         # Without `max_wait`: a request waits only while others are in flight, and these have deadlines.
         limits = options.limits | {
@@ -43,26 +38,26 @@ class LocalLimits(Limits):
             if model.max_concurrent is not None
         }
         self.max_waits = {name: config.max_wait for name, config in limits.items()}
-        self._period = period
-        self._limiters = {name: Limiter(name, config, period) for name, config in limits.items()}
+        self.limiters = {name: Limiter(name, config, period) for name, config in limits.items()}
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self.name = f"process {os.getpid()}"
         self.on_change: Callable[[str, Any], None] = lambda what, value: None
-        """Called with the new `patience`, reason why the budget is ``spent``, or `max_waits` (as ``limits``)."""
+        """Called with ``spent`` and the reason, once the budget is used up."""
 
-    def request(self, name: str, tokens: float = 0, traffic_class: str = "train") -> asyncio.Future[Permit]:
+    def request(self, name: str, tokens: float = 0, order: Order = (0.0, 0.0)) -> asyncio.Future[Permit]:
         loop = self.check_loop()
         if self.spent is not None:
             raise BudgetSpentError(self.spent)
-        limiter = self._limiters.get(name)
+        limiter = self.limiters.get(name)
         if limiter is None:
-            known = users_limits(self._limiters)
+            known = users_limits(self.limiters)
             raise LimitError(
                 f"unknown limit {name!r}{did_you_mean(name, known) or '.'} Configured in "
                 f"reward_loop.limits: {listing(known) or 'none'}"
             )
         permit = Permit(self, name, tokens or limiter.config.estimated_tokens_per_request)
         request: asyncio.Future[Permit] = loop.create_future()
-        limiter.enter(time.monotonic(), Waiting(permit, traffic_class, request))
+        limiter.enter(time.monotonic(), order, permit, request)
         # No callback for a request that was granted at once: this is the path of most calls.
         if not request.done():
             self._advance(name)  # sets the timer
@@ -74,15 +69,11 @@ class LocalLimits(Limits):
             self._advance(name)  # a request behind it may need less
 
     def correct(self, permit: Permit, tokens: float) -> None:
-        self._limiters[permit.name].used(time.monotonic(), permit, tokens)
+        self.limiters[permit.name].used(time.monotonic(), permit, tokens)
         self._advance(permit.name)
 
     def release(self, permit: Permit, accepted: bool | None, retry_after: float | None) -> None:
-        limiter = self._limiters[permit.name]
-        limiter.leave(time.monotonic(), accepted, retry_after, permit.share)
-        if permit.name == REWARD_MODEL and abs(limiter.patience - self.patience) > MIN_CHANGE * self.patience:
-            self.patience = limiter.patience
-            self.on_change("patience", self.patience)
+        self.limiters[permit.name].leave(time.monotonic(), accepted, retry_after)
         self._advance(permit.name)
 
     def spend(self, cost: float, tokens: float) -> None:
@@ -99,37 +90,13 @@ class LocalLimits(Limits):
                     )
                 else:
                     logger.warning("%s: no more calls are made (at_cap=%s)", self.spent, budget.at_cap)
-                for limiter in self._limiters.values():
+                for limiter in self.limiters.values():
                     limiter.refuse_waiting(self.spent)
                 # At the change only: many calls that are in flight then still report what they used.
                 self.on_change("spent", self.spent)
 
-    async def status(self) -> dict[str, Any]:
-        return self.snapshot()
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return the same as `status`, without awaiting."""
-        now = time.monotonic()
-        limits = {name: limiter.status(now) for name, limiter in self._limiters.items()}
-        return {"limits": limits, "cost": self.cost, "tokens": self.tokens, "spent": self.spent}
-
-    async def configure(self, name: str, changes: dict[str, Any]) -> None:
-        self.change(name, changes)
-
-    def change(self, name: str, changes: dict[str, Any]) -> None:
-        """Do the same as `configure`, without awaiting."""
-        limiter = self._limiters.get(name)
-        if limiter is None:
-            raise ConfigError(f"unknown limit {name!r}{did_you_mean(name, self._limiters)}")
-        config = parse(LimitConfig, {**limiter.config.model_dump(), **changes}, f"limits.{name}")
-        limiter.configure(config)
-        self._advance(name)
-        self.max_waits = {**self.max_waits, name: config.max_wait}
-        self.on_change("limits", self.max_waits)
-        logger.info("limit %r was changed: %s", name, ", ".join(f"{key}={value}" for key, value in changes.items()))
-
     def _advance(self, name: str) -> None:
-        limiter = self._limiters[name]
+        limiter = self.limiters[name]
         # Without a queue there is nothing to grant, and no timer to set: most calls end here.
         if not limiter.has_queue:
             return
@@ -141,6 +108,21 @@ class LocalLimits(Limits):
             # 1 ms later, since too early a call would grant nothing.
             delay = max(0.0, at - time.monotonic()) + 0.001
             self._timers[name] = self.loop.call_later(delay, self._advance, name)
+
+    async def status(self) -> dict[str, Any]:
+        return self.snapshot()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the same as `status`, without awaiting."""
+        limits = {
+            name: {
+                "in_flight": limiter.in_flight,
+                "waiting": limiter.waiting,
+                "max_in_flight": limiter.concurrency.limit if limiter.concurrency.limit < math.inf else None,
+            }
+            for name, limiter in self.limiters.items()
+        }
+        return {"limits": limits, "cost": self.cost, "tokens": self.tokens, "spent": self.spent}
 
 
 class FailureBound:

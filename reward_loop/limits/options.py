@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from reward_loop.config import Config
 
@@ -22,22 +22,39 @@ class LimitConfig(Config):
     """The largest number of calls that start in any 60 seconds."""
 
     tokens_per_minute: int | None = Field(default=None, ge=1, le=MAX_COUNT)
-    """The largest number of tokens of the calls that start in any 60 seconds. A call counts with its estimate, and at
-    its end with the tokens that it used."""
+    """The largest number of tokens of the calls that start in any 60 seconds; one call larger than a burst may start
+    in addition. A call counts with its estimate, and at its end with the tokens that it used."""
 
-    burst_seconds: float = Field(default=1.0, gt=0, le=60)
+    burst_seconds: float = Field(default=1.0, gt=0, le=30)
     """Pacing: the calls and tokens of this many seconds of the limits above may start at once, but always at least one
-    call. ``60`` allows a whole minute's calls at once."""
+    call. The rest of a minute is spread evenly, so a burst lowers the steady rate by its share: ``30`` halves it."""
 
     estimated_tokens_per_request: float = Field(default=0, ge=0, allow_inf_nan=False)
     """Tokens of a call that gives no estimate of its own."""
 
     adaptive: bool = False
     """Adapt the concurrency to the service: increase it up to `max_concurrent` while the service answers calls, and
-    reduce it on HTTP 429. Timeouts and other errors do not change it."""
+    reduce it by a fifth on HTTP 429, and on 503 from a full server or with ``Retry-After``. Timeouts and other errors
+    do not change it."""
+
+    share: float = Field(default=1.0, gt=0, le=1)
+    """This run's share of the numbers above, if several runs have one quota: ``0.5`` for each of two runs."""
 
     max_wait: float | None = Field(default=3600.0, gt=0)
     """Seconds that a call may wait for a permit before it fails; ``None`` for no limit."""
+
+    @model_validator(mode="after")
+    def _at_least_one(self) -> Self:
+        if self.max_concurrent is not None and self.shared(self.max_concurrent) == 0:
+            raise ValueError(
+                f"max_concurrent={self.max_concurrent} with a share of {self.share:g} allows no call: raise one of "
+                "them, or use fewer processes"
+            )
+        return self
+
+    def shared(self, number: int | None) -> int | None:
+        """Return this run's share of a limit."""
+        return None if number is None else int(number * self.share + 1e-9)  # 49 / 49 may be below 1
 
 
 class ModelConfig(Config):
@@ -65,8 +82,8 @@ class RetryConfig(Config):
     outage does not count."""
 
     initial_wait: float = Field(default=0.5, ge=0)
-    """Seconds of the first pause. It doubles with each attempt; the actual pause is random, between 0 and this
-    value."""
+    """Seconds of the first pause. It doubles with each attempt; the actual pause is random, between a half and all of
+    it."""
 
     max_wait: float = Field(default=60.0, ge=0)
     """The longest pause in seconds. A ``Retry-After`` of the service is added to it."""

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from reward_loop._util.transient import is_refusal, retry_after
+from reward_loop._util.transient import is_refusal, retry_after, status_of
 from reward_loop.errors import BudgetSpentError, LimitError
 from reward_loop.limits.options import JobOptions
 from reward_loop.limits.outages import Outages
@@ -27,9 +26,6 @@ DEFAULT = "default"
 REWARD_MODEL = "reward_model"
 """The limit for calls of functions that get the address of a reward model that the run serves."""
 
-MAX_PATIENCE = 10.0
-"""The largest `Limits.patience`: a call that hangs ends after this number of deadlines, however slow the judge is."""
-
 WHOLE_CALL = frozenset({DEFAULT, REWARD_MODEL})
 """The limits that apply to a whole call of the function; inside the function, they cannot be used."""
 
@@ -38,8 +34,8 @@ OF_MODEL = f"{REWARD_MODEL}/"
 
 ABANDONED = "no permit was granted, because the call was cancelled or is past its deadline"
 
-live: weakref.WeakSet[Limits] = weakref.WeakSet()
-"""The limits in use in this process, for the command ``reward-loop limits``. No code shares limits through this set."""
+Order = tuple[float, float]
+"""The age of a sample: its training step, and when it was submitted (`time.time`). The oldest gets the next permit."""
 
 
 def users_limits(names: Iterable[str]) -> set[str]:
@@ -76,7 +72,7 @@ class Permit:
         id: the number of the permit on the connection to its owner.
     """
 
-    __slots__ = ("_answer", "charge", "has_left", "id", "limits", "name", "reported", "share", "tokens")
+    __slots__ = ("_answer", "has_left", "id", "limits", "name", "reported", "tokens", "unpaid_until")
 
     def __init__(self, limits: Holder | None, name: str, tokens: float = 0, id: int = 0) -> None:
         self.limits = limits
@@ -87,10 +83,8 @@ class Permit:
         """Whether the permit has ended."""
         self.reported = 0.0
         """The tokens used so far."""
-        self.share = 0.0
-        """The part of its deadline that the call has used, set before `leave` for the limit `REWARD_MODEL`."""
-        self.charge: Any = None
-        """The limiter's record of the tokens."""
+        self.unpaid_until = 0.0
+        """The limiter's record of the tokens; see `Rate.add`."""
         # The best response, since `answer` only replaces it by a worse one.
         self._answer: tuple[bool | None, float | None] = (True, None)
 
@@ -104,8 +98,8 @@ class Permit:
         """Record how the service responded to a request. The worst response counts: a refusal, then no answer.
 
         Args:
-            accepted: True: the service answered. False: the service refused the call (HTTP 429). None: the service
-                did not answer, so its capacity is unknown.
+            accepted: True: the service answered. False: the service refused the call (HTTP 429, or 503 with
+                ``Retry-After``). None: the service did not answer, so its capacity is unknown.
             retry_after: the seconds that the service asked to wait.
         """
         if accepted is False or (accepted is None and self._answer[0] is not False):
@@ -172,13 +166,12 @@ class PeerPermits:
         if (request := self._requests.get(number)) is not None and _is_granted(request):
             request.result().used(tokens)
 
-    def leave(self, number: int, accepted: bool | None, retry_after: float | None, share: float = 0.0) -> None:
+    def leave(self, number: int, accepted: bool | None, retry_after: float | None) -> None:
         """End a permit as `Permit.leave` does, or withdraw its request."""
         # The request was refused, or `close` has ended it.
         if (request := self._requests.pop(number, None)) is None:
             return
         if _is_granted(request):
-            request.result().share = share
             request.result().leave(accepted, retry_after)
         else:
             request.cancel()
@@ -224,30 +217,19 @@ class Limits(Holder, ABC):
     """Name of the limit -> maximum seconds that a call may wait; ``None`` for no maximum."""
     is_known: bool = True
     """Whether `max_waits` has the limits of the job; if not, `status` gets them."""
-    patience: float = 1.0
-    """How many times its deadline a call that holds a permit of `REWARD_MODEL` may take: more than 1 while the judge of
-    the run answers slowly, at most `MAX_PATIENCE`; see `AdaptiveConcurrency`."""
     spent: str | None = None
     """Why no more calls are made, once the budget is used up."""
 
-    def __init__(self) -> None:
-        self._outages: dict[asyncio.AbstractEventLoop, Outages] = {}
-
-    def outages(self, loop: asyncio.AbstractEventLoop) -> Outages:
-        """Return the outages of an event loop. Callable from any thread for the loop of a running call."""
-        outages = self._outages.get(loop)
-        if outages is None:
-            # Each `asyncio.run` brings a new loop: those that have ended would stay in memory.
-            for ended in [other for other in self._outages if other.is_closed()]:
-                del self._outages[ended]
-            outages = self._outages[loop] = Outages(self.options.outage_timeout_s, loop)
-        return outages
+    def __init__(self, options: JobOptions) -> None:
+        self.options = options
+        self.outages = Outages(options.outage_timeout_s)
 
     def bind(self) -> asyncio.AbstractEventLoop:
         """Bind to the running event loop, unless an earlier one still runs; return the event loop in use."""
         if self.loop is None or not self.loop.is_running():
             self.loop = asyncio.get_running_loop()
-            live.add(self)
+            # Calls of an earlier loop wait for nothing any more; the addresses that have answered stay.
+            self.outages.open.clear()
         return self.loop
 
     def check_loop(self) -> asyncio.AbstractEventLoop:
@@ -265,20 +247,20 @@ class Limits(Holder, ABC):
         return loop
 
     @abstractmethod
-    def request(self, name: str, tokens: float = 0, traffic_class: str = "train") -> asyncio.Future[Permit]:
+    def request(self, name: str, tokens: float = 0, order: Order = (0.0, 0.0)) -> asyncio.Future[Permit]:
         """Request a permit, on the running event loop. `give_up` ends the request.
 
         Args:
             name: the name of the limit.
             tokens: the estimated tokens of the call; 0 for the limit's own estimate.
-            traffic_class: ``train`` or ``validate``; each has its own queue.
+            order: the age of the sample.
 
         Raises:
             LimitError: the limit does not exist or can never grant this permit, or another event loop uses the limits.
             BudgetSpentError: the budget is used up.
         """
 
-    async def acquire(self, name: str, tokens: float = 0, traffic_class: str = "train") -> Permit:
+    async def acquire(self, name: str, tokens: float = 0, order: Order = (0.0, 0.0)) -> Permit:
         """Wait for a permit; end it with `Permit.leave`. See `request` for the arguments.
 
         Raises:
@@ -286,7 +268,7 @@ class Limits(Holder, ABC):
             BudgetSpentError: the budget is used up, perhaps only since the request.
             JobServiceError: the limiter service is unreachable.
         """
-        return await self.granted(name, self.request(name, tokens, traffic_class))
+        return await self.granted(name, self.request(name, tokens, order))
 
     async def granted(self, name: str, request: asyncio.Future[Permit]) -> Permit:
         """Wait for a requested permit, as `acquire` does. If the wait fails or is cancelled, the request ends."""
@@ -309,15 +291,6 @@ class Limits(Holder, ABC):
     async def status(self) -> dict[str, Any]:
         """Return the limits and their current usage."""
 
-    @abstractmethod
-    async def configure(self, name: str, changes: dict[str, Any]) -> None:
-        """Change options of a limit while the job runs.
-
-        Raises:
-            ConfigError: an option is invalid.
-            JobServiceError: the limiter service is unreachable.
-        """
-
     async def why_stopped(self) -> str | None:
         """Return why the limiter service stops the run, or ``None``."""
         return None
@@ -334,7 +307,6 @@ class Limits(Holder, ABC):
 
     def close(self) -> None:
         """Release all resources; callable from any thread. A later use reopens the limits."""
-        live.discard(self)
         self.loop = None
 
 
@@ -342,4 +314,5 @@ def answer_of(error: BaseException | None) -> tuple[bool | None, float | None]:
     """Return the arguments of `Permit.leave` for a call that ended with this exception, or with none."""
     if error is None:
         return True, None
-    return (False, retry_after(error)) if is_refusal(error) else (None, None)
+    pause = retry_after(error)
+    return (False, pause) if is_refusal(error) or (status_of(error) == 503 and pause is not None) else (None, None)

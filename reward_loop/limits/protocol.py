@@ -7,13 +7,12 @@ closes the connection.
 When a connection ends, its permits and equal calls end too; requests and tokens stay counted.
 
     client                                          service
-    ["request", id, name, tokens, traffic_class]    ["settled", id, null, or error type and message]
+    ["request", id, name, tokens, order]            ["settled", id, null, or error type and message]
     ["used", id, tokens]
-    ["leave", id, accepted, retry_after, share]     ["patience", factor] to all clients, if it has changed
+    ["leave", id, accepted, retry_after]
     ["spend", cost, tokens]                         ["spent", why] to all clients, if the budget is now used up
     (after authentication)                          ["limits", max_waits]; also ["spent", why], ["stop", why] if set
     ["count", failed, error, cause, of]             ["stop", why] to all clients, if the run must stop
-    ["configure", id, name, changes]                ["answer", id, error or null]; ["limits", max_waits] to all clients
     ["status", id]                                  ["answer", id, status]
     ["merge", id, key]                              ["answer", id, null] to make the call, or the result of an equal one
     ["merged", id, key, result or null]             see `_EqualCalls` of `limits/server.py`

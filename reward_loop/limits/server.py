@@ -12,7 +12,7 @@ from typing import Any
 
 from reward_loop._util.event_loops import in_background
 from reward_loop._util.framing import frame, read_frame
-from reward_loop.errors import ConfigError, RewardLoopError, TooManyFailuresError
+from reward_loop.errors import RewardLoopError, TooManyFailuresError
 from reward_loop.limits.limiter import PERIOD_S
 from reward_loop.limits.local import FailureBound, LocalLimits
 from reward_loop.limits.options import JobOptions
@@ -82,12 +82,13 @@ class LimitServer:
             permits, answer = PeerPermits(), partial(messages.send, "settled")
             # No handler waits: the messages of a connection take effect in the order in which they were sent.
             handlers: dict[str, Callable[..., None]] = {
-                "request": lambda number, *what: permits.request(number, partial(self.limits.request, *what), answer),
+                "request": lambda number, name, tokens, order: permits.request(
+                    number, partial(self.limits.request, name, tokens, tuple(order)), answer
+                ),
                 "used": permits.used,
                 "leave": permits.leave,
                 "spend": self.limits.spend,
                 "count": self._count,
-                "configure": partial(self._configure, messages),
                 "merge": partial(self._equal.join, messages),
                 "merged": partial(self._equal.leave, messages),
                 "status": lambda request: messages.send("answer", request, self.limits.snapshot()),
@@ -98,7 +99,6 @@ class LimitServer:
             try:
                 # A client that connects late, or again, needs the state that the others got as messages.
                 messages.send("limits", self.limits.max_waits)
-                messages.send("patience", self.limits.patience)
                 if self.limits.spent:
                     messages.send("spent", self.limits.spent)
                 if self.stopped:
@@ -138,14 +138,6 @@ class LimitServer:
             # Not raised here, in the task of one connection: each worker raises it, and so ends the run.
             self.stopped = str(stop)
             self._send_to_all("stop", self.stopped)
-
-    def _configure(self, messages: MessageQueue, request: int, name: str, changes: dict[str, Any]) -> None:
-        error = None
-        try:
-            self.limits.change(name, changes)
-        except ConfigError as invalid:
-            error = str(invalid)
-        messages.send("answer", request, error)
 
 
 class _EqualCalls:

@@ -26,9 +26,10 @@ from reward_loop.errors import (
     RewardCrashedError,
     RewardTimeoutError,
 )
-from reward_loop.limits.call import Call, Deadlines, SharedTime, current_call
+from reward_loop.limits.call import Call, current_call
 from reward_loop.limits.client import open_limits
-from reward_loop.limits.permit import DEFAULT, REWARD_MODEL, Limits, answer_of
+from reward_loop.limits.outages import JudgeAddress
+from reward_loop.limits.permit import DEFAULT, REWARD_MODEL, Limits, Order, answer_of
 from reward_loop.processes.outcome import CallOutcome, outcome_of
 from reward_loop.processes.pool import WorkerProcesses
 from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
@@ -120,9 +121,6 @@ class UserFunction:
         self._calls_per_process = options.calls_per_process
         if is_isolated(self._target) or (options.isolation == "process" and not self._target.is_async):
             self.isolate(options.max_processes, options.max_memory_mb)
-        self._address = f"of {self.name}"
-        """The place of the function's answers in `Outages`."""
-        self._deadlines: Deadlines | None = None
         self._retry = Retry(options.retry)
         self._limits_of_call = [limit]
         """The limits that each call acquires, if they are configured. The place at the reward model comes last: a call
@@ -194,22 +192,21 @@ class UserFunction:
         if isinstance(self._executor, WorkerProcesses):
             self._executor.close()
 
-    async def _call(self, arguments: dict[str, Any], traffic_class: str) -> CallOutcome:
-        """Call the function, and again after transient errors and outages."""
+    async def _call(self, arguments: dict[str, Any], step: int | None) -> CallOutcome:
+        """Call the function, and again after transient errors and outages; ``step`` is the training step."""
         started = time.monotonic()
-        outcome = await self._attempt(arguments, traffic_class)
-        outages = self.limits.outages(asyncio.get_running_loop())
+        # Of all attempts: a retry keeps its place in the queues of limits.
+        order = (float(step or 0), time.time())
+        outcome = await self._attempt(arguments, order)
         if outcome.exception is not None:
-            again = functools.partial(self._attempt, arguments, traffic_class)
-            waits = outages if outages.timeout_s else None
-            outcome = await self._retry.again(outcome, again, started, waits, self.name)
-        # `answered` does nothing otherwise: a sample needs no call of it.
-        is_answer = outcome.exception is None and outcome.error is None
-        if is_answer and (outages.open or self._address not in outages.reached):
-            outages.answered(self._address)
+            again = functools.partial(self._attempt, arguments, order)
+            outages = self.limits.outages if self.limits.outages.timeout_s else None
+            outcome = await self._retry.again(outcome, again, started, outages, self.name)
+        elif self.limits.outages.open and outcome.error is None:
+            self.limits.outages.answered(JudgeAddress("", function=self.name))
         return outcome
 
-    async def _attempt(self, arguments: dict[str, Any], traffic_class: str, attempt: int = 1) -> CallOutcome:
+    async def _attempt(self, arguments: dict[str, Any], order: Order, attempt: int = 1) -> CallOutcome:
         """Call the function once, under its limits if they are configured."""
         if not self.limits.is_known:
             try:
@@ -220,7 +217,7 @@ class UserFunction:
                 return CallOutcome(None, error, 0.0, attempts=0)
         if self.limits.spent is not None:
             return CallOutcome.without_call(BudgetSpentError(_not_called(self.limits.spent, attempt)))
-        call = Call(self.limits, self.timeout, traffic_class, attempt)
+        call = Call(self.limits, self.timeout, order, attempt)
         if self.limits.max_waits:
             try:
                 await call.enter(self._limits_of_call)
@@ -234,9 +231,6 @@ class UserFunction:
                 call.end(abandoned=True)
                 raise
         permitted = time.monotonic()
-        deadlines = self._deadlines
-        if deadlines is None or deadlines.loop is not call.loop:  # an object may be used in several loops in turn
-            deadlines = self._deadlines = Deadlines(call.loop)
         outer = current_call.get()  # not the token of `set`, which is an object for the garbage collector
         current_call.set(call)
         outcome: CallOutcome | None = None
@@ -244,11 +238,11 @@ class UserFunction:
         abandoned = True
         try:
             if not self._target.is_async:
-                outcome = await self._call_sync(call, arguments, deadlines)
+                outcome = await self._call_sync(call, arguments)
             else:
                 # In this coroutine: another one would be one more object for each call in flight.
                 task = call.loop.create_task(_run_on_loop(call, self._target.call, arguments))
-                deadlines.watch(call)
+                call.watch()
                 try:
                     outcome = await call.future
                 finally:
@@ -260,7 +254,6 @@ class UserFunction:
         finally:
             if current_call.get() is call:  # if not, the garbage collector closes this coroutine in another context
                 current_call.set(outer)
-            deadlines.forget(call)
             # Without the end of the function, it is unknown whether the service answered.
             answer = answer_of(outcome.exception) if outcome is not None and outcome.error is None else ()
             call.end(abandoned, *answer)
@@ -277,25 +270,25 @@ class UserFunction:
             active.called(self._target.name, outcome.work_s, outcome.queue_s, inside, problem)
         return outcome
 
-    async def _call_sync(self, call: Call, arguments: dict[str, Any], deadlines: Deadlines) -> CallOutcome:
+    async def _call_sync(self, call: Call, arguments: dict[str, Any]) -> CallOutcome:
         """Call a sync function in a thread or a process. If it returns an awaitable, await it on the event loop."""
         if call.sample is not None:
             call.sample.queue("a free process" if self.in_processes else "a free thread", call)
         if isinstance(self._executor, DaemonThreads):
-            return await self._call_in_thread(call, self._target.call, arguments, deadlines)
+            return await self._call_in_thread(call, self._target.call, arguments)
         uid = None if call.sample is None else call.sample.sample.uid
         key = f"{uid} {call.attempt} {arguments.get('solution_str')}"
         return await self._executor.run(arguments, key=key, timeout=self.timeout, begin=call.begin)
 
     async def _call_in_thread(
-        self, call: Call, function: Callable[..., Any], arguments: Mapping[str, Any], deadlines: Deadlines
+        self, call: Call, function: Callable[..., Any], arguments: Mapping[str, Any]
     ) -> CallOutcome:
-        deadlines.watch(call)
+        call.watch()
         outcome = await self._threads.run(functools.partial(_begin, call, function, arguments), call.future)
         if outcome.exception is None and inspect.isawaitable(outcome.value):
             seconds, awaitable = outcome.work_s, outcome.value
             call.future = call.loop.create_future()
-            deadlines.continue_with(call)
+            call.watch()  # until the deadline that it has had from its start
             task = call.loop.create_task(_run_on_loop(call, lambda: awaitable, {}))
             try:
                 outcome = await call.future
@@ -308,7 +301,7 @@ class UserFunction:
         """Return the outcome of a call that was stopped, crashed or did not start. ``error`` is not the function's."""
         if isinstance(error, TimeoutError):
             assert self.timeout is not None
-            late = RewardTimeoutError(f"ran past its deadline of {self.timeout:g} s{error}")
+            late = RewardTimeoutError(f"ran past its deadline of {self.timeout:g} s")
             return CallOutcome(None, None, self.timeout, late)
         if isinstance(error, RewardCrashedError):
             seconds = 0.0 if call.started is None else time.monotonic() - call.started
@@ -323,8 +316,6 @@ def _not_called(why: str, attempt: int) -> str:
 
 
 def _begin(call: Call, function: Callable[..., Any], arguments: Mapping[str, Any]) -> CallOutcome:
-    if call.timeout is not None and hasattr(time, "pthread_getcpuclockid"):  # not on macOS
-        call.shared = SharedTime()
     call.begin()
     return outcome_of(function, arguments)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -11,7 +10,7 @@ from typing import Any
 
 from reward_loop._util.text import shorten
 from reward_loop.errors import InvalidScoreError, RewardFunctionError, ScoringError
-from reward_loop.limits.call import Call, Deadlines
+from reward_loop.limits.call import Call
 from reward_loop.processes.outcome import CallOutcome, describe_exception
 from reward_loop.records import ActiveBatch, current
 from reward_loop.scoring.call_function import UserFunction
@@ -61,7 +60,7 @@ class ScoringFunction(UserFunction):
             arguments = self._target.arguments(sample, reward_router_address, reward_model_tokenizer)
         except RecursionError:
             return not_called(replace(sample, error="its extra_info is nested too deeply, or contains itself"))
-        return to_result(await self._call(arguments, sample.traffic_class), sample, self.name)
+        return to_result(await self._call(arguments, sample.global_steps), sample, self.name)
 
     async def post_process_scores(self, scores: list[float]) -> list[float]:
         """Return the scores after the class's ``post_process_scores``, or unchanged if the class has none.
@@ -74,15 +73,14 @@ class ScoringFunction(UserFunction):
         if self._target.post_process_scores is None:
             return scores
         method = f"post_process_scores beside {self.name}"
-        # Deadlines of its own: `_deadlines` may have calls that wait for a process.
-        call, deadlines = Call(self.limits, self.timeout), Deadlines(asyncio.get_running_loop())
+        call = Call(self.limits, self.timeout)
         process = functools.partial(_process, self._target.post_process_scores, scores)
         try:
-            outcome = await self._call_in_thread(call, process, {}, deadlines)
+            outcome = await self._call_in_thread(call, process, {})
         except (OSError, RuntimeError) as error:
             outcome = self._without_end(error, call)
         finally:
-            deadlines.forget(call)
+            call.end(abandoned=False)
         if outcome.error is not None:
             raise outcome.error.about(function=method)
         if outcome.exception is not None:
@@ -158,7 +156,7 @@ class ListScoringFunction(UserFunction):
             problem = "was not called: the extra_info of a sample is nested too deeply, or contains itself"
             outcome = CallOutcome.without_call(ScoringError(problem))
         else:
-            outcome = await self._call(arguments, samples[0].traffic_class)
+            outcome = await self._call(arguments, samples[0].global_steps)
         if outcome.exception is not None or outcome.error is not None:
             return [to_result(outcome, _together(samples), self.name)] * len(samples)
         try:

@@ -9,13 +9,13 @@ A server answered nothing, 429 or 5xx to the   the router (`router/proxy.py`), o
 router, and another one is up                  another server                       its retry budget
 A connection to ``host:port`` was lost         `client/http.py`, the request        once
 408, 409, 425, 5xx, or an unusable answer, to  the client (`client/http.py`),       ``retry.max_attempts`` requests, or
-a request of `reward_loop.client`              the request                          ``attempts`` of a `Judge`
+a request of `reward_loop.client`              the request                          ``attempts`` of a `JudgeAddress`
 429, 529 or ``Retry-After``: a busy service    the function: its permits must be    ``retry.max_seconds``
-                                               free meanwhile. Only a `Judge` with
+                                               free meanwhile. Only a `JudgeAddress` with
                                                ``attempts`` repeats its request first
-The judge, or the limiter service, cannot be   the function, after the outage       ``outage_timeout_s``
-reached (`limits/outages.py`); 502, 503, 504
-again and again
+The judge cannot be reached                    the function, after the outage       ``outage_timeout_s``
+(`limits/outages.py`); a gateway's 502, 503,
+504, or its page, again and again
 Another transient error of the function: of    the function                         ``retry.max_attempts`` calls within
 its own client, `TransientError`                                                    ``retry.max_seconds``
 A process of the run died                      verl/reward_client.py,               ``MAX_TASK_RETRIES``
@@ -29,7 +29,8 @@ Invariants of the repeated calls of a function:
 
 - An attempt that the service refused or asked to repeat later (HTTP 429, 529, or a ``Retry-After``) does not use up
   `max_attempts`: a busy service loses no sample. Nor does an attempt in an outage, unless the judge has answered other
-  calls since the attempt before: then the sample is the cause. All other failed attempts do.
+  calls since the failure before: then the sample is the cause. All other failed attempts do.
+- A repeated call keeps the age of its sample, by which permits are granted.
 - The pauses between attempts grow, also those that the service asked for, so the number of refused attempts is small.
 - Only an answer of the judge ends its outage. A call that has its turn and ends without one, such as without a permit,
   passes the turn to another call.
@@ -39,31 +40,35 @@ Invariants of the repeated calls of a function:
 from __future__ import annotations
 
 import asyncio
-import random
+import math
 import re
 import time
 from collections.abc import Awaitable, Callable
 
+from reward_loop._util.backoff import Backoff
 from reward_loop._util.transient import (
     DOWN_STATUS,
     address_of,
     is_refusal,
     is_transient,
+    model_of,
     retry_after,
     status_of,
     unreachable,
 )
 from reward_loop.limits.options import RetryConfig
-from reward_loop.limits.outages import Outage, Outages
+from reward_loop.limits.outages import JudgeAddress, Outages
 from reward_loop.processes.outcome import CallOutcome
 from reward_loop.records import current, waiting_for
 
+_NEVER_REACHED = " This address has never answered this process: check the address."
+
 
 class Retry:
-    """Repeats a call with exponential backoff while it fails with a transient error, and after outages.
+    """Repeats a call with growing pauses while it fails with a transient error, and after outages.
 
     Args:
-        config: the maximum number of attempts, the maximum total time, and the backoff.
+        config: the maximum number of attempts, the maximum total time, and the pauses.
         sleep: awaited for each pause, with its length in seconds; tests replace it.
     """
 
@@ -92,49 +97,41 @@ class Retry:
             The outcome of the last attempt, successful or not, with the times and calls of all attempts.
         """
         outcomes = [first]
-        longest = min(self.config.initial_wait, self.config.max_wait)
-        counted, outage_s = 0, 0.0
-        outage: Outage | None = None
-        answers = lost = 0
+        backoff = Backoff(self.config.initial_wait, self.config.max_wait)
+        counted = lost = 0
+        outage_s = 0.0
+        away: JudgeAddress | None = None
+        failed_at = math.inf
         while (error := outcomes[-1].exception) is not None:
-            away = None if outages is None else self._away(error, counted, function)
-            if outages is not None and away is not None:
-                before, outage = outage, outages.failed(away)
-                # If the judge has answered others since the last attempt, this sample may be what it cannot answer.
-                lost += outage is before and outage.answers > answers
+            before, judge = away, None if outages is None else self._away(error, counted, function)
+            if outages is not None and judge is not None:
+                # If the judge has answered others since the failure before, this sample may be what it cannot answer.
+                lost += judge == before and outages.answered_at.get(judge, -math.inf) > failed_at
                 if lost >= max(1, self.config.max_attempts - 1):
                     break
-                answers, began = outage.answers, time.monotonic()
-                has_turn = await outage.turn()
-                outage_s += time.monotonic() - began
-                if not has_turn:
-                    outcomes[-1].note = outage.given_up()
-                    break
-                try:
+                away, failed_at = judge, time.monotonic()
+                # Only of our own client is every answer known.
+                is_known = judge in outages.answered_at or model_of(error) is None
+                outage = outages.failed(judge, "" if is_known else _NEVER_REACHED)
+                async with outage.turn() as may_ask:
+                    outage_s += time.monotonic() - failed_at
+                    if not may_ask:
+                        outcomes[-1].note = outage.given_up()
+                        break
                     outcomes.append(await attempt(len(outcomes) + 1))
-                    again = outcomes[-1]
-                    if again.exception is not None and self._away(again.exception, counted, function) == away:
-                        outages.failed(away)
-                    elif _is_answered(again, away):
-                        outages.answered(away)
-                finally:
-                    # Also after a cancellation: otherwise no other call would get a turn.
-                    outages.ended(outage)
-                continue
-            if self.config.max_attempts == 1 or not is_transient(error):
-                break
-            # The random time spreads the retries of all samples that the service refused at the same moment.
-            pause = (retry_after(error) or 0.0) + random.uniform(0, longest)
-            longest = min(2 * longest, self.config.max_wait)
-            counted += not _is_postponed(error)
-            elapsed = time.monotonic() - started - outage_s - sum(outcome.wait_s for outcome in outcomes)
-            # Before the pause: after it, an attempt would be too late.
-            if counted >= self.config.max_attempts or elapsed + pause >= self.config.max_seconds:
-                break
-            await self._sleep(pause)
-            outcomes.append(await attempt(len(outcomes) + 1))
-            if outages is not None and outage is not None and _is_answered(outcomes[-1], outage.address):
-                outages.answered(outage.address)
+            else:
+                if self.config.max_attempts == 1 or not is_transient(error):
+                    break
+                pause = (retry_after(error) or 0.0) + backoff.next_s()
+                counted += not _is_postponed(error)
+                elapsed = time.monotonic() - started - outage_s - sum(outcome.wait_s for outcome in outcomes)
+                # Before the pause: after it, an attempt would be too late.
+                if counted >= self.config.max_attempts or elapsed + pause >= self.config.max_seconds:
+                    break
+                await self._sleep(pause)
+                outcomes.append(await attempt(len(outcomes) + 1))
+            if outages is not None and away is not None and _is_answered(outcomes[-1], away):
+                outages.answered(away)
         last = outcomes[-1]
         last.attempts = sum(outcome.attempts for outcome in outcomes)
         last.work_s = sum(outcome.work_s for outcome in outcomes)
@@ -143,8 +140,8 @@ class Retry:
         last.outage_s = outage_s
         return last
 
-    def _away(self, error: BaseException, counted: int, function: str) -> str | None:
-        """Return the name of the judge that could not be reached, also by the last of several attempts.
+    def _away(self, error: BaseException, counted: int, function: str) -> JudgeAddress | None:
+        """Return the judge that could not be reached, also by the last of several attempts.
 
         ``None`` if the error has another cause.
         """
@@ -152,11 +149,13 @@ class Retry:
         is_last = counted + 1 >= self.config.max_attempts
         if address is None and is_last and status_of(error) in DOWN_STATUS and not _is_postponed(error):
             address = address_of(error) if is_transient(error) else None
-        return None if address is None else address or f"of {function}"
+        if address is None:
+            return None
+        return JudgeAddress(address, model_of(error) or "") if address else JudgeAddress("", function=function)
 
 
-def _is_answered(outcome: CallOutcome, away: str) -> bool:
-    """Return whether the judge ``away`` answered a call: the function returned, or raised an error that the judge sent.
+def _is_answered(outcome: CallOutcome, away: JudgeAddress) -> bool:
+    """Return whether the judge answered a call: the function returned, or raised an error that the judge sent.
 
     Other errors show nothing: the function may have been stopped, or have failed, before the judge answered. If it did
     answer, `reward_loop.client` has recorded that.
@@ -169,7 +168,7 @@ def _is_answered(outcome: CallOutcome, away: str) -> bool:
     if status is None or status < 400 or (status in DOWN_STATUS and not _is_postponed(error)):
         return False
     address = address_of(error)
-    return not address or away.startswith("of ") or _server_of(address) == _server_of(away)
+    return not address or not away.address or _server_of(address) == _server_of(away.address)
 
 
 def _server_of(address: str) -> str:

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 __all__ = ["RewardServices", "reward_services", "with_limits_of_models"]
 
 
+PLACES = 64
+"""The number of function calls that ask a replica of a reward model at the same time."""
+
+
 @dataclass(frozen=True, slots=True)
 class RewardServices:
     """The settings of rewards, and the services that run."""
@@ -68,18 +72,21 @@ def reward_services(config: DictConfig) -> Iterator[RewardServices]:
 def with_limits_of_models(settings: RewardSettings) -> RewardSettings:
     """Return the settings with the limits and deadlines of the models that the run serves.
 
-    An adaptive limit applies to the function calls that ask a reward model at the same time. Without it, all rollouts
-    of a batch ask at once, and wait in the queues of the servers while their deadlines run. What the user has set of
-    the limit stays. With a limiter service of the user, the limits are those of the service.
+    Each replica has `PLACES` for the function calls that ask a reward model at the same time. Otherwise, all rollouts
+    of a batch would ask at once, and wait in the queues of the servers while their deadlines run. What the user has set
+    of the limit stays. With a limiter service of the user, the limits are those of the service.
     """
-    assert settings.model is not None
-    options = type(settings.options)(**{**dict(settings.options), "models": settings.model.requests()})
+    model = settings.model
+    assert model is not None
+    options = type(settings.options)(**{**dict(settings.options), "models": model.requests()})
     settings = replace(settings, options=options)
     if options.job is not None:
         return settings
     # Without `max_wait`: a call waits only while others run, and these have deadlines.
     given = options.limits[REWARD_MODEL].model_dump(exclude_unset=True) if REWARD_MODEL in options.limits else {}
-    limit = LimitConfig(**{"adaptive": True, "max_wait": None, **given})
+    models = (model, *model.models.values())
+    replicas = sum(len(one.urls) or one.replicas * one.data_parallel_size for one in models)
+    limit = LimitConfig(**{"max_concurrent": PLACES * replicas, "max_wait": None, **given})
     return replace(settings, options=options.model_copy(update={"limits": {**options.limits, REWARD_MODEL: limit}}))
 
 

@@ -83,8 +83,6 @@ async def test_tokens_correct_the_estimate_of_a_limit_that_is_held() -> None:
         assert (await function(RewardSample("x"), reward_router_address=judge.address)).score == 1.0
         each = len(json.dumps(judge.requests[0].body).split()) + 2
     assert function.limits.tokens == 2 * each + len(json.dumps(judge.requests[-1].body).split()) + 2
-    window = function.limits.snapshot()["limits"]["judge"]["tokens_last_minute"]
-    assert window == 2 * each
 
 
 async def test_a_busy_judge_is_asked_again() -> None:

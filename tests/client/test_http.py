@@ -37,7 +37,7 @@ async def test_a_malformed_address_is_a_configuration_error(address: str) -> Non
 
 @pytest.mark.parametrize(
     ("retry_after", "transient", "status"),
-    [(1.5, True, 429), (None, True, 503), (None, False, 400), (None, False, 401)],
+    [(1.5, True, 429), (None, True, 500), (None, False, 400), (None, False, 401)],
 )
 async def test_an_error_has_status_retry_after_and_what_the_server_said(
     retry_after: float | None, transient: bool, status: int

@@ -7,86 +7,89 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from reward_loop.limits.outages import Outage, Outages
+from reward_loop.limits.outages import FORGET_S, JudgeAddress, Outage, Outages
 from tests.clock import advance
 
-Waiting = tuple[Outages, Outage, list[asyncio.Task[bool]]]
+JUDGE = JudgeAddress("http://j:1")
+
+
+class Calls:
+    """Six calls that wait for the end of an outage; each asks until `end` is set."""
+
+    def __init__(self, outage: Outage) -> None:
+        self.asked: list[int] = []
+        self.ends = [asyncio.Event() for _ in range(6)]
+        self.tasks = [asyncio.create_task(self._call(outage, number)) for number in range(6)]
+
+    async def _call(self, outage: Outage, number: int) -> None:
+        async with outage.turn() as may_ask:
+            if may_ask:
+                self.asked.append(number)
+                await self.ends[number].wait()
 
 
 @pytest.fixture
-async def waiting() -> AsyncIterator[Waiting]:
-    """Yield outages, the outage of the judge ``j``, and six calls that wait for its end."""
-    outages = Outages(600.0, asyncio.get_running_loop())
-    outage = outages.failed("j")
-    calls = [asyncio.create_task(outage.turn()) for _ in range(6)]
+async def outages() -> Outages:
+    return Outages(600.0)
+
+
+@pytest.fixture
+async def calls(outages: Outages) -> AsyncIterator[Calls]:
+    calls = Calls(outages.failed(JUDGE))
     await asyncio.sleep(0)
-    yield outages, outage, calls
-    for call in calls:
+    yield calls
+    for call in calls.tasks:
         call.cancel()
-    await asyncio.gather(*calls, return_exceptions=True)
+    await asyncio.gather(*calls.tasks, return_exceptions=True)
 
 
-def turns(calls: list[asyncio.Task[bool]]) -> int:
-    return sum(call.done() for call in calls)
-
-
-async def test_a_judge_that_fails_again_is_away_until_it_answers(waiting: Waiting) -> None:
-    outages, outage, calls = waiting
-    outages.answered("j")
-    await asyncio.sleep(0)
-    assert (outage.is_back, turns(calls)) == (True, 1)
-    outages.failed("j")
-    await advance(0.3)
-    assert (outage.is_back, turns(calls)) == (False, 2)  # the second one is the probe
-    outages.ended(outage)
-    outages.answered("j")
-    for _ in range(3):
-        await advance(0.3)
-    assert (outage.is_back, turns(calls)) == (True, 6)
-
-
-async def test_a_probe_that_does_not_fail_lets_others_ask_but_is_not_an_answer(
-    waiting: Waiting, caplog: pytest.LogCaptureFixture
-) -> None:
-    outages, outage, calls = waiting
-    await advance(0.3)
-    assert turns(calls) == 1
-    await advance(10)
-    assert turns(calls) == 1
-    for _ in range(4):
+async def test_one_call_at_a_time_asks_and_any_answer_lets_all_go_on(outages: Outages, calls: Calls) -> None:
+    await advance(0.1)
+    assert calls.asked == []
+    for number in range(3):
         await advance(6)
-    assert turns(calls) == 6
-    assert not outage.is_back
-    assert outages.is_away("j")
-    assert "answers again" not in caplog.text
+        assert calls.asked == list(range(number + 1))
+        await advance(60)  # it asks for long
+        calls.ends[number].set()  # without an answer
+        await advance(0)
+    assert outages.is_away(JUDGE)
+    await asyncio.to_thread(outages.answered, JUDGE)
+    await advance(0)
+    assert calls.asked == [0, 1, 2, 3, 4, 5]
+    assert not outages.open
 
 
-async def test_the_end_of_a_call_without_an_answer_gives_the_turn_to_one_other_call(waiting: Waiting) -> None:
-    outages, outage, calls = waiting
-    for probe in range(1, 4):
-        await advance(5)
-        assert (outage.is_back, turns(calls)) == (False, probe)
-        outages.ended(outage)
+async def test_the_cancellation_of_a_call_gives_the_turn_to_another_one(outages: Outages, calls: Calls) -> None:
+    calls.tasks[0].cancel()  # it waits
+    await advance(1)
+    assert calls.asked == [1]
+    calls.tasks[1].cancel()  # it asks
+    await advance(0)
+    await advance(2)
+    assert calls.asked == [1, 2]
 
 
-async def test_the_end_of_a_call_at_its_deadline_does_not_stop_others_that_may_be_connected(waiting: Waiting) -> None:
-    outages, outage, calls = waiting
-    await advance(0.3)
-    await advance(15.1)
-    assert turns(calls) == 2
-    outages.ended(outage)  # the first one
-    for _ in range(3):
-        await advance(0.3)
-    assert (outage.is_back, turns(calls)) == (False, 6)
+async def test_after_the_bound_no_call_waits_until_an_answer(outages: Outages, calls: Calls) -> None:
+    await advance(601)
+    await asyncio.gather(*calls.tasks[1:])
+    assert calls.asked == [0]
+    async with outages.failed(JUDGE).turn() as may_ask:
+        assert not may_ask
+    assert not outages.is_away(JUDGE)
+    outages.answered(JUDGE)
+    assert outages.failed(JUDGE).left_s > 599
 
 
-async def test_a_failure_stops_the_others_until_the_next_probe(waiting: Waiting) -> None:
-    outages, outage, calls = waiting
-    await advance(0.3)
-    await advance(15.1)
-    outages.failed("j")
-    outages.ended(outage)
-    await advance(10)
-    assert turns(calls) == 3
-    await advance(10)
-    assert turns(calls) == 3
+async def test_a_failure_long_after_the_last_one_is_another_outage(outages: Outages) -> None:
+    first = outages.failed(JUDGE)
+    await advance(FORGET_S - 1)
+    assert outages.failed(JUDGE) is first
+    await advance(FORGET_S + 1)
+    assert outages.failed(JUDGE) is not first
+
+
+async def test_models_at_one_address_have_outages_of_their_own(outages: Outages) -> None:
+    fast, strong = (outages.failed(JUDGE._replace(model=model)) for model in ("fast", "strong"))
+    outages.answered(JUDGE._replace(model="fast"))
+    assert (str(strong.judge), list(outages.open.values())) == ("judge http://j:1 (model strong)", [strong])
+    assert fast is not strong

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -403,59 +402,6 @@ async def test_a_function_that_swallows_its_cancellation_still_ends_at_its_deadl
     await asyncio.sleep(0)
     assert swallowed == 1
     release.set()
-
-
-async def test_threads_that_share_the_interpreter_do_not_fail_at_their_deadline():
-    """Each computes for a quarter of its deadline, and all together for four times as long as it."""
-
-    def computes():
-        until = time.thread_time() + 0.25
-        while time.thread_time() < until:
-            pass
-        return 1.0
-
-    scoring = ScoringFunction(computes, timeout=1)
-    results = await asyncio.gather(*(scoring(SAMPLE) for _ in range(16)))
-    assert [result.error for result in results] == [None] * 16
-
-
-async def test_a_thread_that_computes_for_ever_beside_others_fails_and_processes_are_suggested():
-    ended = threading.Event()
-
-    def computes():
-        while not ended.is_set():
-            pass
-
-    scoring = ScoringFunction(computes, timeout=0.2)
-    try:
-        results = await asyncio.gather(*(scoring(SAMPLE) for _ in range(4)))
-    finally:
-        ended.set()
-    for result in results:
-        assert isinstance(result.exception, RewardTimeoutError)
-        assert "shared the interpreter with" in result.error
-        assert "@reward_loop.isolated" in result.error
-
-
-async def test_a_thread_that_waits_beside_one_that_computes_fails_at_its_deadline():
-    ended = threading.Event()
-
-    def compute():
-        while not ended.is_set():
-            pass
-
-    computing = threading.Thread(target=compute)
-    computing.start()
-    started = time.monotonic()
-    try:
-        result = await ScoringFunction(ended.wait, timeout=0.5)(SAMPLE)
-        seconds = time.monotonic() - started
-    finally:
-        ended.set()
-        computing.join()
-    assert isinstance(result.exception, RewardTimeoutError)
-    assert "shared" not in result.error
-    assert seconds < 50
 
 
 async def test_the_deadline_does_not_count_the_queue():

@@ -23,11 +23,12 @@ import pytest
 import requests
 
 from reward_loop import Outcome, RewardLoopConfig, RewardSample, ScoringFunction
+from reward_loop._util import backoff
 from reward_loop._util.transient import RouterCode
 from reward_loop._util.web_server import listen
 from reward_loop.client import chat_complete, classify
-from reward_loop.errors import JobServiceError
 from reward_loop.limits import outages
+from reward_loop.limits.outages import JudgeAddress
 from tests.clock import until
 
 ANSWER = b'{"choices": [{"message": {"content": "7"}}], "data": [{"probs": [7]}]}'
@@ -121,8 +122,8 @@ async def judge() -> AsyncIterator[Judge]:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_FIRST_PAUSE_S", "_LONGEST_PAUSE_S", "_RETURN_INTERVAL_S"):
-        monkeypatch.setattr(outages, name, 0.02)
+    for name in ("FIRST_S", "LONGEST_S"):
+        monkeypatch.setattr(backoff, name, 0.02)
 
 
 async def by_our_client(solution_str: str, reward_router_address: str) -> float:
@@ -215,9 +216,8 @@ def scoring(function: Any, timeout: float = 300.0, **options: Any) -> ScoringFun
 
 
 async def waiting(count: int, function: ScoringFunction) -> None:
-    """Wait until this number of samples wait for the end of an outage, or have their turn."""
-    outages = function.limits.outages(asyncio.get_running_loop())
-    await until(lambda: outages.samples == count)
+    """Wait until this number of calls wait for the end of an outage, or have their turn."""
+    await until(lambda: sum(outage.calls for outage in function.limits.outages.open.values()) == count)
 
 
 async def scored(function: ScoringFunction, judge: Judge, count: int = 1) -> list[Any]:
@@ -250,19 +250,19 @@ async def test_the_wait_is_not_part_of_the_deadline_and_holds_no_permit(judge: J
     await waiting(2, function)
     began = asyncio.get_running_loop().time()
     await asyncio.sleep(2.5)  # longer than the deadline
-    status = await function.limits.status()
+    in_flight = function.limits.limiters["default"].in_flight
     await judge.be(answers(200))
     results = await samples
     await asyncio.to_thread(function.close)
-    assert status["limits"]["default"]["in_flight"] <= 1  # the probe
+    assert in_flight <= 1  # the probe
     assert [result.score for result in results] == [7.0, 7.0]
     assert min(result.outage_s for result in results) > 1  # the calls of the probes do not count
     assert asyncio.get_running_loop().time() - began < 20
 
 
 async def test_one_call_at_a_time_asks_whether_the_judge_is_back(judge: Judge, monkeypatch: Any) -> None:
-    monkeypatch.setattr(outages, "_FIRST_PAUSE_S", 0.1)
-    monkeypatch.setattr(outages, "_LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr(backoff, "FIRST_S", 0.1)
+    monkeypatch.setattr(backoff, "LONGEST_S", 0.1)
     at_once = most = 0
 
     async def closes_slowly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -279,23 +279,12 @@ async def test_one_call_at_a_time_asks_whether_the_judge_is_back(judge: Judge, m
     await judge.be(closes_slowly)
     await until(lambda: judge.connections >= 6)
     assert most == 1
-    # A sample that begins in the outage does not ask.
-    function = scoring(by_our_client)
+    # A sample that begins in the outage sends nothing.
+    new = asyncio.create_task(scored(function, judge))
+    await waiting(51, function)
+    assert most == 1
     await judge.be(answers(200))
-    assert [result.score for result in await samples] == [7.0] * 50
-    assert function is not None
-
-
-async def test_calls_come_back_paced(judge: Judge, monkeypatch: Any) -> None:
-    monkeypatch.setattr(outages, "_RETURN_INTERVAL_S", 0.2)
-    function = scoring(by_our_client)
-    samples = asyncio.create_task(scored(function, judge, 15))
-    await waiting(15, function)
-    await judge.be(answers(200))
-    await until(lambda: judge.connections >= 2)
-    assert judge.connections < 15
-    assert [result.score for result in await samples] == [7.0] * 15
-    assert judge.connections == 15
+    assert [result.score for result in [*await samples, *await new]] == [7.0] * 51
 
 
 async def test_the_page_of_a_gateway_is_not_an_answer_of_the_judge(judge: Judge) -> None:
@@ -393,26 +382,10 @@ async def test_the_console_has_one_line_for_all_samples_and_one_when_the_judge_i
     await samples
     lines = [record.getMessage() for record in caplog.records if record.name == outages.__name__]
     assert [re.sub(r"\d+ s,", "N s,", line, count=1) for line in lines] == [
-        f"judge http://{judge.address} unreachable for N s, 8 samples waiting, for at most 600 s "
-        "(reward_loop.outage_timeout_s)",
-        f"judge http://{judge.address} answers again after N s, continuing with 8 samples",
+        f"judge http://{judge.address} unreachable for N s, 8 calls waiting, for at most 600 s "
+        "(reward_loop.outage_timeout_s).",
+        f"judge http://{judge.address} answers again after N s, continuing 8 calls",
     ]
-
-
-async def test_the_limiter_service_is_not_called_a_judge(caplog: pytest.LogCaptureFixture) -> None:
-    is_away = True
-
-    async def compute_score() -> float:
-        if is_away:
-            raise JobServiceError("away", "the limiter service at 127.0.0.1:1")
-        return 1.0
-
-    sample = asyncio.create_task(scoring(compute_score)(RewardSample("4")))
-    await until(lambda: "unreachable" in caplog.text)
-    is_away = False
-    assert (await sample).score == 1
-    lines = [record.getMessage() for record in caplog.records if record.name == outages.__name__]
-    assert [line.startswith("the limiter service at 127.0.0.1:1 ") for line in lines] == [True, True]
 
 
 async def test_a_judge_that_never_answered_is_named_at_once(judge: Judge, caplog: pytest.LogCaptureFixture) -> None:
@@ -494,13 +467,13 @@ async def test_one_of_two_judges_is_away(client: Any, isolation: str, judge: Jud
     await other.be(answers(200))
     function = scoring(client, isolation=isolation, max_processes=2)
     sample = asyncio.create_task(function(RewardSample("4"), reward_router_address=judge.address))
-    outages = function.limits.outages(asyncio.get_running_loop())
+    outages = function.limits.outages
     async with asyncio.timeout(60):
-        await until(lambda: outages.samples == 1)
+        await waiting(1, function)
         for _ in range(20):  # the answers of the other judge are none of this one
             assert (await function(RewardSample("4"), reward_router_address=other.address)).score == 7
         assert not sample.done()
-        assert list(outages.open) == [judge.address]
+        assert [away.address for away in outages.open] == [judge.address]
         await judge.be(answers(200))
         assert (await sample).score == 7
     await other.stop()
@@ -536,16 +509,16 @@ async def test_a_call_that_gets_no_permit_does_not_end_the_outage_of_its_functio
         raise ConnectionResetError
 
     function = scoring(compute_score, limits={"default": {"max_concurrent": 1, "max_wait": 0.01}})
-    outages = function.limits.outages(asyncio.get_running_loop())
+    outages = function.limits.outages
     waits = asyncio.create_task(function(RewardSample("4")))
     await waiting(1, function)
     ((name, outage),) = outages.open.items()
-    assert name.startswith("of ")
+    assert name == JudgeAddress("", function=function.name)
     holder = asyncio.create_task(function(RewardSample("hold")))
     await holds.wait()
     result = await function(RewardSample("4"))
     assert "no permit" in str(result.error)
-    assert (outages.open, outage.answers) == ({name: outage}, 0)
+    assert (outages.open, outages.answered_at) == ({name: outage}, {})
     for task in (waits, holder):
         task.cancel()
     await asyncio.gather(waits, holder, return_exceptions=True)

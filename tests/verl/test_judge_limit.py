@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from reward_loop.errors import ConfigError
-from reward_loop.limits.permit import MAX_PATIENCE, REWARD_MODEL
+from reward_loop.limits.permit import REWARD_MODEL
 from reward_loop.verl.services import with_limits_of_models
-from reward_loop.verl.workers import longest_quiet_s
 from tests.verl.configs import resolved
 
 pytestmark = pytest.mark.integration  # imports verl
@@ -24,19 +23,17 @@ def served(tiny_generative_model: Path) -> list[str]:
     ]
 
 
-def test_the_limit_adapts_to_served_and_external_judges(served: list[str]) -> None:
+def test_served_and_external_judges_have_places_for_each_replica(served: list[str]) -> None:
     external = ["reward_model.rollout.name=external", "+reward_model.server.urls=[http://127.0.0.1:1]"]
     for overrides in (served, ["reward_model.enable=True", "reward_model.model.path=x", *external]):
         limit = with_limits_of_models(resolved(*overrides)).options.limits[REWARD_MODEL]
-        assert (limit.adaptive, limit.max_concurrent, limit.max_wait) == (True, None, None)
+        assert (limit.adaptive, limit.max_concurrent, limit.max_wait) == (False, 64, None)
 
 
 def test_what_the_user_has_set_stays(served: list[str]) -> None:
     settings = resolved(*served, "+reward_loop.limits.reward_model.max_concurrent=5")
     limit = with_limits_of_models(settings).options.limits[REWARD_MODEL]
-    assert (limit.adaptive, limit.max_concurrent, limit.max_wait) == (True, 5, None)
-    settings = resolved(*served, "+reward_loop.limits.reward_model.adaptive=False")
-    assert not with_limits_of_models(settings).options.limits[REWARD_MODEL].adaptive
+    assert (limit.adaptive, limit.max_concurrent, limit.max_wait) == (False, 5, None)
     settings = resolved(*served, "reward_loop.job=127.0.0.1:1:x")
     assert with_limits_of_models(settings).options == settings.options
 
@@ -63,13 +60,3 @@ def test_each_model_has_its_own_limit_and_deadline(served: list[str], tiny_discr
         with pytest.raises(ConfigError, match=message):
             resolved(*served, *overrides)
     resolved(*served, f"{strong}.timeout=400", "reward_loop.timeout=500")
-
-
-def test_waiting_for_a_place_is_not_a_stall(served: list[str]) -> None:
-    settings = resolved(*served)
-    limited = with_limits_of_models(settings)
-    quiet, patient = (longest_quiet_s(options, by_group=False) for options in (settings.options, limited.options))
-    assert quiet is not None
-    assert patient is not None
-    assert settings.options.timeout is not None
-    assert patient == quiet + (MAX_PATIENCE - 1) * settings.options.timeout  # a slow judge extends the deadlines

@@ -204,7 +204,6 @@ def compute_score(solution_str):
 def test_a_batch_whose_rewards_do_not_come_is_not_awaited_for_ever(
     cluster: None, with_function: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reward_loop.limits.call.MAX_SHARED_S", 0.0)
     workers = started(with_function(HANGS, ONE_WORKER, "reward_loop.timeout=null"))
     workers.score_batch([rollout("1")])
     # As if the worker, and not the function, had forgotten a deadline of a tenth of a second.
