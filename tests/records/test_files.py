@@ -133,13 +133,16 @@ async def test_the_policy_and_the_processing_of_groups_are_recorded(tmp_path: Pa
     async with RewardAgent(NaiveRewardLoopManager(options, compute_score=Centred)) as agent:
         await agent.submit([RewardSample(text, uid=f"q{text}") for text in ("1", "3", "")], group_size=3)
     rows = await recorded(tmp_path)
-    before = {row["uid"]: (row["score"], row["reward"]) for row in rows if row["kind"] == "sample"}
-    after = {row["uid"]: (row["outcome"], row["reward"]) for row in rows if row["kind"] == "revision"}
-    assert before == {"q1": (1.0, 1.0), "q3": (3.0, 3.0), "q": (None, -9.0)}
-    assert after == ({"q1": ("failed", None), "q3": ("failed", None)} if fails else {"q1": (None, -1), "q3": (None, 1)})
-    errors = [row["error"] for row in rows if row["kind"] == "revision" and row["uid"] == "q1"]
-    assert not fails or "sample q1: post_process_scores" in errors[0]
-    assert len({row["group"] for row in rows if row["kind"] == "sample"} - {None}) == 1
+    assert {row["kind"] for row in rows} == {"sample"}
+    found = {row["uid"]: (row["outcome"], row["score"], row["reward"]) for row in rows}
+    if fails:
+        scored = dict.fromkeys(("q1", "q3"), ("failed", None, None))
+        assert all("sample q" in row["error"] for row in rows if row["outcome"] == "failed")
+    else:
+        scored = {"q1": ("scored", -1, -1), "q3": ("scored", 1, 1)}
+        assert {row["uid"]: row["components"].get("raw_score") for row in rows} == {"q1": 1, "q3": 3, "q": None}
+    assert found == {**scored, "q": ("unscored", None, -9.0)}
+    assert len({row["group"] for row in rows}) == 1
 
 
 def test_the_oldest_exchanges_are_deleted_first_and_rows_are_kept(tmp_path: Path) -> None:

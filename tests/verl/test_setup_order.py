@@ -31,7 +31,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             return dict.fromkeys(prefix_set, self)
 
     client = SimpleNamespace(by_group=False)
-    reward_workers = SimpleNamespace(client=client, wait_until_ready=lambda: None, have_post_process=lambda: False)
+    reward_workers = SimpleNamespace(client=client, wait_until_ready=lambda: None)
     rollout = SimpleNamespace(get_replicas=list)
     monkeypatch.setattr(trainer_base, "RewardLoopManager", note("verl's own reward loop manager starts"))
     monkeypatch.setattr(trainer_base, "RayWorkerGroup", Workers)

@@ -30,9 +30,6 @@ class Workers(SimpleNamespace):
 
     wait_until_ready = check_fatal_errors = check_fatal_errors_briefly = poll_fatal_errors = stop = nothing
 
-    def have_post_process(self) -> bool:
-        return hasattr(self, "post_process")
-
     def exchange_counts(self) -> list[Any]:
         return []
 
