@@ -94,7 +94,7 @@ class Report:
         """Why samples failed."""
         self.unscored = Causes()
         """Why samples are unscored."""
-        self.masked = self.over_budget = self.stopped = self.revised = 0
+        self.masked = self.over_budget = self.stopped = 0
         self.validation: Report | None = None
         """The summary of the samples of validation; ``None`` if there are none."""
         self.reported_cost: float | None = None
@@ -130,7 +130,6 @@ class Report:
         self.over_budget += bool(row.get("over_budget"))
         # Neither masked nor rewarded: with this sample, the policy ended the run.
         self.stopped += row.get("masked") is False and reward is None
-        self.revised += bool(row.get("revised"))
         for component, value in (row.get("components") or {}).items():
             if isinstance(value, int | float) and component != "score":
                 self.components.setdefault(component, Spread()).add(value)
@@ -160,7 +159,6 @@ class Report:
             "masked": self.masked,
             "over_budget": self.over_budget,
             "stopped": self.stopped,
-            "revised": self.revised,
             "causes": _listed(self.causes),
             "unscored_causes": _listed(self.unscored),
             "components": {name: spread.to_dict() for name, spread in self.components.items()},

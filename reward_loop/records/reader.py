@@ -9,7 +9,7 @@ from typing import Any
 
 from reward_loop._util.json import decode, encode
 from reward_loop.errors import ConfigError
-from reward_loop.records.rows import ADVANTAGE, REVISION, SAMPLE, VERSION
+from reward_loop.records.rows import ADVANTAGE, SAMPLE, VERSION
 
 # At most 18 digits: `int` refuses numbers with thousands of them.
 _STEP = re.compile(rb'"(?:generated_)?step":\s*(-?\d{1,18})\b')
@@ -82,11 +82,7 @@ def check_version(version: Any, where: Path) -> None:
         )
 
 
-_Changes = dict[tuple[Any, Any], dict[str, Any]]
-
-_REVISED = ("outcome", "error", "cause")
-
-_CHANGES = re.compile(rf'"kind":\s*"(?:{REVISION}|{ADVANTAGE})"'.encode())
+_OF_ADVANTAGE = re.compile(rf'"kind":\s*"{ADVANTAGE}"'.encode())
 
 _HEAD, _KIND_HEAD = 4096, 64
 """The numbers of bytes within which a row has its step, and its kind."""
@@ -119,31 +115,28 @@ class RecordsReader:
             )
 
     def rows(self, uid: str | None = None) -> Iterator[dict[str, Any]]:
-        """Yield the rows of all samples, with their revisions and advantages applied.
+        """Yield the rows of all samples, with their advantages.
 
-        A row that has a revision keeps the function's ``score``, and has a field ``revised`` that is true. A sample
-        that was trained on has a field ``advantage``, if the trainer recorded it, and its ``step`` is that of the
-        training, even if this was not known when it was scored.
+        A sample that was trained on has a field ``advantage``, if the trainer recorded it, and its ``step`` is that of
+        the training, even if this was not known when it was scored.
 
         Args:
             uid: yield only the rows with this uid; other lines are not parsed. ``None`` for all.
         """
         needle = b"" if uid is None else encode(uid)
-        revisions, advantages = self._changes(needle)
+        advantages = self._advantages(needle)
         self.incomplete = 0
         for row in self._lines(lambda line: needle in line):
             if row["kind"] != SAMPLE:
                 continue
             name = row.get("uid")
-            if (place := (name, row.get("id"))) in revisions:
-                row = _revised(row, revisions[place])
-            if place in advantages:
+            if (place := (name, row.get("id"))) in advantages:
                 row = _trained(row, advantages[place])
             if uid is None or name == uid:
                 yield row
 
     def rows_of(self, steps: Collection[int]) -> Iterator[dict[str, Any]]:
-        """Yield the rows of the samples of some training steps, or generated in them, without their revisions."""
+        """Yield the rows of the samples of some training steps, or generated in them, without their advantages."""
         lines = self._lines(lambda line: has_step(line, steps, _HEAD))
         # Again on the parsed row: in the bytes, a component may have the same name.
         return (row for row in lines if row["kind"] == SAMPLE and is_of_steps(row, steps))
@@ -162,39 +155,24 @@ class RecordsReader:
         lines = [line for line in self._read(row, "exchange") if line.get("sample") == row.get("id")]
         return lines or list(row.get("judges") or ())
 
-    def _changes(self, needle: bytes) -> tuple[_Changes, _Changes]:
-        """Return the revisions and the advantages of rows, by uid and ID of the row.
+    def _advantages(self, needle: bytes) -> dict[tuple[Any, Any], dict[str, Any]]:
+        """Return the advantages of rows, by uid and ID of the row.
 
         Lines that do not contain ``needle`` are not read.
         """
-        revisions: dict[str, list[dict[str, Any]]] = {}
         advantages: dict[str, dict[str, Any]] = {}
-        for row in self._lines(lambda line: _CHANGES.search(line, 0, _KIND_HEAD) and needle in line):
+        for row in self._lines(lambda line: _OF_ADVANTAGE.search(line, 0, _KIND_HEAD) and needle in line):
             uid = row.get("uid")
-            if uid is None:
-                continue
-            if row["kind"] == REVISION:
-                revisions.setdefault(uid, []).append(row)
             # The files are in no order of time.
-            elif row["kind"] == ADVANTAGE and row["time"] >= advantages.get(uid, row)["time"]:
+            if uid is not None and row["kind"] == ADVANTAGE and row["time"] >= advantages.get(uid, row)["time"]:
                 advantages[uid] = row
-        rows: dict[str, list[tuple[float, str]]] = {}
-        changed = revisions.keys() | advantages.keys()
-        for row in self._lines(lambda line: needle in line) if changed else ():
+        # A resumed run scores some uids again: the last row was trained on.
+        last: dict[str, tuple[float, str]] = {}
+        for row in self._lines(lambda line: needle in line) if advantages else ():
             uid = row.get("uid")
-            if uid in changed and row["kind"] == SAMPLE:
-                rows.setdefault(uid, []).append((row["time"], row.get("id", "")))
-        revised, trained = _Changes(), _Changes()
-        for uid, found in rows.items():
-            found.sort()
-            for revision in sorted(revisions.get(uid, ()), key=lambda revision: revision["time"]):
-                # A resumed run scores some uids again, and a revision is that of the last earlier row. Clocks of
-                # several nodes differ, so if no row is earlier, it is that of the first one.
-                earlier = [name for time, name in found if time <= revision["time"]]
-                revised[uid, earlier[-1] if earlier else found[0][1]] = revision
-            if uid in advantages:
-                trained[uid, found[-1][1]] = advantages[uid]
-        return revised, trained
+            if uid in advantages and row["kind"] == SAMPLE:
+                last[uid] = max(last.get(uid, (0.0, "")), (row["time"], row.get("id", "")))
+        return {(uid, name): advantages[uid] for uid, (_, name) in last.items()}
 
     def _lines(self, is_wanted: Callable[[bytes], Any] | None = None) -> Iterator[dict[str, Any]]:
         """Yield the rows in all files; with `is_wanted`, those of the lines for which it returns true."""
@@ -221,11 +199,6 @@ class RecordsReader:
             return []
         parsed = (parse_line(line) for line in content.splitlines(keepends=True))
         return [line for line in parsed if line is not None]
-
-
-def _revised(row: dict[str, Any], revision: Mapping[str, Any]) -> dict[str, Any]:
-    changes = {name: revision[name] for name in _REVISED if revision.get(name) is not None}
-    return {**row, **changes, "reward": revision.get("reward"), "masked": revision.get("masked"), "revised": True}
 
 
 def _trained(row: dict[str, Any], trained: Mapping[str, Any]) -> dict[str, Any]:

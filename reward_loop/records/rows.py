@@ -10,13 +10,13 @@ from typing import Any, Literal
 from reward_loop._util.text import cut
 from reward_loop.errors import BudgetSpentError
 from reward_loop.records.active import ActiveSample
-from reward_loop.types import Outcome, RewardResult, RewardSample
+from reward_loop.types import RewardResult, RewardSample
 
 VERSION = 1
 """The version of the format. A reader rejects higher versions."""
 
-SAMPLE, REVISION, ADVANTAGE = "sample", "revision", "advantage"
-"""The kinds of rows. A revision changes an earlier row of the same ``uid``; an advantage adds to it."""
+SAMPLE, ADVANTAGE = "sample", "advantage"
+"""The kinds of rows. An advantage adds to an earlier row of the same ``uid``."""
 
 PHASE, ROLLOUT, OVERLAP = "phase", "rollout", "overlap"
 """The kinds of events of a trainer: they are in files of their own."""
@@ -134,38 +134,6 @@ def exchanges_of(active: ActiveSample) -> list[dict[str, Any]]:
             # The clock may have been set back.
             exchange |= {"seconds": max(0.0, now - exchange.get("time", now)), "error": UNFINISHED}
     return found
-
-
-def reward_change_row(
-    sample: RewardSample,
-    function: str,
-    *,
-    outcome: Outcome | None = None,
-    error: str | None = None,
-    cause: str | None = None,
-    reward: float | None = None,
-    masked: bool = False,
-) -> dict[str, Any]:
-    """Return a revision: a row that changes the earlier row of the sample's ``uid``.
-
-    Written after ``post_process_scores``, and for dense rewards that do not fit. Without an ``outcome``, the outcome is
-    unchanged.
-    """
-    return new_row(
-        REVISION,
-        uid=sample.uid,
-        data_source=sample.data_source,
-        function=function,
-        outcome=None if outcome is None else str(outcome),
-        score=None,
-        reward=reward,
-        masked=masked,
-        error=error,
-        cause=cause,
-        # The first row has the calls, so that sums over all rows count them once.
-        work_s=0.0,
-        attempts=0,
-    )
 
 
 def advantage_row(uid: str, step: int, advantage: float | None) -> dict[str, Any]:

@@ -189,8 +189,6 @@ class Index:
         if self.revision == before:
             return False
         with self.writing() as cursor:
-            if cursor.execute("SELECT 1 FROM revisions LIMIT 1").fetchone():
-                tables.revise(cursor)
             tables.book(cursor)
         return True
 

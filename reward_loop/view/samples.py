@@ -128,10 +128,6 @@ class SampleQueries:
         if known is None:
             return None
         row = self._index.line(known["chunk"], id=name) or _row(known)
-        if known["revised_at"] is not None:
-            changes = {field: known[field] for field in ("outcome", "reward", "masked")}
-            changes |= {field: known[field] for field in ("error", "cause") if row.get(field) is None}
-            row |= {**changes, "revised": True}
         row |= {field: known[field] for field in ("step", "generated_step")}
         row |= self._advantage(known)
         same = SampleFilter().also("validate = ?", known["validate"])
@@ -218,7 +214,7 @@ def _cost(row: Mapping[str, Any], exchanges: Sequence[Mapping[str, Any]]) -> flo
 
 def _row(known: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that the index keeps of a row, for a row whose file was deleted."""
-    internal = ("chunk", "number", "keys", "revised_at", "exchanges", "judges", "judge_s", "advantage")
+    internal = ("chunk", "number", "keys", "exchanges", "judges", "judge_s", "advantage")
     kept = {field: value for field, value in known.items() if field not in internal}
     return {**kept, "components": decode(known["components"] or "{}")}
 

@@ -1,4 +1,4 @@
-"""Summaries of steps and of the run. A summary is kept in the index until the step gets further rows or revisions."""
+"""Summaries of steps and of the run. A summary is kept in the index until the step gets further rows."""
 
 from __future__ import annotations
 

@@ -3,11 +3,10 @@
 ======================  ============================================================================================
 Table                   Rows
 ======================  ============================================================================================
-``samples``             one for each sample, with its revision applied
+``samples``             one for each sample
 ``exchanges``           one for each exchange with a model server (a view); samples of a batch have the same ones;
                         ``sample`` is the row of the sample
 ``advantages``          the advantage of a sample, by its uid
-``revisions``           revisions whose sample has not been read yet
 ``chunks``              the lines of files that were read together; ``samples.chunk`` names one
 ``files``               one for each file: the offset up to which it has been read
 ``summaries``           the summary of a step; null if it must be computed
@@ -22,7 +21,7 @@ from typing import Any
 
 import duckdb
 
-LAYOUT = 11
+LAYOUT = 12
 """The version of these tables. An index with another version is built again."""
 
 _ROW = {
@@ -95,7 +94,7 @@ SELECT version, kind, id, uid, "group", step, generated_step, coalesce(validate,
     coalesce(total_s, work_s) AS total_s, attempts, advantage, prompt_tokens, completion_tokens,
     text_file, text_offset, text_bytes, exchange_file, exchange_offset, exchange_bytes, judges AS exchanges,
     coalesce(len(judges), 0)::INTEGER AS judges, list_sum([j.seconds FOR j IN judges]) AS judge_s,
-    NULL::DOUBLE AS revised_at, try_cast(string_split(id, '-')[-1] AS BIGINT) AS number,
+    try_cast(string_split(id, '-')[-1] AS BIGINT) AS number,
     parse_filename(filename, true)::INTEGER AS chunk
 FROM read_json(?, format = 'newline_delimited', ignore_errors = true, maximum_object_size = {_BUFFER}, filename = true,
     columns = {{{_TYPES}}})
@@ -109,32 +108,6 @@ FROM (SELECT rowid AS sample, step, validate, function, batch, unnest(exchanges)
 """
 _NEW = "FROM samples WHERE chunk >= ? AND"
 _ADVANTAGES = f"SELECT uid, time, step, advantage {_NEW} kind = 'advantage' AND uid IS NOT NULL"
-_REVISIONS = f"SELECT uid, time, outcome, error, cause, reward, masked {_NEW} kind = 'revision' AND uid IS NOT NULL"
-
-# A revision changes the last earlier row with its uid. Clocks of several nodes differ, so if no row is earlier, it
-# changes the first one.
-_TARGETS = """
-CREATE OR REPLACE TEMP TABLE targets AS
-WITH known AS (SELECT rowid AS target, uid, time FROM samples WHERE uid IN (SELECT uid FROM revisions)),
-    earlier AS (SELECT r.*, k.target FROM revisions r ASOF JOIN known k ON r.uid = k.uid AND r.time >= k.time),
-    later AS (
-        SELECT r.*, arg_min(k.target, k.time) AS target FROM revisions r JOIN known k ON r.uid = k.uid
-        GROUP BY ALL HAVING min(k.time) > r.time
-    )
-SELECT target, max(time) AS time, arg_max({o: outcome, e: error, c: cause, r: reward, m: masked}, time) AS new
-FROM (FROM earlier UNION ALL FROM later) GROUP BY target
-"""
-# Files are not read in the order of time: an earlier revision must not replace a later one.
-_REVISE = """
-UPDATE samples SET reward = new.r, masked = new.m, outcome = coalesce(new.o, outcome),
-    error = coalesce(new.e, error), cause = coalesce(new.c, cause), revised_at = targets.time
-FROM targets WHERE samples.rowid = targets.target AND coalesce(revised_at, 0) <= targets.time
-"""
-_APPLIED = """
-DELETE FROM revisions
-WHERE uid IN (SELECT uid FROM samples WHERE rowid IN (SELECT target FROM targets))
-"""
-
 
 _BOOKED = """
 CREATE OR REPLACE TEMP TABLE booked AS
@@ -161,7 +134,6 @@ def create(connection: duckdb.DuckDBPyConnection, empty: str) -> None:
     connection.execute(f"CREATE TABLE samples AS {_SAMPLES}", [[empty]])
     connection.execute(f"CREATE VIEW exchanges AS {_EXCHANGES}")
     connection.execute(f"CREATE TABLE advantages AS {_ADVANTAGES}", [0])
-    connection.execute(f"CREATE TABLE revisions AS {_REVISIONS}", [0])
 
 
 def load(
@@ -191,7 +163,6 @@ def load(
     )
     if others:
         connection.execute(f"INSERT INTO advantages {_ADVANTAGES}", [first])
-        connection.execute(f"INSERT INTO revisions {_REVISIONS}", [first])
         connection.execute("DELETE FROM samples WHERE chunk >= ? AND kind IS DISTINCT FROM 'sample'", [first])
     if incomplete:
         connection.execute("UPDATE about SET incomplete = incomplete + ?", [incomplete])
@@ -219,15 +190,6 @@ def _row(connection: duckdb.DuckDBPyConnection, query: str, parameters: Sequence
     row = connection.execute(query, parameters).fetchone()
     assert row is not None
     return row
-
-
-def revise(connection: duckdb.DuckDBPyConnection) -> None:
-    """Apply the revisions whose samples have been read. The connection must be within a transaction."""
-    connection.execute(_TARGETS)
-    connection.execute(_REVISE)
-    connection.execute(_APPLIED)
-    _forget(connection, "rowid IN (SELECT target FROM targets)")
-    connection.execute("DROP TABLE targets")
 
 
 def book(connection: duckdb.DuckDBPyConnection) -> None:

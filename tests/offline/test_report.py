@@ -125,34 +125,6 @@ def test_an_unknown_field_is_an_error_with_the_known_ones(tmp_path: Path) -> Non
     assert "components.acc" in shown
 
 
-def test_revisions_change_the_outcome_and_the_reward_but_not_the_score(tmp_path: Path) -> None:
-    revisions = [
-        {"version": 1, "kind": "revision", "time": 2.0, "uid": "a1", "outcome": None, "reward": -0.5, "masked": False},
-        {"version": 1, "kind": "revision", "time": 2.0, "uid": "a2", "outcome": "failed", "reward": None}
-        | {"masked": True, "error": "sample a2: post_process_scores: no"},
-    ]
-    folder = write(tmp_path / "r", *ROWS)
-    write(folder, *revisions, name="other-host-2-b.jsonl")
-    rows = {row["uid"]: row for row in RecordsReader(folder).rows()}
-    assert len(rows) == 7
-    changed = [(rows[uid]["outcome"], rows[uid]["score"], rows[uid]["reward"]) for uid in ("a1", "a2", "b1")]
-    assert changed == [("scored", 1.0, -0.5), ("failed", 1.0, None), ("scored", 0.0, 0.0)]
-    found = summary(str(folder))
-    assert (found["revised"], found["masked"]) == (2, 4)
-    assert found["outcomes"] == {"scored": 2, "unscored": 1, "failed": 3}
-    assert found["reward"]["mean"] == pytest.approx((-0.5 + 0.0) / 2)
-
-
-# As in the viewer. A resumed run may score a sample again; and clocks of nodes differ.
-@pytest.mark.parametrize(("time", "rewards"), [(3.0, [9.0, 1.0]), (1.5, [2.0, 9.0]), (0.5, [2.0, 9.0])])
-def test_a_revision_changes_the_last_earlier_row_of_its_uid(tmp_path: Path, time: float, rewards: list[float]) -> None:
-    first, second = sample("a", score=1.0, time=1.0, id="1"), sample("a", score=2.0, time=2.0, id="2")
-    revision = {"version": 1, "kind": "revision", "time": time, "uid": "a", "outcome": None, "reward": 9.0}
-    replaced = revision | {"time": time - 0.1, "reward": 7.0}
-    folder = write(tmp_path / "r", second, first, revision, *([replaced] if time > 1 else ()))
-    assert [row["reward"] for row in RecordsReader(folder).rows()] == rewards
-
-
 def test_the_causes_of_unscored_samples_are_counted(tmp_path: Path) -> None:
     no_number = [exchange(1.0, unscored="no 'Score:' in the last line")]
     rows = [sample(f"u{i}", outcome="unscored", masked=True, judges=no_number) for i in range(3)]

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
-import pytest
-from typer.testing import CliRunner
-
-from reward_loop import cli
-from reward_loop.errors import ConfigError
 from reward_loop.records import Records
-from reward_loop.records.events import HealthRecords, health, read_events
-from reward_loop.records.files import EVENTS, HEALTH
+from reward_loop.records.events import read_events
+from reward_loop.records.files import EVENTS
 from reward_loop.records.reader import RecordsReader
-from reward_loop.records.rows import new_row, phase_event, rollout_event
+from reward_loop.records.rows import rollout_event
 from tests.records.rows import sample, write
 
 
@@ -88,8 +81,7 @@ def test_the_advantage_is_that_of_the_last_row_of_the_sample(tmp_path: Path) -> 
         ("q_0", 2.0, -1.5),
         ("masked_0", 1.0, None),
     ]
-    assert rows[1]["reward"] == 0.5  # unlike a revision, it does not change the reward
-    assert "revised" not in rows[1]
+    assert rows[1]["reward"] == 0.5
 
 
 def test_the_latest_advantage_counts_in_whatever_file_it_is(tmp_path: Path) -> None:
@@ -116,93 +108,3 @@ def test_a_sample_has_the_step_that_trains_on_it_and_the_one_that_generated_it(t
         "same_0": (1, 1, 0.5),
         "waiting_0": (None, 1, None),
     }
-
-
-def test_a_row_can_have_a_revision_and_an_advantage(tmp_path: Path) -> None:
-    writer = Records(tmp_path)
-    writer.write(sample("q_0"))
-    writer.write({"version": 1, "kind": "revision", "time": 2.0, "uid": "q_0", "reward": 0.75, "masked": False})
-    writer.write_advantages(1, {"q_0": 0.25})
-    assert writer.flush()
-    (row,) = RecordsReader(tmp_path).rows()
-    assert (row["reward"], row["advantage"], row["revised"]) == (0.75, 0.25, True)
-
-
-def test_the_rows_of_some_steps(tmp_path: Path) -> None:
-    writer = Records(tmp_path)
-    for step in (None, 1, 2, 12):
-        writer.write(sample(f"q{step}_0", step=step))
-    writer.write_advantages(2, {"q2_0": 0.25})
-    assert writer.flush()
-    assert [row["uid"] for row in RecordsReader(tmp_path).rows_of([2, 3])] == ["q2_0"]
-    assert [row["uid"] for row in RecordsReader(tmp_path).rows_of(range(2, 10**12))] == ["q2_0", "q12_0"]
-
-
-FIRST = {
-    "step": 12,
-    "monitor": "masked_share",
-    "message": "Since step 10, 30% of the samples are masked (limit 20%). Look at [their] errors.",
-    "value": 0.3,
-    "threshold": 0.2,
-    "since": 10,
-}
-SECOND = {**FIRST, "step": 20, "monitor": "repetition", "since": 20}
-
-
-def write_health(folder: Path, *warnings: dict[str, Any]) -> Path:
-    writer = HealthRecords(folder)
-    writer.write_values(12, {"masked_share": 0.3})
-    writer.write_warnings(warnings)
-    assert writer.flush()
-    (path,) = (folder / HEALTH).iterdir()
-    return path
-
-
-def test_rows_of_health_have_no_fields_of_samples(tmp_path: Path) -> None:
-    path = write_health(tmp_path, FIRST)
-    assert path.parent == tmp_path / "health"
-    values, warning = [json.loads(line) for line in path.read_text().splitlines()]
-    assert values.keys() == {"version", "kind", "time", "step", "values"}
-    assert (values["step"], values["values"]) == (12, {"masked_share": 0.3})
-    assert warning.keys() == {"version", "kind", "time", *FIRST}
-
-
-def test_a_folder_without_health_has_no_warnings(tmp_path: Path) -> None:
-    assert health(tmp_path) == []
-    assert health(tmp_path / "missing") == []
-
-
-def test_the_report_shows_warnings(tmp_path: Path) -> None:
-    folder = write(tmp_path, sample("a", score=1.0))
-    assert health_of(folder) == ([], False)
-    write_health(folder, FIRST, SECOND)
-    assert health_of(folder) == ([FIRST, SECOND], True)
-    shown = " ".join(CliRunner().invoke(cli.app, ["report", str(folder)]).output.split())
-    assert "2 warnings of the live numbers (reward_loop.health): - step 12, masked_share: Since step 10, 30%" in shown
-    assert "Look at [their] errors." in shown
-
-
-def health_of(folder: Path) -> tuple[list[Any], bool]:
-    """The warnings in the JSON of the report, and whether the text of the report has warnings."""
-    found = json.loads(CliRunner().invoke(cli.app, ["report", str(folder), "--json"]).output)
-    return found["warnings"], "health" in CliRunner().invoke(cli.app, ["report", str(folder)]).output
-
-
-@pytest.mark.parametrize(
-    ("sub_folder", "row", "read"),
-    [
-        (EVENTS, phase_event("gen", 1, 0.0, 1.0), read_events),
-        (HEALTH, new_row("warning", **FIRST), health),
-    ],
-)
-def test_incomplete_lines_are_left_out_and_a_newer_version_is_an_error(
-    tmp_path: Path, sub_folder: str, row: dict[str, Any], read: Callable[[Path], Iterable[Any]]
-) -> None:
-    (tmp_path / sub_folder).mkdir()
-    file = tmp_path / sub_folder / "host-1-a.jsonl"
-    line = json.dumps(row) + "\n"
-    file.write_text(line + line + line[:20])
-    assert len(list(read(tmp_path))) == 2
-    file.write_text(json.dumps(row | {"version": 2}) + "\n")
-    with pytest.raises(ConfigError, match="version 2"):
-        list(read(tmp_path))

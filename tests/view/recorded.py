@@ -9,7 +9,7 @@ from typing import Any
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.managers.failures import decide
-from reward_loop.records import ActiveSample, Records, reward_change_row
+from reward_loop.records import ActiveSample, Records
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
 JUDGE = {"url": "http://127.0.0.1:1/v1/chat/completions", "model": "judge-7b", "backend": "http://10.0.0.1:2"}
@@ -59,11 +59,6 @@ def record(
     for one in exchanges or ():
         active.exchange(one)
     writer.write_sample(active, result, full)
-
-
-def revise(writer: Records, uid: str, reward: float | None, **more: Any) -> None:
-    """Record a revision of a sample."""
-    writer.write(reward_change_row(RewardSample("", uid=uid), "post_process_scores (reward.py)", reward=reward, **more))
 
 
 def flushed(writer: Records) -> Records:

@@ -17,7 +17,7 @@ from reward_loop.records.reader import NoRecordsError, RecordsReader
 from reward_loop.view import index as module
 from reward_loop.view.index import Follower, Index, IndexFailedError
 from reward_loop.view.summaries import Summaries
-from tests.view.recorded import OtherProcess, exchange, flushed, record, revise
+from tests.view.recorded import OtherProcess, exchange, flushed, record
 
 pytest.importorskip("duckdb")
 
@@ -45,12 +45,10 @@ def rewards(index: Index) -> dict[str, float | None]:
     return {row["uid"]: row["reward"] for row in index.rows("SELECT uid, reward FROM samples")}
 
 
-def test_the_rows_are_those_of_the_reader_with_revisions_applied(folder: Path) -> None:
+def test_the_rows_are_those_of_the_reader(folder: Path) -> None:
     writer = Records(folder)
     for number in range(20):
         record(writer, f"s{number}", number / 10, group=f"g{number // 4}", components={"acc": 1.0})
-    revise(writer, "s3", -1.0)
-    revise(writer, "s4", None, masked=True)
     flushed(writer)
     with Index(folder) as index:
         assert index.update()
@@ -60,37 +58,6 @@ def test_the_rows_are_those_of_the_reader_with_revisions_applied(folder: Path) -
             uid: {name: row[name] for name in ("uid", "reward", "masked", "outcome", "step", "group")}
             for uid, row in expected.items()
         }
-        assert expected["s3"]["reward"] == -1.0
-
-
-def test_a_revision_changes_the_last_earlier_row_of_a_repeated_uid(folder: Path) -> None:
-    writer = Records(folder)
-    record(writer, "same", 1.0, step=1)
-    revise(writer, "same", 5.0)
-    flushed(writer)
-    record(writer, "same", 2.0, step=2)
-    flushed(writer)
-    with Index(folder) as index:
-        index.update()
-        rows = index.rows("SELECT step, reward FROM samples ORDER BY step")
-    assert rows == [{"step": 1, "reward": 5.0}, {"step": 2, "reward": 2.0}]
-
-
-def test_a_revision_that_is_read_before_its_sample_waits_for_it(folder: Path) -> None:
-    first = Records(folder)
-    record(first, "known")
-    flushed(first)
-    second = Records(folder)
-    revise(second, "later", 7.0, outcome=None)
-    flushed(second)
-    with Index(folder) as index:
-        index.update()
-        assert rewards(index) == {"known": 1.0}
-        record(first, "later", 1.0)
-        flushed(first)
-        index.update()
-        assert rewards(index) == {"known": 1.0, "later": 7.0}
-        assert index.rows("FROM revisions") == []
 
 
 def test_following_processes_that_write_and_one_that_is_killed(folder: Path) -> None:
@@ -291,7 +258,7 @@ def test_components_with_types_that_differ_between_rows(folder: Path) -> None:
     assert "score" not in step["components"]
 
 
-def test_summaries_follow_new_rows_and_revisions(folder: Path) -> None:
+def test_summaries_follow_new_rows(folder: Path) -> None:
     writer = Records(folder)
     for number in range(4):
         record(writer, f"s{number}", float(number), group="g", exchanges=[exchange(number)])
@@ -306,17 +273,15 @@ def test_summaries_follow_new_rows_and_revisions(folder: Path) -> None:
         assert step["judge_s"] == {"p50": 0.5, "p95": 0.5}
         record(writer, "s4", None, group="g2", step=2)
         record(writer, "s5", None, group="g2", step=2)
-        for number in range(4):
-            revise(writer, f"s{number}", 0.0)
+        record(writer, "s6", 4.0, group="g")
         flushed(writer)
         index.update()
         one, two = summaries.steps(False)
-        assert one["reward"]["mean"] == 0.0
-        assert one["zero_variance_groups"] == 1
+        assert one["reward"]["mean"] == 2.0
         assert (two["failed"], two["all_failed_groups"], two["reward"]["mean"]) == (2, 1, None)
         run = summaries.run()
         outcomes = [run[kind]["outcomes"] for kind in ("training", "validation")]
-        assert outcomes == [{"scored": 4, "unscored": 0, "failed": 2}, {"scored": 1, "unscored": 0, "failed": 0}]
+        assert outcomes == [{"scored": 5, "unscored": 0, "failed": 2}, {"scored": 1, "unscored": 0, "failed": 0}]
         assert run["models"] == ["judge-7b"]
 
 

@@ -274,7 +274,6 @@ function fields(row, run) {
     ["Function", run.functions.length > 1 || row.function ? row.function : null],
     ["Scored at", time(row.time)],
     ["Batch", row.batch],
-    ["Revised", row.revised ? "after scoring" : null],
     ["Record", row.id],
   ].filter(([, given]) => given !== null && given !== undefined && given !== "");
   return el(
