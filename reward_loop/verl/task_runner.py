@@ -11,8 +11,7 @@ import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 from typing_extensions import override
 from verl.trainer.main_ppo import TaskRunnerV1
-from verl.trainer.ppo.v1 import get_trainer_cls
-from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 
 import reward_loop.verl.pipeline  # noqa: F401  registers the mode reward_pipeline
 from reward_loop.verl.agent_loop_manager import AGENT_LOOP_MANAGER
@@ -43,7 +42,8 @@ class TaskRunner(_TaskRunner):
             mode = rewards.settings.mode
             # verl looks the trainer up by the mode, in this process only, and calls it with the configuration.
             trainer: Any = partial(with_reward_loop(_trainer_class(config, mode)), rewards=rewards)
-            TRAINER_REGISTRY[mode.name] = trainer
+            # By its module: Ray sends this class by value, with a copy of a dict that it names.
+            trainer_base.TRAINER_REGISTRY[mode.name] = trainer
             super().run(_without_secret(config))
 
 
