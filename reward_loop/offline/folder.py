@@ -145,11 +145,11 @@ class ScoredFolder:
         # If all rows have failed, nothing is lost: the function was corrected, and starts over without --restart.
         if changed and not restart and any(row["outcome"] != Outcome.FAILED for row in self.rows()):
             names = sorted({name.partition(".")[0] for name in changed})
-            shown = [name for name in changed if name not in names]
+            shown = [name for name in changed if not any(other.startswith(f"{name}.") for other in changed)]
             raise ConfigError(
                 f"{self.path} has the records of a run with another {' and another '.join(names)}: choose another "
                 "--output, or discard them with --restart. Changed since then, by you or by a new version of "
-                f"reward-loop: {listing(shown or names)}"
+                f"reward-loop: {listing(shown)}"
             )
         if restart or changed:
             for path in self.path.glob("*.jsonl"):
