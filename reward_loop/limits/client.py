@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import itertools
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 from reward_loop._util.framing import frame, read_frame
@@ -15,9 +13,8 @@ from reward_loop.errors import ConfigError, JobServiceError, TooManyFailuresErro
 from reward_loop.limits.local import FailureBound, LocalLimits
 from reward_loop.limits.options import JobOptions
 from reward_loop.limits.outages import FORGET_S, JudgeAddress
-from reward_loop.limits.permit import EqualCall, Limits, Order, Permit
+from reward_loop.limits.permit import Limits, Order, Permit
 from reward_loop.limits.protocol import MAX_LENGTH, MessageQueue, decode, enable_keepalive, proof, receive, refusal
-from reward_loop.records import current, waiting_for
 from reward_loop.types import Outcome, RewardResult
 
 __all__ = ["RemoteLimits", "SharedFailureBound", "failure_bound", "open_limits"]
@@ -142,25 +139,6 @@ class RemoteLimits(Limits):
         status: dict[str, Any] = await self._ask("status")
         return status
 
-    @contextlib.asynccontextmanager
-    async def equal_call(self, key: str | None, timeout: float | None) -> AsyncIterator[EqualCall]:
-        if key is None or self.bind() is not asyncio.get_running_loop():  # another event loop uses these limits
-            yield EqualCall()
-            return
-        messages, number, call = self._connect(), next(self._numbers), EqualCall(is_shared=True)
-        answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        messages.send("merge", number, key)
-        try:
-            # Without the service, or if the process that makes the equal call hangs, this one makes the call, too.
-            with contextlib.suppress(JobServiceError, TimeoutError), waiting_for(current(), "an equal call"):
-                async with asyncio.timeout(timeout):
-                    call.received = await answer
-            yield call
-        finally:
-            self._answers.pop(number, None)
-            if self._messages is messages:  # if not, the service has forgotten this call with its connection
-                messages.send("merged", number, key, call.result)
-
     def close(self) -> None:
         super().close()  # the end of the connection also ends its permits
         self._away_since = self._lost = None  # for a later use, with its own bound
@@ -246,7 +224,7 @@ class RemoteLimits(Limits):
     async def _end_if_frozen(self, messages: MessageQueue, writer: asyncio.StreamWriter) -> None:
         """Close the connection if calls wait for an answer and the service does not answer even a question.
 
-        A permit may come late because a limit is used up, so a wait alone shows nothing; nor does an equal call.
+        A permit may come late because a limit is used up, so a wait alone shows nothing.
         """
         while True:
             received = self._received

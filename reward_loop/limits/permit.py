@@ -8,10 +8,8 @@ those of threads that still run (`Call.end`).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -189,18 +187,6 @@ def _is_granted(request: asyncio.Future[Permit]) -> bool:
     return request.done() and not request.cancelled() and request.exception() is None
 
 
-@dataclass(slots=True)
-class EqualCall:
-    """A call, of which other processes of the job may make an equal one."""
-
-    is_shared: bool = False
-    """Whether other processes may wait for `result`."""
-    received: str | None = None
-    """The result of an equal call; ``None``: make the call."""
-    result: str | None = None
-    """The result for the others; ``None`` if there is none."""
-
-
 class Limits(Holder, ABC):
     """The limits and the budget of a job, for one event loop at a time.
 
@@ -294,16 +280,6 @@ class Limits(Holder, ABC):
     async def why_stopped(self) -> str | None:
         """Return why the limiter service stops the run, or ``None``."""
         return None
-
-    @contextlib.asynccontextmanager
-    async def equal_call(self, key: str | None, timeout: float | None) -> AsyncIterator[EqualCall]:
-        """Enter with the result of an equal call of another process of the job, or to make the call.
-
-        Args:
-            key: what equal calls have in common; ``None`` if no other process may use the result.
-            timeout: seconds to wait for an equal call. After that, enter to make the call.
-        """
-        yield EqualCall()
 
     def close(self) -> None:
         """Release all resources; callable from any thread. A later use reopens the limits."""

@@ -4,7 +4,7 @@ A worker of the job connects over TCP. The service sends a nonce, and the worker
 the job's token, so the token itself is never sent. If the proof is invalid, the service replies with an empty frame and
 closes the connection.
 
-When a connection ends, its permits and equal calls end too; requests and tokens stay counted.
+When a connection ends, its permits end too; requests and tokens stay counted.
 
     client                                          service
     ["request", id, name, tokens, order]            ["settled", id, null, or error type and message]
@@ -14,8 +14,6 @@ When a connection ends, its permits and equal calls end too; requests and tokens
     (after authentication)                          ["limits", max_waits]; also ["spent", why], ["stop", why] if set
     ["count", failed, error, cause, of]             ["stop", why] to all clients, if the run must stop
     ["status", id]                                  ["answer", id, status]
-    ["merge", id, key]                              ["answer", id, null] to make the call, or the result of an equal one
-    ["merged", id, key, result or null]             see `_EqualCalls` of `limits/server.py`
 """
 
 from __future__ import annotations

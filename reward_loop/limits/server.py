@@ -24,7 +24,7 @@ _AUTHENTICATION_TIMEOUT_S = 10.0
 
 
 class LimitServer:
-    """Serves the limits of a job over TCP: they, its failed samples and its equal calls are those of all workers.
+    """Serves the limits of a job over TCP: they and its failed samples are those of all workers.
 
     Call `start` and `stop` on one event loop.
     """
@@ -37,7 +37,6 @@ class LimitServer:
         self.stopped: str | None = None
         """Why the run must stop, once too many samples have failed."""
         self._failures: dict[str, FailureBound] = {}
-        self._equal = _EqualCalls()
         self._server: asyncio.Server | None = None
         self._connections: dict[MessageQueue, asyncio.Task[Any]] = {}
 
@@ -89,8 +88,6 @@ class LimitServer:
                 "leave": permits.leave,
                 "spend": self.limits.spend,
                 "count": self._count,
-                "merge": partial(self._equal.join, messages),
-                "merged": partial(self._equal.leave, messages),
                 "status": lambda request: messages.send("answer", request, self.limits.snapshot()),
             }
             task = asyncio.current_task()
@@ -109,7 +106,6 @@ class LimitServer:
             finally:
                 del self._connections[messages]
                 permits.close()
-                self._equal.forget(messages)
 
     async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         enable_keepalive(writer)
@@ -138,50 +134,6 @@ class LimitServer:
             # Not raised here, in the task of one connection: each worker raises it, and so ends the run.
             self.stopped = str(stop)
             self._send_to_all("stop", self.stopped)
-
-
-class _EqualCalls:
-    """The equal calls in flight of a job, by key: one is made at a time, and its result is that of all others.
-
-    A member is a connection with the number that its process gave. The first that joins a key makes the call. The
-    others wait, each for the result, or for its turn to make the call: if the call gave no result that can be shared,
-    was cancelled, or its process has died.
-    """
-
-    def __init__(self) -> None:
-        self._members: dict[str, dict[tuple[MessageQueue, int], None]] = {}
-        """The members of each key; the first makes the call."""
-
-    def join(self, process: MessageQueue, number: int, key: str) -> None:
-        """Add a member. It gets ``None`` once it is the first, or else the result."""
-        members = self._members.setdefault(key, {})
-        members[process, number] = None
-        if len(members) == 1:
-            process.send("answer", number, None)
-
-    def leave(self, process: MessageQueue, number: int, key: str, result: str | None) -> None:
-        """Remove a member, and send its result, if there is one, to all others; a second time without effect."""
-        members = self._members.get(key, {})
-        if (process, number) not in members:
-            return
-        is_first = next(iter(members)) == (process, number)
-        del members[process, number]
-        if result is not None:
-            for other, waiting in members:
-                other.send("answer", waiting, result)
-            members.clear()
-        if not members:
-            del self._members[key]
-        elif is_first:
-            other, waiting = next(iter(members))
-            other.send("answer", waiting, None)
-
-    def forget(self, process: MessageQueue) -> None:
-        """Remove all members of a connection that has ended."""
-        for key, members in list(self._members.items()):
-            for other, number in list(members):
-                if other is process:
-                    self.leave(process, number, key, None)
 
 
 @contextlib.contextmanager
