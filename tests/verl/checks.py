@@ -181,8 +181,8 @@ def check_outage(run: Run, steps: Iterable[int]) -> None:
     metrics = [run.steps[step] for step in steps]
     assert sum(step["reward_loop/outage/samples"] for step in metrics) > 0
     assert AWAY_S - 2 < max(step["reward_loop/outage/seconds"] for step in metrics) < AWAY_S + 30
-    assert re.search(r"judge http://127.0.0.1:\d+ unreachable for \d+ s, \d+ samples? waiting", run.output)
-    assert re.search(r"judge http://127.0.0.1:\d+ answers again after \d+ s, continuing with \d+ samples?", run.output)
+    assert re.search(r"judge http://127.0.0.1:\d+ unreachable for \d+ s, \d+ calls? waiting", run.output)
+    assert re.search(r"judge http://127.0.0.1:\d+ answers again after \d+ s, continuing \d+ calls?", run.output)
     rows = list(RecordsReader(run.directory / "checkpoints" / "rewards").rows())
     failed = [row["error"] for row in rows if row["outcome"] == "failed"]
     assert not [error for error in failed if "ValueError: no score for" not in error]
