@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import statistics
 from collections import Counter, defaultdict
@@ -162,17 +161,14 @@ def check_events(run: Run, folder: Path, phases_of_mode: set[str], last: int | N
 
 
 def check_timeline(folder: Path, step: int, metrics: dict[str, Any]) -> set[str]:
-    """The critical path covers the step. Returns the kinds of lanes.
+    """The timeline covers the step. Returns the kinds of lanes.
 
     A step whose rewards had all arrived before it began has only the lane of the trainer.
     """
     found = timeline(folder, step)
     assert found["truncated"] == 0
-    path = found["critical"]
-    assert all(before["end"] <= after["start"] + 1e-3 for before, after in itertools.pairwise(path))
-    covered = sum(part["end"] - part["start"] for part in path)
-    assert covered == pytest.approx(metrics["timing_s/step"], rel=0.05)
-    assert "bounded the step" in found["bound"]
+    assert found["end"] - found["start"] > 0.95 * metrics["timing_s/step"]  # with a validation, it is longer
+    assert found["longest"].startswith("The longest phase was ")
     return {lane["kind"] for lane in found["lanes"]}
 
 

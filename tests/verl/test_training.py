@@ -381,7 +381,7 @@ def test_the_records_of_a_run_whose_processes_were_killed_can_be_read(
     for step in (1, 2, 3):
         timings = harried_run.steps[step]
         assert found[step]["phases"]["update_actor"] == pytest.approx(timings["timing_s/update_actor"], abs=1e-3)
-        assert "bounded the step" in timeline(folder, step)["bound"]
+        assert "The longest phase was" in timeline(folder, step)["longest"]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with Index(folder) as index:
         index.update()
