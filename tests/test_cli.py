@@ -111,7 +111,7 @@ def test_a_summary_and_records_beside_the_input(folder):
 def test_the_records_of_files_with_similar_names_are_in_different_folders(folder, name):
     text = (folder / "rollouts.jsonl").read_bytes()
     (folder / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
-    run("score", "reward.py:Judge", name, "-f", "solution_str=output")
+    run("score", "reward.py:compute_score", name, "-f", "solution_str=output", "-f", "ground_truth=gts")
     assert (folder / f"{name[:6]}.scored").is_dir()
 
 
@@ -131,7 +131,9 @@ def test_score_takes_function_and_file_in_any_order(folder, arguments):
 
 def test_a_file_with_a_colon_in_its_name_is_not_a_function(folder):
     (folder / "step:1.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
-    assert "rows 1" in run("score", "reward.py:Judge", "step:1.jsonl", "-f", "solution_str=output")
+    assert "rows 1" in run(
+        "score", "reward.py:compute_score", "step:1.jsonl", "-f", "solution_str=output", "-f", "ground_truth=gts"
+    )
 
 
 @pytest.mark.parametrize(
