@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from examples.verl_cpu.server import Mailbox
@@ -33,7 +34,11 @@ class RayCheckpointEngine(CheckpointEngine):
     """
 
     def __init__(self, bucket_size: int, is_master: bool = False) -> None:
-        self._mailbox: Any = ray.remote(Mailbox).options(num_cpus=0).remote() if is_master else None
+        self._mailbox: Any = None
+        if is_master:
+            # On the node of the sender, so that it lives as long as the weights.
+            here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
+            self._mailbox = ray.remote(Mailbox).options(num_cpus=0, scheduling_strategy=here).remote()
         self._sends = False
 
     def prepare(self) -> dict[str, Any]:

@@ -301,7 +301,7 @@ class UserFunction:
         """Return the outcome of a call that was stopped, crashed or did not start. ``error`` is not the function's."""
         if isinstance(error, TimeoutError):
             assert self.timeout is not None
-            late = RewardTimeoutError(f"ran past its deadline of {self.timeout:g} s")
+            late = RewardTimeoutError(f"ran past its deadline of {self.timeout:g} s{error}")
             return CallOutcome(None, None, self.timeout, late)
         if isinstance(error, RewardCrashedError):
             seconds = 0.0 if call.started is None else time.monotonic() - call.started

@@ -36,11 +36,13 @@ def groups(rollouts: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return dict(members)
 
 
-def check_scores(rollouts: list[dict[str, Any]]) -> None:
-    """Every score is what :class:`tests.verl.rewards.Mixed` says of the response, and of its group."""
+def check_scores(rollouts: list[dict[str, Any]], *, compared: bool = True) -> None:
+    """Every score is what :class:`tests.verl.rewards.Mixed` says of the response and, if it is ``compared``, of its
+    group."""
     for group in groups(rollouts).values():
         numbers = [rewards.number(row["output"]) for row in group]
-        scored = iter(rewards.halve_all_but_the_best([n % 100 / 100 for n in numbers if n % 7 > 1]))
+        own = [n % 100 / 100 for n in numbers if n % 7 > 1]
+        scored = iter(rewards.halve_all_but_the_best(own) if compared else own)
         expected = [next(scored) if n % 7 > 1 else None for n in numbers]  # masked samples have no score
         assert [row["score"] for row in group] == pytest.approx(expected)
 

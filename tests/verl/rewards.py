@@ -175,14 +175,15 @@ JUDGE_TOKENS = 4
 """The length of the replies of the served model, for `Held`."""
 
 
-class Held(Mixed):
-    """As :class:`Mixed`, but the rollouts of the first two batches of 32 are held up, with 16 judged at a time and room
+class Held:
+    """As :class:`Mixed`, without the comparison of the group, but the rollouts of the first two batches of 32 are held up, with 16 judged at a time and room
     for 24 in the queue: 24 until the queue is full, 16 more until all have been generated, and the others until a
     training step is over. When three steps are over, the served model is asked for each rollout. The last batch takes
     some seconds, so that it is being judged when the run ends. What the queue said when it was full is in the file
     ``queue.json``."""
 
     def __init__(self) -> None:
+        self._mixed = Mixed()
         self._seen = 0
         self._events: dict[int, asyncio.Task[None]] = {}
 
@@ -192,7 +193,7 @@ class Held(Mixed):
         await self._hold()
         if _is_over(3) and reward_router_address:
             await chat_complete(reward_router_address, f"Judge: {solution_str}", max_tokens=JUDGE_TOKENS)
-        return await super().compute_score(solution_str, ground_truth, extra_info)
+        return await self._mixed.compute_score(solution_str, ground_truth, extra_info)
 
     async def _hold(self) -> None:
         self._seen += 1

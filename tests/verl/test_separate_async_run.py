@@ -31,7 +31,7 @@ JUDGE = (
     "reward_model.enable_resource_pool=True",
     "reward_model.nnodes=1",
     "reward_model.n_gpus_per_node=1",
-    "reward_model.rollout.name=vllm",
+    "reward.reward_model.rollout.name=vllm",
     "+reward_model.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=32M",
     *(f"+reward_model.server.env.{name}='{value}'" for name, value in IN_THE_ENGINE_PROCESS.items()),
 )
@@ -98,7 +98,7 @@ def test_every_rollout_is_scored_exactly_once(run: Run) -> None:
 def test_the_advantage_is_that_of_the_returned_scores(run: Run) -> None:
     for step in STEPS:
         rollouts = run.rollouts(step)
-        check_scores(rollouts)
+        check_scores(rollouts, compared=False)
         advantages = expected_advantages(rollouts)
         assert run.steps[step]["critic/advantages/max"] == pytest.approx(max(advantages), abs=1e-4)
         assert run.steps[step]["critic/advantages/min"] == pytest.approx(min(advantages), abs=1e-4)
@@ -107,7 +107,7 @@ def test_the_advantage_is_that_of_the_returned_scores(run: Run) -> None:
 
 def test_no_rollout_is_trained_on_twice(run: Run) -> None:
     for step in LATER:
-        check_scores(run.rollouts(step))
+        check_scores(run.rollouts(step), compared=False)
     uids = [row["uid"] for step in STEPS + LATER for row in run.rollouts(step)]
     assert len(set(uids)) == len(uids) == len(STEPS + LATER) * 32
 
