@@ -176,11 +176,11 @@ JUDGE_TOKENS = 4
 
 
 class Held:
-    """As :class:`Mixed`, without the comparison of the group, but the rollouts of the first two batches of 32 are held up, with 16 judged at a time and room
-    for 24 in the queue: 24 until the queue is full, 16 more until all have been generated, and the others until a
-    training step is over. When three steps are over, the served model is asked for each rollout. The last batch takes
-    some seconds, so that it is being judged when the run ends. What the queue said when it was full is in the file
-    ``queue.json``."""
+    """As :class:`Mixed`, without the comparison of the group, but the rollouts of the first two batches of 32 are held
+    up, with 16 judged at a time and room for 24 in the queue: 24 until the queue is full, 16 more until all have been
+    generated, and the others until a training step is over. When three steps are over, the served model is asked for
+    each rollout. The last batch takes some seconds, so that it is being judged when the run ends. What the queue said
+    when it was full is in the file ``queue.json``."""
 
     def __init__(self) -> None:
         self._mixed = Mixed()
