@@ -1,10 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -17,7 +13,6 @@ from ray.exceptions import GetTimeoutError
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardFunctionError, RewardLoopError
-from reward_loop.limits.server import serve_limits
 from reward_loop.testing import FakeJudge
 from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient
 from reward_loop.verl.workers import RewardWorkers
@@ -138,58 +133,6 @@ async def test_a_worker_that_cannot_start_again_ends_the_run(
     with ends():
         await workers.client.compute_score.remote(rollout("4"))
     await ends_the_run(workers, ends)
-
-
-WAITS = """
-import asyncio, pathlib, reward_loop
-async def compute_score(solution_str, flag):
-    async with reward_loop.limit("judge"):
-        while not pathlib.Path(flag).exists():
-            await asyncio.sleep(0.02)
-    return 1.0
-"""
-
-
-async def test_limits_of_all_workers_are_changed_from_outside(
-    cluster: None, with_function: Settings, tmp_path: Path
-) -> None:
-    flag = tmp_path / "flag"
-
-    async def limits(*arguments: str) -> dict[str, Any]:
-        # In a process of its own, because Ray prints the output of workers here; and only for these workers.
-        command = [sys.executable, "-c", "from reward_loop.cli import main; main()", "limits", *arguments]
-        done = await asyncio.to_thread(
-            subprocess.run,
-            [*command, *pids, "--json", "--timeout", "60"],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=300,
-        )
-        # There is no job before the first sample, and none whose workers did not answer in time.
-        (job,) = json.loads(done.stdout or "[{}]")
-        return job
-
-    async def is_there(in_flight: int, waiting: int) -> bool:
-        job = await limits()
-        judge = job["states"][0].get("limits", {}).get("judge") if job else None
-        if not judge or (judge["in_flight"], judge["waiting"]) != (in_flight, waiting):
-            return False
-        assert address.startswith(job["job"] + ":")
-        assert len(job["processes"]) == 2
-        return True
-
-    with serve_limits(RewardLoopConfig(limits={"judge": {"max_concurrent": 1}})) as address:
-        options = ("reward.num_workers=2", "+reward_loop.limits.judge.max_concurrent=1", f"reward_loop.job='{address}'")
-        workers = started(with_function(WAITS, *options, flag=flag))
-        found = [await handle.__ray_call__.remote(lambda worker: os.getpid()) for handle in workers.handles]
-        pids = [part for pid in found for part in ("--pid", str(pid))]
-        calls = [asyncio.ensure_future(workers.client.compute_score.remote(rollout("x"))) for _ in range(4)]
-        await until(partial(is_there, in_flight=1, waiting=3))
-        assert await limits("judge", "max_concurrent=3")
-        await until(partial(is_there, in_flight=3, waiting=1))
-        flag.touch()
-        assert [reward["reward_score"] for reward in await asyncio.gather(*calls)] == [1.0] * 4
 
 
 HANGS = """
