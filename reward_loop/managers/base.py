@@ -168,8 +168,9 @@ class RewardLoopManagerBase:
         """
         if isinstance(config, Mapping):
             if "reward_loop" in config:
-                # `check` is read by verl's command alone.
-                config = {key: value for key, value in (config["reward_loop"] or {}).items() if key != "check"}
+                # Options that verl's command alone reads.
+                of_command = ("check", "untested_verl")
+                config = {key: value for key, value in (config["reward_loop"] or {}).items() if key not in of_command}
             # A whole configuration of verl, without `reward_loop`: its keys are of verl, and must not be reported.
             elif _VERL_GROUPS & set(config):
                 config = None
