@@ -74,7 +74,7 @@ def forking_python(folder: Path, fork_server: str | None = None) -> Path:
     # PYTHONPATH: without it, a process also loses the folders that the fork server has from it: the repository.
     python.write_text(
         f"""#!/bin/bash
-export PYTHONPATH=${{PYTHONPATH-{shlex.quote(str(ROOT))}}}
+export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}
 [ "$1" != -P ] || shift
 case "$1" in
     -m) shift ;;
