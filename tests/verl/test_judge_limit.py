@@ -51,12 +51,8 @@ def test_each_model_has_its_own_limit_and_deadline(served: list[str], tiny_discr
     }
     with_job = with_limits_of_models(resolved(*served, f"{strong}.timeout=60", "reward_loop.job=127.0.0.1:1:x"))
     assert with_job.options.models["strong"].timeout == 60
-    for overrides, message in {
-        (f"{strong}.timeout=400",): r"models\.strong\.timeout=400 is longer than .*reward_loop\.timeout=300: raise",
-        ("+reward_loop.models.strong.timeout=4",): r"reward_loop\.models: .*set .* reward_model\.server\.models\.NAME",
-        (f"{strong}.max_concurrent=3", "reward_loop.job=127.0.0.1:1:x"): r"models\.strong\.max_concurrent=3 has no eff",
-        (f"{strong}.max_concurent=3",): r"models\.strong\.max_concurent: unknown option; did you mean 'max_concurrent'",
-    }.items():
-        with pytest.raises(ConfigError, match=message):
-            resolved(*served, *overrides)
+    with pytest.raises(
+        ConfigError, match=r"models\.strong\.max_concurent: unknown option; did you mean 'max_concurrent'"
+    ):
+        resolved(*served, f"{strong}.max_concurent=3")
     resolved(*served, f"{strong}.timeout=400", "reward_loop.timeout=500")
