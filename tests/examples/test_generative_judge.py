@@ -38,7 +38,7 @@ def test_a_reader_gets_a_judged_run(tmp_path: Path) -> None:
     options = ["trainer.logger=[console,file]", *options_of_local_ray(tmp_path, VERL_FILE_LOGGER_PATH=metrics)]
     printed = ""
     for command, _ in commands:
-        more = f" {shlex.join(options)}" if "main_ppo" in command else ""
+        more = f" {shlex.join(options)}" if "verl_cpu" in command else ""
         done = subprocess.run(
             ["bash", "-c", command + more], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
         )
