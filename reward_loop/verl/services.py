@@ -72,8 +72,9 @@ def reward_services(config: DictConfig) -> Iterator[RewardServices]:
 def with_limits_of_models(settings: RewardSettings) -> RewardSettings:
     """Return the settings with the limits and deadlines of the models that the run serves.
 
-    Each replica has `PLACES` for the function calls that ask a reward model at the same time. Otherwise, all rollouts
-    of a batch would ask at once, and wait in the queues of the servers while their deadlines run. What the user has set
+    Each replica has `PLACES` for the function calls that ask a reward model at the same time, or as many as its batch
+    has. Otherwise, all rollouts of a batch would ask at once, and wait in the queues of the servers while their
+    deadlines run. What the user has set
     of the limit stays. With a limiter service of the user, the limits are those of the service.
     """
     model = settings.model
@@ -85,8 +86,10 @@ def with_limits_of_models(settings: RewardSettings) -> RewardSettings:
     # Without `max_wait`: a call waits only while others run, and these have deadlines.
     given = options.limits[REWARD_MODEL].model_dump(exclude_unset=True) if REWARD_MODEL in options.limits else {}
     models = (model, *model.models.values())
-    replicas = sum(len(one.urls) or one.replicas * one.data_parallel_size for one in models)
-    limit = LimitConfig(**{"max_concurrent": PLACES * replicas, "max_wait": None, **given})
+    places = sum(
+        min(PLACES, one.max_batch_size) * (len(one.urls) or one.replicas * one.data_parallel_size) for one in models
+    )
+    limit = LimitConfig(**{"max_concurrent": places, "max_wait": None, **given})
     return replace(settings, options=options.model_copy(update={"limits": {**options.limits, REWARD_MODEL: limit}}))
 
 

@@ -1,4 +1,4 @@
-"""One step of many samples at a served judge with the server's defaults, whose queue is longer than the deadline."""
+"""A step of many samples at a judge of the run, with the defaults of both: its queue is longer than the deadline."""
 
 from __future__ import annotations
 
@@ -11,55 +11,54 @@ import pytest
 
 from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop.client import chat_complete
-from reward_loop.config import LimitConfig, RewardModelConfig
-from reward_loop.limits.permit import REWARD_MODEL
-from reward_loop.limits.server import serve_limits
+from reward_loop.limits.local import LocalLimits
 from reward_loop.serving import serve_reward_model
+from reward_loop.verl.services import PLACES, with_limits_of_models
+from tests.verl.configs import resolved
 
 pytestmark = pytest.mark.integration  # starts servers
 
-SAMPLES = 320
+SAMPLES = 1024
 WORKERS = 4
 
 
 async def verdict(solution_str: str, reward_router_address: str) -> float:
-    await chat_complete(reward_router_address, solution_str, max_tokens=64, temperature=1.0)
+    await chat_complete(reward_router_address, solution_str, max_tokens=16, temperature=1.0)
     return 1.0
 
 
-def test_a_full_server_with_its_defaults_fails_no_sample(tiny_generative_model: Path) -> None:
-    async def step(address: str, timeout: float, limits: dict[str, LimitConfig]) -> tuple[Counter[str], float]:
-        options = RewardLoopConfig(limits=limits, timeout=timeout, retry={"max_attempts": 1})
-        with serve_limits(options) as job:
-            options = options.model_copy(update={"job": job})
-            workers = [ScoringFunction(verdict, options=options) for _ in range(WORKERS)]
-            began = time.monotonic()
-            results = await asyncio.gather(
-                *(
-                    workers[number % WORKERS](RewardSample(f"{number}?"), reward_router_address=address)
-                    for number in range(SAMPLES)
-                )
-            )
-            for worker in workers:
-                worker.close()
-        return Counter(str(result.outcome) for result in results), time.monotonic() - began
+async def step(address: str, samples: int, options: RewardLoopConfig) -> tuple[Counter[str], float]:
+    """Score samples that arrive at once, in workers that share the limits; return their outcomes, and the seconds."""
+    limits = LocalLimits(options)
+    workers = [ScoringFunction(verdict, options=options, limits=limits) for _ in range(WORKERS)]
+    began = time.monotonic()
+    results = await asyncio.gather(
+        *(workers[n % WORKERS](RewardSample(f"{n}?"), reward_router_address=address) for n in range(samples))
+    )
+    for worker in workers:
+        worker.close()
+    return Counter(str(result.outcome) for result in results), time.monotonic() - began
 
-    async def alone(address: str) -> float:
-        """Return the seconds of the slowest of some calls that the server computes alone."""
-        slowest = 0.0
-        for _ in range(5):
-            began = time.monotonic()
-            await verdict("?", address)
-            slowest = max(slowest, time.monotonic() - began)
-        return slowest
 
-    with serve_reward_model(RewardModelConfig(model_path=str(tiny_generative_model))) as served:
+def test_a_full_judge_of_the_run_fails_no_sample(tiny_generative_model: Path) -> None:
+    settings = with_limits_of_models(
+        resolved(
+            "reward_model.enable=True",
+            "reward_model.rollout.name=transformers",
+            f"reward_model.model.path={tiny_generative_model}",
+            "reward_loop.retry.max_attempts=1",
+        )
+    )
+    assert settings.model is not None
+    with serve_reward_model(settings.model) as served:
         address = served.reward_router_address
-        timeout = 2.5 * asyncio.run(alone(address))
-        adaptive = {REWARD_MODEL: LimitConfig(adaptive=True, max_wait=None)}
-        outcomes, seconds = asyncio.run(step(address, timeout, adaptive))
+        asyncio.run(step(address, PLACES, settings.options))  # the first requests of a server are slow
+        _, places_s = asyncio.run(step(address, PLACES, settings.options))
+        # A deadline that all places meet, and the whole step does not, even on a machine that is slower for a while.
+        options = settings.options.model_copy(update={"timeout": 5 * places_s})
+        outcomes, seconds = asyncio.run(step(address, SAMPLES, options))
         assert outcomes == {"scored": SAMPLES}
-        assert seconds > 2 * timeout  # otherwise, the server was not full
-        # The deadline was too short for a queue: without the limit, samples fail.
-        outcomes, _ = asyncio.run(step(address, timeout, {}))
+        assert seconds > 1.5 * options.timeout  # otherwise, the judge was not full
+        # Without the places, samples fail in the queue of the server.
+        outcomes, _ = asyncio.run(step(address, SAMPLES, options.model_copy(update={"limits": {}})))
         assert outcomes["failed"] > SAMPLES / 4

@@ -25,9 +25,11 @@ def served(tiny_generative_model: Path) -> list[str]:
 
 def test_served_and_external_judges_have_places_for_each_replica(served: list[str]) -> None:
     external = ["reward_model.rollout.name=external", "+reward_model.server.urls=[http://127.0.0.1:1]"]
-    for overrides in (served, ["reward_model.enable=True", "reward_model.model.path=x", *external]):
+    small = [*served, "+reward_model.server.max_batch_size=8", "+reward_model.server.replicas=2"]
+    external = ["reward_model.enable=True", "reward_model.model.path=x", *external]
+    for overrides, places in ((served, 64), (external, 64), (small, 16)):
         limit = with_limits_of_models(resolved(*overrides)).options.limits[REWARD_MODEL]
-        assert (limit.adaptive, limit.max_concurrent, limit.max_wait) == (False, 64, None)
+        assert (limit.adaptive, limit.max_concurrent, limit.max_wait) == (False, places, None)
 
 
 def test_what_the_user_has_set_stays(served: list[str]) -> None:
