@@ -93,7 +93,8 @@ class RewardSample:
     ground_truth: Any = None
     """The reference answer; ``None`` if the data has none."""
     extra_info: Mapping[str, Any] = field(default_factory=dict)
-    """Other fields of the data set. A function receives a copy; the caller's mapping is never changed."""
+    """Other fields of the data set. Each call of a function receives a copy of all fields; the caller's are never
+    changed."""
     uid: str | None = None
     """The sample's name in messages and logs."""
     error: str | None = None
@@ -281,8 +282,9 @@ class ComputeScore(Protocol):
     The function receives only the arguments it declares, as keyword arguments. Available are ``data_source``,
     ``solution_str``, ``ground_truth``, ``extra_info``, ``reward_router_address`` (``host:port``),
     ``reward_model_tokenizer`` and the configured ``reward_kwargs``, which ``**kwargs`` also gets; and ``prompt``,
-    ``response_ids``, ``response_length``, ``is_truncated``, ``global_steps``, ``training_progress`` and ``validate``,
-    where they are known.
+    ``response_ids``, ``response_length``, ``is_truncated``, ``global_steps``, ``training_progress``, ``validate`` and
+    ``uid``, where they are known; and ``attempt``, the number of the call for the sample, 1 for the first. Each call
+    has its own copies: what it changes, no other call sees.
 
     The function returns a number, a bool, a dict with ``score``, a tuple ``(score, prompt, explanation)``, or ``None``
     (*unscored*).

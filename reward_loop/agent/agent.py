@@ -71,7 +71,7 @@ class RewardAgent:
         self._needs_group: bool = getattr(manager, "needs_group", False)
         records = getattr(manager, "records", None)
         self._events = StepEvents(records if isinstance(records, Records) else None)
-        self._names_groups = self._needs_group or records is not None
+        self._names_groups = self._needs_group or records is not None or "uid" in getattr(manager, "requires", ())
         self._name = secrets.token_hex(4)
         """Part of the names of groups: several runs may record samples in one folder."""
         self._unsettled: dict[int, PendingRewards] = {}
@@ -233,7 +233,7 @@ class RewardAgent:
         pending._complete(group)
 
     def _row(self, pending: PendingRewards, sample: int) -> Any:
-        """The sample as the manager receives it: with uid and group, if the manager needs the group or has records."""
+        """The sample as the manager receives it: with uid and group, if function, manager or records need them."""
         row = pending._samples[sample]
         if not self._names_groups:
             return row

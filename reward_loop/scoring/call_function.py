@@ -25,6 +25,7 @@ from reward_loop.errors import (
     LimitError,
     RewardCrashedError,
     RewardTimeoutError,
+    ScoringError,
 )
 from reward_loop.limits.call import Call, current_call
 from reward_loop.limits.client import open_limits
@@ -192,22 +193,34 @@ class UserFunction:
         if isinstance(self._executor, WorkerProcesses):
             self._executor.close()
 
-    async def _call(self, arguments: dict[str, Any], step: int | None) -> CallOutcome:
-        """Call the function, and again after transient errors and outages; ``step`` is the training step."""
+    async def _call(self, make_arguments: Callable[..., dict[str, Any]], step: int | None) -> CallOutcome:
+        """Call the function, and again after transient errors and outages.
+
+        Args:
+            make_arguments: receives the ``attempt``, and returns the arguments of that call, which no other one sees.
+            step: the training step.
+        """
         started = time.monotonic()
         # Of all attempts: a retry keeps its place in the queues of limits.
         order = (float(step or 0), time.time())
-        outcome = await self._attempt(arguments, order)
+        outcome = await self._attempt(make_arguments, order)
         if outcome.exception is not None:
-            again = functools.partial(self._attempt, arguments, order)
+            again = functools.partial(self._attempt, make_arguments, order)
             outages = self.limits.outages if self.limits.outages.timeout_s else None
             outcome = await self._retry.again(outcome, again, started, outages, self.name)
         elif self.limits.outages.open and outcome.error is None:
             self.limits.outages.answered(JudgeAddress("", function=self.name))
         return outcome
 
-    async def _attempt(self, arguments: dict[str, Any], order: Order, attempt: int = 1) -> CallOutcome:
+    async def _attempt(
+        self, make_arguments: Callable[..., dict[str, Any]], order: Order, attempt: int = 1
+    ) -> CallOutcome:
         """Call the function once, under its limits if they are configured."""
+        try:
+            arguments = make_arguments(attempt=attempt)
+        except RecursionError:
+            why = "was not called: its data is nested too deeply, or contains itself"
+            return CallOutcome.without_call(ScoringError(why, cause="invalid row"))
         if not self.limits.is_known:
             try:
                 # The service sends the limits of the job with its first message: before, none would apply.

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from reward_loop._util.text import shorten
-from reward_loop.errors import InvalidScoreError, RewardFunctionError, ScoringError
+from reward_loop.errors import InvalidScoreError, RewardFunctionError
 from reward_loop.limits.call import Call
 from reward_loop.processes.outcome import CallOutcome, describe_exception
 from reward_loop.records import ActiveBatch, current
@@ -56,10 +56,7 @@ class ScoringFunction(UserFunction):
         """
         if (sample := self._checked(sample)).error is not None:
             return not_called(sample)
-        try:
-            arguments = self._target.arguments(sample, reward_router_address, reward_model_tokenizer)
-        except RecursionError:
-            return not_called(replace(sample, error="its extra_info is nested too deeply, or contains itself"))
+        arguments = functools.partial(self._target.arguments, sample, reward_router_address, reward_model_tokenizer)
         return to_result(await self._call(arguments, sample.global_steps), sample, self.name)
 
     async def post_process_scores(self, scores: list[float]) -> list[float]:
@@ -150,13 +147,8 @@ class ListScoringFunction(UserFunction):
         return [next(results) if sample.error is None else not_called(sample) for sample in samples]
 
     async def _score(self, samples: list[RewardSample], context: Mapping[str, Any]) -> list[RewardResult]:
-        try:
-            arguments = self._target.list_arguments(samples, **context)
-        except RecursionError:
-            problem = "was not called: the extra_info of a sample is nested too deeply, or contains itself"
-            outcome = CallOutcome.without_call(ScoringError(problem))
-        else:
-            outcome = await self._call(arguments, samples[0].global_steps)
+        arguments = functools.partial(self._target.list_arguments, samples, **context)
+        outcome = await self._call(arguments, samples[0].global_steps)
         if outcome.exception is not None or outcome.error is not None:
             return [to_result(outcome, _together(samples), self.name)] * len(samples)
         try:

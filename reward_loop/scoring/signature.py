@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from reward_loop._util.copies import own_copy
 from reward_loop._util.text import did_you_mean, listing
 from reward_loop.errors import FunctionLoadError
 from reward_loop.types import RewardSample
@@ -25,9 +26,13 @@ BY_NAME = (
     "is_truncated",
     "global_steps",
     "training_progress",
+    "uid",
     "validate",
 )
 """The arguments that a function receives only if it declares them: not every place has them."""
+
+_ATTEMPT = "attempt"
+"""The argument with the number of the call, 1 for the first. A function receives it only if it declares it."""
 
 _LISTS = {
     "data_sources": "data_source",
@@ -36,7 +41,8 @@ _LISTS = {
     "extra_infos": "extra_info",
     "prompts": "prompt",
     "response_lengths": "response_length",
-    **{name: name for name in BY_NAME if name not in ("prompt", "response_length")},
+    "uids": "uid",
+    **{name: name for name in BY_NAME if name not in ("prompt", "response_length", "uid")},
 }
 """The arguments of functions that score several samples -> the argument for one sample that each list contains."""
 
@@ -87,6 +93,7 @@ _WHERE = {
     "is_truncated": "`is_truncated`",
     "global_steps": "`step`, the training step",
     "training_progress": "`training_progress`, from 0 to 1",
+    "uid": "`uid`",
     "validate": "`validate`",
 }
 """Argument -> the field of a sample from which it comes."""
@@ -126,16 +133,19 @@ class Target:
                 )
         return None
 
-    def arguments(self, sample: RewardSample, router_address: str | None, tokenizer: Any) -> dict[str, Any]:
-        """Return the arguments of a call for one sample."""
-        return {**self.reward_kwargs, **self._row(sample), **self._context(router_address, tokenizer)}
+    def arguments(
+        self, sample: RewardSample, router_address: str | None, tokenizer: Any, attempt: int
+    ) -> dict[str, Any]:
+        """Return the arguments of one call for one sample: copies, which the function may change."""
+        given = {name: own_copy(value) for name, value in self.reward_kwargs.items()} if self.reward_kwargs else {}
+        return {**given, **self._row(sample), **self._context(router_address, tokenizer, attempt)}
 
     def list_arguments(
-        self, samples: Sequence[RewardSample], router_address: str | None, tokenizer: Any
+        self, samples: Sequence[RewardSample], router_address: str | None, tokenizer: Any, attempt: int
     ) -> dict[str, Any]:
-        """Return the arguments of a call for several samples."""
+        """Return the arguments of one call for several samples: copies, which the function may change."""
         rows = [self._row(sample) for sample in samples]
-        given = dict(self.reward_kwargs) | self._context(router_address, tokenizer)
+        given = own_copy(dict(self.reward_kwargs)) | self._context(router_address, tokenizer, attempt)
         assert self.lists is not None
         for plural, name in self.lists.items():
             if any(name in row for row in rows):
@@ -147,18 +157,20 @@ class Target:
         row: dict[str, Any] = {}
         for name in self.from_sample:
             value = getattr(sample, name)
-            if name == "extra_info":
-                # A copy, which the function may modify. It may be any mapping, and `_copy` shares those.
-                value = {key: _copy(item) for key, item in value.items()}
-            elif name in _BY_NAME:
+            if name in _BY_NAME:
                 if value is None:
                     continue
-                value = _copy(value.tolist() if hasattr(value, "tolist") else value)
-            row[name] = value
+                if hasattr(value, "tolist"):
+                    value = value.tolist()
+            elif name == "extra_info":
+                value = dict(value)  # it may be any mapping
+            row[name] = own_copy(value)
         return row
 
-    def _context(self, router_address: str | None, tokenizer: Any) -> dict[str, Any]:
-        context = {}
+    def _context(self, router_address: str | None, tokenizer: Any, attempt: int) -> dict[str, Any]:
+        context: dict[str, Any] = {}
+        if _ATTEMPT in self.passes:
+            context[_ATTEMPT] = attempt
         if "reward_router_address" in self.passes:
             context["reward_router_address"] = router_address
         if "reward_model_tokenizer" in self.passes:
@@ -254,7 +266,7 @@ def _target(
     open_to = {key: default for key, default in parameters.items() if key not in bound}
     required = {key for key, default in open_to.items() if default is inspect.Parameter.empty}
     provided = dict(_LISTS) if of_lists else {key: key for key in (*PROVIDED, *BY_NAME)}
-    provided |= {key: key for key in _CONTEXT}
+    provided |= {key: key for key in (*_CONTEXT, _ATTEMPT)}
     if missing := required - provided.keys():
         hint = _fit(missing, _is_async(function), name, of_lists) or did_you_mean(min(missing), provided) or "."
         raise FunctionLoadError(
@@ -265,7 +277,6 @@ def _target(
     given = {key for key in provided if key in open_to or (takes_any and key in everything and key not in bound)}
     passes = frozenset(provided[key] for key in given)
     requires = frozenset(provided[key] for key in required)
-    lists = {key: provided[key] for key in provided if key in given and key not in _CONTEXT} if of_lists else None
     return Target(
         call=function,
         name=name,
@@ -277,7 +288,7 @@ def _target(
         reward_kwargs=call_kwargs,
         post_process_scores=post_process,
         origin=origin,
-        lists=lists,
+        lists={key: _LISTS[key] for key in _LISTS if key in given} if of_lists else None,
     )
 
 
@@ -377,20 +388,3 @@ def _name(function: Any) -> str:
     file = getattr(inspect.getmodule(function), "__file__", None)
     where = Path(file).name if file else function.__module__
     return f"{function.__qualname__} ({where})"
-
-
-def _copy(value: Any) -> Any:
-    """Copy containers and numpy arrays; share other objects, because `copy.deepcopy` is slow or fails for some."""
-    kind = type(value)
-    if kind is str or kind is int or kind is float or value is None:
-        return value
-    if kind is dict:
-        return {key: _copy(item) for key, item in value.items()}
-    if kind is list or kind is tuple:
-        return kind(_copy(item) for item in value)
-    if kind is set:
-        return set(value)
-    # By name, so that numpy is not imported.
-    if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
-        return value.copy()
-    return value

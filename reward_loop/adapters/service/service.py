@@ -40,8 +40,8 @@ from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
 
 logger = logging.getLogger(__name__)
 
-_PARTS = frozenset({"ground_truth", "data_source", *BY_NAME})
-"""The arguments of a function that come from a request, and may be missing there."""
+_PARTS = frozenset({"ground_truth", "data_source", *BY_NAME}) - {"uid"}
+"""The arguments of a function that come from a request, and may be missing there. Each sample gets a uid."""
 
 MAX_LOGGED_CAUSES = 100
 """The number of different causes of failures that are logged at once."""

@@ -1,0 +1,158 @@
+"""What a call changes in its arguments, no other call sees."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pytest
+
+from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
+from reward_loop._util.copies import own_copy
+from reward_loop.errors import TransientError
+from reward_loop.scoring import ListScoringFunction
+
+RETRIES = RewardLoopConfig(retry={"initial_wait": 0.001})
+
+
+@dataclass
+class Rubric:
+    points: list[str] = field(default_factory=lambda: ["a", "b"])
+
+
+@dataclass(frozen=True)
+class Frozen:
+    name: str
+
+
+def nested() -> np.ndarray:
+    array = np.empty(1, dtype=object)
+    array[0] = ["a", "b"]
+    return array
+
+
+MUTABLE: dict[str, tuple[Any, Any]] = {
+    "list": (lambda: ["a", "b"], lambda value: value.pop()),
+    "nested dict": (lambda: {"x": {"y": ["a", "b"]}}, lambda value: value["x"]["y"].pop()),
+    "list in a tuple": (lambda: (["a", "b"],), lambda value: value[0].pop()),
+    "set": (lambda: {"a", "b"}, lambda value: value.pop()),
+    "deque": (lambda: deque(["a", "b"]), lambda value: value.pop()),
+    "counter": (lambda: Counter("ab"), lambda value: value.popitem()),
+    "bytes": (lambda: bytearray(b"ab"), lambda value: value.pop()),
+    "numbers": (lambda: np.array([1, 2]), lambda value: value.__setitem__(0, 7)),
+    "array of lists": (nested, lambda value: value[0].pop()),
+    "dataclass": (Rubric, lambda value: value.points.pop()),
+}
+
+
+@pytest.mark.parametrize("place", ["ground_truth", "extra_info", "prompt", "reward_kwargs"])
+@pytest.mark.parametrize("kind", MUTABLE)
+async def test_what_a_failed_attempt_changes_is_as_before_in_the_next(place: str, kind: str) -> None:
+    make, change = MUTABLE[kind]
+    seen: list[str] = []
+
+    def score(value: Any) -> float:
+        seen.append(repr(value))
+        change(value)
+        if len(seen) < 3:
+            raise TransientError("busy")
+        return float(len(seen))
+
+    functions = {
+        "ground_truth": lambda ground_truth: score(ground_truth),
+        "extra_info": lambda extra_info: score(extra_info["value"]),
+        "prompt": lambda prompt: score(prompt),
+        "reward_kwargs": lambda configured: score(configured),
+    }
+    value = make()
+    sample = RewardSample("", ground_truth=value, extra_info={"value": value}, prompt=value)
+    own = {"configured": value} if place == "reward_kwargs" else None
+    result = await ScoringFunction(functions[place], options=RETRIES, reward_kwargs=own)(sample)
+    assert (result.score, result.attempts) == (3.0, 3), result.error
+    assert len(set(seen)) == 1
+    assert repr(value) == repr(make())
+
+
+async def test_a_conversation_that_is_extended_before_an_error_has_its_length_in_the_retry() -> None:
+    calls = []
+
+    def compute_score(extra_info):
+        calls.append(1)
+        extra_info["messages"].append("the verdict?")
+        if len(calls) == 1:
+            raise TransientError("busy")
+        return len(extra_info["messages"])
+
+    messages = ["the question"]
+    function = ScoringFunction(compute_score, options=RETRIES)
+    assert (await function(RewardSample("", extra_info={"messages": messages}))).score == 2
+
+
+def ticks_off(solution_str, ground_truth):
+    ground_truth.remove(solution_str)
+    return 1.0
+
+
+async def test_the_samples_of_a_group_do_not_share_their_references() -> None:
+    truth = ["a"]
+    function = ScoringFunction(lambda solution_str, ground_truth: ticks_off(solution_str, ground_truth))
+    results = [await function(RewardSample("a", ground_truth=truth)) for _ in range(4)]
+    assert [result.score for result in results] == [1.0] * 4
+
+    def of_lists(solution_strs, ground_truths):
+        return [ticks_off(text, truth) for text, truth in zip(solution_strs, ground_truths, strict=True)]
+
+    assert [one.score for one in await ListScoringFunction(of_lists)([RewardSample("a", ground_truth=truth)] * 4)] == [
+        1.0
+    ] * 4
+
+
+async def test_numbers_texts_and_frozen_things_are_shared_and_what_cannot_be_copied_too() -> None:
+    for value in ("text", 10**30, 1.5, b"", None, True, Decimal(1), ("a", (1, 2)), frozenset("ab"), len, Rubric):
+        assert own_copy(value) is value
+    lock = threading.Lock()
+    assert own_copy([lock])[0] is lock
+    assert own_copy({"a": [Frozen("b")]}) == {"a": [Frozen("b")]}
+
+
+async def test_a_value_that_contains_itself_fails_its_sample_alone() -> None:
+    looped: list[Any] = []
+    looped.append(looped)
+    sample = RewardSample("", uid="u3", ground_truth=looped)
+    function = ScoringFunction(lambda ground_truth: 1.0)
+    result = await function(sample)
+    assert result.attempts == 0
+    assert "u3" in (result.error or "")
+    assert "contains itself" in (result.error or "")
+    assert (await function(replace(sample, ground_truth=[]))).score == 1.0
+    (failed,) = await ListScoringFunction(lambda ground_truths: [1.0])([sample])
+    assert "contains itself" in (failed.error or "")
+
+
+async def test_uid_and_attempt_are_passed_by_their_names() -> None:
+    seen = []
+
+    def compute_score(uid, attempt):
+        seen.append((uid, attempt))
+        if attempt < 3:
+            raise TransientError("busy")
+        return 1.0
+
+    function = ScoringFunction(compute_score, options=RETRIES)
+    assert (await function(RewardSample("", uid="u3"))).score == 1.0
+    assert seen == [("u3", 1), ("u3", 2), ("u3", 3)]
+    missing = await function(RewardSample(""))
+    assert "no `uid`" in (missing.error or "")
+    assert (await ScoringFunction(lambda attempt, uid="none": float(uid == "none"))(RewardSample(""))).score == 1.0
+
+    def of_lists(uids, attempt):
+        return [float(attempt == 1 and uid == "u3") for uid in uids]
+
+    assert [one.score for one in await ListScoringFunction(of_lists)([RewardSample("", uid="u3")] * 2)] == [1.0, 1.0]
+    given: dict[str, Any] = {}
+    await ScoringFunction(lambda **kwargs: given.update(kwargs) or 0.0)(RewardSample("", uid="u3"))
+    assert not {"uid", "attempt"} & given.keys()
