@@ -66,7 +66,6 @@ def verdict(body: Mapping[str, Any]) -> str:
     """Return a verdict in the form that the prompt asks for; the small model of a cascade is unsure."""
     prompt = body["messages"][-1]["content"]
     forms = {
-        "[[A]]": "[[A]]",
         "in place of N:": '{"correct": 10, "clear": 5.5}',
         "Score: N": "Score: 7",
         "unsure": "Verdict: unsure",

@@ -6,7 +6,6 @@
 `Panel`      rates how helpful a response is, by several judges
 `Cascade`    asks a rule, then a small model, then a large one
 `Spot`       has a cheap model score, and a strong one check a random share
-`Pairwise`   compares the responses of a group, for the manager `group`
 ============ ===========================================================================
 
 All take the arguments of `Asker`. Their prompts are in ``reward_loop/judges/prompts/``; ``prompt`` replaces them.
@@ -15,7 +14,6 @@ All take the arguments of `Asker`. Their prompts are in ``reward_loop/judges/pro
 from __future__ import annotations
 
 from reward_loop.judges.asker import Asker
-from reward_loop.judges.pairwise import Pairwise
 from reward_loop.judges.pointwise import Cascade, Criterion, Equality, Panel, Rubric, Spot
 
-__all__ = ["Asker", "Cascade", "Criterion", "Equality", "Pairwise", "Panel", "Rubric", "Spot"]
+__all__ = ["Asker", "Cascade", "Criterion", "Equality", "Panel", "Rubric", "Spot"]

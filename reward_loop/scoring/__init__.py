@@ -7,20 +7,13 @@ from reward_loop.scoring.functions import ListScoringFunction, ScoringFunction
 from reward_loop.scoring.isolation import isolated
 from reward_loop.scoring.load import load_function, load_object
 from reward_loop.scoring.results import normalise
-from reward_loop.scoring.tournament import Comparison, compare_all, order_flips, ranking, tournament, win_rates
 
 __all__ = [
-    "Comparison",
     "ListScoringFunction",
     "ScoringFunction",
-    "compare_all",
     "isolated",
     "limit",
     "load_function",
     "load_object",
     "normalise",
-    "order_flips",
-    "ranking",
-    "tournament",
-    "win_rates",
 ]

@@ -176,18 +176,6 @@ def test_a_ready_judge_is_served(folder: Path) -> None:
 
 
 @pytest.mark.integration
-def test_the_served_pairwise_judge_compares_the_answers_of_a_group(folder: Path) -> None:
-    with FakeJudge(reply) as judge:
-        address = ("--reward-kwarg", f"address={judge.base_url}", "--reward-kwarg", "model=gpt-5-mini")
-        with serving("judge:pairwise", "--manager", "group", *address) as service:
-            extra = {"question": "What do 12 pens cost?"}
-            answers = ("It is 35.", "It is 36.")
-            samples = [{"solution_str": answer, "extra_info": extra, "group": "a"} for answer in answers]
-            status, body = service.ask("/score", {"samples": samples}, key=None)
-    assert (status, [result["score"] for result in body["results"]]) == (200, [0.0, 1.0])
-
-
-@pytest.mark.integration
 @pytest.mark.parametrize("arguments", [["reward.py:compute_score"], ["reward.py:ranks", "--manager", "group"]])
 def test_the_printed_command_scores_a_sample(folder: Path, arguments: list[str]) -> None:
     with serving(*arguments) as service:

@@ -18,8 +18,6 @@ def reply(body: Mapping[str, Any]) -> str:
     is_right = "36" in answers[0]
     if "(broken)" in answers[0]:
         verdict = "I cannot decide."
-    elif "[[A]]" in prompt:
-        verdict = "[[A]]" if is_right else "[[B]]"
     elif found := re.search(r"in place of N: (.*)", prompt):
         verdict = found[1].replace('"correct": N', f'"correct": {10 if is_right else 1}').replace("N", "10")
     elif "Score: N" in prompt:

@@ -51,16 +51,6 @@ async def test_ready_judges_are_reward_functions(judge: str, kwargs: dict[str, A
     assert table[f"{name}/outcome"] == ["scored", "scored", "unscored"]
 
 
-async def test_the_pairwise_judge_compares_the_completions_of_a_prompt() -> None:
-    async with FakeJudge(reply) as server:
-        reward = reward_function("judge:pairwise", manager="group", reward_router_address=server.address, group_size=2)
-        try:
-            rewards = await reward(["a prompt"] * 2, ["It is 35.", "It is 36."], **columns_of(2))
-        finally:
-            await asyncio.to_thread(reward.close)
-    assert rewards == [0.0, 1.0]
-
-
 @pytest.mark.integration
 @needs_trl
 def test_a_trainer_of_trl_takes_a_ready_judge(tmp_path: Path, tiny_generative_model: Path) -> None:

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from reward_loop import RewardAgent, RewardSample, ScoringFunction, load_function
-from reward_loop.errors import FunctionLoadError
+from examples.judges.pairwise import Comparison, Pairwise, compare_all, order_flips, win_rates
+from reward_loop import RewardAgent, RewardSample
 from reward_loop.managers import GroupRewardLoopManager
 from reward_loop.scoring import ListScoringFunction
 from reward_loop.testing import FakeJudge
@@ -15,20 +18,15 @@ from reward_loop.testing import FakeJudge
 TEXTS = ["a", "aaaa", "aa", "aaa"]
 
 
-def answers_of(body: Mapping[str, Any]) -> list[str]:
-    return re.findall(r"<text-\w+>\n(a*)\n", body["messages"][-1]["content"])
-
-
 def longer(body: Mapping[str, Any]) -> str:
-    first, second = answers_of(body)
+    first, second = re.findall(r"<text-\w+>\n(a*)\n", body["messages"][-1]["content"])
     return "[[A]]" if len(first) > len(second) else "[[B]]"
 
 
 async def judged(reply: Any, **kwargs: Any) -> tuple[list[float], list[dict[str, Any]], int]:
     async with FakeJudge(reply) as server:
         manager = GroupRewardLoopManager(
-            compute_score=ListScoringFunction(load_function("judge:pairwise"), reward_kwargs=kwargs),
-            reward_router_address=server.address,
+            compute_score=ListScoringFunction(Pairwise, reward_kwargs=kwargs), reward_router_address=server.address
         )
         async with RewardAgent(manager) as agent:
             samples = [RewardSample(text, extra_info={"question": "?"}) for text in TEXTS]
@@ -48,8 +46,7 @@ async def judged(reply: Any, **kwargs: Any) -> tuple[list[float], list[dict[str,
 async def test_the_share_of_wins_with_fewer_requests(options: dict[str, Any], requests: int) -> None:
     scores, extra_infos, asked = await judged(longer, **options)
     assert asked == requests
-    assert scores[1] == max(scores) == 1.0
-    assert scores[0] == min(scores) == 0.0
+    assert (scores[1], scores[0]) == (max(scores), min(scores)) == (1.0, 0.0)
     assert ("order_flips" in extra_infos[0]) == (options == {})
 
 
@@ -62,28 +59,29 @@ async def test_a_judge_that_prefers_the_first_answer_is_seen_and_cancelled() -> 
     assert extra_infos[0]["first_wins"] == 1.0
 
 
-async def test_one_request_ranks_the_whole_group() -> None:
-    def rank(body: Mapping[str, Any]) -> str:
-        assert answers_of(body) == TEXTS
-        return "Ranking: 2 > 4 > 3 > 1"
-
-    scores, extra_infos, requests = await judged(rank, listwise=True)
-    assert (scores, requests) == ([0.0, 1.0, pytest.approx(1 / 3), pytest.approx(2 / 3)], 1)
-    assert extra_infos[0]["explanation"] == "Ranking: 2 > 4 > 3 > 1"
-    _, extra_infos, _ = await judged("Ranking: 2 > 4", listwise=True)
+async def test_responses_without_a_verdict_are_unscored() -> None:
+    _, extra_infos, _ = await judged("I cannot decide.")
     assert all(info["reward_masked"] for info in extra_infos)
 
 
-def test_a_listwise_judge_is_one_judge() -> None:
-    with pytest.raises(FunctionLoadError, match="listwise asks one judge once"):
-        ListScoringFunction(load_function("judge:pairwise"), reward_kwargs={"listwise": True, "votes": 2})
+@given(st.integers(2, 20), st.integers(1, 20))
+def test_each_response_has_the_configured_number_of_opponents(count: int, opponents: int) -> None:
+    async def draw(first: int, second: int) -> float:
+        return 0.5
+
+    compared = asyncio.run(compare_all(list(range(count)), draw, swap=False, opponents=opponents))
+    assert len(compared) == len({frozenset((one.first, one.second)) for one in compared})
+    for index in range(count):
+        first = sum(one.first == index for one in compared)
+        second = sum(one.second == index for one in compared)
+        assert first + second == min(opponents + opponents % 2, count - 1)
+        assert abs(first - second) <= 1
 
 
-async def test_votes_decide_each_comparison() -> None:
-    scores, _, requests = await judged(longer, votes=3, combine="majority")
-    assert (scores[1], requests) == (1.0, 36)
-
-
-def test_a_single_response_function_is_not_a_pairwise_one() -> None:
-    with pytest.raises(FunctionLoadError, match="solution_strs"):
-        ScoringFunction(load_function("judge:pairwise"))
+def test_order_flips_are_the_share_of_pairs_that_the_order_decides() -> None:
+    compared = [Comparison(0, 1, 1.0), Comparison(1, 0, 1.0), Comparison(0, 2, 0.0), Comparison(2, 0, 1.0)]
+    assert order_flips(3, compared) == [0.5, 1.0, 0.0]
+    assert win_rates(3, compared) == [0.25, 0.5, 1.0]
+    for other in (0.5, None):  # a draw or a missing verdict in one order is no flip
+        flips = order_flips(2, [Comparison(0, 1, 1.0), Comparison(1, 0, other)])
+        assert flips == ([None, None] if other is None else [0.0, 0.0])
