@@ -8,10 +8,11 @@ from collections.abc import Awaitable, Callable
 import aiohttp
 
 from reward_loop._util.backoff import Backoff
-from reward_loop._util.capacity import FULL_STATUS
 from reward_loop._util.retry_after import asked_pause, is_incurable, is_out_of_credit
 from reward_loop.limits.call import outside_the_deadline
 from reward_loop.limits.lease import report_answer
+
+_FULL_STATUS = frozenset({429, 503, 529})
 
 _MOST_REFUSALS = 10
 """The number of refusals of one request, after which its last answer counts: the server may refuse it whatever its load
@@ -37,7 +38,7 @@ async def in_a_place(send: Callable[[], Awaitable[Answer]]) -> Answer:
 
 
 def _is_full(response: aiohttp.ClientResponse, data: bytes) -> bool:
-    if response.status not in FULL_STATUS:
+    if response.status not in _FULL_STATUS:
         return False
     status, text = response.status, data.decode(errors="replace")
     has_cause = is_out_of_credit(status, text) or is_incurable(status, text)

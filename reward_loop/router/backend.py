@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from reward_loop._util.capacity import LearnedCapacity
 from reward_loop.errors import ServerError
 from reward_loop.router.config import BackendConfig, RequestKind
+from reward_loop.router.headers import BACKEND, RawHeader
 from reward_loop.router.http_client import BrokenError, StaleError, Upstream, UpstreamError
 
 
@@ -42,27 +42,6 @@ class BackendState(StrEnum):
     """Its process has died, and its owner will not restart it."""
 
 
-class BackendStats:
-    """Counters of one server; :mod:`~reward_loop.router.control` shows them."""
-
-    def __init__(self) -> None:
-        self.statuses: dict[int, int] = {}
-        """The number of answers for each HTTP status."""
-        self.broken = 0
-        """Attempts whose connection failed or broke, except with a `StaleError`."""
-        self.retries = 0
-        """Attempts that were retried, on this server or on another, except after a `StaleError`."""
-        self.ejections = 0
-        """How often the server was taken out of use."""
-        self.latency_sum_s = 0.0
-        """The total duration of answered attempts, in seconds."""
-
-    def count(self, status: int, seconds: float) -> None:
-        """Count an answer with its status and the duration of the attempt."""
-        self.statuses[status] = self.statuses.get(status, 0) + 1
-        self.latency_sum_s += seconds
-
-
 # eq=False: a server is a key of dicts, and equal only to itself.
 @dataclass(slots=True, eq=False)
 class Backend:
@@ -75,13 +54,22 @@ class Backend:
     """Why the server is out of use: its latest failure, or that of its latest health check; ``None`` in use."""
     requests: int = 0
     """The number of requests sent so far."""
-    capacity: LearnedCapacity = field(default_factory=LearnedCapacity)
-    """How many requests it takes at a time, and how many are in flight."""
+    in_flight: int = 0
+    """The number of requests in flight."""
     models: tuple[str, ...] = ()
     """The names of the models that it serves; empty if unknown."""
     cards: list[dict[str, Any]] = field(default_factory=list)
     """The models' entries in the server's ``/v1/models``."""
-    stats: BackendStats = field(default_factory=BackendStats)
+    statuses: dict[int, int] = field(default_factory=dict)
+    """The number of answers for each HTTP status."""
+    latency_sum_s: float = 0.0
+    """The total duration of answered attempts, in seconds."""
+    broken: int = 0
+    """Attempts whose connection failed or broke, except with a `StaleError`."""
+    retries: int = 0
+    """Attempts that were retried, on this server or on another, except after a `StaleError`."""
+    ejections: int = 0
+    """How often the server was taken out of use."""
     failures: int = 0
     """The number of 5xx answers in a row."""
     failed_checks: int = 0
@@ -109,15 +97,14 @@ class Backend:
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the last request in flight ends, and when the state changes."""
 
-    @property
-    def url(self) -> str:
-        """``http://host:port``"""
-        return self.config.url
+    url: str = field(init=False)
+    """``http://host:port``"""
+    header: RawHeader = field(init=False)
+    """The header of its answers that names it."""
 
-    @property
-    def in_flight(self) -> int:
-        """The number of requests in flight."""
-        return self.capacity.in_flight
+    def __post_init__(self) -> None:
+        self.url = self.config.url
+        self.header = BACKEND, self.url.encode()
 
     @property
     def cooling_down(self) -> bool:
@@ -127,16 +114,16 @@ class Backend:
     def begin(self) -> None:
         """Count a request that is being sent."""
         self.requests += 1
-        self.capacity.begin()
+        self.in_flight += 1
 
     def end(self, status: int, seconds: float) -> None:
         """Count the end of a request, with the status of its answer (0 if there was none) and its duration."""
-        # Only real answers show that the server had room: errors and refusals come fast from a full one, too.
-        self.capacity.end(answered=0 < status < 500 and status != 429)
+        self.in_flight -= 1
         if not self.in_flight:
             self.idle.set()
         if status:
-            self.stats.count(status, seconds)
+            self.statuses[status] = self.statuses.get(status, 0) + 1
+            self.latency_sum_s += seconds
 
     def can_answer(self, route: Route) -> bool:
         """Return whether the server can answer requests of a route; ``True`` if that is unknown."""

@@ -27,18 +27,18 @@ class Flow:
         self.writable = asyncio.Event()
         """Set while the write buffer has room. It fills if the client does not read its answers."""
         self.writable.set()
-        self._reading_paused = False
+        self.reading_paused = False
 
     def pause_reading(self) -> None:
         """Stop reading from the client."""
-        if not self._reading_paused:
-            self._reading_paused = True
+        if not self.reading_paused:
+            self.reading_paused = True
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
         """Continue to read from the client."""
-        if self._reading_paused:
-            self._reading_paused = False
+        if self.reading_paused:
+            self.reading_paused = False
             self.transport.resume_reading()
 
 
@@ -80,6 +80,8 @@ class ClientRequest:
         """Whether the answer is complete."""
         self.waits_for: str = WaitsFor.TURN
         """A `WaitsFor`, or the URL of the server whose answer the request waits for."""
+        self.task: asyncio.Task[None]
+        """The task that serves the request."""
         self._flow = flow
         self._parts: list[bytes] = []
         self._size = 0
@@ -119,8 +121,8 @@ class ClientRequest:
         if self._received and not self._received.done():
             self._received.set_result(None)
 
-    async def read_body(self, limit: int) -> bytes:
-        """Wait for the whole body, and return it.
+    def received_body(self, limit: int) -> bytes | None:
+        """Return the whole body if it has been received.
 
         Raises:
             Refusal: the body is longer than `limit` bytes.
@@ -128,15 +130,26 @@ class ClientRequest:
         if self._size > limit:
             raise body_too_long(limit)
         if not self.body_complete:
-            if self._expects_continue():
-                self._flow.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            self._limit = limit
-            self.waits_for = WaitsFor.BODY
-            self._received = asyncio.get_running_loop().create_future()
-            self._flow.resume_reading()
-            await self._received
+            return None
         parts, self._parts = self._parts, []
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def read_body(self, limit: int) -> bytes:
+        """Wait for the whole body, and return it.
+
+        Raises:
+            Refusal: the body is longer than `limit` bytes.
+        """
+        if (body := self.received_body(limit)) is not None:
+            return body
+        if self._expects_continue():
+            self._flow.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._limit = limit
+        self.waits_for = WaitsFor.BODY
+        self._received = asyncio.get_running_loop().create_future()
+        self._flow.resume_reading()
+        await self._received
+        return b"".join(self._parts)
 
     def _expects_continue(self) -> bool:
         """Return whether the client sends the body only after a ``100 Continue``."""

@@ -175,7 +175,7 @@ def render(pool: BackendPool, proxy: Proxy) -> bytes:
     answers = [
         ({**labels, "status": str(status)}, float(count))
         for labels, backend in servers
-        for status, count in sorted(backend.stats.statuses.items())
+        for status, count in sorted(backend.statuses.items())
     ]
     refused = [({"status": str(status)}, float(count)) for status, count in sorted(proxy.log.refused.items())]
     metrics: dict[str, tuple[str, list[Sample]]] = {
@@ -188,10 +188,10 @@ def render(pool: BackendPool, proxy: Proxy) -> bytes:
         "worker_cooling_down": ("gauge", each(lambda one: one.cooling_down)),
         "worker_connections": ("gauge", each(lambda one: len(one.upstream.busy))),
         "answers_total": ("counter", answers),
-        "latency_seconds_total": ("counter", each(lambda one: one.stats.latency_sum_s)),
-        "broken_total": ("counter", each(lambda one: one.stats.broken)),
-        "retries_total": ("counter", each(lambda one: one.stats.retries)),
-        "ejections_total": ("counter", each(lambda one: one.stats.ejections)),
+        "latency_seconds_total": ("counter", each(lambda one: one.latency_sum_s)),
+        "broken_total": ("counter", each(lambda one: one.broken)),
+        "retries_total": ("counter", each(lambda one: one.retries)),
+        "ejections_total": ("counter", each(lambda one: one.ejections)),
     }
     lines = []
     for name, (kind, samples) in metrics.items():

@@ -57,9 +57,8 @@ def _options(connection: bytes) -> frozenset[bytes]:
 
 def to_wire(headers: Sequence[RawHeader], without: Container[bytes] = ()) -> bytes:
     """Return the header lines in wire format, each with CRLF, except for the names in `without`."""
-    lines = [b": ".join(header) for header in headers if header[0] not in without]
-    lines.append(b"")
-    return b"\r\n".join(lines)
+    kept = [header for header in headers if header[0] not in without] if without else headers
+    return b"\r\n".join([*map(b": ".join, kept), b""])
 
 
 def find(headers: Sequence[RawHeader], name: bytes) -> bytes | None:

@@ -339,9 +339,10 @@ class _Connection(asyncio.Protocol):
         """Start the task of the request, if it has none yet."""
         request = self._request
         if request and not self._task and not request.started:
-            self._task = self._server.loop.create_task(self._handle(request))
+            self._task = request.task = self._server.loop.create_task(self._handle(request))
             # While the request is in flight, only reading detects a disconnect.
-            self._flow.resume_reading()
+            if self._flow.reading_paused:
+                self._flow.resume_reading()
 
     async def _handle(self, request: ClientRequest) -> None:
         try:
@@ -367,7 +368,8 @@ class _Connection(asyncio.Protocol):
         elif request.answered and request.keep_alive:
             if request.body_complete:
                 self._request = None
-            self._flow.resume_reading()  # It may be paused if nothing has read the body.
+            if self._flow.reading_paused:  # Nothing has read the body.
+                self._flow.resume_reading()
         elif request.answered and (self._stopped_parsing or not request.body_complete):
             self._linger()
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import Any
 
 from reward_loop.router.error_answers import Refusal
@@ -11,7 +12,7 @@ from reward_loop.router.error_answers import Refusal
 class Gate:
     """Admits requests up to a limit; further requests wait in FIFO order, up to a second limit.
 
-    Each admitted request must call :meth:`leave` exactly once.
+    Call :meth:`enter_now`, and :meth:`wait` if it returns ``False``. Each admitted request calls :meth:`leave` once.
 
     Args:
         max_inside: the largest number of admitted requests.
@@ -22,32 +23,39 @@ class Gate:
     def __init__(self, max_inside: int, max_waiting: int, max_wait_s: float | None = None) -> None:
         self.inside = 0
         self.waiting = 0
-        self._places = asyncio.Semaphore(max_inside)
+        self._max_inside = max_inside
         self._max_waiting = max_waiting
         self._max_wait_s = max_wait_s
+        self._turns: deque[asyncio.Future[None]] = deque()
+        """The waiting requests, in order. While there are any, all places are taken: `leave` passes them on."""
 
-    async def enter(self) -> None:
-        """Wait until the request is admitted.
+    def enter_now(self) -> bool:
+        """Admit the request if there is a place; return whether it is admitted."""
+        if self.inside >= self._max_inside:
+            return False
+        self.inside += 1
+        return True
+
+    async def wait(self) -> None:
+        """Wait until the request, which `enter_now` did not admit, is admitted.
 
         Raises:
             Refusal: too many requests are waiting, or this one has waited too long.
         """
-        # `locked` is also true while others wait, so nobody overtakes them.
-        if self._places.locked():
-            await self._wait()
-        else:
-            await self._places.acquire()
-        self.inside += 1
-
-    async def _wait(self) -> None:
         if self.waiting >= self._max_waiting:
             message = f"the router is full: {self.inside} requests are in flight, and {self.waiting} wait"
             raise Refusal(503, message, retry_after_s=1)
+        turn = asyncio.get_running_loop().create_future()
+        self._turns.append(turn)
         self.waiting += 1
         try:
             async with asyncio.timeout(self._max_wait_s):
-                await self._places.acquire()
-        except TimeoutError:
+                await turn
+        except BaseException as error:
+            if turn.done() and not turn.cancelled():
+                self.leave()  # Its place was passed on to it, and goes to the next one.
+            if not isinstance(error, TimeoutError):
+                raise
             message = f"the request waited {self._max_wait_s:g} s in the queue: {self.inside} requests are in flight"
             raise Refusal(503, message, retry_after_s=1) from None
         finally:
@@ -55,8 +63,12 @@ class Gate:
 
     def leave(self) -> None:
         """Release the place of an admitted request; the next waiting request gets it."""
+        while self._turns:
+            turn = self._turns.popleft()
+            if not turn.done():  # else it was cancelled
+                turn.set_result(None)
+                return
         self.inside -= 1
-        self._places.release()
 
 
 class RetryBudget:

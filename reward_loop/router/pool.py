@@ -27,7 +27,7 @@ import contextlib
 import logging
 import math
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable
 from typing import Any, Self
 
@@ -81,6 +81,10 @@ class BackendGroup:
         self.members = members
         self.policy = policy
         self.ready = [backend for backend in members if backend.state is BackendState.UP and not backend.cooling_down]
+        self.empty_text_can_crash = any(
+            backend.config.engine == "sglang" and backend.config.kind == "discriminative" for backend in members
+        )
+        """Whether an empty text can crash a server."""
 
 
 class BackendPool:
@@ -128,10 +132,6 @@ class BackendPool:
         self._wanted: set[str] = set()
         """Names of models that were unknown when a request used them, and are now known."""
         self._changed = asyncio.Event()
-        self._some_full = False
-        """Whether the places of any server are known."""
-        self._waiting: defaultdict[Route, deque[asyncio.Future[None]]] = defaultdict(deque)
-        """The requests that wait for a free place at a full server, by route, in order."""
         self._watches: dict[Backend, asyncio.Task[None]] = {}
         self._tasks = asyncio.TaskGroup()
 
@@ -166,21 +166,21 @@ class BackendPool:
         return group
 
     def pick(self, route: Route = ANY, key: int | None = None, avoid: Container[Backend] = ()) -> Backend | None:
-        """Return a server that is available now and not in `avoid`, or ``None``; for arguments, see `acquire`."""
+        """Return a server that is available now, or ``None``; for arguments, see `acquire`."""
         group = self.group(route)
-        ready = group.ready
-        if avoid or self._some_full:
-            ready = [backend for backend in ready if backend not in avoid and backend.capacity.has_free]
-        return group.policy.choose(ready, key) if ready else None
+        if avoid and (others := [backend for backend in group.ready if backend not in avoid]):
+            # Without a turn of the policy: of two servers, the failing one would get the next turn again.
+            return min(others, key=lambda backend: backend.in_flight)
+        return group.policy.choose(group.ready, key) if group.ready else None
 
     def has_other(self, route: Route, avoid: Container[Backend]) -> bool:
-        """Return whether `pick` would return a server that is not in `avoid`, without a turn of the policy."""
+        """Return whether a server that is not in `avoid` is available now."""
         return any(backend not in avoid for backend in self.group(route).ready)
 
     async def acquire(
         self, route: Route = ANY, key: int | None = None, avoid: Container[Backend] = (), *, wait: bool = True
     ) -> Backend:
-        """Return a server for a request; wait while all servers are down or full.
+        """Return a server for a request; wait while all servers are down.
 
         Args:
             route: which servers can answer the request.
@@ -192,20 +192,8 @@ class BackendPool:
             Refusal: 503 if all servers are lost or removed, or if all are down and the request must not wait; 429 if no
                 server is available, and at least one is cooling down.
         """
-        has_turn = False
-        while True:
-            # Without its turn, a request stays behind those that wait for a place.
-            if has_turn or not (self._waiting and self._waiting.get(route)):
-                backend = self.pick(route, key, avoid) or self.pick(route, key)
-                if backend:
-                    return backend
+        while not (backend := self.pick(route, key, avoid)):
             members = self.group(route).members
-            if any(backend.state is BackendState.UP and not backend.cooling_down for backend in members):
-                # It is full, or its places are for requests that have waited longer.
-                # A request whose turn came, and whose place another one took, keeps its position.
-                await self._turn(route, first=has_turn)
-                has_turn = True
-                continue
             if all(backend.state is BackendState.LOST for backend in members):
                 message = f"no reward model server is available: {self.describe(members)}"
                 raise Refusal(503, message, code=RouterCode.NO_SERVER_UP)
@@ -217,6 +205,7 @@ class BackendPool:
                 message = f"no reward model server is up: {self.describe(members)}"
                 raise Refusal(503, message, code=RouterCode.NO_SERVER_UP)
             await self._changed.wait()
+        return backend
 
     async def ask_for_model(self, name: str) -> None:
         """Ask the servers in use for their models again, because a request names a model that its server does not have.
@@ -278,44 +267,6 @@ class BackendPool:
             asyncio.get_running_loop().call_later(seconds + 0.001, self._refresh)
         self._refresh()
 
-    def is_full(self, backend: Backend) -> bool:
-        """Record that a server in use refused a request; return whether it is full of other requests.
-
-        Call `freed` after the end of each request, of refused ones, too.
-        """
-        self._some_full = True
-        return backend.capacity.refused()
-
-    def freed(self, backend: Backend) -> None:
-        """Let waiting requests have the free places of a server."""
-        if not self._waiting:
-            return
-        for route, waiting in self._waiting.items():
-            # For each route alone: of two requests that are woken for the same place, one waits again, as the first.
-            free = backend.capacity.number - backend.in_flight if backend.can_answer(route) else 0
-            while waiting and free > 0:
-                turn = waiting.popleft()
-                if not turn.done():  # else it was cancelled
-                    turn.set_result(None)
-                    free -= 1
-
-    async def _turn(self, route: Route, *, first: bool) -> None:
-        """Wait until a place may be free, or a server has changed its state; in turn, or as the first one."""
-        turn = asyncio.get_running_loop().create_future()
-        waiting = self._waiting[route]
-        waiting.appendleft(turn) if first else waiting.append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # the place goes to the next one
-                for backend in self.group(route).members:
-                    self.freed(backend)
-            raise
-        finally:
-            # `is`: `_turn` of a later request may have begun a new queue for the route.
-            if not waiting and self._waiting.get(route) is waiting:
-                del self._waiting[route]
-
     def mark_unhealthy(self, backend: Backend, reason: str) -> None:
         """Take a server in use out of use until a health check succeeds."""
         if backend.state is BackendState.UP:
@@ -323,7 +274,7 @@ class BackendPool:
             backend.outages += 1
             backend.failures = 0
             backend.last_error = reason
-            backend.stats.ejections += 1
+            backend.ejections += 1
             self._set_state(backend, BackendState.DOWN)
             backend.taken_out.set()
 
@@ -421,11 +372,6 @@ class BackendPool:
         self._groups.clear()
         self._changed.set()
         self._changed = asyncio.Event()
-        for waiting in self._waiting.values():
-            for turn in waiting:
-                if not turn.done():
-                    turn.set_result(None)
-            waiting.clear()
 
     # Health
 

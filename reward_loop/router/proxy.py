@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from typing import NamedTuple
 
 import orjson
 
-from reward_loop._util.capacity import FULL_STATUS
+from reward_loop._util.backoff import Backoff
 from reward_loop._util.retry_after import asked_pause
 from reward_loop._util.transient import RouterCode
 from reward_loop.router.backend import Backend, Route
@@ -18,7 +17,6 @@ from reward_loop.router.client_request import ClientRequest, WaitsFor
 from reward_loop.router.config import RouterConfig
 from reward_loop.router.error_answers import LimitedLog, Refusal, body_too_long
 from reward_loop.router.headers import (
-    BACKEND,
     HOP_BY_HOP,
     NO_WAIT,
     RawHeader,
@@ -47,10 +45,6 @@ _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 _WORTH_A_RETRY = frozenset({429, 500, 502, 503, 504})
 """HTTP statuses that are retried on another server."""
 
-_MOST_REFUSALS = 10
-"""The largest number of times that full servers refuse a request. They may refuse it whatever their load is: it would
-be sent until its time limit, before all others, and each refusal would lower the learned number of places."""
-
 _FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 2.0
 
@@ -75,10 +69,10 @@ class Proxy:
     ============================= ============================================================================
     Attempt ended with            Then
     ============================= ============================================================================
-    429, 503 without Retry-After  while the server works on other requests, it is full: the request waits for a
-                                  free place, see `LearnedCapacity`; after `_MOST_REFUSALS`, the answer is passed on
     429, 500, 502, 503, 504       retried if another server is available and the retry budget allows it;
-                                  else the answer is passed on
+                                  else the answer is passed on. A server that answers 429, or 503 with
+                                  ``Retry-After``, cools down; one that answers 429 or 503 without while it works
+                                  on other requests is full, and stays in use: the client waits
     another status                the answer is passed on
     `StaleError`                  retried without a pause; not counted as a failure
     `ConnectError`                server taken out of use; retried, not counted in `max_attempts`
@@ -128,32 +122,31 @@ class Proxy:
         """
         headers = self._headers_for_servers(client.headers)
         # Before the body is read, so that requests which wait cost no memory.
-        await self.gate.enter()
+        if not self.gate.enter_now():
+            await self.gate.wait()
         try:
-            body = await client.read_body(self._max_body_bytes)
-            if self._pool.several_models and client.path == "/v1/models" and client.method == "GET":
-                client.answer_json(orjson.dumps(merged_models(self._pool)))
+            body = client.received_body(self._max_body_bytes)
+            if body is None:
+                body = await client.read_body(self._max_body_bytes)
+            pool, path = self._pool, client.path
+            if pool.several_models and path == "/v1/models" and client.method == "GET":
+                client.answer_json(orjson.dumps(merged_models(pool)))
                 return
-            await self._serve(client, headers, body)
+            if body or client.method in _WITH_BODY:
+                headers += b"content-length: %d\r\n" % len(body)
+            self.budget.earn()
+            message = client.method.encode(), client.target, headers, body
+            try:
+                destination = route(pool, path, body)
+            except UnknownModelError as unknown:
+                await pool.ask_for_model(unknown.model)
+                # Once more only: a name that is still unknown is the client's error.
+                destination = route(pool, path, body)
+            is_generative = destination.kind == "generative"
+            key = self._policy.key(client.headers, body) if is_generative else None
+            await self._forward(client, message, destination, key)
         finally:
             self.gate.leave()
-
-    async def _serve(self, client: ClientRequest, headers: bytes, body: bytes) -> None:
-        """Route a request, and forward it."""
-        pool, path = self._pool, client.path
-        if body or client.method in _WITH_BODY:
-            headers += b"content-length: %d\r\n" % len(body)
-        self.budget.earn()
-        message = client.method.encode(), client.target, headers, body
-        try:
-            destination = route(pool, path, body)
-        except UnknownModelError as unknown:
-            await pool.ask_for_model(unknown.model)
-            # Once more only: a name that is still unknown is the client's error.
-            destination = route(pool, path, body)
-        is_generative = destination.kind == "generative"
-        key = self._policy.key(client.headers, body) if is_generative else None
-        await self._forward(client, message, destination, key)
 
     def _headers_for_servers(self, headers: list[RawHeader]) -> bytes:
         """Return the header lines that are forwarded to a server.
@@ -187,41 +180,35 @@ class Proxy:
             key: the routing key; see `Policy.key`.
         """
         pool = self._pool
-        loop = asyncio.get_running_loop()
         failed: list[Backend] = []
         broken: list[_Break] = []
-        attempts = refusals = 0
+        attempts = 0
         asked_for_models = False
-        wait = find(client.headers, NO_WAIT) is None
+        pauses: Backoff | None = None
         while True:
             client.waits_for = WaitsFor.SERVER
-            backend = await pool.acquire(route, key, failed, wait=wait)
+            backend = pool.pick(route, key, failed)
+            if backend is None:
+                backend = await pool.acquire(route, key, failed, wait=find(client.headers, NO_WAIT) is None)
             backend.begin()
             client.waits_for = backend.url
-            began, began_at = loop.time(), time.monotonic()
+            began = time.monotonic()
             status = 0
             failure: UpstreamError | None = None
             try:
                 answer = await backend.upstream.request(*message)
                 status = answer.status
-                is_full = status in FULL_STATUS and _asked_pause(answer) is None and pool.is_full(backend)
-                refusals += is_full
-                if is_full and refusals < _MOST_REFUSALS:
-                    answer.close()
-                    continue
-                if is_full:  # the servers may refuse this request whatever their load is: others still get through
-                    retry = False
-                elif status in _WORTH_A_RETRY:
+                retry = False
+                if status in _WORTH_A_RETRY:
                     attempts += 1
                     retry = self._may_retry(backend, answer, route, [*failed, backend], attempts)
                     if status == 500:  # which an engine that dies answers to all its requests
                         try:
-                            await self._refuse_if_two_died(client, broken, backend, began_at)
+                            await self._refuse_if_two_died(client, broken, backend, began)
                         except Refusal:
                             answer.close()
                             raise
                 else:
-                    retry = False
                     if backend.failures or backend.outages:
                         pool.succeeded(backend)
                     if status == 404 and not asked_for_models:
@@ -230,9 +217,12 @@ class Proxy:
                             answer.close()
                             route = other
                             continue
-                answer.headers.append((BACKEND, backend.url.encode()))
+                answer.headers.append(backend.header)
                 if not retry:
-                    await _pass_on(client, answer)
+                    if answer.complete and answer.length is not None and status not in NO_BODY:
+                        client.answer(status, answer.headers, answer.take())
+                    else:
+                        await _pass_on(client, answer)
                     return
                 answer.close()
             except StaleError as error:
@@ -241,7 +231,7 @@ class Proxy:
                 failure = error
             except (ConnectError, BrokenError) as error:
                 failure = error
-                backend.stats.broken += 1
+                backend.broken += 1
                 pool.mark_unhealthy(backend, f"{type(error).__name__}: {error}")
                 # Too late for a retry. `HttpServer` closes the connection: the client must see that a part is missing.
                 if client.started:
@@ -252,16 +242,18 @@ class Proxy:
                 # A ConnectError does not count: the request was not sent, and the server is out of use now.
                 attempts += isinstance(error, BrokenError)
             finally:
-                backend.end(status, loop.time() - began)
-                pool.freed(backend)
+                backend.end(status, time.monotonic() - began)
             failed.append(backend)
             if isinstance(failure, BrokenError) and not isinstance(failure, MovedError):
-                await self._refuse_if_two_died(client, broken, backend, began_at)
+                await self._refuse_if_two_died(client, broken, backend, began)
             if failure and attempts >= self._max_attempts:
                 raise Refusal(502, f"{attempts} connections to servers broke: {pool.describe()}") from failure
             if not isinstance(failure, StaleError):
-                backend.stats.retries += 1
-                await _back_off(len(failed))
+                backend.retries += 1
+                if pauses is None:  # The first retry has no delay.
+                    pauses = Backoff(_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S)
+                else:
+                    await asyncio.sleep(pauses.next_s())
 
     async def _refuse_if_two_died(
         self, client: ClientRequest, broken: list[_Break], backend: Backend, began: float
@@ -299,8 +291,10 @@ class Proxy:
     ) -> bool:
         """Record an error answer of a server; return whether to retry the request on another server."""
         pause = _asked_pause(answer)
+        if answer.status in (429, 503) and pause is None and backend.in_flight > 1:
+            pass  # It is full. It answers others, so it neither cools down nor counts as failing.
         # A server that answers so works, and is busy: it cools down, and does not count as failing.
-        if answer.status == 429 or (answer.status == 503 and pause is not None):
+        elif answer.status == 429 or (answer.status == 503 and pause is not None):
             self._pool.cool_down(backend, _PAUSE_S if pause is None else min(pause, _LONGEST_PAUSE_S))
         else:
             self._pool.failed(backend, f"status {answer.status}")
@@ -316,14 +310,6 @@ class Proxy:
             backend.upstream.break_off(
                 "the server is frozen: its health checks time out", self.budget.spend, MovedError
             )
-
-
-async def _back_off(failures: int) -> None:
-    # The first retry has no delay.
-    if failures > 1:
-        longest = min(_FIRST_BACKOFF_S * 2.0 ** (failures - 2), _LONGEST_BACKOFF_S)
-        # Random, so that the requests of a dead server do not arrive at the next one together.
-        await asyncio.sleep(longest * random.uniform(0.5, 1))
 
 
 async def _pass_on(client: ClientRequest, answer: BackendAnswer) -> None:

@@ -9,7 +9,7 @@ import orjson
 from reward_loop.router.backend import ANY, Route
 from reward_loop.router.config import Kind, RequestKind
 from reward_loop.router.error_answers import Refusal
-from reward_loop.router.pool import BackendGroup, BackendPool
+from reward_loop.router.pool import BackendPool
 
 _KIND_OF_PATH: dict[str, RequestKind] = {
     "/v1/chat/completions": "generative",
@@ -31,6 +31,9 @@ _KIND_OF_PATH: dict[str, RequestKind] = {
 """The kind of request for each known path. Requests with other paths go to any server."""
 
 _ROUTE_OF_PATH = {path: Route(kind=kind) for path, kind in _KIND_OF_PATH.items()}
+
+_WITH_TEXT = ("discriminative", "reranking")
+"""The kinds of requests whose empty texts can crash a server."""
 
 _TEXT_FIELDS = ("text", "input", "input_ids")
 
@@ -70,7 +73,7 @@ def route(pool: BackendPool, path: str, body: bytes) -> Route:
             raise Refusal(503, "the router has no reward model server")
         raise Refusal(400, f"{path} needs a {_needed(kind)} server; available: {_served(pool)}")
     # A long prompt takes longer to parse than all else that the router does with a request.
-    if body and (pool.several_models or _empty_text_can_crash(kind, group)):
+    if body and (pool.several_models or (group.empty_text_can_crash and kind in _WITH_TEXT)):
         return _route_by_body(pool, path, kind, body)
     return destination
 
@@ -99,7 +102,7 @@ def _route_by_body(pool: BackendPool, path: str, kind: RequestKind | None, body:
     group = pool.group(destination)
     if not group.members:
         raise Refusal(400, f"{path} needs a {_needed(kind)} server, which {model!r} is not; available: {_served(pool)}")
-    if _empty_text_can_crash(kind, group) and _has_empty_text(fields):
+    if group.empty_text_can_crash and kind in _WITH_TEXT and _has_empty_text(fields):
         raise Refusal(400, "the text is empty, which can crash the SGLang server")
     return destination
 
@@ -121,12 +124,6 @@ def _card(name: str) -> dict[str, Any]:
 
 def _needed(kind: RequestKind | None) -> Kind:
     return "generative" if kind == "generative" else "discriminative"
-
-
-def _empty_text_can_crash(kind: RequestKind | None, group: BackendGroup) -> bool:
-    return kind in ("discriminative", "reranking") and any(
-        backend.config.engine == "sglang" and backend.config.kind == "discriminative" for backend in group.members
-    )
 
 
 def _has_empty_text(fields: Any) -> bool:

@@ -34,7 +34,7 @@ async def test_requests_and_answers_are_counted_and_idle_is_set_when_the_last_re
     backend.end(0, 5.0)
     assert backend.idle.is_set()
     assert (backend.requests, backend.in_flight) == (2, 0)
-    assert backend.stats.statuses == {200: 1}
+    assert backend.statuses == {200: 1}
 
 
 def server(**answers: tuple[int, Any]) -> Any:

@@ -8,21 +8,27 @@ from reward_loop.router.error_answers import Refusal
 from reward_loop.router.limits import Gate, RetryBudget, TimeLimit
 
 
+async def enter(gate: Gate) -> None:
+    if not gate.enter_now():
+        await gate.wait()
+
+
 async def test_the_gate_lets_in_some_makes_some_wait_in_order_and_refuses_more() -> None:
     gate = Gate(1, 2)
-    await gate.enter()
+    assert gate.enter_now()
     order: list[int] = []
 
-    async def enter(number: int) -> None:
-        await gate.enter()
+    async def arrive(number: int) -> None:
+        await enter(gate)
         order.append(number)
 
-    waiting = [asyncio.create_task(enter(number)) for number in (1, 2)]
+    waiting = [asyncio.create_task(arrive(number)) for number in (1, 2)]
     await asyncio.sleep(0)
     with pytest.raises(Refusal, match="is full") as refused:
-        await gate.enter()
+        await enter(gate)
     assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
     gate.leave()
+    assert not gate.enter_now()  # The place is that of the first one that waits.
     await waiting[0]
     gate.leave()
     await waiting[1]
@@ -31,21 +37,21 @@ async def test_the_gate_lets_in_some_makes_some_wait_in_order_and_refuses_more()
     assert (gate.inside, gate.waiting) == (0, 0)
 
 
-async def test_a_request_that_waits_too_long_is_refused_and_keeps_no_permit() -> None:
+async def test_a_request_that_waits_too_long_is_refused_and_keeps_no_place() -> None:
     gate = Gate(1, 5, max_wait_s=0.01)
-    await gate.enter()
+    assert gate.enter_now()
     with pytest.raises(Refusal, match=r"waited 0.01 s in the queue: 1 requests are in flight") as refused:
-        await gate.enter()
+        await enter(gate)
     assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
     gate.leave()
     assert (gate.inside, gate.waiting) == (0, 0)
-    await gate.enter()
+    assert gate.enter_now()
 
 
-async def test_a_cancelled_waiter_keeps_no_permit() -> None:
+async def test_a_cancelled_waiter_keeps_no_place() -> None:
     gate = Gate(1, 5)
-    await gate.enter()
-    first, second, third = (asyncio.create_task(gate.enter()) for _ in range(3))
+    assert gate.enter_now()
+    first, second, third = (asyncio.create_task(enter(gate)) for _ in range(3))
     await asyncio.sleep(0)
     first.cancel()
     gate.leave()  # `first` is not aware of it yet.

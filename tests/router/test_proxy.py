@@ -254,7 +254,7 @@ async def test_a_client_that_does_not_send_its_body_gets_a_408(begun: bytes) -> 
 async def test_a_request_that_waits_in_the_queue_too_long_gets_a_503() -> None:
     async with serving(silent) as backend:
         router = Router([backend], RouterConfig(request_timeout_s=0.1, max_in_flight=1), well)
-        await router.proxy.gate.enter()
+        assert router.proxy.gate.enter_now()
         async with served_by_router(router) as url:
             status, body = await post(url)
     assert status == 503

@@ -92,7 +92,7 @@ async def test_another_server_is_asked(failure: BackendAnswer | Exception) -> No
     async with calling(Scripted(failure), Scripted(answer(200))) as caller:
         assert [await caller.ask() for _ in range(2)] == [200, 200]
         assert [backend.in_flight for backend in caller.pool.backends] == [0, 0]
-        assert sum(backend.stats.retries for backend in caller.pool.backends) == 1
+        assert sum(backend.retries for backend in caller.pool.backends) == 1
 
 
 async def test_after_a_stale_connection_another_server_is_asked_and_both_stay_in_use() -> None:
@@ -199,3 +199,33 @@ async def test_a_complete_answer_of_unknown_length_gets_its_length() -> None:
 async def test_an_answer_without_a_body_has_no_length(status: int) -> None:
     async with calling(Scripted(answer(status))) as caller:
         assert b"content-length" not in await caller.answer()
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_a_full_server_that_answers_others_stays_in_use_and_its_refusals_are_passed_on(status: int) -> None:
+    is_over = asyncio.Event()
+
+    class Full(Scripted):
+        async def request(self, *request: bytes) -> BackendAnswer:
+            self.asked += 1
+            if self.asked == 1:
+                await is_over.wait()
+                return answer(200)
+            return answer(status)
+
+    async with calling(Full(answer(status)), max_failures=3, health_interval_s=1000) as caller:
+        other = asyncio.create_task(caller.ask())
+        await asyncio.sleep(0)
+        assert [await caller.ask() for _ in range(5)] == [status] * 5
+        [backend] = caller.pool.backends
+        assert (backend.state, backend.cooling_down, backend.failures) == (BackendState.UP, False, 0)
+        is_over.set()
+        assert await other == 200
+
+
+async def test_a_full_server_does_not_keep_requests_from_another_one() -> None:
+    full = Scripted(answer(503))
+    async with calling(full, Scripted(answer(200)), health_interval_s=1000) as caller:
+        caller.pool.backends[0].begin()
+        assert [await caller.ask() for _ in range(6)] == [200] * 6
+        assert (full.asked, caller.pool.backends[0].failures) == (3, 0)
