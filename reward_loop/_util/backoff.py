@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+__all__ = ["Backoff"]
+
 FIRST_S, LONGEST_S = 0.5, 5.0
 """The first and the longest pause in seconds, where no option sets them."""
 
