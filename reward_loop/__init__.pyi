@@ -31,6 +31,7 @@ from reward_loop.managers import NaiveRewardLoopManager as NaiveRewardLoopManage
 from reward_loop.managers import RewardLoopManagerBase as RewardLoopManagerBase
 from reward_loop.managers import register as register
 from reward_loop.scoring import ScoringFunction as ScoringFunction
+from reward_loop.scoring import combine as combine
 from reward_loop.scoring import isolated as isolated
 from reward_loop.scoring import limit as limit
 from reward_loop.scoring import load_function as load_function

@@ -33,7 +33,7 @@ Policy = Literal["raise", "default", "mask"]
 
 MEASURED = ("attempts", "work_s", "wait_s", "queue_s", "outage_s", "total_s")
 """The fields of a `RewardResult` that the reward loop measures. Their keys in ``reward_extra_info`` are
-``reward_<name>``, and those of a component of the manager `composite` ``<component>/<name>``."""
+``reward_<name>``."""
 
 RESERVED_KEYS = frozenset(f"reward_{name}" for name in ("outcome", "masked", "error", "cause", *MEASURED))
 """Keys of ``reward_extra_info`` that the reward loop sets; a function must not return them."""
@@ -42,12 +42,10 @@ PART_KEYS = frozenset({"token_level_scores", "turn_level_scores"})
 """Keys of ``reward_extra_info`` with which a function assigns parts of its reward to positions in the response: one
 number for each token, or one for each turn of the policy. The rest of the reward is assigned to the last token."""
 
-_OF_COMPONENTS = tuple(f"/{name}" for name in MEASURED)
-
 
 def is_returned(key: object) -> bool:
     """Return whether a key of ``reward_extra_info`` comes from the function, and not from the reward loop."""
-    return key not in RESERVED_KEYS and not str(key).endswith(_OF_COMPONENTS)
+    return key not in RESERVED_KEYS
 
 
 def returned_numbers(extra_info: Mapping[str, Any]) -> dict[str, float]:

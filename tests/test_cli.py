@@ -217,8 +217,7 @@ def test_reward_kwargs_are_json_or_text(folder):
         ((*MAPPED, "--export", "/dev/full"), "--export /dev/full: the file is JSONL"),
         ((*MAPPED, "-O", "log_dir=x"), "-O log_dir has no effect: the records are in the folder --output"),
         (("score", "rollouts.csv", "reward.py"), "rollouts.csv: rollouts are JSONL, which may be compressed"),
-        ((*SCORE[:2], "--manager", "composite"), "-O components.NAME.path=file.py:name"),
-        ((*MAPPED, "--manager", "composite"), "-O components.form.path=rewards.py:form"),
+        ((*MAPPED, "--manager", "composite"), "reward_loop.combine"),
         ((*SCORE, "-f", "ground_truth=gt"), "none of the 6 rows can be scored. line 1: no field 'gt'"),
         (
             ("score", "rollouts.jsonl", "sourced.py:compute_score", "-f", "solution_str=output"),
@@ -370,44 +369,12 @@ def test_post_process_scores_gets_the_rows_of_a_group(folder):
     assert sorted(found.values()) == sorted(1 - sizes[row["gts"]] for row in ROWS)
 
 
-COMPOSITE = ("score", "rollouts.jsonl", "-f", "solution_str=output", "-f", "ground_truth=gts", "--manager", "composite")
-RIGHT = ("-O", "components.right.path=reward.py", "-O", "components.right.on_failed=default")
-
-
-@pytest.mark.parametrize(
-    ("command", "stops", "changed", "edited"),
-    [
-        (MAPPED, ("-O", "on_failed=raise"), ("-O", "on_failed=default"), "with another function"),
-        (
-            (*COMPOSITE, "-O", "components.right.path=reward.py"),
-            ("-O", "components.right.on_failed=raise"),
-            ("-O", "components.right.weight=2"),
-            "with another set of components",
-        ),
-    ],
-    ids=["function", "composite"],
-)
-def test_a_run_is_not_resumed_with_other_options_or_an_edited_function(folder, command, stops, changed, edited):
-    assert "rerun the command to resume" in run(*command, *stops, "--concurrency", "1", code=1)
-    assert "with another " in run(*command, *changed, code=2)
+def test_a_run_is_not_resumed_with_other_options_or_an_edited_function(folder):
+    stops = (*MAPPED, "-O", "on_failed=raise")
+    assert "rerun the command to resume" in run(*stops, "--concurrency", "1", code=1)
+    assert "with another " in run(*MAPPED, "-O", "on_failed=default", code=2)
     (folder / "reward.py").write_text(FUNCTION.replace('"5"', '"6"'))
-    assert edited in run(*command, *stops, code=2)
-
-
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [
-        ("components.right.data_sources=math", "components.right.data_sources=code"),
-        ("components.right.phase=train", "components.right.phase=validate"),
-        ('components={"a":{"path":"reward.py","gate":1},"b":{"path":"reward.py"}}',
-         'components={"b":{"path":"reward.py"},"a":{"path":"reward.py","gate":1}}'),
-    ],
-)  # fmt: skip
-def test_a_composite_is_not_resumed_with_components_for_other_rows(folder, first, then):
-    path = () if first.startswith("components={") else ("-O", "components.right.path=reward.py")
-    always = ("-O", "components.always.path=reward.py", "--data-source", "math") if path else ()
-    run(*COMPOSITE, *path, *always, "-O", first)
-    assert "with another set of components" in run(*COMPOSITE, *path, *always, "-O", then, code=2)
+    assert "with another function" in run(*stops, code=2)
 
 
 def test_a_run_is_not_resumed_with_another_end_of_a_long_argument(folder):
@@ -415,13 +382,6 @@ def test_a_run_is_not_resumed_with_another_end_of_a_long_argument(folder):
     score = ("score", "rollouts.jsonl", "graded.py:graded", "-f", "solution_str=output")
     run(*score, "--reward-kwarg", f"rubric={'x' * 2000} good")
     assert "with another function" in run(*score, "--reward-kwarg", f"rubric={'x' * 2000} poor", code=2)
-
-
-def test_a_composite_needs_no_other_function(folder):
-    weight = ("-O", "components.right.weight=2")
-    assert "score mean 1," in run(*COMPOSITE, *RIGHT, *weight)
-    message = "reward.py has no effect: each component has a path of its own"
-    assert message in run(*COMPOSITE, *RIGHT, "reward.py", "-o", "other.jsonl", code=2)
 
 
 MANAGERS = """
@@ -458,12 +418,6 @@ class NoInfo(RewardLoopManagerBase):
 def test_errors_of_a_manager_are_one_message(folder, command, name, message, code):
     (folder / "own.py").write_text(MANAGERS)
     assert message in run(command, *MAPPED[1:], "--manager", f"own.py:{name}", code=code)
-
-
-@pytest.mark.parametrize("command", ["score", "check"])
-def test_components_need_the_manager_composite(folder, command):
-    shown = run(command, *MAPPED[1:], *RIGHT, code=2)
-    assert "reward_loop.components have an effect only with the manager `composite`" in shown
 
 
 def test_invalid_parquet_is_refused(folder):
@@ -547,7 +501,7 @@ def completed(*words):
 def test_shell_completion_offers_commands_managers_policies_and_engines():
     assert completed("sc") == ["score"]
     assert completed("score", "--manager", "d") == ["dapo"]
-    assert completed("check", "--manager", "g") == ["gdpo", "group"]
+    assert completed("check", "--manager", "g") == ["group"]
     assert completed("score", "--isolation", "") == ["thread", "process"]
     assert completed("route", "--policy", "a") == ["affinity"]
     assert "http://a:1,engine=sglang" in completed("route", "-w", "http://a:1,engine=")

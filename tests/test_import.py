@@ -44,6 +44,7 @@ PUBLIC = [
     "TransientError",
     "UnscoredError",
     "__version__",
+    "combine",
     "isolated",
     "limit",
     "load_function",

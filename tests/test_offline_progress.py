@@ -8,11 +8,10 @@ from rich.console import Console
 
 import reward_loop
 from reward_loop import NaiveRewardLoopManager
-from reward_loop.managers import CompositeRewardLoopManager
 from reward_loop.offline.fields import Fields
 from reward_loop.offline.folder import ScoredFolder
 from reward_loop.offline.inputs import Inputs
-from reward_loop.offline.run import LINE_S, RunUsage, ScoringProgress, score_rows, usage_of
+from reward_loop.offline.run import LINE_S, ScoringProgress, score_rows
 
 
 class Clock:
@@ -76,17 +75,3 @@ def test_tokens_and_cost_are_left_out_if_no_call_has_reported_them(tmp_path):
     out = io.StringIO()
     manager = NaiveRewardLoopManager({"log_dir": str(tmp_path / "out")}, compute_score=lambda solution_str: None)
     assert score(tmp_path, manager, Console(file=out), Clock()).detail() == "0 failed"
-
-
-async def test_the_usage_of_a_composite_counts_each_call_once(tmp_path):
-    (tmp_path / "judge.py").write_text(
-        "import reward_loop\n"
-        "async def compute_score(solution_str):\n"
-        "    async with reward_loop.limit('judge') as lease:\n"
-        "        lease.used(tokens=1000, cost=0.25)\n"
-        "    return 1\n"
-    )
-    path = f"{tmp_path}/judge.py"
-    manager = CompositeRewardLoopManager({**LIMITS, "components": {"a": {"path": path}, "b": {"path": path}}})
-    await manager.run_single(reward_loop.RewardSample("x"))
-    assert usage_of(manager) == RunUsage(2000, 0.5)

@@ -29,7 +29,6 @@ from pydantic.fields import FieldInfo
 from reward_loop.config import (
     BatchConfig,
     BudgetConfig,
-    ComponentConfig,
     Config,
     GroupConfig,
     HealthConfig,
@@ -55,7 +54,6 @@ GROUPS: dict[str, type[Config]] = {
     "reward_loop": RewardLoopConfig,
     "reward_loop.batch": BatchConfig,
     "reward_loop.budget": BudgetConfig,
-    "reward_loop.components.NAME": ComponentConfig,
     "reward_loop.group": GroupConfig,
     "reward_loop.health": HealthConfig,
     "reward_loop.limits.NAME": LimitConfig,

@@ -142,8 +142,7 @@ class AdapterConfig(Config):
     """The options of an adapter: a YAML or JSON file, or a mapping."""
 
     function: str | None = None
-    """The reward function: ``file.py:name`` or ``package.module:name``. Not needed for a ``composite`` whose components
-    have a path each."""
+    """The reward function: ``file.py:name`` or ``package.module:name``."""
 
     manager: str = "naive"
     """The name or the import path of the reward manager."""

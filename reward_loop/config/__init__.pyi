@@ -8,7 +8,6 @@ from reward_loop.limits.options import LimitConfig as LimitConfig
 from reward_loop.limits.options import ModelConfig as ModelConfig
 from reward_loop.limits.options import RetryConfig as RetryConfig
 from reward_loop.managers.options import BatchConfig as BatchConfig
-from reward_loop.managers.options import ComponentConfig as ComponentConfig
 from reward_loop.managers.options import GroupConfig as GroupConfig
 from reward_loop.managers.options import RewardLoopConfig as RewardLoopConfig
 from reward_loop.records.options import RecordConfig as RecordConfig

@@ -5,28 +5,15 @@ from __future__ import annotations
 from reward_loop.limits.local import FailureBound
 from reward_loop.managers.base import RewardLoopManagerBase, scoring_function
 from reward_loop.managers.batch import BatchRewardLoopManager, GroupRewardLoopManager
-from reward_loop.managers.builtin import (
-    DAPORewardLoopManager,
-    GDPORewardLoopManager,
-    NaiveRewardLoopManager,
-    PrimeRewardLoopManager,
-    RateLimitedRewardLoopManager,
-    RemoteRewardLoopManager,
-)
-from reward_loop.managers.composite import CompositeRewardLoopManager
+from reward_loop.managers.builtin import DAPORewardLoopManager, NaiveRewardLoopManager
 from reward_loop.managers.registry import get, register
 
 __all__ = [
     "BatchRewardLoopManager",
-    "CompositeRewardLoopManager",
     "DAPORewardLoopManager",
     "FailureBound",
-    "GDPORewardLoopManager",
     "GroupRewardLoopManager",
     "NaiveRewardLoopManager",
-    "PrimeRewardLoopManager",
-    "RateLimitedRewardLoopManager",
-    "RemoteRewardLoopManager",
     "RewardLoopManagerBase",
     "get",
     "register",

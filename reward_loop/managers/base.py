@@ -131,11 +131,6 @@ class RewardLoopManagerBase:
         if verl_options(config, "actor_rollout_ref") is None or verl_options(config, "reward_model.use_reward_loop"):
             return
         on = "set reward_model.use_reward_loop=True"
-        if phased := [name for name, component in self.options.components.items() if component.phase]:
-            raise ConfigError(
-                f"reward_loop.components.{phased[0]}.phase: in verl's own reward loop it is not known whether a sample "
-                f"belongs to a validation: {on}, or leave the option out"
-            )
         if self.needs_group:
             rollout, workers = verl_options(config, "actor_rollout_ref.rollout") or {}, "reward.num_workers"
             if (number := verl_options(config, workers) or 1) > 1:
@@ -229,15 +224,10 @@ class RewardLoopManagerBase:
         """The provided arguments that the user's functions declare without a default."""
         return frozenset().union(*(function.requires for function in self._functions()))
 
-    # Not in the constructor: a composite creates its functions after that of the base class.
     @functools.cached_property
     def _takes(self) -> frozenset[str]:
         """The arguments that the user's functions receive, if the sample has them."""
         return frozenset().union(*(getattr(function, "takes", ()) for function in self._functions()))
-
-    def _requires_of(self, data_source: str, validate: bool | None) -> frozenset[str]:
-        """The provided arguments without a default of the functions that score such a sample."""
-        return self.requires
 
     def _functions(self) -> Collection[Any]:
         """The scoring functions that the manager calls."""
@@ -272,12 +262,11 @@ class RewardLoopManagerBase:
         extra_info["rollout_reward_scores"] = row.get("reward_scores", {})
         reference = _mapping(row, "reward_model", broken)
         source, validate = str(row.get("data_source", "")), row.get(VALIDATE)
-        # `None` is not `False`: components for one phase refuse samples whose phase is unknown.
         validate = None if validate is None else bool(validate)
         error = None
         if broken:
             error = broken[0]
-        elif "ground_truth" not in reference and "ground_truth" in self._requires_of(source, validate):
+        elif "ground_truth" not in reference and "ground_truth" in self.requires:
             error = 'its row has no non_tensor_batch["reward_model"]["ground_truth"], which the function requires'
         elif "data_source" not in row and "data_source" in self.requires:
             error = 'its row has no non_tensor_batch["data_source"], which the function requires'

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
 from pydantic import Field
 
 from reward_loop.config import Config, HealthConfig
@@ -31,50 +29,6 @@ class GroupConfig(Config):
     timeout: float = Field(default=600.0, gt=0)
     """Seconds from the first sample of a group to the last, where nobody reports the samples that will not come: verl's
     own reward loop, single requests. After that, an incomplete group fails."""
-
-
-class ComponentConfig(Config):
-    """One of the rewards of the manager ``composite``."""
-
-    path: str | None = None
-    """The function, as in ``custom_reward_function``: a file, ``pkg://module``, or ``reward.py:accuracy``. By default
-    the function of the run: ``custom_reward_function``, or verl's function for the data source."""
-
-    name: str | None = None
-    """The name of the function, if `path` does not contain it. By default ``compute_score``."""
-
-    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the function, or of its class."""
-
-    data_sources: str | tuple[str, ...] | None = None
-    """The data sources whose samples it scores: names, or patterns such as ``math*``. ``others`` are those that no
-    other component names. By default it scores all samples."""
-
-    phase: Literal["train", "validate"] | None = None
-    """``train``: it scores only the samples of training; ``validate``: only those of validations. By default both."""
-
-    weight: float = Field(default=1.0, allow_inf_nan=False)
-    """The factor of its score in the sum of the scores."""
-
-    gate: float | None = Field(default=None, allow_inf_nan=False)
-    """A threshold: the components after this one are called, and count, only if its score is at least this number."""
-
-    timeout: float | None = Field(default=None, gt=0)
-    """Seconds from the start of the function to its deadline. By default the value of the run's options, as for the
-    policies below."""
-
-    limit: str = "default"
-    """The name of the entry of ``reward_loop.limits`` for its calls."""
-
-    on_failed: Policy | None = None
-    """For samples for which this function fails: ``raise`` stops the run, ``default`` uses `default_score` as its
-    score, ``mask`` excludes the sample from training."""
-
-    on_unscored: Policy | None = None
-    """The same choice for samples for which this function returns ``None``."""
-
-    default_score: float | None = Field(default=None, allow_inf_nan=False)
-    """Its score under the policy ``default``."""
 
 
 class RewardLoopConfig(ScoringOptions):
@@ -109,6 +63,3 @@ class RewardLoopConfig(ScoringOptions):
 
     group: GroupConfig = Field(default_factory=GroupConfig)
     """For the manager ``group``."""
-
-    components: dict[str, ComponentConfig] = Field(default_factory=dict)
-    """For the manager ``composite``: its rewards by name, in the order in which gates apply."""

@@ -10,6 +10,7 @@ from reward_loop import managers
 from reward_loop._util.text import shorten
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.managers.options import RewardLoopConfig
+from reward_loop.managers.registry import with_options_of
 from reward_loop.scoring import load_function
 from reward_loop.types import Reward, RewardResult, finite_number
 
@@ -19,9 +20,9 @@ class Scorer:
     """A reward manager, and the user's function that it calls."""
 
     loaded: Any
-    """The loaded function; ``None`` if each component of a composite has its own function."""
+    """The loaded function."""
     function: Any
-    """The scoring function that calls the loaded function; ``None`` as for `loaded`."""
+    """The scoring function that calls it."""
     manager: Any
     requires: frozenset[str]
     """The fields of a sample that the function requires."""
@@ -40,8 +41,7 @@ def load_scorer(
     """Load a function, and create the manager that calls it.
 
     Args:
-        spec: the function, or its name: ``file.py:name`` or ``package.module:name``. ``None`` if each component of a
-            composite has its own.
+        spec: the function, or its name: ``file.py:name`` or ``package.module:name``.
         manager: name or import path of the manager.
         options: the options of the run.
         reward_kwargs: configured arguments of the function.
@@ -49,20 +49,12 @@ def load_scorer(
 
     Raises:
         ConfigError: the manager does not exist or cannot be created, or its options are invalid; the function is
-            missing, or would have no effect because each component has its own; there are components without a
-            composite; the manager is ``dapo``, whose options only verl's configuration has.
+            missing; the manager is ``dapo``, whose options only verl's configuration has.
         FunctionLoadError: a function cannot be found, or cannot be called with the arguments of the reward loop.
     """
     cls: Any = managers.get(manager)
-    is_composite = issubclass(cls, managers.CompositeRewardLoopManager)
-    if options.components and not is_composite:
-        raise ConfigError("reward_loop.components have an effect only with the manager `composite`")
-    components = options.components.values()
-    if spec is None and not components:
-        instead = ", or a path for each component: -O components.NAME.path=file.py:name" if is_composite else ""
-        raise ConfigError(f"name the function: file.py:name or package.module:name{instead}")
-    if spec is not None and components and all(component.path for component in components):
-        raise ConfigError(f"{spec} has no effect: each component has a path of its own. Leave it out")
+    if spec is None:
+        raise ConfigError("name the function: file.py:name or package.module:name")
     if not options.skip_special_tokens and tokenizer is None:
         raise ConfigError(
             "skip_special_tokens=False has an effect only in a verl run: here the responses are texts already. Leave "
@@ -74,12 +66,9 @@ def load_scorer(
             "it would add no penalty here. Use `naive`; for the penalty, your function can take the argument "
             "response_ids"
         )
-    if issubclass(cls, managers.RewardLoopManagerBase):
-        options = cls.read_options(options)  # also used for the function: a manager may set limits
+    options = with_options_of(manager, options)
     loaded = load_function(spec) if isinstance(spec, str) else spec
-    function = None
-    if loaded is not None:
-        function = managers.scoring_function(cls, loaded, options, reward_kwargs=reward_kwargs)
+    function = managers.scoring_function(cls, loaded, options, reward_kwargs=reward_kwargs)
     try:
         made = cls(
             config=options,
@@ -93,7 +82,7 @@ def load_scorer(
     # `SystemExit`, too: a class of the user that calls `sys.exit` would end the command without a message.
     except (Exception, SystemExit) as error:
         raise ConfigError(f"the manager {manager} cannot be created: {type(error).__name__}: {error}") from error
-    requires = getattr(made, "requires", function.requires if function is not None else frozenset())
+    requires = getattr(made, "requires", function.requires)
     return Scorer(loaded, function, made, requires)
 
 
@@ -122,12 +111,6 @@ async def reward_of(manager: Any, sample: Any, name: object) -> Reward:
         return reward
     cause = f"returned {shorten(reward)}, not a dict with reward_score and reward_extra_info"
     raise RewardLoopError(f"{name}: {type(manager).__name__}.run_single {cause}")
-
-
-def functions_of(manager: Any) -> list[Any]:
-    """Return the scoring functions of a manager: its own, and those of a composite's components."""
-    found = [getattr(manager, "function", None), *getattr(manager, "functions", {}).values()]
-    return [function for function in found if function is not None]
 
 
 def scores_groups(manager: Any) -> bool:

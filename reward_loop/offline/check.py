@@ -42,10 +42,10 @@ _ADVICE = {
 
 @dataclass(slots=True)
 class CheckReport:
-    """The report on a function, or on all functions of a composite."""
+    """The report on a function."""
 
     functions: list[Callee]
-    """The function, or the functions of the components of a composite."""
+    """The function."""
     is_batched: bool = False
     """Whether it is a batch function, which is called with all samples at once."""
     rows: list[CheckedRow] = field(default_factory=list)
@@ -79,7 +79,7 @@ async def check(
 
     Args:
         function: the function, in any form that `ScoringFunction` takes. For managers such as `batch` and `group`, a
-            batch function. ``None`` if each component of a composite has its own.
+            batch function.
         samples: a few samples like those of a run.
         reward_kwargs: configured arguments of the function.
         manager: the reward manager, by name or import path.
@@ -111,13 +111,13 @@ async def check(
         concurrency=concurrency,
     )
     calls = calls_with(options=options)
-    stuck_s = min([_STUCK_S, *(one.timeout for one in calls.functions.values() if one.timeout)])
+    stuck_s = min(_STUCK_S, calls.function.timeout or _STUCK_S)
     checks = _Checks(calls, samples, concurrency, max_blocked_s, stuck_s, on_stuck)
     in_worker = None
     if in_process and checks.scores_by_rule and not calls.in_processes:
         isolated = options.model_copy(update={"isolation": "process", "max_processes": 1})
         in_worker = functools.partial(calls_with, options=isolated)
-    report = CheckReport(calls.callees(), calls.is_batched)
+    report = CheckReport([calls.callee()], calls.is_batched)
     rounds: list[tuple[str, Callable[[], Awaitable[list[Finding]]]]] = [
         ("the samples", checks.samples_score),
         ("the samples again", checks.scores_again),
@@ -303,10 +303,8 @@ class _Checks:
             "a huge response": (text * (_HUGE_CHARACTERS // len(text) + 1))[:_HUGE_CHARACTERS],
             "a malformed response": _MALFORMED,
         }
-        functions = self.calls.functions.values()
-        timeouts = [function.timeout for function in functions]
-        for function in functions:
-            function.timeout = min(function.timeout or _HUGE_TIMEOUT_S, _HUGE_TIMEOUT_S)
+        function, timeout = self.calls.function, self.calls.function.timeout
+        function.timeout = min(timeout or _HUGE_TIMEOUT_S, _HUGE_TIMEOUT_S)
         found = []
         full = self.known[0].score if self.known else math.inf
         # The huge response repeats an answer, which may be right.
@@ -327,8 +325,7 @@ class _Checks:
                 else:
                     found.append(Finding(name, "ok", f"{row.shown}, in {duration(row.seconds)}"))
         finally:
-            for function, timeout in zip(functions, timeouts, strict=True):
-                function.timeout = timeout
+            function.timeout = timeout
         return found
 
     async def _round(self) -> list[CheckedRow]:

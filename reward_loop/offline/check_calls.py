@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 from reward_loop._util.event_loops import line_on_loop
 from reward_loop.config import RewardLoopConfig
-from reward_loop.managers import CompositeRewardLoopManager
 from reward_loop.managers.scorer import load_scorer, reward_of
 from reward_loop.offline.run import for_each
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
@@ -30,7 +29,7 @@ class Callee:
     """A function that the check calls."""
 
     name: str
-    """Name and file of the function. For a composite, the name of the component precedes them."""
+    """Name and file of the function."""
     is_async: bool
     in_processes: bool
 
@@ -71,7 +70,7 @@ class Finding:
 
 
 class Calls:
-    """Calls the function, or the functions of all components of a composite.
+    """Calls the function.
 
     Args are those of `check`, with the number of samples: a batch function receives all of them in one call.
     """
@@ -108,25 +107,19 @@ class Calls:
         self.is_batched = getattr(self._manager, "function_type", ScoringFunction) is ListScoringFunction
         self._of_groups = getattr(self._manager, "needs_group", False)
         self._groups = itertools.count()
-        is_composite = isinstance(self._manager, CompositeRewardLoopManager)
-        self.functions: dict[str, Any] = self._manager.functions if is_composite else {"": scorer.function}
-        """The functions by name of their component; the name is empty if the manager is not a composite."""
-        self.requires: frozenset[str] = frozenset().union(*(one.requires for one in self.functions.values()))
-        """The fields of a sample that the functions require."""
-        self.is_async = any(one.is_async for one in self.functions.values())
-        self.in_processes = any(one.in_processes for one in self.functions.values())
+        self.function: Any = scorer.function
+        self.requires: frozenset[str] = self.function.requires
+        """The fields of a sample that the function requires."""
+        self.is_async: bool = self.function.is_async
+        self.in_processes: bool = self.function.in_processes
 
-    def callees(self) -> list[Callee]:
-        """Return the called functions, for the report."""
-        return [
-            Callee(f"{name}: {one.name}" if name else one.name, one.is_async, one.in_processes)
-            for name, one in self.functions.items()
-        ]
+    def callee(self) -> Callee:
+        """Return the called function, for the report."""
+        return Callee(self.function.name, self.is_async, self.in_processes)
 
     def close(self) -> None:
-        """Stop the worker processes of all functions."""
-        for function in self.functions.values():
-            function.close()
+        """Stop the worker processes of the function."""
+        self.function.close()
 
     async def run(self, samples: Sequence[RewardSample]) -> list[CheckedRow]:
         """Score samples at the same time; a batch function receives all of them in one call."""
@@ -148,13 +141,12 @@ class Calls:
     async def _run_one(self, sample: RewardSample) -> CheckedRow:
         result = RewardResult.of(await reward_of(self._manager, sample, str(sample.uid)), sample.uid)
         info = result.extra_info
-        scored = {f"{name}/outcome" for name in self.functions if info.get(f"{name}/outcome") == "scored"}
         return CheckedRow(
             sample.uid or "",
             result.outcome,
             result.reward,
             result.work_s,
-            {name: value for name, value in info.items() if is_returned(name) and name not in scored},
+            {name: value for name, value in info.items() if is_returned(name)},
             result.error or "",
         )
 

@@ -20,7 +20,7 @@ from reward_loop._util.standard_streams import console, reserve_stdout
 from reward_loop._util.text import cut, duration, shorten
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, FunctionLoadError
-from reward_loop.managers.scorer import functions_of, load_scorer
+from reward_loop.managers.scorer import load_scorer
 from reward_loop.offline import check as dry_run
 from reward_loop.offline import cli_options
 from reward_loop.offline.check import AWAIT, CheckReport
@@ -38,8 +38,8 @@ def check(
         list[str],
         typer.Argument(
             metavar="[FUNCTION] FILE",
-            help="The reward function, [cyan]file.py:name[/] or [cyan]package.module:name[/] (left out if all "
-            "components of a composite have paths), and the rollouts, in any format of [cyan]reward-loop score[/].",
+            help="The reward function, [cyan]file.py:name[/] or [cyan]package.module:name[/], and "
+            " the rollouts, in any format of [cyan]reward-loop score[/].",
             show_default=False,
         ),
     ],
@@ -65,12 +65,9 @@ def check(
     blocks the event loop, results that differ from call to call, or between
     threads and processes, and right answers that score no more than wrong ones.
 
-    [bold]Examples[/]
+    [bold]Example[/]
 
       reward-loop check reward.py:compute_score rollouts.jsonl -f solution_str=output -f ground_truth=gts
-
-      reward-loop check --manager composite rollouts.jsonl -O components.form.path=rewards.py:form
-      -O components.form.weight=0.1 -O components.accuracy.path=rewards.py:accuracy
 
     With 8 rows, the function is called about 75 times; requests to a paid judge
     cost money. Its output goes to stderr.
@@ -105,9 +102,10 @@ def check(
                 _show(report, console(stdout))
 
         def end_stuck(line: str) -> None:
-            callees = [Callee(one.name, one.is_async, one.in_processes) for one in functions_of(scorer.manager)]
+            function = scorer.function
+            callee = Callee(function.name, function.is_async, function.in_processes)
             text = f"{line} does not let the event loop run, and no deadline holds: the check ended. Fix: {AWAIT}"
-            show(CheckReport(callees, findings=[Finding("event loop", "problem", text)]))
+            show(CheckReport([callee], findings=[Finding("event loop", "problem", text)]))
             stdout.flush()
             os._exit(1)  # the thread of the event loop cannot be interrupted
 

@@ -44,8 +44,7 @@ Manager = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="The reward manager: batch, composite, dapo, gdpo, group, limited, naive, prime, rate_limited, remote, or "
-        "an import path.",
+        help="The reward manager: batch, dapo, group, naive, prime, rate_limited, remote, or an import path.",
         autocompletion=_complete_manager,
     ),
 ]

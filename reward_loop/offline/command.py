@@ -17,7 +17,7 @@ from reward_loop._util.standard_streams import console, reserve_stdout
 from reward_loop._util.text import counted, duration, rounded
 from reward_loop.config import RecordConfig, RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError
-from reward_loop.managers.scorer import Scorer, functions_of, load_scorer
+from reward_loop.managers.scorer import Scorer, load_scorer
 from reward_loop.offline import cli_options
 from reward_loop.offline.fields import Fields, check_fields
 from reward_loop.offline.folder import MAX_BYTES, ScoredFolder, check_export
@@ -26,13 +26,8 @@ from reward_loop.offline.inputs import Inputs, is_compressed
 from reward_loop.offline.report import Price, Report
 from reward_loop.offline.report_command import outcomes_of, show_report
 from reward_loop.offline.run import RunUsage, ScoringProgress, score_rows, usage_of
-from reward_loop.scoring import load_function
 from reward_loop.scoring.load import source_hash
 from reward_loop.types import Outcome
-
-_DECIDES = {"path", "name", "reward_kwargs", "data_sources", "phase", "weight", "gate", "on_failed", "on_unscored"}
-_DECIDES |= {"default_score"}
-"""The options of a component that affect a score."""
 
 _err = console(stderr=True)
 
@@ -44,8 +39,8 @@ def score(
         typer.Argument(
             metavar="[FUNCTION] FILE",
             help="The reward function, [cyan]file.py:name[/], [cyan]package.module:name[/] or a ready judge such as "
-            "[cyan]judge:rubric[/] (left out where each component of a composite has a path), and the rollouts: JSONL, "
-            "also compressed (.gz, .zst, .bz2), parquet by its suffix, a folder (records, or verl's rollout dumps), or "
+            "[cyan]judge:rubric[/], and the rollouts: JSONL, also "
+            "compressed (.gz, .zst, .bz2), parquet by its suffix, a folder (records, or verl's rollout dumps), or "
             "a pattern such as [cyan]'dumps/*.jsonl'[/].",
             show_default=False,
         ),
@@ -137,9 +132,7 @@ def score(
         scorer = load_scorer(fn, manager, config, reward_kwargs=reward_kwargs, router_address=router_address)
         fields = Fields(paths, data_source=data_source, requires=scorer.requires)
         check_fields(source.rows(), source.name, fields)
-        if isolation == "process" and not any(
-            getattr(function, "in_processes", False) for function in functions_of(scorer.manager)
-        ):
+        if isolation == "process" and not scorer.function.in_processes:
             _err.print("note: --isolation process has no effect: only sync functions run in processes")
         identity = {
             "input": source.identity(),
@@ -236,7 +229,7 @@ def _identity(
 
     Options that affect only the speed are left out, so that they may change when a run is resumed.
     """
-    identity = {
+    return {
         "function": {
             "name": spec,
             "sha256": source_hash(scorer.loaded),
@@ -246,17 +239,6 @@ def _identity(
         "field mapping": {**paths, "data_source constant": data_source},
         "policy": [config.on_failed, config.on_unscored, config.default_score],
     }
-    if config.components:
-        identity["set of components"] = components = {}
-        gates: list[str] = []
-        for name, component in config.components.items():
-            components[name] = {
-                **component.model_dump(mode="json", include=_DECIDES),
-                "sha256": component.path and source_hash(load_function(component.path, component.name)),
-                "gates before it": [*gates] or None,
-            }
-            gates += [name] if component.gate is not None else []
-    return identity
 
 
 def _show(report: Report, run: Mapping[str, Any], prices: Price | None, out: Console) -> None:

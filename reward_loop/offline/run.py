@@ -26,7 +26,7 @@ from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.limits import LocalLimits
 from reward_loop.managers import RewardLoopManagerBase
 from reward_loop.managers.failures import Failures, on_one_line
-from reward_loop.managers.scorer import functions_of, reward_of
+from reward_loop.managers.scorer import reward_of
 from reward_loop.offline.fields import Fields
 from reward_loop.offline.folder import ScoredFolder
 from reward_loop.offline.inputs import Inputs
@@ -191,8 +191,8 @@ class RunUsage:
 
 
 def usage_of(manager: Any) -> RunUsage:
-    """Return the tokens and the cost of the calls of a manager's functions."""
-    holders = (manager, *functions_of(manager))
+    """Return the tokens and the cost of the calls of a manager's function."""
+    holders = (manager, getattr(manager, "function", None))
     found = {id(limits): limits for holder in holders if (limits := getattr(holder, "limits", None)) is not None}
     if not all(isinstance(limits, LocalLimits) for limits in found.values()):
         return RunUsage(None, None)

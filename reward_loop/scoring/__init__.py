@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from reward_loop.limits.lease import limit
+from reward_loop.scoring.combine import combine
 from reward_loop.scoring.functions import ListScoringFunction, ScoringFunction
 from reward_loop.scoring.isolation import isolated
 from reward_loop.scoring.load import load_function, load_object
@@ -11,6 +12,7 @@ from reward_loop.scoring.results import normalise
 __all__ = [
     "ListScoringFunction",
     "ScoringFunction",
+    "combine",
     "isolated",
     "limit",
     "load_function",

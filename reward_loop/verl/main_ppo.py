@@ -20,7 +20,6 @@ from omegaconf import DictConfig, OmegaConf
 from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.managers import RewardLoopManagerBase, scoring_function
-from reward_loop.scoring import ScoringFunction, load_function
 from reward_loop.serving.models import architectures, model_kind
 from reward_loop.verl.installed import VerlVersionError, check_version, installed_version
 from reward_loop.verl.options import RewardSettings, resolve
@@ -133,24 +132,13 @@ def check_function(settings: RewardSettings) -> None:
 
     Raises:
         FunctionLoadError: the function cannot be loaded, or requires an argument that the reward loop does not provide.
-        ConfigError: the manager cannot be loaded, is not one, or needs a function; or a component has a
-            ``post_process_scores`` that would not be called.
+        ConfigError: the manager cannot be loaded, is not one, or needs a function.
     """
     function = None if settings.function is None else settings.function.load()  # may register the manager
     manager = settings.manager.load()
     ours = isinstance(manager, type) and issubclass(manager, RewardLoopManagerBase)
     if settings.function is not None and ours and not isinstance(function, type):
         scoring_function(manager, function, settings.options, reward_kwargs=settings.function.kwargs)
-    for key, component in settings.options.components.items():
-        if component.path:
-            function = load_function(component.path, component.name)
-            if hasattr(function, "post_process_scores"):
-                raise ConfigError(
-                    f"reward_loop.components.{key}: post_process_scores of a component is not called, only that of "
-                    "custom_reward_function. Remove the method, or normalise in compute_score"
-                )
-            if not isinstance(function, type):
-                ScoringFunction(function, reward_kwargs=component.reward_kwargs)
 
 
 def _check_model(settings: RewardSettings, model: RewardModelConfig) -> None:

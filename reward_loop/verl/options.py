@@ -26,7 +26,7 @@ from reward_loop.config import Config, RewardLoopConfig, RewardModelConfig, pars
 from reward_loop.errors import ConfigError
 from reward_loop.managers import RewardLoopManagerBase
 from reward_loop.managers import get as get_manager
-from reward_loop.managers.registry import names as manager_names
+from reward_loop.managers.registry import OPTIONS, is_known
 from reward_loop.scoring import load_function
 from reward_loop.verl.installed import verls_defaults
 from reward_loop.verl.reward_model import read_reward_model
@@ -151,7 +151,7 @@ class ManagerName:
         """
         if self.source == "importlib":
             return get_manager(f"{self.module or ''}:{self.name}")
-        return get_manager(self.name) if ":" in self.name or self.name in manager_names() else None
+        return get_manager(self.name) if ":" in self.name or is_known(self.name) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +193,7 @@ class RewardSettings:
     @property
     def scores_by_model(self) -> bool:
         """Whether the reward is the reward model's logit: the user has set neither a function nor a manager."""
-        own = self.manager.is_import_path or self.manager.name == "composite"
-        return self.model is not None and self.function is None and not own
+        return self.model is not None and self.function is None and not self.manager.is_import_path
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Compressed: Ray passes an argument of at most 100 KB by value. It keeps a larger one in its object store, and
@@ -264,6 +263,7 @@ def resolve(config: DictConfig) -> RewardSettings:
             _move(config, old, new)
         if config.reward_model.reward_loop_module_path is not None and config.reward_model.reward_loop_source is None:
             config.reward.reward_manager.source = "importlib"
+        _name_manager(config)
         if (wanted := config.pop("mini_batch_pipeline", None)) is not None:
             _choose_pipeline(config, wanted)
         if config.reward_loop.log_dir is not None:
@@ -300,6 +300,67 @@ def _move(config: DictConfig, old: str, new: str) -> None:
     OmegaConf.update(config, new, value, force_add=True)
 
 
+class RateLimits(Config):
+    """verl's options for its manager ``rate_limited``, in the group ``reward``."""
+
+    max_concurrent: int = Field(default=1, ge=1)
+    """The maximum number of calls in flight."""
+
+    max_rpm: int | None = Field(default=None, ge=1)
+    """The maximum number of calls started per minute."""
+
+    max_tpm: int | None = Field(default=None, ge=1)
+    """The maximum number of tokens per minute, of the calls started in it."""
+
+    estimated_tokens_per_request: int = Field(default=2000, ge=1)
+    """The estimated tokens of a call, used until `reward_loop.client` or ``lease.used`` reports the actual number."""
+
+    timeout: float | None = Field(default=None, gt=0)
+    """Seconds from the start of the function to its deadline; by default ``reward_loop.timeout``."""
+
+
+PRIME_PROCESSES = 64
+"""The number of processes that verl's manager ``prime`` starts."""
+
+
+def _name_manager(config: DictConfig) -> None:
+    """Replace a name of verl's for `naive` with other options by these options, and by ``naive``.
+
+    The limits of verl's ``rate_limited`` become ``reward_loop.limits.default``, which all workers share. In verl they
+    apply to each worker.
+    """
+    named, options = config.reward.reward_manager, config.reward_loop
+    if named.source != "register" or named.name not in OPTIONS:
+        return
+    if named.name == "rate_limited":
+        given = {name: config.reward[name] for name in RateLimits.model_fields if config.reward.get(name) is not None}
+        own = parse(RateLimits, given, "reward")
+        options.timeout = own.timeout or options.timeout
+        if "default" not in options.limits:
+            options.limits.default = _limit(own)
+        elif limits := sorted(given.keys() - {"timeout"}):
+            raise ConfigError(f"reward.{limits[0]} contradicts reward_loop.limits.default: give one of them")
+    else:
+        options.isolation = "process"
+        if named.name == "prime" and options.max_processes is None:
+            options.max_processes = max(1, PRIME_PROCESSES // max(1, config.reward.num_workers))
+    named.name = "naive"
+
+
+def _limit(given: RateLimits) -> dict[str, int | None]:
+    if given.max_tpm is not None and given.estimated_tokens_per_request > given.max_tpm:
+        raise ConfigError(
+            f"reward.estimated_tokens_per_request={given.estimated_tokens_per_request} is more than "
+            f"reward.max_tpm={given.max_tpm}: no call could ever start"
+        )
+    return {
+        "max_concurrent": given.max_concurrent,
+        "requests_per_minute": given.max_rpm,
+        "tokens_per_minute": given.max_tpm,
+        "estimated_tokens_per_request": given.estimated_tokens_per_request,
+    }
+
+
 def _choose_pipeline(config: DictConfig, wanted: Any) -> None:
     """Translate the top-level option ``mini_batch_pipeline`` of verl's recipe into the mode ``reward_pipeline``."""
     mode = config.trainer.v1.trainer_mode
@@ -328,7 +389,6 @@ def read(config: DictConfig) -> RewardSettings:
         kwargs = custom.get("reward_kwargs")
         function = FunctionName(custom.path, name, None if kwargs is None else OmegaConf.to_container(kwargs))
     manager = ManagerName(reward.reward_manager.name, reward.reward_manager.source, reward.reward_manager.module.path)
-    cls = get_manager(manager.name) if manager.name in manager_names() else RewardLoopManagerBase
     mode = read_mode(config)
     if mode.pipeline is not None:
         _check_pipeline(config)
@@ -336,7 +396,7 @@ def read(config: DictConfig) -> RewardSettings:
         _check_queue(config, mode.queue)
     settings = RewardSettings(
         config=config,
-        options=cls.read_options(config),
+        options=RewardLoopManagerBase.read_options(config),
         manager=manager,
         function=function,
         num_workers=reward.num_workers,

@@ -84,21 +84,16 @@ class _Requests:
 def longest_quiet_s(options: RewardLoopConfig, *, by_group: bool) -> float | None:
     """Return how many seconds may pass without a reward while samples are being scored; ``None`` if there is no bound.
 
-    See `longest_call_s`. The components of a composite may run one after the other, and an incomplete group fails only
-    after its timeout. The samples of a worker that dies start again when it has restarted, within
-    ``worker_answer_timeout_s``. In an outage, all samples wait.
+    See `longest_call_s`. An incomplete group fails only after its timeout. The samples of a worker that dies start
+    again when it has restarted, within ``worker_answer_timeout_s``. In an outage, all samples wait.
 
     Args:
         options: the options of the run.
         by_group: whether the manager waits for all rollouts of a prompt.
     """
     total = options.worker_answer_timeout_s + options.outage_timeout_s + (options.group.timeout if by_group else 0.0)
-    for call in options.components.values() or [options]:
-        longest = longest_call_s(options, call.timeout or options.timeout)
-        if longest is None:
-            return None
-        total += longest
-    return total
+    longest = longest_call_s(options, options.timeout)
+    return None if longest is None else total + longest
 
 
 def _in_group(sample: Any, size: int) -> Any:

@@ -12,8 +12,6 @@ from reward_loop.client import Judge, Number, chat_complete, classify, score
 from reward_loop.client.http import Exchange
 from reward_loop.limits.client import RemoteLimits
 from reward_loop.limits.local import LocalLimits
-from reward_loop.managers import RateLimitedRewardLoopManager
-from reward_loop.managers.scorer import load_scorer
 from reward_loop.testing import FakeJudge, Status
 from tests.clock import until
 
@@ -81,21 +79,6 @@ async def test_tokens_of_the_client_count_within_a_limit_block_around_the_whole_
     async with FakeJudge("0.5") as judge, JUDGE:
         assert (await scoring(SAMPLE, reward_router_address=judge.address)).error is None
     assert scoring.limits.tokens > 0
-
-
-async def test_tokens_of_the_client_replace_the_estimate_of_rate_limited():
-    config = {"reward": {"max_tpm": 100_000, "estimated_tokens_per_request": 90_000, "max_concurrent": 9}}
-    async with FakeJudge("0.5") as judge:
-        manager = RateLimitedRewardLoopManager(config, compute_score=ask, reward_router_address=judge.address)
-        await manager.run_single(SAMPLE)
-    assert 0 < manager.limits.tokens < 1000
-    # The estimate would pay for a minute.
-    assert manager.limits.limiters["default"]._tokens.free_at(0) < time.monotonic()
-
-
-async def test_the_command_score_keeps_the_limits_of_its_manager():
-    scorer = load_scorer("tests.limits.test_sharing:ask", "rate_limited", RewardLoopConfig())
-    assert scorer.manager.function.limits.max_waits.keys() == {"default"}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from reward_loop import (
     UnscoredError,
 )
 from reward_loop.managers import scoring_function
-from reward_loop.managers.composite import CompositeRewardLoopManager
 from reward_loop.offline.fields import Fields
 from reward_loop.offline.inputs import Inputs
 from reward_loop.records.reader import RecordsReader
@@ -330,11 +329,9 @@ def test_arguments_beside_a_finished_scoring_function_are_refused():
             scoring_function(NaiveRewardLoopManager, made, RewardLoopConfig(), **more)
 
 
-@pytest.mark.parametrize("kind", [NaiveRewardLoopManager, CompositeRewardLoopManager])
-async def test_a_closed_manager_has_written_its_records(tmp_path, kind):
-    components = {"exact": {}} if kind is CompositeRewardLoopManager else {}
-    options = RewardLoopConfig(log_dir=str(tmp_path), components=components)
-    scored = kind(config=options, compute_score=exact)
+async def test_a_closed_manager_has_written_its_records(tmp_path):
+    options = RewardLoopConfig(log_dir=str(tmp_path))
+    scored = NaiveRewardLoopManager(config=options, compute_score=exact)
     await scored.run_single(RewardSample("4", ground_truth="4"))
     await asyncio.to_thread(scored.close)
     assert [row["score"] for row in RecordsReader(tmp_path).rows()] == [1.0]
@@ -474,7 +471,5 @@ def test_what_verls_own_reward_loop_does_not_pass_is_an_error_at_the_start():
     stock = {**OF_VERL, "reward_model": {}}
     with pytest.raises(ConfigError, match="requires training_progress, validate, which verl's own reward loop"):
         manager(lambda validate, training_progress: 1.0, stock)
-    with pytest.raises(ConfigError, match=r"components\.form\.phase: in verl's own reward loop"):
-        CompositeRewardLoopManager({**stock, "reward_loop": {"components": {"form": {"phase": "train"}}}})
     manager(lambda validate=None: 1.0, stock)
     manager(lambda validate: 1.0, {**OF_VERL, "reward_model": {"use_reward_loop": True}})

@@ -16,7 +16,7 @@ from tests.managers.test_base import Tokenizer, batch
 CONFIG: dict[str, Any] = {
     "reward": {"num_workers": 1},
     "trainer": {"experiment_name": "e1"},
-    "reward_loop": {"components": {"one": {}}, "group": {"size": 3}, "batch": {"max_batch_size": 3}},
+    "reward_loop": {"group": {"size": 3}, "batch": {"max_batch_size": 3}},
 }
 
 INFO = {"level": 1, "tags": ["x"], "nested": {"deep": {1, 2}}, "array": np.zeros(2)}
@@ -39,7 +39,7 @@ def lists(solution_strs: list[str], extra_infos: list[dict[str, Any]]) -> list[A
     return [one(text, info) for text, info in zip(solution_strs, extra_infos, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["naive", "dapo", "gdpo", "batch", "group", "composite"])
+@pytest.mark.parametrize("name", ["naive", "dapo", "batch", "group"])
 async def test_the_callers_extra_info_is_unchanged_and_keys_may_differ(name: str) -> None:
     cls = get(name)
     manager = cls(CONFIG, Tokenizer(), lists if name in ("batch", "group") else one)
@@ -57,6 +57,5 @@ async def test_the_callers_extra_info_is_unchanged_and_keys_may_differ(name: str
     infos = [reward["reward_extra_info"] for reward in rewards]
     assert [info["reward_outcome"] for info in infos] == ["scored", "scored", "unscored"]
     assert all(info.keys() >= RESERVED_KEYS for info in infos)
-    prefix = "one/" if name == "composite" else ""
-    assert [f"{prefix}alone" in info for info in infos] == [True, False, False]
-    assert [f"{prefix}other" in info for info in infos] == [False, True, False]
+    assert ["alone" in info for info in infos] == [True, False, False]
+    assert ["other" in info for info in infos] == [False, True, False]

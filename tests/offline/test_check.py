@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from reward_loop import ConfigError, FunctionLoadError, RewardLoopConfig, RewardSample, limit
-from reward_loop.config import parse
 from reward_loop.offline import check_calls as calls
 from reward_loop.offline.check import CheckReport, check
 
@@ -269,26 +268,6 @@ async def test_functions_of_managers_with_processes_run_in_processes() -> None:
     assert [row.score for row in report.rows] == [0, 0, 0, 0, 1]
     assert findings["processes"][0] == "ok"
     assert "threads" not in findings
-
-
-async def test_the_components_of_a_composite_are_tried_together(tmp_path: Path) -> None:
-    (tmp_path / "rewards.py").write_text(
-        "import time\n"
-        "def form(solution_str):\n"
-        "    return {'score': 1.0, 'length': len(solution_str)}\n"
-        "async def judge(solution_str):\n"
-        "    time.sleep(0.05)\n"
-        "    return 0.5\n"
-    )
-    components = {name: {"path": f"{tmp_path}/rewards.py:{name}"} for name in ("form", "judge")}
-    options = parse(RewardLoopConfig, {"components": components}, "options")
-    report, findings = await found(None, manager="composite", options=options, max_blocked_s=0.02)
-    assert [(one.name, one.is_async) for one in report.functions] == [
-        ("form: form (rewards.py)", False),
-        ("judge: judge (rewards.py)", True),
-    ]
-    assert report.rows[0].components == {"score": 1.5, "form": 1.0, "form/length": 8, "judge": 0.5}
-    assert findings["event loop"][0] == "problem"
 
 
 async def test_options_are_those_of_the_run() -> None:

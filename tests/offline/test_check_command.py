@@ -105,7 +105,6 @@ def test_a_batch_function_is_called_with_all_rows(manager: str) -> None:
         (["reward.py:fine"], 2, "name the rollouts, too: reward-loop check FUNCTION FILE"),
         (["rows.jsonl"], 2, "name the function"),
         (["reward.py:fine", "."], 2, ". is not a file of rollouts: it is a folder"),
-        (["reward.py:fine", *FIELDS, "--manager", "composite"], 2, "-O components.form.path=rewards.py:form"),
     ],
 )
 def test_wrong_usage_is_reported(arguments: list[str], code: int, message: str) -> None:

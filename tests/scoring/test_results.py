@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reward_loop import InvalidScoreError, NaiveRewardLoopManager, RewardSample, ScoringFunction
-from reward_loop.managers import CompositeRewardLoopManager
 from reward_loop.scoring import normalise
 
 finite = st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False, width=32) | st.booleans()
@@ -162,15 +161,6 @@ async def test_attempts_and_times_stay_when_dense_rewards_are_invalid():
     manager = NaiveRewardLoopManager({"retry": {"initial_wait": 0}}, compute_score=judge)
     info = (await manager.run_single(RewardSample("x")))["reward_extra_info"]
     assert (info["reward_outcome"], info["reward_attempts"]) == ("failed", 2)
-
-
-async def test_dense_rewards_of_a_composite_component_fail(tmp_path):
-    path = tmp_path / "parts.py"
-    path.write_text("def compute_score(): return {'score': 1, 'turn_level_scores': [1]}\n")
-    config = {"reward_loop": {"components": {"a": {"path": str(path)}}}}
-    info = (await CompositeRewardLoopManager(config).run_single(RewardSample("x", uid="u1")))["reward_extra_info"]
-    assert info["reward_outcome"] == "failed"
-    assert "sample u1: reward_loop.components.a returned turn_level_scores" in info["reward_error"]
 
 
 class Verdict(Enum):

@@ -147,9 +147,18 @@ def test_a_module_path_alone_means_importlib() -> None:
         (["reward_loop.on_failed=ignore"], ["reward_loop.on_failed"]),
         (["reward_loop.timeout=-1"], ["reward_loop.timeout"]),
         (["algorithm.adv_estimator=gdpo"], ["only the sum of a sample's rewards"]),
+        (["reward_model.reward_manager=rate_limited", "+reward.max_rpm=0"], ["reward.max_rpm"]),
         (
-            ["reward_model.reward_manager=composite", "+reward_loop.components.a.pth=f.py"],
-            ["reward_loop.components.a.pth", "did you mean 'path'"],
+            [
+                "reward_model.reward_manager=rate_limited",
+                "+reward.max_rpm=5",
+                "+reward_loop.limits.default.max_concurrent=2",
+            ],
+            ["reward.max_rpm contradicts reward_loop.limits.default"],
+        ),
+        (
+            ["reward_model.reward_manager=rate_limited", "+reward.max_tpm=1000"],
+            ["estimated_tokens_per_request=2000 is more than reward.max_tpm=1000"],
         ),
         (["+reward_loop.group.sise=2"], ["reward_loop.group.sise", "did you mean 'size'"]),
         (["reward_model.use_reward_loop=maybe"], ["reward_model.use_reward_loop=maybe"]),

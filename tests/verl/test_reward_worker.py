@@ -170,23 +170,15 @@ async def test_verls_options_of_a_manager_take_effect(with_function: Settings) -
     assert reward["reward_extra_info"]["overlong"] is True
 
 
-COMPONENTS = """
+async def test_a_combination_of_functions(with_function: Settings) -> None:
+    source = """
+from reward_loop import combine
 def accuracy(solution_str, ground_truth): return float(ground_truth in solution_str)
 def brevity(solution_str): return -len(solution_str)
+compute_score = combine(accuracy=(accuracy, 1), brevity=(brevity, 0.01))
 """
-
-
-async def test_components_are_configured_as_options(with_function: Settings, tmp_path: Path) -> None:
-    file = tmp_path / "components.py"
-    file.write_text(COMPONENTS)
-    settings = with_function(
-        None,
-        "reward_model.reward_manager=composite",
-        f"+reward_loop.components.accuracy={{path: {file}, name: accuracy, gate: 1}}",
-        f"+reward_loop.components.brevity={{path: {file}, name: brevity, weight: 0.01}}",
-    )
-    worker = RewardWorker(settings, None)
-    assert await scores_of(worker, "1+1=2", "1+1=3") == [pytest.approx(1.0 - 0.05), 0.0]
+    worker = RewardWorker(with_function(source), None)
+    assert await scores_of(worker, "1+1=2", "1+1=3") == [pytest.approx(1.0 - 0.05), pytest.approx(-0.05)]
     assert (await info_of(worker, "1+1=2"))["brevity"] == -5
 
 

@@ -113,7 +113,7 @@ def test_a_folder_without_events_has_the_lanes_of_its_rows(tmp_path: Path) -> No
     assert (found["start"], found["end"], found["longest"]) == (12.0, 18.0, None)
 
 
-def test_each_call_of_a_composite_or_retry_is_a_span(tmp_path: Path) -> None:
+def test_each_call_of_a_retry_is_a_span(tmp_path: Path) -> None:
     calls = [
         {"function": "exact", "start_s": 0.0, "queue_s": 0.0, "wait_s": 0.0, "work_s": 0.5, "error": None},
         {"function": "judge", "start_s": 0.5, "queue_s": 0.0, "wait_s": 1.0, "work_s": 1.5, "error": "TransientError"},

@@ -195,8 +195,8 @@ def reward_function(
     """Return an object for the argument ``reward_funcs`` of TRL's trainers.
 
     Args:
-        function: a reward function in any form that `ScoringFunction` accepts; its name, ``file.py:name`` or
-            ``package.module:name``; or ``None``, if each component of the manager ``composite`` has its own function.
+        function: a reward function in any form that `ScoringFunction` accepts; or its name, ``file.py:name`` or
+            ``package.module:name``.
         manager: the name or the import path of the manager that calls the function.
         options: the options of the manager: a `RewardLoopConfig`, or a mapping of its fields.
         reward_kwargs: configured arguments of the function.

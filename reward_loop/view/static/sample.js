@@ -215,7 +215,7 @@ function times(row) {
   );
 }
 
-/** Returns the calls of the function: attempts, or the components of a composite. A single call is not listed. */
+/** Returns the calls of the function: attempts. A single call is not listed. */
 function calls(row) {
   const found = row.calls ?? [];
   if (found.length < 2) return null;
