@@ -1,4 +1,5 @@
-"""Event loops of other threads: whether one runs its callbacks, the line that blocks it, and one in the background."""
+"""Event loops: what belongs to one; whether that of a thread runs its callbacks, and the line that blocks it; one in
+the background."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from reward_loop._util.text import user_frame
 
-__all__ = ["LoopPulse", "in_background", "line_on_loop", "stack_on_loop"]
+__all__ = ["LoopPulse", "OfLoop", "in_background", "line_on_loop", "stack_on_loop"]
 
 _OF_THE_LOOP = {
     "asyncio/events.py": {"_run"},
@@ -29,6 +30,25 @@ _OF_THE_LOOP = {
 }
 """The functions of Python that run an event loop: the frames after the last of them are those of a callback. uvloop has
 no such frames of its own."""
+
+
+T = TypeVar("T")
+
+
+class OfLoop(Generic[T]):
+    """An object that belongs to the running event loop, for an owner that several loops use, one after another."""
+
+    def __init__(self, new: Callable[[], T]) -> None:
+        self._new = new
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._value: Any = None
+
+    def here(self) -> T:
+        """Return the object of this loop; a new one if the last call was in another loop."""
+        if (loop := asyncio.get_running_loop()) is not self._loop:
+            self._loop, self._value = loop, self._new()
+        value: T = self._value
+        return value
 
 
 class LoopPulse:
@@ -94,8 +114,6 @@ logger = logging.getLogger(__name__)
 BLOCKED_S = 10.0
 """The seconds for which the loop may run no callback before its thread, a daemon, is left running at the end."""
 _LOOK_S = 1.0
-
-T = TypeVar("T")
 
 
 @contextmanager

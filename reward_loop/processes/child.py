@@ -18,20 +18,24 @@ import os
 import pickle
 import random
 import socket
+import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NoReturn
 
-from reward_loop._util.framing import frame, receive_frame
 from reward_loop._util.portable import portable
 from reward_loop.errors import RewardFunctionError
 from reward_loop.processes.outcome import CallOutcome, RemoteError, describe_exception, outcome_of
 
-STARTED, ENDED, ENDED_LAST = b"S", b"E", b"L"
-"""The kinds of messages to the pool, the first byte of each:
+HEADER = struct.Struct("!cQ")
+"""What each message starts with: its kind, and the length of its content."""
 
+CALL, STARTED, ENDED, ENDED_LAST = b"C", b"S", b"E", b"L"
+"""The kinds of messages:
+
+- `CALL`: from the pool, with the pickled timeout, key and pickled arguments of a call.
 - `STARTED`: the call has started.
 - `ENDED`: it has ended, with its outcome.
 - `ENDED_LAST`: the same, and the process ends.
@@ -54,24 +58,12 @@ class Setup:
     files: Mapping[str, str]
     """Modules loaded from files, which cannot be imported by name alone: name -> path."""
     function: bytes
-    """The pickled function."""
+    """The pickled function, object or class, and the arguments of the class's constructor."""
     calls: int | None
     """The number of calls of a process that is forked from the template; ``None``: each process loads the function
     itself, and runs calls until it is killed."""
     max_memory_mb: int | None
     """The largest memory of a process with its descendants, in 2^20 bytes, in addition to that of the template."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One call."""
-
-    arguments: bytes
-    """The pickled keyword arguments."""
-    timeout: float | None
-    """Seconds from the start of the call to its deadline."""
-    key: str
-    """The seed of the random generators."""
 
 
 Function = Callable[..., Any] | RewardFunctionError
@@ -83,18 +75,32 @@ def in_isolated_call() -> bool:
     return _is_isolated
 
 
+def callable_of(function: Any) -> Any:
+    """Return what is called of a function or an object: its method ``compute_score``, if it has one."""
+    method = getattr(function, "compute_score", None)
+    return method if callable(method) else function
+
+
 def load(setup: Setup) -> Function:
-    """Import the function's module, and make its object."""
+    """Import the function's module, and make the object if the function is a class."""
     # Before the function, whose module may be one of these files.
     sys.meta_path.append(_Files(setup.files))
     try:
-        function: Callable[..., Any] = pickle.loads(setup.function)
+        function, constructor = pickle.loads(setup.function)
+        function = callable_of(function(**constructor) if isinstance(function, type) else function)
         if "numpy" in sys.modules:
             importlib.import_module("numpy.random")  # once here, so that each call can seed it
     # The module may call `sys.exit`.
     except BaseException as error:
         return RewardFunctionError(f"cannot be loaded in a worker process: {describe_exception(error)}")
+    if not callable(function):
+        return RewardFunctionError(f"cannot be called: its object is a {type(function).__name__}")
     return function
+
+
+def message(kind: bytes, content: bytes = b"") -> bytes:
+    """Return the bytes of a message."""
+    return HEADER.pack(kind, len(content)) + content
 
 
 def serve(connection: socket.socket, report_fd: int, function: Function, calls: int | None) -> NoReturn:
@@ -112,47 +118,45 @@ def serve(connection: socket.socket, report_fd: int, function: Function, calls: 
     # Graders of generated code set functions of `os` to None.
     getpid, leave, cancel = os.getpid, os._exit, faulthandler.cancel_dump_traceback_later
     faulthandler.enable(report_fd, all_threads=False)
+    connection.setblocking(True)  # the function's module may have called `socket.setdefaulttimeout`
+    received = connection.makefile("rb")
     while calls is None or calls > 0:
         try:
-            request: Request = pickle.loads(receive_frame(connection))
-        except (EOFError, OSError):
+            timeout, key, arguments = pickle.loads(received.read(HEADER.unpack(received.read(HEADER.size))[1]))
+        except (EOFError, OSError, struct.error):  # the pool has closed the connection
             leave(0)
-        connection.sendall(frame(STARTED))
-        if request.timeout is not None:
+        connection.sendall(message(STARTED))
+        if timeout is not None:
             # In a thread of C, which ends the process also while the function holds the interpreter's lock.
-            faulthandler.dump_traceback_later(request.timeout, exit=True, file=report_fd)
-        outcome = _call(function, request)
+            faulthandler.dump_traceback_later(timeout, exit=True, file=report_fd)
+        outcome = _call(function, key, arguments)
         if getpid() != pid:
             leave(0)  # the function forked, and this is the copy
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # the function may have closed or replaced it
                 stream.flush()
         calls = None if calls is None else calls - 1
-        connection.sendall(frame(ENDED_LAST if calls == 0 else ENDED, _pack(outcome)))
+        connection.sendall(message(ENDED_LAST if calls == 0 else ENDED, _pack(outcome)))
         if calls != 0:
             cancel()  # this waits for the thread
     leave(0)
 
 
-def _call(function: Function, request: Request) -> CallOutcome:
+def _call(function: Function, key: str, arguments: bytes) -> CallOutcome:
     if isinstance(function, RewardFunctionError):
         return CallOutcome(None, None, 0.0, function)
     try:
-        arguments = pickle.loads(request.arguments)
+        given = pickle.loads(arguments)
     except Exception as error:
         problem = f"received arguments that cannot be unpickled in a worker process: {type(error).__name__}: {error}"
         return CallOutcome(None, None, 0.0, RewardFunctionError(problem))
-    _seed(request.key)
-    return outcome_of(function, arguments)
-
-
-def _seed(key: str) -> None:
     number = int.from_bytes(hashlib.blake2b(key.encode(errors="replace"), digest_size=8).digest())
     random.seed(number)
     if numpy := sys.modules.get("numpy.random"):
         numpy.seed(number & 0xFFFFFFFF)
     if torch := sys.modules.get("torch"):
         torch.default_generator.manual_seed(number)
+    return outcome_of(function, given)
 
 
 def _pack(outcome: CallOutcome) -> bytes:
@@ -160,11 +164,10 @@ def _pack(outcome: CallOutcome) -> bytes:
     content, error, remote = None, outcome.error, None
     if outcome.exception is not None:
         remote = RemoteError.of(outcome.exception)
-        try:
-            content = pickle.dumps(outcome.exception)
-            pickle.loads(content)  # many exceptions can be pickled but not unpickled
-        except Exception:
-            content = None
+        with contextlib.suppress(Exception):
+            pickled = pickle.dumps(outcome.exception)
+            pickle.loads(pickled)  # many exceptions can be pickled but not unpickled
+            content = pickled
     elif error is None:
         try:
             content = pickle.dumps(_portable(outcome.value))

@@ -33,11 +33,11 @@ from typing import Any
 
 import cloudpickle
 
-from reward_loop._util.framing import FrameBuffer, frame
+from reward_loop._util.event_loops import OfLoop
 from reward_loop._util.process import ParentDeathPipe
 from reward_loop._util.signals import name_of
 from reward_loop.errors import FunctionLoadError, RewardCrashedError, RewardFunctionError
-from reward_loop.processes.child import ENDED, STARTED, Request, Setup
+from reward_loop.processes.child import CALL, ENDED, HEADER, STARTED, Setup, message
 from reward_loop.processes.outcome import CallOutcome
 
 _STOP_SECONDS = 5.0
@@ -47,12 +47,7 @@ _START_SECONDS = 300.0
 _GRACE_SECONDS = 2.0
 """Seconds after its deadline in which a child must have ended itself. On a busy machine it may not run at once."""
 _STACK_LINES = 8
-
-_HINTS = {
-    "SIGKILL": ", perhaps by the kernel because memory ran out, or for its CPU time (`setrlimit`, `ulimit -t`)",
-    "SIGXCPU": ": it used more CPU time than RLIMIT_CPU (`resource.setrlimit`, or `ulimit -t`) allows; use `timeout`",
-    "SIGXFSZ": ": it wrote a file larger than RLIMIT_FSIZE (`resource.setrlimit`, or `ulimit -f`) allows",
-}
+_READ_BYTES = 1 << 20
 
 
 def usable_cores() -> int:
@@ -68,7 +63,9 @@ class WorkerProcesses:
     or if the parent process dies or this object is deleted.
 
     Args:
-        function: the function of all calls. It is pickled by module and name, or by value if it cannot be imported.
+        function: the function of all calls; an object or a class with a method ``compute_score``, or a callable one. It
+            is pickled by module and name, or by value if it cannot be imported.
+        constructor: the arguments with which the template makes the object of a class.
         name: the function's name in messages.
         files: modules loaded from files, which cannot be imported by name alone: name -> path.
         max_processes: the maximum number of concurrent calls; by default the number of cores.
@@ -82,7 +79,8 @@ class WorkerProcesses:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Any,
+        constructor: Mapping[str, Any] | None = None,
         *,
         name: str,
         files: Mapping[str, str] | None = None,
@@ -94,17 +92,16 @@ class WorkerProcesses:
         self.max_memory_mb = max_memory_mb
         self._calls = calls_per_process
         try:
-            content = cloudpickle.dumps(function)
+            content = cloudpickle.dumps((function, dict(constructor or {})))
         except Exception as error:
             raise FunctionLoadError(
                 f"{name} cannot run in a worker process, because it cannot be pickled: {type(error).__name__}: "
-                f"{error}. Create its locks, clients or models when its module is imported, or set isolation='thread'"
+                f"{error}. Give the class and not its object, create locks, clients or models when the module is "
+                "imported, or set isolation='thread'"
             ) from error
-        self._function = function
         self._setup = pickle.dumps(Setup(name, files or {}, content, calls_per_process, max_memory_mb))
-        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._slots = OfLoop(lambda: asyncio.Semaphore(self.max_processes))
         self._template: _TemplateProcess | None = None
-        self._end: weakref.finalize[Any, Any] | None = None
 
     async def run(
         self, arguments: Mapping[str, Any], *, key: str, timeout: float | None, begin: Callable[[], None]
@@ -122,45 +119,52 @@ class WorkerProcesses:
             RewardCrashedError: the process died during the call, or did not load the function in time.
         """
         try:
-            content = frame(pickle.dumps(Request(_dumps(arguments), timeout, key)))
+            # By value where the content is of `__main__`, which a child does not have.
+            call = message(CALL, pickle.dumps((timeout, key, cloudpickle.dumps(arguments))))
         # Pickling runs code of the user's types, which may raise anything.
         except Exception as error:
             problem = f"has arguments that cannot be sent to a worker process: {type(error).__name__}: {error}"
             return CallOutcome(None, None, 0.0, RewardFunctionError(problem))
-        async with self._slots_here():
+        async with self._slots.here():
+            # A child that dies before its call has nothing to do with it: perhaps memory had run out.
+            with contextlib.suppress(_NotStartedError):
+                return await self._call(call, timeout, begin)
             try:
-                return await self._call(content, timeout, begin)
-            except _NotStartedError:
-                # A child that dies before its call has nothing to do with it: perhaps memory had run out.
-                self.close()
-                try:
-                    return await self._call(content, timeout, begin)
-                except _NotStartedError as error:
-                    raise RewardCrashedError(str(error)) from None
+                return await self._call(call, timeout, begin)
+            except _NotStartedError as error:
+                raise RewardCrashedError(str(error)) from None
 
-    async def _call(self, content: bytes, timeout: float | None, begin: Callable[[], None]) -> CallOutcome:
-        template = self._running_template()
+    async def _call(self, call: bytes, timeout: float | None, begin: Callable[[], None]) -> CallOutcome:
+        if self._template is None or not self._template.is_running():
+            self.close()
+            # The finalizer must not refer to `self`, or the pool would never be deleted.
+            self._template = _TemplateProcess(self._setup)
+            self._template.end = weakref.finalize(self, self._template.close)
+        template = self._template
         child = template.idle.pop() if template.idle else template.fork()
-
-        def start() -> None:
-            template.serves = True
-            begin()
-
         template.working += 1
         try:
             self._fill(template)
-            return await child.call(content, timeout, start)
+            return await child.call(call, timeout, begin)
+        except _NotStartedError:
+            if self._template is template:
+                self._template, template.is_retired = None, True
+            raise
         except RewardCrashedError:
-            if not template.serves:
+            if not template.has_served and not child.has_started:
                 template.kill()  # it may hang in an import
             raise
         finally:
             template.working -= 1
+            template.has_served |= child.has_started
             if child.is_usable:
                 template.idle.append(child)
             else:
                 child.close()
+            if not template.is_retired:
                 self._fill(template)
+            elif not template.working:
+                await asyncio.to_thread(template.end)
 
     def _fill(self, template: _TemplateProcess) -> None:
         """Fork a child for each free slot, so that the next calls do not wait for it."""
@@ -169,33 +173,13 @@ class WorkerProcesses:
             template.idle.append(template.fork())
 
     def close(self) -> None:
-        """Stop the idle processes, and the template if no call is in flight. A later call starts new ones."""
-        if (template := self._template) is not None:
+        """Stop the idle processes, and the template when the last call in flight has ended. A later call starts new."""
+        template, self._template = self._template, None
+        if template is not None:
+            template.is_retired = True
             template.close_idle()
-            # The end of the template kills its children, also those of calls in flight.
             if not template.working:
-                self._end_template()
-
-    def _end_template(self) -> None:
-        if self._end is not None:
-            self._end()
-        self._template = self._end = None
-
-    def _slots_here(self) -> asyncio.Semaphore:
-        # A semaphore belongs to one event loop; this object may be used in several, one after another.
-        loop = asyncio.get_running_loop()
-        if self._slots is None or self._slots[0] is not loop:
-            self._slots = (loop, asyncio.Semaphore(self.max_processes))
-        return self._slots[1]
-
-    def _running_template(self) -> _TemplateProcess:
-        template = self._template
-        if template is None or not template.is_running():
-            self._end_template()
-            template = self._template = _TemplateProcess(self._setup)
-            # Must not refer to `self`, or the pool would never be deleted.
-            self._end = weakref.finalize(self, template.close)
-        return template
+                template.end()
 
 
 class _NotStartedError(Exception):
@@ -205,15 +189,21 @@ class _NotStartedError(Exception):
 class _TemplateProcess:
     """Starts and stops the template process of one pool, and keeps its idle children."""
 
+    end: weakref.finalize[Any, Any]
+    """Calls `close`, once."""
+
     def __init__(self, setup: bytes) -> None:
         self.idle: list[_Child] = []
         self.working = 0
-        self.serves = False
+        self.is_retired = False
+        """Whether it ends with the calls in flight."""
+        self.has_served = False
         """Whether a call has started."""
         self._owner = os.getpid()
         path = [entry for entry in sys.path if isinstance(entry, str)]
         self._parent_death = ParentDeathPipe()
-        self._control, theirs = _socket_pair()
+        self._control, theirs = socket.socketpair()
+        self._control.setblocking(True)  # the program may have called `socket.setdefaulttimeout`
         with theirs, open(os.memfd_create("reward-function"), "wb", buffering=0) as file:
             file.write(setup)
             fds = (theirs.fileno(), self._parent_death.child_fd, file.fileno())
@@ -233,7 +223,7 @@ class _TemplateProcess:
 
     def fork(self) -> _Child:
         """Request a child."""
-        ours, theirs = _socket_pair()
+        ours, theirs = socket.socketpair()
         child = _Child(ours, os.memfd_create("reward-function-report"))
         # If the template is dead, the child's connection ends at once.
         with theirs, contextlib.suppress(OSError):
@@ -241,12 +231,12 @@ class _TemplateProcess:
         return child
 
     def close_idle(self) -> None:
-        """Stop the children without a call."""
-        while self.idle:
+        """Stop the children without a call, unless they are those of the process from which this one was forked."""
+        while self.idle and self._owner == os.getpid():
             self.idle.pop().close()
 
     def close(self) -> None:
-        """Stop the template and its children, unless they are those of the process from which this one was forked."""
+        """Stop the template and its children; see `close_idle`."""
         if self._owner != os.getpid():
             return
         self.close_idle()
@@ -275,52 +265,58 @@ class _Child:
         connection.setblocking(False)
         self._connection = connection
         self.report_fd = report_fd
-        self._frames = FrameBuffer()
+        self.has_started = False
+        """Whether the last call has started."""
         self.is_usable = False
         """Whether the last call has ended, and the child serves another one."""
 
-    async def call(self, content: bytes, timeout: float | None, begin: Callable[[], None]) -> CallOutcome:
+    async def call(self, call: bytes, timeout: float | None, begin: Callable[[], None]) -> CallOutcome:
         """Run one call; see `WorkerProcesses.run`.
 
         Raises:
             _NotStartedError: the child died before the call.
         """
-        self.is_usable, is_started = False, False
+        self.is_usable = self.has_started = False
         loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(_START_SECONDS) as deadline:
-                with contextlib.suppress(ConnectionError):  # the child is dead; receiving will report it
-                    await loop.sock_sendall(self._connection, content)
-                while (message := await self._receive(loop)) is not None:
-                    if message[:1] != STARTED:
-                        self.is_usable = message[:1] == ENDED
-                        return _unpack(memoryview(message)[1:])
-                    is_started = True
-                    begin()
-                    # The child ends itself at the deadline, unless it cannot.
-                    deadline.reschedule(None if timeout is None else loop.time() + timeout + _GRACE_SECONDS)
-        except TimeoutError:
-            if is_started:
-                raise TimeoutError(_at(self._report())) from None
-            raise RewardCrashedError(f"was not loaded in a worker process within {_START_SECONDS:g} s") from None
+        # At the end of the connection, the child is dead, and the report says why.
+        with contextlib.suppress(EOFError, ConnectionError):
+            try:
+                async with asyncio.timeout(_START_SECONDS) as deadline:
+                    await loop.sock_sendall(self._connection, call)
+                    while True:
+                        kind, length = HEADER.unpack(await self._receive(loop, HEADER.size))
+                        if kind != STARTED:
+                            outcome = _unpack(await self._receive(loop, length))
+                            self.is_usable = kind == ENDED
+                            return outcome
+                        self.has_started = True
+                        begin()
+                        # The child ends itself at the deadline, unless it cannot.
+                        deadline.reschedule(None if timeout is None else loop.time() + timeout + _GRACE_SECONDS)
+            except TimeoutError:
+                if self.has_started:
+                    raise TimeoutError(_at(self._report())) from None
+                raise RewardCrashedError(f"was not loaded in a worker process within {_START_SECONDS:g} s") from None
         report = self._report()
-        if not is_started:
+        if not self.has_started:
             raise _NotStartedError(_death(report))
         if report.startswith("Timeout"):  # the first line that `faulthandler` writes at the deadline
             raise TimeoutError(_at(report))
         raise RewardCrashedError(_death(report))
 
-    async def _receive(self, loop: asyncio.AbstractEventLoop) -> bytes | None:
-        """Wait for a message; return ``None`` at the end of the connection."""
-        while (message := self._frames.pop()) is None:
-            try:
-                received = await loop.sock_recv(self._connection, 1 << 16)
-            except ConnectionError:
-                return None
-            if not received:
-                return None
-            self._frames.feed(received)
-        return message
+    async def _receive(self, loop: asyncio.AbstractEventLoop, length: int) -> bytearray:
+        """Wait for some bytes.
+
+        Raises:
+            EOFError, ConnectionError: the connection has ended.
+        """
+        received = bytearray()
+        while len(received) < length:
+            part = await loop.sock_recv(self._connection, min(length - len(received), _READ_BYTES))
+            if not part:
+                raise EOFError
+            received += part
+        return received
 
     def _report(self) -> str:
         return os.pread(self.report_fd, 1 << 16, 0).decode(errors="replace")
@@ -344,7 +340,8 @@ def _death(report: str) -> str:
     if (code := int(found[1])) >= 0:
         return f"ended its worker process with exit status {code}{_at(report)}"
     name = name_of(-code)
-    return f"crashed: its worker process was killed by {name}{_HINTS.get(name, '')}{_at(report)}"
+    hint = ", perhaps by the kernel because memory ran out, or for its CPU time" if name == "SIGKILL" else ""
+    return f"crashed: its worker process was killed by {name}{hint}{_at(report)}"
 
 
 _OURS = f'"{Path(__file__).parent}{os.sep}'
@@ -362,28 +359,7 @@ def _at(report: str) -> str:
     return ", at\n" + "\n".join(lines[:_STACK_LINES]) if lines else ""
 
 
-def _socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Return two connected sockets that block, also if the program has called `socket.setdefaulttimeout`."""
-    pair = socket.socketpair()
-    # A default timeout makes a socket non-blocking, also in the process that inherits it.
-    for end in pair:
-        end.setblocking(True)
-    return pair
-
-
-def _dumps(arguments: Any) -> bytes:
-    """Pickle with `pickle`, or by value with `cloudpickle` if the content refers to ``__main__``.
-
-    A child does not have this process's ``__main__`` module.
-    """
-    with contextlib.suppress(Exception):
-        # If a text contains this name, `cloudpickle` is only slower.
-        if b"__main__" not in (content := pickle.dumps(arguments)):
-            return content
-    return cloudpickle.dumps(arguments)
-
-
-def _unpack(answer: bytes | memoryview) -> CallOutcome:
+def _unpack(answer: bytes | bytearray) -> CallOutcome:
     """Return the outcome that a child has sent."""
     content, seconds, error, remote = pickle.loads(answer)
     found = None
@@ -394,10 +370,8 @@ def _unpack(answer: bytes | memoryview) -> CallOutcome:
         error = RewardFunctionError(f"returned a value that cannot be unpickled ({type(failure).__name__}: {failure})")
     if remote is None:
         return CallOutcome(found, None, seconds, error)
-    if not isinstance(found, BaseException):
-        return CallOutcome(None, remote, seconds)
-    try:
-        found.__cause__ = remote
-    except Exception:  # a frozen dataclass
-        return CallOutcome(None, remote, seconds)
-    return CallOutcome(None, found, seconds)
+    if isinstance(found, BaseException):
+        with contextlib.suppress(Exception):  # a frozen dataclass
+            found.__cause__ = remote
+            return CallOutcome(None, found, seconds)
+    return CallOutcome(None, remote, seconds)

@@ -31,6 +31,7 @@ from reward_loop.limits.call import Call, current_call
 from reward_loop.limits.client import open_limits
 from reward_loop.limits.outages import JudgeAddress
 from reward_loop.limits.permit import DEFAULT, REWARD_MODEL, Limits, Order, answer_of
+from reward_loop.processes.child import callable_of
 from reward_loop.processes.outcome import CallOutcome, outcome_of
 from reward_loop.processes.pool import WorkerProcesses
 from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
@@ -120,8 +121,12 @@ class UserFunction:
         self._threads = DaemonThreads(options.max_threads)
         self._executor: DaemonThreads | WorkerProcesses = self._threads
         self._calls_per_process = options.calls_per_process
+        self._object: Any = None
+        """The function, or the object whose method is called; ``None`` until it is needed in this process."""
         if is_isolated(self._target) or (options.isolation == "process" and not self._target.is_async):
             self.isolate(options.max_processes, options.max_memory_mb)
+        else:
+            self._function = callable_of(self._made())
         self._retry = Retry(options.retry)
         self._limits_of_call = [limit]
         """The limits that each call acquires, if they are configured. The place at the reward model comes last: a call
@@ -162,6 +167,12 @@ class UserFunction:
         if sample.error is None and (problem := self._target.problem(sample)) is not None:
             return replace(sample, error=problem)
         return sample
+
+    def _made(self) -> Any:
+        """Return the function, or the object, which is made once."""
+        if self._object is None:
+            self._object = self._target.make()
+        return self._object
 
     def __repr__(self) -> str:
         where = "async" if self.is_async else "sync"
@@ -254,7 +265,7 @@ class UserFunction:
                 outcome = await self._call_sync(call, arguments)
             else:
                 # In this coroutine: another one would be one more object for each call in flight.
-                task = call.loop.create_task(_run_on_loop(call, self._target.call, arguments))
+                task = call.loop.create_task(_run_on_loop(call, self._function, arguments))
                 call.watch()
                 try:
                     outcome = await call.future
@@ -288,7 +299,7 @@ class UserFunction:
         if call.sample is not None:
             call.sample.queue("a free process" if self.in_processes else "a free thread", call)
         if isinstance(self._executor, DaemonThreads):
-            return await self._call_in_thread(call, self._target.call, arguments)
+            return await self._call_in_thread(call, self._function, arguments)
         uid = None if call.sample is None else call.sample.sample.uid
         key = f"{uid} {call.attempt} {arguments.get('solution_str')}"
         return await self._executor.run(arguments, key=key, timeout=self.timeout, begin=call.begin)

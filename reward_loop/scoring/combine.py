@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from reward_loop._util.bounded_tasks import together
-from reward_loop._util.copies import own_copy
 from reward_loop._util.text import listing
 from reward_loop.errors import FunctionLoadError, InvalidScoreError
 from reward_loop.scoring.isolation import is_isolated
 from reward_loop.scoring.results import normalise
-from reward_loop.scoring.signature import Target, resolve
+from reward_loop.scoring.signature import Target, own_copy, resolve
 from reward_loop.types import PART_KEYS, RESERVED_KEYS
 
 _RESERVED = RESERVED_KEYS | PART_KEYS | {"score", "explanation"}

@@ -40,7 +40,7 @@ class ScoringFunction(UserFunction):
     @property
     def has_post_process(self) -> bool:
         """Whether the user's class has ``post_process_scores``."""
-        return self._target.post_process_scores is not None
+        return self._target.has_post_process
 
     async def __call__(
         self,
@@ -67,11 +67,11 @@ class ScoringFunction(UserFunction):
         Raises:
             ScoringError: the method raised, ran past the deadline, or did not return one finite number per score.
         """
-        if self._target.post_process_scores is None:
+        if not self._target.has_post_process:
             return scores
         method = f"post_process_scores beside {self.name}"
         call = Call(self.limits, self.timeout)
-        process = functools.partial(_process, self._target.post_process_scores, scores)
+        process = functools.partial(_process, self._made().post_process_scores, scores)
         try:
             outcome = await self._call_in_thread(call, process, {})
         except (OSError, RuntimeError) as error:

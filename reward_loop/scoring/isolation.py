@@ -10,6 +10,7 @@ from types import EllipsisType
 from typing import Any, TypeVar, overload
 
 from reward_loop.errors import FunctionLoadError
+from reward_loop.processes.child import callable_of
 from reward_loop.processes.pool import WorkerProcesses
 from reward_loop.scoring.load import file_modules
 from reward_loop.scoring.signature import Target
@@ -94,7 +95,7 @@ class SplitSemaphore(threading.Semaphore):
 
 def is_isolated(target: Target) -> bool:
     """Whether the function is marked with `isolated`."""
-    return _mark_of(target.call) is not None
+    return _mark_of(target.origin) is not None
 
 
 def in_processes(target: Target, options: Isolation) -> WorkerProcesses:
@@ -109,11 +110,12 @@ def in_processes(target: Target, options: Isolation) -> WorkerProcesses:
             "or write a plain `def`"
         )
     # The author of the function knows what it needs, so the mark wins over the options of the run.
-    mark = _mark_of(target.call) or Isolation()
+    mark = _mark_of(target.origin) or Isolation()
     calls = options.calls_per_process if mark.calls_per_process is ... else mark.calls_per_process
     assert not isinstance(calls, EllipsisType)  # `options` are those of the run
     return WorkerProcesses(
-        target.call,
+        target.origin,
+        target.constructor,
         name=target.name,
         files=file_modules(),
         max_processes=mark.max_processes or options.max_processes,
@@ -123,9 +125,13 @@ def in_processes(target: Target, options: Isolation) -> WorkerProcesses:
 
 
 def _mark_of(function: Any) -> Isolation | None:
-    """Return the mark of the function, or of the object whose method it is, also through `functools.partial`."""
-    while True:
-        mark = getattr(function, _MARK, None) or getattr(getattr(function, "__self__", None), _MARK, None)
-        if mark is not None or not isinstance(function, functools.partial):
-            return mark
+    """Return the mark of a function, of the object whose method it is, or of a class or its method ``compute_score``.
+
+    Also through `functools.partial`.
+    """
+    while isinstance(function, functools.partial):
         function = function.func
+    marks = (
+        getattr(one, _MARK, None) for one in (function, getattr(function, "__self__", None), callable_of(function))
+    )
+    return next(filter(None, marks), None)

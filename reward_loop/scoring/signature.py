@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reward_loop._util.copies import own_copy
 from reward_loop._util.text import did_you_mean, listing
 from reward_loop.errors import FunctionLoadError
+from reward_loop.processes.child import callable_of
 from reward_loop.types import RewardSample
 
 _CONTEXT = ("reward_router_address", "reward_model_tokenizer")
@@ -103,7 +104,10 @@ _WHERE = {
 class Target:
     """A callable with its inspected signature."""
 
-    call: Callable[..., Any]
+    origin: Any
+    """The function, object or class."""
+    constructor: Mapping[str, Any]
+    """The configured arguments of the class."""
     name: str
     """For messages: ``compute_score (reward.py)``."""
     is_async: bool
@@ -117,11 +121,27 @@ class Target:
     """The subset of ``requires`` that a sample may lack."""
     reward_kwargs: Mapping[str, Any]
     """The configured arguments that are passed to the callable."""
-    post_process_scores: Callable[[list[float]], list[float]] | None
-    origin: Any = None
-    """The function or object passed to `resolve`; for a class, a `functools.partial` with its constructor arguments."""
     lists: Mapping[str, str] | None = None
     """For a function of lists: each list that is passed -> the argument that its items are."""
+
+    @property
+    def has_post_process(self) -> bool:
+        """Whether the function is of a class with ``post_process_scores``."""
+        return callable(getattr(self.origin, "post_process_scores", None))
+
+    def make(self) -> Any:
+        """Return the function or object; of a class, a new object.
+
+        Raises:
+            FunctionLoadError: the constructor raised an exception.
+        """
+        if not inspect.isclass(self.origin):
+            return self.origin
+        try:
+            return self.origin(**self.constructor)
+        except (Exception, SystemExit) as error:  # the class may call `sys.exit`
+            what = f"class {_name(self.origin)} cannot be instantiated"
+            raise FunctionLoadError(f"{what}: {type(error).__name__}: {error}") from error
 
     def problem(self, sample: RewardSample) -> str | None:
         """Return why a function cannot be called for a sample, or ``None``: the sample lacks a required argument."""
@@ -137,7 +157,7 @@ class Target:
         self, sample: RewardSample, router_address: str | None, tokenizer: Any, attempt: int
     ) -> dict[str, Any]:
         """Return the arguments of one call for one sample: copies, which the function may change."""
-        given = {name: own_copy(value) for name, value in self.reward_kwargs.items()} if self.reward_kwargs else {}
+        given = own_copy(dict(self.reward_kwargs), objects=False) if self.reward_kwargs else {}
         return {**given, **self._row(sample), **self._context(router_address, tokenizer, attempt)}
 
     def list_arguments(
@@ -145,7 +165,7 @@ class Target:
     ) -> dict[str, Any]:
         """Return the arguments of one call for several samples: copies, which the function may change."""
         rows = [self._row(sample) for sample in samples]
-        given = own_copy(dict(self.reward_kwargs)) | self._context(router_address, tokenizer, attempt)
+        given = own_copy(dict(self.reward_kwargs), objects=False) | self._context(router_address, tokenizer, attempt)
         assert self.lists is not None
         for plural, name in self.lists.items():
             if any(name in row for row in rows):
@@ -164,7 +184,7 @@ class Target:
                     value = value.tolist()
             elif name == "extra_info":
                 value = dict(value)  # it may be any mapping
-            row[name] = own_copy(value)
+            row[name] = value if type(value) in _SHARED else own_copy(value)
         return row
 
     def _context(self, router_address: str | None, tokenizer: Any, attempt: int) -> dict[str, Any]:
@@ -184,7 +204,7 @@ _BY_NAME = frozenset(BY_NAME)
 def resolve(function: Any, reward_kwargs: Mapping[str, Any] | None = None, *, of_lists: bool = False) -> Target:
     """Inspect a function, a callable object, or a class or instance with ``compute_score``.
 
-    A class is instantiated once, with the ``reward_kwargs`` that its ``__init__`` declares.
+    Of a class, the object is made by `Target.make`, with the ``reward_kwargs`` that its ``__init__`` declares.
 
     Args:
         function: the function, object or class.
@@ -198,68 +218,56 @@ def resolve(function: Any, reward_kwargs: Mapping[str, Any] | None = None, *, of
         FunctionLoadError: the function requires an argument that is not provided, does not accept one of
             ``reward_kwargs``, or its signature cannot be read.
     """
-    function, kwargs = _unwrap_verl(function, dict(reward_kwargs or {}))
-    name = _name(function)
-    used: set[str] = set()
-    origin = function
-    if inspect.isclass(function):
-        function, used = _instantiate(function, kwargs, name)
-        origin = functools.partial(origin, **{key: kwargs[key] for key in used})
-    post_process = getattr(function, "post_process_scores", None)
-    if callable(getattr(function, "compute_score", None)):
-        function = function.compute_score
-        name = _name(function)
-    if not callable(function):
-        raise FunctionLoadError(
-            f"{name} cannot be called: a reward function is a function, a callable object, or a class or instance "
-            "with a `compute_score` method"
-        )
-    return _target(function, name, origin, kwargs, used, post_process if callable(post_process) else None, of_lists)
-
-
-def declared(function: Any, reward_kwargs: Mapping[str, Any] | None = None) -> Target:
-    """Inspect a function as `resolve` does, without instantiating its class, as if it were called for one sample.
-
-    Raises:
-        FunctionLoadError: see `resolve`.
-    """
-    kwargs = dict(reward_kwargs or {})
-    name, origin = _name(function), function
-    if callable(method := getattr(function, "compute_score", None)):
-        static = inspect.isclass(function) and inspect.getattr_static(function, "compute_score")
-        # `None` stands for `self`: only the signature is read.
-        function = functools.partial(method, None) if inspect.isfunction(static) else method
-    elif inspect.isclass(function):
-        function = functools.partial(function.__call__, None)
-    return _target(function, name, origin, kwargs, set(kwargs) if inspect.isclass(origin) else set(), None, False)
+    origin, kwargs = _unwrap_verl(function, dict(reward_kwargs or {}))
+    constructor: dict[str, Any] = {}
+    if inspect.isclass(origin):
+        name = _name(origin)
+        parameters, takes_any = _parameters(origin, name)
+        constructor = {key: value for key, value in kwargs.items() if takes_any or key in parameters}
+        needs = {key for key, default in parameters.items() if default is inspect.Parameter.empty}
+        if missing := needs - constructor.keys():
+            raise FunctionLoadError(
+                f"class {name} requires {listing(missing)} to be instantiated: give a default, or a value in "
+                "reward_kwargs"
+            )
+    return _target(origin, constructor, kwargs, of_lists)
 
 
 def required_by_name(function: Any) -> frozenset[str]:
     """Return which of the arguments that not every place has a function requires; none if its signature is invalid."""
     try:
-        return declared(function).requires & _BY_NAME
+        return _target(function, {}, {}, False).requires & _BY_NAME
     except FunctionLoadError:  # reported where the function is loaded with its arguments
         return frozenset()
 
 
-def _target(
-    function: Any,
-    name: str,
-    origin: Any,
-    kwargs: Mapping[str, Any],
-    used: set[str],
-    post_process: Callable[[list[float]], list[float]] | None,
-    of_lists: bool,
-) -> Target:
-    """Return the target of a callable. ``used`` are the ``kwargs`` that the constructor of its class has taken."""
+def _target(origin: Any, constructor: Mapping[str, Any], kwargs: Mapping[str, Any], of_lists: bool) -> Target:
+    """Return the target of a function, object or class. The class's constructor has taken some of the ``kwargs``."""
+    function = callable_of(origin)
+    name = _name(origin if function is origin else function)
+    if inspect.isclass(origin):
+        # Its object is made later. `None` stands for `self`: only the signature is read.
+        if function is origin and not any("__call__" in vars(base) for base in origin.__mro__):
+            function = None
+        elif function is origin:
+            function = functools.partial(origin.__call__, None)
+        elif inspect.isfunction(inspect.getattr_static(origin, "compute_score")):
+            function = functools.partial(function, None)
+    if not callable(function):
+        raise FunctionLoadError(
+            f"{name} cannot be called: a reward function is a function, a callable object, or a class or instance "
+            "with a `compute_score` method"
+        )
     parameters, takes_any = _parameters(function, name)
-    unknown = [key for key in kwargs if not takes_any and key not in parameters and key not in used]
+    unknown = [key for key in kwargs if not takes_any and key not in parameters and key not in constructor]
     if unknown:
         raise FunctionLoadError(
             f"{name} does not take the configured reward_kwargs {listing(unknown)}"
             f"{did_you_mean(unknown[0], parameters) or ';'} its parameters are {listing(parameters)}"
         )
-    call_kwargs = {key: value for key, value in kwargs.items() if key in parameters or (takes_any and key not in used)}
+    call_kwargs = {
+        key: value for key, value in kwargs.items() if key in parameters or (takes_any and key not in constructor)
+    }
     bound = _bound_names(function) | set(call_kwargs)
     # A judge's own prompt: `def compute_score(solution_str, prompt="Is this right?")`.
     bound |= {key for key in ("prompt", "prompts") if isinstance(parameters.get(key), str) and parameters[key]}
@@ -278,7 +286,8 @@ def _target(
     passes = frozenset(provided[key] for key in given)
     requires = frozenset(provided[key] for key in required)
     return Target(
-        call=function,
+        origin=origin,
+        constructor=constructor,
         name=name,
         is_async=_is_async(function),
         passes=passes,
@@ -286,8 +295,6 @@ def _target(
         requires=requires,
         needs=tuple(key for key in BY_NAME if key in requires),
         reward_kwargs=call_kwargs,
-        post_process_scores=post_process,
-        origin=origin,
         lists={key: _LISTS[key] for key in _LISTS if key in given} if of_lists else None,
     )
 
@@ -330,19 +337,6 @@ def _unwrap_verl(function: Any, reward_kwargs: dict[str, Any]) -> tuple[Any, dic
         raw, bound = function.args
         return raw, {**bound, **reward_kwargs}
     return function, reward_kwargs
-
-
-def _instantiate(cls: type, kwargs: Mapping[str, Any], name: str) -> tuple[Any, set[str]]:
-    parameters, takes_any = _parameters(cls, name)
-    mine = {key: value for key, value in kwargs.items() if takes_any or key in parameters}
-    if missing := {key for key, default in parameters.items() if default is inspect.Parameter.empty} - set(mine):
-        raise FunctionLoadError(
-            f"class {name} requires {listing(missing)} to be instantiated: give a default, or a value in reward_kwargs"
-        )
-    try:
-        return cls(**mine), set(mine)
-    except (Exception, SystemExit) as error:  # the class may call `sys.exit`
-        raise FunctionLoadError(f"class {name} cannot be instantiated: {type(error).__name__}: {error}") from error
 
 
 def _parameters(function: Any, name: str) -> tuple[dict[str, Any], bool]:
@@ -388,3 +382,44 @@ def _name(function: Any) -> str:
     file = getattr(inspect.getmodule(function), "__file__", None)
     where = Path(file).name if file else function.__module__
     return f"{function.__qualname__} ({where})"
+
+
+_SHARED = frozenset((type(None), bool, int, float, str, bytes))
+_OF_DATA = frozenset(("builtins", "collections", "numpy"))
+"""The modules whose objects are data, also among the configured arguments."""
+
+
+def own_copy(value: Any, *, objects: bool = True) -> Any:
+    """Return a value that shares nothing mutable with the given one.
+
+    Numbers, texts and tuples of them are shared, and so is an object that cannot be copied, such as a lock.
+
+    Args:
+        value: the value.
+        objects: whether objects of other classes than Python's and numpy's containers are copied, too.
+
+    Raises:
+        RecursionError: the value is nested too deeply, or contains itself.
+    """
+    kind = type(value)
+    if kind in _SHARED or kind is frozenset:
+        return value
+    # By hand, because `copy.deepcopy` takes several times as long, for each sample.
+    if kind is dict:
+        if _SHARED.issuperset(map(type, value.values())):
+            return value.copy()
+        return {key: own_copy(item, objects=objects) for key, item in value.items()}
+    if kind is list:
+        shared = _SHARED.issuperset(map(type, value))
+        return value.copy() if shared else [own_copy(item, objects=objects) for item in value]
+    if kind is tuple:
+        copied = tuple(own_copy(item, objects=objects) for item in value)
+        return copied if any(one is not other for one, other in zip(copied, value, strict=True)) else value
+    if not objects and kind.__module__ not in _OF_DATA:
+        return value
+    try:
+        return copy.deepcopy(value)
+    except RecursionError:
+        raise
+    except Exception:
+        return value

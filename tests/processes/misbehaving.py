@@ -27,6 +27,22 @@ def act(solution_str: str, extra_info: dict[str, Any]) -> Any:
     return globals()[solution_str](**extra_info)
 
 
+class MadeInTheTemplate:
+    """Cannot be pickled, and scores with the process in which it was made."""
+
+    def __init__(self, bonus: float = 0.0) -> None:
+        self.lock = threading.Lock()
+        self.made_in = os.getpid()
+        self.bonus = bonus
+
+    def compute_score(self) -> dict[str, float]:
+        with self.lock:
+            return {"score": self.bonus, "made_in": self.made_in, "parent": os.getppid()}
+
+    def post_process_scores(self, scores: list[float]) -> list[float]:
+        return [score + self.bonus for score in scores]
+
+
 def works() -> float:
     print("it works", flush=True)
     return 1.0

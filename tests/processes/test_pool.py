@@ -24,13 +24,14 @@ from reward_loop import (
     isolated,
     load_function,
 )
+from reward_loop._util.process import children
 from reward_loop._util.transient import is_refusal
 from reward_loop.processes import pool
 from reward_loop.processes.outcome import RemoteError
 from tests.clock import advance
 from tests.descriptors import left_open
 from tests.processes.draws import draws
-from tests.processes.misbehaving import CHANGES, act, process_id
+from tests.processes.misbehaving import CHANGES, MadeInTheTemplate, act, process_id
 
 pytestmark = pytest.mark.integration  # starts processes
 
@@ -303,7 +304,7 @@ async def test_output_closed_streams_and_alarms_do_not_affect_the_next_call(one,
             {"solution_str": "works_for", "extra_info": {"seconds": 9, "limit": 1}},
             "SIGKILL, perhaps by the kernel because memory ran out, or for its CPU time",
         ),
-        ({"solution_str": "writes", "extra_info": {"path": "large"}}, "killed by SIGXFSZ: it wrote a file larger"),
+        ({"solution_str": "writes", "extra_info": {"path": "large"}}, "killed by SIGXFSZ"),
     ],
 )
 async def test_the_message_names_the_resource_limit_that_killed_the_process(one, tmp_path, does, message):
@@ -354,12 +355,15 @@ def test_nothing_is_left_when_it_is_closed():
 
 
 async def test_closing_leaves_calls_at_work_alone(isolate, fifo):
+    before = children(os.getpid())
     scoring = isolate(max_processes=2)
     at_work = asyncio.create_task(scoring(sample("says", fifo=str(fifo))))
     assert (await scoring(sample("works"))).score == 1.0
+    (template,) = set(children(os.getpid())).difference(before)
     scoring.close()
     assert await asyncio.to_thread(fifo.read_text) == "hello"
     assert (await at_work).score == 1.0
+    assert not is_alive(template)  # and no idle processes are left, or were started since
 
 
 async def test_a_dead_fork_server_takes_its_workers_along_and_is_replaced(isolate, fifo):
@@ -501,6 +505,19 @@ async def test_lambdas_and_partials(isolate):
     factor = 3
     for function in (lambda: 2 * factor, functools.partial(pow, exp=2, base=factor)):
         assert (await isolate(function)(RewardSample(""))).score == function()
+
+
+async def test_the_object_of_a_class_is_made_in_the_template_alone(isolate, monkeypatch):
+    def fails(self, bonus):
+        raise AssertionError("made in this process")
+
+    monkeypatch.setattr(MadeInTheTemplate, "__init__", fails)
+    scoring = isolate(MadeInTheTemplate, reward_kwargs={"bonus": 3})
+    info = (await scoring(RewardSample(""))).extra_info
+    assert (info["score"], info["made_in"]) == (3, info["parent"])
+    assert (await scoring(RewardSample(""))).extra_info["made_in"] == info["made_in"]
+    monkeypatch.undo()
+    assert await scoring.post_process_scores([1.0]) == [4.0]  # with an object of this process
 
 
 def test_a_function_that_cannot_be_sent():
