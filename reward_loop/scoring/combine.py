@@ -10,6 +10,7 @@ from typing import Any
 from reward_loop._util.bounded_tasks import together
 from reward_loop._util.text import listing
 from reward_loop.errors import FunctionLoadError, InvalidScoreError
+from reward_loop.processes.child import callable_of
 from reward_loop.scoring.isolation import is_isolated
 from reward_loop.scoring.results import normalise
 from reward_loop.scoring.signature import Target, own_copy, resolve
@@ -51,7 +52,7 @@ def combine(**parts: tuple[Any, float]) -> Any:
                 f"combine: {name} is marked with isolated, which has no effect in it: mark the whole, "
                 "isolated(combine(...))"
             )
-        if target.post_process_scores is not None:
+        if target.has_post_process:
             raise FunctionLoadError(f"combine: post_process_scores of {name} would not be called: remove it")
         targets[name] = target, float(part[1])
     return (_AsyncParts if all(target.is_async for target, _ in targets.values()) else _Parts)(targets)
@@ -66,8 +67,9 @@ class _Parts:
 
     def __init__(self, parts: Mapping[str, tuple[Target, float]]) -> None:
         self._parts = parts
+        self._functions = {name: callable_of(target.make()) for name, (target, _) in parts.items()}
         self.__qualname__ = f"combine({', '.join(parts)})"
-        self.__module__ = next(iter(parts.values()))[0].call.__module__
+        self.__module__ = next(iter(self._functions.values())).__module__
         targets = [target for target, _ in parts.values()]
         requires = frozenset().union(*(target.requires for target in targets))
         self.__signature__ = inspect.Signature(
@@ -79,6 +81,9 @@ class _Parts:
             ]
         )
 
+    def __reduce__(self) -> Any:
+        return type(self), (self._parts,)  # a worker process makes objects of its own
+
     def __call__(self, **given: Any) -> Any:
         returned = {name: self._call(name, given) for name, (target, _) in self._parts.items() if not target.is_async}
         if len(returned) < len(self._parts) or any(map(inspect.isawaitable, returned.values())):
@@ -88,7 +93,7 @@ class _Parts:
     def _call(self, name: str, given: Mapping[str, Any]) -> Any:
         target, _ = self._parts[name]
         # The tokenizer is large, and nobody changes it.
-        return target.call(
+        return self._functions[name](
             **{
                 name: value if name == "reward_model_tokenizer" else own_copy(value)
                 for name, value in given.items()
