@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from reward_loop import __version__
 from reward_loop._util import process, signals
 from reward_loop._util.standard_streams import console
-from reward_loop.adapters.service.command import serve
+from reward_loop.adapters.serve import serve
 from reward_loop.errors import ConfigError, FunctionLoadError, RewardLoopError
 from reward_loop.offline.check_command import check
 from reward_loop.offline.command import score

@@ -125,6 +125,9 @@ class RewardSample:
     """Whether the response was cut off at the largest length; ``None`` if unknown."""
     training_progress: float | None = None
     """The share of the run that is done, from 0 to 1; ``None`` if unknown."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """What the trainer passes in addition, for functions with ``**kwargs``, such as ``trainer_state`` of TRL. It is
+    neither copied nor recorded."""
 
     @property
     def global_steps(self) -> int | None:

@@ -29,7 +29,6 @@ from tests.trl_folder import FOLDER as TRL
 
 NOT_RUN = {
     "pip install ": "installs packages",
-    "REWARD_LOOP_CONFIG=rewards.yaml swift ": "needs ms-swift",
     "make ": "installs packages, and takes minutes",
     "PIP_EXTRA_INDEX_URL=": "installs packages, and takes minutes",
     "python -m verl.trainer.main_ppo ": "trains; test_docs.py composes its configuration",

@@ -45,11 +45,12 @@ class LimitConfig(Config):
 
     @model_validator(mode="after")
     def _at_least_one(self) -> Self:
-        if self.max_concurrent is not None and self.shared(self.max_concurrent) == 0:
-            raise ValueError(
-                f"max_concurrent={self.max_concurrent} with a share of {self.share:g} allows no call: raise one of "
-                "them, or use fewer processes"
-            )
+        for name in ("max_concurrent", "requests_per_minute", "tokens_per_minute"):
+            if (number := getattr(self, name)) is not None and self.shared(number) == 0:
+                raise ValueError(
+                    f"{name}={number} with a share of {self.share:g} allows no call: raise one of them, or use fewer "
+                    "processes"
+                )
         return self
 
     def shared(self, number: int | None) -> int | None:

@@ -121,6 +121,8 @@ class Target:
     """The subset of ``requires`` that a sample may lack."""
     reward_kwargs: Mapping[str, Any]
     """The configured arguments that are passed to the callable."""
+    takes_any: bool = False
+    """Whether it has ``**kwargs``."""
     lists: Mapping[str, str] | None = None
     """For a function of lists: each list that is passed -> the argument that its items are."""
 
@@ -158,7 +160,8 @@ class Target:
     ) -> dict[str, Any]:
         """Return the arguments of one call for one sample: copies, which the function may change."""
         given = own_copy(dict(self.reward_kwargs), objects=False) if self.reward_kwargs else {}
-        return {**given, **self._row(sample), **self._context(router_address, tokenizer, attempt)}
+        more = sample.kwargs if self.takes_any else {}
+        return {**more, **given, **self._row(sample), **self._context(router_address, tokenizer, attempt)}
 
     def list_arguments(
         self, samples: Sequence[RewardSample], router_address: str | None, tokenizer: Any, attempt: int
@@ -295,6 +298,7 @@ def _target(origin: Any, constructor: Mapping[str, Any], kwargs: Mapping[str, An
         requires=requires,
         needs=tuple(key for key in BY_NAME if key in requires),
         reward_kwargs=call_kwargs,
+        takes_any=takes_any,
         lists={key: _LISTS[key] for key in _LISTS if key in given} if of_lists else None,
     )
 

@@ -1,4 +1,4 @@
-"""Services for tests: a function, its manager, and clients in the same process."""
+"""Functions behind `reward-loop serve`, and clients in the same process."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any
 
 import httpx
 
-from reward_loop.adapters.service.app import create_app
-from reward_loop.adapters.service.dialects import DialectOptions
-from reward_loop.adapters.service.service import RewardService
+from reward_loop.adapters.serve import RewardService
 from reward_loop.config import RewardLoopConfig
 from reward_loop.managers.scorer import Scorer, load_scorer
 
@@ -31,25 +29,36 @@ def ranks(solution_strs: list[str]) -> list[float]:
     return [float(sorted(solution_strs, key=len).index(text)) for text in solution_strs]
 
 
+class Centred:
+    """The length of a response, minus the mean of its group; the response ``raise`` fails."""
+
+    def compute_score(self, solution_str: str) -> float:
+        if solution_str == "raise":
+            raise ValueError("five")
+        return float(len(solution_str))
+
+    def post_process_scores(self, scores: list[float]) -> list[float]:
+        return [score - sum(scores) / len(scores) for score in scores]
+
+
 def scorer(function: Any = equals, manager: str = "naive", **options: Any) -> Scorer:
     """Return a function with its manager."""
     return load_scorer(function, manager, RewardLoopConfig(**{"max_failed_share": 1.0, **options}))
 
 
 @asynccontextmanager
-async def client_of(
-    made: Scorer | None = None, dialects: DialectOptions | None = None, **options: Any
-) -> AsyncIterator[httpx.AsyncClient]:
-    """Yield a client of a service in this process. Options are those of `RewardService` and `create_app`."""
-    of_app = {name: options.pop(name) for name in ("key", "max_body_bytes") if name in options}
+async def client_of(made: Scorer | None = None, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """Yield a client of a service in this process."""
     service = RewardService(made or scorer(), **options)
-    app = create_app(service, options=dialects, **of_app)
-    async with service, httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+    async with (
+        service,
+        httpx.AsyncClient(transport=httpx.ASGITransport(service), base_url="http://localhost") as client,
+    ):
         yield client
 
 
-async def post(client: httpx.AsyncClient, path: str, body: Any, status: int = 200) -> Any:
-    """Return the reply to a request, which must have the status."""
-    answer = await client.post(path, json=body)
+async def post(client: httpx.AsyncClient, body: Any, status: int = 200) -> Any:
+    """Return the reply to a request to ``/score``, which must have the status."""
+    answer = await client.post("/score", json=body)
     assert answer.status_code == status, answer.text
     return answer.json()

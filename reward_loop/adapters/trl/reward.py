@@ -15,7 +15,7 @@ from typing import Any, Self
 from reward_loop import managers
 from reward_loop._util.json import MISSING, encode, look_up
 from reward_loop._util.text import did_you_mean, listing, shorten
-from reward_loop.adapters.process_agent import AgentInThread, AgentOwner
+from reward_loop.adapters.trl.agent import AgentInThread, AgentOwner
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError
 from reward_loop.managers.base import progress_of
@@ -80,8 +80,12 @@ class Columns:
         columns: Mapping[str, Sequence[Any]],
         step: int | None,
         progress: float | None = None,
+        more: Mapping[str, Sequence[Any]] | None = None,
+        state: Any = None,
     ) -> list[RewardSample]:
         """Return a sample for each completion. A sample whose columns have wrong values has an error.
+
+        Functions with ``**kwargs`` also get what TRL passes to its own functions, in lists of one completion.
 
         Args:
             prompts: text, or chat messages; one for each completion.
@@ -90,7 +94,10 @@ class Columns:
             columns: the columns of the data set.
             step: the training step.
             progress: the share of the run that is done.
+            more: further lists of TRL.
+            state: the state of the trainer.
         """
+        passed = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **(more or {})}
         samples = []
         for index, completion in enumerate(completions):
             parts = self._parts({name: values[index] for name, values in columns.items()})
@@ -108,6 +115,8 @@ class Columns:
                     response_length=None if ids is None else len(ids),
                     is_truncated=None if ids is None or longest is None else len(ids) >= longest,
                     validate=bool(columns["validate"][index]) if "validate" in columns else None,
+                    kwargs={name: [values[index]] for name, values in passed.items() if values is not None}
+                    | ({} if state is None else {"trainer_state": state}),
                     **parts,
                 )
             )
@@ -216,7 +225,7 @@ def reward_function(
         name: the name in TRL's metrics; by default the function's name.
 
     Raises:
-        ConfigError: an option is invalid, or several processes would have separate limits.
+        ConfigError: an option is invalid, or a limit is smaller than the number of processes.
         FunctionLoadError: the function cannot be loaded.
 
     Example::
@@ -229,11 +238,11 @@ def reward_function(
     parsed = parse(RewardLoopConfig, options, "options")
     if log_dir is not None:
         parsed = parsed.model_copy(update={"log_dir": os.fspath(log_dir)})
-    _check_shared(parsed)
+    parsed = share_of(parsed, int(os.environ.get("WORLD_SIZE") or 1))
     # Mistakes are found here, before the training: a worker that unpickles the result loads the function again.
     managers.get(manager)
     loaded = load_function(function) if isinstance(function, str) else function
-    if loaded is not None and max_completion_length is None and "is_truncated" in required_by_name(loaded):
+    if max_completion_length is None and "is_truncated" in required_by_name(loaded):
         raise ConfigError(
             "the reward function requires is_truncated, and TRL does not pass whether a completion was cut off: set "
             "max_completion_length to that of the trainer"
@@ -248,27 +257,38 @@ def reward_function(
         reward_model_tokenizer=reward_model_tokenizer,
     )
     columns = Columns(ground_truth, data_source, extra_info, max_completion_length)
-    return TRLReward(name or _name_of(function, manager), load, columns, group_size, concurrency)
+    return TRLReward(name or _name_of(function), load, columns, group_size, concurrency)
 
 
-def _check_shared(options: RewardLoopConfig) -> None:
-    """Check that several processes do not have limits of their own."""
-    processes = int(os.environ.get("WORLD_SIZE") or 1)
-    bounded = options.limits or options.budget.max_cost is not None or options.budget.max_tokens is not None
-    if processes > 1 and bounded and options.job is None:
-        raise ConfigError(
-            f"each of the {processes} training processes would have limits and a budget of its own, {processes} "
-            "times those of the options: start the job's limiter service with "
-            "reward_loop.serve_limits, and set the option job to its address"
-        )
+def share_of(options: RewardLoopConfig, processes: int) -> RewardLoopConfig:
+    """Return the options of one of several training processes, each of which gets an equal share of limits and budget.
+
+    Raises:
+        ConfigError: a limit is smaller than the number of processes.
+    """
+    if processes == 1:
+        return options
+    shared = options.model_dump()
+    budget = shared["budget"]
+    for limit in shared["limits"].values():
+        limit["share"] /= processes
+    for group in (*shared["models"].values(), budget):
+        for name in ("max_concurrent", "max_tokens"):
+            if group.get(name) is not None:
+                group[name] //= processes
+    if budget["max_cost"] is not None:
+        budget["max_cost"] /= processes
+    return parse(RewardLoopConfig, shared, f"options of each of {processes} processes")
 
 
-def _name_of(function: Any, manager: str) -> str:
-    """Return the name of a function, which may be given by its path, be a class, or be missing."""
+def _started(load: Callable[[], Scorer], concurrency: int | None) -> AgentInThread:
+    return AgentInThread(load(), concurrency)
+
+
+def _name_of(function: Any) -> str:
+    """Return the name of a function, which may be given by its path, or be a class."""
     if isinstance(function, str):
         return function.rpartition(":")[2].removesuffix(".py")
-    if function is None:
-        return manager
     return str(getattr(function, "__name__", type(function).__name__))
 
 
@@ -294,11 +314,9 @@ class TRLReward:
         concurrency: int | None = None,
     ) -> None:
         self.__name__ = name
-        self._load = load
         self._columns = columns
         self._group_size = group_size
-        self._concurrency = concurrency
-        self._owner: AgentOwner[AgentInThread] = AgentOwner()
+        self._owner = AgentOwner(partial(_started, load, concurrency))
         self._log = RewardLog(name)
 
     def __repr__(self) -> str:
@@ -312,7 +330,7 @@ class TRLReward:
         trainer_state: Any = None,
         log_extra: Any = None,
         log_metric: Any = None,
-        environments: Any = None,
+        environments: Sequence[Any] | None = None,
         **columns: Sequence[Any],
     ) -> list[float | None]:
         """Return a reward for each completion; ``None`` for masked samples. TRL calls this.
@@ -322,13 +340,16 @@ class TRLReward:
             ScoringError: a sample has no score, and the policy is ``raise``.
             TooManyFailuresError: the share of failed samples among the recent samples is too large.
         """
-        agent = await self._owner.get(lambda: AgentInThread(self._load(), self._concurrency))
+        agent = await self._owner.get()
         self._columns.check(columns, len(prompts), agent.requires)
         groups = self._groups(prompts, agent.needs_group)
         # TRL counts the steps that have ended; this reward is for the next one.
         step = None if trainer_state is None else trainer_state.global_step + 1
         progress = progress_of(step, getattr(trainer_state, "max_steps", None))
-        samples = self._columns.samples(prompts, completions, completion_ids, columns, step, progress)
+        more = {} if environments is None else {"environments": environments}
+        samples = self._columns.samples(
+            prompts, completions, completion_ids, columns, step, progress, more, trainer_state
+        )
         results = await agent.score(samples, groups)
         self._log.log(results, log_extra, log_metric)
         options = getattr(agent.manager, "options", None)  # a manager of the user may have none

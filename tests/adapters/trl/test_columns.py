@@ -17,7 +17,8 @@ def samples(columns: Columns, completions: list[Any], **data: Any) -> Any:
 def test_named_columns_become_parts_and_the_others_extra_info() -> None:
     columns = Columns(ground_truth="answer", data_source="origin")
     first, second = samples(columns, ["4", "5"], answer=["4", "6"], origin=["a", "b"], level=[1, 2])
-    assert first == RewardSample("4", "a", "4", {"level": 1}, prompt="p", step=3, validate=None)
+    kwargs = {"prompts": ["p"], "completions": ["4"]}
+    assert first == RewardSample("4", "a", "4", {"level": 1}, prompt="p", step=3, validate=None, kwargs=kwargs)
     assert (second.data_source, second.ground_truth, second.extra_info) == ("b", "6", {"level": 2})
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import pickle
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -14,13 +18,23 @@ from typing import Any
 
 import pytest
 
-from reward_loop import ConfigError, FunctionLoadError, RewardFunctionError
+from reward_loop import (
+    ConfigError,
+    FunctionLoadError,
+    NaiveRewardLoopManager,
+    RewardAgent,
+    RewardFunctionError,
+    RewardSample,
+)
 from reward_loop.adapters.trl import TRLReward, reward_function
-from reward_loop.adapters.trl.reward import RewardLog
+from reward_loop.adapters.trl.agent import AgentOwner
+from reward_loop.adapters.trl.reward import RewardLog, share_of
+from reward_loop.config import RewardLoopConfig
 from reward_loop.records import records
 from reward_loop.records.reader import RecordsReader
 from reward_loop.types import RewardResult
-from tests.adapters.rewards import Centred, rank
+from tests.adapters.services import Centred, ranks
+from tests.gsm8k import ROOT
 from tests.scoring.logging_functions import logging_function
 
 STATE = SimpleNamespace(global_step=6)
@@ -83,10 +97,23 @@ async def test_a_batch_with_failures_is_one_line_on_the_console(caplog: pytest.L
 
 
 async def test_groups_are_compared_whole() -> None:
-    async with opened(rank, manager="group") as reward:
+    async with opened(ranks, manager="group") as reward:
         assert await reward(["a", "a", "b", "b"], ["x", "xxx", "xx", "x"]) == [0.0, 1.0, 1.0, 0.0]
     async with opened(Centred, group_size=2) as reward:
         assert await reward(["a"] * 4, ["x", "xxx", "xxx", "xxx"]) == [-1.0, 1.0, 0.0, 0.0]
+
+
+async def test_post_process_scores_gives_the_same_rewards_as_an_agent() -> None:
+    texts = ["x", "raise", "xxx", "xx", "raise", "xxxxx"]
+    options = {"max_failed_share": 1.0}
+    async with RewardAgent(NaiveRewardLoopManager(options, compute_score=Centred), concurrency=1) as agent:
+        expected = await agent.submit(map(RewardSample, texts), group_size=3)
+    # Fewer samples at a time than a group has: those that wait for their group are not in flight.
+    async with opened(Centred, options=options, concurrency=1) as reward:
+        scores = await reward(["a"] * 3 + ["b"] * 3, texts)
+    assert scores == [-1.0, None, 1.0, -1.5, None, 1.5]
+    assert [one["reward_score"] for one in expected] == [score or 0.0 for score in scores]
+    assert [one["reward_extra_info"]["reward_masked"] for one in expected] == [score is None for score in scores]
 
 
 async def test_several_batches_run_at_the_same_time() -> None:
@@ -142,7 +169,12 @@ async def test_a_pickled_function_creates_its_own_manager() -> None:
         (equals, {"manager": "niave"}, "unknown reward manager 'niave'"),
         (equals, {"group_size": 0}, "group_size: at least 1"),
         (equals, {"options": {"timeuot": 1}}, "timeuot"),
-        (equals, {"options": {"limits": {"default": {"max_concurrent": 8}}}}, "each of the 4 .* would have limits"),
+        (
+            equals,
+            {"options": {"limits": {"judge": {"max_concurrent": 3}}}},
+            "limits.judge.*share of 0.25 allows no call",
+        ),
+        (equals, {"options": {"budget": {"max_tokens": 3}}}, "budget.max_tokens"),
     ],
 )
 def test_mistakes_are_found_before_the_training(
@@ -151,7 +183,26 @@ def test_mistakes_are_found_before_the_training(
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises((ConfigError, FunctionLoadError), match=error):
         reward_function(function, **options)
-    reward_function(equals, options={"limits": {"default": {"max_concurrent": 8}}, "job": "127.0.0.1:1"})
+
+
+async def test_each_of_several_processes_has_its_share_of_limits_and_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    running = most = 0
+
+    async def counts(solution_str: str) -> float:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        return 1.0
+
+    options = {"limits": {"default": {"max_concurrent": 9}}, "budget": {"max_cost": 6, "max_tokens": 9}}
+    async with opened(counts, options=options) as reward:
+        await reward(["a"] * 8, ["x"] * 8)
+    assert most == 2
+    shared = share_of(RewardLoopConfig(**options, models={"judge": {"max_concurrent": 9}}), 4)
+    assert (shared.budget.max_cost, shared.budget.max_tokens, shared.models["judge"].max_concurrent) == (1.5, 2, 2)
 
 
 async def test_mistakes_in_the_columns_and_groups_are_found_before_any_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,9 +210,48 @@ async def test_mistakes_in_the_columns_and_groups_are_found_before_any_call(monk
         with pytest.raises(ConfigError, match=r"no column 'anwser'.*answer"):
             await reward(["p"], ["1"], answer=["1"])
     monkeypatch.setenv("WORLD_SIZE", "2")
-    async with opened(rank, manager="group") as reward:
+    async with opened(ranks, manager="group") as reward:
         with pytest.raises(ConfigError, match=r"several processes train.*group_size=num_generations"):
             await reward(["a", "a"], ["x", "y"])
+
+
+def test_a_forked_process_starts_an_agent_of_its_own() -> None:
+    program = f"""
+        import asyncio, os
+        from reward_loop.adapters.trl import reward_function
+
+        def score(answer):
+            return asyncio.run(asyncio.wait_for(reward(["p"], [answer], ground_truth=["4"]), 60))
+
+        reward = reward_function("{__name__}:equals")
+        assert score("4") == [1.0]
+        child = os.fork()
+        assert score("5") == [0.0]
+        if child:
+            assert os.waitpid(child, 0)[1] == 0
+    """
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+async def test_a_close_while_the_agent_starts_leaves_it_to_the_next_close() -> None:
+    started, close_first, closed = threading.Event(), threading.Event(), []
+
+    def start() -> Any:
+        started.set()
+        close_first.wait(30)
+        return SimpleNamespace(close=lambda: closed.append(True))
+
+    owner = AgentOwner(start)
+    getting = asyncio.create_task(owner.get())
+    await asyncio.to_thread(started.wait, 30)
+    owner.close()
+    close_first.set()
+    assert await owner.get() is await getting
+    owner.close()
+    assert closed == [True]
 
 
 def test_several_trainers_may_use_a_function_on_event_loops_of_their_own() -> None:
@@ -262,6 +352,26 @@ async def test_functions_get_the_arguments_that_they_ask_for(name: str) -> None:
     async with opened(function, max_completion_length=3) as reward:
         rewards = await reward(["2+2="], ["4"], [[19, 2, 2]], trainer_state=state, validate=[True])
     assert (rewards, seen) == ([1.0], [ASKED[name]])
+
+
+async def test_functions_with_kwargs_get_what_trl_passes_for_a_completion() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def compute_score(solution_str: str, **kwargs: Any) -> float:
+        seen.append(kwargs)
+        return 1.0
+
+    state, environments = SimpleNamespace(global_step=6, max_steps=10), [object(), object()]
+    async with opened(compute_score, concurrency=1) as reward:
+        given = {"environments": environments, "trainer_state": state, "ground_truth": ["1", "2"], "level": [3, 4]}
+        await reward(["a", "b"], ["x", "y"], [[5], [6]], **given)  # type: ignore[arg-type]
+    assert [call["trainer_state"] for call in seen] == [state, state]
+    assert [call["environments"] for call in seen] == [[environments[0]], [environments[1]]]
+    assert [(call["prompts"], call["completions"], call["completion_ids"]) for call in seen] == [
+        (["a"], ["x"], [[5]]),
+        (["b"], ["y"], [[6]]),
+    ]
+    assert [(call["ground_truth"], call["extra_info"]) for call in seen] == [("1", {"level": 3}), ("2", {"level": 4})]
 
 
 async def test_what_trl_does_not_pass_is_named_before_the_first_reward() -> None:
