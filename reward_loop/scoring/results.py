@@ -105,7 +105,7 @@ def _problem(call: CallOutcome, sample: RewardSample, function: str) -> ScoringE
     if isinstance(cause, ConfigError):  # every other sample would fail, too
         raise ConfigError(f"{describe(sample)}: {function} raised {describe_exception(cause)}") from cause
     problem = RewardFunctionError(
-        f"raised {describe_exception(cause)}{call.note or _advice(cause)}",
+        f"raised {describe_exception(cause)}{call.note or _advice(cause, function)}",
         sample=sample,
         function=function,
         attempts=call.attempts,
@@ -116,15 +116,21 @@ def _problem(call: CallOutcome, sample: RewardSample, function: str) -> ScoringE
     return problem
 
 
-def _advice(error: BaseException | None) -> str:
+OUTSIDE_THE_MAIN_THREAD = (
+    "reward functions run outside of the main thread, where signals, such as the timeout of Math-Verify, and what "
+    "belongs to the main thread, such as a connection of sqlite3, do not work. Make it a plain `def`, and run it in "
+    "worker processes: decorate it with @reward_loop.isolated, or set isolation=process (in a verl run "
+    "`reward_loop.isolation=process`, with the command `reward-loop` `-O isolation=process`)"
+)
+
+_OF_THE_MAIN_THREAD = ("signal only works in main thread", "SQLite objects created in a thread can only be used in")
+
+
+def _advice(error: BaseException | None, function: str) -> str:
     """Return what to do about an exception that the reward loop can avoid; empty for others."""
     while error is not None:
-        if isinstance(error, ValueError) and "signal only works in main thread" in str(error):
-            return (
-                "\nThe function uses signals, for example as a timeout, and runs in a thread. Run it in worker "
-                "processes: isolation=process (in a verl run `reward_loop.isolation=process`, with the command "
-                "`reward-loop` `--isolation process`)"
-            )
+        if any(sign in str(error) for sign in _OF_THE_MAIN_THREAD):
+            return f"\n{function}: {OUTSIDE_THE_MAIN_THREAD}"
         error = error.__cause__ or error.__context__
     return ""
 

@@ -3,6 +3,7 @@ import functools
 import itertools
 import pickle
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -11,9 +12,11 @@ import numpy as np
 import pytest
 
 from reward_loop import (
+    BlockingRewardAgent,
     ConfigError,
     FunctionLoadError,
     InvalidScoreError,
+    NaiveRewardLoopManager,
     Outcome,
     RewardCrashedError,
     RewardFunctionError,
@@ -579,7 +582,9 @@ async def test_the_wait_for_a_limit_that_grants_nothing_is_measured():
     assert refused.wait_s >= 0.3
 
 
-async def test_a_function_that_needs_signals_is_told_to_run_in_processes():
+def test_a_function_that_needs_the_main_thread_is_told_to_run_in_processes():
+    connection = sqlite3.connect(":memory:")
+
     def with_an_alarm(solution_str):
         try:
             signal.signal(signal.SIGALRM, lambda *_: None)
@@ -587,9 +592,25 @@ async def test_a_function_that_needs_signals_is_told_to_run_in_processes():
             raise ValueError("this library does not support threads") from error
         return 1.0
 
-    in_thread = await ScoringFunction(with_an_alarm)(RewardSample("4"))
-    assert in_thread.outcome == "failed"
-    assert "isolation=process" in in_thread.error
+    async def async_with_an_alarm(solution_str):
+        return with_an_alarm(solution_str)
+
+    async def with_a_connection(solution_str):
+        return connection.execute("select 1").fetchone()[0]
+
+    for function in (with_an_alarm, async_with_an_alarm, with_a_connection):
+        with BlockingRewardAgent(NaiveRewardLoopManager(compute_score=function)) as agent:
+            [reward] = agent.submit([RewardSample("4")]).result()
+        error = reward["reward_extra_info"]["reward_error"]
+        for part in (function.__name__, "a plain `def`", "isolation=process", "@reward_loop.isolated"):
+            assert part in error.rpartition("\n")[2]
+
+
+async def test_signals_work_in_processes():
+    def with_an_alarm(solution_str):
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        return 1.0
+
     function = ScoringFunction(with_an_alarm, isolation="process")
     try:
         assert (await function(RewardSample("4"))).score == 1.0
