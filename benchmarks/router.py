@@ -1,9 +1,10 @@
 """Compares the router with verl's NaiveRouter, sglang-router, smg, vllm-router and nginx.
 
-    python -m benchmarks.router [--quick] [--peers-python PATH]
+    python -m benchmarks.router [--quick] [--instructions] [--peers-python PATH]
 
 All run on this machine, in short alternating rounds (A B C A B C), so that other load affects all of them equally. A
-peer that is not installed is skipped, and a line names it. The last line of the output is JSON.
+peer that is not installed is skipped, and a line names it. The last line of the output is JSON. A full run ends with
+status 1 if it misses one of `TARGETS`; rounds of a second are too short for that.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import contextlib
 import json
 import math
 import os
+import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -21,6 +24,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -28,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.router_load import BODY, allow_many_files
-from benchmarks.router_servers import CONNECTIONS, LOAD, PACKAGES, PEERS, Servers, peak_mb, rss_mb, say, stop
+from benchmarks.router_servers import CONNECTIONS, LOAD, PACKAGES, PEERS, Servers, cpu_s, peak_mb, rss_mb, say, stop
 
 SLOW_REQUESTS = 4096
 SLOW_S = 2.0
@@ -36,22 +40,52 @@ RESTART_S = 10.0
 """Seconds in which the servers answer, in the test that kills the router: all calls must be in flight by then."""
 
 
-def main() -> None:
+TARGETS = {
+    "vs_sglang_router": ("at least", 1.5),
+    "cpu_vs_sglang_router": ("at most", 0.55),
+    "instructions_per_request": ("at most", 150_000),
+}
+"""Requests per second and processor time for a request in comparison with sglang-router, medians of paired rounds; and
+the instructions in user space for a request."""
+COUNTED_REQUESTS = 2000
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--quick", action="store_true", help="shorter rounds, no bursts of peers, no memory test: under 50 s"
     )
-    parser.add_argument("--rounds", type=int, help="rounds of the throughput test (default: 5; quick: 8 s in all)")
+    parser.add_argument("--rounds", type=int, help="rounds of the throughput test (default: 10; quick: 8 s in all)")
     parser.add_argument("--requests", type=int, default=1_000_000, help="requests of the memory test (%(default)s)")
     parser.add_argument("--peers-python", metavar="PATH", help=f"path of a Python with {PACKAGES}")
-    parser.add_argument("--only", choices=("restart",), help="only the test that kills the router")
+    parser.add_argument(
+        "--instructions",
+        action="store_true",
+        help="also count the processor's instructions for a request (perf, or a minute of callgrind)",
+    )
+    parser.add_argument(
+        "--only", choices=("restart", "instructions"), help="only the test that kills the router; only the count"
+    )
     parser.add_argument("--skip-naive", action="store_true", help="leave out verl's NaiveRouter")
     args = parser.parse_args()
     allow_many_files()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         bench = Bench(Servers(Path(folder), stack))
         results = bench.run(args)
+    missed = [] if args.quick else [line for line in map(partial(miss, results), TARGETS) if line]
+    for line in missed:
+        say(f"target missed: {line}")
     print(json.dumps(results))
+    return 1 if missed else 0
+
+
+def miss(results: dict[str, Any], name: str) -> str | None:
+    """Return the words for a target that a result misses, or ``None``; a result that was not measured misses none."""
+    comparison, bound = TARGETS[name]
+    value = results.get(name)
+    if value is None or (value >= bound if comparison == "at least" else value <= bound):
+        return None
+    return f"{name} is {value}, and should be {comparison} {bound}"
 
 
 class Bench:
@@ -68,6 +102,10 @@ class Bench:
         if args.only == "restart":
             return asyncio.run(self.restart())
         results: dict[str, Any] = {}
+        if args.instructions or args.only:
+            results |= self.instructions()
+        if args.only:
+            return results
         say(f"load generator: {'wrk' if self.servers.wrk else 'the built-in uvloop client'}")
         backends = self.servers.instant_backends()
         routers: dict[str, Any] = {}
@@ -95,7 +133,7 @@ class Bench:
             say("nginx is skipped: it is not installed")
         if started := naive.result():
             routers["naive_router"] = started[:2]
-        rounds = args.rounds or (max(1, 8 // len(routers)) if args.quick else 5)
+        rounds = args.rounds or (max(1, 8 // len(routers)) if args.quick else 10)
         results |= self.throughput(routers, rounds, 1 if args.quick else 4)
         for _, process in routers.values():
             stop(process)
@@ -109,32 +147,78 @@ class Bench:
     # The measurements
 
     def throughput(self, routers: dict[str, Any], rounds: int, seconds: int) -> dict[str, Any]:
-        rates: dict[str, list[float]] = {name: [] for name in routers}
-        p99s: dict[str, list[float]] = {name: [] for name in routers}
+        measured: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in routers}
         for url, _ in routers.values():
             self.servers.load(url, 1)
         for _ in range(rounds):
-            for name, (url, _) in routers.items():
-                rate, p99, failed = self.servers.load(url, seconds)
-                rates[name].append(rate)
-                p99s[name].append(p99)
-                if failed:
-                    say(f"{name}: {failed} requests failed")
+            for name, (url, process) in routers.items():
+                before = cpu_s(process.pid)
+                done = self.servers.load(url, seconds)
+                measured[name]["cpu"].append((cpu_s(process.pid) - before) / done.requests * 1e6)
+                measured[name]["rate"].append(done.rate)
+                measured[name]["p99"].append(done.p99_ms)
+                if done.failed:
+                    say(f"{name}: {done.failed} requests failed")
         say(f"\n{CONNECTIONS} connections, {len(BODY)} bytes, medians of {rounds} rounds of {seconds} s")
-        rate = {name: statistics.median(values) for name, values in rates.items()}
-        p99 = {name: statistics.median(values) for name, values in p99s.items()}
         results: dict[str, Any] = {}
-        for name in routers:
-            say(f"  {name:14} {rate[name]:8.0f} requests/s   p99 {p99[name]:6.2f} ms   rounds {fmt(rates[name])}")
-            results[f"{name}_rps"] = round(rate[name])
-            results[f"{name}_p99_ms"] = round(p99[name], 2)
-        for peer in list(routers)[1:]:
+        own = measured["reward_loop"]
+        for name, values in measured.items():
+            rate, p99, cpu = (statistics.median(values[what]) for what in ("rate", "p99", "cpu"))
+            say(f"  {name:14} {rate:8.0f} requests/s   p99 {p99:6.2f} ms   CPU {cpu:5.1f} us a request")
+            results |= {f"{name}_rps": round(rate), f"{name}_p99_ms": round(p99, 2), f"{name}_cpu_us": round(cpu, 1)}
+            if values is own:
+                continue
             # The median of the ratios of each round: the machine's speed varies more between rounds than within one.
-            pairs = zip(rates["reward_loop"], rates[peer], strict=True)
-            results[f"vs_{peer}"] = round(statistics.median(own / other for own, other in pairs), 2)
-            pairs = zip(p99s["reward_loop"], p99s[peer], strict=True)
-            results[f"p99_vs_{peer}"] = round(statistics.median(own / other for own, other in pairs), 2)
+            for what, prefix in (("rate", ""), ("p99", "p99_"), ("cpu", "cpu_")):
+                ratios = [mine / other for mine, other in zip(own[what], values[what], strict=True)]
+                low, median, high = quartiles(ratios)
+                results[f"{prefix}vs_{name}"] = round(median, 2)
+                results[f"{prefix}vs_{name}_quartiles"] = [round(low, 2), round(high, 2)]
+            spread = results[f"vs_{name}_quartiles"]
+            say(f"  {'':14} reward_loop: {results[f'vs_{name}']} times the requests (quartiles {spread}),")
+            say(f"  {'':14} {results[f'cpu_vs_{name}']} of its CPU")
         return results
+
+    def instructions(self) -> dict[str, Any]:
+        """Count the router's instructions in user space, which do not depend on the load of the machine."""
+        backends = [self.servers.backend(0)[0] for _ in range(2)]
+        count = self.counted_by_perf(backends) or self.counted_by_callgrind(backends)
+        if count is None:
+            say("instructions are skipped: perf cannot count them here, and valgrind is not installed")
+            return {}
+        each = round(count / COUNTED_REQUESTS)
+        say(f"{each:,} instructions in user space for a request (target {TARGETS['instructions_per_request'][1]:,})")
+        return {"instructions_per_request": each}
+
+    def counted_by_perf(self, backends: list[str]) -> int | None:
+        perf = shutil.which("perf")
+        # A virtual machine may have no counter: then the fields say so.
+        event = ["-x", ",", "-e", "instructions:u"]
+        if not perf or not first_field(subprocess.run([perf, "stat", *event, "true"], capture_output=True).stderr):
+            return None
+        url, process, _ = self.servers.start_own(backends)
+        self.servers.own_load(url, CONNECTIONS, requests=COUNTED_REQUESTS)
+        load = [sys.executable, "-m", LOAD, "load", url, str(CONNECTIONS), str(COUNTED_REQUESTS), "0"]
+        done = subprocess.run([perf, "stat", *event, "-p", str(process.pid), "--", *load], capture_output=True)
+        stop(process)
+        return first_field(done.stderr)
+
+    def counted_by_callgrind(self, backends: list[str]) -> int | None:
+        if not shutil.which("valgrind") or not shutil.which("callgrind_control"):
+            return None
+        dump = self.servers.folder / "callgrind"
+        under = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={dump}"]
+        # It runs about 50 times as slowly: health checks would be a larger share, and might time out.
+        url, process, _ = self.servers.start_own(backends, under, "-O", "health_interval_s=1000")
+        self.servers.own_load(url, CONNECTIONS, requests=COUNTED_REQUESTS)
+        for command in (["-i", "on"], None, ["-d"]):
+            if command is None:
+                self.servers.own_load(url, CONNECTIONS, requests=COUNTED_REQUESTS)
+            else:
+                subprocess.run(["callgrind_control", *command, str(process.pid)], check=True, capture_output=True)
+        stop(process)
+        found = re.search(r"^summary: (\d+)", dump.with_name("callgrind.1").read_text(), re.MULTILINE)
+        return int(found[1]) if found else None
 
     def slow(self, args: argparse.Namespace) -> dict[str, Any]:
         say(f"\n{SLOW_REQUESTS} requests at once, on servers that take {SLOW_S:g} s")
@@ -243,9 +327,16 @@ def first_answer(url: str, began: float) -> float:
             return time.perf_counter() - began
 
 
-def fmt(values: list[float]) -> str:
-    return " ".join(f"{value:.0f}" for value in values)
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return low, median, high
+
+
+def first_field(output: bytes) -> int | None:
+    """Return the count in a line of ``perf stat -x ,``; ``None`` if there is none."""
+    found = re.search(rb"^(\d+),", output, re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

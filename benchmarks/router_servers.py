@@ -13,12 +13,13 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.router_load import ANSWER, BODY, MODELS, PATH
 
-__all__ = ["CONNECTIONS", "LOAD", "PACKAGES", "PEERS", "Servers", "peak_mb", "rss_mb", "say", "stop"]
+__all__ = ["CONNECTIONS", "LOAD", "PACKAGES", "PEERS", "Round", "Servers", "cpu_s", "peak_mb", "rss_mb", "say", "stop"]
 
 CONNECTIONS = 64
 LOAD = "benchmarks.router_load"
@@ -27,6 +28,16 @@ PEERS = ("sglang_router", "vllm_router", "smg")
 """The modules of routers that are installed in an environment of their own."""
 PACKAGES = "sglang-router==0.3.2 vllm-router==0.1.17 smg==1.13.0"
 """What to install there. `smg` is the successor of sglang-router."""
+
+
+class Round(NamedTuple):
+    """The requests of one round."""
+
+    requests: int
+    rate: float
+    """Requests per second."""
+    p99_ms: float
+    failed: int
 
 
 class Servers:
@@ -43,11 +54,14 @@ class Servers:
         self.wrk = shutil.which("wrk")
         self.nginx = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 
-    def start_own(self, backends: list[str]) -> tuple[str, subprocess.Popen[bytes], float]:
+    def start_own(
+        self, backends: list[str], under: Sequence[str] = (), *options: str
+    ) -> tuple[str, subprocess.Popen[bytes], float]:
+        """Start our router, under another program if one is given; return its URL, its process and its start time."""
         port = free_port()
         workers = [option for url in backends for option in ("--worker", url)]
         code = "import sys; from reward_loop.cli import main; sys.argv[0] = 'reward-loop'; main()"
-        command = [sys.executable, "-c", code, "route", "--port", str(port), *workers]
+        command = [*under, sys.executable, "-c", code, "route", "--port", str(port), *workers, *options]
         url, process, ready = self.start(command, f"http://127.0.0.1:{port}", "/ready", "reward_loop")
         # The router imports its control plane in a thread after it is ready. This request waits for that import.
         with urllib.request.urlopen(url + "/workers", timeout=60):
@@ -132,11 +146,11 @@ class Servers:
             time.sleep(0.01)
         raise RuntimeError(f"{name} was not ready within 60 s: {log.read_text()[-500:]}")
 
-    def load(self, url: str, seconds: int) -> tuple[float, float, int]:
-        """Return requests per second, p99 latency in milliseconds, and the number of failed requests."""
+    def load(self, url: str, seconds: int) -> Round:
+        """Send requests on `CONNECTIONS` connections for some seconds."""
         if not self.wrk:
             done = self.own_load(url, CONNECTIONS, seconds=seconds)
-            return done["requests"] / done["seconds"], done["p99_ms"], done["failed"]
+            return Round(done["requests"], done["requests"] / done["seconds"], done["p99_ms"], done["failed"])
         script = self.folder / "post.lua"
         script.write_text(
             'wrk.method = "POST"\nwrk.headers["Content-Type"] = "application/json"\n'
@@ -144,12 +158,13 @@ class Servers:
         )
         command = [self.wrk, "-t1", f"-c{CONNECTIONS}", f"-d{seconds}s", "--latency", "-s", str(script), url + PATH]
         out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        requests = int(re.search(r"(\d+) requests in", out)[1])  # type: ignore[index]
         rate = float(re.search(r"Requests/sec:\s+([\d.]+)", out)[1])  # type: ignore[index]
         value, unit = re.search(r"^\s+99%\s+([\d.]+)(us|ms|s)$", out, re.MULTILINE).groups()  # type: ignore[union-attr]
         failed = sum(map(int, re.findall(r"Non-2xx or 3xx responses: (\d+)", out)))
         if errors := re.search(r"Socket errors: connect (\d+), read (\d+), write (\d+), timeout (\d+)", out):
             failed += sum(map(int, errors.groups()))
-        return rate, float(value) * {"us": 0.001, "ms": 1, "s": 1000}[unit], failed
+        return Round(requests, rate, float(value) * {"us": 0.001, "ms": 1, "s": 1000}[unit], failed)
 
     def own_load(self, url: str, connections: int, **until: float) -> dict[str, Any]:
         return json.loads(self.popen_load(url, connections, **until).communicate()[0])
@@ -197,6 +212,14 @@ def rss_mb(pid: int) -> float:
 
 def peak_mb(pid: int) -> float:
     return status_mb(pid, "VmHWM")
+
+
+def cpu_s(pid: int) -> float:
+    """Return the processor seconds, of user and kernel, that a process and its children have used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return own + sum(cpu_s(int(child)) for child in children)
 
 
 def say(line: str) -> None:

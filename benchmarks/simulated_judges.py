@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.judge_workloads import Prompt, Unit
 from reward_loop.router.backend import Backend
-from reward_loop.router.policies import Affinity, LeastInFlight, Policy, is_overloaded
+from reward_loop.router.policies import Affinity, Key, LeastInFlight, Policy, is_overloaded
 
 __all__ = ["Outcome", "Rendezvous", "moved_keys", "simulate"]
 
@@ -180,8 +180,9 @@ def simulate(policy: Policy, servers: int, units: list[Unit], in_flight: int) ->
                 seconds.append(clock.now - began)
                 start_next()
 
-        key = policy.key([(b"x-reward-loop-group", unit.group.encode())], b"")
-        for prompt, reply in zip(unit.prompts, unit.replies, strict=True):
+        group = [(b"x-reward-loop-group", unit.group.encode())]
+        for number, (prompt, reply) in enumerate(zip(unit.prompts, unit.replies, strict=True)):
+            key = policy.key(group, f"{unit.group} {began} {number}".encode())
             server: Server = policy.choose(all_servers, key)  # type: ignore[arg-type,assignment]
             server.receive(Request(prompt, reply, ended))
 
@@ -204,11 +205,13 @@ class Rendezvous(Affinity):
     If all are, the one with the fewest requests in flight. For comparison: it needs no memory.
     """
 
-    def choose(self, backends: Sequence[Backend], key: int | None) -> Backend:
+    def choose(self, backends: Sequence[Backend], key: Key | None) -> Backend:
         free = [backend for backend in backends if not is_overloaded(backend, backends)]
         if not free:
             return LeastInFlight.choose(self, backends, key)
-        return max(free, key=lambda backend: blake2b(f"{key} {backend.url}".encode(), digest_size=8).digest())
+        return max(
+            free, key=lambda backend: blake2b(f"{key and key.group} {backend.url}".encode(), digest_size=8).digest()
+        )
 
 
 def moved_keys(servers: int, keys: int = 2000) -> tuple[float, float]:
@@ -221,7 +224,7 @@ def moved_keys(servers: int, keys: int = 2000) -> tuple[float, float]:
         for server in backends:
             server.requests = 0
         for key in range(keys):
-            homes.append(policy.choose(backends[:-1], key))
+            homes.append(policy.choose(backends[:-1], Key(key, key)))
             homes[-1].requests += 1
-        shares.append(sum(policy.choose(after, key) is not homes[key] for key in range(keys)) / keys)
+        shares.append(sum(policy.choose(after, Key(key, key)) is not homes[key] for key in range(keys)) / keys)
     return shares[0], shares[1]

@@ -6,7 +6,6 @@ verl's own backends need RDMA or a GPU. Select this one with
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
@@ -15,10 +14,7 @@ import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
-from examples.verl_cpu.server import Mailbox
-
-RECEIVE_TIMEOUT_S = 600.0
-"""Timeout in seconds for receiving the weights."""
+from examples.verl_cpu.server import TRANSFER_TIMEOUT_S, Mailbox, within_the_timeout
 
 
 @CheckpointEngineRegistry.register("ray")
@@ -44,7 +40,7 @@ class RayCheckpointEngine(CheckpointEngine):
     def prepare(self) -> dict[str, Any]:
         """Empty the mailbox, and return its handle."""
         if self._mailbox is not None:
-            ray.get(self._mailbox.empty.remote())
+            ray.get(self._mailbox.empty.remote(), timeout=TRANSFER_TIMEOUT_S)
         return {"mailbox": self._mailbox}
 
     @classmethod
@@ -75,18 +71,14 @@ class RayCheckpointEngine(CheckpointEngine):
                 sent.append((name, ray.put(tensor.detach().to("cpu"))))
         if self._sends:
             # In a list: Ray would replace a reference that is itself an argument by its object.
-            await self._mailbox.put.remote(sent)
+            await within_the_timeout(self._mailbox.put.remote(sent), "the mailbox did not take the weights")
         return {}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:  # type: ignore[override]
         """Yield the name and the full tensor of each weight."""
-        for name, tensor in await _within(self._mailbox.get.remote()):
-            yield name, await _within(tensor)
+        sent = await within_the_timeout(self._mailbox.get.remote(), "rank 0 of the trainer sent no weights")
+        for name, tensor in sent:
+            yield name, await within_the_timeout(tensor, f"{name} did not arrive")
 
     def finalize(self) -> None:
         """Do nothing: the mailbox keeps the weights until the next transfer."""
-
-
-async def _within(reference: Any) -> Any:
-    async with asyncio.timeout(RECEIVE_TIMEOUT_S):
-        return await reference

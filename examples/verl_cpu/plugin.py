@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
@@ -36,6 +37,8 @@ def _register_rollout() -> None:
 def _prepare_training_worker() -> None:
     import torch.distributed
 
+    from examples.verl_cpu.server import TRANSFER_TIMEOUT_S
+
     # verl would request "cpu:gloo,cpu:gloo", which torch rejects. It keeps an existing process group.
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(
@@ -43,6 +46,8 @@ def _prepare_training_worker() -> None:
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
             init_method=os.environ.get("DIST_INIT_METHOD") or _meeting_place(),
+            # Not gloo's 30 minutes: the error names the collective in which a rank is missing.
+            timeout=timedelta(seconds=TRANSFER_TIMEOUT_S),
         )
     import examples.verl_cpu.engine  # noqa: F401  registers the engines
 

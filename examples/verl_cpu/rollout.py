@@ -13,7 +13,7 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from examples.verl_cpu.server import CPURewardServer, CPURolloutServer
+from examples.verl_cpu.server import CPURewardServer, CPURolloutServer, within_the_timeout
 
 BUCKET_BYTES = 64 * 2**20
 """Weights are sent through Ray's object store in buckets of at most this size; a larger tensor has its own bucket."""
@@ -89,11 +89,15 @@ class ServerAdapter(BaseRollout):
         async for name, tensor in ensure_async_iterator(weights):
             if size and size + tensor.nbytes > BUCKET_BYTES:
                 # Awaited: more buckets at a time might not fit into Ray's object store.
-                await self._server.update_weights.remote(bucket, last=False, global_steps=None)
+                await self._send(bucket, last=False, global_steps=None)
                 bucket, size = {}, 0
             bucket[name] = tensor.detach().to("cpu", torch.float32)
             size += tensor.nbytes
-        await self._server.update_weights.remote(bucket, last=True, global_steps=global_steps)
+        await self._send(bucket, last=True, global_steps=global_steps)
+
+    async def _send(self, bucket: dict[str, torch.Tensor], **options: Any) -> None:
+        what = f"{_server_name(self._replica_rank)} did not take {len(bucket)} tensors"
+        await within_the_timeout(self._server.update_weights.remote(bucket, **options), what)
 
     async def resume(self, tags: list[str]) -> None:
         """Do nothing: `release` releases nothing."""

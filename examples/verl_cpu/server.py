@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 import torch
@@ -15,13 +15,31 @@ from reward_loop.config import RewardModelConfig
 from reward_loop.serving.embedded.batching import BatchingEngine, SamplingParams
 from reward_loop.serving.manager import RewardModelManager
 
+T = TypeVar("T")
+
 MAX_BATCH_SIZE = 128
 """The largest number of sequences in a batch. More do not increase the throughput of a CPU."""
+
+TRANSFER_TIMEOUT_S = 300.0
+"""Seconds in which a server or a rank must take its part in a transfer of weights, and a rank in a collective."""
 
 QUIET_S, MAX_WAIT_S = 0.1, 1.0
 """Seconds without a new request after which a batch starts, and the longest wait. The agent loop starts the sessions of
 a batch some milliseconds apart. Without a wait, the first few would form a small batch, which takes almost as long as a
 batch of all sessions, and the others would wait for it."""
+
+
+async def within_the_timeout(work: Awaitable[T], what: str) -> T:
+    """Return the result of a part of a transfer of weights.
+
+    Raises:
+        TimeoutError: it took longer than `TRANSFER_TIMEOUT_S`; the message says what it waited for.
+    """
+    try:
+        async with asyncio.timeout(TRANSFER_TIMEOUT_S):
+            return await work
+    except TimeoutError:
+        raise TimeoutError(f"transfer of weights: {what} within {TRANSFER_TIMEOUT_S:g} s") from None
 
 
 class _Sleeping:
@@ -141,8 +159,10 @@ class CPURolloutServer(_Sleeping):
     async def update_weights(self, bucket: dict[str, torch.Tensor], *, last: bool, global_steps: int | None) -> None:
         """Copy one bucket of weights into the model. No generation between the first and the last."""
         if not self._updating:
+            await within_the_timeout(
+                self._engine.model_lock.acquire(), "the server did not end its batch or the transfer before"
+            )
             self._updating = True
-            await self._engine.model_lock.acquire()
         target = self._model.state_dict()
         unknown = bucket.keys() - target.keys()
         if unknown:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -24,15 +25,24 @@ _PROMPT_START = 1024
 """The number of characters at the beginning of a prompt that are the key of a request without a group."""
 
 
+class Key(NamedTuple):
+    """What a generative request is routed by."""
+
+    group: int
+    """The same for the requests of a group."""
+    request: int
+    """Decides between servers that are equal otherwise; the same in every run."""
+
+
 class Policy(ABC):
     """A load-balancing policy: chooses a server for a request."""
 
-    def key(self, headers: Sequence[RawHeader], body: bytes) -> int | None:
+    def key(self, headers: Sequence[RawHeader], body: bytes) -> Key | None:
         """Return the routing key of a generative request; ``None`` if it has none, or the policy needs none."""
         return None
 
     @abstractmethod
-    def choose(self, backends: Sequence[Backend], key: int | None) -> Backend:
+    def choose(self, backends: Sequence[Backend], key: Key | None) -> Backend:
         """Return one of `backends`, which is not empty."""
 
 
@@ -42,18 +52,28 @@ class RoundRobin(Policy):
     def __init__(self) -> None:
         self._turn = 0
 
-    def choose(self, backends: Sequence[Backend], key: int | None) -> Backend:
+    def choose(self, backends: Sequence[Backend], key: Key | None) -> Backend:
         self._turn += 1
         # Modulo at the use: the number of servers changes while one is out of use.
         return backends[self._turn % len(backends)]
 
 
 class LeastInFlight(Policy):
-    """Chooses the server with the fewest requests in flight; of equal ones, the one with the fewest requests so far."""
+    """Chooses the server with the fewest requests in flight; of equal ones, the request decides.
 
-    def choose(self, backends: Sequence[Backend], key: int | None) -> Backend:
-        # By the requests so far, too: requests that come one by one would otherwise all reach the first server.
-        return min(backends, key=lambda backend: (backend.in_flight, backend.requests))
+    So the same generative requests, one after another, reach the same servers in every run.
+    """
+
+    def key(self, headers: Sequence[RawHeader], body: bytes) -> Key | None:
+        return Key(0, zlib.crc32(body))
+
+    def choose(self, backends: Sequence[Backend], key: Key | None) -> Backend:
+        if key is None:
+            # By the requests so far, too: requests that come one by one would otherwise all reach the first server.
+            return min(backends, key=lambda backend: (backend.in_flight, backend.requests))
+        fewest = min(backend.in_flight for backend in backends)
+        equal = [backend for backend in backends if backend.in_flight == fewest]
+        return equal[key.request % len(equal)]
 
 
 class Affinity(LeastInFlight):
@@ -70,19 +90,19 @@ class Affinity(LeastInFlight):
     def __init__(self) -> None:
         self._servers: OrderedDict[int, Backend] = OrderedDict()
 
-    def key(self, headers: Sequence[RawHeader], body: bytes) -> int | None:
+    def key(self, headers: Sequence[RawHeader], body: bytes) -> Key | None:
         content = find(headers, GROUP) or _prompt_start(body)
         # The hash only: the prompts of all remembered groups would take much memory.
-        return hash(content) if content else None
+        return Key(hash(content), zlib.crc32(body)) if content else None
 
-    def choose(self, backends: Sequence[Backend], key: int | None) -> Backend:
-        server = None if key is None else self._servers.get(key)
+    def choose(self, backends: Sequence[Backend], key: Key | None) -> Backend:
+        server = None if key is None else self._servers.get(key.group)
         if server is None or server not in backends or is_overloaded(server, backends):
             server = super().choose(backends, key)
         # Also if the server has changed: the new one has the prompt in its cache now, so the group stays there.
         if key is not None:
-            self._servers[key] = server
-            self._servers.move_to_end(key)
+            self._servers[key.group] = server
+            self._servers.move_to_end(key.group)
             if len(self._servers) > _MAX_GROUPS:
                 self._servers.popitem(last=False)
         return server

@@ -44,7 +44,7 @@ from reward_loop.router.backend import (
 from reward_loop.router.config import BackendConfig, RouterConfig
 from reward_loop.router.error_answers import Refusal
 from reward_loop.router.http_client import ConnectError, Upstream, UpstreamError
-from reward_loop.router.policies import Policy, policy_for
+from reward_loop.router.policies import Key, Policy, policy_for
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class BackendPool:
             group = self._groups[route] = BackendGroup(members, self._policies[route])
         return group
 
-    def pick(self, route: Route = ANY, key: int | None = None, avoid: Container[Backend] = ()) -> Backend | None:
+    def pick(self, route: Route = ANY, key: Key | None = None, avoid: Container[Backend] = ()) -> Backend | None:
         """Return a server that is available now, or ``None``; for arguments, see `acquire`."""
         group = self.group(route)
         if avoid and (others := [backend for backend in group.ready if backend not in avoid]):
@@ -178,7 +178,7 @@ class BackendPool:
         return any(backend not in avoid for backend in self.group(route).ready)
 
     async def acquire(
-        self, route: Route = ANY, key: int | None = None, avoid: Container[Backend] = (), *, wait: bool = True
+        self, route: Route = ANY, key: Key | None = None, avoid: Container[Backend] = (), *, wait: bool = True
     ) -> Backend:
         """Return a server for a request; wait while all servers are down.
 

@@ -34,7 +34,7 @@ from reward_loop.router.http_client import (
     UpstreamError,
 )
 from reward_loop.router.limits import Gate, RetryBudget
-from reward_loop.router.policies import policy_for
+from reward_loop.router.policies import Key, policy_for
 from reward_loop.router.pool import BackendPool
 from reward_loop.router.routing import UnknownModelError, merged_models, model_of, route
 
@@ -169,7 +169,7 @@ class Proxy:
         client: ClientRequest,
         message: tuple[bytes, bytes, bytes, bytes],
         route: Route,
-        key: int | None,
+        key: Key | None,
     ) -> None:
         """Send a request to servers, and the answer to the client.
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reward_loop.router import policies
-from reward_loop.router.policies import Affinity, LeastInFlight, RoundRobin, policy_for
+from reward_loop.router.policies import Affinity, Key, LeastInFlight, RoundRobin, policy_for
 
 
 @dataclass(eq=False)
@@ -32,6 +32,11 @@ def chat(*contents: Any, system: str | None = None) -> bytes:
     return json.dumps({"messages": messages + [{"role": "user", "content": content} for content in contents]}).encode()
 
 
+def group_of(headers: list[Any], body: bytes) -> int | None:
+    key = Affinity().key(headers, body)
+    return key and key.group
+
+
 def test_round_robin() -> None:
     policy, backends = RoundRobin(), fakes()
     turns = [policy.choose(backends, None).url for _ in range(8)]
@@ -47,34 +52,50 @@ def test_least_in_flight() -> None:
     assert LeastInFlight().choose(backends, None) is backends[3]
 
 
+@pytest.mark.parametrize("name", ["least_in_flight", "affinity"])
+def test_the_request_decides_between_servers_that_are_equal_in_every_run(name: Any) -> None:
+    def chosen(reverse: bool) -> dict[int, int]:
+        policy, backends = policy_for(name), fakes()
+        backends[0].in_flight = 1
+        numbers = sorted(range(40), reverse=reverse)
+        groups = {number: [(b"x-reward-loop-group", b"%d of run %d" % (number, reverse))] for number in numbers}
+        return {
+            number: backends.index(policy.choose(backends, policy.key(groups[number], chat(str(number)))))
+            for number in numbers
+        }
+
+    assert chosen(False) == chosen(True)
+    assert set(chosen(False).values()) == {1, 2, 3}
+
+
 def test_a_group_stays_with_its_server_and_new_groups_go_to_the_least_loaded_one() -> None:
     policy, backends = Affinity(), fakes()
     homes = []
     for key in range(32):
-        homes.append(policy.choose(backends, key))
+        homes.append(policy.choose(backends, Key(key, 0)))
         homes[-1].begin()
     assert [backend.in_flight for backend in backends] == [8] * 4
-    assert [policy.choose(backends, key) for key in range(32)] == homes
+    assert [policy.choose(backends, Key(key, 0)) for key in range(32)] == homes
 
 
 def test_a_group_leaves_an_overloaded_server_and_stays_with_the_next_one() -> None:
     policy, (first, second) = Affinity(), fakes(2)
     first.in_flight = second.in_flight = 100
-    assert policy.choose([first, second], 7) is first
+    assert policy.choose([first, second], Key(7, 0)) is first
     first.in_flight = 165  # with the request 166: at most 1.25 times the mean
-    assert policy.choose([first, second], 7) is first
+    assert policy.choose([first, second], Key(7, 0)) is first
     first.in_flight = 166
-    assert policy.choose([first, second], 7) is second
+    assert policy.choose([first, second], Key(7, 0)) is second
     first.in_flight = 90
-    assert policy.choose([first, second], 7) is second
+    assert policy.choose([first, second], Key(7, 0)) is second
 
 
 def test_a_group_stays_on_an_idle_server_and_leaves_a_busy_one_when_few_requests_are_in_flight() -> None:
     policy, backends = Affinity(), fakes()
-    home = policy.choose(backends, 7)
-    assert policy.choose(backends, 7) is home
+    home = policy.choose(backends, Key(7, 0))
+    assert policy.choose(backends, Key(7, 0)) is home
     home.in_flight = 1
-    assert policy.choose(backends, 7) is not home
+    assert policy.choose(backends, Key(7, 0)) is not home
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=200))
@@ -87,7 +108,7 @@ def test_a_server_gets_a_request_only_within_the_bound_or_if_it_is_the_least_loa
         if ends and busy:
             busy[key % len(busy)].in_flight -= 1
             continue
-        server = policy.choose(backends, key)
+        server = policy.choose(backends, Key(key, 0))
         least = min(backend.in_flight for backend in backends)
         server.begin()  # type: ignore[attr-defined]
         mean = sum(backend.in_flight for backend in backends) / len(backends)
@@ -96,20 +117,20 @@ def test_a_server_gets_a_request_only_within_the_bound_or_if_it_is_the_least_loa
 
 def test_only_the_groups_of_a_server_that_leaves_move_and_a_new_server_moves_none() -> None:
     policy, backends = Affinity(), fakes()
-    homes = {key: policy.choose(backends, key) for key in range(400)}
-    policy.choose([*backends, *fakes(5)[4:]], 400)
+    homes = {key: policy.choose(backends, Key(key, 0)) for key in range(400)}
+    policy.choose([*backends, *fakes(5)[4:]], Key(400, 0))
     for key, home in homes.items():
-        moved = policy.choose(backends[1:], key)
+        moved = policy.choose(backends[1:], Key(key, 0))
         assert (moved is home) == (home is not backends[0])
 
 
 def test_the_least_recently_used_groups_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policies, "_MAX_GROUPS", 2)
     policy, (first, second) = Affinity(), fakes(2)
-    assert policy.choose([first, second], 1) is first
+    assert policy.choose([first, second], Key(1, 0)) is first
     first.in_flight = 1
     for key in (2, 3, 1):
-        assert policy.choose([first, second], key) is second
+        assert policy.choose([first, second], Key(key, 0)) is second
 
 
 @pytest.mark.parametrize(
@@ -124,16 +145,14 @@ def test_the_least_recently_used_groups_are_forgotten(monkeypatch: pytest.Monkey
     ],
 )
 def test_without_a_group_prompts_with_the_same_beginning_have_the_same_key(one: bytes, other: bytes) -> None:
-    key = Affinity().key([], one)
-    assert key is not None
-    assert Affinity().key([], other) == key
-    assert Affinity().key([], chat("another question")) != key
+    assert group_of([], one) == group_of([], other) != group_of([], chat("another question"))
+    assert group_of([], one) is not None
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b'{"messages": [{}]}', b'{"prompt": 1}'])
 def test_a_request_without_a_prompt_has_no_key_but_its_group(body: bytes) -> None:
     group = [(b"x-reward-loop-group", b"7")]
-    assert Affinity().key(group, body) == Affinity().key(group, chat("x")) != Affinity().key([], chat("x"))
+    assert group_of(group, body) == group_of(group, chat("x")) != group_of([], chat("x"))
     assert Affinity().key([], body) is None
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from examples.tiny_models import tiny_tokenizer
 from examples.verl_cpu.server import CPURolloutServer
@@ -86,3 +87,25 @@ async def test_aborted_requests_say_so_and_later_ones_wait(server: CPURolloutSer
     assert received(await later).stop_reason == "completed"
     await server.abort_all_requests(reject_request=True)
     assert received(await server.generate(prompt("1+1="), GREEDY, "r")).stop_reason == "aborted"
+
+
+async def test_a_transfer_that_does_not_end_says_what_it_waits_for(
+    server: CPURolloutServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from examples.verl_cpu.rollout import ServerAdapter
+
+    class Stuck:
+        class update_weights:  # as a handle of Ray's actor
+            @staticmethod
+            async def remote(bucket: Any, **options: Any) -> None:
+                await asyncio.Event().wait()
+
+    monkeypatch.setattr("examples.verl_cpu.server.TRANSFER_TIMEOUT_S", 0.01)
+    async with server._engine.model_lock:  # a batch that does not end
+        with pytest.raises(TimeoutError, match="the server did not end its batch or the transfer before"):
+            await server.update_weights({}, last=True, global_steps=1)
+    await server.update_weights({}, last=True, global_steps=1)
+    adapter = ServerAdapter(OmegaConf.create(), OmegaConf.create(), None, replica_rank=1)
+    adapter._server = Stuck()
+    with pytest.raises(TimeoutError, match="cpu_rollout_server_1 did not take 1 tensors"):
+        await adapter.update_weights([("weight", torch.zeros(1))])
