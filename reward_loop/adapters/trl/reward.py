@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any, Self
 
 from reward_loop import managers
-from reward_loop._util.json import MISSING, encode, look_up
+from reward_loop._util.json import MISSING, look_up
 from reward_loop._util.text import did_you_mean, listing, shorten
 from reward_loop.adapters.trl.agent import AgentInThread, AgentOwner
 from reward_loop.config import RewardLoopConfig, parse
@@ -23,7 +23,7 @@ from reward_loop.managers.failures import Failures
 from reward_loop.managers.scorer import Scorer, load_scorer
 from reward_loop.scoring import load_function
 from reward_loop.scoring.signature import required_by_name
-from reward_loop.types import Outcome, RewardResult, RewardSample, finite_number, is_returned
+from reward_loop.types import Outcome, RewardResult, RewardSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +317,6 @@ class TRLReward:
         self._columns = columns
         self._group_size = group_size
         self._owner = AgentOwner(partial(_started, load, concurrency))
-        self._log = RewardLog(name)
 
     def __repr__(self) -> str:
         return f"reward_function({self.__name__})"
@@ -351,7 +350,9 @@ class TRLReward:
             prompts, completions, completion_ids, columns, step, progress, more, trainer_state
         )
         results = await agent.score(samples, groups)
-        self._log.log(results, log_extra, log_metric)
+        if log_metric is not None:
+            for name, value in metrics_of(self.__name__, results).items():
+                log_metric(name, value)
         options = getattr(agent.manager, "options", None)  # a manager of the user may have none
         self._say_failures(results, step, getattr(options, "log_dir", None))
         return [result.reward for result in results]
@@ -371,8 +372,6 @@ class TRLReward:
 
     def close(self) -> None:
         """Cancel what runs, and close the manager; blocks until that is done. A later call creates a new manager."""
-        # A later training may have other components, and so other columns.
-        self._log = RewardLog(self.__name__)
         self._owner.close()
 
     def __enter__(self) -> Self:
@@ -382,71 +381,20 @@ class TRLReward:
         self.close()
 
 
-class RewardLog:
-    """Logs the outcomes and the components of batches through TRL: metrics, and columns of the table of completions.
-
-    The first batch determines the columns, and which of them have numbers: TRL's table needs columns of one length and
-    type.
+def metrics_of(name: str, results: Sequence[RewardResult]) -> dict[str, float]:
+    """Return the metrics of a batch: the number of samples by outcome, mean seconds, and the mean components.
 
     Args:
-        name: the name of the reward function, with which all names begin.
+        name: the name of the reward function.
+        results: the results of the batch.
     """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._numeric: dict[str, bool] | None = None
-
-    def metrics(self, results: Sequence[RewardResult]) -> dict[str, float]:
-        """Return the metrics of a batch: the number of samples by outcome, mean seconds, and the mean components."""
-        outcomes = Counter(result.outcome for result in results)
-        group = f"reward_loop/{self._name}"
-        metrics: dict[str, float] = {f"{group}/{outcome}": outcomes[outcome] for outcome in Outcome}
-        metrics[f"{group}/masked"] = sum(result.masked for result in results)
-        infos = [result.extra_info for result in results]
-        if measured := [result.work_s for result in results if result.total_s]:  # not by a manager written for verl
-            metrics[f"{group}/work_s"] = fmean(measured)
-        for key in _components(infos):
-            numbers = (finite_number(info.get(key)) for info in infos)
-            if values := [number for number in numbers if number is not None]:
-                metrics[f"reward_components/{self._name}/{key}"] = fmean(values)
-        return metrics
-
-    def columns(self, results: Sequence[RewardResult]) -> dict[str, list[Any]]:
-        """Return a column for the outcomes, one for the errors, and one for each component of the first batch."""
-        infos = [result.extra_info for result in results]
-        if self._numeric is None:
-            self._numeric = {
-                key: all(finite_number(info[key]) is not None for info in infos if info.get(key) is not None)
-                for key in _components(infos)
-            }
-        columns: dict[str, list[Any]] = {
-            f"{self._name}/outcome": [str(result.outcome) for result in results],
-            f"{self._name}/error": [result.reason or "" for result in results],
-        }
-        for key, is_numeric in self._numeric.items():
-            convert = finite_number if is_numeric else _text
-            columns[f"{self._name}/{key}"] = [convert(info.get(key)) for info in infos]
-        return columns
-
-    def log(
-        self,
-        results: Sequence[RewardResult],
-        log_extra: Callable[[str, list[Any]], None] | None,
-        log_metric: Callable[[str, float], None] | None,
-    ) -> None:
-        """Log a batch through the functions that TRL passes, each of which may be missing."""
-        if log_metric is not None:
-            for name, value in self.metrics(results).items():
-                log_metric(name, value)
-        if log_extra is not None:
-            for name, values in self.columns(results).items():
-                log_extra(name, values)
-
-
-def _components(infos: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys that functions have set, in order of their first appearance, without the score: TRL logs it."""
-    return [key for key in dict.fromkeys(key for info in infos for key in info) if is_returned(key) and key != "score"]
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else value if isinstance(value, str) else encode(value).decode()
+    outcomes = Counter(result.outcome for result in results)
+    group = f"reward_loop/{name}"
+    metrics: dict[str, float] = {f"{group}/{outcome}": outcomes[outcome] for outcome in Outcome}
+    metrics[f"{group}/masked"] = sum(result.masked for result in results)
+    if measured := [result.work_s for result in results if result.total_s]:  # not by a manager written for verl
+        metrics[f"{group}/work_s"] = fmean(measured)
+    components = [result.components for result in results]
+    for key in dict.fromkeys(key for found in components for key in found):
+        metrics[f"reward_components/{name}/{key}"] = fmean(found[key] for found in components if key in found)
+    return metrics

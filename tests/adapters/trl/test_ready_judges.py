@@ -39,16 +39,16 @@ def columns_of(count: int) -> dict[str, list[Any]]:
 )
 async def test_ready_judges_are_reward_functions(judge: str, kwargs: dict[str, Any], expected: list[Any]) -> None:
     completions = ["It is 36.", [{"role": "assistant", "content": "It is 35. Score: 10 Verdict: same"}], BROKEN]
-    table: dict[str, list[Any]] = {}
+    metrics: dict[str, float] = {}
     async with FakeJudge(reply) as server:
         reward = reward_function(judge, reward_kwargs=kwargs, reward_router_address=server.address)
         try:
-            rewards = await reward(["a prompt"] * 3, completions, log_extra=table.__setitem__, **columns_of(3))
+            rewards = await reward(["a prompt"] * 3, completions, log_metric=metrics.__setitem__, **columns_of(3))
         finally:
             await asyncio.to_thread(reward.close)
     assert rewards == pytest.approx(expected)
     name = judge.removeprefix("judge:")
-    assert table[f"{name}/outcome"] == ["scored", "scored", "unscored"]
+    assert (metrics[f"reward_loop/{name}/scored"], metrics[f"reward_loop/{name}/unscored"]) == (2, 1)
 
 
 @pytest.mark.integration

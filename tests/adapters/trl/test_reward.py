@@ -28,7 +28,7 @@ from reward_loop import (
 )
 from reward_loop.adapters.trl import TRLReward, reward_function
 from reward_loop.adapters.trl.agent import AgentOwner
-from reward_loop.adapters.trl.reward import RewardLog, share_of
+from reward_loop.adapters.trl.reward import metrics_of, share_of
 from reward_loop.config import RewardLoopConfig
 from reward_loop.records import records
 from reward_loop.records.reader import RecordsReader
@@ -72,14 +72,16 @@ async def test_the_policies_of_the_options_apply() -> None:
 
 async def test_outcomes_are_logged_and_recorded_with_step_and_group(tmp_path: Path) -> None:
     metrics: dict[str, float] = {}
-    table: dict[str, list[Any]] = {}
-    logs: dict[str, Any] = {"log_metric": metrics.__setitem__, "log_extra": table.__setitem__}
     async with opened(equals, name="judge", log_dir=tmp_path) as reward:
-        await reward(["a", "a", "b"], ["1", "crash", "3"], ground_truth=["1"] * 3, trainer_state=STATE, **logs)
+        await reward(
+            ["a", "a", "b"],
+            ["1", "crash", "3"],
+            ground_truth=["1"] * 3,
+            trainer_state=STATE,
+            log_metric=metrics.__setitem__,
+        )
         assert await asyncio.to_thread(records(str(tmp_path)).flush)
     assert (metrics["reward_loop/judge/scored"], metrics["reward_loop/judge/failed"]) == (2, 1)
-    assert table["judge/outcome"] == ["scored", "failed", "scored"]
-    assert "the judge is broken" in table["judge/error"][1]
     rows = list(RecordsReader(tmp_path).rows())
     assert [row["step"] for row in rows] == [7, 7, 7]
     assert (len({row["group"] for row in rows}), len({row["uid"] for row in rows})) == (2, 3)
@@ -285,7 +287,7 @@ def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
         loop.close()
 
 
-# --- Metrics and columns
+# --- Metrics
 
 
 def result(outcome: str = "scored", **info: Any) -> RewardResult:
@@ -301,7 +303,7 @@ def test_outcomes_are_counted_and_finite_components_averaged_over_the_samples_th
         result(score=0.5, format=False, note="x", style=1),
         result("failed"),
     ]
-    assert RewardLog("judge").metrics(results) == {
+    assert metrics_of("judge", results) == {
         "reward_loop/judge/scored": 2,
         "reward_loop/judge/unscored": 0,
         "reward_loop/judge/failed": 1,
@@ -313,24 +315,9 @@ def test_outcomes_are_counted_and_finite_components_averaged_over_the_samples_th
 
 
 def test_a_reward_of_another_manager_counts_as_scored() -> None:
-    metrics = RewardLog("judge").metrics([RewardResult.of({"reward_score": 1.0, "reward_extra_info": {}})])
+    metrics = metrics_of("judge", [RewardResult.of({"reward_score": 1.0, "reward_extra_info": {}})])
     assert metrics["reward_loop/judge/scored"] == 1
     assert "reward_loop/judge/work_s" not in metrics
-
-
-def test_each_component_of_the_first_batch_becomes_a_column_of_one_type() -> None:
-    log = RewardLog("judge")
-    columns = log.columns([result(format=True, words=["a"], why="good"), result("failed")])
-    assert columns == {
-        "judge/outcome": ["scored", "failed"],
-        "judge/error": ["", "broken"],
-        "judge/format": [1.0, None],
-        "judge/words": ['["a"]', ""],
-        "judge/why": ["good", ""],
-    }
-    later = log.columns([result(style=1.0, format="text")])
-    assert later.keys() == columns.keys()
-    assert later["judge/format"] == [None]
 
 
 ASKED = {

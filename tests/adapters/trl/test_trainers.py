@@ -73,15 +73,15 @@ def test_masked_samples_have_advantage_zero_and_outcomes_are_counted(
     tables = pandas.concat(
         [pandas.read_parquet(file) for file in sorted((tmp_path / "completions").glob("*.parquet"))[::UPDATES]]
     )
-    failed = tables[tables["judge/outcome"] == "failed"]
-    scored = tables[tables["judge/outcome"] == "scored"]
+    failed = tables[tables["judge"].isna()]
+    scored = tables[tables["judge"].notna()]
     assert len(tables) == calls == STEPS * PER_UPDATE
     assert len(failed) == len(range(3, calls + 1, 10))
     assert failed["advantage"].tolist() == [0.0] * len(failed)
-    assert failed["judge/error"].str.contains("the judge is overloaded").all()
     assert scored["advantage"].abs().max() > 0
     assert scored["judge"].tolist() == pytest.approx([score(text) for text in scored["completion"]])
     rows = list(RecordsReader(tmp_path / "rewards").rows())
+    assert Counter(row["outcome"] for row in rows) == {"scored": len(scored), "failed": len(failed)}
     assert {row["step"] for row in rows} == set(range(1, STEPS + 1, UPDATES))
     assert set(Counter(row["group"] for row in rows).values()) == {GENERATIONS}
 
