@@ -129,7 +129,9 @@ _OF_THE_MAIN_THREAD = ("signal only works in main thread", "SQLite objects creat
 def _advice(error: BaseException | None, function: str) -> str:
     """Return what to do about an exception that the reward loop can avoid; empty for others."""
     while error is not None:
-        if any(sign in str(error) for sign in _OF_THE_MAIN_THREAD):
+        # Not `str`, which is code of the user or of a library, and may raise.
+        message = next(iter(error.args), "")
+        if isinstance(message, str) and message.startswith(_OF_THE_MAIN_THREAD):
             return f"\n{function}: {OUTSIDE_THE_MAIN_THREAD}"
         error = error.__cause__ or error.__context__
     return ""
