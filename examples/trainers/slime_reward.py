@@ -17,12 +17,12 @@ async def custom_rm(args, sample, **_):
     reply = await CLIENT.post(URL, json={"samples": [_row(one, args.group_rm) for one in given]})
     if reply.is_error:
         raise RuntimeError(f"{URL}: {reply.text}")
-    rewards = []
-    for one, result in zip(given, reply.json()["results"], strict=True):
+    results = reply.json()["results"]
+    for one, result in zip(given, results, strict=True):
         # slime sets the loss mask of removed samples to zeros. A sample that was removed here may be scored again.
         one.remove_sample = result["score"] is None or (one.remove_sample and "reward_loop" not in one.metadata)
         one.metadata["reward_loop"] = result
-        rewards.append(result["score"] or 0.0)
+    rewards = [result["score"] or 0.0 for result in results]
     return rewards if isinstance(sample, list) else rewards[0]
 
 
@@ -41,8 +41,8 @@ def _row(sample, is_group):
 def normalise(args, samples):
     """``--custom-reward-post-process-path``: as slime, but a removed sample is not part of its group's baseline."""
     raw = [0.0 if one.reward is None and one.remove_sample else float(one.get_reward_value(args)) for one in samples]
-    estimator = args.advantage_estimator
-    if estimator not in ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline") or not args.rewards_normalization:
+    divides = args.advantage_estimator in ("grpo", "gspo", "cispo")
+    if not args.rewards_normalization or not (divides or args.advantage_estimator == "reinforce_plus_plus_baseline"):
         return raw, raw
     rollouts = [one.rollout_id for one in samples if one.rollout_id is not None]
     if len(set(rollouts)) < len(rollouts) or any(one.group_index is None for one in samples):
@@ -54,9 +54,8 @@ def normalise(args, samples):
     normalised = [0.0] * len(raw)
     for members in groups.values():
         rewards = [raw[i] for i in members]
-        scale = 1.0
-        if args.grpo_std_normalization and estimator != "reinforce_plus_plus_baseline":
-            scale = (stdev(rewards) if len(rewards) > 1 else 0.0) + 1e-6
+        is_scaled = divides and args.grpo_std_normalization and len(rewards) > 1
+        scale = stdev(rewards) + 1e-6 if is_scaled else 1.0
         for i in members:
             normalised[i] = (raw[i] - fmean(rewards)) / scale
     return raw, normalised

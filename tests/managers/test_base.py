@@ -24,28 +24,7 @@ from reward_loop.offline.fields import Fields
 from reward_loop.offline.inputs import Inputs
 from reward_loop.records.reader import RecordsReader
 from reward_loop.types import RESERVED_KEYS
-
-
-class Tokenizer:
-    """Token n is the n-th letter; 0 is a special token."""
-
-    def decode(self, ids, skip_special_tokens):
-        assert skip_special_tokens
-        return "".join(chr(ord("a") + int(i) - 1) for i in ids if int(i))
-
-
-def column(*values):
-    array = np.empty(len(values), dtype=object)
-    array[:] = values
-    return array
-
-
-def batch(responses, masks, **columns):
-    """What a manager sees of verl's DataProto."""
-    return SimpleNamespace(
-        batch={"responses": np.array(responses), "attention_mask": np.array(masks)},
-        non_tensor_batch={name: column(*values) for name, values in columns.items()},
-    )
+from tests.managers.letters import Tokenizer, batch, column
 
 
 def one_row(**columns):

@@ -11,7 +11,7 @@ import pytest
 
 from reward_loop.managers import get
 from reward_loop.types import RESERVED_KEYS
-from tests.managers.test_base import Tokenizer, batch
+from tests.managers.letters import Tokenizer, batch
 
 CONFIG: dict[str, Any] = {
     "reward": {"num_workers": 1},
