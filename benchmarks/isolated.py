@@ -2,10 +2,11 @@
 
     python -m benchmarks.isolated
 
-The functions import nothing, sympy, Math-Verify and torch. For each: milliseconds of a call, one after another, and
-when all are submitted at once, with ``calls_per_process=1`` (each call in a new fork of a process that has loaded the
-function) and ``null`` (a process is used again). Then the memory of 64 forks that wait for their calls: what each has
-for itself. Functions whose packages are not installed are left out. The last line is JSON.
+The functions import nothing, sympy, Math-Verify, verl and torch. For each: milliseconds of a call, one after another,
+and when all are submitted at once, with ``calls_per_process=1`` (each call in a new fork of a process that has loaded
+the function) and ``null`` (a process is used again). Then the memory of the process that has loaded the function, and
+of 64 forks that wait for their calls: what each has for itself. Functions whose packages are not installed are left
+out. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ SOURCES = {
     "def compute_score(solution_str):\n    return float(sympy.simplify(sympy.sympify(solution_str) - 0.5) == 0)" + USED,
     "math_verify": "from math_verify import parse, verify\n"
     "def compute_score(solution_str):\n    return float(verify(parse('$0.5$'), parse(f'${solution_str}$')))" + USED,
+    "verl": "import verl.trainer.ppo.reward\n"
+    "def compute_score(solution_str):\n    return float(solution_str == '1/2')\n",
     "torch": "import torch\ndef compute_score(solution_str):\n    return float(torch.ones(16).mean())\n",
 }
 
@@ -60,15 +63,21 @@ def private_mb(pid: int) -> float:
     return sum(int(kilobytes) for kilobytes in re.findall(r"^Private_\w+:\s+(\d+)", text, re.MULTILINE)) / 1024
 
 
-async def waiting_mb(function: ScoringFunction) -> float:
-    """Return the memory of a fork that waits for its call, as the mean of `WAITING` forks."""
+def anonymous_mb(pid: int) -> float:
+    """Return the memory (in 2^20 bytes) of a process without that of files."""
+    (kilobytes,) = re.findall(r"^RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return int(kilobytes) / 1024
+
+
+async def memory_mb(function: ScoringFunction) -> tuple[float, float]:
+    """Return the memory of the template, and of a fork that waits for its call, as the mean of `WAITING` forks."""
     known = set(children(os.getpid()))
     await function(RewardSample("1/2"))
     (template,) = set(children(os.getpid())) - known
     async with asyncio.timeout(120):
         while len(children(template)) < WAITING:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
-    return sum(map(private_mb, children(template))) / WAITING
+    return anonymous_mb(template), sum(map(private_mb, children(template))) / WAITING
 
 
 async def measure(path: str) -> dict[str, float]:
@@ -81,7 +90,8 @@ async def measure(path: str) -> dict[str, float]:
         await asyncio.to_thread(function.close)
         found |= {f"{name}_ms": round(alone * 1000, 2), f"{name}_ms_of_many": round(together * 1000, 2)}
     function = ScoringFunction(load_function(path), isolation="process", max_processes=WAITING)
-    found["waiting_mb"] = round(await waiting_mb(function), 2)
+    template_mb, waiting_mb = await memory_mb(function)
+    found |= {"template_mb": round(template_mb, 1), "waiting_mb": round(waiting_mb, 2)}
     await asyncio.to_thread(function.close)
     return found
 
@@ -95,11 +105,13 @@ def main() -> None:
             path = Path(folder, f"{name}_scorer.py")
             path.write_text(source)
             results[name] = asyncio.run(measure(str(path)))
-    print(f"{'':12} {'fork ms':>9} {'used ms':>9} {'fork, many':>11} {'used, many':>11} {'MB waiting':>11}")
+    print(
+        f"{'':12} {'fork ms':>9} {'used ms':>9} {'fork, many':>11} {'used, many':>11} {'template':>10} {'waiting':>9}"
+    )
     for name, one in results.items():
         print(
             f"{name:12} {one['fork_ms']:9.2f} {one['used_ms']:9.2f} {one['fork_ms_of_many']:11.2f} "
-            f"{one['used_ms_of_many']:11.2f} {one['waiting_mb']:11.2f}"
+            f"{one['used_ms_of_many']:11.2f} {one['template_mb']:7.1f} MB {one['waiting_mb']:6.2f} MB"
         )
     print(json.dumps(results))
 

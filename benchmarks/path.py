@@ -53,7 +53,9 @@ async def asynchronous(data_source, solution_str, ground_truth, extra_info):
 
 async def judge(solution_str, reward_router_address):
     return (await JUDGE(reward_router_address, answer=solution_str)).score
+"""
 
+SYNC = """
 def sync(data_source, solution_str, ground_truth, extra_info):
     return 1.0
 """
@@ -135,17 +137,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, FakeJudge("Score: 7") as judge, traced_children(Path(name)):
         folder = Path(name)
         (folder / "functions.py").write_text(FUNCTIONS)
+        (folder / "rules.py").write_text(SYNC)
         with serve_limits(RewardLoopConfig(**OPTIONS)) as job:
             in_process = {"isolation": "process", "max_processes": 1}
             for way, function, options in (
-                ("async, limiter service", "asynchronous", {"job": job}),
-                ("async with a judge, limiter service", "judge", {"job": job}),
-                ("sync, in a thread", "sync", {}),
-                ("sync, in a worker process", "sync", in_process),
+                ("async, limiter service", "functions.py:asynchronous", {"job": job}),
+                ("async with a judge, limiter service", "functions.py:judge", {"job": job}),
+                ("sync, in a thread", "rules.py:sync", {}),
+                ("sync, in a worker process", "rules.py:sync", in_process),
             ):
                 calls: list[Call] = []
-                records = {"log_dir": str(folder / function)}
-                loaded = load_function(f"{folder}/functions.py:{function}")
+                records = {"log_dir": str(folder / function.partition(":")[2])}
+                loaded = load_function(f"{folder}/{function}")
                 spans = asyncio.run(score(loaded, judge.address, {**records, **options}, calls))
                 paths[way] = fewest(calls, spans)
         children = _calls.read(folder)

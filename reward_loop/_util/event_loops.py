@@ -1,5 +1,4 @@
-"""Event loops: what belongs to one; whether that of a thread runs its callbacks, and the line that blocks it; one in
-the background."""
+"""Event loops of other threads: whether one runs its callbacks, the line that blocks it, and one in the background."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from reward_loop._util.text import user_frame
 
-__all__ = ["LoopPulse", "OfLoop", "in_background", "line_on_loop", "stack_on_loop"]
+__all__ = ["LoopPulse", "in_background", "line_on_loop", "stack_on_loop"]
 
 _OF_THE_LOOP = {
     "asyncio/events.py": {"_run"},
@@ -33,22 +32,6 @@ no such frames of its own."""
 
 
 T = TypeVar("T")
-
-
-class OfLoop(Generic[T]):
-    """An object that belongs to the running event loop, for an owner that several loops use, one after another."""
-
-    def __init__(self, new: Callable[[], T]) -> None:
-        self._new = new
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._value: Any = None
-
-    def here(self) -> T:
-        """Return the object of this loop; a new one if the last call was in another loop."""
-        if (loop := asyncio.get_running_loop()) is not self._loop:
-            self._loop, self._value = loop, self._new()
-        value: T = self._value
-        return value
 
 
 class LoopPulse:

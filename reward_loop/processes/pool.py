@@ -33,11 +33,10 @@ from typing import Any
 
 import cloudpickle
 
-from reward_loop._util.event_loops import OfLoop
 from reward_loop._util.process import ParentDeathPipe
 from reward_loop._util.signals import name_of
 from reward_loop.errors import FunctionLoadError, RewardCrashedError, RewardFunctionError
-from reward_loop.processes.child import CALL, ENDED, HEADER, STARTED, Setup, message
+from reward_loop.processes.child import CALL, ENDED, HEADER, STARTED, Setup
 from reward_loop.processes.outcome import CallOutcome
 
 _STOP_SECONDS = 5.0
@@ -100,7 +99,7 @@ class WorkerProcesses:
                 "imported, or set isolation='thread'"
             ) from error
         self._setup = pickle.dumps(Setup(name, files or {}, content, calls_per_process, max_memory_mb))
-        self._slots = OfLoop(lambda: asyncio.Semaphore(self.max_processes))
+        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._template: _TemplateProcess | None = None
 
     async def run(
@@ -120,12 +119,17 @@ class WorkerProcesses:
         """
         try:
             # By value where the content is of `__main__`, which a child does not have.
-            call = message(CALL, pickle.dumps((timeout, key, cloudpickle.dumps(arguments))))
+            content = pickle.dumps((timeout, key, cloudpickle.dumps(arguments)))
         # Pickling runs code of the user's types, which may raise anything.
         except Exception as error:
             problem = f"has arguments that cannot be sent to a worker process: {type(error).__name__}: {error}"
             return CallOutcome(None, None, 0.0, RewardFunctionError(problem))
-        async with self._slots.here():
+        call = HEADER.pack(CALL, len(content)) + content
+        # A semaphore belongs to one event loop; this object may be used in several, one after another.
+        loop = asyncio.get_running_loop()
+        if self._slots is None or self._slots[0] is not loop:
+            self._slots = loop, asyncio.Semaphore(self.max_processes)
+        async with self._slots[1]:
             # A child that dies before its call has nothing to do with it: perhaps memory had run out.
             with contextlib.suppress(_NotStartedError):
                 return await self._call(call, timeout, begin)
