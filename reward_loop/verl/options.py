@@ -408,6 +408,14 @@ def read(config: DictConfig) -> RewardSettings:
             "reward_loop.models: the run serves its models, so set max_concurrent and timeout in reward_model.server "
             "or reward_model.server.models.NAME"
         )
+    if settings.model is not None and (longest := settings.options.timeout) is not None:
+        more = {f"models.{name}.": one for name, one in settings.model.models.items()}
+        for path, one in {"": settings.model, **more}.items():
+            if one.timeout is not None and one.timeout > longest:
+                raise ConfigError(
+                    f"reward_model.server.{path}timeout={one.timeout:g}: a request cannot take longer than the call of "
+                    f"the function, reward_loop.timeout={longest:g}: raise that, or lower this"
+                )
     if settings.scores_by_model:
         _check_scored_by_model(settings)
     return settings

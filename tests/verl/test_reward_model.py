@@ -340,6 +340,11 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
         ),
         ([*VLLM, *POOL, "+reward_model.server.replicas=2"], ["reward_model.server.replicas contradicts"]),
         (
+            [*VLLM, *POOL, "+reward_model.server.models.j={model_path: /j, engine: vllm, timeout: 400}"],
+            ["reward_model.server.models.j.timeout=400", "reward_loop.timeout=300"],
+        ),
+        ([*VLLM, *POOL, "+reward_loop.models.j={timeout: 4}"], ["reward_loop.models: the run serves its models"]),
+        (
             [*VLLM, *POOL, "reward_model.rollout.tensor_model_parallel_size=3"],
             ["n_gpus_per_node=8 is not a multiple of 3", "tensor_model_parallel_size"],
         ),
