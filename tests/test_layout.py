@@ -32,7 +32,7 @@ HOMES = {
     "hydra": VERL,
     "omegaconf": VERL,
     "tensordict": VERL,
-    "transfer_queue": VERL,
+    "transfer_queue": ["verl/tq_rows.py"],
     "ray": RAY,
     "torch": MODELS,
     "transformers": MODELS,

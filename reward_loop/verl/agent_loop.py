@@ -27,7 +27,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import transfer_queue as tq
 from omegaconf import OmegaConf
 from typing_extensions import override
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
@@ -51,6 +50,7 @@ from reward_loop.records import Records
 from reward_loop.scoring.results import check_result
 from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
 from reward_loop.verl.token_rewards import token_rewards, turns_of
+from reward_loop.verl.tq_rows import add_rows, add_tag
 from reward_loop.verl.trajectory_keys import FAILURE, GENERATED, JUDGED
 
 
@@ -137,7 +137,7 @@ class RewardAgentLoopWorker(_AgentLoopWorker):
             # Not of a cancelled session, which did not fail.
             if number in session.prompt.generating and isinstance(raised, Exception):
                 tag = {FAILURE: f"{session.name}: {error}"}
-                await tq.async_kv_put(key=uid, partition_id=session.prompt.partition, tag=tag)
+                await add_tag(uid, session.prompt.partition, tag)
             raise
         finally:
             if not session.is_submitted and _needs_groups(client := self._client()):
@@ -304,7 +304,7 @@ async def _end_generation(session: _Session) -> None:
     if session.number in prompt.generating:
         prompt.generating.remove(session.number)
         if not prompt.generating and prompt.published:
-            await tq.async_kv_put(key=prompt.published, partition_id=prompt.partition, tag={GENERATED: True})
+            await add_tag(prompt.published, prompt.partition, {GENERATED: True})
 
 
 async def _take_reward(session: _Session, outputs: list[Any]) -> None:
@@ -342,9 +342,5 @@ async def _write_reward(session: _Session, outputs: list[Any]) -> None:
         fields.append({"rm_scores": rm_scores, "extra_fields": output.as_dict()["extra_fields"]})
     now = time.time()
     judged = {JUDGED: [session.times.get("scoring", now), session.times.get("scored", now)]}
-    await tq.async_kv_batch_put(
-        keys=[f"{session.name}_{index}" for index in range(len(outputs))],
-        fields=list_of_dict_to_tensordict(fields),
-        tags=[judged] * len(outputs),
-        partition_id=session.prompt.partition,
-    )
+    keys = [f"{session.name}_{index}" for index in range(len(outputs))]
+    await add_rows(keys, session.prompt.partition, list_of_dict_to_tensordict(fields), [judged] * len(outputs))

@@ -53,9 +53,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-import transfer_queue as tq
 from omegaconf import DictConfig, open_dict
-from transfer_queue import KVBatchMeta
 from typing_extensions import override
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
@@ -71,7 +69,7 @@ from reward_loop.verl.options import PIPELINE_MODE, make_schedule, mini_batch_gr
 from reward_loop.verl.refills import FilterForecast
 from reward_loop.verl.replay_buffer import RewardReplayBuffer
 from reward_loop.verl.reward_metrics import added_seconds, overlap_metrics
-from reward_loop.verl.tq_rows import copy, last_failure, read_tags, read_trajectories, select
+from reward_loop.verl.tq_rows import KVBatchMeta, clear, copy, last_failure, read_tags, read_trajectories, select
 from reward_loop.verl.trainer import NothingToLearnError
 from reward_loop.verl.trajectory_keys import JUDGED, uid_of
 
@@ -344,7 +342,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         metrics.update(batch.metrics.get_aggregated_metrics())
         self._count_rewards(set(batch.uids), metrics)
         # Only the prompts: verl deletes the trajectories after it has written metrics and files from them.
-        tq.kv_clear(keys=batch.uids, partition_id="train")
+        clear(batch.uids, "train")
         metrics["reward_pipeline/prompts_ahead"] = len(self._submitted)
         if self._filters:
             metrics["reward_pipeline/filtered_share"] = self._forecast.share

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from time import monotonic, time
 from typing import Any, NamedTuple
 
-from transfer_queue import KVBatchMeta
 from typing_extensions import override
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, _accumulate_eviction_metrics
 
@@ -18,7 +17,7 @@ from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.verl.installed import replaced
 from reward_loop.verl.options import ModeOptions
 from reward_loop.verl.refills import FailureStreak
-from reward_loop.verl.tq_rows import last_failure, read_rewards
+from reward_loop.verl.tq_rows import KVBatchMeta, last_failure, read_rewards
 from reward_loop.verl.trajectory_keys import GENERATED, JUDGED, uid_of
 
 REWARD_METRIC = "reward"

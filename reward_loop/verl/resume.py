@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import logging
 
-import transfer_queue as tq
-
-from reward_loop.verl.tq_rows import read_rewards, read_tags, read_trajectories
+from reward_loop.verl.tq_rows import clear, read_rewards, read_tags, read_trajectories, write_tags
 from reward_loop.verl.trajectory_keys import FAILURE, uid_of
 
 logger = logging.getLogger(__name__)
@@ -37,7 +35,7 @@ def reset_unscored_prompts(*, judged: bool) -> None:
     prompts, rows = read_tags()
     if stale := [key for key in rows if uid_of(key) not in prompts]:
         # The checkpoint was written before the batch of its step was cleared.
-        tq.kv_clear(keys=stale, partition_id="train")
+        clear(stale, "train")
     if not prompts:
         return
     kept = {uid for uid, tag in prompts.items() if tag["status"] == "finished"}
@@ -50,4 +48,4 @@ def reset_unscored_prompts(*, judged: bool) -> None:
     )
     # `None`, because TransferQueue merges tags: an old failure would stay.
     tags = [{"status": "finished" if uid in kept else "pending", FAILURE: None} for uid in prompts]
-    tq.kv_batch_put(keys=list(prompts), partition_id="train", tags=tags)
+    write_tags(list(prompts), "train", tags)

@@ -1,4 +1,6 @@
-"""The rows of a batch in TransferQueue: select, read and write them and their rewards, and read tags.
+"""The rows of a batch in TransferQueue: select, read, write and clear them, their rewards and their tags.
+
+Only this module calls TransferQueue.
 
 Keys of rows are ``{uid}_{session}_{index}``: a prompt, one of its rollouts (a session), and an output of that rollout.
 Rows that verl adds as padding never get a reward.
@@ -17,7 +19,7 @@ import torch
 import transfer_queue as tq
 from tensordict import NonTensorStack, TensorDict, is_non_tensor
 from torch.nn.utils.rnn import pad_sequence
-from transfer_queue import KVBatchMeta
+from transfer_queue import KVBatchMeta as KVBatchMeta  # also for the other modules of this package
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.protocol import DataProto
 
@@ -109,6 +111,26 @@ def field_names(key: str, tag: dict, partition_id: str) -> list[str]:
     """Return the names of the fields that a row has."""
     # TransferQueue returns them after a write. This write changes nothing.
     return tq.kv_batch_put(keys=[key], partition_id=partition_id, tags=[tag]).fields
+
+
+def write_tags(keys: Sequence[str], partition_id: str, tags: list[dict[str, Any]]) -> None:
+    """Write tags of some rows, beside those that they have."""
+    tq.kv_batch_put(keys=list(keys), partition_id=partition_id, tags=tags)
+
+
+async def add_tag(key: str, partition_id: str, tag: dict[str, Any]) -> None:
+    """Write a tag of one row, on the event loop."""
+    await tq.async_kv_put(key=key, partition_id=partition_id, tag=tag)
+
+
+async def add_rows(keys: list[str], partition_id: str, fields: Any, tags: list[dict[str, Any]]) -> None:
+    """Write fields and tags of some rows, on the event loop."""
+    await tq.async_kv_batch_put(keys=keys, fields=fields, tags=tags, partition_id=partition_id)
+
+
+def clear(keys: Sequence[str], partition_id: str) -> None:
+    """Remove some rows."""
+    tq.kv_clear(keys=list(keys), partition_id=partition_id)
 
 
 def write_rows(keys: Sequence[str], partition_id: str, **columns: Sequence[Any]) -> None:

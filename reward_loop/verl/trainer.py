@@ -11,10 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import ray
-import transfer_queue as tq
 from omegaconf import DictConfig
 from ray.exceptions import RayActorError
-from transfer_queue import KVBatchMeta
 from typing_extensions import override
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import trainer_base
@@ -41,6 +39,8 @@ from reward_loop.verl.services import RewardServices
 from reward_loop.verl.step_health import StepHealth
 from reward_loop.verl.tq_rows import (
     MASKS,
+    KVBatchMeta,
+    clear,
     copy,
     read_rewards,
     read_rows,
@@ -222,7 +222,7 @@ class RewardLoopTrainer(RecordingTrainer):
         self._validated |= rewards
         masked = [key for key in batch.keys if rewards[key].is_masked]
         if masked:
-            tq.kv_clear(keys=masked, partition_id=batch.partition_id)
+            clear(masked, batch.partition_id)
         if len(masked) == len(batch.keys):
             raise NothingToLearnError(f"no sample of the validation of step {self.global_steps} has a score")
         return select(batch, [row for row, key in enumerate(batch.keys) if not rewards[key].is_masked])

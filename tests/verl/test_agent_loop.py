@@ -22,7 +22,7 @@ from reward_loop.managers.base import TURNS
 from reward_loop.records import records
 from reward_loop.records.events import read_events
 from reward_loop.types import Reward, RewardSample
-from reward_loop.verl import agent_loop
+from reward_loop.verl import agent_loop, tq_rows
 from reward_loop.verl.agent_loop import RewardAgentLoopWorker
 from reward_loop.verl.reward_client import RewardClient
 from reward_loop.verl.separate_async import QueueAgentLoopWorker
@@ -74,7 +74,7 @@ class Queue:
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     queue = Queue()
-    monkeypatch.setattr(agent_loop, "tq", queue)
+    monkeypatch.setattr(tq_rows, "tq", queue)
     monkeypatch.setattr(agent_loop, "list_of_dict_to_tensordict", list)
     return queue
 

@@ -14,7 +14,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from reward_loop.agent.schedule import Schedule
-from reward_loop.verl import pipeline, tq_rows
+from reward_loop.verl import tq_rows
 from reward_loop.verl.options import PipelineOptions
 from reward_loop.verl.pipeline import RewardPipelineTrainer
 from reward_loop.verl.refills import FilterForecast
@@ -165,7 +165,7 @@ class Trainer(RewardPipelineTrainer):
 def _without_verl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PPOTrainerSync, "_balance_batch", lambda self, batch, metrics, *_: batch)
     monkeypatch.setattr(tq_rows, "read_tags", lambda: ({}, {}))
-    monkeypatch.setattr(pipeline.tq, "kv_clear", lambda **_: None)
+    monkeypatch.setattr(tq_rows.tq, "kv_clear", lambda **_: None)
 
 
 def half(step: int) -> float:

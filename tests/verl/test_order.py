@@ -13,7 +13,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from reward_loop.agent.schedule import Schedule
 from reward_loop.errors import RewardLoopError
-from reward_loop.verl import pipeline
+from reward_loop.verl import tq_rows
 from reward_loop.verl.options import PipelineOptions
 from reward_loop.verl.pipeline import RewardPipelineTrainer, StepBatch
 from reward_loop.verl.refills import FilterForecast
@@ -291,7 +291,7 @@ def test_rollouts_that_were_generated_again_after_a_resume_count_as_on_policy() 
 def test_off_policy_steps_is_the_age_of_the_oldest_rollout(
     monkeypatch: pytest.MonkeyPatch, versions: tuple[int, ...], oldest: int, share: float
 ) -> None:
-    monkeypatch.setattr(pipeline.tq, "kv_clear", lambda **_: None)
+    monkeypatch.setattr(tq_rows.tq, "kv_clear", lambda **_: None)
     trainer = Trainer(PIPELINE, EVEN, "abcd")
     trainer.config.trainer.critic_warmup = 9
     trainer.global_steps, trainer._judged, trainer._left_out = 3, [], {}

@@ -12,7 +12,7 @@ from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from reward_loop.verl import resume, tq_rows
+from reward_loop.verl import tq_rows
 from reward_loop.verl.options import PIPELINE_MODE
 from reward_loop.verl.pipeline import RewardPipelineTrainer
 from reward_loop.verl.resume import reset_unscored_prompts
@@ -58,7 +58,6 @@ class Queue(FakeQueue):
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     queue = Queue()
-    monkeypatch.setattr(resume, "tq", queue)
     monkeypatch.setattr(tq_rows, "tq", queue)
     return queue
 

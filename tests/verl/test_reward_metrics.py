@@ -283,7 +283,7 @@ class Validation:
         )
         made = set_up(monkeypatch, constructed(settings), step=3)
         self.batches, self.queue, self.shown = iter(batches), queue, []
-        for module in (trainer_base, replay_buffer, trainer):
+        for module in (trainer_base, replay_buffer):
             monkeypatch.setattr(module, "tq", queue)
         made.tokenizer = SimpleNamespace(pad_token_id=0, decode=lambda ids, skip_special_tokens: str(ids.tolist()))
         made.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=[])
