@@ -675,7 +675,9 @@ def test_values_of_any_type_are_written(tmp_path):
     done = score(write_jsonl(tmp_path / "in.jsonl", ROWS[:3]), output, judge, concurrency=1)
     assert [(row["score"], row["outcome"]) for row in done.rows] == [(None, "failed")] * 2 + [(1.0, "scored")]
     assert "returned a dict that cannot be read: LookupError('no text')" in done.rows[0]["error"]
-    assert "returned a dict that cannot be read: maximum recursion depth exceeded" in done.rows[1]["error"]
+    assert (
+        "returned a dict that cannot be read: RecursionError('maximum recursion depth exceeded" in done.rows[1]["error"]
+    )
     assert done.rows[2]["components"]["found"] == hex(10**5000)
 
 

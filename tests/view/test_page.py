@@ -354,8 +354,9 @@ def test_the_timeline_zooms(page: Page) -> None:
     assert shown.inner_text() != whole
     page.mouse.dblclick(box["x"] + 500, box["y"] + 10)
     assert shown.inner_text() == whole
-    assert "update_actor" in page.locator(".plain").first.inner_text()
-    assert "judge-7b" in page.locator(".plain").last.inner_text()
+    times = page.locator(".plain").inner_text()
+    assert "update_actor" in times
+    assert "judge-7b" in times
 
 
 def test_judges(page: Page) -> None:

@@ -97,7 +97,7 @@ function controls(drawing, range) {
     el(
       "span",
       { class: "hint" },
-      "Pale: samples of other steps. Drag or Ctrl + wheel: zoom. Double-click: the whole step.",
+      "Outlined: samples of other steps. Drag or Ctrl + wheel: zoom. Double-click: the whole step.",
     ),
   );
 }
@@ -130,13 +130,18 @@ function notes({ truncated }) {
 }
 
 function details(timeline) {
-  const lanes = timeline.lanes.map((lane) => [
-    visible(lane.name),
-    plural(lane.spans.length, "span"),
-    seconds(busy(lane.spans)),
-    seconds(longest(lane.spans)),
+  const lanes = timeline.lanes.flatMap(parts).map(([name, spans]) => [
+    visible(name),
+    plural(spans.length, "span"),
+    seconds(busy(spans)),
+    seconds(longest(spans)),
   ]);
   return el("section", {}, el("h2", {}, "Lanes"), table(["Lane", ">Spans", ">Busy", ">Longest"], lanes));
+}
+
+/** Returns the names and spans of a lane; of the trainer's, those of each phase. */
+function parts({ name, kind, spans }) {
+  return kind === "trainer" ? [...Map.groupBy(spans, (span) => span.name)] : [[name, spans]];
 }
 
 /** Returns the seconds in which a lane has at least one span. */

@@ -210,10 +210,12 @@ export class TimelineCanvas {
       const [x, width] = this.extent(span);
       const y = lane.top + span.row * lane.rowHeight;
       ctx.fillStyle = isFailed(span) ? colours.bad : (colours[lane.kind] ?? colours.trainer);
-      ctx.globalAlpha = isOfStep(span, this.step) ? 1 : OTHER_STEP_ALPHA;
+      const isOther = !isOfStep(span, this.step);
+      ctx.globalAlpha = isOther ? OTHER_STEP_ALPHA : 1;
       if (height > 8 && width > 4) box(ctx, x, y, width, height);
       else ctx.fillRect(x, y, width, height);
       ctx.globalAlpha = 1;
+      if (isOther && height > 3 && width > 3) outline(ctx, x, y, width, height);
       if (lane.rowHeight >= 15) label(ctx, span.name, x, width, y + height / 2, colours.onLane);
     }
   }
@@ -251,6 +253,12 @@ function box(ctx, x, y, width, height) {
   ctx.beginPath();
   ctx.roundRect(x, y, width, height, Math.min(3, width / 2, height / 2));
   ctx.fill();
+}
+
+/** Draws the border of a pale span in its full colour, so that it stands out from the background. */
+function outline(ctx, x, y, width, height) {
+  ctx.strokeStyle = ctx.fillStyle;
+  ctx.strokeRect(x + 0.5, y + 0.5, width - 1, height - 1);
 }
 
 function label(ctx, text, x, width, y, colour) {
