@@ -21,14 +21,13 @@ from typing import Any, Literal
 from reward_loop.errors import (
     BudgetSpentError,
     ConfigError,
-    JobServiceError,
     LimitError,
     RewardCrashedError,
     RewardTimeoutError,
     ScoringError,
 )
 from reward_loop.limits.call import Call, current_call
-from reward_loop.limits.client import open_limits
+from reward_loop.limits.local import LocalLimits
 from reward_loop.limits.outages import JudgeAddress
 from reward_loop.limits.permit import DEFAULT, REWARD_MODEL, Limits, Order, answer_of
 from reward_loop.processes.child import callable_of
@@ -91,8 +90,7 @@ class UserFunction:
         Raises:
             FunctionLoadError: the function requires an argument that the reward loop does not provide, or cannot run
                 in a process.
-            ConfigError: ``limit`` is reserved, two arguments exclude each other, or the address of the limiter service
-                is invalid.
+            ConfigError: ``limit`` is reserved, or two arguments exclude each other.
         """
         if limit == REWARD_MODEL:
             raise ConfigError(
@@ -134,7 +132,7 @@ class UserFunction:
         if "reward_router_address" in self._target.passes:
             self._limits_of_call.append(REWARD_MODEL)
         self._owns_limits = limits is None
-        self.limits = open_limits(options) if limits is None else limits
+        self.limits = LocalLimits(options) if limits is None else limits
         self.timeout = options.timeout
 
     @property
@@ -232,13 +230,6 @@ class UserFunction:
         except RecursionError:
             why = "was not called: its data is nested too deeply, or contains itself"
             return CallOutcome.without_call(ScoringError(why, cause="invalid row"))
-        if not self.limits.is_known:
-            try:
-                # The service sends the limits of the job with its first message: before, none would apply.
-                await self.limits.status()
-            except JobServiceError as error:
-                # As the exception of the call: so `Retry` waits for the end of the outage.
-                return CallOutcome(None, error, 0.0, attempts=0)
         if self.limits.spent is not None:
             return CallOutcome.without_call(BudgetSpentError(_not_called(self.limits.spent, attempt)))
         call = Call(self.limits, self.timeout, order, attempt)
@@ -248,9 +239,6 @@ class UserFunction:
             except (LimitError, BudgetSpentError) as error:
                 call.end(abandoned=True)
                 return CallOutcome.without_call(type(error)(_not_called(str(error), attempt)), call.waited)
-            except JobServiceError as error:
-                call.end(abandoned=True)
-                return CallOutcome(None, error, 0.0, attempts=0, wait_s=call.waited)
             except BaseException:
                 call.end(abandoned=True)
                 raise
