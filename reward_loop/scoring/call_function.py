@@ -16,7 +16,7 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from reward_loop.errors import (
     BudgetSpentError,
@@ -41,16 +41,6 @@ from reward_loop.scoring.threads import DaemonThreads
 from reward_loop.types import RewardSample
 
 
-class _Unset:
-    """The type of the sentinel for "not given": the value is then taken from the options."""
-
-    def __repr__(self) -> str:
-        return "<as in RewardLoopConfig>"
-
-
-_UNSET: Any = _Unset()
-
-
 class UserFunction:
     """The user's function with its deadline, retries and limits, whether it scores one sample in a call or several."""
 
@@ -59,14 +49,10 @@ class UserFunction:
         function: Any,
         *,
         reward_kwargs: Mapping[str, Any] | None = None,
-        timeout: float | None = _UNSET,
-        max_threads: int = _UNSET,
-        isolation: Literal["thread", "process"] = _UNSET,
-        max_processes: int | None = _UNSET,
-        max_memory_mb: int | None = _UNSET,
         options: ScoringOptions | None = None,
         limit: str = DEFAULT,
         limits: Limits | None = None,
+        **own: Any,
     ) -> None:
         """Inspect the function's signature.
 
@@ -74,18 +60,12 @@ class UserFunction:
             function: a function, a callable object, or a class or instance with ``compute_score``; or a `Target`
                 returned by `resolve`.
             reward_kwargs: configured arguments of the function, or of its class.
-            timeout: seconds from the start of the function to its deadline (default 300); ``None`` for no deadline.
-            max_threads: the maximum number of concurrent calls of a sync function (default 64). The deadline of a
-                queued call does not start until the function starts.
-            isolation: where sync functions run that are not marked with `isolated` (default ``"thread"``); see
-                docs/reward-functions.md.
-            max_processes: the maximum number of concurrent calls in worker processes; by default the number of cores.
-            max_memory_mb: the memory limit (in 2^20 bytes) of a worker process with its child processes; a process
-                that exceeds it is killed.
-            options: all options, such as a `RewardLoopConfig`, including these five; cannot be combined with them.
+            options: all options, such as a `RewardLoopConfig`.
             limit: the name of the limit that each call acquires; ignored if no such limit is configured.
             limits: limits and budget shared with other functions; the caller closes them. By default the function
                 creates its own from ``options``, and closes them.
+            own: single options instead of ``options``: ``timeout``, ``max_threads``, ``isolation``, ``max_processes``,
+                ``max_memory_mb``, and the others of `RewardLoopConfig` about calls.
 
         Raises:
             FunctionLoadError: the function requires an argument that the reward loop does not provide, or cannot run
@@ -97,14 +77,6 @@ class UserFunction:
                 f"the limit {limit!r} is reserved for functions that get the address of a served reward model: name "
                 "another limit"
             )
-        own: dict[str, Any] = {
-            "timeout": timeout,
-            "max_threads": max_threads,
-            "isolation": isolation,
-            "max_processes": max_processes,
-            "max_memory_mb": max_memory_mb,
-        }
-        own = {name: value for name, value in own.items() if value is not _UNSET}
         if options is None:
             options = ScoringOptions(**own)
         elif own:
