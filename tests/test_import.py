@@ -17,6 +17,7 @@ PUBLIC = [
     "FunctionLoadError",
     "IncompleteGroupError",
     "InvalidScoreError",
+    "JobServiceError",
     "LimitError",
     "NaiveRewardLoopManager",
     "Outcome",
@@ -50,6 +51,7 @@ PUBLIC = [
     "register",
     "score",
     "scorer",
+    "serve_limits",
 ]
 
 

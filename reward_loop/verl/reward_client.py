@@ -61,10 +61,8 @@ class RewardClient:
     dies repeatedly has failed.
     """
 
-    def __init__(self, workers: Sequence[Any], options: RewardLoopConfig, job: Any) -> None:
+    def __init__(self, workers: Sequence[Any], options: RewardLoopConfig) -> None:
         self._workers = list(workers)
-        self._job = job
-        """The handle of the job's actor."""
         self.options = options
         self._turn = 0
         self.by_group = False
@@ -80,9 +78,9 @@ class RewardClient:
         """Score ``data``, one rollout as a ``DataProto``, or a `RewardSample`."""
         try:
             return await self.reward_of(data)
-        except RewardLoopError as error:
-            if not isinstance(error, RayTaskError):  # otherwise, the worker has reported it
-                await self.stop_run(f"{type(error).__name__}: {error}")
+        except RewardFunctionError as failure:
+            if not isinstance(failure, RayTaskError):  # otherwise, the worker has stored its error itself
+                await self.stop_run(f"{type(failure).__name__}: {failure}")
             raise
 
     def _worker_for(self, data: Any) -> Any:
@@ -141,8 +139,14 @@ class RewardClient:
             self._worker_of(prompt).lose.remote(prompt, found.size, [rollout])
 
     async def stop_run(self, why: str) -> None:
-        """Record why the run must stop, before the trainer asks."""
-        await self._job.stop.remote(why)
+        """Store a fatal error in a worker, for the trainer, which runs in another process and asks all workers.
+
+        If a worker is not reachable, the next one stores it. If none is, the trainer stops for that reason.
+        """
+        for worker in self._workers:
+            with contextlib.suppress(RayActorError, TimeoutError):
+                await asyncio.wait_for(worker.stop_run.remote(why), self.options.worker_answer_timeout_s)
+                return
 
     async def _until_reachable(self, worker: Any) -> None:
         """Wait until Ray has restarted a worker.
