@@ -133,6 +133,7 @@ async def real(args: argparse.Namespace) -> dict[str, Any]:
         model = build_tiny_model(folder / "model", "generative", max_position_embeddings=4096)
         config = RewardModelConfig(
             engine="vllm",
+            device="cpu",
             model_path=str(model),
             served_model_name=MODEL,
             replicas=2,

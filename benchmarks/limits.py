@@ -1,13 +1,13 @@
-"""Measures the limiter service of a job: permits per second, and the latency of a permit.
+"""Measures what a permit costs: in one process, and by the job's actor.
 
     python -m benchmarks.limits [--quick]
 
-64 clients in 4 processes, each with its own connection, request permits from one service and release them at once. The
-limit is never reached.
-
-- Permits per second: each client keeps 16 requests in flight. The CPU time of the service per permit is reported too.
-- Latency of a permit: all clients together send requests at a fixed rate, a fifth of the throughput. The latency is the
-  time from the request to the permit, including the round trip.
+- In one process: permits per second of the limits that a run without Ray has.
+- By the actor, workers are Ray actors, which request permits and release them at once. The limit is never reached.
+  *Serial*: one worker has one request at a time; the time is that from the request to the permit. *Concurrent*: each of
+  4 workers keeps 64 requests in flight, and requests of one turn of its event loop go in one call. *Leased*: the same,
+  with 1,024 requests for each worker, so that a call of the actor grants many permits.
+- Waiting: 20,000 samples of the workers wait for 64 permits; the time until all have had theirs.
 
 The last line of the output is JSON.
 """
@@ -16,138 +16,106 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
-import subprocess
-import sys
 import time
+from typing import Any
 
 from reward_loop import RewardLoopConfig
-from reward_loop.limits.client import RemoteLimits
-from reward_loop.limits.server import serve_limits
+from reward_loop.limits import Limits, LocalLimits
 
-CLIENTS = 64
-PROCESSES = 4
-IN_FLIGHT = 16
-SHARE = 0.2
+WORKERS = 4
+WAYS = {"serial": (1, 1), "concurrent": (WORKERS, 64), "leased": (WORKERS, 1024)}
+"""Each way's workers, and the requests that each of them keeps in flight."""
+WAITING = 20_000
+PLACES = 64
+
+OPTIONS = RewardLoopConfig.model_validate(
+    {"limits": {"judge": {"max_concurrent": 1_000_000}, "places": {"max_concurrent": PLACES}}}
+)
 
 
-async def saturate(client: RemoteLimits, seconds: float, in_flight: int) -> int:
-    """Keep ``in_flight`` requests for permits in flight for ``seconds``, and return the number of permits."""
-    until, permits = time.perf_counter() + seconds, 0
+async def saturate(limits: Limits, seconds: float, in_flight: int) -> list[float]:
+    """Keep requests for permits in flight for some seconds; return the seconds that each permit took."""
+    until, took = time.perf_counter() + seconds, []
 
     async def ask() -> None:
-        nonlocal permits
-        while time.perf_counter() < until:
-            (await client.acquire("judge")).leave()
-            permits += 1
+        while (began := time.perf_counter()) < until:
+            permit = await limits.acquire("judge")
+            took.append(time.perf_counter() - began)
+            permit.leave()
+            await asyncio.sleep(0)
 
     await asyncio.gather(*(ask() for _ in range(in_flight)))
-    return permits
-
-
-async def pace(client: RemoteLimits, seconds: float, rate: float, phase: float) -> list[float]:
-    """Request permits at a fixed rate, independent of earlier responses; returns the latencies in seconds."""
-    began = time.perf_counter()
-    took: list[float] = []
-
-    async def ask(at: float) -> None:
-        (await client.acquire("judge")).leave()
-        took.append(time.perf_counter() - at)
-
-    calls = []
-    for number in range(int(seconds * rate)):
-        at = began + (number + phase) / rate
-        await asyncio.sleep(max(0.0, at - time.perf_counter()))
-        calls.append(asyncio.create_task(ask(time.perf_counter())))
-    await asyncio.gather(*calls)
     return took
 
 
-async def work(address: str) -> None:
-    """Run a client process.
+class Worker:
+    """A reward worker that only requests permits. A Ray actor."""
 
-    A line of stdin starts a measurement: its kind (``saturate`` or ``pace``), seconds, and for each client the number
-    of requests in flight, or the rate.
-    """
-    clients = [RemoteLimits(address) for _ in range(CLIENTS // PROCESSES)]
-    await asyncio.gather(*(client.status() for client in clients))
-    print("ready", flush=True)
-    while line := (await asyncio.to_thread(sys.stdin.readline)).split():
-        seconds, amount = float(line[1]), float(line[2])
-        if line[0] == "saturate":
-            print(
-                sum(await asyncio.gather(*(saturate(client, seconds, int(amount)) for client in clients))), flush=True
-            )
-            continue
-        phases = ((client, number / len(clients)) for number, client in enumerate(clients))
-        took = await asyncio.gather(*(pace(client, seconds, amount, phase) for client, phase in phases))
-        print(json.dumps([seconds for one in took for seconds in one]), flush=True)
+    def __init__(self, handle: Any, name: str) -> None:
+        from reward_loop.verl.job import JobLimits
 
+        self._limits = JobLimits(handle, name, OPTIONS)
 
-def measure(seconds: float, *, in_flight: int = IN_FLIGHT, max_concurrent: int = 1_000_000) -> dict[str, float]:
-    """Run the service and the clients, and return the figures.
+    async def saturate(self, seconds: float, in_flight: int) -> list[float]:
+        """See `saturate`."""
+        return await saturate(self._limits, seconds, in_flight)
 
-    Args:
-        seconds: the length of each measurement.
-        in_flight: the number of requests that each client keeps in flight while permits per second are measured.
-        max_concurrent: the limit. Requests beyond it wait.
-    """
-    options = RewardLoopConfig.model_validate({"limits": {"judge": {"max_concurrent": max_concurrent}}})
-    with serve_limits(options) as address:
-        command = [sys.executable, "-m", "benchmarks.limits", "--work", address]
-        processes = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            for _ in range(PROCESSES)
-        ]
-        try:
-            answers(processes)
-            began = time.process_time()
-            permits = sum(int(answer) for answer in answers(processes, f"saturate {seconds} {in_flight}")) / seconds
-            cpu_s = time.process_time() - began
-            rate = permits * SHARE / CLIENTS
-            lists = [json.loads(answer) for answer in answers(processes, f"pace {seconds} {rate}")]
-            took = sorted(seconds for one in lists for seconds in one)
-        finally:
-            for process in processes:
-                process.kill()
-                process.communicate()
-    return {
-        "clients": CLIENTS,
-        "permits_per_s": round(permits),
-        "cpu_us": round(1e6 * cpu_s / seconds / permits, 1),
-        "asked_per_s": round(rate * CLIENTS),
-        "p50_ms": round(1000 * took[len(took) // 2], 2),
-        "p99_ms": round(1000 * took[int(len(took) * 0.99)], 2),
-    }
+    async def wait(self, samples: int) -> None:
+        """Have samples wait for permits at the same time, and hold each for a turn of the event loop."""
+
+        async def sample(age: int) -> None:
+            permit = await self._limits.acquire("places", order=(1.0, float(age)))
+            await asyncio.sleep(0)
+            permit.leave()
+
+        await asyncio.gather(*map(sample, range(samples)))
 
 
-def answers(processes: list[subprocess.Popen[str]], question: str | None = None) -> list[str]:
-    """Send a line to all processes if given, and return the next output line of each."""
-    for process in processes:
-        assert process.stdin is not None
-        if question is not None:
-            process.stdin.write(f"{question}\n")
-            process.stdin.flush()
-    found = []
-    for process in processes:
-        assert process.stdout is not None
-        found.append(process.stdout.readline())
-    return found
+def by_the_actor(seconds: float) -> dict[str, dict[str, float]]:
+    """Measure each way, and then samples that wait."""
+    import ray
+
+    from reward_loop.verl.job import RunningJob
+
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    try:
+        job = RunningJob(OPTIONS, 60.0)
+        actor = ray.remote(Worker).options(num_cpus=0, max_concurrency=1000)
+        workers = [actor.remote(job.handle, f"worker {number}") for number in range(WORKERS)]
+        ray.get([worker.saturate.remote(0.5, 1) for worker in workers])
+        found = {}
+        for way, (count, in_flight) in WAYS.items():
+            answers = ray.get([worker.saturate.remote(seconds, in_flight) for worker in workers[:count]])
+            found[way] = figures(list(itertools.chain(*answers)), seconds)
+        began = time.perf_counter()
+        ray.get([worker.wait.remote(WAITING // WORKERS) for worker in workers])
+        found["waiting"] = {"samples": WAITING, "seconds": round(time.perf_counter() - began, 1)}
+        return found
+    finally:
+        ray.shutdown()
+
+
+def figures(took: list[float], seconds: float) -> dict[str, float]:
+    """Return permits per second, and the median and the 99th percentile of the time of a permit in milliseconds."""
+    took.sort()
+    p50, p99 = (round(1000 * took[int(len(took) * share)], 2) for share in (0.5, 0.99))
+    return {"permits_per_s": round(len(took) / seconds), "p50_ms": p50, "p99_ms": p99}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="shorter measurements, under 50 s")
-    parser.add_argument("--work", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.work:
-        asyncio.run(work(options.work))
-        return
-    result = measure(5.0 if options.quick else 20.0)
-    print(f"{'limiter service, ' + str(CLIENTS) + ' clients':46}{'permits/s':>11}{'p50 ms':>9}{'p99 ms':>9}")
-    print(f"{'as fast as possible':46}{result['permits_per_s']:>11,}")
-    print(f"{'at a fifth of that':46}{result['asked_per_s']:>11,}{result['p50_ms']:>9}{result['p99_ms']:>9}")
-    print(json.dumps(result))
+    seconds = 3.0 if parser.parse_args().quick else 15.0
+    found = {"one process": figures(asyncio.run(saturate(LocalLimits(OPTIONS), seconds, 64)), seconds)}
+    found |= by_the_actor(seconds)
+    print(f"{'a permit':24}{'permits/s':>11}{'p50 ms':>9}{'p99 ms':>9}")
+    for way, row in found.items():
+        if way != "waiting":
+            print(f"{way:24}{row['permits_per_s']:>11,}{row['p50_ms']:>9}{row['p99_ms']:>9}")
+    print(f"{WAITING:,} samples wait for {PLACES} permits: {found['waiting']['seconds']} s")
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
 
 A manager with limits, retries and records scores rows in the format of verl's agent loop, one after the other. Calls of
 Python functions count, and so does each time that a coroutine continues; comprehensions do not. Of several samples, the
-one with the fewest calls is reported: what happens once in a while is not part of the path. Nor are the threads of the
-limiter service and of the records' writer.
+one with the fewest calls is reported: what happens once in a while is not part of the path. Nor is the thread of the
+records' writer.
 
 The last line of the output is JSON.
 """
@@ -30,8 +30,7 @@ import numpy as np
 
 from benchmarks import _calls
 from benchmarks._calls import Call
-from reward_loop import NaiveRewardLoopManager, RewardLoopConfig
-from reward_loop.limits.server import serve_limits
+from reward_loop import NaiveRewardLoopManager
 from reward_loop.scoring import load_function
 from reward_loop.testing import FakeJudge
 
@@ -138,19 +137,18 @@ def main() -> None:
         folder = Path(name)
         (folder / "functions.py").write_text(FUNCTIONS)
         (folder / "rules.py").write_text(SYNC)
-        with serve_limits(RewardLoopConfig(**OPTIONS)) as job:
-            in_process = {"isolation": "process", "max_processes": 1}
-            for way, function, options in (
-                ("async, limiter service", "functions.py:asynchronous", {"job": job}),
-                ("async with a judge, limiter service", "functions.py:judge", {"job": job}),
-                ("sync, in a thread", "rules.py:sync", {}),
-                ("sync, in a worker process", "rules.py:sync", in_process),
-            ):
-                calls: list[Call] = []
-                records = {"log_dir": str(folder / function.partition(":")[2])}
-                loaded = load_function(f"{folder}/{function}")
-                spans = asyncio.run(score(loaded, judge.address, {**records, **options}, calls))
-                paths[way] = fewest(calls, spans)
+        in_process = {"isolation": "process", "max_processes": 1}
+        for way, function, options in (
+            ("async, with a limit", "functions.py:asynchronous", {}),
+            ("async with a judge, with a limit", "functions.py:judge", {}),
+            ("sync, in a thread", "rules.py:sync", {}),
+            ("sync, in a worker process", "rules.py:sync", in_process),
+        ):
+            calls: list[Call] = []
+            records = {"log_dir": str(folder / function.partition(":")[2])}
+            loaded = load_function(f"{folder}/{function}")
+            spans = asyncio.run(score(loaded, judge.address, {**records, **options}, calls))
+            paths[way] = fewest(calls, spans)
         children = _calls.read(folder)
         assert children, "the worker process was not traced"
         paths["the same, in that process"] = fewest(children, spans)

@@ -6,7 +6,6 @@
   2,000 and 4,000 tokens; the reward function asks a judge through the router, under a limit. The figures
   are the CPU time of each process per sample, from one run without and one run with the request to the judge.
 - Memory: what a sample in flight takes in the caller and in the reward worker.
-- Limiter service: permits per second of 64 clients (``limits.py``), also while 20,000 calls wait for a permit.
 - Records: CPU time and bytes of a record with a judge's prompt.
 - The trainer: `RewardAgent`, with a stub that submits at the rate of 64 nodes, for growing numbers of samples in
   flight; and a poll of TransferQueue's tags.
@@ -22,21 +21,16 @@ import asyncio
 import contextlib
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks import _scale_trainer, limits
+from benchmarks import _scale_trainer
 from benchmarks.router_servers import Servers, rss_mb
 from benchmarks.scoring import answers, configuration, save_tokenizer
-from reward_loop.config import RewardLoopConfig
-from reward_loop.limits.server import serve_limits
 from reward_loop.records import ActiveSample, records
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
@@ -121,21 +115,9 @@ class Processes:
         return sum(rss_mb(one.pid) for one in self.named[name])
 
 
-@contextlib.contextmanager
-def limiter_service() -> Iterator[tuple[str, int]]:
-    """Run a limiter service in its own process; yield its address and its process id."""
-    command = [sys.executable, "-m", "benchmarks.scale", "--serve-limits"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        yield process.stdout.readline().strip(), process.pid
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def path_of_a_sample(texts: list[str], folder: Path, quick: bool) -> dict[str, Any]:
     """Measure each process on the path of a sample, and the memory of samples in flight. Needs Ray."""
+    from reward_loop.verl.job import RunningJob
     from reward_loop.verl.workers import RewardWorkers
 
     tokenizer = save_tokenizer(texts, folder)
@@ -147,12 +129,14 @@ def path_of_a_sample(texts: list[str], folder: Path, quick: bool) -> dict[str, A
         servers = Servers(folder, stack)
         url, router, _ = servers.start_own(servers.instant_backends())
         processes.add("router", router.pid)
-        job, pid = stack.enter_context(limiter_service())
-        processes.add("limiter service", pid)
+        limit = "+reward_loop.limits.default.max_concurrent=100000"
+        settings = configuration(folder, "compute_score", "reward.num_workers=1", limit)
+        job = RunningJob(settings.options, 60.0)
+        stack.callback(job.close)
         processes.find("Ray's services", "/raylet/raylet")
-        settings = configuration(folder, "compute_score", "reward.num_workers=1").with_job(job)
-        workers = RewardWorkers(settings, url.removeprefix("http://"))
+        workers = RewardWorkers(settings, url.removeprefix("http://"), job)
         workers.wait_until_ready()
+        processes.find("job", "ray::Job")
         processes.find("reward worker", "ray::RewardWorker")
         result: dict[str, Any] = {"cpu_us": {}, "samples_per_s": {}}
         names = list(processes.named)
@@ -211,13 +195,7 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="fewer calls, and at most 5,000 samples in flight: a minute"
     )
-    parser.add_argument("--serve-limits", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve_limits:
-        with serve_limits(RewardLoopConfig(limits={"default": {"max_concurrent": 100_000}})) as address:
-            print(address, flush=True)
-            sys.stdin.read()
-        return
     os.environ["OMP_NUM_THREADS"] = "1"  # as Ray sets it for actors; torch reads it when it is imported
     import ray
 
@@ -233,12 +211,6 @@ def main() -> None:
         result["records"] = writing_records(Path(folder), 5000)
         print(f"{'record':46}{result['records']['cpu_us']:>11} us{result['records']['bytes']:>9} bytes", flush=True)
         result |= _scale_trainer.measure(quick)
-    seconds = 1.0 if quick else 10.0
-    result["limits"] = limits.measure(seconds)
-    result["limits_with_queue"] = limits.measure(seconds, in_flight=20_000 // limits.CLIENTS, max_concurrent=1024)
-    for name in ("limits", "limits_with_queue"):
-        found = result[name]
-        print(f"{name:46}{found['permits_per_s']:>11,} permits/s{found['cpu_us']:>9} us of CPU each", flush=True)
     print(json.dumps(result))
 
 

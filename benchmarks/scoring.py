@@ -8,7 +8,7 @@
   one process, and the best of each is reported: other load only adds time. CPU time is reported too: it depends less on
   other load.
 - Efficiency of worker processes for CPU-bound functions (see ``_processes.py``).
-- Eight worker processes that share one limit: the maximum number of calls in flight and the maximum number of requests
+- Eight Ray actors that share one limit: the maximum number of calls in flight and the maximum number of requests
   in any window, both counted by the judge, and the utilization of the limits. The window is 60 s, with ``--quick`` 4 s.
 
 The last line of the output is JSON.
@@ -22,12 +22,11 @@ import contextlib
 import gc
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +34,6 @@ import reward_loop
 from benchmarks._processes import measure_process_efficiency
 from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop._util.process import freeze_and_raise_gc_threshold
-from reward_loop.limits.server import serve_limits
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get("REWARD_LOOP_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k"))
@@ -235,115 +233,96 @@ class Judge:
         return max(bisect_left(self.begun, start + period) - i for i, start in enumerate(self.begun))
 
 
-async def work(job: str, judge: str) -> None:
-    """Run a worker process: it makes calls in a loop, with more of them pending than the limit allows.
+class Caller:
+    """A worker that makes calls in a loop, with more of them pending than the limit allows. A Ray actor."""
 
-    A line on stdin contains the name of the limit and starts the calls; the next line stops them.
-    """
-    options = RewardLoopConfig(limits={limit: {} for limit in LIMITS}, job=job)
-    host, _, port = judge.rpartition(":")
-    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+    def __init__(self, job: Any, name: str, limits: dict[str, Any], judge: str) -> None:
+        from reward_loop.verl.job import JobLimits
 
-    async def ask(data_source: str) -> float:
-        async with reward_loop.limit(data_source):
-            reader, writer = idle.pop()
-            writer.write(b"?\n")
-            answer = float(await reader.readline())
-            idle.append((reader, writer))
-        return answer
+        options = RewardLoopConfig(limits=limits)
+        self._judge = judge.rsplit(":", 1)
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self._function = ScoringFunction(self._ask, options=options, limits=JobLimits(job, name, options))
+        self._calls: list[asyncio.Task[None]] = []
 
-    function = ScoringFunction(ask, options=options)
-    await function.limits.why_stopped()
+    async def connect(self) -> None:
+        """Open connections in advance, so that connecting does not delay requests."""
+        for _ in range(2 * CONCURRENT):
+            self._idle.append(await asyncio.open_connection(*self._judge))
 
-    async def call(limit: str) -> None:
-        while True:
-            result = await function(RewardSample("", limit))
-            assert result.score == 1.0, result.error
+    async def start(self, limit: str) -> None:
+        """Start the calls under a limit."""
+        self._calls = [asyncio.create_task(self._call(limit)) for _ in range(2 * CONCURRENT)]
 
-    for _ in LIMITS:
-        for _ in range(2 * CONCURRENT):  # opened in advance, so that connecting does not delay requests
-            idle.append(await asyncio.open_connection(host, int(port)))
-        print("ready", flush=True)
-        limit = (await asyncio.to_thread(sys.stdin.readline)).strip()
-        calls = [asyncio.create_task(call(limit)) for _ in range(2 * CONCURRENT)]
-        await asyncio.to_thread(sys.stdin.readline)
-        for task in calls:
+    async def stop(self) -> None:
+        """Stop the calls, and raise the first error of one."""
+        for task in self._calls:
             task.cancel()
-        for ended in await asyncio.gather(*calls, return_exceptions=True):
+        for ended in await asyncio.gather(*self._calls, return_exceptions=True):
             if not isinstance(ended, asyncio.CancelledError):
                 raise ended
 
+    async def _ask(self, data_source: str) -> float:
+        async with reward_loop.limit(data_source):
+            reader, writer = self._idle.pop()
+            writer.write(b"?\n")
+            answer = float(await reader.readline())
+            self._idle.append((reader, writer))
+        return answer
 
-@contextlib.contextmanager
-def workers(job: str, judge: str) -> Iterator[list[subprocess.Popen[str]]]:
-    command = [sys.executable, "-m", "benchmarks.scoring", "--work", job, judge]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen(command, cwd=ROOT, **pipes) for _ in range(WORKERS)]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    pipe.close()
+    async def _call(self, limit: str) -> None:
+        while True:
+            result = await self._function(RewardSample("", limit))
+            assert result.score == 1.0, result.error
 
 
 async def keep_limits(period: float, seconds: float) -> dict[str, float]:
-    """Run eight processes under one concurrency limit, then under one request limit."""
+    """Run eight workers under one concurrency limit, then under one request limit."""
+    import ray
+
+    from reward_loop.verl.job import MAX_CONCURRENCY, Job
+
     per_window = int(period * CONCURRENT / JUDGE_SECONDS / 4)
     limits = {LIMITS[0]: {"max_concurrent": CONCURRENT}, LIMITS[1]: {"requests_per_minute": per_window}}
     judge = Judge()
     server = await asyncio.start_server(judge.serve, "127.0.0.1", 0)
     address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     result: dict[str, float] = {"limit": CONCURRENT, "window_limit": per_window, "window_s": period}
-    with serve_limits(RewardLoopConfig(limits=limits), period=period) as job, workers(job, address) as processes:
-        await all_ready(processes)
-        tell(processes, LIMITS[0])
-        await asyncio.sleep(1.0)  # until all workers make calls; then measure for a fixed time
-        judge.reset()
-        await asyncio.sleep(seconds)
-        judge._count(0)
-        result["limit_peak"] = judge.peak
-        result["limit_concurrency_utilisation"] = judge.busy / seconds / CONCURRENT
-        tell(processes, "stop")
-        await all_ready(processes)
-        judge.reset()
-        tell(processes, LIMITS[1])
-        await asyncio.sleep(WINDOWS * period + 0.5)
-        result["limit_window_peak"] = judge.most_in_a_window(period)
-        # Count whole periods only, from the first request.
-        made = bisect_left(judge.begun, judge.begun[0] + WINDOWS * period)
-        result["limit_rate_utilisation"] = made / (WINDOWS * per_window)
+    ray.init(num_cpus=WORKERS, include_dashboard=False, log_to_driver=False)
+    job = ray.remote(Job).options(num_cpus=0, max_concurrency=MAX_CONCURRENCY)
+    handle = job.remote(RewardLoopConfig(limits=limits), period)
+    caller = ray.remote(Caller).options(num_cpus=0)
+    callers = [caller.remote(handle, f"worker {number}", limits, address) for number in range(WORKERS)]
+
+    async def all_do(method: str, *arguments: Any) -> None:
+        await asyncio.gather(*(getattr(one, method).remote(*arguments) for one in callers))
+
+    await all_do("connect")
+    await all_do("start", LIMITS[0])
+    await asyncio.sleep(1.0)  # until all workers make calls; then measure for a fixed time
+    judge.reset()
+    await asyncio.sleep(seconds)
+    judge._count(0)
+    result["limit_peak"] = judge.peak
+    result["limit_concurrency_utilisation"] = judge.busy / seconds / CONCURRENT
+    await all_do("stop")
+    await all_do("connect")
+    judge.reset()
+    await all_do("start", LIMITS[1])
+    await asyncio.sleep(WINDOWS * period + 0.5)
+    result["limit_window_peak"] = judge.most_in_a_window(period)
+    # Count whole periods only, from the first request.
+    made = bisect_left(judge.begun, judge.begun[0] + WINDOWS * period)
+    result["limit_rate_utilisation"] = made / (WINDOWS * per_window)
+    ray.shutdown()
     server.close()
     return result
-
-
-async def all_ready(processes: list[subprocess.Popen[str]]) -> None:
-    """Wait until all processes have opened their connections."""
-    for process in processes:
-        assert process.stdout is not None
-        await asyncio.to_thread(process.stdout.readline)
-
-
-def tell(processes: list[subprocess.Popen[str]], line: str) -> None:
-    """Send a line to all processes: the name of a limit, or ``stop``."""
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write(f"{line}\n")
-        process.stdin.flush()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds and a shorter window, under 50 s")
-    parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.work:
-        asyncio.run(work(*options.work))
-        return
     with tempfile.TemporaryDirectory() as folder:
         speed = throughput(Path(folder), 2 if options.quick else 8)
     print(f"{'samples a second, functions that do nothing':46}{'verl':>9}{'ours':>9}{'times':>7}{'CPU times':>11}")

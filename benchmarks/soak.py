@@ -213,7 +213,7 @@ class ShortMemory(LocalLimits):
 
 def soak(samples: int) -> tuple[dict[str, Any], list[str]]:
     """Run the benchmark, and return the figures and the failed checks."""
-    short = mock.patch("reward_loop.limits.client.LocalLimits", ShortMemory)
+    short = mock.patch("reward_loop.managers.base.LocalLimits", ShortMemory)
     with short, tempfile.TemporaryDirectory() as records, running_judge() as address:
         asyncio.run(run(CONCURRENCY, address, f"{records}/first"))  # creates all resources that exist once per process
         before = left()

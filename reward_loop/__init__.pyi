@@ -10,7 +10,6 @@ from reward_loop.errors import ConfigError as ConfigError
 from reward_loop.errors import FunctionLoadError as FunctionLoadError
 from reward_loop.errors import IncompleteGroupError as IncompleteGroupError
 from reward_loop.errors import InvalidScoreError as InvalidScoreError
-from reward_loop.errors import JobServiceError as JobServiceError
 from reward_loop.errors import LimitError as LimitError
 from reward_loop.errors import QueueClosedError as QueueClosedError
 from reward_loop.errors import RequestError as RequestError
@@ -26,7 +25,6 @@ from reward_loop.errors import ServerStartError as ServerStartError
 from reward_loop.errors import TooManyFailuresError as TooManyFailuresError
 from reward_loop.errors import TransientError as TransientError
 from reward_loop.errors import UnscoredError as UnscoredError
-from reward_loop.limits.server import serve_limits as serve_limits
 from reward_loop.managers import NaiveRewardLoopManager as NaiveRewardLoopManager
 from reward_loop.managers import RewardLoopManagerBase as RewardLoopManagerBase
 from reward_loop.managers import register as register

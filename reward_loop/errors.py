@@ -13,7 +13,6 @@
     │   ├── BudgetSpentError        the run's budget is used up
     │   └── IncompleteGroupError    the other samples of the group did not arrive in time
     ├── TransientError              raised by reward functions: the call failed, and a retry may succeed
-    ├── JobServiceError             the job's shared service (limits) is unreachable
     ├── TooManyFailuresError        the share of failed samples exceeded its bound
     ├── RewardsCancelledError       a batch of rewards was cancelled before it was complete
     ├── QueueClosedError            the reward queue is closed
@@ -37,7 +36,6 @@ __all__ = [
     "FunctionLoadError",
     "IncompleteGroupError",
     "InvalidScoreError",
-    "JobServiceError",
     "LimitError",
     "QueueClosedError",
     "RequestError",
@@ -197,19 +195,6 @@ class TransientError(RewardLoopError):
     def __init__(self, message: str = "", retry_after: float | None = None) -> None:
         super().__init__(message)
         self.retry_after = retry_after
-
-
-class JobServiceError(RewardLoopError):
-    """The shared service of a job's workers is unreachable. It keeps the limits, so no call is made without it.
-
-    Args:
-        message: what happened.
-        unreachable: the name of the service; ``None`` if waiting for it makes no sense.
-    """
-
-    def __init__(self, message: str = "", unreachable: str | None = "the limiter service") -> None:
-        super().__init__(message)
-        self.unreachable = unreachable
 
 
 class IncompleteGroupError(ScoringError):

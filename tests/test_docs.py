@@ -218,7 +218,6 @@ def test_training_commands_are_accepted(
 
     write_files(page, tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("reward_loop.serving.engines.Vllm._on_cpu", lambda *_: False)  # where users run the commands
     options, overrides = iter(command[3:]), []
     name, folder = "cpu" if command[2] == ON_A_CPU else "ppo_trainer", None
     for word in options:

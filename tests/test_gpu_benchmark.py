@@ -148,7 +148,6 @@ def test_the_commands_for_a_gpu_pass_our_checks_and_verls(
         (tmp_path / name).symlink_to(model)
     monkeypatch.setattr(training, "run", read)
     monkeypatch.setattr(gpu_runs, "make_models", lambda *_: SimpleNamespace(directory=tmp_path))
-    monkeypatch.setattr("reward_loop.serving.engines.Vllm._on_cpu", lambda *_: False)
     runs = gpu_runs.GpuRuns(report, tmp_path, tmp_path, cpu=False, more=("trainer.total_epochs=7",))
     run = getattr(runs, stage) if stage in ("colocated", "learning") else lambda s: runs.compared(stage, s)
     with pytest.raises(CommandRead):

@@ -17,7 +17,6 @@ PUBLIC = [
     "FunctionLoadError",
     "IncompleteGroupError",
     "InvalidScoreError",
-    "JobServiceError",
     "LimitError",
     "NaiveRewardLoopManager",
     "Outcome",
@@ -51,7 +50,6 @@ PUBLIC = [
     "register",
     "score",
     "scorer",
-    "serve_limits",
 ]
 
 

@@ -217,6 +217,14 @@ def test_imports_point_downwards_only() -> None:
             assert order.index(other) > order.index(part), f"{part} imports {other}, which is not below it"
 
 
+def test_the_core_listens_on_no_socket_but_that_of_the_web_server() -> None:
+    listens = re.compile(r"\b(start_server|start_unix_server|create_server|listen)\(")
+    for path in sorted(PACKAGE.rglob("*.py")):
+        relative = path.relative_to(PACKAGE).as_posix()
+        if part_of(relative) in CORE and relative != "_util/web_server.py":
+            assert not listens.search(path.read_text()), path
+
+
 def test_each_class_has_a_name_of_its_own() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for path in sorted(PACKAGE.rglob("*.py")):

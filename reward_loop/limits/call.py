@@ -139,14 +139,11 @@ class Call:
 
     @property
     def models(self) -> Mapping[str, ModelRequests]:
-        """What applies to the requests to each model, by its name.
-
-        Only with limits that the job has: a limiter service may have others than the options.
-        """
-        known, models = self.limits.max_waits, self.limits.options.models
-        limits = {name: OF_MODEL + name for name, model in models.items() if model.max_concurrent}
-        limits = {name: limit for name, limit in limits.items() if limit in known}
-        return {name: ModelRequests(limits.get(name), model.timeout) for name, model in models.items()}
+        """What applies to the requests to each model, by its name."""
+        return {
+            name: ModelRequests(OF_MODEL + name if model.max_concurrent else None, model.timeout)
+            for name, model in self.limits.options.models.items()
+        }
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -178,7 +175,7 @@ class Call:
         """Acquire the permits of the whole call, in this order, of the limits that are configured.
 
         Raises:
-            LimitError, BudgetSpentError, JobServiceError: as `Limits.acquire`.
+            LimitError, BudgetSpentError: as `Limits.acquire`.
         """
         for name in names:
             if name in self.limits.max_waits:

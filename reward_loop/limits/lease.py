@@ -107,7 +107,6 @@ class limit:
         ValueError: ``tokens`` is not a finite number of 0 or more.
         LimitError: the limit does not exist, can never allow this call, or did not allow it within ``max_wait``.
         BudgetSpentError: the run's budget is used up. Do not catch it: the sample then gets the policy ``at_cap``.
-        JobServiceError: the limiter service is unreachable.
 
     Example::
 

@@ -6,55 +6,49 @@ import asyncio
 import functools
 import logging
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Self
 
-from reward_loop._util.text import did_you_mean, first_line, listing
-from reward_loop.errors import BudgetSpentError, LimitError, TooManyFailuresError
+from reward_loop._util.text import first_line
+from reward_loop.errors import TooManyFailuresError
 from reward_loop.limits.limiter import PERIOD_S, Limiter
-from reward_loop.limits.options import JobOptions, LimitConfig
-from reward_loop.limits.permit import OF_MODEL, Limits, Order, Permit, users_limits
+from reward_loop.limits.options import JobOptions
+from reward_loop.limits.permit import Limits, Order, Permit, limits_of
 from reward_loop.types import Outcome, RewardResult
 
 _SHOWN = 3
 """The maximum number of causes that an error message lists."""
 
+__all__ = ["LocalLimits"]
+
 logger = logging.getLogger(__name__)
 
 
 class LocalLimits(Limits):
-    """Keeps limits and budget in this process. Requests and tokens are counted over ``period`` seconds."""
+    """Keeps limits, budget and failure bound in this process, on one event loop. Managers that get it share them.
+
+    Args:
+        options: the options, such as a `RewardLoopConfig`.
+        period: the seconds over which requests and tokens are counted; shorter than a minute only in tests.
+    """
 
     def __init__(self, options: JobOptions, period: float = PERIOD_S) -> None:
         super().__init__(options)
         self.cost = self.tokens = 0.0
-        # Without `max_wait`: a request waits only while others are in flight, and these have deadlines.
-        limits = options.limits | {
-            OF_MODEL + name: LimitConfig(max_concurrent=model.max_concurrent, max_wait=None)
-            for name, model in options.models.items()
-            if model.max_concurrent is not None
-        }
-        self.max_waits = {name: config.max_wait for name, config in limits.items()}
-        self.limiters = {name: Limiter(name, config, period) for name, config in limits.items()}
+        self.stopped: str | None = None
+        """Why the run must stop."""
+        self.limiters = {name: Limiter(name, config, period) for name, config in limits_of(options).items()}
+        self._failures: dict[str, FailureBound] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self.name = f"process {os.getpid()}"
-        self.on_change: Callable[[str, Any], None] = lambda what, value: None
-        """Called with ``spent`` and the reason, once the budget is used up."""
+        self.on_spent: Callable[[str], None] = lambda why: None
+        """Called with the reason, once the budget is used up."""
 
     def request(self, name: str, tokens: float = 0, order: Order = (0.0, 0.0)) -> asyncio.Future[Permit]:
         loop = self.check_loop()
-        if self.spent is not None:
-            raise BudgetSpentError(self.spent)
-        limiter = self.limiters.get(name)
-        if limiter is None:
-            known = users_limits(self.limiters)
-            raise LimitError(
-                f"unknown limit {name!r}{did_you_mean(name, known) or '.'} Configured in "
-                f"reward_loop.limits: {listing(known) or 'none'}"
-            )
+        self.check(name)
+        limiter = self.limiters[name]
         permit = Permit(self, name, tokens or limiter.config.estimated_tokens_per_request)
         request: asyncio.Future[Permit] = loop.create_future()
         limiter.enter(time.monotonic(), order, permit, request)
@@ -93,7 +87,7 @@ class LocalLimits(Limits):
                 for limiter in self.limiters.values():
                     limiter.refuse_waiting(self.spent)
                 # At the change only: many calls that are in flight then still report what they used.
-                self.on_change("spent", self.spent)
+                self.on_spent(self.spent)
 
     def _advance(self, name: str) -> None:
         limiter = self.limiters[name]
@@ -109,11 +103,20 @@ class LocalLimits(Limits):
             delay = max(0.0, at - time.monotonic()) + 0.001
             self._timers[name] = self.loop.call_later(delay, self._advance, name)
 
-    async def status(self) -> dict[str, Any]:
-        return self.snapshot()
+    def count(self, result: RewardResult, of: str = "") -> None:
+        self.failures_of(of).count(result)
+
+    def failures_of(self, component: str = "") -> FailureBound:
+        """Return the failure bound of whole samples, or of a component."""
+        if component not in self._failures:
+            self._failures[component] = FailureBound.of_options(self.options, component)
+        return self._failures[component]
+
+    def stop(self, why: str) -> None:
+        self.stopped = self.stopped or why
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the same as `status`, without awaiting."""
+        """Return the limits and their current usage."""
         limits = {
             name: {
                 "in_flight": limiter.in_flight,

@@ -135,7 +135,3 @@ class JobOptions(Config):
     failed_share_window: int = Field(default=1024, ge=1)
     """The number of latest samples that `max_failed_share` refers to, so that the late failure of a judge also stops
     the run."""
-
-    job: str | None = None
-    """The address of the job's limiter service, which holds limits, budget and failures for all workers. Runs with
-    several workers set it. Without it, each manager has its own limits."""

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable
+from typing import NamedTuple
 
+from reward_loop._util.text import did_you_mean, listing
 from reward_loop._util.transient import is_refusal, retry_after, status_of
 from reward_loop.errors import BudgetSpentError, LimitError
-from reward_loop.limits.options import JobOptions
+from reward_loop.limits.options import JobOptions, LimitConfig
 from reward_loop.limits.outages import Outages
+from reward_loop.types import RewardResult
 
 DEFAULT = "default"
 """The limit for every call of the reward function."""
@@ -50,16 +51,6 @@ class ModelRequests(NamedTuple):
     """Seconds until the answer is received; ``None`` for the usual time."""
 
 
-class Holder(Protocol):
-    """The owner of a permit: the limits, or the process that called a worker process."""
-
-    def correct(self, permit: Permit, tokens: float) -> None:
-        """Replace the token estimate of a permit."""
-
-    def release(self, permit: Permit, accepted: bool | None, retry_after: float | None) -> None:
-        """End a permit; called by `Permit.leave`."""
-
-
 class Permit:
     """One call's permit, from its grant to `leave`.
 
@@ -67,12 +58,12 @@ class Permit:
         limits: the owner of the permit; ``None`` if no limit applies.
         name: the name of the limit.
         tokens: the estimated tokens of the call.
-        id: the number of the permit on the connection to its owner.
+        id: the number of the permit among those of a worker of a job.
     """
 
     __slots__ = ("_answer", "has_left", "id", "limits", "name", "reported", "tokens", "unpaid_until")
 
-    def __init__(self, limits: Holder | None, name: str, tokens: float = 0, id: int = 0) -> None:
+    def __init__(self, limits: Limits | None, name: str, tokens: float = 0, id: int = 0) -> None:
         self.limits = limits
         self.name = name
         self.tokens = tokens
@@ -122,92 +113,34 @@ def give_up(request: asyncio.Future[Permit]) -> None:
         request.result().leave()
 
 
-Answer = Callable[[int, tuple[str, str] | None], None]
+def limits_of(options: JobOptions) -> dict[str, LimitConfig]:
+    """Return all limits by their names, those of models too."""
+    # Without `max_wait`: a request waits only while others are in flight, and these have deadlines.
+    models = {
+        OF_MODEL + name: LimitConfig(max_concurrent=model.max_concurrent, max_wait=None)
+        for name, model in options.models.items()
+        if model.max_concurrent is not None
+    }
+    return options.limits | models
 
 
-class PeerPermits:
-    """The permits that another process requests and holds, by the numbers that it gave them.
+class Limits(ABC):
+    """What all workers of a job share: limits, budget, failure bound, reasons to stop. For one event loop at a time.
 
-    The other process sends ``request``, ``used`` and ``leave``, each with the number. All its permits end at `close`.
+    The code that constructs the object closes it. Functions and managers share limits by receiving the same object.
     """
 
-    def __init__(self) -> None:
-        self._requests: dict[int, asyncio.Future[Permit]] = {}
-
-    def request(self, number: int, start: Callable[[], asyncio.Future[Permit]], answer: Answer) -> None:
-        """Request a permit.
-
-        Args:
-            number: the number.
-            start: starts the request here; may raise as `Limits.request` does.
-            answer: called with the number, and with ``None`` once the permit is granted, or with the type and text of
-                the error. It is not called if the other process has withdrawn the request.
-        """
-        try:
-            request = self._requests[number] = start()
-        except (LimitError, BudgetSpentError) as error:
-            answer(number, (type(error).__name__, str(error)))
-        else:
-            request.add_done_callback(partial(self._settled, number, answer))
-
-    def _settled(self, number: int, answer: Answer, request: asyncio.Future[Permit]) -> None:
-        # Withdrawn by `leave` or `close`: the other process does not wait for an answer any more.
-        if number not in self._requests:
-            return
-        error = LimitError(ABANDONED) if request.cancelled() else request.exception()
-        if error is not None:
-            del self._requests[number]
-        answer(number, None if error is None else (type(error).__name__, str(error)))
-
-    def used(self, number: int, tokens: float) -> None:
-        """See `Permit.used`; without effect if there is no such permit."""
-        if (request := self._requests.get(number)) is not None and _is_granted(request):
-            request.result().used(tokens)
-
-    def leave(self, number: int, accepted: bool | None, retry_after: float | None) -> None:
-        """End a permit as `Permit.leave` does, or withdraw its request."""
-        # The request was refused, or `close` has ended it.
-        if (request := self._requests.pop(number, None)) is None:
-            return
-        if _is_granted(request):
-            request.result().leave(accepted, retry_after)
-        else:
-            request.cancel()
-
-    def close(self) -> None:
-        """End all permits, and withdraw all requests."""
-        # Emptied, so that the callbacks of cancelled requests send nothing to a connection that has ended.
-        requests, self._requests = self._requests, {}
-        for request in requests.values():
-            if not request.cancel():
-                give_up(request)
-
-
-def _is_granted(request: asyncio.Future[Permit]) -> bool:
-    return request.done() and not request.cancelled() and request.exception() is None
-
-
-class Limits(Holder, ABC):
-    """The limits and the budget of a job, for one event loop at a time.
-
-    The code that constructs the object closes it. Functions and managers share limits by receiving the same object, or,
-    in different processes, the address of the same limiter service.
-    """
-
-    name: str
-    """The name of the job, for messages."""
     options: JobOptions
     loop: asyncio.AbstractEventLoop | None = None
     """The event loop that uses the limits now. Another one may use them after it has ended."""
     max_waits: dict[str, float | None]
     """Name of the limit -> maximum seconds that a call may wait; ``None`` for no maximum."""
-    is_known: bool = True
-    """Whether `max_waits` has the limits of the job; if not, `status` gets them."""
     spent: str | None = None
     """Why no more calls are made, once the budget is used up."""
 
     def __init__(self, options: JobOptions) -> None:
         self.options = options
+        self.max_waits = {name: config.max_wait for name, config in limits_of(options).items()}
         self.outages = Outages(options.outage_timeout_s)
 
     def bind(self) -> asyncio.AbstractEventLoop:
@@ -226,11 +159,24 @@ class Limits(Holder, ABC):
         """
         loop = asyncio.get_running_loop()
         if self.loop is not loop and self.bind() is not loop:
-            raise LimitError(
-                "these limits are in use by another event loop: create limits for each event loop, or share a "
-                "service by its address (reward_loop.serve_limits, reward_loop.job)"
-            )
+            raise LimitError("these limits are in use by another event loop: create limits for each event loop")
         return loop
+
+    def check(self, name: str) -> None:
+        """Check that permits of a limit are granted.
+
+        Raises:
+            BudgetSpentError: the budget is used up.
+            LimitError: the limit does not exist.
+        """
+        if self.spent is not None:
+            raise BudgetSpentError(self.spent)
+        if name not in self.max_waits:
+            known = users_limits(self.max_waits)
+            raise LimitError(
+                f"unknown limit {name!r}{did_you_mean(name, known) or '.'} Configured in "
+                f"reward_loop.limits: {listing(known) or 'none'}"
+            )
 
     @abstractmethod
     def request(self, name: str, tokens: float = 0, order: Order = (0.0, 0.0)) -> asyncio.Future[Permit]:
@@ -246,13 +192,20 @@ class Limits(Holder, ABC):
             BudgetSpentError: the budget is used up.
         """
 
+    @abstractmethod
+    def correct(self, permit: Permit, tokens: float) -> None:
+        """Replace the token estimate of a permit."""
+
+    @abstractmethod
+    def release(self, permit: Permit, accepted: bool | None, retry_after: float | None) -> None:
+        """End a permit; called by `Permit.leave`."""
+
     async def acquire(self, name: str, tokens: float = 0, order: Order = (0.0, 0.0)) -> Permit:
         """Wait for a permit; end it with `Permit.leave`. See `request` for the arguments.
 
         Raises:
             LimitError: the permit was refused, or was not granted within the limit's ``max_wait``.
             BudgetSpentError: the budget is used up, perhaps only since the request.
-            JobServiceError: the limiter service is unreachable.
         """
         return await self.granted(name, self.request(name, tokens, order))
 
@@ -274,12 +227,20 @@ class Limits(Holder, ABC):
         """Add a call's usage to the budget."""
 
     @abstractmethod
-    async def status(self) -> dict[str, Any]:
-        """Return the limits and their current usage."""
+    def count(self, result: RewardResult, of: str = "") -> None:
+        """Count one sample for the failure bound of the job, or of its component ``of``.
 
-    async def why_stopped(self) -> str | None:
-        """Return why the limiter service stops the run, or ``None``."""
-        return None
+        Raises:
+            TooManyFailuresError: more than the allowed share of the recent samples failed. With workers, the trainer
+                raises it.
+        """
+
+    @abstractmethod
+    def stop(self, why: str) -> None:
+        """Record why the run must stop."""
+
+    async def arrived(self) -> None:  # noqa: B027  nothing to wait for in one process
+        """Wait until the job has all that was reported before."""
 
     def close(self) -> None:
         """Release all resources; callable from any thread. A later use reopens the limits."""

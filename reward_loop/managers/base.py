@@ -14,7 +14,7 @@ from reward_loop._util.addresses import checked_address
 from reward_loop._util.text import listing, shorten
 from reward_loop.config import parse
 from reward_loop.errors import ConfigError, ScoringError
-from reward_loop.limits.client import failure_bound, open_limits
+from reward_loop.limits.local import LocalLimits
 from reward_loop.limits.permit import DEFAULT, Limits
 from reward_loop.managers.decoding import ResponseDecoder
 from reward_loop.managers.failures import decide
@@ -36,6 +36,9 @@ TRAINING_STEP = "__training_step__"
 
 TOTAL_STEPS = "__total_training_steps__"
 """The column with the number of training steps of the run."""
+
+_SHARED = ("limits", "budget", "max_failed_share", "min_samples_for_failed_share", "failed_share_window")
+"""The options that managers must have in common to share limits."""
 
 _VERL_GROUPS = frozenset({"actor_rollout_ref", "trainer", "reward", "reward_model"})
 
@@ -97,7 +100,7 @@ class RewardLoopManagerBase:
             self._decoder = ResponseDecoder(tokenizer, skip_special_tokens=self.options.skip_special_tokens)
         limits = limits or _limits_of(compute_score, self.options)
         self._owns_limits = limits is None
-        self.limits = limits or open_limits(self.options)
+        self.limits = limits or LocalLimits(self.options)
         self.function: Any = None
         if compute_score is not None:
             self.function = scoring_function(type(self), compute_score, self.options, limits=self.limits)
@@ -108,7 +111,6 @@ class RewardLoopManagerBase:
             self.groups = self.collect_groups(self.function.post_process_scores, f"post_process_scores of {self.name}")
         self._check_place()
         self.records = open_records(self.options)
-        self.failures = failure_bound(self.options, self.limits)
         # Read once: OmegaConf needs more time for it than a whole sample takes otherwise.
         self._trainer_mode = verl_options(self.config, TRAINER_MODE)
         self._longest_response = verl_options(self.config, "actor_rollout_ref.rollout.response_length")
@@ -184,7 +186,6 @@ class RewardLoopManagerBase:
         Raises:
             ScoringError: the sample has no score, and the policy is ``raise``.
             TooManyFailuresError: the share of failed samples among the recent samples is too large.
-            JobServiceError: the limiter service is unreachable.
         """
         sample = await self.to_sample(data)
         # Without an override the text is that of the policy already; it need not be decoded again.
@@ -379,7 +380,7 @@ class RewardLoopManagerBase:
             ScoringError: the sample has no score, and the policy is ``raise``.
             TooManyFailuresError: the share of failed samples among the recent samples is too large.
         """
-        self.failures.count(result)
+        self.limits.count(result)
         reward = result.to_reward()
         if result.score is None and self._filter_metric:
             # The function may have returned the value without a score: then that one stays.
@@ -451,7 +452,7 @@ def _limits_of(function: Any, options: RewardLoopConfig) -> Limits | None:
     limits: Limits | None = getattr(function, "limits", None)
     if not isinstance(limits, Limits):
         return None
-    same = all(getattr(limits.options, name) == getattr(options, name) for name in ("limits", "budget", "job"))
+    same = all(getattr(limits.options, name) == getattr(options, name) for name in _SHARED)
     return limits if same else None
 
 

@@ -35,6 +35,7 @@ from reward_loop.records.rows import sample_row as sample_row
 from reward_loop.records.rows import text_row as text_row
 from reward_loop.records.watchdog import watch as watch
 from reward_loop.records.watchdog import watched_loops as watched_loops
+from reward_loop.records.writer import ExchangeCounts as ExchangeCounts
 from reward_loop.records.writer import Records as Records
 from reward_loop.records.writer import cleaned as cleaned
 from reward_loop.records.writer import encode_record as encode_record

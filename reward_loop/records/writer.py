@@ -306,6 +306,13 @@ class ExchangeCounts:
             self._without_verdict += sum(bool(exchange.get("unscored")) for exchange in exchanges)
             self._seconds.extend(exchange.get("seconds") or 0.0 for exchange in exchanges)
 
+    def merge(self, taken: Mapping[str, Any]) -> None:
+        """Add what `take` has returned in another process."""
+        with self._lock:
+            self._calls += taken["calls"]
+            self._without_verdict += taken["without_verdict"]
+            self._seconds.extend(taken["seconds"])
+
     def take(self) -> dict[str, Any]:
         """Return ``calls``, ``without_verdict`` and ``seconds``, and start again from zero."""
         with self._lock:

@@ -16,19 +16,18 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from reward_loop.errors import (
     BudgetSpentError,
     ConfigError,
-    JobServiceError,
     LimitError,
     RewardCrashedError,
     RewardTimeoutError,
     ScoringError,
 )
 from reward_loop.limits.call import Call, current_call
-from reward_loop.limits.client import open_limits
+from reward_loop.limits.local import LocalLimits
 from reward_loop.limits.outages import JudgeAddress
 from reward_loop.limits.permit import DEFAULT, REWARD_MODEL, Limits, Order, answer_of
 from reward_loop.processes.child import callable_of
@@ -42,16 +41,6 @@ from reward_loop.scoring.threads import DaemonThreads
 from reward_loop.types import RewardSample
 
 
-class _Unset:
-    """The type of the sentinel for "not given": the value is then taken from the options."""
-
-    def __repr__(self) -> str:
-        return "<as in RewardLoopConfig>"
-
-
-_UNSET: Any = _Unset()
-
-
 class UserFunction:
     """The user's function with its deadline, retries and limits, whether it scores one sample in a call or several."""
 
@@ -60,14 +49,10 @@ class UserFunction:
         function: Any,
         *,
         reward_kwargs: Mapping[str, Any] | None = None,
-        timeout: float | None = _UNSET,
-        max_threads: int = _UNSET,
-        isolation: Literal["thread", "process"] = _UNSET,
-        max_processes: int | None = _UNSET,
-        max_memory_mb: int | None = _UNSET,
         options: ScoringOptions | None = None,
         limit: str = DEFAULT,
         limits: Limits | None = None,
+        **own: Any,
     ) -> None:
         """Inspect the function's signature.
 
@@ -75,38 +60,23 @@ class UserFunction:
             function: a function, a callable object, or a class or instance with ``compute_score``; or a `Target`
                 returned by `resolve`.
             reward_kwargs: configured arguments of the function, or of its class.
-            timeout: seconds from the start of the function to its deadline (default 300); ``None`` for no deadline.
-            max_threads: the maximum number of concurrent calls of a sync function (default 64). The deadline of a
-                queued call does not start until the function starts.
-            isolation: where sync functions run that are not marked with `isolated` (default ``"thread"``); see
-                docs/reward-functions.md.
-            max_processes: the maximum number of concurrent calls in worker processes; by default the number of cores.
-            max_memory_mb: the memory limit (in 2^20 bytes) of a worker process with its child processes; a process
-                that exceeds it is killed.
-            options: all options, such as a `RewardLoopConfig`, including these five; cannot be combined with them.
+            options: all options, such as a `RewardLoopConfig`.
             limit: the name of the limit that each call acquires; ignored if no such limit is configured.
             limits: limits and budget shared with other functions; the caller closes them. By default the function
                 creates its own from ``options``, and closes them.
+            own: single options instead of ``options``: ``timeout``, ``max_threads``, ``isolation``, ``max_processes``,
+                ``max_memory_mb``, and the others of `RewardLoopConfig` about calls.
 
         Raises:
             FunctionLoadError: the function requires an argument that the reward loop does not provide, or cannot run
                 in a process.
-            ConfigError: ``limit`` is reserved, two arguments exclude each other, or the address of the limiter service
-                is invalid.
+            ConfigError: ``limit`` is reserved, or two arguments exclude each other.
         """
         if limit == REWARD_MODEL:
             raise ConfigError(
                 f"the limit {limit!r} is reserved for functions that get the address of a served reward model: name "
                 "another limit"
             )
-        own: dict[str, Any] = {
-            "timeout": timeout,
-            "max_threads": max_threads,
-            "isolation": isolation,
-            "max_processes": max_processes,
-            "max_memory_mb": max_memory_mb,
-        }
-        own = {name: value for name, value in own.items() if value is not _UNSET}
         if options is None:
             options = ScoringOptions(**own)
         elif own:
@@ -134,7 +104,7 @@ class UserFunction:
         if "reward_router_address" in self._target.passes:
             self._limits_of_call.append(REWARD_MODEL)
         self._owns_limits = limits is None
-        self.limits = open_limits(options) if limits is None else limits
+        self.limits = LocalLimits(options) if limits is None else limits
         self.timeout = options.timeout
 
     @property
@@ -232,13 +202,6 @@ class UserFunction:
         except RecursionError:
             why = "was not called: its data is nested too deeply, or contains itself"
             return CallOutcome.without_call(ScoringError(why, cause="invalid row"))
-        if not self.limits.is_known:
-            try:
-                # The service sends the limits of the job with its first message: before, none would apply.
-                await self.limits.status()
-            except JobServiceError as error:
-                # As the exception of the call: so `Retry` waits for the end of the outage.
-                return CallOutcome(None, error, 0.0, attempts=0)
         if self.limits.spent is not None:
             return CallOutcome.without_call(BudgetSpentError(_not_called(self.limits.spent, attempt)))
         call = Call(self.limits, self.timeout, order, attempt)
@@ -248,9 +211,6 @@ class UserFunction:
             except (LimitError, BudgetSpentError) as error:
                 call.end(abandoned=True)
                 return CallOutcome.without_call(type(error)(_not_called(str(error), attempt)), call.waited)
-            except JobServiceError as error:
-                call.end(abandoned=True)
-                return CallOutcome(None, error, 0.0, attempts=0, wait_s=call.waited)
             except BaseException:
                 call.end(abandoned=True)
                 raise

@@ -52,7 +52,6 @@ class ScoringFunction(UserFunction):
         """Score one sample.
 
         Raises:
-            JobServiceError: the limiter service is unreachable.
         """
         if (sample := self._checked(sample)).error is not None:
             return not_called(sample)

@@ -16,7 +16,6 @@ from reward_loop.errors import (
     BudgetSpentError,
     ConfigError,
     InvalidScoreError,
-    JobServiceError,
     RewardFunctionError,
     RewardLoopError,
     ScoringError,
@@ -43,7 +42,6 @@ def to_result(call: CallOutcome, sample: RewardSample, function: str) -> RewardR
         function: the function's name and file, for messages.
 
     Raises:
-        JobServiceError: the call failed because the limiter service is unreachable, which stops the run.
         ConfigError: the function asked a judge with wrong options or without its API key, which stops the run.
     """
     score: float | None = None
@@ -95,8 +93,6 @@ def _problem(call: CallOutcome, sample: RewardSample, function: str) -> ScoringE
     cause = call.exception
     if cause is None:
         return None
-    if isinstance(cause, JobServiceError):
-        raise cause
     if out_of_credit(cause):
         raise RewardLoopError(
             f"{describe(sample)}: {function} calls a service whose account has no credit left, so the run stops. Add "

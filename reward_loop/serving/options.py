@@ -39,6 +39,10 @@ class ServedModelConfig(Config):
     replicas: int = Field(default=1, ge=1)
     """The number of servers, which share the load."""
 
+    device: Literal["gpu", "cpu"] = "gpu"
+    """For vLLM and SGLang: where the model runs. ``cpu`` needs builds of the engines for the CPU; servers get no GPU. A
+    model of `models` has by default that of the model outside of it, which in a verl run is ``trainer.device``."""
+
     tensor_parallel_size: int = Field(default=1, ge=1)
     """For vLLM and SGLang: the number of GPUs over which each copy of the model is split."""
 
@@ -148,8 +152,10 @@ class RewardModelConfig(SharedRouterOptions, ServedModelConfig):
     @model_validator(mode="after")
     def _place_models(self) -> RewardModelConfig:
         for name, model in self.models.items():
-            if "placement" not in model.model_fields_set and model.engine != "external":
-                self.models[name] = model.model_copy(update={"placement": self.placement})
+            if model.engine != "external":
+                shared = {"placement": self.placement, "device": self.device}
+                own = model.model_dump(include=model.model_fields_set & shared.keys())
+                self.models[name] = model.model_copy(update=shared | own)
         return self
 
     @field_validator("host")

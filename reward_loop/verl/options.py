@@ -13,8 +13,7 @@ import os
 import pickle
 import zlib
 from collections.abc import Mapping
-from copy import deepcopy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -200,13 +199,6 @@ class RewardSettings:
         # an actor cannot restart once that is lost. verl's configuration takes 110 KB, and 17 KB compressed.
         values = tuple(getattr(self, field.name) for field in fields(self))
         return _unpacked, (zlib.compress(pickle.dumps(values)),)
-
-    def with_job(self, address: str) -> RewardSettings:
-        """Return these settings with the address of the job's limiter service."""
-        # A copy: the address contains a key, and verl prints and records the configuration of the run.
-        config = deepcopy(self.config)
-        config.reward_loop.job = address
-        return replace(self, config=config, options=self.options.model_copy(update={"job": address}))
 
 
 def _unpacked(packed: bytes) -> RewardSettings:
@@ -431,7 +423,6 @@ def without_reward(config: DictConfig) -> DictConfig:
         config.reward.custom_reward_function.path = None
         config.reward.reward_manager.source = "register"
         config.reward.reward_manager.name = "naive"
-        config.reward_loop.job = None  # a secret, which verl's loggers would record
     return config
 
 

@@ -65,6 +65,7 @@ from reward_loop.agent.schedule import Action, Generate, Prepare, Train, Wait
 from reward_loop.errors import RewardLoopError
 from reward_loop.managers.base import TRAINING_STEP
 from reward_loop.records import Interval, Records, seconds_of
+from reward_loop.verl.job import RunningJob
 from reward_loop.verl.options import PIPELINE_MODE, make_schedule, mini_batch_groups, read_mode
 from reward_loop.verl.refills import FilterForecast
 from reward_loop.verl.replay_buffer import RewardReplayBuffer
@@ -80,8 +81,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
 
     replay_buffer: RewardReplayBuffer
     # What `with_reward_loop` adds.
-    _check_fatal_errors: Callable[[], None]
-    _poll_fatal_errors: Callable[[], None]
+    _job: RunningJob
     _learners: Callable[[KVBatchMeta], KVBatchMeta]
     _mask: Callable[[list[str]], None]
     _left_out: dict[str, dict[str, Any]]
@@ -224,7 +224,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         with added_seconds("gen", timing_raw):
             self.on_sample_end()
         # In other modes, `_balance_batch` does this. Waits poll only while something is missing.
-        self._check_fatal_errors()
+        self._job.check()
         trajectories = self._trajectories(uids)
         if self.reward_loop_manager.reward_loop_worker_handles is None:
             # The reward model runs on the trainer's GPUs, so nothing overlaps with judging.
@@ -260,7 +260,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
             return 0
         evicted = self.replay_buffer.evict(self.global_steps, metrics)
         if evicted.uids:
-            self._poll_fatal_errors()  # raises if the run must stop: the replacements would fail too
+            self._job.check()  # raises if the run must stop: the replacements would fail too
             self._submitted = [uid for uid in self._submitted if uid not in evicted.uids]
             self._filtered += evicted.filtered
             if self._filtered and len(self._submitted) < self.config.data.train_batch_size:

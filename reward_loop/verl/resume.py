@@ -1,4 +1,4 @@
-"""The prompts of a checkpoint, when a run is resumed.
+"""What a checkpoint has of rewards: the usage that counts for the budget, and the prompts of a run that is resumed.
 
 ======================================== ==============================================================================
 The prompt                               Resume
@@ -16,12 +16,32 @@ In verl's mode ``sync``, checkpoints contain no prompts: the next step draws the
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+from pathlib import Path
 
+from reward_loop.verl.job import RunningJob
 from reward_loop.verl.tq_rows import clear, read_rewards, read_tags, read_trajectories, write_tags
 from reward_loop.verl.trajectory_keys import FAILURE, uid_of
 
 logger = logging.getLogger(__name__)
+
+USAGE = "reward_loop_usage.json"
+"""The file in the folder of a checkpoint."""
+
+
+def save_usage(folder: str, job: RunningJob) -> None:
+    """Write what the run has used of its budget into the folder of a checkpoint."""
+    cost, tokens = job.usage()
+    os.makedirs(folder, exist_ok=True)
+    Path(folder, USAGE).write_text(json.dumps({"cost": cost, "tokens": tokens}))
+
+
+def restore_usage(folder: str, job: RunningJob) -> None:
+    """Count what the run had used before the checkpoint in a folder for its budget."""
+    if (path := Path(folder, USAGE)).exists():
+        job.spend(**json.loads(path.read_text()))
 
 
 def reset_unscored_prompts(*, judged: bool) -> set[str]:

@@ -61,8 +61,10 @@ class RewardClient:
     dies repeatedly has failed.
     """
 
-    def __init__(self, workers: Sequence[Any], options: RewardLoopConfig) -> None:
+    def __init__(self, workers: Sequence[Any], options: RewardLoopConfig, job: Any) -> None:
         self._workers = list(workers)
+        self._job = job
+        """The handle of the job's actor."""
         self.options = options
         self._turn = 0
         self.by_group = False
@@ -78,9 +80,9 @@ class RewardClient:
         """Score ``data``, one rollout as a ``DataProto``, or a `RewardSample`."""
         try:
             return await self.reward_of(data)
-        except RewardFunctionError as failure:
-            if not isinstance(failure, RayTaskError):  # otherwise, the worker has stored its error itself
-                await self.stop_run(f"{type(failure).__name__}: {failure}")
+        except RewardLoopError as error:
+            if not isinstance(error, RayTaskError):  # otherwise, the worker has reported it
+                await self.stop_run(f"{type(error).__name__}: {error}")
             raise
 
     def _worker_for(self, data: Any) -> Any:
@@ -139,14 +141,8 @@ class RewardClient:
             self._worker_of(prompt).lose.remote(prompt, found.size, [rollout])
 
     async def stop_run(self, why: str) -> None:
-        """Store a fatal error in a worker, for the trainer, which runs in another process and asks all workers.
-
-        If a worker is not reachable, the next one stores it. If none is, the trainer stops for that reason.
-        """
-        for worker in self._workers:
-            with contextlib.suppress(RayActorError, TimeoutError):
-                await asyncio.wait_for(worker.stop_run.remote(why), self.options.worker_answer_timeout_s)
-                return
+        """Record why the run must stop, before the trainer asks."""
+        await self._job.stop.remote(why)
 
     async def _until_reachable(self, worker: Any) -> None:
         """Wait until Ray has restarted a worker.

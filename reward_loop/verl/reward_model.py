@@ -60,6 +60,8 @@ def read_reward_model(config: DictConfig, mode: ModeOptions) -> RewardModelConfi
     if not model.enable:
         return None
     options = {"model_path": model.model_path, "engine": model.rollout.name}
+    if config.trainer.device == "cpu":
+        options["device"] = "cpu"
     if model.rollout.name in ("vllm", "sglang"):
         options |= _engine_options(model.rollout)
     own = config.reward_model.server

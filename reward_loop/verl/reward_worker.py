@@ -10,10 +10,11 @@ import ray
 
 from reward_loop._util.process import freeze_and_raise_gc_threshold, raise_descriptor_limit
 from reward_loop.errors import RewardLoopError
-from reward_loop.limits import open_limits
+from reward_loop.limits import Limits, LocalLimits
 from reward_loop.managers.base import VALIDATE, open_records
 from reward_loop.managers.groups import CALLER, Caller
-from reward_loop.types import Reward, RewardSample
+from reward_loop.types import Outcome, Reward, RewardSample
+from reward_loop.verl.job import JobLimits
 from reward_loop.verl.managers import build_manager
 from reward_loop.verl.options import RewardSettings
 
@@ -26,6 +27,8 @@ class RewardWorker:
         router: the ``host:port`` of the router in front of the reward models; ``None`` without a reward model.
         workers_on_node: the number of reward workers on this worker's node, which share its cores; by default all
             workers of the run.
+        job: the name of the job's actor; by default this worker is the whole job.
+        name: the name of this worker in the job.
     """
 
     def __init__(
@@ -33,12 +36,17 @@ class RewardWorker:
         settings: RewardSettings,
         router: str | None,
         workers_on_node: int | None = None,
+        job: str | None = None,
+        name: str = "reward worker",
     ) -> None:
         raise_descriptor_limit()  # a request in flight is an open connection, and so an open file
         self._options = settings.options
-        self._limits = open_limits(self._options)
+        records = open_records(self._options)
+        take_counts = None if records is None else records.exchange_counts.take
+        self._limits: Limits = LocalLimits(self._options)
+        if job is not None:
+            self._limits = JobLimits(ray.get_actor(job), name, self._options, take_counts)
         self._manager = build_manager(settings, router, self._limits, workers_on_node or settings.num_workers)
-        self._fatal: str | None = None
         self._running: set[asyncio.Task[Any]] = set()
         """The calls of `compute_score`."""
         self._is_stopped = False
@@ -67,12 +75,16 @@ class RewardWorker:
             if lost is not None:
                 CALLER.set(Caller(reports_lost=True, repeats=True, lost=lost))
             reward = await self._manager.run_single(data)
+            if reward["reward_extra_info"].get("reward_outcome") == Outcome.FAILED:
+                await self._limits.arrived()  # before the trainer has the reward, and asks whether too many failed
         except asyncio.CancelledError:
             if self._is_stopped:
                 await asyncio.Event().wait()
             raise
         except RewardLoopError as error:
-            self._store_fatal(error)
+            # verl's agent loop catches what this raises, and only drops the rollout: the trainer asks the job.
+            self._limits.stop(f"{type(error).__name__}: {error}")
+            await self._limits.arrived()
             raise
         finally:
             self._running.discard(task)
@@ -89,25 +101,6 @@ class RewardWorker:
             task.cancel()
         await asyncio.to_thread(self._manager.close)
         self._limits.close()
-
-    def _store_fatal(self, error: RewardLoopError) -> None:
-        # The trainer asks for it: verl's agent loop catches what `compute_score` raises, and only drops the rollout.
-        self._fatal = self._fatal or f"{type(error).__name__}: {error}"
-
-    async def stop_run(self, message: str) -> None:
-        """Store a fatal error of another process: the next `fatal_error` returns it."""
-        self._fatal = self._fatal or message
-
-    async def fatal_error(self) -> str | None:
-        """Return why the run must stop, or ``None``. Also used as a health check."""
-        if self._fatal is None and self._options.job:
-            self._fatal = await self._limits.why_stopped()
-        return self._fatal
-
-    async def exchange_counts(self) -> dict[str, Any] | None:
-        """Return the counts of exchanges with model servers since the last call; ``None`` without records."""
-        writer = open_records(self._options)
-        return None if writer is None else writer.exchange_counts.take()
 
     async def lose(self, prompt: str, size: int, rollouts: list[str]) -> None:
         """Do not wait for these rollouts of a prompt: they will not be scored."""

@@ -1,4 +1,4 @@
-"""The services of a run with rewards: the servers of the reward model, and the limiter."""
+"""The services of a run with rewards: the job's actor, and the servers of the reward model."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import ray
 from omegaconf import DictConfig
 
 from reward_loop.config import LimitConfig, RewardModelConfig
-from reward_loop.limits import REWARD_MODEL, serve_limits
+from reward_loop.limits import REWARD_MODEL
 from reward_loop.serving.manager import serve_reward_model
 from reward_loop.serving.reservation import GpuReservation
 from reward_loop.verl.cluster import groups_of_trainer, reachable
+from reward_loop.verl.job import RunningJob
 from reward_loop.verl.options import RewardSettings, read
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ class RewardServices:
     """The settings of rewards, and the services that run."""
 
     settings: RewardSettings
+    job: RunningJob
+    """What is true of the whole job."""
     router: str | None = None
     """The ``host:port`` of the router in front of the reward model, if its servers run."""
     colocated: ColocatedRewardModel | None = None
@@ -40,7 +42,7 @@ class RewardServices:
 
 @contextmanager
 def reward_services(config: DictConfig) -> Iterator[RewardServices]:
-    """Start the reward model and the limiter service, and stop them at exit. Call it in the task runner.
+    """Start the reward model and the job's actor, and stop them at exit. Call it in the task runner.
 
     A reward model on the trainer's GPUs is started later, by the trainer, and stopped here.
 
@@ -64,9 +66,9 @@ def reward_services(config: DictConfig) -> Iterator[RewardServices]:
             router = stack.enter_context(served).reward_router_address
         if model is not None:
             settings = with_limits_of_models(settings)
-        if settings.options.job is None:
-            settings = settings.with_job(stack.enter_context(serve_limits(settings.options, _address_of_node())))
-        yield RewardServices(settings, router, colocated)
+        job = RunningJob(settings.options, settings.options.worker_answer_timeout_s)
+        stack.callback(job.close)
+        yield RewardServices(settings, job, router, colocated)
 
 
 def with_limits_of_models(settings: RewardSettings) -> RewardSettings:
@@ -74,15 +76,12 @@ def with_limits_of_models(settings: RewardSettings) -> RewardSettings:
 
     Each replica has `PLACES` for the function calls that ask a reward model at the same time, or as many as its batch
     has. Otherwise, all rollouts of a batch would ask at once, and wait in the queues of the servers while their
-    deadlines run. What the user has set
-    of the limit stays. With a limiter service of the user, the limits are those of the service.
+    deadlines run. What the user has set of the limit stays.
     """
     model = settings.model
     assert model is not None
     options = type(settings.options)(**{**dict(settings.options), "models": model.requests()})
     settings = replace(settings, options=options)
-    if options.job is not None:
-        return settings
     # Without `max_wait`: a call waits only while others run, and these have deadlines.
     given = options.limits[REWARD_MODEL].model_dump(exclude_unset=True) if REWARD_MODEL in options.limits else {}
     models = (model, *model.models.values())
@@ -104,9 +103,3 @@ def _reservation(config: DictConfig, model: RewardModelConfig) -> GpuReservation
         "GPUs; or set reward_model.enable_resource_pool=False: the reward model then shares the trainer's GPUs; or add "
         "nodes",
     )
-
-
-def _address_of_node() -> str:
-    """Return the address at which all workers reach this process: the loopback address if there is only one node."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    return ray.util.get_node_ip_address() if len(nodes) > 1 else "127.0.0.1"

@@ -12,10 +12,10 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.health import HealthWatch, StepNumbers
 from reward_loop.records import HealthRecords
 from reward_loop.types import Outcome
+from reward_loop.verl.job import RunningJob
 from reward_loop.verl.reward_metrics import StepRewards
 from reward_loop.verl.tq_rows import read_rows
 from reward_loop.verl.trajectory_keys import uid_of
-from reward_loop.verl.workers import RewardWorkers
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +33,12 @@ class StepHealth:
 
     Args:
         options: the options of the run.
-        workers: its reward workers.
+        job: what is true of the whole job.
     """
 
-    def __init__(self, options: RewardLoopConfig, workers: RewardWorkers) -> None:
+    def __init__(self, options: RewardLoopConfig, job: RunningJob) -> None:
         self._options = options
-        self._workers = workers
+        self._job = job
         self._watch = HealthWatch(options.health)
         self._records = HealthRecords(options.log_dir) if options.log_dir else None
 
@@ -73,7 +73,7 @@ class StepHealth:
         keys, samples = list(by_key), list(by_key.values())
         _, groups = np.unique([uid_of(key) for key in keys], return_inverse=True)
         sampled = sampled_keys(keys, groups, SAMPLED_RESPONSES)
-        counts = self._workers.exchange_counts() if self._records is not None else []
+        counts = self._job.exchange_counts()
         return StepNumbers(
             step=step,
             rewards=np.array([np.nan if sample.is_masked else sample.reward for sample in samples]),
@@ -83,9 +83,9 @@ class StepHealth:
             responses=[
                 ends(response.numpy(), SAMPLED_TOKENS) for (response,) in read_rows(sampled, "train", "responses")
             ],
-            calls=sum(count["calls"] for count in counts),
-            without_verdict=sum(count["without_verdict"] for count in counts),
-            seconds=np.array([duration for count in counts for duration in count["seconds"]], dtype=float),
+            calls=counts["calls"],
+            without_verdict=counts["without_verdict"],
+            seconds=np.array(counts["seconds"], dtype=float),
         )
 
 

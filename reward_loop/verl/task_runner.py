@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -44,14 +43,7 @@ class TaskRunner(_TaskRunner):
             trainer: Any = partial(with_reward_loop(_trainer_class(config, mode)), rewards=rewards)
             # By its module: Ray sends this class by value, with a copy of a dict that it names.
             trainer_base.TRAINER_REGISTRY[mode.name] = trainer
-            super().run(_without_secret(config))
-
-
-def _without_secret(config: DictConfig) -> DictConfig:
-    """Return a copy of the configuration without the address of the limiter service: verl prints it."""
-    config = deepcopy(config)
-    config.reward_loop.job = None
-    return config
+            super().run(config)
 
 
 def _trainer_class(config: DictConfig, mode: ModeOptions) -> Any:

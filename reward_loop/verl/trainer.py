@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from reward_loop.verl.installed import replaced
 from reward_loop.verl.options import MINI_BATCH_ESTIMATORS, check_group_manager, without_reward
 from reward_loop.verl.recording_trainer import RecordingTrainer
 from reward_loop.verl.replay_buffer import extend
-from reward_loop.verl.resume import reset_unscored_prompts
+from reward_loop.verl.resume import reset_unscored_prompts, restore_usage, save_usage
 from reward_loop.verl.reward_metrics import (
     StepRewards,
     TrajectoryReward,
@@ -79,6 +80,7 @@ class RewardLoopTrainer(RecordingTrainer):
         self._settings = rewards.settings
         self._router = rewards.router
         self._colocated = rewards.colocated
+        self._job = rewards.job
         self._rewards = StepRewards()
         """The rewards of the current step."""
         self._left_out: dict[str, dict[str, Any]] = {}
@@ -89,7 +91,7 @@ class RewardLoopTrainer(RecordingTrainer):
         config = without_reward(config)  # verl would start reward workers and servers of its own, too
         super().__init__(config)
         # verl replaces failed groups indefinitely, even if every replacement fails for the same reason.
-        self.replay_buffer.checks.append(self._poll_fatal_errors)
+        self.replay_buffer.checks.append(self._job.check)
 
     @override
     def _build_replay_buffer(self) -> Any:
@@ -100,7 +102,7 @@ class RewardLoopTrainer(RecordingTrainer):
     def _setup(self) -> None:
         if self._colocated is None:
             # Start them first: they load while the policy loads.
-            self.reward_workers = RewardWorkers(self._settings, self._router)
+            self.reward_workers = RewardWorkers(self._settings, self._router, self._job)
         # Here verl creates its own reward loop manager, and loads the checkpoint.
         with replaced(trainer_base, "RewardLoopManager", self._start_rewards):
             super()._setup()
@@ -111,7 +113,7 @@ class RewardLoopTrainer(RecordingTrainer):
         if self.use_critic:
             self.critic_wg.train_mini_batch = self._counting_learners(self.critic_wg.train_mini_batch)
         self.reward_workers.wait_until_ready()
-        self._health = StepHealth(self._settings.options, self.reward_workers)
+        self._health = StepHealth(self._settings.options, self._job)
         if self.reward_workers.client.by_group:
             check_group_manager(self._settings.mode)
 
@@ -123,7 +125,7 @@ class RewardLoopTrainer(RecordingTrainer):
         """
         if self._colocated is not None:
             pool = self.resource_pool_manager.get_resource_pool(Role.RewardModel)
-            self.reward_workers = RewardWorkers(self._settings, self._colocated.start(pool))
+            self.reward_workers = RewardWorkers(self._settings, self._colocated.start(pool), self._job)
         # With `None`, verl's agent loop judges nothing, and the trainer calls `_compute_reward_colocate`.
         handles = [self.reward_workers.client] if self._colocated is None else None
         return SimpleNamespace(reward_loop_worker_handles=handles)
@@ -132,18 +134,17 @@ class RewardLoopTrainer(RecordingTrainer):
     def fit(self, agent_loop_manager: Any) -> None:
         """Train, and then stop the agent loop workers and the reward workers.
 
-        Rollouts for later steps may still be judged at the end. They would fail when the limiter of the job stops with
-        this process.
+        Rollouts for later steps may still be judged at the end. They would fail when the job's actor ends.
         """
         if isinstance(agent_loop_manager, RewardAgentLoopManager):  # not one of the user, or of a recipe
             self.replay_buffer.checks.append(agent_loop_manager.check_workers)
         try:
             # Errors also of a validation before the first step.
-            with self._checking_fatal_errors():
+            with self._checking_job():
                 super().fit(agent_loop_manager)
         finally:
             self._health.flush()
-        # Callers first: agent loop workers call reward workers, and these call the limiter service, which stops last.
+        # Callers first: agent loop workers call reward workers, and these call the job's actor, which stops last.
         for worker in getattr(agent_loop_manager, "agent_loop_workers", ()):  # a manager of the user may have others
             ray.kill(worker)
         self.reward_workers.stop()
@@ -161,12 +162,30 @@ class RewardLoopTrainer(RecordingTrainer):
         return super()._reissue_inflight_prompts(partition_id)
 
     @override
+    def _save_checkpoint(self) -> None:
+        # First: verl names the checkpoint as the latest one when it is complete.
+        save_usage(self._checkpoint(), self._job)
+        super()._save_checkpoint()
+
+    @override
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()
+        trainer = self.config.trainer
+        if self.global_steps:
+            is_named = trainer.resume_mode == "resume_path"
+            restore_usage(trainer.resume_from_path if is_named else self._checkpoint(), self._job)
+
+    def _checkpoint(self) -> str:
+        """Return the folder in which verl keeps the checkpoint of the current step."""
+        return os.path.join(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
+
+    @override
     def step(self, metrics: dict, timing_raw: dict) -> Any:
         """Run one training step, and add the metrics of its rewards, computed from all samples of the step."""
         self._rewards = StepRewards()
         self._left_out = {}
         try:
-            with self._checking_fatal_errors():
+            with self._checking_job():
                 batch = super().step(metrics, timing_raw)
         finally:
             # Also if the step failed: samples without a score may be the cause.
@@ -280,30 +299,20 @@ class RewardLoopTrainer(RecordingTrainer):
             rewards = [float(row.sum()) for (row,) in read_rows(keys, "train", "token_level_rewards")]
         return spread("critic/score", scores) | spread("critic/rewards", rewards)
 
-    def _poll_fatal_errors(self) -> None:
-        self.reward_workers.poll_fatal_errors()
-
-    def _check_fatal_errors(self) -> None:
-        if self._settings.mode.name == "sync":
-            self.reward_workers.check_fatal_errors()
-        else:
-            self.reward_workers.check_fatal_errors_briefly()  # samples of other prompts may be in flight
-
     @contextmanager
-    def _checking_fatal_errors(self) -> Iterator[None]:
-        """Raise the fatal error of a reward worker, if there is one, when the block ends or fails.
+    def _checking_job(self) -> Iterator[None]:
+        """Raise the reason to stop the run, if there is one, when the block ends or fails.
 
         verl drops groups that failed; when all failed, it raises an error that does not mention the reward.
         """
         try:
             yield
         except Exception as error:
-            # Without waiting for all workers: the error of a worker that does not answer would hide this one.
-            self.reward_workers.check_fatal_errors_briefly()
+            self._job.check()
             if isinstance(error, RayActorError):
                 raise RewardLoopError(f"a process of the run died: {error}") from error
             raise
-        self._check_fatal_errors()
+        self._job.check()
 
     @override
     def _compute_reward_colocate(self, batch: Any, metrics: dict | None = None) -> Any:
@@ -329,7 +338,7 @@ class RewardLoopTrainer(RecordingTrainer):
             NothingToLearnError: no row has a reward to learn from.
             RewardLoopError: the run must stop because of a reward.
         """
-        self._check_fatal_errors()
+        self._job.check()
         return super()._balance_batch(self._learners(batch), metrics, logging_prefix, keep_minibatch)
 
     def _learners(self, batch: Any) -> Any:

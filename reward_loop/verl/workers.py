@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Sequence
@@ -19,66 +18,18 @@ from reward_loop.errors import RewardLoopError
 from reward_loop.limits import longest_call_s
 from reward_loop.types import Reward, RewardSample
 from reward_loop.verl.cluster import worker_nodes
+from reward_loop.verl.job import RunningJob
 from reward_loop.verl.options import RewardSettings
-from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient, prompt_of, raise_if_lost
+from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient, prompt_of
 from reward_loop.verl.reward_worker import RewardWorker
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 BUSY_S = 5.0
-"""Timeout in seconds for the status of a worker that has samples in flight."""
-
-COUNTS_S = 1.0
-"""Timeout in seconds for counts of the reward workers. The trainer waits for them once a step."""
-
-POLL_S = 2.0
-"""Seconds between two polls for fatal errors, while the trainer waits for rewards."""
+"""The longest wait for busy workers to stop, in seconds."""
 
 CHECK_S = 60.0
 """The longest wait for the rewards of a batch between two checks for fatal errors, in seconds."""
-
-
-class _Requests:
-    """Calls of one method of all reward workers, without waiting for busy workers. A worker has at most one open call.
-
-    Args:
-        handles: the workers.
-        method: the name of the method.
-    """
-
-    def __init__(self, handles: Sequence[Any], method: str) -> None:
-        self._handles = handles
-        self._method = method
-        self.open: dict[Any, int] = {}
-        """Open call -> the position of its worker."""
-
-    def send(self, *arguments: Any) -> None:
-        """Call the method of each worker that has no open call."""
-        busy = set(self.open.values())
-        for position, worker in enumerate(self._handles):
-            # A worker that blocks its event loop would otherwise collect calls.
-            if position not in busy:
-                self.open[getattr(worker, self._method).remote(*arguments)] = position
-
-    def answers(self, timeout: float) -> list[Any]:
-        """Return the results that arrive within ``timeout`` seconds. A later call returns the others.
-
-        Raises:
-            RewardLoopError: a worker died and did not start again.
-        """
-        if not self.open:
-            return []
-        answered, _ = ray.wait(list(self.open), num_returns=len(self.open), timeout=timeout)
-        results = []
-        for call in answered:
-            del self.open[call]
-            try:
-                results.append(ray.get(call))
-            except RayActorError as error:
-                raise_if_lost(error)  # otherwise, Ray restarts the worker, or its samples fail
-        return results
 
 
 def longest_quiet_s(options: RewardLoopConfig, *, by_group: bool) -> float | None:
@@ -113,9 +64,10 @@ class RewardWorkers:
     Args:
         settings: the settings of rewards.
         router: the ``host:port`` of the router in front of the reward models; ``None`` without a reward model.
+        job: what is true of the whole job.
     """
 
-    def __init__(self, settings: RewardSettings, router: str | None) -> None:
+    def __init__(self, settings: RewardSettings, router: str | None, job: RunningJob) -> None:
         actor = ray.remote(RewardWorker)
         nodes = worker_nodes(settings.num_workers)
         self.handles = [
@@ -129,13 +81,11 @@ class RewardWorkers:
                 scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
                     node_id=node, soft=True
                 ),
-            ).remote(settings, router, nodes.count(node))
-            for node in nodes
+            ).remote(settings, router, nodes.count(node), job.name, f"reward worker {number}")
+            for number, node in enumerate(nodes)
         ]
-        self.client = RewardClient(self.handles, settings.options)
-        self._fatal_errors = _Requests(self.handles, "fatal_error")
-        self._polled_at = 0.0
-        self._exchange_counts = _Requests(self.handles, "exchange_counts")
+        self.client = RewardClient(self.handles, settings.options, job.handle)
+        self._job = job
 
     def wait_until_ready(self) -> None:
         """Wait until every worker has loaded the tokenizer and the user's function.
@@ -143,51 +93,7 @@ class RewardWorkers:
         Raises:
             RewardLoopError: a worker failed to start, or did not start in time.
         """
-        self.client.by_group = any(self._ask_all("needs_group", "worker_start_timeout_s"))
-
-    def check_fatal_errors(self) -> None:
-        """Raise the fatal error of a worker, if there is one. Waits for the answers of all workers.
-
-        Raises:
-            RewardLoopError: a sample had no score and the policy is ``raise``, or too many samples failed.
-        """
-        _raise_first(self._ask_all("fatal_error"))
-
-    def poll_fatal_errors(self) -> None:
-        """Raise the fatal error of a worker, like `check_fatal_errors`, but without waiting.
-
-        Reads the answers to requests of earlier calls, and sends new requests every `POLL_S` seconds. A worker that
-        does not answer may be busy; one that died and did not start again is an error.
-        """
-        _raise_first(self._fatal_errors.answers(0))
-        if time.monotonic() - self._polled_at > POLL_S:
-            self._fatal_errors.send()
-            self._polled_at = time.monotonic()
-
-    def check_fatal_errors_briefly(self) -> None:
-        """Raise the fatal error of a worker, like `check_fatal_errors`, while samples are in flight.
-
-        Waits at most `BUSY_S` seconds. A worker that does not answer counts as busy: its manager may block the event
-        loop until its samples are scored. Its answer is read by a later call. A worker that died and did not start
-        again is an error.
-        """
-        _raise_first(self._fatal_errors.answers(0))
-        self._fatal_errors.send()
-        _raise_first(self._fatal_errors.answers(BUSY_S))
-        if self._fatal_errors.open:
-            logger.warning(
-                "%d of %d reward workers did not answer within %g s: does the reward manager, or an async function, "
-                "block the event loop?",
-                *(len(self._fatal_errors.open), len(self.handles), BUSY_S),
-            )
-
-    def exchange_counts(self) -> list[dict[str, Any]]:
-        """Return the counts of exchanges with model servers since the last call.
-
-        Waits at most `COUNTS_S` seconds. A later call returns the counts of a worker that does not answer in time.
-        """
-        self._exchange_counts.send()
-        return [counts for counts in self._exchange_counts.answers(COUNTS_S) if counts is not None]
+        self.client.by_group = any(self._need_groups("worker_start_timeout_s"))
 
     def stop(self) -> None:
         """Stop scoring at the end of training, see `RewardWorker.stop`.
@@ -218,8 +124,7 @@ class RewardWorkers:
             # The trainer's thread has no event loop.
             return asyncio.run(self._gather(pending))
         except RayTaskError as error:
-            # First the stored error of a worker, which names the sample and the cause.
-            self.check_fatal_errors()
+            self._job.check()  # first the error that names the sample and the cause
             raise RewardLoopError(f"a reward worker failed: {error}") from error
 
     async def _gather(self, pending: Sequence[Awaitable[T]]) -> list[T]:
@@ -234,7 +139,8 @@ class RewardWorkers:
             if done:
                 last_arrival += quiet
             elif left:
-                self.check_fatal_errors()  # also checks that all workers respond
+                self._job.check()
+                self._need_groups()  # all workers must respond
                 if patience is not None and quiet > patience:
                     raise RewardLoopError(
                         f"{len(left)} of {len(calls)} rewards are missing, and none arrived for {quiet:.0f} s. With "
@@ -244,11 +150,10 @@ class RewardWorkers:
                     )
         return await asyncio.gather(*calls)
 
-    def _ask_all(self, question: str, option: str = "worker_answer_timeout_s") -> list[Any]:
-        """Call a method of all workers, and return the results.
+    def _need_groups(self, option: str = "worker_answer_timeout_s") -> list[bool]:
+        """Ask all workers whether one of them must receive all samples of a prompt.
 
         Args:
-            question: the name of the method.
             option: the name of the option with the timeout.
 
         Raises:
@@ -257,7 +162,7 @@ class RewardWorkers:
         timeout: float = getattr(self.client.options, option)
         deadline = time.monotonic() + timeout
         while True:
-            asked = [getattr(worker, question).remote() for worker in self.handles]
+            asked = [worker.needs_group.remote() for worker in self.handles]
             try:
                 return ray.get(asked, timeout=max(0.0, deadline - time.monotonic()))
             except ActorUnavailableError as error:
@@ -272,9 +177,3 @@ class RewardWorkers:
                 f"a reward worker did not answer within {timeout:g} s (reward_loop.{option}): raise it for a slow "
                 "shared file system; otherwise, does the reward function or its manager block the event loop?"
             ) from cause
-
-
-def _raise_first(fatal_errors: Sequence[str | None]) -> None:
-    for message in fatal_errors:
-        if message is not None:
-            raise RewardLoopError(message)

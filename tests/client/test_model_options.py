@@ -15,7 +15,7 @@ from reward_loop import ConfigError, RewardLoopConfig, RewardSample, ScoringFunc
 from reward_loop.client import Choice, Judge, chat_complete, classify, score
 from reward_loop.config import RewardModelConfig, parse
 from reward_loop.errors import RequestError
-from reward_loop.limits.server import LimitServer
+from reward_loop.limits import LocalLimits
 from reward_loop.serving import RewardModelManager
 from reward_loop.testing import FakeJudge, Stall
 from tests.clock import until
@@ -75,10 +75,8 @@ async def scored(
     function: Callable[..., Any], gate: Gate, at_first: int, workers: int = 1, **options: Any
 ) -> list[float | None]:
     """Score 12 samples by some workers; the gate opens when as many requests as may be are at the server."""
-    service = LimitServer(given := RewardLoopConfig(models=MODELS, **options))
-    job = await service.start() if workers > 1 else None
-    given = given.model_copy(update={"job": job})
-    functions = [ScoringFunction(function, options=given) for _ in range(workers)]
+    limits = LocalLimits(given := RewardLoopConfig(models=MODELS, **options))
+    functions = [ScoringFunction(function, options=given, limits=limits) for _ in range(workers)]
     async with at(gate) as url:
         address = url.removeprefix("http://")
         calls = [
@@ -91,8 +89,6 @@ async def scored(
         results = await asyncio.gather(*calls)
     for one in functions:
         await asyncio.to_thread(one.close)
-    if job is not None:
-        await service.stop()
     return [result.score for result in results]
 
 

@@ -15,18 +15,14 @@ import pytest
 import reward_loop
 from reward_loop import (
     BudgetSpentError,
-    JobServiceError,
     LimitError,
     NaiveRewardLoopManager,
     Outcome,
     RewardLoopConfig,
-    RewardResult,
     RewardSample,
     RewardTimeoutError,
     ScoringFunction,
 )
-from reward_loop._util.web_server import reserve
-from reward_loop.limits.server import LimitServer
 from tests.clock import advance, until
 from tests.counting import Counting
 
@@ -195,23 +191,21 @@ async def test_the_default_limit_holds_for_every_call():
         (True, None),
     ],
 )
-async def test_used_tokens_and_cost_must_be_numbers(tokens, error, serve):
+async def test_used_tokens_and_cost_must_be_numbers(tokens, error):
     async def judge():
         async with reward_loop.limit("judge") as lease:
             lease.used(tokens=tokens, cost=tokens)
         return 1
 
-    _, address = await serve(RewardLoopConfig(limits={"judge": {"tokens_per_minute": 100}}))
-    function, limits = scoring(judge, job=address)
+    function, limits = scoring(judge, limits={"judge": {"tokens_per_minute": 100}})
     result = await function(SAMPLE)
     assert (result.error is None) == (error is None)
     if error:
         assert f"tokens must be a finite number, 0 or more; {error}" in result.error
-    assert (await limits.status())["tokens"] == (0 if error else float(tokens))
+    assert limits.tokens == (0 if error else float(tokens))
 
 
-@pytest.mark.parametrize("remote", [False, True])
-async def test_the_oldest_sample_comes_first(remote, serve):
+async def test_the_oldest_sample_comes_first():
     order = []
 
     async def judge(solution_str):
@@ -220,16 +214,12 @@ async def test_the_oldest_sample_comes_first(remote, serve):
         return 1
 
     limits = {"judge": {"max_concurrent": 1}}
-    service, address = await serve(RewardLoopConfig(limits=limits))
-    manager = NaiveRewardLoopManager(
-        RewardLoopConfig(limits=limits, job=address if remote else None), compute_score=judge
-    )
+    manager = NaiveRewardLoopManager(RewardLoopConfig(limits=limits), compute_score=judge)
     permit = await manager.limits.acquire("judge")
     calls = []
-    state = service.limits if remote else manager.limits
     for name, step in (("new 1", 3), ("old 1", 2), ("new 2", 3), ("old 2", 2)):
         calls.append(asyncio.create_task(manager.run_single(RewardSample(name, step=step))))
-        await until(lambda: status(state)["waiting"] == len(calls))
+        await until(lambda: status(manager.limits)["waiting"] == len(calls))
     permit.leave()
     await asyncio.gather(*calls)
     assert order == ["old 1", "old 2", "new 1", "new 2"]
@@ -350,24 +340,20 @@ async def test_a_function_can_be_called_directly():
         pass
 
 
-@pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize(("at_cap", "score"), [("stop", None), ("default", -1.0), ("mask", 0.0)])
-async def test_a_budget_that_is_used_up(at_cap, score, remote, serve):
+async def test_a_budget_that_is_used_up(at_cap, score):
     async def within():
         async with reward_loop.limit("judge") as lease:
             lease.used(tokens=60)
         return 1.0
 
     given = {"budget": {"max_tokens": 100, "at_cap": at_cap}, "default_score": -1.0}
-    _, address = await serve(RewardLoopConfig(**given))
-    config = RewardLoopConfig(**given, job=address if remote else None)
+    config = RewardLoopConfig(**given)
     first = NaiveRewardLoopManager(config, compute_score=within)
-    second = NaiveRewardLoopManager(config, compute_score=within, limits=None if remote else first.limits)
+    second = NaiveRewardLoopManager(config, compute_score=within, limits=first.limits)
     for manager in (first, second):
         assert (await manager.run_single(SAMPLE))["reward_score"] == 1.0
-        await manager.limits.why_stopped()  # the service has counted the tokens
     for manager in (first, second):
-        await manager.limits.why_stopped()  # and this client has received that they are used up
         message = "was not called: the run's budget is used up: 120 of reward_loop.budget.max_tokens=100"
         if at_cap == "stop":
             with pytest.raises(BudgetSpentError, match=f"sample u7: .* {message}. Raise it, or set"):
@@ -399,12 +385,10 @@ def spends_sync():
     return 1
 
 
-@pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize("function", [spends_async, spends_sync])
-async def test_samples_that_wait_for_a_permit_are_left_out_when_the_budget_is_used_up(function, remote, serve):
+async def test_samples_that_wait_for_a_permit_are_left_out_when_the_budget_is_used_up(function):
     given = {"limits": {"judge": {"max_concurrent": 2}}, "budget": {"max_cost": 3, "at_cap": "mask"}}
-    _, address = await serve(RewardLoopConfig(**given))
-    scored, _ = scoring(function, **given, job=address if remote else None)
+    scored, _ = scoring(function, **given)
     results = await score(scored, 20)
     outcomes = [result.outcome for result in results]
     assert 3 <= outcomes.count(Outcome.SCORED) <= 4  # two calls are in flight at a time
@@ -437,66 +421,6 @@ async def test_further_requests_of_a_call_are_refused_once_the_budget_is_used_up
     result = await function(SAMPLE)
     assert (result.outcome, limits.cost) == (Outcome.UNSCORED, 1)
     assert "got no permit: the run's budget is used up" in result.error
-
-
-@pytest.mark.parametrize("name", ["default", "judge"])
-async def test_workers_that_have_only_the_address_of_the_service_share_a_limit(name, serve):
-    # In verl 0.9, each worker has the whole limit for itself.
-    running = peak = 0
-    four = asyncio.Barrier(4)
-
-    async def judge():
-        nonlocal running, peak
-        running += 1
-        peak = max(peak, running)
-        await four.wait()
-        running -= 1
-        return 1
-
-    async def judge_within():
-        async with reward_loop.limit("judge"):
-            return await judge()
-
-    _, address = await serve(RewardLoopConfig(limits={name: {"max_concurrent": 4}}))
-    workers = [scoring(judge if name == "default" else judge_within, job=address)[0] for _ in range(8)]
-    results = await asyncio.gather(*(worker(SAMPLE) for worker in workers for _ in range(10)))
-    assert peak == 4
-    assert {result.outcome for result in results} == {Outcome.SCORED}
-    for worker in workers:
-        worker.close()
-
-
-async def test_without_its_service_a_run_stops():
-    with reserve("127.0.0.1") as reservation:
-        address = f"127.0.0.1:{reservation.getsockname()[1]}:token"
-    function, _ = scoring(plain_async, job=address, outage_timeout_s=0.2)
-    with pytest.raises(JobServiceError):
-        await function(SAMPLE)
-
-
-async def test_calls_wait_for_their_service_and_failures_are_counted_when_it_is_back():
-    config = RewardLoopConfig(limits={"default": {"max_concurrent": 4}})
-    service = LimitServer(config)
-    address = await service.start()
-    function, _ = scoring(plain_async, job=address)
-    assert (await function(SAMPLE)).outcome == "scored"
-    await service.stop()
-    await until(lambda: function.limits._lost is not None)
-    waiting = asyncio.create_task(function(SAMPLE))
-    outages = function.limits.outages
-    await until(lambda: sum(outage.calls for outage in outages.open.values()) == 1)
-    function.limits.count(RewardResult(Outcome.FAILED, None, error="sample u1 failed"))
-    assert await function.limits.why_stopped() is None
-    back = LimitServer(config)
-    back.token = service.token
-    await back.start(port=int(address.split(":")[1]))
-    result = await waiting
-    assert (result.outcome, result.attempts) == ("scored", 1)
-    assert result.outage_s > 0
-    await until(lambda: back._failures)
-    assert list(back._failures[""]._failed) == [True]
-    function.limits.close()
-    await back.stop()
 
 
 def test_a_process_that_the_function_forks_is_outside():

@@ -38,9 +38,8 @@ def options(places, **more):
     return RewardLoopConfig(limits={REWARD_MODEL: {"max_concurrent": places, "max_wait": None}}, **more)
 
 
-@pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize("where", ["loop", "thread"])
-async def test_the_deadline_starts_with_the_place(remote, where, serve):
+async def test_the_deadline_starts_with_the_place(where):
     judge = Judge(0.04)
     loop = asyncio.get_running_loop()
 
@@ -52,8 +51,7 @@ async def test_the_deadline_starts_with_the_place(remote, where, serve):
         asyncio.run_coroutine_threadsafe(judge.ask(), loop).result()
         return 1.0
 
-    _, address = await serve(options(2))
-    given = options(2, job=address if remote else None, timeout=1, retry={"max_attempts": 1})
+    given = options(2, timeout=1, retry={"max_attempts": 1})
     function = ScoringFunction(ask if where == "loop" else ask_in_thread, options=given)
     results = await within(asyncio.gather(*(function(SAMPLE) for _ in range(60))))
     await asyncio.to_thread(function.close)

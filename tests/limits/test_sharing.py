@@ -7,21 +7,19 @@ import time
 import pytest
 
 import reward_loop
-from reward_loop import LimitError, Outcome, RewardLoopConfig, RewardResult, RewardSample, ScoringFunction
+from reward_loop import LimitError, RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop.client import Judge, Number, chat_complete, classify, score
 from reward_loop.client.http import Exchange
-from reward_loop.limits.client import RemoteLimits
 from reward_loop.limits.local import LocalLimits
 from reward_loop.testing import FakeJudge, Status
-from tests.clock import until
 
 SAMPLE = RewardSample("4", uid="u7")
 JUDGE = reward_loop.limit("judge")
 NO_RETRY = {"max_attempts": 1}
 
 
-async def status(limits):
-    return (await limits.status())["limits"]
+def status(limits):
+    return limits.snapshot()["limits"]
 
 
 async def ask(reward_router_address):
@@ -48,7 +46,6 @@ async def ask_within_two_limits(reward_router_address):
         return await ask_within_judge(reward_router_address)
 
 
-@pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize(
     ("function", "held"),
     [
@@ -59,16 +56,13 @@ async def ask_within_two_limits(reward_router_address):
         (ask_within_two_limits, ["service", "judge"]),
     ],
 )
-async def test_tokens_of_the_client_count_once_in_each_limit_around_the_request(function, held, remote, serve):
+async def test_tokens_of_the_client_count_once_in_each_limit_around_the_request(function, held):
     limits = {name: {"tokens_per_minute": 10_000, "burst_seconds": 30} for name in ("default", "service", "judge")}
-    _, address = await serve(RewardLoopConfig(limits=limits))
-    options = RewardLoopConfig(limits=limits, job=address if remote else None)
-    scoring = ScoringFunction(function, options=options)
+    scoring = ScoringFunction(function, options=RewardLoopConfig(limits=limits))
     async with FakeJudge("0.5") as judge:
         for _ in range(3):
             assert (await scoring(SAMPLE, reward_router_address=judge.address)).error is None
-    counted = await scoring.limits.status()
-    used = counted["tokens"]
+    used = scoring.limits.tokens
     assert used > 0
     assert used % 3 == 0
     await asyncio.to_thread(scoring.close)
@@ -122,7 +116,7 @@ async def test_one_limit_object_is_shared_by_concurrent_calls(function):
     results = await asyncio.gather(*(scoring(SAMPLE) for _ in range(20)))
     assert [result.error for result in results] == [None] * 20
     assert scoring.limits.tokens == 20
-    assert (await status(scoring.limits))["judge"]["in_flight"] == 0
+    assert status(scoring.limits)["judge"]["in_flight"] == 0
 
 
 async def test_limits_refuse_a_second_event_loop_while_the_first_one_runs():
@@ -137,20 +131,6 @@ def test_a_budget_outlasts_an_event_loop():
     scoring = ScoringFunction(judge_within, options=options)
     assert asyncio.run(scoring(SAMPLE)).score == 1.0
     assert "budget is used up" in asyncio.run(scoring(SAMPLE)).error
-
-
-async def test_a_client_that_has_reconnected_counts_again(serve):
-    service, address = await serve(RewardLoopConfig(limits={"judge": {"max_concurrent": 1}}))
-    limits = RemoteLimits(address)
-    held = await limits.acquire("judge")
-    await service.disconnect()
-    await until(lambda: limits._lost is not None)
-    limits.count(RewardResult(Outcome.FAILED, None, error="sample u1 failed"))  # it is sent when the service is back
-    (await limits.acquire("judge")).leave()
-    held.leave()  # of the old connection: ended already
-    limits.count(RewardResult(Outcome.SCORED, 1.0))
-    assert (await status(limits))["judge"]["in_flight"] == 0
-    assert list(service._failures[""]._failed) == [True, False]
 
 
 class Unavailable(Exception):
@@ -178,21 +158,18 @@ async def breaks_within_judge():
         raise ConnectionResetError
 
 
-@pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize("function", [hangs, breaks, unavailable, own_mistake, breaks_within_judge])
-async def test_an_outage_does_not_grow_an_adaptive_limit(function, remote, serve):
+async def test_an_outage_does_not_grow_an_adaptive_limit(function):
     limits = {"default": {"adaptive": True}, "judge": {"adaptive": True}}
-    _, address = await serve(RewardLoopConfig(limits=limits))
     options = RewardLoopConfig(
         limits=limits,
         timeout=0.01 if function is hangs else 60,
         retry=NO_RETRY,
         outage_timeout_s=0,
-        job=address if remote else None,
     )
     scoring = ScoringFunction(function, options=options)
     await asyncio.gather(*(scoring(SAMPLE) for _ in range(60)))
-    found = await status(scoring.limits)
+    found = status(scoring.limits)
     assert {name: found[name]["max_in_flight"] for name in limits} == {"default": 20, "judge": 20}
     await asyncio.to_thread(scoring.close)
 
@@ -210,11 +187,11 @@ async def test_a_failed_request_that_the_function_handles_does_not_grow_an_adapt
     async with FakeJudge("0.5") as judge:
         judge.script(*(Status(500) for _ in range(40)))
         await asyncio.gather(*(scoring(SAMPLE, reward_router_address=judge.address) for _ in range(40)))
-        found = await status(scoring.limits)
+        found = status(scoring.limits)
         assert {found[name]["max_in_flight"] for name in limits} == {20}
         judge.script(*(Status(429, retry_after=0) for _ in range(3)))
         await asyncio.gather(*(scoring(SAMPLE, reward_router_address=judge.address) for _ in range(3)))
-    found = await status(scoring.limits)
+    found = status(scoring.limits)
     assert {found[name]["max_in_flight"] for name in limits} == {16}
 
 
@@ -225,7 +202,7 @@ async def test_answers_grow_an_adaptive_limit():
 
     scoring = ScoringFunction(answers, options=RewardLoopConfig(limits={"default": {"adaptive": True}}))
     await asyncio.gather(*(scoring(SAMPLE) for _ in range(60)))
-    assert (await status(scoring.limits))["default"]["max_in_flight"] >= 40
+    assert status(scoring.limits)["default"]["max_in_flight"] >= 40
 
 
 @pytest.mark.parametrize(("burst_seconds", "at_once"), [(1.0, 100), (0.001, 1), (2.5, 250)])

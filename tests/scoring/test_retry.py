@@ -8,7 +8,6 @@ from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop.config import RetryConfig
 from reward_loop.errors import (
     BudgetSpentError,
-    JobServiceError,
     LimitError,
     RequestError,
     RewardCrashedError,
@@ -218,7 +217,6 @@ async def after_a_probe(outcome):
         CallOutcome.without_call(RewardCrashedError("could not be started: OSError")),
         CallOutcome(None, None, 1.0, RewardCrashedError("was killed")),
         CallOutcome(None, None, 1.0, RewardTimeoutError("ran past its deadline")),
-        CallOutcome(None, JobServiceError("another job", None), 0.0, attempts=0),
         raised(LimitError("limit 'judge': no permit")),
         raised(RequestError("refused", unreachable="http://another:1")),
         raised(RequestError("no answer within 300 s")),

@@ -12,20 +12,9 @@ import pytest
 
 from reward_loop.config import RewardModelConfig, ServedModelConfig, parse
 from reward_loop.errors import ConfigError
-from reward_loop.serving import engines
 from reward_loop.serving.engines import ENGINES
 from reward_loop.serving.gpus import GpuShares
 from reward_loop.serving.models import served_models
-
-
-@pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Says which vLLM is installed."""
-
-    def say(version: str | None) -> None:
-        monkeypatch.setattr(engines, "version", lambda *_: version)
-
-    return say
 
 
 def settled(engine: Any, **options: Any) -> ServedModelConfig:
@@ -78,16 +67,16 @@ ARGUMENTS = {
             "--dp-size 1",
         ),
         (
-            "sglang",
-            {"trust_remote_code": True, "engine_args": {"device": "cpu"}},
+            "sglang-cpu",
+            {"trust_remote_code": True},
             f"{SGLANG} --dtype auto --trust-remote-code --tp-size 1 --dp-size 1 --device cpu "
             "--disable-overlap-schedule --disable-cuda-graph --sleep-on-idle",
         ),
     ],
 )
-def test_the_command_line(engine: str, options: dict[str, Any], line: str, installed: Any) -> None:
-    installed("0.31.0+cpu" if engine == "vllm-cpu" else "0.31.0")
-    assert command(settled(engine.removesuffix("-cpu"), **options)) == line
+def test_the_command_line(engine: str, options: dict[str, Any], line: str) -> None:
+    name, _, device = engine.partition("-")
+    assert command(settled(name, device=device or "gpu", **options)) == line
 
 
 DP_ATTENTION = {"--enable-dp-attention": True}
@@ -97,10 +86,9 @@ DP_ATTENTION = {"--enable-dp-attention": True}
     ("engine", "options", "gpus"),
     [
         ("vllm", {"tensor_parallel_size": 4, "data_parallel_size": 2}, 8),
-        ("sglang", {"engine_args": {"device": "cpu"}}, 0),
-        ("sglang", {"engine_args": {"--device": "cpu"}, "tensor_parallel_size": 2}, 0),
-        ("sglang", {"env": {"SGLANG_USE_CPU_ENGINE": "1"}}, 0),
-        ("sglang", {"engine_args": {"device": "cuda"}}, 1),
+        ("sglang", {"device": "cpu", "tensor_parallel_size": 2}, 0),
+        ("vllm", {"device": "cpu"}, 0),
+        ("sglang", {}, 1),
         ("sglang", {"tensor_parallel_size": 8, "data_parallel_size": 8}, 64),
         # Data-parallel attention shares the GPUs of tensor parallelism.
         (
@@ -110,24 +98,20 @@ DP_ATTENTION = {"--enable-dp-attention": True}
         ),
     ],
 )
-def test_the_number_of_gpus(engine: str, options: dict[str, Any], gpus: int, installed: Any) -> None:
-    installed("0.31.0")
+def test_the_number_of_gpus(engine: str, options: dict[str, Any], gpus: int) -> None:
     assert ENGINES[engine].gpus(settled(engine, **options)) == gpus
 
 
-def test_the_environment_of_engines_on_a_cpu(installed: Any) -> None:
-    installed("0.31.0+cpu")
-    vllm = settled("vllm", env={"OMP_NUM_THREADS": "7"})
+def test_the_environment_of_engines_on_a_cpu() -> None:
+    vllm = settled("vllm", device="cpu", env={"OMP_NUM_THREADS": "7"})
     environment = ENGINES["vllm"].environment(vllm)
     assert (environment["VLLM_CPU_OMP_THREADS_BIND"], environment["OMP_NUM_THREADS"]) == ("nobind", "7")
-    assert ENGINES["vllm"].gpus(vllm) == 0
-    environment = ENGINES["sglang"].environment(settled("sglang", engine_args={"device": "cpu"}, threads=3))
+    environment = ENGINES["sglang"].environment(settled("sglang", device="cpu", threads=3))
     assert (environment["SGLANG_USE_CPU_ENGINE"], environment["OMP_NUM_THREADS"]) == ("1", "3")
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_the_environment_of_engines_on_gpus(engine: str, installed: Any) -> None:
-    installed("0.31.0")
+def test_the_environment_of_engines_on_gpus(engine: str) -> None:
     environment = ENGINES[engine].environment(settled(engine))
     assert not {"SGLANG_USE_CPU_ENGINE", "OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE"} & environment.keys()
     # A rank of torchrun sets it to True. torch compares it with the word "True".
@@ -140,11 +124,25 @@ def model_dir(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+def test_the_engine_runs_in_the_interpreter_of_the_option(
+    model_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def python_of(option: str, engine: Any) -> str:
+        [model] = served_models(RewardModelConfig(model_path=model_dir, engine=engine, python=option))
+        return ENGINES[engine].command(model, "127.0.0.1", 1)[0]
+
+    monkeypatch.chdir(tmp_path)
+    for engine in ("sglang", "vllm"):
+        assert python_of("./env/bin/python", engine) == str(tmp_path / "env/bin/python")
+        assert python_of("python", engine) == "python"  # looked up in PATH
+
+
 def test_several_models(model_dir: str) -> None:
     config = parse(
         RewardModelConfig,
         {
             "model_path": model_dir,
+            "device": "cpu",
             "models": {
                 "scorer": {"model_path": model_dir, "replicas": 2},
                 "judge": {"engine": "external", "urls": ["http://10.0.0.1:8000"], "kind": "generative"},
@@ -155,6 +153,7 @@ def test_several_models(model_dir: str) -> None:
     first, second, third = served_models(config)
     assert (first.served_model_name, first.kind, first.replicas) == (model_dir, "discriminative", 1)
     assert (second.served_model_name, second.kind, second.replicas) == ("scorer", "discriminative", 2)
+    assert [model.device for model in (first, second)] == ["cpu", "cpu"]
     assert (third.served_model_name, third.kind, third.urls) == ("judge", "generative", ("http://10.0.0.1:8000",))
 
 
@@ -170,8 +169,10 @@ def test_several_models(model_dir: str) -> None:
         ({"engine": "external"}, "^urls: engine='external' needs"),
         ({"engine": "external", "urls": ("10.0.0.1:8000",)}, r"^urls\.url: .*expected http://host:port"),
         ({"model_path": "DIR", "urls": ("http://a:1",)}, "^urls: valid only for engine='external'"),
-        ({"model_path": "DIR", "engine": "vllm"}, "engine='vllm': vLLM is not installed"),
-        ({"models": {"a": {"model_path": "DIR", "engine": "sglang"}}}, r"^models\.a\.engine='sglang': SGLang is not"),
+        (
+            {"models": {"a": {"model_path": "DIR", "engine": "sglang", "engine_args": {"device": "cpu"}}}},
+            r"^models\.a\.engine_args\.device: is set by reward_loop, from its own options",
+        ),
         (
             {"model_path": "DIR", "served_model_name": "a", "models": {"a": {"model_path": "DIR"}}},
             "two models have the name 'a'",
@@ -179,12 +180,7 @@ def test_several_models(model_dir: str) -> None:
         ({"models": {"a": {"model_path": "DIR", "served_model_name": "b"}}}, "the model already has the name 'a'"),
     ],
 )
-def test_a_wrong_configuration_is_refused(
-    options: dict[str, Any], message: str, model_dir: str, installed: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    installed(None)
-    monkeypatch.setattr(engines, "has_module", lambda *_: False)
-
+def test_a_wrong_configuration_is_refused(options: dict[str, Any], message: str, model_dir: str) -> None:
     given = json.loads(json.dumps(options).replace("DIR", model_dir))
     with pytest.raises(ConfigError, match=message):
         served_models(parse(RewardModelConfig, given, "reward_model"))
@@ -200,10 +196,7 @@ def test_a_wrong_configuration_is_refused(
         ("pipeline_parallel_size", r"^engine_args\.\w+: set tensor_parallel_size or data_parallel_size"),
     ],
 )
-def test_options_that_the_library_sets_are_refused_as_engine_arguments(
-    engine: str, option: str, message: str, installed: Any
-) -> None:
-    installed("0.31.0")
+def test_options_that_the_library_sets_are_refused_as_engine_arguments(engine: str, option: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         command(settled(engine, engine_args={option: 2}))
 
@@ -224,8 +217,7 @@ def test_each_server_gets_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
         shares.share(1, 1, {}, "e")
 
 
-def test_servers_ask_for_a_key(installed: Any) -> None:
-    installed("0.31.0")
+def test_servers_ask_for_a_key() -> None:
     asks = {name: engine.with_key("secret") for name, engine in ENGINES.items()}
     assert asks == {
         "vllm": ([], {"VLLM_API_KEY": "secret"}),

@@ -52,7 +52,8 @@ def engine_config(
         max_model_len=512,
         env={"SGLANG_DISABLED_MODEL_ARCHS": _other_models()},
         # Without the last option, a random model may spend all its tokens on the spaces that JSON allows.
-        engine_args={"device": "cpu", "max_total_tokens": 4096, "constrained_json_disable_any_whitespace": True},
+        device="cpu",
+        engine_args={"max_total_tokens": 4096, "constrained_json_disable_any_whitespace": True},
     )
 
 

@@ -37,6 +37,7 @@ def engine_config(
         tmp_path_factory.mktemp("logs"),
         {"override_generation_config": {"temperature": 0.0, "top_k": -1, "max_new_tokens": MAX_NEW_TOKENS}},
         engine="vllm",
+        device="cpu",
         max_model_len=256,
         env=IN_THE_ENGINE_PROCESS,
         engine_args={"kv_cache_memory_bytes": "32M", "max_num_seqs": 16},

@@ -424,7 +424,7 @@ async def test_rollouts_that_are_not_scored_are_reported_where_groups_are_scored
 ) -> None:
     """Otherwise the others of their prompt would wait for them."""
     handle = Worker()
-    worker.reward_loop_worker_handles = [RewardClient([handle], RewardLoopConfig())]
+    worker.reward_loop_worker_handles = [RewardClient([handle], RewardLoopConfig(), None)]
     worker.fails = {1: "generation"}
     await run(worker)
     assert handle.lost == []

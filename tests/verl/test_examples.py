@@ -84,15 +84,11 @@ def test_policy_and_reward_model_fit_on_the_nodes(settings: RewardSettings) -> N
     assert config.data.train_batch_size % config.actor_rollout_ref.actor.ppo_mini_batch_size == 0
 
 
-def test_vllms_parser_accepts_the_command_line_of_the_reward_models_servers(
-    settings: RewardSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllms_parser_accepts_the_command_line_of_the_reward_models_servers(settings: RewardSettings) -> None:
     if settings.model is None:
         pytest.skip("the script has no reward model")
     cli = pytest.importorskip("vllm.entrypoints.launchers.cli_args")
     parsing = pytest.importorskip("vllm.utils.argparse_utils")
-    # The command line for GPUs, with a vLLM for the CPU.
-    monkeypatch.setattr("reward_loop.serving.engines.version", lambda *_: "0.31.0")
     kind = "discriminative" if settings.scores_by_model else "generative"
     model = settings.model.model_copy(update={"kind": kind, "served_model_name": "m"})
     line = ENGINES["vllm"].command(model, "127.0.0.1", 8000)

@@ -19,6 +19,7 @@ from reward_loop.verl.options import PipelineOptions
 from reward_loop.verl.pipeline import RewardPipelineTrainer
 from reward_loop.verl.refills import FilterForecast
 from reward_loop.verl.replay_buffer import Evicted
+from tests.verl.trainers import NoJob
 
 pytestmark = pytest.mark.integration  # imports verl
 
@@ -97,6 +98,7 @@ class Trainer(RewardPipelineTrainer):
                 "algorithm": {"filter_groups": {"metric": "acc"}},
             }
         )
+        self._job: Any = NoJob()
         self.options = PipelineOptions(one_step_off_policy=off_policy, mini_batch_pipeline=False, **options)
         self.use_critic = self.use_reference_policy = False
         self.global_steps, self.total_training_steps, self.steps_per_epoch = 1, STEPS, 1
@@ -145,12 +147,6 @@ class Trainer(RewardPipelineTrainer):
 
     def on_sample_end(self) -> None:
         assert not self.replay_buffer.generating(), "the engine sleeps only when all is generated"
-
-    def _check_fatal_errors(self) -> None:
-        pass
-
-    def _poll_fatal_errors(self) -> None:
-        pass
 
     def run(self) -> Trainer:
         for step in EVERY_STEP:

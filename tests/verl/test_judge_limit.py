@@ -36,8 +36,6 @@ def test_what_the_user_has_set_stays(served: list[str]) -> None:
     settings = resolved(*served, "+reward_loop.limits.reward_model.max_concurrent=5")
     limit = with_limits_of_models(settings).options.limits[REWARD_MODEL]
     assert (limit.adaptive, limit.max_concurrent, limit.max_wait) == (False, 5, None)
-    settings = resolved(*served, "reward_loop.job=127.0.0.1:1:x")
-    assert with_limits_of_models(settings).options == settings.options
 
 
 def test_each_model_has_its_own_limit_and_deadline(served: list[str], tiny_discriminative_model: Path) -> None:
@@ -51,8 +49,6 @@ def test_each_model_has_its_own_limit_and_deadline(served: list[str], tiny_discr
         "fast": (None, 20),
         "strong": (3, 60),
     }
-    with_job = with_limits_of_models(resolved(*served, f"{strong}.timeout=60", "reward_loop.job=127.0.0.1:1:x"))
-    assert with_job.options.models["strong"].timeout == 60
     with pytest.raises(
         ConfigError, match=r"models\.strong\.max_concurent: unknown option; did you mean 'max_concurrent'"
     ):

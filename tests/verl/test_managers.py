@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from reward_loop.config import RewardLoopConfig
-from reward_loop.limits.client import open_limits
+from reward_loop.limits import LocalLimits
 from reward_loop.records import records
 from reward_loop.records.reader import RecordsReader
 from reward_loop.verl.managers import VerlManager
@@ -24,7 +24,7 @@ async def test_samples_of_a_manager_of_verl_are_recorded(tmp_path: Path) -> None
             return {"reward_score": 0.5, "reward_extra_info": {"length": 3}}
 
     options = RewardLoopConfig(log_dir=str(tmp_path))
-    limits = open_limits(options)
+    limits = LocalLimits(options)
     row = {"uid": np.array(["q"]), "session_id": np.array([2]), "data_source": np.array(["math"])}
     data = SimpleNamespace(batch={"responses": np.ones((1, 3))}, non_tensor_batch=row)
     reward = await VerlManager(LengthManager(), options, limits).run_single(data)

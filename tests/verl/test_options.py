@@ -54,13 +54,6 @@ def test_settings_can_be_sent_to_other_processes() -> None:
     assert len(packed) < 50_000  # from 100 KB on, Ray cannot restart an actor whose argument is lost
 
 
-def test_the_job_is_part_of_new_settings_and_of_their_configuration() -> None:
-    settings = resolved()
-    with_job = settings.with_job("127.0.0.1:5")
-    assert (with_job.options.job, with_job.config.reward_loop.job) == ("127.0.0.1:5", "127.0.0.1:5")
-    assert (settings.options.job, settings.config.reward_loop.job) == (None, None)
-
-
 def test_the_yaml_defaults_are_those_of_the_options() -> None:
     settings = resolved("trainer.default_local_dir=checkpoints/a")
     assert settings.options == RewardLoopConfig(log_dir=str(Path.cwd() / "checkpoints/a/rewards"))

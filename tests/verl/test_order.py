@@ -21,6 +21,7 @@ from reward_loop.verl.replay_buffer import Evicted
 from reward_loop.verl.tq_rows import select
 from reward_loop.verl.trainer import NothingToLearnError
 from tests.verl.configs import settled
+from tests.verl.trainers import NoJob
 
 pytestmark = pytest.mark.integration  # imports verl
 
@@ -348,6 +349,7 @@ class Failing(RewardPipelineTrainer):
 
     def __init__(self, max_refills: int) -> None:
         self.config = OmegaConf.create({"data": {"train_batch_size": 2}})
+        self._job: Any = NoJob()
         self.options = PipelineOptions(max_refills=max_refills)
         self._forecast, self._kept = FilterForecast(0), set()
         self.global_steps = 1
@@ -365,9 +367,6 @@ class Failing(RewardPipelineTrainer):
     def run(self) -> None:
         self._filtered = 0
         self._finish_generation({}, {})
-
-    def _poll_fatal_errors(self) -> None:
-        pass
 
     def on_sample_end(self) -> None:
         raise InterruptedError
@@ -439,6 +438,7 @@ class Generating(RewardPipelineTrainer):
     def __init__(self, ends: str) -> None:
         rollout = {"temperature": 1.0}
         self.config = OmegaConf.create({"data": {"train_batch_size": 1}, "actor_rollout_ref": {"rollout": rollout}})
+        self._job: Any = NoJob()
         self.options, self._schedule = PipelineOptions(), SERIAL
         self.global_steps = 1
         self.reward_loop_manager: Any = SimpleNamespace(reward_loop_worker_handles=[])
@@ -454,9 +454,6 @@ class Generating(RewardPipelineTrainer):
 
     def on_sample_end(self) -> None:
         self.asleep = True
-
-    def _check_fatal_errors(self) -> None:
-        pass
 
     def _trajectories(self, uids: list[str]) -> KVBatchMeta:
         return KVBatchMeta(keys=[f"{uid}_0_0" for uid in uids], tags=[{} for _ in uids])

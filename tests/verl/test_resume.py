@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from verl.trainer.ppo.v1 import trainer_base
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
@@ -157,3 +159,28 @@ def test_verl_generates_only_those_prompts_of_a_checkpoint_again_that_lack_score
     assert queue.tags["train"].keys() == {"done", "done_0_0", "done_1_0", "failed", "running", "error"}
     # Nothing of the dead process counts as a failure of this one.
     assert not any(tag.get(FAILURE) for tag in queue.tags["train"].values())
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_resumed_run_has_what_is_left_of_the_budget(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: bool
+) -> None:
+    monkeypatch.setattr(PPOTrainer, "_save_checkpoint", lambda self: None)
+    monkeypatch.setattr(PPOTrainer, "_load_checkpoint", lambda self: setattr(self, "global_steps", 3))
+    folder = f"trainer.default_local_dir={tmp_path}"
+    first = constructed(resolved(folder))
+    first.global_steps = 3
+    first._job.spent = 1.5, 200.0
+    first._save_checkpoint()
+    first._job.spent = 9.0, 900.0  # after the checkpoint: those steps are done again
+    resumed = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/global_step_3"]
+    second = constructed(resolved(f"trainer.default_local_dir={tmp_path}/new", *resumed) if named else resolved(folder))
+    second._load_checkpoint()
+    assert second._job.spent == (1.5, 200.0)
+
+
+def test_a_checkpoint_without_usage_is_resumed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(PPOTrainer, "_load_checkpoint", lambda self: setattr(self, "global_steps", 3))
+    made = constructed(resolved(f"trainer.default_local_dir={tmp_path}"))
+    made._load_checkpoint()
+    assert made._job.spent == (0.0, 0.0)

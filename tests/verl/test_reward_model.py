@@ -9,7 +9,6 @@ import pytest
 from examples.arithmetic import demo
 from examples.arithmetic.models import Models
 from reward_loop.errors import ConfigError
-from reward_loop.serving import engines
 from reward_loop.serving.engines import ENGINES
 from reward_loop.serving.models import served_models
 from reward_loop.verl.reward_model import verls_options
@@ -29,12 +28,6 @@ EXTERNAL = [
 ]
 WITHOUT_PATH = [option for option in EXTERNAL if "model.path" not in option]
 POOL = ["reward_model.enable_resource_pool=True", "reward_model.n_gpus_per_node=8", "reward_model.nnodes=2"]
-
-
-@pytest.fixture(autouse=True)
-def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The vLLM that is installed here is one for GPUs."""
-    monkeypatch.setattr(engines, "version", lambda *_: "0.31.0")
 
 
 def test_a_reward_model_is_configured_by_the_old_keys() -> None:
@@ -153,17 +146,16 @@ def test_trust_remote_code_is_passed_on_only_if_set() -> None:
     assert not options.trust_remote_code
 
 
-def test_on_a_cpu_vllm_needs_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "version", lambda *_: "0.31.0+cpu")
-    options = resolved(*VLLM).model
+def test_on_a_cpu_vllm_needs_no_pool() -> None:
+    options = resolved(*VLLM, "trainer.device=cpu").model
     assert options is not None
-    assert options.placement == "local"
+    assert (options.device, options.placement) == ("cpu", "local")
 
 
 DEVICES = "+reward_model.server.env.CUDA_VISIBLE_DEVICES='6,7'"
 
 
-def test_servers_beside_the_trainer_must_not_get_its_gpus_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_beside_the_trainer_must_not_get_its_gpus_by_chance() -> None:
     local = "+reward_model.server.placement=local"
     other = "+reward_model.server.models.b={model_path: x, engine: sglang}"
     with pytest.raises(ConfigError, match=r"could get GPUs of the trainer.*\+reward_model\.server\.env\.CUDA_VISIBLE"):
@@ -173,8 +165,7 @@ def test_servers_beside_the_trainer_must_not_get_its_gpus_by_chance(monkeypatch:
     options = resolved(*VLLM, local, DEVICES).model
     assert options is not None
     assert (options.placement, options.env) == ("local", {"CUDA_VISIBLE_DEVICES": "6,7"})
-    monkeypatch.setattr(engines, "version", lambda *_: "0.31.0+cpu")
-    assert resolved(*VLLM, local).model is not None
+    assert resolved(*VLLM, local, "+reward_model.server.device=cpu").model is not None
 
 
 def test_without_a_pool_the_model_shares_the_trainers_gpus() -> None:

@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from examples.tiny_models import tiny_tokenizer
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardLoopError, TooManyFailuresError
-from reward_loop.limits.server import serve_limits
 from reward_loop.managers import registry
 from reward_loop.managers.base import open_records
 from reward_loop.records.reader import RecordsReader
 from reward_loop.types import RewardSample, is_returned
+from reward_loop.verl.job import Job
 from reward_loop.verl.reward_worker import RewardWorker
+from tests.clock import until
+from tests.verl.jobs import Handle
 from tests.verl.rollouts import rollout
 
 pytestmark = pytest.mark.integration  # imports verl
@@ -76,7 +79,7 @@ async def test_an_error_in_a_manager_of_verl_is_a_failed_sample(
     assert info["reward_outcome"] == "failed"
     assert info["reward_masked"]
     assert re.search(cause, info["reward_error"])
-    assert await worker.fatal_error() is None
+    assert worker._limits.stopped is None
 
 
 @pytest.mark.parametrize(
@@ -91,7 +94,7 @@ async def test_failures_stop_the_run_at_the_bound_and_under_the_policy_raise(
         await worker.compute_score(rollout("four"))
     with pytest.raises(error, match="the sandbox is gone"):
         await worker.compute_score(rollout("four"))
-    assert "the sandbox is gone" in str(await worker.fatal_error())
+    assert "the sandbox is gone" in str(worker._limits.stopped)
 
 
 HOLDS = """
@@ -102,22 +105,21 @@ async def compute_score(solution_str):
 """
 
 
-async def test_a_stopped_worker_has_left_the_limiter_service_before_it_ends(
-    with_function: Settings, caplog: pytest.LogCaptureFixture
+async def test_the_calls_of_a_stopped_worker_do_not_end(
+    with_function: Settings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with serve_limits(RewardLoopConfig(limits={"judge": {"max_concurrent": 1}})) as address:
-        worker = RewardWorker(with_function(HOLDS, f"reward_loop.job='{address}'"), None)
-        calls = [asyncio.create_task(worker.compute_score(rollout("4", uid=uid))) for uid in "ab"]
-        async with asyncio.timeout(60):
-            while True:
-                if (await worker._limits.status())["limits"]["judge"]["waiting"]:
-                    break
-                await asyncio.sleep(0.01)
-        await worker.stop()
+    job = Job(RewardLoopConfig(limits={"judge": {"max_concurrent": 1}}))
+    monkeypatch.setattr(ray, "get_actor", lambda name: Handle(job))
+    worker = RewardWorker(
+        with_function(HOLDS, "+reward_loop.limits.judge.max_concurrent=1"), None, job="the job", name="a"
+    )
+    calls = [asyncio.create_task(worker.compute_score(rollout("4", uid=uid))) for uid in "ab"]
+    await until(lambda: job._limits.limiters["judge"].waiting == 1)
+    await worker.stop()
     calls.append(asyncio.create_task(worker.compute_score(rollout("4", uid="c"))))
     ended, _ = await asyncio.wait(calls, timeout=0.5)
     assert not ended
-    assert worker._fatal is None
+    assert await job.why_stopped() is None
     assert caplog.records == []
     for call in calls:
         call.cancel()
@@ -250,7 +252,7 @@ async def test_the_scores_of_a_group_are_post_processed(with_function: Settings)
     assert "sample x_0" in failed["reward_extra_info"]["reward_error"]
     assert "nine is too much" in failed["reward_extra_info"]["reward_error"]
     assert unscored["reward_extra_info"]["reward_outcome"] == "unscored"
-    assert await worker.fatal_error() is None
+    assert worker._limits.stopped is None
     waiting = asyncio.create_task(group(worker, "2", group_size=2))
     await asyncio.sleep(0.05)
     await worker.lose("x", 2, ["x_1"])
@@ -267,7 +269,7 @@ async def test_a_group_that_fails_in_post_processing_obeys_the_policy(with_funct
     worker = RewardWorker(with_function(POST_PROCESSES, "reward_loop.on_failed=raise"), None)
     with pytest.raises(RewardLoopError, match="nine is too much"):
         await group(worker, "9")
-    assert "nine is too much" in str(await worker.fatal_error())
+    assert "nine is too much" in str(worker._limits.stopped)
 
 
 def test_post_processing_beside_a_manager_written_for_verl_is_refused(with_function: Settings) -> None:

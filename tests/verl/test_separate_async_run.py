@@ -114,7 +114,6 @@ def test_no_rollout_is_trained_on_twice(run: Run) -> None:
 
 def test_judges_in_flight_at_a_good_end_print_no_errors(run: Run) -> None:
     assert run.returncode == 0
-    assert "JobServiceError" not in run.output
     assert "Error in _run_prompt" not in run.output
 
 

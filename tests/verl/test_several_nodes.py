@@ -10,6 +10,7 @@ import pytest
 from reward_loop.config import RewardModelConfig
 from reward_loop.serving import serve_reward_model
 from reward_loop.verl.cluster import reachable
+from reward_loop.verl.job import RunningJob
 from reward_loop.verl.workers import RewardWorkers
 from tests.clusters import ray_cluster
 from tests.fork_server import worker_python
@@ -59,7 +60,8 @@ def test_a_function_written_for_verl_works_on_both_nodes_unchanged(
     with serve_reward_model(model, trusted_addresses=trusted) as served:
         router = served.reward_router_address
         assert router.startswith(f"{ray.util.get_node_ip_address()}:")
-        workers = RewardWorkers(config, router)
+        job = RunningJob(config.options, 120.0)
+        workers = RewardWorkers(config, router, job)
         workers.wait_until_ready()
         rewards = ray.get([worker.compute_score.remote(rollout("x")) for worker in workers.handles])
         infos = [reward["reward_extra_info"] for reward in rewards]
@@ -67,6 +69,7 @@ def test_a_function_written_for_verl_works_on_both_nodes_unchanged(
         assert {info["address"] for info in infos} == {router}
         for worker in workers.handles:
             ray.kill(worker)
+        job.close()
 
 
 @pytest.mark.usefixtures("cluster")

@@ -30,7 +30,7 @@ class Run:
         self.rows: dict[str, dict[str, torch.Tensor]] = {}
         self.infos: dict[str, dict[str, Any]] = {}
         self.scores: dict[str, float] = {}
-        self.counts: list[dict[str, Any]] = [{"calls": 0, "without_verdict": 0, "seconds": []}]
+        self.counts: dict[str, Any] = {"calls": 0, "without_verdict": 0, "seconds": []}
         self.fetched: list[tuple[str, int]] = []
         for group in range(groups):
             for session in range(4):
@@ -58,8 +58,8 @@ class Run:
 
     def health(self, folder: Path | None = None, **options: Any) -> StepHealth:
         config = RewardLoopConfig(log_dir=folder and str(folder), health=HealthConfig(**options))
-        workers: Any = SimpleNamespace(exchange_counts=lambda: self.counts)
-        return StepHealth(config, workers)
+        job: Any = SimpleNamespace(exchange_counts=lambda: self.counts)
+        return StepHealth(config, job)
 
 
 @pytest.fixture
@@ -79,10 +79,7 @@ def test_the_values_of_a_step_become_metrics(run: Run) -> None:
 
 
 def test_the_requests_to_judges_are_those_of_all_workers(run: Run, tmp_path: Path) -> None:
-    run.counts = [
-        {"calls": 30, "without_verdict": 30, "seconds": [1.0] * 30},
-        {"calls": 30, "without_verdict": 0, "seconds": [3.0] * 30},
-    ]
+    run.counts = {"calls": 60, "without_verdict": 30, "seconds": [1.0] * 30 + [3.0] * 30}
     found = run.health(tmp_path).metrics(1, run.rewards())
     assert found["reward_loop/health/no_verdict"] == 0.5
     assert found["reward_loop/health/judge_p95_s"] == 3.0

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from verl.trainer.main_ppo import TaskRunnerV1
 from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
@@ -17,7 +16,7 @@ from reward_loop.verl.agent_loop_manager import AGENT_LOOP_MANAGER
 from reward_loop.verl.pipeline import RewardPipelineTrainer
 from reward_loop.verl.replay_buffer import RewardReplayBuffer
 from reward_loop.verl.separate_async import QUEUE_AGENT_LOOP_MANAGER, QueueSeparateAsyncTrainer
-from reward_loop.verl.services import RewardServices, reward_services
+from reward_loop.verl.services import RewardServices
 from reward_loop.verl.task_runner import TaskRunner, _trainer_class
 from reward_loop.verl.trainer import RewardLoopTrainer, with_reward_loop
 from tests.verl.configs import resolved, settled
@@ -59,35 +58,36 @@ def test_the_trainer_of_each_mode_gets_its_settings_from_the_services(
         "trainer.v1.sampler.poll_interval_s=0.7",
         *(f"{rollout}.nnodes=1", f"{rollout}.n_gpus_per_node=1", f"{rollout}.checkpoint_engine.backend=nccl"),
     )
+    polls: list[str] = []
+    job: Any = SimpleNamespace(check=lambda: polls.append("why stopped"))
     trainer: Any = with_reward_loop(_trainer_class(settings.config, settings.mode))(
-        settings.config, RewardServices(settings)
+        settings.config, RewardServices(settings, job)
     )
     assert isinstance(trainer.replay_buffer, RewardReplayBuffer)
     pauses: list[float] = []
-    polls: list[str] = []
     monkeypatch.setattr("verl.trainer.ppo.v1.replay_buffer.time.sleep", pauses.append)
-    trainer.reward_workers = SimpleNamespace(poll_fatal_errors=lambda: polls.append("fatal errors"))
     trainer.replay_buffer._wait_for_next_poll("train", 0.0)
-    assert (pauses, polls) == ([0.7], ["fatal errors"])
+    assert (pauses, polls) == ([0.7], ["why stopped"])
     # verl's own reward workers are off in its copy of the configuration.
     assert (trainer.config.reward.num_workers, settings.num_workers) == (0, 8)
 
 
-def test_verls_task_runner_gets_our_trainer_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainers = []
+def test_verls_task_runner_gets_our_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainers: list[Any] = []
 
     def run(self: Any, config: DictConfig) -> None:
         trainers.append(get_trainer_cls(config.trainer.v1.trainer_mode)(config=config))
-        assert "s3cret" not in OmegaConf.to_yaml(config)  # verl prints it
 
     monkeypatch.setattr(TaskRunnerV1.__ray_actor_class__, "run", run)
     monkeypatch.setitem(TRAINER_REGISTRY, "sync", PPOTrainerSync)
-    config = settled("reward_loop.job='10.0.0.1:7:s3cret'")
-    TaskRunner.__ray_actor_class__().run(config)
-    (trainer,) = trainers
+    monkeypatch.setattr(
+        services, "RunningJob", lambda *_: SimpleNamespace(check=None, close=lambda: trainers.append("closed"))
+    )
+    TaskRunner.__ray_actor_class__().run(settled())
+    trainer, closed = trainers
     assert isinstance(trainer, RewardLoopTrainer)
     assert isinstance(trainer, PPOTrainerSync)
-    assert trainer._settings.options.job == config.reward_loop.job == "10.0.0.1:7:s3cret"
+    assert closed == "closed"
 
 
 def test_an_agent_loop_manager_of_the_user_is_kept() -> None:
@@ -95,23 +95,3 @@ def test_an_agent_loop_manager_of_the_user_is_kept() -> None:
     settings = resolved(own)
     assert _trainer_class(settings.config, settings.mode) is PPOTrainerSync
     assert agent_loop_manager(settings.config) == "my.Manager"
-
-
-def test_the_limiter_service_runs_as_long_as_the_services(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "_address_of_node", lambda: "127.0.0.1")
-    config = settled("+reward_loop.limits.default.max_concurrent=3")
-    with reward_services(config) as rewards:
-        job = rewards.settings.options.job
-        assert job is not None
-        assert rewards.settings.config.reward_loop.job == job
-        assert (rewards.router, rewards.colocated) == (None, None)
-        host, port, _ = job.split(":")
-        socket.create_connection((host, int(port)), timeout=30).close()
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((host, int(port)), timeout=30)
-    assert config.reward_loop.job is None
-
-
-def test_a_limiter_service_that_already_runs_is_used() -> None:
-    with reward_services(settled("reward_loop.job='10.0.0.1:7:token'")) as rewards:
-        assert rewards.settings.options.job == "10.0.0.1:7:token"

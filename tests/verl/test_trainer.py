@@ -222,31 +222,21 @@ def test_an_actor_with_smaller_mini_batches_than_the_critic_has_none_without_a_l
 def test_a_dead_process_is_named_unless_a_reward_worker_has_an_error_that_stops_the_run(
     monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    fatal: list[str] = []
     raised: list[Exception] = []
-
-    def check_fatal_errors_briefly() -> None:
-        if fatal:
-            raise RewardLoopError(fatal[0])
-
-    def check_fatal_errors() -> None:
-        raise RewardLoopError("a reward worker did not answer within 120 s")
 
     def step(self: Any, metrics: dict, timing_raw: dict) -> Any:
         raise raised[-1]
 
     monkeypatch.setattr(PPOTrainer, "step", step)
-    workers = trainers.Workers(
-        check_fatal_errors=check_fatal_errors, check_fatal_errors_briefly=check_fatal_errors_briefly
-    )
-    made = set_up(monkeypatch, constructed(resolved(f"trainer.v1.trainer_mode={mode}")), workers)
+    job = trainers.NoJob()
+    made = set_up(monkeypatch, constructed(resolved(f"trainer.v1.trainer_mode={mode}"), job=job))
     raised.append(ActorDiedError())
     with pytest.raises(RewardLoopError, match=r"a process of the run died.*unexpectedly"):
         made.step({}, {})
-    fatal.append("the judge is on strike")
+    job.why = "the judge is on strike"
     with pytest.raises(RewardLoopError, match="on strike"):
         made.step({}, {})
-    fatal.clear()
+    job.why = None
     raised.append(ValueError("the update failed"))
     with pytest.raises(ValueError, match="the update failed"):
         made.step({}, {})

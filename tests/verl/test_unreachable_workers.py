@@ -17,7 +17,7 @@ from reward_loop.types import RewardSample
 from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient
 from reward_loop.verl.workers import RewardWorkers
 from tests.verl.rollouts import rollout
-from tests.verl.trainers import reward_workers
+from tests.verl.trainers import NoJob, reward_workers
 
 pytestmark = pytest.mark.integration  # it imports verl
 
@@ -51,8 +51,7 @@ class Worker:
         self._unreachable = unreachable
         self.calls: deque[str] = deque(maxlen=100)
         self.compute_score = self._method("compute_score", REWARD)
-        self.fatal_error = self._method("fatal_error", None)
-        self.stop_run = self._method("stop_run", None)
+        self.needs_group = self._method("needs_group", False)
         self.__ray_ready__ = self._method("ready", True)
 
     def _method(self, name: str, result: Any) -> Any:
@@ -68,22 +67,26 @@ def options(**changed: Any) -> RewardLoopConfig:
     return RewardLoopConfig(on_failed="default", default_score=0.0, **changed)
 
 
+def client(options: RewardLoopConfig, *workers: Worker) -> RewardClient:
+    return RewardClient(workers, options, NoJob().handle)
+
+
 async def test_a_sample_waits_until_its_worker_is_reachable() -> None:
     worker = Worker(compute_score=1, ready=3)
-    assert await RewardClient([worker], options()).remote(None) == REWARD
+    assert await client(options(), worker).remote(None) == REWARD
     assert list(worker.calls) == ["compute_score", *["ready"] * 4, "compute_score"]
 
 
 async def test_a_sample_whose_worker_dies_repeatedly_has_failed() -> None:
     worker = Worker(compute_score=99)
-    reward = await RewardClient([worker], options()).remote(None)
+    reward = await client(options(), worker).remote(None)
     assert reward["reward_extra_info"]["reward_outcome"] == "failed"
     assert worker.calls.count("compute_score") == MAX_TASK_RETRIES + 1
 
 
 async def test_a_sample_whose_worker_stays_unreachable_has_failed() -> None:
     worker = Worker(compute_score=99, ready=10**9)
-    reward = await RewardClient([worker], options(worker_answer_timeout_s=0.1)).remote(None)
+    reward = await client(options(worker_answer_timeout_s=0.1), worker).remote(None)
     assert "reward_loop.worker_answer_timeout_s" in reward["reward_extra_info"]["reward_error"]
     assert worker.calls.count("compute_score") <= 1
 
@@ -91,16 +94,16 @@ async def test_a_sample_whose_worker_stays_unreachable_has_failed() -> None:
 async def test_a_sample_whose_worker_is_never_restarted_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker(compute_score=99)
     monkeypatch.setattr(worker, "__ray_ready__", SimpleNamespace(remote=asyncio.get_running_loop().create_future))
-    reward = await RewardClient([worker], options(worker_answer_timeout_s=0.1)).remote(None)
+    reward = await client(options(worker_answer_timeout_s=0.1), worker).remote(None)
     assert "reward_loop.worker_answer_timeout_s" in reward["reward_extra_info"]["reward_error"]
 
 
-async def test_another_worker_reports_that_the_run_must_stop() -> None:
-    lost, alive = Worker(compute_score=99, ready=10**9, stop_run=99), Worker()
-    client = RewardClient([lost, alive], RewardLoopConfig(on_failed="raise", worker_answer_timeout_s=0.1))
+async def test_the_job_records_that_the_run_must_stop() -> None:
+    job, lost = NoJob(), Worker(compute_score=99, ready=10**9)
+    client = RewardClient([lost], RewardLoopConfig(on_failed="raise", worker_answer_timeout_s=0.1), job.handle)
     with pytest.raises(RewardFunctionError, match="did not restart"):
         await client.remote(None)
-    assert alive.calls.count("stop_run") == 1
+    assert "RewardFunctionError: " in str(job.why)
 
 
 def workers(monkeypatch: pytest.MonkeyPatch, *handles: Worker, **changed: Any) -> RewardWorkers:
@@ -139,13 +142,13 @@ def test_the_samples_of_a_batch_whose_worker_dies_repeatedly_have_failed(monkeyp
     assert dying.calls.count("compute_score") == MAX_TASK_RETRIES + 1
 
 
-def test_a_check_for_errors_waits_until_all_workers_are_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = workers(monkeypatch, Worker(), lost := Worker(fatal_error=5))
-    group.check_fatal_errors()
-    assert lost.calls.count("fatal_error") == 6
+def test_the_start_waits_until_all_workers_are_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = workers(monkeypatch, Worker(), lost := Worker(needs_group=5))
+    group.wait_until_ready()
+    assert lost.calls.count("needs_group") == 6
 
 
-def test_a_check_for_errors_fails_if_a_worker_stays_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = workers(monkeypatch, Worker(fatal_error=10**9), worker_answer_timeout_s=0.1)
-    with pytest.raises(RewardLoopError, match=r"0\.1 s.*reward_loop\.worker_answer_timeout_s"):
-        group.check_fatal_errors()
+def test_the_start_fails_if_a_worker_stays_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = workers(monkeypatch, Worker(needs_group=10**9), worker_start_timeout_s=0.1)
+    with pytest.raises(RewardLoopError, match=r"0\.1 s.*reward_loop\.worker_start_timeout_s"):
+        group.wait_until_ready()

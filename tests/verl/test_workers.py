@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,12 +13,13 @@ from ray.exceptions import GetTimeoutError
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardFunctionError, RewardLoopError
 from reward_loop.testing import FakeJudge
+from reward_loop.verl.job import RunningJob
 from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient
 from reward_loop.verl.workers import RewardWorkers
 from tests.gsm8k import ROOT
 from tests.local_ray import local_ray
 from tests.verl.rollouts import rollout
-from tests.verl.trainers import reward_workers
+from tests.verl.trainers import NoJob, reward_workers
 
 pytestmark = pytest.mark.integration
 
@@ -34,8 +34,15 @@ def cluster() -> Iterator[None]:
         yield
 
 
-def started(settings: Any) -> RewardWorkers:
-    workers = RewardWorkers(settings, None)
+@pytest.fixture
+def job(cluster: None) -> Iterator[RunningJob]:
+    running = RunningJob(RewardLoopConfig(), 120.0)
+    yield running
+    running.close()
+
+
+def started(settings: Any, job: RunningJob) -> RewardWorkers:
+    workers = RewardWorkers(settings, None, job)
     workers.wait_until_ready()
     return workers
 
@@ -62,10 +69,10 @@ def compute_score(solution_str, flag):
 
 
 async def test_a_worker_that_dies_is_replaced_and_its_samples_are_scored_again(
-    cluster: None, with_function: Settings, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    job: RunningJob, with_function: Settings, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     flag = tmp_path / "flag"
-    workers = started(with_function(KILLER, ONE_WORKER, flag=flag))
+    workers = started(with_function(KILLER, ONE_WORKER, flag=flag), job)
     # Ray would keep arguments over 100 KB in its object store, and print that a restart fails once they are lost.
     assert "constructor arguments in the object store" not in capfd.readouterr().err
     once = await workers.client.compute_score.remote(rollout("1 death"))
@@ -74,37 +81,22 @@ async def test_a_worker_that_dies_is_replaced_and_its_samples_are_scored_again(
     assert always["reward_extra_info"]["reward_outcome"] == "failed"
     assert f"died {MAX_TASK_RETRIES + 1} times" in always["reward_extra_info"]["reward_error"]
     flag.write_text("x" * 99)
-    workers.check_fatal_errors()
+    job.check()
     batch = [rollout(f"{i} deaths") for i in range(5)]
     rewards = await asyncio.to_thread(workers.score_batch, batch)
     assert [reward["reward_score"] for reward in rewards] == [1.0] * 5
 
 
-async def ends_the_run(workers: RewardWorkers, ends: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Each way to look for fatal errors raises the error."""
-
-    async def polled() -> bool:
-        workers.poll_fatal_errors()
-        return False
-
-    with ends():
-        workers.check_fatal_errors()
-    with ends():
-        workers.check_fatal_errors_briefly()
-    with ends():
-        await until(polled)
-
-
 async def test_a_worker_that_keeps_dying_stops_the_run_under_the_policy_raise(
-    cluster: None, with_function: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: RunningJob, with_function: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("reward_loop.verl.reward_client.MAX_TASK_RETRIES", 1)
-    monkeypatch.setattr("reward_loop.verl.workers.BUSY_S", 300.0)
     settings = with_function(KILLER, ONE_WORKER, "reward_loop.on_failed=raise", flag=tmp_path / "flag")
-    workers = RewardWorkers(settings, None)
+    workers = RewardWorkers(settings, None, job)
     with pytest.raises(RewardFunctionError, match="died 2 times"):
         await workers.client.compute_score.remote(rollout("99 deaths"))
-    await ends_the_run(workers, partial(pytest.raises, RewardLoopError, match="died"))
+    with pytest.raises(RewardLoopError, match="died"):
+        job.check()
 
 
 STARTS_ONCE = """
@@ -120,19 +112,19 @@ class Judge:
 
 @pytest.mark.parametrize("policy_of_failures", ["mask", "raise"])
 async def test_a_worker_that_cannot_start_again_ends_the_run(
-    cluster: None,
+    job: RunningJob,
     with_function: Settings,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     policy_of_failures: str,
 ) -> None:
-    monkeypatch.setattr("reward_loop.verl.workers.BUSY_S", 300.0)
     options = (ONE_WORKER, f"reward_loop.on_failed={policy_of_failures}", "custom_reward_function.name=Judge")
-    workers = started(with_function(STARTS_ONCE, *options, folder=tmp_path))
+    workers = started(with_function(STARTS_ONCE, *options, folder=tmp_path), job)
     ends = partial(pytest.raises, RewardLoopError, match="(?s)reward worker.* did not start.*FileExistsError")
     with ends():
         await workers.client.compute_score.remote(rollout("4"))
-    await ends_the_run(workers, ends)
+    with ends():
+        job.check()
 
 
 HANGS = """
@@ -145,9 +137,9 @@ def compute_score(solution_str):
 
 
 def test_a_batch_whose_rewards_do_not_come_is_not_awaited_for_ever(
-    cluster: None, with_function: Settings, monkeypatch: pytest.MonkeyPatch
+    job: RunningJob, with_function: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workers = started(with_function(HANGS, ONE_WORKER, "reward_loop.timeout=null"))
+    workers = started(with_function(HANGS, ONE_WORKER, "reward_loop.timeout=null"), job)
     workers.score_batch([rollout("1")])
     # As if the worker, and not the function, had forgotten a deadline of a tenth of a second.
     deadlines = (
@@ -166,8 +158,7 @@ def test_a_batch_whose_rewards_do_not_come_is_not_awaited_for_ever(
     [
         ({"timeout": 10, "retry": {"max_seconds": 5}}, False, 90),  # the restart of a worker
         ({"timeout": 10, "retry": {"max_seconds": 5}, "group": {"timeout": 900}}, True, 910),
-        ({"retry": {"max_seconds": 5}, "components": {"a": {"timeout": 1800}, "b": {"timeout": 300}}}, False, 2000),
-        ({"timeout": 10, "retry": {"max_seconds": 5000}, "components": {"a": {}}}, False, 5000),
+        ({"timeout": 10, "retry": {"max_seconds": 5000}}, False, 5000),
     ],
 )
 def test_a_batch_is_awaited_as_long_as_its_slowest_sample_may_take(
@@ -187,14 +178,14 @@ def test_a_batch_is_awaited_as_long_as_its_slowest_sample_may_take(
     workers = reward_workers(monkeypatch, RewardLoopConfig(**options))
     workers.client.by_group = by_group
     monkeypatch.setattr(workers.client, "reward_of", lambda sample: reward())
-    monkeypatch.setattr(workers, "check_fatal_errors", lambda: None)
+    monkeypatch.setattr(workers, "_need_groups", list)
     assert workers.score_batch([rollout("1", uid="a")]) == [1.0]
     assert now[0] == arrival_s
 
 
 @pytest.mark.parametrize(
     ("method", "timeout", "option"),
-    [("wait_until_ready", 11, "worker_start_timeout_s"), ("check_fatal_errors", 7, "worker_answer_timeout_s")],
+    [("wait_until_ready", 11, "worker_start_timeout_s"), ("_need_groups", 7, "worker_answer_timeout_s")],
 )
 def test_the_timeouts_of_start_and_answer_are_options(
     monkeypatch: pytest.MonkeyPatch, method: str, timeout: int, option: str
@@ -233,7 +224,7 @@ async def compute_score(solution_str, flags):
 
 
 async def test_a_worker_whose_event_loop_is_blocked_is_busy_and_not_lost(
-    cluster: None,
+    job: RunningJob,
     with_function: Settings,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -242,27 +233,25 @@ async def test_a_worker_whose_event_loop_is_blocked_is_busy_and_not_lost(
     async def is_blocked() -> bool:
         return (tmp_path / "blocked").exists()
 
-    workers = started(with_function(BLOCKS, ONE_WORKER, flags=tmp_path))
+    workers = started(with_function(BLOCKS, ONE_WORKER, flags=tmp_path), job)
     reward = asyncio.ensure_future(workers.client.compute_score.remote(rollout("1")))
     await until(is_blocked)
-    monkeypatch.setattr("reward_loop.verl.workers.BUSY_S", 0.2)
-    workers.check_fatal_errors_briefly()
-    assert "1 of 1 reward workers did not answer within 0.2 s" in caplog.text
+    job.check()  # does not wait for the worker
     workers.client.options = workers.client.options.model_copy(update={"worker_answer_timeout_s": 0.3})
     with pytest.raises(RewardLoopError, match=r"did not answer within 0\.3 s \(reward_loop\.worker_answer_timeout_s\)"):
-        workers.check_fatal_errors()
+        workers._need_groups()
     (tmp_path / "free").touch()
     assert (await reward)["reward_score"] == 1.0
 
 
 async def test_without_a_function_the_reward_is_the_logit_of_the_reward_model(
-    cluster: None, with_function: Settings, tiny_discriminative_model: Path
+    job: RunningJob, with_function: Settings, tiny_discriminative_model: Path
 ) -> None:
     model = ("reward_model.enable=True", f"reward_model.model.path={tiny_discriminative_model}")
     prompt = [{"role": "user", "content": "1+1="}]
     async with FakeJudge(logit=lambda text: float(text.count("4"))) as judge:
         settings = with_function(None, *model, "reward_model.rollout.name=transformers", "reward.num_workers=2")
-        workers = RewardWorkers(settings, judge.address)
+        workers = RewardWorkers(settings, judge.address, job)
         workers.wait_until_ready()
         rows = [rollout("4" * fours, raw_prompt=prompt) for fours in range(4)]
         rewards = await asyncio.to_thread(workers.score_batch, rows)
@@ -277,8 +266,8 @@ def compute_score(solution_strs, extra_infos):
 GROUPS = ("reward_model.reward_manager=group", "reward_loop.group.timeout=300", "actor_rollout_ref.rollout.n=3")
 
 
-async def test_a_group_meets_in_one_of_several_workers(cluster: None, with_function: Settings) -> None:
-    workers = started(with_function(RANKS, "reward.num_workers=2", *GROUPS))
+async def test_a_group_meets_in_one_of_several_workers(job: RunningJob, with_function: Settings) -> None:
+    workers = started(with_function(RANKS, "reward.num_workers=2", *GROUPS), job)
     rows = [rollout("x" * length, uid=f"q{q}", session_id=length) for length in (1, 2, 3) for q in range(6)]
     rows.append(rollout("x", uid="validation", group_size=1, __validate__=True))
     rewards = await asyncio.gather(*(workers.client.compute_score.remote(row) for row in rows))
@@ -288,9 +277,9 @@ async def test_a_group_meets_in_one_of_several_workers(cluster: None, with_funct
 
 
 def test_a_batch_is_not_scored_later_because_a_rollout_of_a_group_failed(
-    cluster: None, with_function: Settings
+    job: RunningJob, with_function: Settings
 ) -> None:
-    workers = started(with_function(RANKS, ONE_WORKER, *GROUPS))
+    workers = started(with_function(RANKS, ONE_WORKER, *GROUPS), job)
     rows = [rollout("x" * length, uid="q", session_id=length, group_size=3) for length in (1, 3)]
     rewards = workers.score_batch(rows)
     assert [reward["reward_extra_info"]["reward_error"] for reward in rewards] == ["", ""]
@@ -309,7 +298,7 @@ async def test_samples_are_distributed_in_turn(with_function: Settings) -> None:
         async def remote(self, data: Any) -> int:
             return self.number
 
-    client = RewardClient([Handle(0), Handle(1)], with_function(None).options)
+    client = RewardClient([Handle(0), Handle(1)], with_function(None).options, NoJob().handle)
     assert [await client.compute_score.remote(None) for _ in range(4)] == [0, 1, 0, 1]
     client.by_group = True
     numbers = {uid: {await client.compute_score.remote(rollout("4", uid=uid)) for _ in range(4)} for uid in "abcdefgh"}

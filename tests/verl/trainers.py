@@ -11,6 +11,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from reward_loop.config import RewardLoopConfig
+from reward_loop.errors import RewardLoopError
 from reward_loop.verl import trainer, workers
 from reward_loop.verl.options import RewardSettings
 from reward_loop.verl.recording_trainer import RecordingTrainer
@@ -28,10 +29,33 @@ class Workers(SimpleNamespace):
 
     def nothing(self, *_: Any) -> None: ...
 
-    wait_until_ready = check_fatal_errors = check_fatal_errors_briefly = poll_fatal_errors = stop = nothing
+    wait_until_ready = stop = nothing
 
-    def exchange_counts(self) -> list[Any]:
-        return []
+
+class NoJob:
+    """Stands where the job's actor is: nothing stops the run, and nothing was used."""
+
+    def __init__(self) -> None:
+        self.why: str | None = None
+        self.spent = 0.0, 0.0
+        self.name = "no job"
+        self.handle = SimpleNamespace(stop=SimpleNamespace(remote=self.stop))
+
+    async def stop(self, why: str) -> None:
+        self.why = self.why or why
+
+    def check(self) -> None:
+        if self.why is not None:
+            raise RewardLoopError(self.why)
+
+    def usage(self) -> tuple[float, float]:
+        return self.spent
+
+    def spend(self, cost: float, tokens: float) -> None:
+        self.spent = self.spent[0] + cost, self.spent[1] + tokens
+
+    def exchange_counts(self) -> dict[str, Any]:
+        return {"calls": 0, "without_verdict": 0, "seconds": []}
 
 
 def reward_workers(monkeypatch: pytest.MonkeyPatch, options: RewardLoopConfig, *handles: Any) -> RewardWorkers:
@@ -41,7 +65,8 @@ def reward_workers(monkeypatch: pytest.MonkeyPatch, options: RewardLoopConfig, *
     monkeypatch.setattr(workers.ray, "remote", lambda cls: actor)
     monkeypatch.setattr(workers, "worker_nodes", lambda count: [f"{0:056x}"] * len(handles))
     settings: Any = SimpleNamespace(num_workers=len(handles), options=options, model=None)
-    return RewardWorkers(settings, None)
+    job: Any = NoJob()
+    return RewardWorkers(settings, None, job)
 
 
 @functools.cache
@@ -54,7 +79,7 @@ def constructed(
 ) -> Any:
     """A trainer before verl sets it up. ``services`` are further fields of `RewardServices`."""
     settings = settings or _default_settings()
-    return with_reward_loop(verl)(settings.config, RewardServices(settings, **services))
+    return with_reward_loop(verl)(settings.config, RewardServices(settings, **{"job": NoJob(), **services}))
 
 
 def set_up(monkeypatch: pytest.MonkeyPatch, made: Any, rewards: Any = None, step: int = 1) -> Any:
