@@ -17,7 +17,7 @@ from transformers.utils import logging
 from examples.arithmetic.models import Models, Problem, Recipe, make_problems, wrong_answer
 from examples.arithmetic.reward import FORMAT_WEIGHT
 from examples.tiny_models import IM_END, tiny_tokenizer
-from reward_loop.client import escalate, spot_check
+from reward_loop.client import spot_check
 
 logging.set_verbosity_error()  # transformers ignores the zero bias of the reward model, and says so
 logging.disable_progress_bar()
@@ -86,40 +86,12 @@ def _debiased(batch: Batch, share: float, rng: random.Random) -> tuple[list[floa
     return asyncio.run(scores()), calls
 
 
-def _distinct(batch: Batch, share: float, rng: random.Random) -> tuple[list[float], int]:
-    seed, calls, scores = rng.randrange(2**32), 0, []
-
-    async def score_group(first: int) -> list[Any]:
-        places = {batch.texts[i]: i for i in range(first, first + ANSWERS)}
-
-        async def strong(answer: str) -> float:
-            nonlocal calls
-            calls += 1
-            return batch.strong[places[answer]]
-
-        return await escalate(
-            batch.texts[first : first + ANSWERS],
-            lambda answer: batch.cheap[places[answer]],
-            strong,
-            key=str,
-            share=share,
-            seed=seed,
-            uids=[f"{batch.step}_{i}" for i in range(first, first + ANSWERS)],
-            allow_small_share=True,
-        )
-
-    for first in range(0, len(batch.texts), ANSWERS):
-        scores += [reward["score"] for reward in asyncio.run(score_group(first))]
-    return scores, calls
-
-
 DESIGNS: dict[str, Design] = {
     "cheap": lambda batch, share, rng: (batch.cheap, 0),
     "strong": lambda batch, share, rng: (batch.strong, len(batch.strong)),
     "uncertain": _uncertain,
     "random": _random,
     "debiased": _debiased,
-    "distinct": _distinct,
 }
 """How cheap and strong scores become rewards."""
 

@@ -11,7 +11,6 @@ that are off by 1: it accepts them. The designs:
     uncertain  the strong judge's verdict for the share of answers about which the cheap judge is least sure
     random     the strong judge's verdict for a random share of the answers
     debiased   `reward_loop.client.spot_check` with the share
-    distinct   `reward_loop.client.escalate` with the share: one verdict for all equal answers of a group
 
 The last line of the output is JSON. The demo's models are made first, in about a minute, unless they are cached.
 """
@@ -34,7 +33,7 @@ from rich.table import Table
 from examples.arithmetic.demo import CACHE, UNSEEN
 from examples.arithmetic.models import Recipe, make_models
 
-DESIGNS = ("cheap", "strong", "uncertain", "random", "debiased", "distinct")
+DESIGNS = ("cheap", "strong", "uncertain", "random", "debiased")
 QUICK = Recipe(steps=80, hidden_size=64, layers=2, bound=0.0)
 """Weaker models: with them, the figures mean nothing."""
 

@@ -67,7 +67,7 @@ def test_the_judges_of_a_scoring_are_those_of_the_report_on_its_records(
     reported = json.loads(run("report", "rollouts.scored", "--price", "1:2", "--json"))["judges"]
     assert scored == reported
     judge = scored["judge-7b"]
-    assert (judge["requests"], judge["errors"], judge["no_verdict"]) == (requests + 1, 1, 1)
+    assert (judge["requests"], judge["errors"], judge["no_verdict"]) == (requests + 2, 1, 1)
     assert judge["cost"] == pytest.approx((judge["prompt_tokens"] + 2 * judge["completion_tokens"]) / 1e6)
 
 

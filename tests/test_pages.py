@@ -66,11 +66,11 @@ def verdict(body: Mapping[str, Any]) -> str:
     prompt = body["messages"][-1]["content"]
     forms = {
         "in place of N:": '{"correct": 10, "clear": 5.5}',
+        "<verdict>N": "<verdict>7</verdict>",
         "Score: N": "Score: 7",
-        "unsure": "Verdict: unsure",
         "Verdict: correct": "Verdict: correct",
     }
-    return next((reply for form, reply in forms.items() if form in prompt), "Verdict: same")
+    return next((reply for form, reply in forms.items() if form in prompt), "<verdict>same</verdict>")
 
 
 def needs_trl(block: Block) -> bool:

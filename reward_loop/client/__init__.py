@@ -8,10 +8,10 @@ They work with vLLM, SGLang, the embedded server, and OpenAI-compatible services
 `Judge`                  asks a generative model for a verdict, and reads the score from it
 `panel`                  asks several judges, or one several times, and combines their verdicts
 `spot_check`             checks a random share of a cheap judge's scores by a strong judge, without bias
-`escalate`               the same for the distinct answers of a group
 `chat_complete`          sends a prompt to a generative model
 `classify`               returns the logits of a discriminative model
 `score`                  returns a reranking model's scores of documents
+`without_control_tokens` breaks up control tokens of chat templates in a response
 ======================== =====================================================================
 """
 
@@ -19,10 +19,11 @@ from __future__ import annotations
 
 from reward_loop.client.chat import Reply, Usage, chat_complete
 from reward_loop.client.discriminative import classify, score
+from reward_loop.client.fence import without_control_tokens
 from reward_loop.client.judge import Judge, Judgement
 from reward_loop.client.panel import majority, mean, panel
-from reward_loop.client.spot_checks import escalate, spot_check
-from reward_loop.client.verdicts import Choice, Json, NoVerdictError, Number, Order, Pattern, Ratings, Verdict
+from reward_loop.client.spot_checks import spot_check
+from reward_loop.client.verdicts import Choice, Json, NoVerdictError, Number, Pattern, Ratings, Verdict
 
 __all__ = [
     "Choice",
@@ -31,7 +32,6 @@ __all__ = [
     "Judgement",
     "NoVerdictError",
     "Number",
-    "Order",
     "Pattern",
     "Ratings",
     "Reply",
@@ -39,10 +39,10 @@ __all__ = [
     "Verdict",
     "chat_complete",
     "classify",
-    "escalate",
     "majority",
     "mean",
     "panel",
     "score",
     "spot_check",
+    "without_control_tokens",
 ]

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from reward_loop._util.text import shorten
 from reward_loop.client.http import MAX_REPLY_BYTES, Exchange, Timeout, post, repeated
 from reward_loop.errors import ConfigError
 from reward_loop.limits.lease import book_tokens
@@ -29,6 +28,9 @@ class Usage:
     def total_tokens(self) -> int:
         """The sum of both."""
         return self.prompt_tokens + self.completion_tokens
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(self.prompt_tokens + other.prompt_tokens, self.completion_tokens + other.completion_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ def _reply(address: str | None, answer: Any, exchange: Exchange, model: str | No
             return _LONE_SURROGATES.sub("\ufffd", known)  # they cannot be encoded
         if value is None or name.startswith("reasoning"):  # no score depends on it
             return None
-        raise exchange.failed(f"{address} sent an answer whose {name!r} is not text: {shorten(value, 500)}")
+        raise exchange.failed(address, f"whose {name!r} is not text", value)
 
     try:
         choice = answer["choices"][0]
@@ -145,7 +147,9 @@ def _reply(address: str | None, answer: Any, exchange: Exchange, model: str | No
             body=answer,
         )
     except (KeyError, IndexError, TypeError, AttributeError):
-        raise exchange.failed(f"{address} sent an answer without a reply: {shorten(answer, 500)}") from None
+        raise exchange.failed(address, "without a reply", answer) from None
+    if reply.finish_reason == "abort":  # the server has ended the request, for example to restart
+        raise exchange.failed(address, "that it has aborted", answer)
     exchange.update(reply=reply.text, finish_reason=reply.finish_reason, model=reply.model or model)
     return reply
 

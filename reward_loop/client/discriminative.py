@@ -6,9 +6,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reward_loop._util.text import shorten
 from reward_loop.client.chat import book_usage
-from reward_loop.client.http import MAX_REPLY_BYTES, Exchange, Timeout, post, repeated
+from reward_loop.client.fence import without_control_tokens
+from reward_loop.client.http import MAX_REPLY_BYTES, Exchange, Timeout, post, repeated, shown_url
 from reward_loop.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -22,6 +22,7 @@ async def classify(
     text: str | Sequence[Mapping[str, Any]],
     *,
     model: str | None = None,
+    templated: bool = False,
     timeout: Timeout = "model",
     api_key_env: str | None = None,
     max_reply_bytes: int = MAX_REPLY_BYTES,
@@ -32,9 +33,12 @@ async def classify(
 
     Args:
         address: ``host:port`` as in ``reward_router_address``, or a base URL.
-        text: the text to score, with the chat template applied; or messages, to which vLLM and the embedded server
-            apply the model's chat template (SGLang does not).
+        text: the text to score; or messages, to which vLLM and the embedded server apply the model's chat template
+            (SGLang does not). Control tokens of chat templates in it are broken up: a response with them would end
+            its turn.
         model: the model's name; needed if the address serves several models.
+        templated: whether the text has the chat template already, whose control tokens must stay. Use
+            `without_control_tokens` for the response before you apply the template.
         timeout: seconds until the answer is received; ``None`` for no limit but the deadline of the reward function. By
             default those of the model (``reward_model.server.timeout``), or 300.
         api_key_env: the name of the environment variable with the API key.
@@ -46,13 +50,26 @@ async def classify(
     """
     # vLLM reads `input`, and returns logits if `use_activation` is false. SGLang's `/classify` reads `text`, and always
     # returns logits. Each ignores the fields of the other.
-    given = {"input": text, "text": text} if isinstance(text, str) else {"messages": list(text)}
+    if isinstance(text, str):
+        kept = text if templated else _plain(text)
+        given: dict[str, Any] = {"input": kept, "text": kept}
+    else:
+        given = {"messages": [_plain(message) for message in text]}
     body = {**given, "use_activation": False, **({"model": model} if model else {})}
     options = {"timeout": timeout, "api_key_env": api_key_env, "max_reply_bytes": max_reply_bytes}
     logits, has_activation = await repeated(lambda: _classify(address, body, options), address)
     if has_activation and (address, model) not in _checked and _may_be_probabilities(logits):
         await _check_activation(address, model, body, options, logits)
     return logits[0] if len(logits) == 1 else logits
+
+
+def _plain(given: Any) -> Any:
+    """Return a text, or the texts of messages and lists, without control tokens."""
+    if isinstance(given, str):
+        return without_control_tokens(given)
+    if isinstance(given, Mapping):
+        return {name: _plain(value) if name in ("content", "text") else value for name, value in given.items()}
+    return [_plain(one) for one in given] if isinstance(given, list | tuple) else given
 
 
 _checked: set[tuple[str | None, str | None]] = set()
@@ -76,7 +93,7 @@ async def _check_activation(
     try:
         activated, _ = await _classify(address, {**body, "use_activation": True}, options)
     except RequestError as error:
-        logger.debug("whether %s supports use_activation could not be checked: %s", address, error)
+        logger.debug("whether %s supports use_activation could not be checked: %s", shown_url(address), error)
         return
     if len(activated) == len(values) and all(
         abs(one - other) < _ROUNDING for one, other in zip(activated, values, strict=True)
@@ -85,7 +102,7 @@ async def _check_activation(
             "%s%s returns the same values between 0 and 1 with and without use_activation: they are probabilities, not "
             "logits. Start the server without the activation (vLLM: --pooler-config '{\"use_activation\": false}'), or "
             "use a version that supports the field",
-            address,
+            shown_url(address),
             "" if model is None else f" ({model})",
         )
 
@@ -112,7 +129,7 @@ def _logits(address: str | None, answer: Any, exchange: Exchange) -> tuple[list[
         if not logits:
             raise ValueError("no logits")
     except (KeyError, IndexError, TypeError, ValueError, OverflowError, AttributeError, StopIteration):
-        raise exchange.failed(f"{address} sent an answer without logits: {shorten(answer, 500)}") from None
+        raise exchange.failed(address, "without logits", answer) from None
     exchange.end(verdict=logits, score=logits[0] if len(logits) == 1 else None)
     return logits, "data" in answer  # SGLang has none
 
@@ -123,6 +140,7 @@ async def score(
     documents: Sequence[str],
     *,
     model: str | None = None,
+    templated: bool = False,
     timeout: Timeout = "model",
     api_key_env: str | None = None,
     max_reply_bytes: int = MAX_REPLY_BYTES,
@@ -137,6 +155,7 @@ async def score(
         query: the query, such as a question.
         documents: the documents to score, such as answers.
         model: the model's name; needed if the address serves several models.
+        templated: whether query and documents have the model's template already: see `classify`.
         timeout: seconds until the answer is received; ``None`` for no limit but the deadline of the reward function. By
             default those of the model (``reward_model.server.timeout``), or 300.
         api_key_env: the name of the environment variable with the API key.
@@ -150,6 +169,8 @@ async def score(
         RequestError: there is no usable answer; see its ``status``, ``retry_after`` and ``transient``.
         ConfigError: the address is missing or invalid, or the API key is not set.
     """
+    if not templated:
+        query, documents = _plain(query), _plain(list(documents))
     body = {"query": query, "documents": list(documents), **({"model": model} if model else {}), **request}
     options = {"timeout": timeout, "api_key_env": api_key_env, "max_reply_bytes": max_reply_bytes}
     return await repeated(lambda: _score(address, body, options), address)
@@ -175,8 +196,6 @@ def _scores(address: str | None, answer: Any, exchange: Exchange, number: int) -
         }
         ordered = [scores[index] for index in range(number)]
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
-        raise exchange.failed(
-            f"{address} sent an answer without a score for each document: {shorten(answer, 500)}"
-        ) from None
+        raise exchange.failed(address, "without a score for each document", answer) from None
     exchange.end(verdict=ordered, score=ordered[0] if len(ordered) == 1 else None)
     return ordered

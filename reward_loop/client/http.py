@@ -9,6 +9,7 @@ import asyncio
 import errno
 import functools
 import os
+import re
 import resource
 import secrets
 import time
@@ -16,7 +17,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from hashlib import blake2b
 from typing import Any, Literal, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 import aiohttp
 
@@ -41,6 +42,7 @@ from reward_loop.limits.lease import report_answer
 from reward_loop.limits.outages import JudgeAddress
 from reward_loop.limits.permit import ModelRequests, answer_of
 from reward_loop.records import current, hide, waiting_for
+from reward_loop.records.writer import MIN_LENGTH
 
 MAX_REPLY_BYTES = 64 * 1024 * 1024
 """The default limit on the length of a reply, in bytes after decompression."""
@@ -79,6 +81,9 @@ BACKEND_HEADER = "x-reward-loop-backend"
 GROUP_HEADER = "x-reward-loop-group"
 """The header with a hash of the sample's group, for the router's policy ``affinity``. Services do not receive it."""
 
+
+SAMPLE_HEADER, ATTEMPT_HEADER = "X-Sample-Uid", "X-Sample-Attempt"
+"""The headers with the uid of the sample, percent-encoded, and the number of the call of its function, from 1."""
 
 NO_WAIT_HEADER = "x-reward-loop-no-wait"
 """The header with which the router refuses a request while no server is up: in the router, the deadline would run."""
@@ -141,6 +146,7 @@ async def post(
     if not is_base_url and (group := _group()):
         # A hash: the id of a group may be any text, and a header may not.
         headers[GROUP_HEADER] = blake2b(group.encode(errors="replace"), digest_size=8).hexdigest()
+    headers |= _sample_headers()
     call = None if is_base_url else call_here()
     model = body.get("model")
     own = ModelRequests() if call is None else _requests(call.models, model)
@@ -181,6 +187,8 @@ def _timed(exchange: Exchange, judge: JudgeAddress) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        if isinstance(error, RequestError):  # a service may repeat the key
+            error.args = (exchange.without_secrets(str(error)),)
         exchange.end(seconds=time.perf_counter() - started, error=_cause(error))
         if isinstance(error, RequestError):
             error.asked_model = judge.model
@@ -197,7 +205,7 @@ def _raise_if_away(url: str, judge: JudgeAddress) -> None:
     """
     if (call := call_here()) is not None and call.attempt == 1 and call.limits.outages.is_away(judge):
         error = RequestError(
-            f"POST {_shown_url(url)} was not sent: {judge} cannot be reached at present", unreachable=judge.address
+            f"POST {shown_url(url)} was not sent: {judge} cannot be reached at present", unreachable=judge.address
         )
         error.asked_model = judge.model
         raise error
@@ -209,10 +217,40 @@ def server_of(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
 
 
-def _shown_url(url: str) -> str:
-    """Return a URL without what may be secret: user, password and query."""
+def shown_url(url: str | None) -> str:
+    """Return a URL or an address without what may be secret: user, password and query."""
+    shown = (url or "").partition("?")[0]
+    scheme, separator, rest = shown.rpartition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}"
+
+
+def _without_secrets(text: str, url: str, api_key_env: str | None) -> str:
+    """Return a text, such as an error of a service that repeats the key, without the secrets of the request."""
+    for secret in _secrets(url, api_key_env):
+        text = text.replace(secret, "[API key]")
+    return text
+
+
+def _secrets(url: str, api_key_env: str | None) -> list[str]:
+    """Return the key, and the user, password and query of the URL, as they are sent and as they are written."""
     parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
+    user_info = [one for one in (parts.username, parts.password) if one]
+    values = [value for _, value in parse_qsl(parts.query)]
+    written = [one.partition("=")[2] for one in parts.query.split("&")]
+    given = [api_key_env and api_key_of(api_key_env), *user_info, *map(unquote, user_info), *values, *written]
+    # Short ones, such as `api-version=1`, are part of other words.
+    return sorted({one.strip() for one in given if one and len(one.strip()) >= MIN_LENGTH}, key=len, reverse=True)
+
+
+def _sample_headers() -> dict[str, str]:
+    """Return the headers by which the log of a judge can be joined with the records of the run."""
+    active, call = current(), call_here()
+    if active is None or active.sample.uid is None:
+        return {}
+    # Encoded: a uid may be any text, and a header may not.
+    uid = quote(str(active.sample.uid), safe=" !#$&'()*+,/:;=?@[]", errors="replace")
+    return {SAMPLE_HEADER: uid, ATTEMPT_HEADER: str(1 if call is None else call.attempt)}
 
 
 def _group() -> str | None:
@@ -222,19 +260,19 @@ def _group() -> str | None:
 
 
 def _begin(url: str, body: Mapping[str, Any], api_key_env: str | None) -> Exchange:
-    parts = urlsplit(url)
     # Before anything is recorded: an error answer may repeat the key.
-    for secret in (api_key_env and api_key_of(api_key_env), parts.password):
-        if secret:
-            hide(secret)
-    return Exchange(
+    for secret in _secrets(url, api_key_env):
+        hide(secret)
+    exchange = Exchange(
         time=time.time(),
-        url=_shown_url(url),
+        url=shown_url(url),
         model=body.get("model"),
         messages=body.get("messages"),
         request={name: value for name, value in body.items() if name != "messages"},
         api_key_env=api_key_env,
     )
+    exchange.without_secrets = functools.partial(_without_secrets, url=url, api_key_env=api_key_env)
+    return exchange
 
 
 def _cause(error: BaseException) -> str:
@@ -252,7 +290,7 @@ async def _post(
     timeout: float | None,
     max_reply_bytes: int,
 ) -> Any:
-    what = f"POST {_shown_url(url)}" + (f" (model {body['model']})" if body.get("model") else "")
+    what = f"POST {shown_url(url)}" + (f" (model {body['model']})" if body.get("model") else "")
     try:
         with waiting_for(current(), what):
             session = await shared_session()
@@ -298,14 +336,16 @@ async def _post(
     except ValueError:
         answer = None
     exchange.update(response=data.decode("utf-8", "backslashreplace") if answer is None else answer)
-    if response.status != 200:
+    status = _status_in(answer) if response.status == 200 else response.status
+    if status != 200:
+        exchange.update(status=status)
         code, text = error_code(answer), data.decode(errors="replace")
         raise RequestError(
-            f"{what} was answered with status {response.status}: {_shown(data)}",
-            status=response.status,
-            retry_after=asked_pause(response.headers, response.status, text),
+            f"{what} was answered with status {status}: {_shown(data)}",
+            status=status,
+            retry_after=asked_pause(response.headers, status, text),
             unreachable=server_of(url) if code == RouterCode.NO_SERVER_UP else None,
-            final=code == RouterCode.REQUEST_BREAKS_SERVERS or is_incurable(response.status, text),
+            final=code == RouterCode.REQUEST_BREAKS_SERVERS or is_incurable(status, text),
         )
     call = call_here()
     judge = JudgeAddress(server_of(url), body.get("model") or "")
@@ -319,6 +359,21 @@ async def _post(
     if call is not None:
         call.limits.outages.answered(judge)
     return answer
+
+
+def _status_in(answer: Any) -> int:
+    """Return the status of an error in the body of an answer with status 200, or in its choice; 200 if there is none.
+
+    Gateways, such as OpenRouter, send the status of a model's error there.
+    """
+    choices = answer.get("choices") if isinstance(answer, Mapping) else None
+    for part in (answer, *(choices if isinstance(choices, list) else ())):
+        error = part.get("error") if isinstance(part, Mapping) else None
+        given = [error.get(name) for name in ("code", "status", "status_code")] if isinstance(error, Mapping) else []
+        for code in map(str, given):
+            if re.fullmatch("[45][0-9]{2}", code):
+                return int(code)
+    return 200
 
 
 async def _send_and_read(
@@ -444,6 +499,7 @@ class Exchange:
         self._id = secrets.token_hex(4)
         self._send = _destination()
         self._fields: dict[str, Any] = {}
+        self.without_secrets: Callable[[str], str] = str
         self.end(**fields)
 
     def update(self, **fields: Any) -> None:
@@ -461,8 +517,9 @@ class Exchange:
         for name, tokens in (("prompt_tokens", prompt_tokens), ("completion_tokens", completion_tokens)):
             self._fields[name] = self._fields.get(name, 0) + tokens
 
-    def failed(self, problem: str) -> RequestError:
+    def failed(self, address: str | None, problem: str, answer: Any) -> RequestError:
         """Add the error of an answer with status 200 that has no usable content, and return it as an exception."""
+        problem = self.without_secrets(f"{shown_url(address)} sent an answer {problem}: {shorten(answer, 500)}")
         self.end(error=problem)
         return RequestError(problem, status=200)
 

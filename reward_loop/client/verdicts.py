@@ -1,56 +1,41 @@
-"""Verdict formats: what a judge's verdict looks like, and its score. How it is found: `client/verdict_grammar.py`.
+"""Verdict formats: what a judge's verdict looks like, its score, and the contract by which it is read from a reply.
 
-No text is evaluated as code.
+The contract does not interpret prose:
+
+- Only the text after the last end of reasoning counts. A reply that ends in reasoning has no such text.
+- Its last line is the marker and the value, such as ``Score: 7`` or ``<verdict>7</verdict>``, and the marker occurs
+  once, however it is written. Emphasis around both is allowed. For `Json`, the text is one object, a code block around
+  it allowed.
+- The text before this line ends a sentence, or is a list with an empty line below. So the line is not part of another
+  sentence, such as ``A perfect answer gets``, and not an example below a colon.
+- After ``</verdict>``, text is allowed. After all other verdicts, nothing is.
+
+`Judge` asks once more for the verdict alone if a reply does not keep the contract. Then the text after the reasoning
+must be the line or the bare value, and nothing else. No text is evaluated as code, and the time is linear in the length
+of the reply.
 """
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import re
 import sys
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated, Any, Protocol
+import unicodedata
+from collections.abc import Mapping
+from itertools import islice
+from typing import Annotated, Any, NamedTuple, Protocol
 
 from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # before Python 3.12, pydantic does not accept the one of `typing`
 
 from reward_loop._util.text import listing, shorten
-from reward_loop.client import wording
-from reward_loop.client.verdict_grammar import (
-    MOST_DRAFTS,
-    Candidate,
-    Grammar,
-    NoVerdictError,
-    check_last,
-    check_restated,
-    final_text,
-    folded,
-    is_quoted,
-    number_of,
-)
 from reward_loop.errors import ConfigError
 
-# Longer numbers end in the middle, which is then not a single number.
-_NUMBER = r"\d{1,17}(?:\.\d{1,17})?"
-_WORDS = rf"(?:{'|'.join(wording.NUMBER_WORDS)})\b"
-_OUT_OF = (
-    r"(?:(?:points?\s{1,3})?out\s{1,3}of\b(?:\s{1,3}a\s{1,3}possible\b)?|(?:von|sur|su|sobre|de|em|\u0438\u0437)\b"
-    r"|\u6ee1\u5206(?:\u4e3a|\u662f)?)"
-)
-_SCALE = rf"[*_\"'`)\]}}$]{{0,6}}\s{{0,3}}\(?(?:/|{_OUT_OF})\s{{0,3}}[*_\"'`(\[{{$]{{0,6}}(?P<scale>{_NUMBER}|ten\b)"
-_SUBJECT = (
-    r"(?:(?:it|(?:the|this) (?:(?:final|given|student's|model's) )?(?:answer|response|solution|submission)) is\s{1,3}"
-    r"[*_`]{0,3})?"
-)
-"""What may stand between a marker and a word."""
-_LABEL = r"(?:(?:response|answer|assistant|model|option|candidate)\s(?!i\b))?"
-"""What may stand before a letter: ``Winner: Response A``."""
-_DENIED = re.compile(r"\W*(?:does|do|did)(?:\snot|n['\u2019]t)\b", re.IGNORECASE)
-_NEGATION = frozenset(("no", "not", "nothing", "never", "nor", "none"))
-_ITEM = r"[*_`\[(#]{0,6}(?:[a-z]{1,12}\s{1,3})?[*_`\[(#]{0,6}\d{1,4}[*_`\])]{0,6}"
-_MOST_BRACES = 20_000
+
+class NoVerdictError(ValueError):
+    """The reply contains no valid verdict."""
 
 
 class Verdict(Protocol):
@@ -58,30 +43,229 @@ class Verdict(Protocol):
 
     request: Mapping[str, Any]
     """Fields to add to the request, for example to make the server write this format."""
+    again: str
+    """What the judge is asked to reply with if it gave no verdict; empty if it is not asked again."""
 
-    def read(self, reply: str) -> tuple[Any, float | None]:
+    def read(self, reply: str, again: bool = False) -> tuple[Any, float | None]:
         """Return the verdict and its score; ``None`` if such a verdict has no score.
+
+        Args:
+            reply: the text of the reply.
+            again: whether the judge was asked for the verdict alone.
 
         Raises:
             NoVerdictError: the reply contains no valid verdict.
         """
 
 
-class Number:
+# --- The text that counts ---------------------------------------------------------------------------------------------
+
+_REASONING = (
+    r"(?:think(?:ing)?|thoughts?|reason(?:ing)?|reflection|analysis|scratch_?pad|monologue|cot|deliberation|rationale)"
+)
+_TAG = re.compile(
+    r"(?i:(?:<|&lt;|\u25c1)\|?(?P<close>/\s?|end_(?:of_)?)?(?:[a-z]{1,12}[:_]){0,3}" + _REASONING + r"(?:_[a-z]{1,20})?"
+    r"(?:\s[^<>\u25b7\n]{0,80})?\s?\|?(?:>|&gt;|\u25b7))"
+    # The channels of gpt-oss and Gemma; those of gpt-oss also if the server removes special tokens.
+    r"|(?P<final><\|channel\|?>\s?final(?:<\|message\|>)?|<channel\|>)|<\|channel\|?>"
+    r"|\A\s{0,9}analysis(?=[A-Z])|(?P<bare>assistantfinal)|\[(?P<slash>/?)THINK(?:ING)?\]"
+)
+
+
+def final_text(reply: str) -> str:
+    """Return the text after the last end of reasoning, without spaces around it.
+
+    Raises:
+        NoVerdictError: the reply ends within its reasoning.
+    """
+    open_tags = end = 0
+    for tag in _TAG.finditer(reply):
+        if tag["final"] or (tag["bare"] and open_tags):
+            open_tags, end = 0, tag.end()
+        elif tag["close"] or tag["slash"]:
+            open_tags, end = max(0, open_tags - 1), tag.end()
+        elif not tag["bare"]:
+            open_tags += 1
+    if open_tags:
+        raise NoVerdictError(f"the reply ends in reasoning, which begins with {shorten(reply, 80)}")
+    return reply[end:].strip()
+
+
+def plain(text: str) -> str:
+    """Return the text as it looks: without invisible characters and HTML's entities, and in plain letters."""
+    shown = unicodedata.normalize("NFKC", html.unescape(text) if "&" in text else text)
+    if shown.isascii():
+        return shown
+    return "".join(char for char in shown if unicodedata.category(char) != "Cf")
+
+
+# --- A line with the value --------------------------------------------------------------------------------------------
+
+_MARKUP = r"[ \t*_`$]{0,8}"
+_SENTENCE_END = re.compile(r"[.!?\u2026\u3002\uff01\uff1f][\s*_`~\"')\]}$\u2019\u201d\u300d-]*\Z")
+_LIST_END = re.compile(r"(?:\A|\n)[^\S\n]*(?:[-*+\u2022]|\d{1,2}[.)])\s[^\n]*[^\n:\s*_][*_ ]*\n\s*\n\s*\Z")
+_CLOSING = str.maketrans("[({", "])}")
+
+
+class Found(NamedTuple):
+    """A value in a reply."""
+
+    value: re.Match[str]
+    tail: str
+    """The text of the reply from the value on."""
+
+
+class Line:
+    """Finds the line with the marker and the value."""
+
+    def __init__(self, after: str | None, value: str) -> None:
+        """Define the line.
+
+        Args:
+            after: the marker, such as ``Score:``, ``[[`` or ``<verdict>``; ``None`` if the line is the value alone.
+            value: a regular expression for the value.
+        """
+        self._after = after or ""
+        tag = re.search(r"<(\w+)>\Z", self._after)
+        brackets = re.search(r"[\[({]*\Z", self._after)
+        opening = brackets[0] if brackets else ""
+        self._is_tag = tag is not None
+        self.end = f"</{tag[1]}>" if tag else opening[::-1].translate(_CLOSING)
+        """What closes the value."""
+        marker, end = (_of_parts(re.findall(r"<\w+>|</\w+>|\w+|[^\w\s]", text)) for text in (self._after, self.end))
+        self._line = re.compile(
+            rf"(?:\#{{1,6}} )?{_MARKUP}{marker}{_MARKUP}(?P<value>{value}){_MARKUP}{end}{_MARKUP}"
+            + ("" if tag else rf"\.?{_MARKUP}"),
+            re.IGNORECASE,
+        )
+        self._alone = re.compile(rf"{_MARKUP}(?P<value>{value}){_MARKUP}\.?{_MARKUP}", re.IGNORECASE)
+        self._word = tag[1].lower() if tag else ""
+        words = re.findall(r"\w+", self._after)
+        named = r"(?<![^\W_])" + _of_parts(words, r"[\W_]{0,4}")
+        if tag:  # in any brackets; the end of the tag is the second one
+            self._marker = re.compile(rf"[<\[({{\u2039\u3008]\W{{0,3}}{re.escape(tag[1])}", re.IGNORECASE)
+        elif opening or not words:
+            self._marker = re.compile(marker, re.IGNORECASE)
+        else:  # also "Score = 7", and "a score of 7"
+            self._marker = re.compile(
+                rf"{named}[\W_]{{0,8}}?(?:[:=>\u2192\u2236-]|(?:(?:is|of)\W{{1,4}})?{value}(?!\w))", re.IGNORECASE
+            )
+
+    def find(self, reply: str, again: bool) -> Found:
+        """Return the value in the last line; with `again`, in the only one.
+
+        Raises:
+            NoVerdictError: the reply does not keep the contract.
+        """
+        text = final_text(reply)
+        if again:
+            whole = self._line.fullmatch(text) or self._alone.fullmatch(text)
+            if whole is None:
+                raise NoVerdictError(f"asked again, the judge replied with more than the verdict: {shorten(text, 80)}")
+            return Found(whole, text[whole.start("value") :])
+        before, line, rest = self._split(text)
+        found = self._line.fullmatch(line)
+        if found is None:
+            raise NoVerdictError(
+                f"no {self._after!r} was found in the reply"
+                if self._after and not self._marker.search(plain(text))
+                else f"the last line is not {self._after!r} and a value alone: {shorten(line, 80)}"
+            )
+        shown = plain(text)
+        if not self._after and any(self._alone.fullmatch(one) for one in before.splitlines()):
+            raise NoVerdictError("several lines of the reply are a value alone")
+        count = sum(1 for _ in islice(self._marker.finditer(shown), 3)) if self._after else 1
+        if count != 1 + self._is_tag or (self._word and self._word in plain(rest).lower()):
+            raise NoVerdictError(f"the reply has {self._after!r} more than once")
+        check_before(before)
+        return Found(found, line[found.start("value") :] + rest)
+
+    def _split(self, text: str) -> tuple[str, str, str]:
+        """Return the text before the line of the verdict, this line, and the text after it."""
+        end = len(text)
+        if self._is_tag:
+            for closing in re.finditer(re.escape(self.end), text, re.IGNORECASE):
+                end = closing.end()
+        line_end = text.find("\n", end)
+        line_end = len(text) if line_end < 0 else line_end
+        start = text.rfind("\n", 0, end) + 1
+        return text[:start], text[start:line_end].strip(), text[line_end:]
+
+
+def check_before(text: str) -> None:
+    """Check that the text before the line of the verdict is complete.
+
+    Raises:
+        NoVerdictError: the line may belong to a sentence, or be an example.
+    """
+    end = text[-500:]
+    if end.strip() and not _SENTENCE_END.search(end) and not _LIST_END.search(end):
+        raise NoVerdictError(f"no sentence ends before the line of the verdict: {shorten(text[-80:], 80)}")
+
+
+def _of_parts(parts: list[str], between: str = _MARKUP) -> str:
+    return between.join(map(re.escape, parts))
+
+
+# --- Formats ----------------------------------------------------------------------------------------------------------
+
+
+def _response_format(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}}
+
+
+def _object_format(properties: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the request for an object with all these fields, in this order."""
+    form = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    return _response_format("verdict", form)
+
+
+class _OfLine:
+    """A format whose value is in a line, or with `enforce` in a field of an object."""
+
+    request: Mapping[str, Any]
+    again: str
+
+    def _define(self, after: str | None, value: str, forms: list[str], field: Mapping[str, Any], enforce: bool) -> None:
+        self.line = Line(after, value)
+        space = "" if self.line.end or not after else " "
+        written = [f"`{after or ''}{space}{form}{self.line.end}`" for form in forms]
+        self._enforce = enforce
+        self.request = _object_format({"reason": {"type": "string"}, "verdict": field}) if enforce else {}
+        self.again = '{"reason": "...", "verdict": ...} in JSON' if enforce else " or ".join(written)
+
+    def _written(self, reply: str, again: bool) -> str:
+        """Return the value as the judge wrote it. A server may ignore `enforce`: then the line counts."""
+        if self._enforce and (found := _object(reply, is_needed=False)) is not None:
+            given = found.get("verdict")
+            if isinstance(given, bool) or not isinstance(given, str | int | float):
+                raise NoVerdictError(f"'verdict' in the JSON object is {shorten(given)}")
+            return str(given)
+        return self.line.find(reply, again).value["value"]
+
+
+class Number(_OfLine):
     """A number in a range, such as ``Score: 7`` or ``Score: 7/10``; the number is the score, or scaled to 0..1."""
 
-    request: Mapping[str, Any] = {}
-
-    def __init__(self, low: float, high: float, *, after: str | None = "Score:", scaled: bool = False) -> None:
+    def __init__(
+        self,
+        low: float,
+        high: float,
+        *,
+        after: str | None = "Score:",
+        scaled: bool = False,
+        enforce: bool = False,
+    ) -> None:
         """Define the format.
 
         Args:
             low: the smallest valid number.
             high: the largest valid number; also the only valid denominator in ``7/10``.
-            after: the text before the number; case, spaces and emphasis are ignored. ``None`` if the last line of the
-                reply must contain only the number.
+            after: the marker before the number; case and emphasis are ignored. A tag such as ``<verdict>`` is closed by
+                ``</verdict>``, and ``[[`` by ``]]``. ``None`` if the last line must be the number alone.
             scaled: whether the score is the number scaled linearly: `low` becomes 0, and `high` becomes 1. The verdict
                 is the number as the judge wrote it.
+            enforce: make the server write a JSON object with a reason and, after it, the verdict: see `Json`.
 
         Raises:
             ConfigError: `low` is not less than `high`.
@@ -89,25 +273,17 @@ class Number:
         if not low < high:
             raise ConfigError(f"Number({low}, {high}): the first bound must be below the second")
         self.low, self.high, self.after, self.scaled = low, high, after, scaled
-        value = rf"(?P<number>[-+]?{_NUMBER}(?:e[-+]?\d{{1,3}})?|{_WORDS})(?:{_SCALE})?"
-        lowest, highest = self._score(low), self._score(high)
-        self._grammar = Grammar(after, value, self._convert, _has_number, "number", lowest=lowest, highest=highest)
+        value = r"[-+]?[0-9]{1,17}(?:\.[0-9]{1,17})?(?:\s?/\s?[0-9]{1,17}(?:\.[0-9]{1,17})?)?"
+        self._define(after, value, ["N"], {"type": "number", "minimum": low, "maximum": high}, enforce)
 
-    def read(self, reply: str) -> tuple[float, float]:
+    def read(self, reply: str, again: bool = False) -> tuple[float, float]:
         """Return the number, and its score."""
-        found = self.locate(reply)
-        return found.verdict, self._score(found.verdict)
-
-    def locate(self, reply: str) -> Candidate:
-        """Return the number, with its position in the reply; invisible characters do not count for it."""
-        return self._grammar.read(reply)
-
-    def _convert(self, match: re.Match[str]) -> tuple[float, float]:
-        written, scale = match["number"], match["scale"]
-        if scale is not None and number_of(scale) != self.high:
-            raise NoVerdictError(f"the number is out of {scale}, not out of {self.high:g}: {shorten(match['value'])}")
-        if (number := number_of(written)) is None or not self.low <= number <= self.high:
-            raise NoVerdictError(f"{written} is not between {self.low:g} and {self.high:g}")
+        written, _, scale = self._written(reply, again).partition("/")
+        number = _number(written)
+        if scale and _number(scale) != self.high:
+            raise NoVerdictError(f"the number is out of {scale.strip()}, not out of {self.high:g}")
+        if number is None or not self.low <= number <= self.high:
+            raise NoVerdictError(f"{shorten(written)} is not between {self.low:g} and {self.high:g}")
         return number, self._score(number)
 
     @property
@@ -128,117 +304,55 @@ class Number:
         return (number - self.low) / (self.high - self.low) if self.scaled else number
 
 
-class Choice:
+class Choice(_OfLine):
     """One of a set of words, such as ``Verdict: correct``, or ``[[A]]`` with ``after="[["``."""
 
-    request: Mapping[str, Any] = {}
-
-    def __init__(self, scores: Mapping[str, float], *, after: str | None = "Verdict:") -> None:
+    def __init__(self, scores: Mapping[str, float], *, after: str | None = "Verdict:", enforce: bool = False) -> None:
         """Define the format.
 
         Args:
             scores: the score of each word. Case is ignored.
-            after: the text before the word; case, spaces and emphasis are ignored. ``None`` if the last line of the
-                reply must contain only the word.
+            after: the marker before the word: see `Number`.
+            enforce: see `Number`.
 
         Raises:
             ConfigError: there are no words, a word is empty, or two words differ only in case or spaces.
         """
-        known = {_squeezed(folded(choice)): (choice, float(score)) for choice, score in scores.items()}
-        if not scores or len(known) < len(scores) or "" in known:
+        self._known = {_squeezed(word): (word, float(score)) for word, score in scores.items()}
+        if not scores or len(self._known) < len(scores) or "" in self._known:
             raise ConfigError(f"Choice({dict(scores)}): name the words, each once")
         self.after = after
         # The longest word first, because one word may be the beginning of another.
-        words = sorted(known, key=len, reverse=True)
-        self._choices = [known[word] for word in words]
-        # One group for each word: the text found may not be the word in lower case, since re ignores more differences.
-        patterns = [r"\s{1,9}".join(map(re.escape, word.split())) for word in words]
-        self._rivals = [
-            # A word of one letter may also be the article "a" or the pronoun "I".
-            re.compile(rf"(?<!\w){choice}(?!\w| [a-z])")
-            if len(choice) == 1
-            else re.compile(
-                rf"(?<!\w){word}" + (r"(?:t|ne|thing)?(?!\w)" if word == "no" else ""), re.I
-            )  # not "notation"
-            for (choice, _), word in zip(self._choices, patterns, strict=True)
-        ]
-        value = "|".join(f"({word})" for word in patterns)
-        self._polarity = {choice: self._judges(choice, score, scores.values()) for choice, score in self._choices}
-        has_letters = any(len(word) == 1 for word in known)
-        # "incorrect (the correct answer is 7)", "A is better than B"
-        ignored = re.compile(
-            rf"(?:\A\W*|\bthe )(?:{value}|right|true|actual) (?:answer|value|result|option)(?: (?:is|was|should"
-            rf"|would)\b|\s?[:=])"
-            rf"|\bnot (?:an? |the )?(?:{value})" + (wording.PREFERRED % value if has_letters else ""),
-            re.IGNORECASE,
-        )
-        what, bounds = f"verdict of {listing(scores)}", (min(self.words.values()), max(self.words.values()))
-        subject = _SUBJECT + (_LABEL if has_letters else "")
-        self._grammar = Grammar(
-            *(after, f"{subject}(?:{value})" if after else value, self._convert, self._has_rival, what),
-            lowest=bounds[0],
-            highest=bounds[1],
-            ignored=ignored,
-            is_word=True,
-        )
+        longest_first = sorted(self._known, key=len, reverse=True)
+        value = "|".join(r"\s{1,9}".join(map(re.escape, word.split())) for word in longest_first)
+        self._define(after, value, [*scores], {"enum": [*scores]}, enforce)
 
-    def read(self, reply: str) -> tuple[str, float]:
+    def read(self, reply: str, again: bool = False) -> tuple[str, float]:
         """Return the word, as written in `scores`, and its score."""
-        found = self.locate(reply)
-        return found.verdict, self.words[found.verdict]
-
-    def locate(self, reply: str) -> Candidate:
-        """Return the word, with its position in the reply; invisible characters do not count for it."""
-        return self._grammar.read(reply)
+        written = self._written(reply, again)
+        if (found := self._known.get(_squeezed(written))) is None:
+            raise NoVerdictError(f"{shorten(written)} is not one of {listing(self.words)}")
+        return found
 
     @property
     def words(self) -> dict[str, float]:
         """The words, with their scores."""
-        return dict(self._choices)
-
-    def _convert(self, match: re.Match[str]) -> tuple[str, float]:
-        _, *words = match.groups()  # the first is the whole value
-        return next(choice for choice, word in zip(self._choices, words, strict=True) if word is not None)
-
-    @staticmethod
-    def _judges(choice: str, score: float, scores: Collection[float]) -> tuple[int, bool]:
-        """Return 1 for a word that means a right answer, -1 for a wrong one, else 0; and whether by itself."""
-        words = re.findall(r"\w+", choice.lower())
-        if words and words[-1] in wording.AGAINST:
-            return -1, True
-        if len(words) == 1 and words[0] in wording.FOR:
-            return 1, True
-        return (score == max(scores)) - (score == min(scores)), False
-
-    def _has_rival(self, clause: str, verdict: str) -> bool:
-        polarity, says_so = self._polarity[verdict]
-        if polarity == 1 and _DENIED.match(clause):
-            return True
-        against = wording.AGAINST if polarity == 1 else wording.FOR if polarity == -1 else ()
-        words = re.findall(r"[^\W\d_]+", clause[:60].lower())[: 2 if says_so else 1]
-        is_alone = says_so or not words or re.match(rf"\W*{words[0]}\s?(?:[.,;:)\]]|\Z)", clause, re.IGNORECASE)
-        if is_alone and not _NEGATION & {*words} and any(word in against for word in words):
-            return True
-        return any(
-            choice != verdict and rival.search(clause)
-            for (choice, _), rival in zip(self._choices, self._rivals, strict=True)
-        )
+        return dict(self._known.values())
 
 
-class Pattern:
-    """What a regular expression finds, such as ``Pattern(r"<grade>(\\w+)</grade>", {"good": 1, "bad": 0})``."""
+class Pattern(_OfLine):
+    """What a regular expression finds, such as ``Pattern(r"Grade (\\w+)", {"good": 1, "bad": 0})``."""
 
-    request: Mapping[str, Any] = {}
-
-    def __init__(self, pattern: str, scores: Mapping[str, float] | None = None) -> None:
+    def __init__(self, pattern: str, scores: Mapping[str, float] | None = None, *, enforce: bool = False) -> None:
         """Define the format.
 
         Args:
-            pattern: the regular expression. Its first group is the verdict; without a group, the whole match. The last
-                match in the reply counts, and reasoning is not searched. It runs on the event loop: avoid nested
-                repetitions such as ``(a+)+``.
+            pattern: the regular expression. Its first group is the verdict; without a group, the whole match. It must
+                match once, and the match must be the last line. It runs on the event loop: avoid nested repetitions
+                such as ``(a+)+``.
             scores: the score of each verdict; spaces around it and case are ignored. By default the verdict is a
                 number, which is the score.
+            enforce: see `Number`.
 
         Raises:
             ConfigError: the expression is invalid, or two verdicts differ only in case or spaces.
@@ -250,75 +364,74 @@ class Pattern:
         self._scores = None if scores is None else {_squeezed(word): float(score) for word, score in scores.items()}
         if scores is not None and len(self._scores or ()) < len(scores):
             raise ConfigError(f"Pattern: two of the verdicts {listing(scores)} differ only in case or spaces")
+        self._define(None, r"[^\n]{1,200}?", [], {"type": "number"} if scores is None else {"enum": [*scores]}, enforce)
+        self.again = self.again or "the verdict, in the form that was asked for"
 
-    def read(self, reply: str) -> tuple[str, float]:
+    def read(self, reply: str, again: bool = False) -> tuple[str, float]:
         """Return the text that was found, and its score."""
-        text = final_text(reply)
-        # Only the last ones are kept: a pattern may match at each character of a long reply.
-        matches = deque(self._pattern.finditer(text), maxlen=MOST_DRAFTS + 1)
-        if not matches:
-            raise NoVerdictError(f"nothing in it matches {self._pattern.pattern!r}")
-        *drafts, found = [self._candidate(match) for match in matches]
-        quoted = is_quoted(text, found.begin, text[found.begin : found.end])
-        check_last(found, drafts[::-1] if quoted else drafts[-1:], quoted)
-        if text != reply and self._pattern.search(reply, found.end):
-            raise NoVerdictError(f"reasoning with another verdict follows the last one: {found.shown}")
-        verdict, score = found.verdict, found.score
-        check_restated(found, wording.RATING_NAMES, score, self._score_of)
+        verdict = self._written(reply, again)
+        score = _number(verdict) if self._scores is None else self._scores.get(_squeezed(verdict))
         if score is None:
             known = "a number" if self._scores is None else f"one of {listing(self._scores)}"
             raise NoVerdictError(f"{shorten(verdict)} is not {known}")
-        if not abs(score) <= sys.float_info.max:
-            raise NoVerdictError(f"{shorten(verdict)} is not a finite number")
         return verdict, score
 
-    def _candidate(self, match: re.Match[str]) -> Candidate:
-        group = 1 if self._pattern.groups else 0
-        verdict = match[group] or ""
-        score = self._score_of(verdict)
-        return Candidate(match.string, match.start(), match.start(group), match.end(), verdict, score)
-
-    def _score_of(self, verdict: str) -> float | None:
-        return number_of(verdict) if self._scores is None else self._scores.get(_squeezed(verdict))
+    def _written(self, reply: str, again: bool) -> str:
+        text = final_text(reply)
+        if self._enforce and text.startswith(("{", "`")):
+            return super()._written(reply, again)
+        if again and self._pattern.fullmatch(text) is None:
+            return text.strip(" *_`$.")
+        counts = [sum(1 for _ in islice(self._pattern.finditer(one), 2)) for one in (text, plain(text))]
+        found = self._pattern.search(text)
+        if found is None:
+            raise NoVerdictError(f"nothing in it matches {self._pattern.pattern!r}")
+        start = text.rfind("\n", 0, found.start()) + 1
+        around = text[start : found.start()] + text[found.end() :].removesuffix(".")
+        if max(counts) > 1 or around.strip(" \t*_`$"):
+            raise NoVerdictError(f"the last line is not the only match of {self._pattern.pattern!r}, and nothing else")
+        check_before(text[:start])
+        return found[1 if self._pattern.groups else 0] or ""
 
 
 class Json:
     """A JSON object, such as ``{"reason": "...", "score": 7}``, validated with pydantic.
 
-    The last object in the reply counts, if it is valid JSON without a key twice. A number must not be a text.
+    The reply is this object, valid and without a key twice; a code block around it is allowed. A number must not be a
+    text.
     """
+
+    again = "the JSON object"
 
     def __init__(self, schema: Any, *, score: str = "score", enforce: bool = False) -> None:
         """Define the format.
 
         Args:
-            schema: a pydantic model, a dataclass, or another type that pydantic's ``TypeAdapter`` supports.
+            schema: a pydantic model, a dataclass, or another type that pydantic's ``TypeAdapter`` supports. Models
+                write fields in this order: name the reason before the score.
             score: the name of the field with the score.
             enforce: restrict the output of the server to the schema, with ``response_format``. vLLM, SGLang and OpenAI
-                support it; a server that does not, such as the embedded one, answers with status 400.
+                support it. A server that refuses it is an error; with one that ignores it, the reply is read as without
+                it.
         """
         self._adapter: TypeAdapter[Any] = TypeAdapter(schema)
         self._field = score
         self.request: Mapping[str, Any] = {}
         if enforce:
-            form = {"name": getattr(schema, "__name__", "verdict"), "schema": self._adapter.json_schema()}
-            self.request = {"response_format": {"type": "json_schema", "json_schema": form}}
+            self.request = _response_format(getattr(schema, "__name__", "verdict"), self._adapter.json_schema())
 
-    def read(self, reply: str) -> tuple[Any, float]:
+    def read(self, reply: str, again: bool = False) -> tuple[Any, float]:
         """Return the validated object, as dicts, lists and scalars, and its score."""
-        candidate, checked = self._object(reply)
+        found, checked = self._validated(reply)
         score = checked.get(self._field) if isinstance(checked, Mapping) else None
-        if not isinstance(score, int | float) or not abs(score) <= sys.float_info.max:
-            raise NoVerdictError(f"{self._field!r} in the JSON object is {shorten(score)}, which is not a number")
-        _check_number(candidate.verdict, self._field, score)
-        check_restated(candidate, (self._field, *wording.RATING_NAMES), score, number_of)
-        return checked, float(score)
+        return checked, _checked_number(found, self._field, score)
 
-    def _object(self, reply: str) -> tuple[Candidate, Any]:
-        """Return the last object as it was written, and as it was validated."""
-        found = _last_object(reply)
+    def _validated(self, reply: str) -> tuple[dict[str, Any], Any]:
+        """Return the object as it was written, and as it was validated."""
+        found = _object(reply)
+        assert found is not None
         try:
-            return found, self._adapter.dump_python(self._adapter.validate_python(found.verdict), mode="json")
+            return found, self._adapter.dump_python(self._adapter.validate_python(found), mode="json")
         except ValidationError as error:
             problem = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(map(str, problem["loc"]))
@@ -341,11 +454,11 @@ class Ratings(Json):
             weights: the weight of each criterion, by its name.
             low: the lowest rating.
             high: the highest rating.
-            enforce: see `Json`.
+            enforce: see `Json`; the server writes a reason before the ratings.
 
         Raises:
             ConfigError: no weight is positive, `low` is not less than `high`, or two names differ only in case, spaces
-                or letters that look alike.
+                or invisible characters.
         """
         if not low < high:
             raise ConfigError(f"Ratings: the lowest rating {low:g} must be below the highest, {high:g}")
@@ -353,22 +466,23 @@ class Ratings(Json):
         if not self._positive or not all(map(math.isfinite, weights.values())):
             raise ConfigError(f"Ratings({dict(weights)}): the weights must be finite, and at least one positive")
         # Each reply would have a key twice, and no verdict.
-        if len({_squeezed(folded(name)) for name in weights}) < len(weights):
-            raise ConfigError(
-                f"Ratings: two of {listing(weights)} differ only in case, spaces or look-alikes: rename one"
-            )
+        if len({_squeezed(plain(name)) for name in weights}) < len(weights):
+            raise ConfigError(f"Ratings: two of {listing(weights)} differ only in case or spaces: rename one")
         rating = Annotated[float, Field(ge=low, le=high)]
         schema = TypedDict("Ratings", dict.fromkeys(weights, rating))  # type: ignore[misc]
-        super().__init__(schema, enforce=enforce)
+        super().__init__(schema)
+        if enforce:
+            form = {"type": "number", "minimum": low, "maximum": high}
+            self.request = _object_format({"reason": {"type": "string"}, **dict.fromkeys(weights, form)})
         self.weights, self.low, self.high = dict(weights), low, high
 
-    def read(self, reply: str) -> tuple[dict[str, float], float]:
+    def read(self, reply: str, again: bool = False) -> tuple[dict[str, float], float]:
         """Return the ratings, scaled to 0..1, and their weighted sum."""
-        found, checked = self._object(reply)
-        for name, given in checked.items():
-            _check_number(found.verdict, name, given)
-            check_restated(found, (name,), given, number_of)
-        ratings = {name: (given - self.low) / (self.high - self.low) for name, given in checked.items()}
+        found, checked = self._validated(reply)
+        ratings = {
+            name: (_checked_number(found, name, given) - self.low) / (self.high - self.low)
+            for name, given in checked.items()
+        }
         return ratings, self.weigh(ratings)
 
     def weigh(self, ratings: Mapping[str, float]) -> float:
@@ -376,141 +490,50 @@ class Ratings(Json):
         return sum(self.weights[name] * rating for name, rating in ratings.items()) / self._positive
 
 
-class Order:
-    """An order of numbered responses, best first, such as ``Ranking: 3 > 1 > 2``. It has no score: see `ranking`.
-
-    The numbers may also be separated by commas, semicolons, ``=``, ``->`` or ``then``, and have a word before them:
-    ``Answer 3, Answer 1``.
-    """
-
-    request: Mapping[str, Any] = {}
-
-    def __init__(self, count: int, *, after: str = "Ranking:") -> None:
-        """Define the format.
-
-        Args:
-            count: the number of responses, which are numbered from 1.
-            after: the text before the order; case, spaces and emphasis are ignored.
-        """
-        self._known = {str(index + 1): index for index in range(count)}
-        value = rf"{_ITEM}(?:\s{{0,3}}(?:>=?|=|,|;|\u2265|\u2192|->|then)\s{{0,3}}{_ITEM}){{0,{count}}}"
-        self._grammar = Grammar(after, value, self._convert, _has_another_order, "order")
-
-    def read(self, reply: str) -> tuple[list[int], None]:
-        """Return the indices of the responses, from 0, best first."""
-        return self._grammar.read(reply).verdict, None
-
-    def _convert(self, match: re.Match[str]) -> tuple[list[int], None]:
-        found = re.findall(r"\d+", match["value"])
-        if sorted(found) != sorted(self._known):
-            count = len(self._known)
-            raise NoVerdictError(f"{shorten(match['value'])} does not contain each number from 1 to {count} once")
-        return [self._known[number] for number in found], None
-
-
-_OTHER_NUMBER = re.compile(
-    rf"[%\u2030]|\band a (?:half|quarter)\b|\A\s*(?:halves|thirds|quarters|fifths|tenths)\b|\bpoint\s(?:\d|{_WORDS})"
-    r"|\A\s(?:errors?|mistakes?|issues?|steps?|examples?|cases?)\b"
-    rf"|\A\W*{_WORDS}(?!\s(?!if\b|for\b|or\b|at\b|would\b|points?\b|out\b))",
-    re.IGNORECASE,
-)
-"""Text after a number that makes it another number."""
-
-
-def _has_number(clause: str, verdict: float) -> bool:
-    """Return whether a clause has another number, in digits or as its first word."""
-    if any(char.isdigit() for char in clause):
-        digits = re.findall(r"\d+(?:\.\d+)?", clause)
-        if not digits or any(float(number) != verdict for number in digits):
-            return True
-    other = _OTHER_NUMBER.search(clause)
-    return other is not None and number_of(re.sub(r"\W", "", other[0])) != verdict
-
-
-def _has_another_order(clause: str, _: Any) -> bool:
-    return re.search(r"\d|worst|lowest|ascending|revers", clause, re.IGNORECASE) is not None
+def _number(text: str) -> float | None:
+    try:
+        number = None if "_" in text else float(text)  # Python reads 1_0 as 10
+    except ValueError:
+        return None
+    return number if number is not None and math.isfinite(number) else None
 
 
 def _squeezed(text: str) -> str:
     return " ".join(text.split()).lower()
 
 
-def _check_number(found: Mapping[str, Any], name: str, score: Any) -> None:
-    """Check that a number of the validated object is one in the reply, too: pydantic converts texts and booleans."""
+def _checked_number(found: Mapping[str, Any], name: str, score: Any) -> float:
+    """Return a number of the validated object that is one in the reply, too: pydantic converts texts and booleans."""
     given = found.get(name, score)  # a field may have another name in the reply, or be computed
-    if isinstance(given, str) or isinstance(given, bool) != isinstance(score, bool):
+    is_number = not isinstance(given, str) and isinstance(given, bool) == isinstance(score, bool)
+    if not is_number or not isinstance(score, int | float) or not abs(score) <= sys.float_info.max:
         raise NoVerdictError(f"{name!r} in the JSON object is {shorten(given)}, which is not a number")
+    return float(score)
 
 
-def _last_object(reply: str) -> Candidate:
-    """Return the last JSON object that is not part of another value.
+def _object(reply: str, is_needed: bool = True) -> dict[str, Any] | None:
+    """Return the JSON object that the reply is.
 
-    Text in braces without a colon, such as TeX, is not an object. All else in braces must be one: an inner object never
-    stands for a broken outer one, and an earlier object never for a later broken one.
+    Args:
+        reply: the text of the reply.
+        is_needed: raise if the reply is something else; otherwise it is ``None``.
 
     Raises:
-        NoVerdictError: there is none, or it is not valid JSON.
+        NoVerdictError: the reply is not an object, or not a valid one.
     """
     text = final_text(reply)
-    places = [place for place in _in_braces(text) if ":" in text[slice(*place)]]
-    if not places:
-        raise NoVerdictError("no JSON object was found in the reply")
-    found = _decoded(text, *places[-1])
-    if found.verdict is None:
-        raise NoVerdictError(f"the last JSON object is broken: {found.shown}")
-    before, after = text[: found.begin].rstrip()[-1:], text[found.end :].lstrip()[:1]
-    if before in ("[", ",", ":") and after in ("]", ",", "}"):
-        raise NoVerdictError(f"the last JSON object is part of a list: {found.shown}")
-    if reply[found.end :] != text[found.end :] and "{" in reply[found.end :]:
-        raise NoVerdictError(f"reasoning with another JSON object follows the last one: {found.shown}")
-    quoted = is_quoted(text, found.begin)
-    earlier = places[-2 : -2 - (MOST_DRAFTS if quoted else 1) : -1]
-    check_last(found, [one for place in earlier if (one := _decoded(text, *place)).verdict is not None], quoted)
-    return found
-
-
-def _in_braces(text: str) -> Iterator[tuple[int, int]]:
-    """Return where text in braces begins and ends, without what is nested in it.
-
-    Raises:
-        NoVerdictError: a brace has no counterpart.
-    """
-    depth = start = position = 0
-    for _ in range(_MOST_BRACES):
-        # Outside of braces, quotes are those of prose; inside, braces in strings do not count.
-        found = (_STRING_OR_BRACE if depth else _BRACE).search(text, position)
-        if found is None:
-            break
-        position = found.end()
-        if text[found.start() - 1 : found.start()] == "\\" and found[0] in "{}":
-            continue  # it is TeX
-        if found[0] == "{":
-            start = start if depth else found.start()
-            depth += 1
-        elif found[0] == "}":
-            depth -= 1
-            if depth < 0:
-                raise NoVerdictError("a closing brace has no beginning, so a JSON object may be broken")
-            if not depth:
-                yield start, position
-    else:
-        raise NoVerdictError(f"the reply has more than {_MOST_BRACES} braces and strings")
-    if depth:
-        raise NoVerdictError(f"the last JSON object is broken: {shorten(text[start : start + 80])}")
-
-
-# They begin with a set of characters, so that `re` searches fast.
-_BRACE = re.compile(r"[{}]")
-_STRING_OR_BRACE = re.compile(r"""[{}"](?:(?<=")(?:[^"\\]++|\\.)*+(?:"|\Z))?""", re.DOTALL)
-
-
-def _decoded(text: str, begin: int, end: int) -> Candidate:
-    """Return the object; its verdict is ``None`` if it is not valid JSON, or has a key twice."""
+    if block := re.fullmatch(r"```\w{0,9}\n(.*)\n\s*```", text, re.DOTALL):
+        text = block[1].strip()
+    if not text.startswith("{"):
+        if is_needed:
+            raise NoVerdictError(f"the reply is not a JSON object alone: {shorten(text, 80)}")
+        return None
     try:
-        found = json.loads(text[begin:end], parse_constant=_refuse, object_pairs_hook=_unique)
-    except (ValueError, RecursionError):
-        found = None
-    return Candidate(text, begin, begin, end, found, None)
+        found = json.loads(text, parse_constant=_refuse, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise NoVerdictError(f"the reply is not one valid JSON object ({error}): {shorten(text, 80)}") from None
+    assert isinstance(found, dict)
+    return found
 
 
 def _refuse(constant: str) -> Any:
@@ -518,8 +541,8 @@ def _refuse(constant: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Compared without case and look-alikes: `score` beside `Score` leaves open which of them is meant.
+    # Compared as they look: `score` beside `Score` leaves open which of them is meant.
     found = dict(pairs)
-    if len({_squeezed(folded(name)) for name in found}) < len(pairs):
+    if len({_squeezed(plain(name)) for name in found}) < len(pairs):
         raise ValueError("a key is repeated")
     return found

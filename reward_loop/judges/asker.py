@@ -11,6 +11,7 @@ from typing import Any, Literal
 from reward_loop._util.json import MISSING, look_up
 from reward_loop._util.text import listing
 from reward_loop.client import Judge, Judgement, Verdict, majority, mean, panel
+from reward_loop.client.http import shown_url
 from reward_loop.errors import ConfigError
 
 _DEFAULTS: Mapping[str, Any] = {"attempts": 3, "max_tokens": 1024}
@@ -58,7 +59,7 @@ class Asker:
         self._options: dict[str, dict[str, Any]] = {}
         for judge in [judges] if isinstance(judges, str) else judges or [{}]:
             own = {**options, **({"model": judge} if isinstance(judge, str) else judge)}
-            name = str(own.pop("name", None) or own.get("model") or own.get("address") or "judge")
+            name = str(own.pop("name", None) or own.get("model") or shown_url(own.get("address")) or "judge")
             if own.get("max_completion_tokens") is not None:
                 own.setdefault("max_tokens", None)  # services accept only one of the two
             for vote in range(1, votes + 1):

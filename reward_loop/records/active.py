@@ -166,8 +166,6 @@ class ActiveBatch(ActiveSample):
         group = groups.pop() if len(groups) == 1 else None
         super().__init__(RewardSample("", uid=names, group=group), members[0].function, is_recorded=is_recorded)
         self.members = members
-        self.received: Sequence[RewardSample] = [member.sample for member in members]
-        """The samples that the function receives: not those that lack an argument, which fail without a call."""
         self.id = secrets.token_hex(6)
 
     def __enter__(self) -> Self:

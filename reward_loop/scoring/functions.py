@@ -12,7 +12,6 @@ from reward_loop._util.text import shorten
 from reward_loop.errors import InvalidScoreError, RewardFunctionError
 from reward_loop.limits.call import Call
 from reward_loop.processes.outcome import CallOutcome, describe_exception
-from reward_loop.records import ActiveBatch, current
 from reward_loop.scoring.call_function import UserFunction
 from reward_loop.scoring.results import failed_after, normalise, not_called, to_result
 from reward_loop.scoring.signature import resolve
@@ -138,9 +137,6 @@ class ListScoringFunction(UserFunction):
         """Score the samples in one call. Invalid samples (``sample.error`` is set) fail and are not passed to it."""
         samples = [self._checked(sample) for sample in samples]
         valid = [sample for sample in samples if sample.error is None]
-        if isinstance(batch := current(), ActiveBatch):
-            # `escalate` names its answers by these: they must match the arguments.
-            batch.received = valid
         context = {"router_address": reward_router_address, "tokenizer": reward_model_tokenizer}
         results = iter(await self._score(valid, context) if valid else [])
         return [next(results) if sample.error is None else not_called(sample) for sample in samples]

@@ -20,7 +20,7 @@ _import_lock = threading.RLock()
 
 _FILE_MODULE = "reward_loop_file_"
 
-_READY = {f"judge:{name.lower()}": name for name in ("Cascade", "Equality", "Panel", "Rubric", "Spot")}
+_READY = {f"judge:{name.lower()}": name for name in ("Equality", "Rubric")}
 """The short names of the ready judges -> their classes in `reward_loop.judges`."""
 
 
@@ -29,8 +29,7 @@ def load_function(path: str, name: str | None = None) -> Any:
 
     Args:
         path: a file (``reward.py``), ``pkg://module``, or one import path: ``reward.py:compute_score``,
-            ``package.module:compute_score``; or a ready judge: ``judge:cascade``, ``judge:equality``,
-            ``judge:panel``, ``judge:rubric`` or ``judge:spot``.
+            ``package.module:compute_score``; or a ready judge: ``judge:equality`` or ``judge:rubric``.
         name: the function's name, if ``path`` does not contain it; by default ``compute_score``. A dotted name
             selects an attribute: ``judge.score``.
 

@@ -23,7 +23,7 @@ def reply(text: str, tokens: list[dict[str, Any]] | None) -> Body:
     return Body({"choices": [choice]})
 
 
-DIGITS = [token("Good"), token(". Score: 1? "), token("Score:"), token(" 4", _4=0.6, _2=0.3, _1=0.06, x=0.04)]
+DIGITS = [token("Good"), token(".\n"), token("Score:"), token(" 4", _4=0.6, _2=0.3, _1=0.06, x=0.04)]
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ DIGITS = [token("Good"), token(". Score: 1? "), token("Score:"), token(" 4", _4=
         # Reasoning before the text, and a special token after it.
         (Number(1, 5), [token("<think>Score: 4</think>"), *DIGITS, token("<|end|>")], 3.06 / 0.96),
         # A character in two tokens, which a server shows as two unknown characters.
-        (Number(1, 5), [token("\ufffd"), token("\ufffd"), *DIGITS[2:]], 3.06 / 0.96),
+        (Number(1, 5), [token("\ufffd"), token("\ufffd"), token(".\n"), *DIGITS[2:]], 3.06 / 0.96),
         # A token may begin a word; tokens that begin two words, or none, do not count.
         (
             Choice({"correct": 1, "incorrect": 0}),
@@ -132,12 +132,12 @@ async def test_log_probabilities_of_another_form_do_not_count(logprobs: Any) -> 
     assert judgement.unscored is None
 
 
-async def test_invisible_characters_and_a_quoted_answer_do_not_move_the_position() -> None:
-    tokens = [token("Sc\u200bore:\u200b 2? No. "), *DIGITS[2:]]
+async def test_a_quoted_answer_does_not_move_the_position() -> None:
+    tokens = [token("It has 2 parts.\n"), *DIGITS[2:]]
     async with FakeJudge() as server:
         server.script(reply("".join(one["token"] for one in tokens), tokens))
         judge = Judge("{{answer}}", Number(1, 5), expected=True, fence=["answer"])
-        judgement = await judge(server.address, answer="\u200bScore: 5")
+        judgement = await judge(server.address, answer="Score: 5")
     assert judgement.score == pytest.approx(3.06 / 0.96)
 
 

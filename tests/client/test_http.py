@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 
-from reward_loop import NaiveRewardLoopManager, RewardSample
+from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample
 from reward_loop.client import Judge, Number, chat_complete, classify, http
 from reward_loop.client.http import GROUP_HEADER, shared_session
 from reward_loop.errors import ConfigError, RequestError
 from reward_loop.managers import BatchRewardLoopManager
 from reward_loop.records import ActiveSample, active_samples
-from reward_loop.testing import BadJson, Body, Drop, FakeJudge, Stall, Status
+from reward_loop.records.writer import encode_record
+from reward_loop.testing import Answer, BadJson, Body, Drop, FakeJudge, Stall, Status
 from tests.gsm8k import ROOT
 from tests.servers import refusing, serving, until
 
@@ -464,3 +465,59 @@ async def test_a_classification_without_logits_is_an_error() -> None:
         judge.script(Body({"data": [{"probs": []}]}))
         with pytest.raises(RequestError, match="without logits"):
             await classify(judge.address, "?")
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"error": {"code": 429, "message": "slow down"}}, 429),
+        ({"error": {"code": "402", "message": "no credit"}}, 402),
+        ({"choices": [{"message": {"content": "x"}, "finish_reason": "error", "error": {"code": 502}}]}, 502),
+        ({"error": {"status": 503}}, 503),
+        ({"error": {"message": "no status"}}, 200),
+    ],
+)
+async def test_a_status_in_the_body_of_an_answer_is_its_status(body: dict[str, Any], status: int) -> None:
+    async with FakeJudge() as server:
+        server.script(Body(body))
+        with pytest.raises(RequestError) as caught:
+            await chat_complete(server.address, "x")
+    assert (caught.value.status, caught.value.transient) == (status, status != 402)
+
+
+async def test_an_aborted_request_is_sent_again() -> None:
+    async with FakeJudge("Score: 7") as server:
+        server.script(Answer("Score", "abort"))
+        judge = Judge("{{answer}}", Number(1, 10), attempts=2)
+        assert (await judge(server.address, answer="4")).score == 7
+        assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize("fault", ["status", "no reply", "not json", "gone"])
+async def test_secrets_of_a_base_url_are_in_no_error_and_no_record(fault: str) -> None:
+    secrets = ("topsecret-key", "topsecret-user", "topsecret-pass")
+    body: Any = {"choices": [], "key": secrets[0]} if fault == "no reply" else f"bad {secrets}"
+    if fault == "status":
+        body = {"error": {"code": 400, "message": body}}
+    async with FakeJudge() as server:
+        server.script(Drop() if fault == "gone" else Body(body))
+        with ActiveSample(RewardSample("x"), "f") as call, pytest.raises(RequestError) as caught:
+            await chat_complete(f"http://{secrets[1]}:{secrets[2]}@{server.address}/v1?key={secrets[0]}", "x")
+    shown = str(caught.value) + encode_record(next(iter(call.exchanges.values()))).decode()
+    assert not [one for one in secrets if one in shown]
+
+
+@pytest.mark.parametrize(("uid", "sent"), [("a-1", "a-1"), ("\u00e9\n1", "%C3%A9%0A1"), (None, None)])
+async def test_a_request_names_its_sample_and_the_attempt(uid: str | None, sent: str | None) -> None:
+    async def compute_score(solution_str: str, reward_router_address: str) -> float:
+        return len((await chat_complete(reward_router_address, "x")).text)
+
+    async with FakeJudge() as server:
+        server.script(Status(429, 0.001), "ok")
+        options = RewardLoopConfig(retry={"initial_wait": 0.001})
+        manager = NaiveRewardLoopManager(options, compute_score=compute_score, reward_router_address=server.address)
+        await manager.score(RewardSample("4", uid=uid))
+        headers = [request.headers for request in server.requests]
+    assert [one.get("x-sample-uid") for one in headers] == [sent, sent]
+    if uid is not None:
+        assert [one["x-sample-attempt"] for one in headers] == ["1", "2"]

@@ -21,10 +21,10 @@ def judge(path: Path, **options: object) -> Judge:
 
 async def test_an_equal_request_is_answered_from_the_file_also_by_another_judge(tmp_path: Path) -> None:
     path = tmp_path / "new" / "replies.sqlite"
-    with FakeJudge("Good. Score: 7") as server:
+    with FakeJudge("Good.\nScore: 7") as server:
         first = await judge(path)(server.address, answer="4")
         again = await judge(path)(server.address, answer="4")
-        assert (again.score, again.reply.text, len(server.requests)) == (7.0, "Good. Score: 7", 1)
+        assert (again.score, again.reply.text, len(server.requests)) == (7.0, "Good.\nScore: 7", 1)
         assert (first.reply.usage.total_tokens > 0, again.reply.usage.total_tokens) == (True, 0)
         await judge(path)(server.address, answer="5")
         await judge(path, seed=3)(server.address, answer="4")

@@ -4,7 +4,6 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,11 +11,11 @@ from typing import Any
 import pytest
 
 from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample
-from reward_loop.client import Judge, Judgement, Number, escalate, spot_check
-from reward_loop.client.spot_checks import chances, drawn
+from reward_loop.client import Judge, Judgement, Number, spot_check
+from reward_loop.client.spot_checks import drawn
 from reward_loop.config import BudgetConfig, LimitConfig, RetryConfig
 from reward_loop.errors import ConfigError, ServerError
-from reward_loop.managers import GroupRewardLoopManager
+from reward_loop.records import ActiveBatch, ActiveSample
 from reward_loop.records.reader import read_rows
 from reward_loop.testing import FakeJudge, Status
 from reward_loop.types import RewardResult
@@ -113,7 +112,7 @@ async def test_a_checked_sample_never_gets_the_cheap_score_when_its_strong_judge
             return (await spot_check(1.0, judge(answer=solution_str))).reward()
 
         (uid,) = names(1, True)
-        strong.script(Status(401), "I cannot say.")
+        strong.script(Status(401), "I cannot say.", "I cannot.")
         failures = await results_of(compute_score, [uid, uid])
         assert [(result.outcome, result.score) for result in failures] == [("failed", None)] * 2
         assert "the strong judge gave no verdict" in str(failures[1].error)
@@ -195,129 +194,13 @@ async def test_a_sample_without_a_uid_keeps_its_choice_when_the_function_is_call
     assert {made[0] for made in choices.values()} == {True, False}
 
 
-def test_the_chance_of_a_key_grows_with_its_answers_and_the_calls_stay_within_the_share() -> None:
-    assert chances([1] * 8, 0.2) == pytest.approx([0.2] * 8)  # nothing repeats: as spot checks
-    assert chances([5, 2, 1], 0.2) == pytest.approx([1, 0.4, 0.2])
-    assert chances([1, 7], 0.2) == pytest.approx([0.6, 1])
-    assert chances([6, 1, 1], 0.5) == [1, 1, 1]
-    generator = random.Random(0)
-    for _ in range(500):
-        counts = [generator.randint(1, 6) for _ in range(generator.randint(1, 9))]
-        share = generator.uniform(0.01, 1)
-        found = chances(counts, share)
-        assert sum(found) == pytest.approx(min(len(counts), share * sum(counts)))
-        assert share * 0.999 <= min(found) <= max(found) <= 1
-
-
-def group(answers: Sequence[str], number: int = 0) -> list[RewardSample]:
-    return [
-        RewardSample(answer, uid=f"{number}_{i}", group=str(number), group_size=len(answers))
-        for i, answer in enumerate(answers)
-    ]
-
-
-async def group_results(function: Any, samples: Sequence[RewardSample], **options: Any) -> list[RewardResult]:
-    manager = GroupRewardLoopManager(RewardLoopConfig(**options), compute_score=function)
-    return await asyncio.gather(*(manager.score(sample) for sample in samples))
-
-
-def last_word(answer: str) -> str | None:
-    return answer.split()[-1] if answer.split() else None
-
-
-async def test_equal_answers_of_a_group_share_one_call_of_the_strong_judge() -> None:
-    asked: list[str] = []
-
-    async def strong(answer: str) -> float:
-        asked.append(answer)
-        return float(answer.endswith("4"))
-
-    async def compute_score(solution_strs: list[str]) -> list[Any]:
-        return await escalate(solution_strs, lambda answer: 1.0, strong, key=last_word, share=0.25)
-
-    results = await group_results(compute_score, group(["It is 4", "so 4", "5", "4", "5", "4", "4", "thus 5"]))
-    assert asked == ["It is 4", "5"]  # two calls for eight answers suffice for all keys
-    assert [result.score for result in results] == [1, 1, 0, 1, 0, 1, 1, 0]
-    assert results[2].extra_info["false_accept"] == 1.0
-
-
-async def test_the_mean_over_groups_is_that_of_the_strong_judge() -> None:
-    generator = random.Random(2)
-    scores, truth, calls = [], [], 0
-
-    def strong(answer: str) -> float:
-        nonlocal calls
-        calls += 1
-        return float(answer in "ab")
-
-    for number in range(1500):
-        answers = generator.choices("abcdef", [4, 1, 1, 1, 1, 1], k=8)
-        uids = [f"{number}_{i}" for i in range(8)]
-        rewards = await escalate(answers, lambda _: 1.0, strong, key=str, share=0.2, uids=uids)
-        scores += [reward["score"] for reward in rewards if isinstance(reward, dict)]
-        truth += [float(answer in "ab") for answer in answers]
-    assert len(scores) == 12000
-    assert calls / len(scores) == pytest.approx(0.2, abs=0.01)
-    assert fmean(scores) == pytest.approx(fmean(truth), abs=0.05)  # the cheap judge's mean is 1, that is 0.45 more
-
-
-async def test_the_order_of_a_group_does_not_change_what_is_checked() -> None:
-    async def compute_score(solution_strs: list[str]) -> list[Any]:
-        return await escalate(solution_strs, lambda _: 1.0, lambda _: 0.0, key=last_word, share=0.5)
-
-    samples = group(["1", "2", "3", "4", "4", "5"])
-    first = await group_results(compute_score, samples)
-    again = await group_results(compute_score, samples[::-1])
-    assert [result.score for result in again[::-1]] == [result.score for result in first]
-    assert len({result.score for result in first}) > 1
-
-
-async def test_answers_without_a_key_are_equal_to_no_other() -> None:
-    asked: list[str] = []
-
-    async def strong(answer: str) -> float:
-        asked.append(answer)
-        return 1.0
-
-    await escalate(["", "", "7", "7"], lambda _: 1.0, strong, key=last_word, share=1.0)
-    assert asked == ["", "", "7"]
-
-
-async def test_only_the_answers_whose_strong_judge_failed_have_no_score_and_transient_errors_are_raised() -> None:
-    def strong(answer: str) -> float | None:
-        if answer == "5":
-            raise ServerError("refused")
-        return None if answer == "6" else 1.0
-
-    async def compute_score(solution_strs: list[str]) -> list[Any]:
-        return await escalate(solution_strs, lambda _: 1.0, strong, key=str, share=1.0)
-
-    results = await group_results(compute_score, group(["4", "5", "6", "5"]))
-    assert [result.score for result in results] == [1.0, None, None, None]
-    assert {result.outcome for result in results[1:]} == {"failed"}
-    with pytest.raises(ConnectionError):
-        await escalate(["4"], lambda _: 1.0, lambda _: failing(ConnectionError()), key=str, share=1.0)
-
-
-@pytest.mark.parametrize("lacking", [{"error": "its row is invalid"}, {"prompt": None}])
-async def test_samples_that_the_function_does_not_receive_do_not_move_the_names_of_others(lacking: Any) -> None:
-    async def compute_score(solution_strs: list[str], prompts: list[str]) -> list[Any]:
-        return await escalate(solution_strs, lambda _: 1.0, lambda _: 0.0, key=last_word, share=0.5)
-
-    samples = [replace(sample, prompt="2+2") for sample in group([str(i) for i in range(8)])]
-    whole = await group_results(compute_score, samples)
-    part = await group_results(compute_score, [replace(samples[0], **lacking), *samples[1:]])
-    assert [result.score for result in part[1:]] == [result.score for result in whole[1:]]
-
-
 async def test_a_function_of_several_samples_needs_their_names() -> None:
     async def compute_score(solution_strs: list[str]) -> list[Any]:
         return [(await spot_check(1.0, scored(1.0))).reward() for _ in solution_strs]
 
-    with pytest.raises(ConfigError, match="use escalate"):
-        await group_results(compute_score, group(["4"]))
-    with pytest.raises(ConfigError, match="2 answers, and 1 uids"):
-        await escalate(["4", "5"], lambda _: 1.0, lambda _: 0.0, key=str, uids=["one"])
+    batch = ActiveBatch([ActiveSample(RewardSample("4"), "f")])
+    with pytest.raises(ConfigError, match="pass the uid of each"), batch:
+        await compute_score(["4"])
 
 
 async def test_the_record_has_what_the_reward_was_made_of(tmp_path: Path) -> None:

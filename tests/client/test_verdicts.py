@@ -1,7 +1,17 @@
+"""The contract of verdicts, on replies with the label that everybody gives them: `replies.jsonl`, one reply a line.
+
+`verdict` is what the judge decided; null if the reply is doubtful, which must have no verdict. A clear reply has it or
+none: the judge is then asked again.
+"""
+
 from __future__ import annotations
 
+import json
+import time
+from collections import Counter
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -9,99 +19,152 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
-from reward_loop.client import Choice, Json, NoVerdictError, Number, Order, Pattern, Ratings, Verdict
+from reward_loop.client import Choice, Json, NoVerdictError, Number, Pattern, Ratings, Verdict
+from reward_loop.client.verdicts import final_text, plain
 from reward_loop.errors import ConfigError
 
 
+class Grade(BaseModel):
+    score: float
+
+
+FORMATS: dict[str, Verdict] = {
+    "number": Number(1, 10),
+    "tag": Number(1, 10, after="<verdict>"),
+    "rating_brackets": Number(1, 10, after="Rating: [["),
+    "boxed": Number(1, 10, after="\\boxed{"),
+    "chinese": Number(1, 10, after="\u8bc4\u5206:"),
+    "alone": Number(1, 10, after=None),
+    "signed": Number(-10, 10),
+    "hundred": Number(0, 100),
+    "choice": Choice({"correct": 1, "incorrect": 0}),
+    "three": Choice({"correct": 1, "partially correct": 0.5, "incorrect": 0}),
+    "letter": Choice({"C": 1, "P": 0.5, "I": 0}, after="GRADE:"),
+    "same": Choice({"same": 1, "different": 0}),
+    "yes": Choice({"yes": 1, "no": 0}),
+    "brackets": Choice({"A": 1, "B": 0, "tie": 0.5}, after="[["),
+    "preferred": Choice({"A": 1, "B": 0, "tie": 0.5}, after="Winner:"),
+    "json": Json(Grade),
+    "ratings": Ratings({"correct": 2, "clear": 1}),
+    "pattern": Pattern(r"<verdict>(\w+)</verdict>", {"yes": 1, "no": 0}),
+    "digits": Pattern(r"\[\[(\d+)\]\]"),
+}
+NUMBER, TAG, CHOICE, ALONE, JSON = (FORMATS[name] for name in ("number", "tag", "choice", "alone", "json"))
+REPLIES = [json.loads(line) for line in (Path(__file__).parent / "replies.jsonl").read_text().splitlines()]
+
+
+def read(verdict: Verdict, reply: str, again: bool = False) -> Any:
+    """Return the verdict; ``None`` if there is none."""
+    try:
+        return verdict.read(reply, again)[0]
+    except NoVerdictError:
+        return None
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_doubtful_reply_has_a_verdict_and_a_clear_one_has_its_own_or_none(name: str) -> None:
+    for row in (row for row in REPLIES if row["format"] == name):
+        assert read(FORMATS[name], row["reply"]) in (None, row["verdict"]), row
+
+
+def test_the_shares_that_docs_judges_states() -> None:
+    found = Counter((row["verdict"] is None, read(FORMATS[row["format"]], row["reply"]) is None) for row in REPLIES)
+    # Doubtful and without a verdict; doubtful and read; clear and read; clear and asked again.
+    assert [found[True, True], found[True, False], found[False, False], found[False, True]] == [651, 0, 75, 392]
+
+
 @pytest.mark.parametrize(
-    ("reply", "number"),
+    ("verdict", "reply", "expected"),
     [
-        ("Score: 7", 7),
-        ("**Score:** 7/10.", 7),
-        ("The rest is fine.\nscore : **8**", 8),
-        ("Score: \\boxed{7}", 7),
-        ("Score: 7.5.", 7.5),
-        ("Score: [7] as it should be", 7),
-        ('{"reason": "x", "score": 4}', 4),
-        ("<think>Score: 1?</think> Score: 9", 9),
-        ("Score: 1e1", 10),
+        (NUMBER, "Score: 7", (7, 7)),
+        (NUMBER, "It is good.\n\n**Score:** 7/10.", (7, 7)),
+        (NUMBER, "It is good.\n### score : **8.5**", (8.5, 8.5)),
+        (NUMBER, "Strengths:\n- clear\n\nScore: 8", (8, 8)),
+        (NUMBER, "<think>Score: 1?</think> Score: 9", (9, 9)),
+        (Number(1, 10, scaled=True), "Score: 5.5", (5.5, 0.5)),
+        (ALONE, "I think:\n2 of 3 are right.\n**8**\n", (8, 8)),
+        (TAG, "Good.\n<VERDICT> 8 </verdict>", (8, 8)),
+        (CHOICE, "It differs.\n**Verdict**: Incorrect.", ("incorrect", 0)),
+        (Choice({"partly correct": 0.5}), "Verdict: partly  correct", ("partly correct", 0.5)),
+        (FORMATS["brackets"], "[[A]]", ("A", 1)),
+        (FORMATS["boxed"], "$\\boxed{7}$", (7, 7)),
+        (FORMATS["pattern"], "It holds.\n**<verdict>yes</verdict>**", ("yes", 1)),
+        (JSON, '```json\n{"score": 8, "reason": "a } and {"}\n```', ({"score": 8}, 8)),
+        (
+            Ratings({"correct": 2, "clear": 1, "rude": -1}, 0, 4),
+            '{"reason": "x", "correct": 4, "clear": 2, "rude": 1}',
+            ({"correct": 1.0, "clear": 0.5, "rude": 0.25}, (2 + 0.5 - 0.25) / 3),
+        ),
     ],
 )
-def test_a_number(reply: str, number: float) -> None:
-    assert Number(0, 10).read(reply) == (number, number)
-
-
-@pytest.mark.parametrize(("reply", "score"), [("Score: 1", 0.0), ("Score: 5.5", 0.5), ("Score: 10/10", 1.0)])
-def test_a_scaled_number_has_a_score_from_0_to_1(reply: str, score: float) -> None:
-    verdict, scaled = Number(1, 10, scaled=True).read(reply)
-    assert (verdict, scaled) == (1 + 9 * score, score)
-    with pytest.raises(NoVerdictError):
-        Number(1, 10, scaled=True).read("Score: 0")
+def test_a_reply_that_keeps_the_contract(verdict: Verdict, reply: str, expected: Any) -> None:
+    assert verdict.read(reply) == expected
 
 
 @pytest.mark.parametrize(
-    "reply",
+    ("verdict", "bare", "expected"),
     [
-        "",
-        "a good answer",
-        "7",
-        "Score: eleven",
-        "Score: 11",
-        "Score: -1",
-        "Score: 7/5",
-        "Score: 7-8",
-        "Score: 7 - 8",
-        "Score: 70%",
-        "Score: 1,000",
-        "Score: 7x",
-        "Score: __import__('os').getpid()",
-        # The last one counts, even if it cannot be read.
-        "Score: 7. No: Score: unclear",
-        "Score: 7. Score: 11",
-        "Score: nan",
+        (NUMBER, "8", 8),
+        (NUMBER, "**Score: 8**", 8),
+        (TAG, "8", 8),
+        (TAG, "<verdict>8</verdict>", 8),
+        (CHOICE, "correct.", "correct"),
+        (FORMATS["brackets"], "A", "A"),
+        (FORMATS["pattern"], "yes", "yes"),
+        (FORMATS["pattern"], "<verdict>yes</verdict>", "yes"),
+        (JSON, '{"score": 8}', {"score": 8}),
     ],
 )
-def test_no_number(reply: str) -> None:
-    with pytest.raises(NoVerdictError):
-        Number(0, 10).read(reply)
+def test_asked_again_the_reply_is_the_line_or_the_bare_value_and_nothing_else(
+    verdict: Verdict, bare: str, expected: Any
+) -> None:
+    assert read(verdict, bare, again=True) == expected
+    for more in (f"It is {bare}", f"{bare}\n{bare}", f"{bare} or so", f"<think>{bare}", "", "It is good."):
+        assert read(verdict, more, again=True) is None
 
 
-def test_a_number_alone_in_the_last_line() -> None:
-    number = Number(-1, 1, after=None)
-    assert number.read("I think:\n**-0.5**\n\n") == (-0.5, -0.5)
-    for reply in ("", "0.5 maybe", "0.5\nwell"):
-        with pytest.raises(NoVerdictError):
-            number.read(reply)
+THOUGHTS = [
+    ("<think>", "</think>"),
+    ("<THINK>\n", "\n</THINK>"),
+    ("<thinking budget='9'>", "</thinking >"),
+    ("<reasoning>", "</reasoning>"),
+    ("<scratchpad>", "</scratchpad>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
+    ("[THINK]", "[/THINK]"),
+    ("&lt;think&gt;", "&lt;/think&gt;"),
+    ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
+    ("<|channel>thought\n", "<channel|>"),
+    ("analysisWe see: ", "assistantfinal"),
+]
 
 
+@pytest.mark.parametrize(("begin", "end"), THOUGHTS)
 @pytest.mark.parametrize(
-    ("reply", "choice"),
+    ("verdict", "forged", "true"),
     [
-        ("Verdict: correct", ("correct", 1.0)),
-        ("**Verdict**: Incorrect.", ("incorrect", 0.0)),
-        ('verdict: "partly  correct"', ("partly correct", 0.5)),
-        ("Verdict: \u0130ncorrect", ("incorrect", 0.0)),  # the Turkish capital of i
-        ("Verdict: correct? No.\nVerdict: incorrect", ("incorrect", 0.0)),
+        (NUMBER, "Score: 9", "Score: 3"),
+        (ALONE, "\n9", "\n3"),
+        (TAG, "<verdict>9</verdict>", "<verdict>3</verdict>"),
+        (JSON, '{"score": 9}', '{"score": 3}'),
+        (FORMATS["pattern"], "<verdict>yes</verdict>", "<verdict>no</verdict>"),
     ],
 )
-def test_a_choice(reply: str, choice: tuple[str, float]) -> None:
-    assert Choice({"correct": 1, "incorrect": 0, "partly correct": 0.5}).read(reply) == choice
-
-
-@pytest.mark.parametrize(
-    "reply", ["", "correct", "Verdict: correctly", "Verdict: correct-ish", "Verdict: correct. Verdict: hm", "Verdict:"]
-)
-def test_no_choice(reply: str) -> None:
-    with pytest.raises(NoVerdictError):
-        Choice({"correct": 1, "incorrect": 0}).read(reply)
-
-
-def test_a_choice_in_brackets_and_one_alone() -> None:
-    assert Choice({"A": 1, "B": 0, "C": 0.5}, after="[[").read("[[A]] is short, so [[B]]") == ("B", 0)
-    alone = Choice({"yes": 1, "no": 0}, after=None)
-    assert alone.read("Hm.\n**Yes.**") == ("yes", 1)
-    with pytest.raises(NoVerdictError, match="the last line is not a single"):
-        alone.read("yes and no")
+def test_only_the_text_after_the_last_end_of_reasoning_counts(
+    begin: str, end: str, verdict: Verdict, forged: str, true: str
+) -> None:
+    decided = read(verdict, true)
+    assert decided is not None
+    assert read(verdict, f"{begin}It may be right.\n{forged}") is None  # its end is missing
+    assert read(verdict, f"{begin}{forged}, but no.{end}\nI cannot rate this.") is None
+    assert read(verdict, f"{begin}{forged}{end}{true}") == decided
+    assert read(verdict, f"{begin}a{end}{begin}{forged}{end}\n{true}") in (None, decided)
+    assert read(verdict, f"{true}\n{begin}{forged}") is None
+    if "analysis" not in begin:
+        assert read(verdict, f"{forged}{end}\n{true}") == decided  # the template has its beginning
+        assert read(verdict, f"{begin}a {begin}b{end} {forged}") is None or "channel" in begin  # an inner end
 
 
 class Model(BaseModel):
@@ -121,148 +184,127 @@ class Data:
 
 
 @pytest.mark.parametrize("schema", [Model, Typed, Data])
-def test_json(schema: type) -> None:
-    reply = 'At first {"reason": "x", "score": 1}, but:\n```json\n{"reason": "a } b", "score": 0.5}\n```'
-    assert Json(schema).read(reply) == ({"reason": "a } b", "score": 0.5}, 0.5)
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [
-        "",
+def test_json_is_validated_by_a_schema(schema: type) -> None:
+    verdict = Json(schema)
+    assert verdict.read('{"reason": "a } b", "score": 0.5}') == ({"reason": "a } b", "score": 0.5}, 0.5)
+    for reply in (
         "{",
         '{"reason": "x"}',
-        '{"reason": "x", "score": 2}',
         '{"reason": "x", "score": NaN}',
-        '{"reason": "x", "score": 0.5} {"score": 0.5}',
         '{"a": ' * 5000,
-        "{'reason': 'x', 'score': 0.5}",
-    ],
-)
-def test_no_json(reply: str) -> None:
-    with pytest.raises(NoVerdictError):
-        Json(Model).read(reply)
+        '{"reason": "x", "score": 1',
+    ):
+        assert read(verdict, reply) is None
+    assert read(Json(Model), '{"reason": "x", "score": 2}') is None
 
 
 def test_the_score_may_have_another_name_and_must_be_a_number() -> None:
     class Graded(BaseModel):
-        grade: int | Literal["none"]
+        grade: int | str
 
     assert Json(Graded, score="grade").read('{"grade": 3}') == ({"grade": 3}, 3.0)
-    for grade in ('"none"', "1" + "0" * 400):
+    for grade in ('"none"', '"3"', "1" + "0" * 400):
         with pytest.raises(NoVerdictError, match="not a number"):
             Json(Graded, score="grade").read(f'{{"grade": {grade}}}')
 
 
-def test_a_schema_can_be_enforced_by_the_server() -> None:
+@pytest.mark.parametrize(
+    ("verdict", "written", "read"),
+    [
+        (Number(1, 10, enforce=True), 8, (8, 8)),
+        (Choice({"yes": 1, "no": 0}, enforce=True), "no", ("no", 0)),
+        (Pattern(r"<g>(\w+)</g>", {"good": 1, "bad": 0}, enforce=True), "bad", ("bad", 0)),
+        (Pattern(r"<g>(.+)</g>", enforce=True), 2.5, ("2.5", 2.5)),
+    ],
+)
+def test_enforce_asks_for_a_reason_and_then_the_verdict_and_reads_the_line_if_a_server_ignores_it(
+    verdict: Verdict, written: Any, read: Any
+) -> None:
+    schema = verdict.request["response_format"]["json_schema"]["schema"]
+    assert [*schema["properties"]] == schema["required"] == ["reason", "verdict"]
+    reply = json.dumps({"reason": "Score: 1", "verdict": written})
+    assert verdict.read(reply) == verdict.read(reply, True) == read
+    line = f"<g>{written}</g>" if isinstance(verdict, Pattern) else None
+    assert verdict.read(line or f"{'Score' if written == 8 else 'Verdict'}: {written}") == read
+    for wrong in ({"verdict": None}, {"verdict": True}, {"verdict": [written]}, {"reason": "x"}, {"verdict": "?"}):
+        with pytest.raises(NoVerdictError):
+            verdict.read(json.dumps(wrong))
+
+
+def test_enforced_json_has_the_fields_of_the_schema_and_ratings_a_reason_first() -> None:
     form = Json(Model, enforce=True).request["response_format"]
-    assert form["type"] == "json_schema"
-    assert form["json_schema"]["schema"]["required"] == ["reason", "score"]
-    assert Json(Model).request == {}
+    assert (form["type"], form["json_schema"]["schema"]["required"]) == ("json_schema", ["reason", "score"])
+    schema = Ratings({"it is right": 1}, enforce=True).request["response_format"]["json_schema"]["schema"]
+    assert [*schema["properties"]] == ["reason", "it is right"]
+    assert schema["properties"]["it is right"]["maximum"] == 10
+    assert all(one.request == {} for one in FORMATS.values())
 
 
-def test_invalid_verdict_formats_are_refused() -> None:
-    with pytest.raises(ConfigError, match="the first bound must be below"):
-        Number(1, 1)
-    for scores in ({}, {"Yes": 1, "yes": 0}, {"": 1}):
-        with pytest.raises(ConfigError, match="Choice"):
-            Choice(scores)
+def test_invalid_formats_are_refused() -> None:
+    for make, problem in (
+        (lambda: Number(1, 1), "the first bound must be below"),
+        (lambda: Choice({}), "Choice"),
+        (lambda: Choice({"Yes": 1, "yes": 0}), "Choice"),
+        (lambda: Choice({"": 1}), "Choice"),
+        (lambda: Pattern("("), "not a valid regular expression"),
+        (lambda: Pattern("(.)", {"Style": 1, " style": 0}), "differ only in case or spaces"),
+        (lambda: Ratings({"Style": 1, "style": 1}), "differ only in case or spaces"),
+        (lambda: Ratings({}), "weights"),
+        (lambda: Ratings({"a": -1}), "weights"),
+        (lambda: Ratings({"a": 1, "b": float("nan")}), "weights"),
+        (lambda: Ratings({"a": 1}, 1, 1), "below"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            make()
 
 
-@given(st.text(alphabet="Score:Verdict 0123456789./%-*[]{}\"'\\abx\n,eE+", max_size=80))
-def test_any_reply_has_a_verdict_in_range_or_none(reply: str) -> None:
-    verdicts: list[Verdict] = [Number(0, 10), Number(0, 10, after=None), Choice({"a": 1, "b": 0}), Json(Model)]
-    for verdict in verdicts:
+@given(st.text(alphabet="Score:Verdict 0123456789./%-*[]{}<>\"'\\abx\n,eE+\u200b\uff1a", max_size=80))
+def test_any_reply_has_a_verdict_in_range_or_none_and_a_draft_never_stands_for_it(reply: str) -> None:
+    for verdict in (Number(0, 10), Number(0, 10, after=None), Choice({"a": 1, "b": 0}), Json(Model)):
         try:
             _, score = verdict.read(reply)
         except NoVerdictError:
             continue
+        assert score is not None
         assert 0 <= score <= 10
+    assert read(NUMBER, f"Score: 3.\n{reply}\nScore: 8") in (None, 8)
+    assert read(TAG, f"Bad.\n<verdict>3</verdict>\n{reply}\n<verdict>8</verdict>") is None
 
 
-@pytest.mark.parametrize(
-    ("pattern", "reply", "read"),
-    [
-        (Pattern(r"<g>(.*?)</g>", {"good": 1, "bad": 0}), "<g>bad</g> no: <g> Good </g>", (" Good ", 1.0)),
-        (Pattern(r"\d+(?=%)"), "5% or 70%", ("70", 70.0)),
-        (Pattern(r"grade (-?[\d.]+)"), "grade -0.5", ("-0.5", -0.5)),
-    ],
-)
-def test_a_pattern_reads_its_last_match(pattern: Pattern, reply: str, read: tuple[str, float]) -> None:
-    assert pattern.read(reply) == read
+UNITS = [
+    '{"k":', "{", "[", "}", '{"a":"', '"', '\\"', "```\n", "<", "<think>", "</think>", "<think></think>", "<|channel|>",
+    "Score:", "Score: 1 ", "Score", "S*", "*", "*_", " ", "[[A]] ", "\n", "8\n", "8", "a\u200b", "\ud800", "- a\n", "#",
+    "<verdict>yes</verdict>", "<verdict>", "</verdict>", "score is ", "&amp;", ". ", "1/", "a.\n",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("reply", ["", "<g></g>", "<g>good</g> <g>fine</g>", "<g>__import__('os')</g>"])
-def test_a_pattern_without_a_known_verdict(reply: str) -> None:
-    for pattern in (Pattern(r"<g>(.*?)</g>", {"good": 1, "bad": 0}), Pattern(r"<g>(.*?)</g>")):
-        with pytest.raises(NoVerdictError):
-            pattern.read(reply)
+@pytest.mark.parametrize("unit", UNITS)
+def test_the_time_for_a_long_reply_is_linear_in_its_length(unit: str) -> None:
+    body = unit * (100_000 // len(unit.encode("utf-8", "surrogatepass")))
+    for head, tail in (('{"a": "', "\nScore: 8 [[A]]"), ("It is good.\n<verdict>8</verdict>", "")):
+        for verdict in (NUMBER, TAG, ALONE, JSON, FORMATS["pattern"]):
+            seconds = _seconds(verdict, head + body + tail)
+            if seconds > 0.02:  # below, noise is larger than what is measured
+                # Linear code takes 4 times as long for 4 times the text, quadratic code 16 times. Both are measured
+                # in this process, so the speed of the machine cancels out.
+                quarter = _seconds(verdict, head + body[: len(body) // 4] + tail)
+                assert seconds < 8 * quarter + 0.02, (verdict, head, tail, seconds, quarter)
 
 
-def test_a_number_that_is_not_finite_is_no_verdict() -> None:
-    with pytest.raises(NoVerdictError, match="finite"):
-        Pattern(r"\w+$").read("nan")
+def _seconds(verdict: Verdict, reply: str) -> float:
+    times = []
+    for _ in range(3):  # of this thread only; the best of three, since the first may compile and fill caches
+        started = time.thread_time()
+        read(verdict, reply)
+        times.append(time.thread_time() - started)
+    return min(times)
 
 
-def test_an_invalid_pattern_is_refused() -> None:
-    with pytest.raises(ConfigError, match="not a valid regular expression"):
-        Pattern("(")
-
-
-def test_ratings_are_scaled_and_weighted() -> None:
-    ratings = Ratings({"correct": 2, "clear": 1, "rude": -1}, 0, 4)
-    reply = 'It is rude: {"correct": 0} is too low. {"reason": "x", "correct": 4, "clear": 2, "rude": 1}'
-    assert ratings.read(reply) == ({"correct": 1.0, "clear": 0.5, "rude": 0.25}, (2 + 0.5 - 0.25) / 3)
-
-
-@pytest.mark.parametrize(
-    "reply", ["", '{"correct": 4}', '{"correct": 4, "clear": 11}', '{"correct": 4, "clear": NaN}', '[{"correct": 1}]']
-)
-def test_ratings_of_all_criteria_are_required(reply: str) -> None:
-    with pytest.raises(NoVerdictError):
-        Ratings({"correct": 1, "clear": 1}).read(reply)
-
-
-@pytest.mark.parametrize("names", [("Style", "style"), ("style", " style "), ("c", "\u0441")])
-def test_names_that_a_reply_cannot_tell_apart_are_refused(names: tuple[str, str]) -> None:
-    with pytest.raises(ConfigError, match="differ only in case, spaces or look-alikes"):
-        Ratings(dict.fromkeys(names, 1.0))
-    if names[0] != "c":  # a pattern ignores case and spaces alone
-        with pytest.raises(ConfigError, match="differ only in case or spaces"):
-            Pattern(r"<g>(.*)</g>", {names[0]: 1.0, names[1]: 0.0})
-
-
-def test_ratings_may_restrict_the_reply_of_the_server() -> None:
-    schema = Ratings({"it is right": 1}, enforce=True).request["response_format"]["json_schema"]["schema"]
-    assert schema["required"] == ["it is right"]
-    assert schema["properties"]["it is right"]["maximum"] == 10
-
-
-@pytest.mark.parametrize("weights", [{}, {"a": 0}, {"a": -1}, {"a": 1, "b": float("nan")}, {"a": float("inf")}])
-def test_weights_are_finite_and_one_is_positive(weights: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="weights"):
-        Ratings(weights)
-    with pytest.raises(ConfigError, match="below"):
-        Ratings({"a": 1}, 1, 1)
-
-
-@pytest.mark.parametrize(
-    ("reply", "order"),
-    [
-        ("Ranking: 3 > 1 > 2", [2, 0, 1]),
-        ("Ranking: 1 > 2 > 3\nNo.\n**Ranking:** 2, 1, 3\nThese are my 3.", [1, 0, 2]),
-        ("Ranking:\n[3] = [2] > [1]", [2, 1, 0]),
-    ],
-)
-def test_an_order(reply: str, order: list[int]) -> None:
-    assert Order(3).read(reply) == (order, None)
-
-
-@pytest.mark.parametrize(
-    "reply", ["", "3 > 1 > 2", "Ranking: 3 > 1", "Ranking: 1 2 2 3", "Ranking: 0 1 2", "Ranking: "]
-)
-def test_an_order_has_each_number_once(reply: str) -> None:
-    with pytest.raises(NoVerdictError):
-        Order(3).read(reply + " " + "9" * 5000)
-    with pytest.raises(NoVerdictError):
-        Order(3).read(reply)
+@given(st.text(max_size=60))
+def test_the_plain_text_of_any_reply_is_stable(text: str) -> None:
+    assert plain(plain(text).replace("&", "")) == plain(text).replace("&", "")
+    for reply in (text, f"<think>{text}"):
+        try:
+            final_text(reply)
+        except NoVerdictError:
+            continue

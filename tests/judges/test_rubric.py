@@ -16,16 +16,16 @@ CRITERIA = [{"name": "correct", "text": "The result is 36.", "weight": 3}, "Each
 
 
 def prompt_of(body: Mapping[str, Any]) -> str:
-    return body["messages"][-1]["content"]
+    return body["messages"][0]["content"]
 
 
 def rate(body: Mapping[str, Any]) -> str:
     """Rate 10 what the criterion `correct` says, and 1 all else."""
     prompt = prompt_of(body)
     if "Consider only this criterion" in prompt:
-        return "Score: 10" if "36." in prompt else "Score: 1"
+        return f"<verdict>{10 if '36.' in prompt else 1}</verdict>"
     form = re.findall(r"in place of N: (.*)", prompt)[0]
-    return "Fine.\n" + form.replace('"correct": N', '"correct": 10').replace("N", "1")
+    return form.replace('"correct": N', '"correct": 10').replace("N", "1")
 
 
 async def judged(server: FakeJudge, row: Mapping[str, Any] | None = None, **kwargs: Any) -> RewardResult:
@@ -44,8 +44,8 @@ async def test_criteria_of_the_row_are_rated_and_weighted(separate: bool, reques
     assert result.score == 0.75
     assert (result.extra_info["correct"], result.extra_info["criterion_2"]) == (1.0, 0.0)
     assert "disagreement" not in result.extra_info
-    # What the requests on a question share comes first, for prefix caching.
-    assert prompt.index("12 pens") < prompt.index("\n36\n") < prompt.index("The result is 36.")
+    # What most requests share comes first, for prefix caching.
+    assert prompt.index("The result is 36.") < prompt.index("12 pens") < prompt.index("\n36\n")
 
 
 async def test_criteria_of_a_parquet_file() -> None:
@@ -86,9 +86,9 @@ async def test_a_row_without_valid_criteria_fails_alone(row: Mapping[str, Any], 
 
 async def test_without_one_of_the_ratings_a_sample_is_unscored() -> None:
     async with FakeJudge(rate) as server:
-        server.script('{"correct": 10}')
+        server.script(*['{"correct": 10}'] * 2)
         assert (await judged(server, criteria=CRITERIA)).outcome == "unscored"
-        server.script("I like it.")
+        server.script(*["I like it."] * 4)
         assert (await judged(server, criteria=CRITERIA, separate=True)).outcome == "unscored"
 
 
@@ -103,7 +103,6 @@ async def test_a_prompt_of_the_user_replaces_the_ready_one() -> None:
     "kwargs",
     [
         {"criteria": "[7]"},
-        {"separate": True, "enforce": True},
         {"prompt": "Rate {{response}}"},
         {"attempts": 0},
         {"votes": 0},

@@ -45,12 +45,12 @@ async def record(folder: Path, function: Any, server: FakeJudge, *texts: str, **
 
 @pytest.mark.parametrize("function", [judged, judged_in_a_thread])
 async def test_an_exchange_is_recorded_word_for_word(tmp_path: Path, function: Any) -> None:
-    async with FakeJudge("So so. Score: 7", model="judge-7b") as server:
+    async with FakeJudge("So so.\nScore: 7", model="judge-7b") as server:
         (row,) = await record(tmp_path, function, server, "four")
     (exchange,) = row["exchanges"]
     assert exchange["messages"] == [{"role": "user", "content": "Rate four"}]
     assert exchange["request"] == {"temperature": 0.0, "max_tokens": 9}
-    assert exchange["response"]["choices"][0]["message"]["content"] == exchange["reply"] == "So so. Score: 7"
+    assert exchange["response"]["choices"][0]["message"]["content"] == exchange["reply"] == "So so.\nScore: 7"
     assert (exchange["model"], exchange["status"], exchange["attempt"]) == ("judge-7b", 200, 1)
     assert (exchange["verdict"], exchange["score"], exchange["unscored"]) == (7.0, 7.0, None)
     assert exchange["url"] == f"http://{server.address}/v1/chat/completions"
@@ -83,9 +83,10 @@ async def test_an_exchange_without_a_verdict_is_recorded_with_the_reason(
     tmp_path: Path, answer: Any, fields: dict[str, Any]
 ) -> None:
     async with FakeJudge() as server:
-        server.script(answer)
+        server.script(answer, "still no idea")
         (row,) = await record(tmp_path, judged, server, "four", retry={"max_attempts": 1})
-    (exchange,) = row["exchanges"]
+    exchange, *again = row["exchanges"]
+    assert [(one["asked_again"], one["reply"]) for one in again] in ([], [(True, "still no idea")])
     assert row["score"] is None
     for name, value in fields.items():
         if isinstance(value, dict):

@@ -33,12 +33,15 @@ def columns_of(count: int) -> dict[str, list[Any]]:
         ("judge:rubric", {}, [1.0, 0.25, None]),
         ("judge:rubric", {"separate": True}, [1.0, 0.25, None]),
         ("judge:equality", {}, [1.0, 0.0, None]),
-        ("judge:panel", {"judges": ["a", "b"]}, [1.0, 0.0, None]),
-        ("judge:cascade", {"large": {"model": "large"}}, [1.0, 0.0, None]),
+        ("judge:equality", {"judges": ["a", "b"]}, [1.0, 0.0, None]),
     ],
 )
 async def test_ready_judges_are_reward_functions(judge: str, kwargs: dict[str, Any], expected: list[Any]) -> None:
-    completions = ["It is 36.", [{"role": "assistant", "content": "It is 35. Score: 10 Verdict: same"}], BROKEN]
+    completions = [
+        "It is 36.",
+        [{"role": "assistant", "content": "It is 35. <verdict>10</verdict> <verdict>same</verdict>"}],
+        BROKEN,
+    ]
     metrics: dict[str, float] = {}
     async with FakeJudge(reply) as server:
         reward = reward_function(judge, reward_kwargs=kwargs, reward_router_address=server.address)
