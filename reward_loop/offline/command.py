@@ -23,9 +23,10 @@ from reward_loop.offline.fields import Fields, check_fields
 from reward_loop.offline.folder import MAX_BYTES, ScoredFolder, check_export
 from reward_loop.offline.folder import export as write_export
 from reward_loop.offline.inputs import Inputs, is_compressed
-from reward_loop.offline.report import Price, Report
+from reward_loop.offline.report import Report
 from reward_loop.offline.report_command import outcomes_of, show_report
 from reward_loop.offline.run import RunUsage, ScoringProgress, score_rows, usage_of
+from reward_loop.records import Price
 from reward_loop.scoring.load import source_hash
 from reward_loop.types import Outcome
 

@@ -16,8 +16,8 @@ from reward_loop._util.standard_streams import console
 from reward_loop._util.text import counted, cut, did_you_mean, duration, listing, rounded
 from reward_loop.errors import ConfigError
 from reward_loop.offline import cli_options
-from reward_loop.offline.report import SHOWN, Price, Report
-from reward_loop.records import RecordsReader, health, hidden_share, overlaps
+from reward_loop.offline.report import SHOWN, Report
+from reward_loop.records import Price, RecordsReader, health, hidden_share, overlaps
 
 _PARTS = 30
 """The largest number of rows of a table, and of warnings."""

@@ -18,6 +18,8 @@ from reward_loop.records.events import union as union
 from reward_loop.records.files import EVENTS as EVENTS
 from reward_loop.records.files import SUB_FOLDERS as SUB_FOLDERS
 from reward_loop.records.files import RecordFiles as RecordFiles
+from reward_loop.records.questions import Price as Price
+from reward_loop.records.questions import false_accepts_of as false_accepts_of
 from reward_loop.records.reader import NoRecordsError as NoRecordsError
 from reward_loop.records.reader import RecordsReader as RecordsReader
 from reward_loop.records.reader import check_version as check_version

@@ -30,8 +30,7 @@ from reward_loop._util.api_keys import has_key
 from reward_loop._util.json import encode
 from reward_loop._util.web_pages import is_known_host, own_names
 from reward_loop.errors import ConfigError
-from reward_loop.offline.report import Price
-from reward_loop.records import EVENTS, RecordsReader
+from reward_loop.records import EVENTS, Price, RecordsReader
 from reward_loop.records import health as read_health
 from reward_loop.view.filters import GROUPS_PARAMETERS, SAMPLES_PARAMETERS, check_parameters
 from reward_loop.view.index import Follower, Index

@@ -15,7 +15,7 @@ from reward_loop._util.standard_streams import console
 from reward_loop._util.web_server import api_key, open_listener, serve_until_signal, url_of
 from reward_loop.errors import ConfigError
 from reward_loop.offline import cli_options
-from reward_loop.offline.report import Price
+from reward_loop.records import Price
 
 if TYPE_CHECKING:
     from reward_loop.view.index import Index

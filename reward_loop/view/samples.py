@@ -15,11 +15,10 @@ import orjson
 
 from reward_loop._util.json import decode, encode
 from reward_loop.errors import ConfigError
-from reward_loop.offline.report import Price
-from reward_loop.offline.turns import prompt_turns, response_turns
-from reward_loop.records import RecordsReader, parse_line
+from reward_loop.records import Price, RecordsReader, parse_line
 from reward_loop.view.filters import SampleFilter, SortOrder
 from reward_loop.view.index import Index
+from reward_loop.view.turns import prompt_turns, response_turns
 
 MAX_LIMIT = 10_000
 """The largest number of rows in an answer."""

@@ -12,7 +12,7 @@ import duckdb
 import orjson
 
 from reward_loop._util.intervals import FALSE_ACCEPT, WeightedShare
-from reward_loop.offline.report import Price, false_accepts_of
+from reward_loop.records import Price, false_accepts_of
 from reward_loop.view.filters import SampleFilter, number_of
 from reward_loop.view.index import Index, rows_of
 

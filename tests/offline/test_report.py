@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from reward_loop import cli
 from reward_loop.errors import ConfigError
-from reward_loop.offline.report import Price, Report, Spread
+from reward_loop.offline.report import Report, Spread
+from reward_loop.records import Price
 from reward_loop.records.reader import RecordsReader
 from tests.records.rows import sample, write
 

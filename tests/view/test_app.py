@@ -15,8 +15,7 @@ pytest.importorskip("duckdb")
 
 from starlette.testclient import TestClient
 
-from reward_loop.offline.report import Price
-from reward_loop.records import Records
+from reward_loop.records import Price, Records
 from reward_loop.records.events import HealthRecords
 from reward_loop.records.reader import RecordsReader
 from reward_loop.view.app import Guard, create_app

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
-from reward_loop.offline.turns import Part, Turn, prompt_turns, response_turns
+from reward_loop.view.turns import Part, Turn, prompt_turns, response_turns
 
 CALL = '<tool_call>\n{"name": "run", "arguments": {"code": "1 + 1"}}\n</tool_call>'
 ARGUMENTS = '{\n  "code": "1 + 1"\n}'
