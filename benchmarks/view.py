@@ -383,7 +383,7 @@ def main() -> None:
             result |= measure_following(viewer, folder, count, seconds)
             result["rss_mb"] = round(max(result["rss_mb"], viewer.rss_mb()))
     for name, value in result.items():
-        print(f"{name:16}{value:>12}" if value is None or isinstance(value, str) else f"{name:16}{value:>12,}")
+        print(f"{name:16}{f'{value:,}' if isinstance(value, int | float) else str(value):>12}")
     print(json.dumps(result))
 
 

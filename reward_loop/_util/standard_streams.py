@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import IO, TextIO
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
-__all__ = ["console", "reserve_stdout"]
+__all__ = ["WIDE", "console", "reserve_stdout"]
 
 
 @contextlib.contextmanager
@@ -55,6 +57,35 @@ def _descriptor(stream: IO[str]) -> int | None:
         return None
 
 
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""What a terminal may obey: control characters but line break and tab, and those that change the direction of text."""
+
+WIDE = 10_000
+"""The number of columns of an output that is not a terminal: a pipe or a file has no edge at which to cut."""
+
+
+class _Console(Console):
+    """Shows control characters as their escapes: texts, names and errors may come from a model or from a server."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control or not _UNSAFE.search(segment.text):
+                yield segment
+            else:
+                yield Segment(_printable(segment.text), segment.style)
+
+
+def _printable(text: str) -> str:
+    """Return a text with escapes in place of the characters that a terminal may obey."""
+    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 def console(file: IO[str] | None = None, *, stderr: bool = False) -> Console:
-    """Return a console that only interprets markup: no emoji codes, no colours for numbers, no wrapping."""
-    return Console(file=file, stderr=stderr, soft_wrap=True, emoji=False, highlight=False)
+    """Return a console that only interprets markup: no emoji codes, no colours for numbers, no wrapping.
+
+    Control characters are shown as their escapes, such as ``\\x1b``; without a terminal, nothing is cut to a width.
+    """
+    found = _Console(file=file, stderr=stderr, soft_wrap=True, emoji=False, highlight=False)
+    if not found.is_terminal:
+        found.width = WIDE
+    return found

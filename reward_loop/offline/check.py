@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from reward_loop._util.text import cut, duration, shorten
+from reward_loop._util.text import cut, duration, first_line, shorten
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, FunctionLoadError
-from reward_loop.offline.check_calls import Callee, Calls, CheckedRow, Finding, StepTimer
-from reward_loop.offline.known_answers import TEMPLATES, KnownAnswers, find_pair, right_answers
+from reward_loop.offline.attacks import PAID, AttackedRow, rows_of, texts_of
+from reward_loop.offline.check_calls import (
+    Callee,
+    Calls,
+    CheckedRow,
+    Finding,
+    StepTimer,
+    failing_requests,
+    outside_the_main_thread,
+)
+from reward_loop.offline.holes import NOT_CALLED, Attack, AttackReport, IsolatedScores, KindReport, WaitsForServiceError
+from reward_loop.scoring.results import OUTSIDE_THE_MAIN_THREAD
+from reward_loop.scoring.signature import resolve
 from reward_loop.types import RewardSample
 
 MAX_BLOCKED_S = 0.02
@@ -30,11 +39,13 @@ _HUGE_CHARACTERS = 1_000_000
 _HUGE_TIMEOUT_S = 30.0
 _STUCK_S = 30.0
 """The seconds for which a call may block the event loop before the check ends. No deadline holds meanwhile."""
-_MAX_SOURCES = 4
+_ATTACK_S = 30.0
+"""The seconds for which answers that are right or wrong are scored."""
+_LINES = 8
+"""Maximum number of kinds of answers that a finding lists."""
 _MALFORMED = '\x00\ufffd \\boxed{1 {{ ((( ``` <think> {"a": [1, "\u202e\U0001f600 #### $$ %s %d \\x \n\r\n\t'
 _OWN_LOOP = "the function runs its own event loop: make it `async def` and use await"
 _ADVICE = {
-    "only works in main thread": "signals do not work in threads: decorate the function with @reward_loop.isolated",
     "event loop is already running": _OWN_LOOP,
     "cannot be called from a running event loop": _OWN_LOOP,
 }
@@ -50,6 +61,8 @@ class CheckReport:
     """Whether it is a batch function, which is called with all samples at once."""
     rows: list[CheckedRow] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
+    attack: AttackReport | None = None
+    """What the function accepts and refuses, if it scores by a rule."""
 
     @property
     def problems(self) -> list[Finding]:
@@ -67,15 +80,14 @@ async def check(
     options: RewardLoopConfig | None = None,
     concurrency: int = 16,
     max_blocked_s: float = MAX_BLOCKED_S,
-    in_process: bool = True,
+    more: Sequence[RewardSample] = (),
     on_step: Callable[[str], None] = lambda step: None,
     on_stuck: Callable[[str], None] = lambda line: None,
 ) -> CheckReport:
     """Call a reward function in the ways that a run may call it, and report what goes wrong.
 
-    The function is called about ``2 * len(samples) + concurrency + 3`` times, and a sync one about 40 times more, for
-    answers that are known to be right or wrong, and in a process. A batch function is called about
-    ``concurrency / len(samples) + 5`` times, each time with all samples.
+    All rounds run on an event loop outside of the main thread, as in a run. A function that scores by a rule, without
+    a judge, is also called in processes, with about 160 answers for each row that is attacked.
 
     Args:
         function: the function, in any form that `ScoringFunction` takes. For managers such as `batch` and `group`, a
@@ -87,7 +99,7 @@ async def check(
         options: options of the run; the policies, and the bounds on failures are ignored here.
         concurrency: maximum number of calls in flight when concurrent calls are tested.
         max_blocked_s: maximum time in seconds for which a call may block the event loop.
-        in_process: whether to compare calls of a sync function in threads with calls in a worker process.
+        more: more samples, from which only right and wrong answers are made.
         on_step: called with a description of each step before it starts.
         on_stuck: called in another thread with the line of code that has blocked the event loop for 30 s, or for the
             deadline of a call if that is shorter.
@@ -101,41 +113,40 @@ async def check(
     if broken := [f"{sample.uid}: {sample.error}" for sample in samples if sample.error]:
         raise ConfigError(f"{len(broken)} of {len(samples)} samples are broken. {broken[0]}")
     options = options or RewardLoopConfig()
-    calls_with = functools.partial(
-        Calls,
+    calls = Calls(
         function,
         len(samples),
         manager=manager,
         reward_kwargs=reward_kwargs,
         router_address=router_address,
         concurrency=concurrency,
+        options=options,
     )
-    calls = calls_with(options=options)
     stuck_s = min(_STUCK_S, calls.function.timeout or _STUCK_S)
-    checks = _Checks(calls, samples, concurrency, max_blocked_s, stuck_s, on_stuck)
-    in_worker = None
-    if in_process and checks.scores_by_rule and not calls.in_processes:
-        isolated = options.model_copy(update={"isolation": "process", "max_processes": 1})
-        in_worker = functools.partial(calls_with, options=isolated)
+    checks = _Checks(calls, samples, [*samples, *more], concurrency, max_blocked_s, stuck_s, on_stuck)
+    checks.target = resolve(function, reward_kwargs, of_lists=calls.is_batched)
     report = CheckReport([calls.callee()], calls.is_batched)
     rounds: list[tuple[str, Callable[[], Awaitable[list[Finding]]]]] = [
         ("the samples", checks.samples_score),
         ("the samples again", checks.scores_again),
         ("concurrent calls", checks.concurrent_calls),
         ("right and wrong answers", checks.known_answers),
-        ("calls in a process", functools.partial(checks.calls_in_a_process, in_worker)),
-        ("unusual responses", checks.unusual_responses),
+        ("unusual texts", checks.unusual_texts),
     ]
-    try:
+
+    async def run_rounds() -> None:
         for step, find in rounds:
             on_step(step)
             report.findings += await find()
             if all(row.outcome == "failed" for row in checks.first):
                 break  # all other checks would fail for the same reason
+
+    try:
+        await outside_the_main_thread(run_rounds())
     finally:
         # In a thread: closing waits until worker processes have ended.
         await asyncio.to_thread(calls.close)
-    report.rows = checks.first
+    report.rows, report.attack = checks.first, checks.attack
     return report
 
 
@@ -143,24 +154,26 @@ async def check(
 class _Checks:
     calls: Calls
     samples: Sequence[RewardSample]
+    attacked: Sequence[RewardSample]
     concurrency: int
     max_blocked_s: float
     stuck_s: float
     on_stuck: Callable[[str], None]
-    known: list[KnownAnswers] = field(default_factory=list)
-    """A right and a wrong answer of each data source."""
     first: list[CheckedRow] = field(default_factory=list)
     """The results of the first round."""
     deterministic: bool = True
+    target: Any = None
+    attack: AttackReport | None = None
     blocked: list[list[StepTimer]] = field(default_factory=list)
     """For each round: for how many seconds each call blocked the event loop."""
 
     @property
     def scores_by_rule(self) -> bool:
         """Whether the function compares an answer with the ground truth itself, without asking a judge."""
-        calls = self.calls
-        is_plain = not (calls.is_async or calls.is_batched or "reward_router_address" in calls.requires)
-        return is_plain and "ground_truth" in calls.requires
+        calls, requires = self.calls, self.calls.requires
+        return "ground_truth" in requires and not (
+            calls.of_groups or {"reward_router_address", "response_ids"} & requires
+        )
 
     async def samples_score(self) -> list[Finding]:
         self.first = await self._round()
@@ -237,66 +250,55 @@ class _Checks:
         return [Finding(name, "problem", text)]
 
     async def known_answers(self) -> list[Finding]:
-        """Check that an answer made from the ground truth scores more than that of another sample."""
+        """Attack the function with answers whose right verdict is known, in processes."""
         if not self.scores_by_rule:
             return []
-        name, found = "right and wrong answers", []
-        sources = list(dict.fromkeys(sample.data_source for sample in self.samples))
-        for source in sources[:_MAX_SOURCES]:
-            samples = [sample for sample in self.samples if sample.data_source == source]
-            truths = [sample.ground_truth for sample in samples]
-            pair = await find_pair(samples[0], truths, self._score)
-            about = f"data source {source!r}: " if len(sources) > 1 else ""
-            if isinstance(pair, str):
-                text = f"{about}{pair}. Tried were {len(TEMPLATES)} forms, such as \\boxed{{}} and ####"
-                found.append(Finding(name, "note", text))
-                continue
-            self.known.append(pair)
-            shown = [shorten(answer.solution_str, 40) for answer in (pair.right, pair.wrong)]
-            best = max((row.score for row in self.first if row.score is not None), default=pair.score)
-            text = f"{about}{shown[0]} scores {pair.score:g}, and {shown[1]} scores {pair.wrong_score:g}"
-            if pair.score < best:
-                text += f"; a row scores {best:g}"
-            found.append(Finding(name, "ok", text))
-        return found
-
-    async def _score(self, answer: RewardSample) -> float | None:
-        (row,) = await self.calls.run([answer])
-        return row.score
-
-    async def calls_in_a_process(self, in_worker: Callable[[], Calls] | None) -> list[Finding]:
-        """Check that calls in threads and in a worker process have the same results."""
-        if in_worker is None:
-            return []
-        name = "threads and processes"
-        if not self.deterministic:
-            return [Finding(name, "skipped", "results are not compared, because they differ between calls")]
-        answers = [replace(self.samples[0], solution_str=text) for text in right_answers(self.samples[0])]
-        answers = [*self.samples, *answers]
+        rows = rows_of([(one.ground_truth, _question(one.prompt), one.solution_str) for one in self.attacked])
         try:
-            calls = in_worker()
+            scores = IsolatedScores(self.target, self.attacked, _ATTACK_S)
         except FunctionLoadError as error:
-            return [Finding(name, "skipped", str(error))]
+            return [Finding("right and wrong answers", "skipped", str(error))]
         try:
-            others = await calls.run_each(answers, 1)
+            self.attack = await Attack(rows, scores, scores.width).run()
+            found = await self._elsewhere(scores)
+        except WaitsForServiceError as error:
+            return [Finding("right and wrong answers", "skipped", f"nothing attacked: {error}. See reward-loop audit")]
         finally:
-            await asyncio.to_thread(calls.close)
-        rows = [*self.first, *await self.calls.run_each(answers[len(self.samples) :], 1)]
-        pairs = zip(answers, rows, others, strict=True)
-        changed = [(answer, one, other) for answer, one, other in pairs if not one.same(other)]
-        if not changed:
-            return [Finding(name, "ok", f"{len(answers)} calls have the same results in a worker process")]
-        answer, one, other = changed[0]
-        text = (
-            f"{len(changed)} of {len(answers)} answers have other results in a worker process; "
-            f"{shorten(answer.solution_str, 60)}: {one.shown} in a thread, {other.shown} in a process"
-        )
-        if other.outcome == "failed":
-            return [Finding(name, "note", f"{text}. {_explained(other.error)}")]
-        text += ". Signals, such as alarms of Math-Verify, only work in a process: set isolation=process"
-        return [Finding(name, "problem", text)]
+            await asyncio.to_thread(scores.close)
+        return [*_attack_findings(self.attack, rows), *found]
 
-    async def unusual_responses(self) -> list[Finding]:
+    async def _elsewhere(self, scores: IsolatedScores) -> list[Finding]:
+        """Check that calls where runs call, and in the main thread of another process, have the same results."""
+        assert self.attack is not None
+        if not self.deterministic or self.calls.in_processes or self.calls.is_batched:
+            return []
+        form = self.attack.forms[0] if self.attack.forms else "{}"
+        samples = [*self.samples]
+        for sample in self.samples:
+            text = form.replace("{}", texts_of(sample.ground_truth)[0])
+            samples.append(replace(sample, solution_str=text, is_truncated=None))
+        here = [*self.first, *await self.calls.run_each(samples[len(self.first) :], 1)]
+        places = [*range(len(self.samples))] * 2
+        there = [(await scores(i, [one.solution_str], True))[0] for i, one in zip(places, samples, strict=False)]
+        pairs = list(zip(samples, here, there, strict=False))
+        changed = [
+            (sample, row, other)
+            for sample, row, other in pairs
+            if other != NOT_CALLED and (row.score if row.outcome != "failed" else "") != _plain(other)
+        ]
+        if not changed:
+            return [Finding("other places", "ok", f"{len(pairs)} calls have the same results in a worker process")]
+        sample, row, other = changed[0]
+        shown = f"scored {other:.6g}" if isinstance(other, float) else other or "unscored"
+        text = (
+            f"{len(changed)} of {len(pairs)} answers have other results in the main thread of a worker process; "
+            f"{shorten(sample.solution_str, 60)}: {row.shown} where runs call, {shown} there"
+        )
+        if isinstance(other, str):
+            return [Finding("other places", "note", text)]
+        return [Finding("other places", "problem", f"{text}. Fix: {OUTSIDE_THE_MAIN_THREAD}")]
+
+    async def unusual_texts(self) -> list[Finding]:
         text = self.samples[0].solution_str or "x"
         responses = {
             "an empty response": "",
@@ -306,10 +308,6 @@ class _Checks:
         function, timeout = self.calls.function, self.calls.function.timeout
         function.timeout = min(timeout or _HUGE_TIMEOUT_S, _HUGE_TIMEOUT_S)
         found = []
-        full = self.known[0].score if self.known else math.inf
-        # The huge response repeats an answer, which may be right.
-        own = self.first[0].score if self.first else None
-        right = {responses["a huge response"]} if own is not None and own >= full else set()
         try:
             for name, response in responses.items():
                 one = replace(self.samples[0], solution_str=response, uid=name)
@@ -320,13 +318,27 @@ class _Checks:
                     if others and all(other.outcome == "failed" for other in others):
                         advice += f". The {len(others)} other samples of the call also failed"
                     found.append(Finding(name, "problem", f"{_explained(row.error)}\n{advice}"))
-                elif response not in right and row.score is not None and row.score >= full:
-                    found.append(Finding(name, "problem", f"{row.shown}, no less than a right answer"))
                 else:
                     found.append(Finding(name, "ok", f"{row.shown}, in {duration(row.seconds)}"))
         finally:
             function.timeout = timeout
-        return found
+        return [*found, *await self._failed_requests()]
+
+    async def _failed_requests(self) -> list[Finding]:
+        """Check that a failed request of the function does not become a score."""
+        if self.calls.in_processes:
+            return []
+        with failing_requests() as failed:
+            row, *_ = await self.calls.run(self.samples if self.calls.is_batched else self.samples[:1])
+        if not failed:
+            return []
+        if row.score is None:
+            return [Finding("a failed request", "ok", f"{row.outcome}, when its connection was refused")]
+        text = (
+            f"{row.shown}, when its connection was refused: a run would train on this in an outage of the service. Let "
+            "the error propagate, so that the call is repeated, or return None"
+        )
+        return [Finding("a failed request", "problem", text)]
 
     async def _round(self) -> list[CheckedRow]:
         """Score all samples one after another, and add the longest step of each call to ``blocked``."""
@@ -346,3 +358,77 @@ def _explained(error: str) -> str:
     advice = next((advice for sign, advice in _ADVICE.items() if sign in error), None)
     text = cut(error, _ERROR_CHARACTERS)
     return f"{text}\nFix: {advice}" if advice else text
+
+
+def _question(prompt: Any) -> str:
+    """Return the text of a prompt; of chat messages, the last one."""
+    if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[-1], Mapping):
+        prompt = prompt[-1].get("content")
+    return prompt if isinstance(prompt, str) else ""
+
+
+def _plain(outcome: float | str | None) -> float | str | None:
+    return "" if isinstance(outcome, str) else outcome
+
+
+def _attack_findings(attack: AttackReport, rows: Sequence[AttackedRow]) -> list[Finding]:
+    """Return what the attack found: what a policy is paid for first."""
+    name = "right and wrong answers"
+    anything = [kind for kind in attack.flagged(PAID) if not attack.forms]
+    if anything:
+        text = (
+            f"right and wrong answers have the same score; {shorten(anything[0].smallest, 60)}: {anything[0].score:g}"
+        )
+        return [Finding("false positives", "problem", text)]
+    if attack.note:
+        return [Finding(name, "note", attack.note)]
+    found = []
+    if paid := attack.flagged(PAID):
+        text = "wrong answers that need no reference are right, so a policy is paid for them:\n" + _listed(paid)
+        found.append(Finding("false positives", "problem", text))
+    if holes := attack.flagged(["knows"]):
+        text = "wrong answers that contain the reference, or are near to it, are right:\n" + _listed(holes)
+        found.append(Finding("holes of the rule", "note", text))
+    if bonuses := attack.bonuses:
+        shown = "\n".join(f"{one.name}: {one.bonus:.0%} for {shorten(one.bonus_for, 60)}" for one in bonuses[:_LINES])
+        text = f"wrong answers that need no reference gain a part of the score:\n{shown}"
+        found.append(Finding("paid style", "note", text))
+    if attack.refused:
+        shown = ", ".join(shorten(rows[index].reference, 40) for index in attack.refused[:4])
+        text = f"{len(attack.refused)} of {attack.given} rows: the reference is refused in every form: {shown}"
+        found.append(Finding("refused references", "problem", text))
+    if refused := attack.flagged(["right", "form"]):
+        found.append(Finding("refused answers", "note", "right answers are refused:\n" + _listed(refused)))
+    if listed := attack.flagged(["contract"]):
+        text = "accepted, and people disagree whether they are right:\n" + _listed(listed)
+        found.append(Finding("open to dispute", "ok", text))
+    if crashes := [kind for kind in attack.kinds if kind.crashed]:
+        shown = "\n".join(
+            f"{one.name}: {one.crashed} of {one.answers} answers; {shorten(one.crash, 50)}: {first_line(one.error)}"
+            for one in crashes[:_LINES]
+        )
+        found.append(Finding("crashes", "note", f"samples that a run would exclude:\n{shown}"))
+    types = ", ".join(f"{count} {one}" for one, count in attack.types.items())
+    forms = ", ".join(shorten(form, 40) for form in attack.forms)
+    text = (
+        f"{attack.attacked} of {attack.given} rows ({types}) attacked in {duration(attack.seconds)} with "
+        f"{attack.calls} calls, in the form{'s'[: len(attack.forms) > 1]} {forms}"
+    )
+    if attack.graded:
+        text += "; near answers are paid by their distance, so that only the full score counts as accepted"
+    if attack.not_built:
+        kinds = ", ".join(f"{kind} ({count})" for kind, count in attack.not_built.items())
+        text += f"; rows from which a kind cannot be made: {kinds}"
+    return [*found, Finding(name, "ok" if attack.attacked else "note", text)]
+
+
+def _listed(kinds: Sequence[KindReport]) -> str:
+    lines = []
+    for one in kinds[:_LINES]:
+        line = f"{one.name} ({one.rule}): {one.flagged} of {one.rows} rows; {shorten(one.smallest, 60)}"
+        if one.level not in ("right", "form"):
+            line += f" scores {one.score:g}; a group of such answers earns {one.earned / one.rows:.2g}"
+            line += f", right ones {one.right / one.rows:.2g}"
+        lines.append(line)
+    more = [f"and {len(kinds) - _LINES} more kinds"] if len(kinds) > _LINES else []
+    return "\n".join([*lines, *more])

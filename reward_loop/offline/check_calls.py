@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import math
+import socket
 import threading
 import time
 import types
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -105,7 +108,7 @@ class Calls:
         )
         self._manager = scorer.manager
         self.is_batched = getattr(self._manager, "function_type", ScoringFunction) is ListScoringFunction
-        self._of_groups = getattr(self._manager, "needs_group", False)
+        self.of_groups = getattr(self._manager, "needs_group", False)
         self._groups = itertools.count()
         self.function: Any = scorer.function
         self.requires: frozenset[str] = self.function.requires
@@ -124,7 +127,7 @@ class Calls:
     async def run(self, samples: Sequence[RewardSample]) -> list[CheckedRow]:
         """Score samples at the same time; a batch function receives all of them in one call."""
         if self.is_batched:
-            group = f"group {next(self._groups)}" if self._of_groups else None
+            group = f"group {next(self._groups)}" if self.of_groups else None
             samples = [replace(sample, group=group, group_size=len(samples)) for sample in samples]
         return list(await asyncio.gather(*map(self._run_one, samples)))
 
@@ -149,6 +152,47 @@ class Calls:
             {name: value for name, value in info.items() if is_returned(name)},
             result.error or "",
         )
+
+
+async def outside_the_main_thread(work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine on an event loop in another thread: where runs call functions, and signals do not work."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="check", daemon=True)
+    thread.start()
+    try:
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+
+
+@contextmanager
+def failing_requests() -> Iterator[list[str]]:
+    """Refuse all connections of this process to services, also those that are open. Yields the refused calls."""
+    refused: list[str] = []
+
+    def failing(name: str) -> Callable[..., Any]:
+        usual = getattr(socket.socket, name)
+
+        def call(self: socket.socket, *arguments: Any) -> Any:
+            if self.family not in (socket.AF_INET, socket.AF_INET6):
+                return usual(self, *arguments)
+            refused.append(name)
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "refused by reward-loop check")
+
+        return call
+
+    names = ("connect", "connect_ex", "send", "sendall")
+    own = {name: vars(socket.socket).get(name) for name in names}
+    for name in names:
+        setattr(socket.socket, name, failing(name))
+    try:
+        yield refused
+    finally:
+        for name, method in own.items():
+            if method is None:
+                delattr(socket.socket, name)
+            else:
+                setattr(socket.socket, name, method)
 
 
 class StepTimer:

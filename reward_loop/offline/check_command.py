@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import asdict
 from itertools import islice
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -23,12 +23,14 @@ from reward_loop.errors import ConfigError, FunctionLoadError
 from reward_loop.managers.scorer import load_scorer
 from reward_loop.offline import check as dry_run
 from reward_loop.offline import cli_options
+from reward_loop.offline.attacks import WRONG
 from reward_loop.offline.check import AWAIT, CheckReport
 from reward_loop.offline.check_calls import Callee, Finding
 from reward_loop.offline.fields import Fields
 from reward_loop.offline.inputs import Inputs
 from reward_loop.scoring import load_function
 
+_ATTACKED_ROWS = 50
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red", "skipped": "dim"}
 
 
@@ -53,24 +55,28 @@ def check(
         int, typer.Option(min=1, help="Number of concurrent calls when concurrency is tested.")
     ] = 16,
     timeout: cli_options.Timeout = 300,
+    isolation: cli_options.Isolation = "thread",
     option: cli_options.MoreOptions = None,
+    fail_on: Annotated[
+        Literal["problem", "false-positive"],
+        typer.Option(help="What sets the exit status to 1: a problem, or also each wrong answer that is accepted."),
+    ] = "problem",
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Check a reward function before a run.
 
     Calls the function on a few rows as the trainer would call it, then again,
-    with concurrent calls, and with an empty, a huge and a malformed response.
-    The report names problems of a run, and how to fix them: rows that fail,
-    concurrent calls that change each other's results, an async function that
-    blocks the event loop, results that differ from call to call, or between
-    threads and processes, and right answers that score no more than wrong ones.
+    with concurrent calls, with an empty, a huge and a malformed response, and
+    with its requests refused. A function that scores by a rule is attacked:
+    answers that are right or wrong are made from up to 50 rows, and the report
+    lists wrong ones that are accepted, right ones that are refused, and crashes.
 
     [bold]Example[/]
 
       reward-loop check reward.py:compute_score rollouts.jsonl -f solution_str=output -f ground_truth=gts
 
-    With 8 rows, the function is called about 75 times; requests to a paid judge
-    cost money. Its output goes to stderr.
+    With 8 rows, the function is called about 36 times, and a rule up to 8,000
+    times in processes; requests to a paid judge cost money. Its output goes to stderr.
 
     Exit status: 0 no problems, 1 a problem was found, or the function cannot be
     called with the arguments that a run passes, 2 wrong usage, 130 Ctrl-C.
@@ -79,7 +85,7 @@ def check(
     if not files:
         raise ConfigError("name the rollouts, too: reward-loop check FUNCTION FILE")
     reward_kwargs = cli_options.values(reward_kwarg, "--reward-kwarg")
-    given = {"timeout": timeout or None, **cli_options.more_options(context, option)}
+    given = {"timeout": timeout or None, "isolation": isolation, **cli_options.more_options(context, option)}
     options = parse(RewardLoopConfig, given, cli_options.option_names(context))
     paths = cli_options.pairs(field, "--field")
     err = console(stderr=True)
@@ -92,7 +98,8 @@ def check(
             err.print(f"[bold red]problem:[/] {escape(str(error))}")
             raise typer.Exit(1) from None
         fields = Fields(paths, data_source=data_source, requires=scorer.requires)
-        samples = [fields.to_sample(row) for row in islice(Inputs.open(files).rows(), rows)]
+        read = islice(Inputs.open(files).rows(), max(rows, _ATTACKED_ROWS))
+        samples = [fields.to_sample(row) for row in read]
         spinner = Spinner("dots", "loading")
 
         def show(report: CheckReport) -> None:
@@ -114,18 +121,20 @@ def check(
             report = run(
                 dry_run.check(
                     scorer.loaded,
-                    samples,
+                    samples[:rows],
                     reward_kwargs=reward_kwargs,
                     manager=manager,
                     router_address=router_address,
                     options=options,
                     concurrency=concurrency,
+                    more=[sample for sample in samples[rows:] if not sample.error],
                     on_step=lambda step: spinner.update(text=f"checking {step}"),
                     on_stuck=end_stuck,
                 ),
             )
         show(report)
-    if report.problems:
+    accepted = report.attack.flagged(WRONG) if report.attack is not None and fail_on == "false-positive" else []
+    if report.problems or accepted:
         raise typer.Exit(1)
 
 

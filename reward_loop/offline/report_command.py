@@ -9,11 +9,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
 from reward_loop._util.json import encode
-from reward_loop._util.standard_streams import console
-from reward_loop._util.text import counted, cut, did_you_mean, duration, listing, rounded
+from reward_loop._util.standard_streams import WIDE, console
+from reward_loop._util.text import counted, did_you_mean, duration, listing, rounded
 from reward_loop.errors import ConfigError
 from reward_loop.offline import cli_options
 from reward_loop.offline.report import SHOWN, Report
@@ -21,9 +22,6 @@ from reward_loop.records import Price, RecordsReader, health, hidden_share, over
 
 _PARTS = 30
 """The largest number of rows of a table, and of warnings."""
-
-_NAME = 60
-"""The largest number of characters of a name in a table."""
 
 _SPREAD = ("mean", "std", "min", "p50", "p95", "max")
 
@@ -99,7 +97,7 @@ def _show_samples(report: Report, out: Console, price: Price | None) -> None:
     table.add_row("masked", str(found["masked"]))
     if found["stopped"]:
         table.add_row("stopped", f"{found['stopped']}, without a reward: the policy ended the run")
-    slowest = ", ".join(f"{cut(one['sample'], _NAME)} {duration(one['seconds'])}" for one in found["slowest"])
+    slowest = ", ".join(f"{one['sample']} {duration(one['seconds'])}" for one in found["slowest"])
     table.add_row("slowest", escape(slowest) or "none")
     if found["reported_cost"] is not None:
         table.add_row("cost", f"{rounded(found['reported_cost'])}, as reported by functions")
@@ -122,7 +120,7 @@ def _show_samples(report: Report, out: Console, price: Price | None) -> None:
         )
     _show_judges(found["judges"], price is not None, out)
     if found["costliest"]:
-        shown = ", ".join(f"{cut(one['sample'], _NAME)} {one['tokens']:,}" for one in found["costliest"])
+        shown = ", ".join(f"{one['sample']} {one['tokens']:,}" for one in found["costliest"])
         out.print(f"most tokens: {escape(shown)}")
     if report.group_by is not None:
         _show_parts(found, out)
@@ -205,9 +203,11 @@ def _show_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], out: Cons
     for column in columns[1:]:
         table.add_column(column, justify="right", no_wrap=True)
     for name, *values in rows:
-        table.add_row(escape(cut(str(name), _NAME)), *map(_number, values))
+        table.add_row(escape(str(name)), *map(_number, values))
     out.print()
-    out.print(table)
+    # On a narrow terminal, names are folded, and lines may be longer than it is wide: a cut number is another number.
+    needed = Measurement.get(out, out.options.update(max_width=WIDE), table).minimum
+    out.print(table, width=max(out.width, needed))
 
 
 def _number(value: float | str | None) -> str:

@@ -32,6 +32,7 @@ from reward_loop.records.rows import WaitsFor as WaitsFor
 from reward_loop.records.rows import exchanges_of as exchanges_of
 from reward_loop.records.rows import large_components as large_components
 from reward_loop.records.rows import new_row as new_row
+from reward_loop.records.rows import resumed_row as resumed_row
 from reward_loop.records.rows import sample_row as sample_row
 from reward_loop.records.rows import text_row as text_row
 from reward_loop.records.watchdog import watch as watch

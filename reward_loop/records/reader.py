@@ -9,7 +9,7 @@ from typing import Any
 
 from reward_loop._util.json import decode, encode
 from reward_loop.errors import ConfigError
-from reward_loop.records.rows import ADVANTAGE, SAMPLE, VERSION
+from reward_loop.records.rows import ADVANTAGE, RESUMED, SAMPLE, VERSION, is_rolled_back
 
 # At most 18 digits: `int` refuses numbers with thousands of them.
 _STEP = re.compile(rb'"(?:generated_)?step":\s*(-?\d{1,18})\b')
@@ -84,6 +84,8 @@ def check_version(version: Any, where: Path) -> None:
 
 _OF_ADVANTAGE = re.compile(rf'"kind":\s*"{ADVANTAGE}"'.encode())
 
+_OF_RESUMED = re.compile(rf'"kind":\s*"{RESUMED}"'.encode())
+
 _HEAD, _KIND_HEAD = 4096, 64
 """The numbers of bytes within which a row has its step, and its kind."""
 
@@ -118,13 +120,13 @@ class RecordsReader:
         """Yield the rows of all samples, with their advantages.
 
         A sample that was trained on has a field ``advantage``, if the trainer recorded it, and its ``step`` is that of
-        the training, even if this was not known when it was scored.
+        the training, even if this was not known when it was scored. Samples that a resumed run did again are left out.
 
         Args:
             uid: yield only the rows with this uid; other lines are not parsed. ``None`` for all.
         """
         needle = b"" if uid is None else encode(uid)
-        advantages = self._advantages(needle)
+        advantages, resumed = self._advantages(needle), self._resumed()
         self.incomplete = 0
         for row in self._lines(lambda line: needle in line):
             if row["kind"] != SAMPLE:
@@ -132,14 +134,15 @@ class RecordsReader:
             name = row.get("uid")
             if (place := (name, row.get("id"))) in advantages:
                 row = _trained(row, advantages[place])
-            if uid is None or name == uid:
+            if (uid is None or name == uid) and not is_rolled_back(row, resumed):
                 yield row
 
     def rows_of(self, steps: Collection[int]) -> Iterator[dict[str, Any]]:
         """Yield the rows of the samples of some training steps, or generated in them, without their advantages."""
-        lines = self._lines(lambda line: has_step(line, steps, _HEAD))
+        lines, resumed = self._lines(lambda line: has_step(line, steps, _HEAD)), self._resumed()
         # Again on the parsed row: in the bytes, a component may have the same name.
-        return (row for row in lines if row["kind"] == SAMPLE and is_of_steps(row, steps))
+        found = (row for row in lines if row["kind"] == SAMPLE and is_of_steps(row, steps))
+        return (row for row in found if not is_rolled_back(row, resumed))
 
     def text(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the texts of a sample: prompt, response, ground truth, extra info and large components.
@@ -154,6 +157,11 @@ class RecordsReader:
         """Return the exchanges of a sample with model servers; without their texts if these have been deleted."""
         lines = [line for line in self._read(row, "exchange") if line.get("sample") == row.get("id")]
         return lines or list(row.get("judges") or ())
+
+    def _resumed(self) -> list[dict[str, Any]]:
+        """Return the rows with which runs began that continued from a checkpoint."""
+        lines = self._lines(lambda line: _OF_RESUMED.search(line, 0, _KIND_HEAD))
+        return [row for row in lines if row["kind"] == RESUMED]
 
     def _advantages(self, needle: bytes) -> dict[tuple[Any, Any], dict[str, Any]]:
         """Return the advantages of rows, by uid and ID of the row.

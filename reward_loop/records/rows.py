@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import NoneType
 from typing import Any, Literal
 
@@ -15,8 +15,8 @@ from reward_loop.types import RewardResult, RewardSample
 VERSION = 1
 """The version of the format. A reader rejects higher versions."""
 
-SAMPLE, ADVANTAGE = "sample", "advantage"
-"""The kinds of rows. An advantage adds to an earlier row of the same ``uid``."""
+SAMPLE, ADVANTAGE, RESUMED = "sample", "advantage", "resumed"
+"""The kinds of rows. An advantage adds to an earlier row of the same ``uid``; `resumed_row` takes earlier rows back."""
 
 PHASE, ROLLOUT, OVERLAP = "phase", "rollout", "overlap"
 """The kinds of events of a trainer: they are in files of their own."""
@@ -143,6 +143,34 @@ def advantage_row(uid: str, step: int, advantage: float | None) -> dict[str, Any
     the mean over the tokens of the response that are trained on; ``None`` if there are none.
     """
     return new_row(ADVANTAGE, uid=uid, step=step, advantage=advantage)
+
+
+def resumed_row(step: int, kept: Collection[str]) -> dict[str, Any]:
+    """Return the row with which a trainer begins that continues from a checkpoint: it does later steps again.
+
+    Args:
+        step: the last step that is not done again; 0 if all are.
+        kept: the groups whose rollouts and rewards are in the checkpoint, so that they are trained on as they are.
+    """
+    return new_row(RESUMED, step=step, kept=sorted(kept))
+
+
+def is_rolled_back(row: Mapping[str, Any], resumed: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether a sample was done again by a run that resumed later, so that it does not count.
+
+    Without a step, a sample was generated ahead: for the step after the one in which it was generated.
+    `view.tables` has the same rule in SQL.
+
+    Args:
+        row: the row of the sample, with the step that trains on it.
+        resumed: the `resumed_row` of each run.
+    """
+    step, generated = row.get("step"), row.get("generated_step")
+    if step is None:
+        step = None if generated is None else generated + 1
+    return step is not None and any(
+        row["time"] < run["time"] and step > run["step"] and row.get("group") not in run["kept"] for run in resumed
+    )
 
 
 def phase_event(name: str, step: int, start: float, end: float, waits_for: WaitsFor | None = None) -> dict[str, Any]:

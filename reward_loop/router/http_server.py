@@ -70,6 +70,8 @@ class HttpServer:
         self.keep_alive_s = keep_alive_s
         self.loop = asyncio.get_running_loop()
         self._max_connections = max_connections
+        self.crowded = False
+        """Whether three quarters of the connections are in use."""
         self._connections: set[_Connection] = set()
         self._opening: set[asyncio.Task[object]] = set()
         """Accepted sockets that are not yet a connection."""
@@ -79,11 +81,6 @@ class HttpServer:
         """``None`` before the start, and from the stop on."""
         self._accepting = False
         self._room_timer = self.loop.call_later(0, lambda: None)
-
-    @property
-    def crowded(self) -> bool:
-        """Whether three quarters of the connections are in use."""
-        return self._max_connections is not None and 4 * self._open > 3 * self._max_connections
 
     @property
     def _open(self) -> int:
@@ -131,13 +128,19 @@ class HttpServer:
         """Record an open connection."""
         self._connections.add(connection)
         self._none_left.clear()
+        self._count()
 
     def discard(self, connection: _Connection) -> None:
         """Record that a connection is closed, and that its task has ended."""
         self._connections.discard(connection)
+        self._count()
         if not self._connections:
             self._none_left.set()
         self._accept_again()
+
+    def _count(self) -> None:
+        # At each change, not for each request.
+        self.crowded = self._max_connections is not None and 4 * self._open > 3 * self._max_connections
 
     # Connections are accepted here, not by `create_server`: that accepts all that the kernel offers, and where the
     # process has no free file descriptor, libuv resets them. A connection that is not accepted waits.

@@ -31,6 +31,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable
 from typing import Any, Self
 
+from reward_loop._util.backoff import Backoff
 from reward_loop._util.transient import RouterCode
 from reward_loop.router.backend import (
     ANY,
@@ -396,11 +397,12 @@ class BackendPool:
 
     async def _readmit(self, backend: Backend) -> None:
         """Repeat the health check of a server that is down until it succeeds, and take the server into use."""
-        pause = _FIRST_PAUSE_S
+        first_pause = _FIRST_PAUSE_S
         # It was healthy in between, and no request succeeded: readmitted at once, it would fail further ones.
         if backend.outages > 1:
-            pause = min(_FIRST_PAUSE_S * 2 ** (backend.outages - 1), _LONGEST_PAUSE_S)
-            await asyncio.sleep(pause)
+            first_pause = min(_FIRST_PAUSE_S * 2 ** (backend.outages - 1), _LONGEST_PAUSE_S)
+            await asyncio.sleep(first_pause)
+        pauses = Backoff(first_pause, _LONGEST_PAUSE_S)
         logged, log_again_at = "", 0.0
         while failure := await self._failure(backend):
             backend.last_error = _reason(failure)
@@ -412,9 +414,9 @@ class BackendPool:
             if backend.frozen:
                 # Try again to move its requests: the retry budget may have grown, or another server may be healthy.
                 self.on_frozen(backend)
+            pause = pauses.next_s()
             # More often while it is frozen: each check tries to move the requests that wait there.
             await asyncio.sleep(min(pause, self.config.health_interval_s) if backend.frozen else pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
         logger.info("server %s is up", backend.url)
         backend.last_error = None
         backend.failed_checks = 0

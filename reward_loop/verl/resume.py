@@ -44,8 +44,8 @@ def restore_usage(folder: str, job: RunningJob) -> None:
         job.spend(**json.loads(path.read_text()))
 
 
-def reset_unscored_prompts(*, judged: bool) -> None:
-    """Make those prompts ``pending`` that verl has loaded from a checkpoint and that lack a score.
+def reset_unscored_prompts(*, judged: bool) -> set[str]:
+    """Make those prompts ``pending`` that verl has loaded from a checkpoint and that lack a score; return the others.
 
     To be called before verl sends pending prompts to the agent loop workers.
 
@@ -57,7 +57,7 @@ def reset_unscored_prompts(*, judged: bool) -> None:
         # The checkpoint was written before the batch of its step was cleared.
         clear(stale, "train")
     if not prompts:
-        return
+        return set()
     kept = {uid for uid, tag in prompts.items() if tag["status"] == "finished"}
     if judged:
         rewards = read_rewards(read_trajectories(kept))
@@ -69,3 +69,4 @@ def reset_unscored_prompts(*, judged: bool) -> None:
     # `None`, because TransferQueue merges tags: an old failure would stay.
     tags = [{"status": "finished" if uid in kept else "pending", FAILURE: None} for uid in prompts]
     write_tags(list(prompts), "train", tags)
+    return kept

@@ -21,7 +21,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from reward_loop.errors import RewardLoopError
 from reward_loop.managers.failures import Failures
-from reward_loop.records import cleaned
+from reward_loop.records import cleaned, resumed_row
 from reward_loop.types import Outcome, RewardResult
 from reward_loop.verl.agent_loop_manager import RewardAgentLoopManager
 from reward_loop.verl.installed import replaced
@@ -155,7 +155,10 @@ class RewardLoopTrainer(RecordingTrainer):
 
         verl would keep failed rewards, and the run would end with the error of the one before.
         """
-        reset_unscored_prompts(judged=self.get_reward_handles() is not None)
+        kept = reset_unscored_prompts(judged=self.get_reward_handles() is not None)
+        if self._records is not None:
+            # verl has counted the first step already.
+            self._records.write_rows([resumed_row(self.global_steps - 1, kept)])
         return super()._reissue_inflight_prompts(partition_id)
 
     @override

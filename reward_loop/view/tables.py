@@ -6,6 +6,7 @@ Table                   Rows
 ``samples``             one for each sample
 ``exchanges``           one for each exchange with a model server (a view); samples of a batch have the same ones;
                         ``sample`` is the row of the sample
+``resumed``             one for each trainer that has continued from a checkpoint
 ``advantages``          the advantage of a sample, by its uid
 ``chunks``              the lines of files that were read together; ``samples.chunk`` names one
 ``files``               one for each file: the offset up to which it has been read
@@ -21,7 +22,7 @@ from typing import Any
 
 import duckdb
 
-LAYOUT = 12
+LAYOUT = 13
 """The version of these tables. An index with another version is built again."""
 
 _ROW = {
@@ -55,6 +56,7 @@ _ROW = {
     "exchange_file": "VARCHAR",
     "exchange_offset": "BIGINT",
     "exchange_bytes": "BIGINT",
+    "kept": "VARCHAR[]",
 }
 _EXCHANGE = {
     "id": "VARCHAR",
@@ -92,7 +94,7 @@ SELECT version, kind, id, uid, "group", step, generated_step, coalesce(validate,
     coalesce(time, 0) AS time, data_source, function, batch, outcome, score, reward, coalesce(masked, false) AS masked,
     left(error, {_ERROR}) AS error, cause, components::VARCHAR AS components, response_length,
     coalesce(total_s, work_s) AS total_s, attempts, advantage, prompt_tokens, completion_tokens,
-    text_file, text_offset, text_bytes, exchange_file, exchange_offset, exchange_bytes, judges AS exchanges,
+    text_file, text_offset, text_bytes, exchange_file, exchange_offset, exchange_bytes, kept, judges AS exchanges,
     coalesce(len(judges), 0)::INTEGER AS judges, list_sum([j.seconds FOR j IN judges]) AS judge_s,
     try_cast(string_split(id, '-')[-1] AS BIGINT) AS number,
     parse_filename(filename, true)::INTEGER AS chunk
@@ -108,6 +110,15 @@ FROM (SELECT rowid AS sample, step, validate, function, batch, unnest(exchanges)
 """
 _NEW = "FROM samples WHERE chunk >= ? AND"
 _ADVANTAGES = f"SELECT uid, time, step, advantage {_NEW} kind = 'advantage' AND uid IS NOT NULL"
+_RESUMED = f"SELECT time, step, kept {_NEW} kind = 'resumed'"
+
+# The rule of `records.rows.is_rolled_back`.
+_ROLLED_BACK = """
+CREATE OR REPLACE TEMP TABLE rolled_back AS
+SELECT DISTINCT samples.rowid AS target FROM samples JOIN resumed
+    ON samples.time < resumed.time AND coalesce(samples.step, samples.generated_step + 1) > resumed.step
+    AND NOT coalesce(list_contains(resumed.kept, samples."group"), false)
+"""
 
 _BOOKED = """
 CREATE OR REPLACE TEMP TABLE booked AS
@@ -134,6 +145,7 @@ def create(connection: duckdb.DuckDBPyConnection, empty: str) -> None:
     connection.execute(f"CREATE TABLE samples AS {_SAMPLES}", [[empty]])
     connection.execute(f"CREATE VIEW exchanges AS {_EXCHANGES}")
     connection.execute(f"CREATE TABLE advantages AS {_ADVANTAGES}", [0])
+    connection.execute(f"CREATE TABLE resumed AS {_RESUMED}", [0])
 
 
 def load(
@@ -163,6 +175,7 @@ def load(
     )
     if others:
         connection.execute(f"INSERT INTO advantages {_ADVANTAGES}", [first])
+        connection.execute(f"INSERT INTO resumed {_RESUMED}", [first])
         connection.execute("DELETE FROM samples WHERE chunk >= ? AND kind IS DISTINCT FROM 'sample'", [first])
     if incomplete:
         connection.execute("UPDATE about SET incomplete = incomplete + ?", [incomplete])
@@ -193,7 +206,7 @@ def _row(connection: duckdb.DuckDBPyConnection, query: str, parameters: Sequence
 
 
 def book(connection: duckdb.DuckDBPyConnection) -> None:
-    """Give samples the step that trains on them, where they were generated in another one.
+    """Give samples the step that trains on them, and delete those that a resumed run has done again.
 
     The rows of the last two steps with advantages are looked at again by the next call: those of their samples may be
     read later. The connection must be within a transaction.
@@ -207,6 +220,10 @@ def book(connection: duckdb.DuckDBPyConnection) -> None:
     )
     _forget(connection, "rowid IN (SELECT target FROM booked)")
     connection.execute("DROP TABLE booked")
+    connection.execute(_ROLLED_BACK)
+    _forget(connection, "rowid IN (SELECT target FROM rolled_back)")
+    connection.execute("DELETE FROM samples WHERE rowid IN (SELECT target FROM rolled_back)")
+    connection.execute("DROP TABLE rolled_back")
     connection.execute("UPDATE about SET booked = coalesce((SELECT max(step) - 1 FROM advantages), 0)")
 
 

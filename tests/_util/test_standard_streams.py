@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
 
 import pytest
+from rich.markup import escape
+from rich.table import Table
+
+from reward_loop._util.standard_streams import console
 
 pytestmark = pytest.mark.integration  # starts commands
 
@@ -42,3 +47,32 @@ def test_output_of_a_thread_after_the_report_is_dropped() -> None:
     printing = "go = threading.Event(); t = threading.Thread(target=lambda: (go.wait(), print('late'))); t.start()"
     out, _ = outputs_of(printing, after="go.set(); t.join()")
     assert out == REPORT
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b[31mred", r"\x1b[31mred"),
+        ("\x1b]0;title\x9c", r"\x1b]0;title\x9c"),
+        ("\x9b2J\x7f", r"\x9b2J\x7f"),
+        ("\u202egpj.exe", r"\u202egpj.exe"),
+        ("two\nlines", "two\nlines"),
+    ],
+)
+def test_no_text_controls_the_terminal(text: str, shown: str) -> None:
+    file = io.StringIO()
+    out = console(file)
+    out.print(escape(text))
+    assert file.getvalue() == f"{shown}\n"
+    table = Table("name", box=None)
+    table.add_row(escape(text))
+    out.print(table)
+    assert not {"\x1b", "\x9b", "\x9c", "\x7f", "\u202e"} & set(file.getvalue())
+
+
+def test_nothing_is_cut_in_a_pipe() -> None:
+    file = io.StringIO()
+    table = Table(*"ab", box=None)
+    table.add_row("x" * 500, "1")
+    console(file).print(table)
+    assert "x" * 500 in file.getvalue()

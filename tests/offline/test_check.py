@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import random
 import re
 import signal
 import threading
 import time
 import types
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,7 @@ from reward_loop.offline import check_calls as calls
 from reward_loop.offline.check import CheckReport, check
 
 SAMPLES = [RewardSample(f"2+2 is {i}", ground_truth=["4"], uid=f"q{i}", extra_info={"a": [1]}) for i in range(5)]
-QUIET: dict[str, Any] = {
-    "max_blocked_s": 600.0,
-    "in_process": False,
-}  # whatever else the machine does, nothing counts as blocking
+QUIET: dict[str, Any] = {"max_blocked_s": 600.0}  # whatever else the machine does, nothing counts as blocking
 
 
 async def found(function: Any, **options: Any) -> tuple[CheckReport, dict[str, tuple[str, str]]]:
@@ -31,7 +30,7 @@ async def found(function: Any, **options: Any) -> tuple[CheckReport, dict[str, t
 
 
 def fine(solution_str: str, ground_truth: list[str]) -> dict[str, float]:
-    return {"score": float(solution_str.endswith(ground_truth[0])), "length": len(solution_str)}
+    return {"score": float(solution_str == f"2+2 is {ground_truth[0]}"), "length": len(solution_str)}
 
 
 async def test_a_sync_function_without_problems() -> None:
@@ -43,18 +42,21 @@ async def test_a_sync_function_without_problems() -> None:
     assert "fine" in function.name
     assert [(row.uid, row.score) for row in report.rows] == [("q0", 0), ("q1", 0), ("q2", 0), ("q3", 0), ("q4", 1)]
     assert report.rows[0].components == {"score": 0.0, "length": 8}
-    assert {status for status, _ in findings.values()} == {"ok"}
+    notes = [name for name, (status, _) in findings.items() if status != "ok"]
+    assert notes == ["refused answers"]
     assert list(findings) == [
         "samples",
         "deterministic",
         "event loop",
         "threads",
+        "refused answers",
         "right and wrong answers",
+        "other places",
         "an empty response",
         "a huge response",
         "a malformed response",
     ]
-    assert len(steps) == 6
+    assert len(steps) == 5
 
 
 async def test_an_async_class_without_problems() -> None:
@@ -238,8 +240,9 @@ async def test_a_batch_function_is_called_with_all_samples(manager: str) -> None
     assert [(row.uid, row.score) for row in report.rows] == [("q0", 0), ("q1", 0), ("q2", 0), ("q3", 0), ("q4", 1)]
     assert set(lengths) == {5}
     assert "15 samples in 3 concurrent calls have the same results as single calls" in findings["concurrent calls"][1]
-    report, findings = await found(at_end, manager=manager)
-    assert report.problems == []
+    report, _ = await found(at_end, manager=manager)
+    # A group's function may compare its samples: only those of single ones are attacked.
+    assert (report.attack is None) == (manager == "group")
 
 
 async def test_one_odd_response_that_fails_its_whole_call_is_found() -> None:
@@ -282,25 +285,50 @@ async def test_options_are_those_of_the_run() -> None:
     assert report.problems == []
 
 
-def accepts_everything(solution_str: str, ground_truth: list[str]) -> float:
-    return 1.0 if not solution_str or ground_truth[0] in solution_str else 0.0
+def error_is_right(solution_str: str, ground_truth: list[str]) -> float:
+    try:
+        return float(float(solution_str.removeprefix("#### ")) == float(ground_truth[0]))
+    except ValueError:
+        return 1.0
 
 
-async def test_an_empty_response_that_scores_as_much_as_a_right_answer_is_a_problem() -> None:
-    _, findings = await found(accepts_everything)
-    assert findings["right and wrong answers"][0] == "ok"
-    assert findings["an empty response"] == ("problem", "scored 1, no less than a right answer")
+async def test_wrong_answers_that_need_no_reference_are_a_problem_and_come_first() -> None:
+    report, findings = await found(error_is_right)
+    (problem,) = report.problems
+    assert problem.check == "false positives"
+    assert "empty (no text is no answer): 5 of 5 rows; '' scores 1; a group of such answers earns 1" in problem.text
+    assert findings["holes of the rule"][0] == "note"
+    assert list(findings).index("false positives") < list(findings).index("holes of the rule")
 
 
 def reads_no_usual_form(solution_str: str, ground_truth: list[str]) -> float:
-    return float(solution_str == f"({ground_truth[0]})")
+    return float(solution_str == f"((the {ground_truth[0]}))")
 
 
-async def test_a_function_for_which_no_right_answer_is_found_is_noted() -> None:
+async def test_a_form_that_is_not_found_is_said_and_one_response_names_it() -> None:
     _, findings = await found(reads_no_usual_form)
     status, text = findings["right and wrong answers"]
     assert status == "note"
-    assert "no answer made from the ground truth scores more than a wrong one" in text
+    assert "nothing attacked" in text
+    assert "Give a file whose responses are right ones" in text
+    right = [replace(SAMPLES[0], solution_str="((the 4))"), *SAMPLES[1:]]
+    report = await check(reads_no_usual_form, right, **QUIET)
+    assert report.attack is not None
+    assert report.attack.forms == ["((the {}))"]
+    assert report.problems == []
+
+
+def ends_the_process(solution_str: str, ground_truth: list[str]) -> float:
+    if solution_str == ".":
+        os._exit(0)
+    return float(solution_str == ground_truth[0])
+
+
+async def test_an_answer_that_ends_its_process_does_not_end_the_check() -> None:
+    report, findings = await found(ends_the_process)
+    assert report.attack is not None
+    assert report.attack.attacked == 5
+    assert "'.': ended its worker process with exit status 0" in findings["crashes"][1]
 
 
 def swallows_the_error_of_signals(solution_str: str, ground_truth: list[str]) -> float:
@@ -312,20 +340,57 @@ def swallows_the_error_of_signals(solution_str: str, ground_truth: list[str]) ->
     return float(solution_str.endswith(ground_truth[0]))
 
 
-@pytest.mark.integration
-async def test_a_function_that_scores_0_in_threads_only_is_a_problem() -> None:
+async def swallows_it_on_the_loop(solution_str: str, ground_truth: list[str]) -> float:
+    return swallows_the_error_of_signals(solution_str, ground_truth)
+
+
+@pytest.mark.parametrize("function", [swallows_the_error_of_signals, swallows_it_on_the_loop])
+async def test_a_function_that_scores_0_outside_of_the_main_thread_is_a_problem(function: Any) -> None:
     """https://github.com/verl-project/verl/issues/3407"""
-    report, findings = await found(swallows_the_error_of_signals, in_process=True)
-    status, text = findings["threads and processes"]
+    _, findings = await found(function)
+    status, text = findings["other places"]
     assert status == "problem"
-    assert "scored 0 in a thread, scored 1 in a process. Signals" in text
-    options = RewardLoopConfig(isolation="process", max_processes=1)
-    report, findings = await found(swallows_the_error_of_signals, in_process=True, options=options)
-    assert report.problems == []
-    assert "threads and processes" not in findings
+    assert "scored 0 where runs call, scored 1 there" in text
+    assert "@reward_loop.isolated" in text
 
 
-@pytest.mark.integration
-async def test_a_function_with_the_same_results_in_a_process() -> None:
-    _, findings = await found(fine, in_process=True)
-    assert findings["threads and processes"] == ("ok", "15 calls have the same results in a worker process")
+async def test_a_failed_request_that_becomes_a_score_is_a_problem() -> None:
+    async def asks(solution_str: str) -> float:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.close()
+        return 1.0
+
+    def asks_in_a_thread(solution_str: str) -> float:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/") as answer:
+            return float(answer.status == 200)
+
+    async def swallows(solution_str: str) -> float:
+        try:
+            return await asks(solution_str)
+        except Exception:
+            return 0.0
+
+    def swallows_in_a_thread(solution_str: str) -> float:
+        try:
+            return asks_in_a_thread(solution_str)
+        except Exception:
+            return 0.0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        options = RewardLoopConfig.model_validate({"retry": {"max_attempts": 1}})
+        for function in (asks, asks_in_a_thread):
+            _, findings = await found(function, options=options)
+            assert findings["a failed request"][0] == "ok"
+        for function in (swallows, swallows_in_a_thread):
+            _, findings = await found(function, options=options)
+            status, text = findings["a failed request"]
+            assert status == "problem"
+            assert "scored 0, when its connection was refused" in text
+    _, findings = await found(fine)
+    assert "a failed request" not in findings

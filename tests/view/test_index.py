@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from reward_loop.errors import ConfigError
-from reward_loop.records import Records
+from reward_loop.records import Records, resumed_row
 from reward_loop.records.reader import NoRecordsError, RecordsReader
 from reward_loop.view import index as module
 from reward_loop.view.index import Follower, Index, IndexFailedError
@@ -43,6 +43,31 @@ def build(folder: Path) -> None:
 
 def rewards(index: Index) -> dict[str, float | None]:
     return {row["uid"]: row["reward"] for row in index.rows("SELECT uid, reward FROM samples")}
+
+
+def test_what_a_resumed_run_does_again_does_not_count(folder: Path) -> None:
+    writer = Records(folder)
+    for step, group in ((1, "trained"), (2, "lost"), (3, "kept")):
+        record(writer, f"{group}_0", 0.0, step=step, group=group)
+    record(writer, "ahead_0", 0.0, step=None, generated_step=1, group="ahead")
+    record(writer, "alone_0", 0.0, step=None)
+    flushed(writer)
+    with Index(folder) as index:
+        index.update()
+        writer.write_rows([resumed_row(1, {"kept"})])
+        record(flushed(writer), "again_0", 1.0, step=2, group="again")
+        flushed(writer)
+        index.update()
+        expected = {"trained_0": 0.0, "kept_0": 0.0, "alone_0": 0.0, "again_0": 1.0}
+        assert rewards(index) == expected
+        assert [(step["step"], step["count"]) for step in Summaries(index).steps(False)] == [
+            (1, 1),
+            (2, 1),
+            (3, 1),
+            (None, 1),
+        ]
+    assert {row["uid"]: row["reward"] for row in RecordsReader(folder).rows()} == expected
+    assert [row["uid"] for row in RecordsReader(folder).rows_of([2])] == ["again_0"]
 
 
 def test_the_rows_are_those_of_the_reader(folder: Path) -> None:
