@@ -191,14 +191,28 @@ def book_usage(answer: Any, exchange: Exchange, field: str = "usage") -> Usage:
     """
     counts = answer.get(field) if isinstance(answer, Mapping) else None
     counts = counts if isinstance(counts, Mapping) else {}
-    completion = _tokens(counts.get("completion_tokens"))
+    details = counts.get("completion_tokens_details")
+    reasoning = details if isinstance(details, Mapping) else counts
+    prompt = _tokens(counts, "prompt_tokens", "input_tokens")
+    completion = _tokens(counts, "completion_tokens", "output_tokens")
+    # Some services do not count the reasoning as completion, and say so only by a larger total.
+    completion = max(completion, _tokens(reasoning, "reasoning_tokens"))
+    rest = max(0, _tokens(counts, "total_tokens") - prompt - completion)
     # Rerankers report only the total.
-    prompt = _tokens(counts.get("prompt_tokens")) or max(0, _tokens(counts.get("total_tokens")) - completion)
+    prompt, completion = (prompt, completion + rest) if prompt else (prompt + rest, completion)
     usage = Usage(prompt, completion)
     book_tokens(usage.total_tokens)
     exchange.use(prompt, completion)
     return usage
 
 
-def _tokens(value: Any) -> int:
-    return value if isinstance(value, int) and 0 < value < 2**53 else 0
+def _tokens(counts: Mapping[str, Any], *names: str) -> int:
+    """Return the first count that is a number above 0, also as a text; 0 if there is none."""
+    for name in names:
+        try:
+            number = float(counts.get(name) or 0)
+        except (TypeError, ValueError, OverflowError):
+            continue
+        if 0 < number < 2**53:
+            return int(number)
+    return 0

@@ -18,6 +18,9 @@ from reward_loop.limits.options import JobOptions
 from reward_loop.limits.permit import Limits, Order, Permit, limits_of
 from reward_loop.types import Outcome, RewardResult
 
+_SAMPLES_OF_A_BUDGET = 64
+"""The number of samples after which something should have counted for a budget."""
+
 _SHOWN = 3
 """The maximum number of causes that an error message lists."""
 
@@ -40,6 +43,7 @@ class LocalLimits(Limits):
         self.stopped: str | None = None
         """Why the run must stop."""
         self.limiters = {name: Limiter(name, config, period) for name, config in limits_of(options).items()}
+        self._outcomes = 0
         self._failures: dict[str, FailureBound] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self.on_spent: Callable[[str], None] = lambda why: None
@@ -104,7 +108,25 @@ class LocalLimits(Limits):
             self._timers[name] = self.loop.call_later(delay, self._advance, name)
 
     def count(self, result: RewardResult, of: str = "") -> None:
-        self.failures_of(of).count(result)
+        self.add_outcome(of, result.outcome is Outcome.FAILED, result.error, result.cause)
+
+    def add_outcome(self, of: str, failed: bool, error: str | None, cause: str | None) -> None:
+        """Count one sample for the failure bound, with its error message and cause if it failed."""
+        self._outcomes += 1
+        if self._outcomes == _SAMPLES_OF_A_BUDGET:
+            self._check_budget()
+        self.failures_of(of).add(failed, error, cause)
+
+    def _check_budget(self) -> None:
+        """Log if nothing has counted for a budget, which would then never end the run."""
+        budget = self.options.budget
+        for what, used, cap in (("cost", self.cost, budget.max_cost), ("tokens", self.tokens, budget.max_tokens)):
+            if cap is not None and not used:
+                logger.warning(
+                    "reward_loop.budget.max_%s=%g: %d samples have ended, and none has reported %s. reward_loop.client "
+                    "reports the tokens that a server counts; report others with lease.used(%s=...)",
+                    *(what, cap, self._outcomes, what, what),
+                )
 
     def failures_of(self, component: str = "") -> FailureBound:
         """Return the failure bound of whole samples, or of a component."""

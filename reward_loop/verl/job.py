@@ -228,7 +228,7 @@ class Job:
 
     def _count(self, of: str, failed: bool, error: str | None, cause: str | None) -> None:
         try:
-            self._limits.failures_of(of).add(failed, error, cause)
+            self._limits.add_outcome(of, failed, error, cause)
         except TooManyFailuresError as stop:
             self._limits.stop(f"{type(stop).__name__}: {stop}")
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 import reward_loop
-from reward_loop import LimitError, RewardLoopConfig, RewardSample, ScoringFunction
+from reward_loop import LimitError, Outcome, RewardLoopConfig, RewardResult, RewardSample, ScoringFunction
 from reward_loop.client import Judge, Number, chat_complete, classify, score
 from reward_loop.client.http import Exchange
 from reward_loop.limits.local import LocalLimits
@@ -76,12 +76,22 @@ async def test_tokens_of_the_client_count_within_a_limit_block_around_the_whole_
 
 
 @pytest.mark.parametrize(
-    "answer", [{"usage": {"total_tokens": 7}}, {"usage": {"prompt_tokens": 3, "completion_tokens": 4}}]
+    "usage",
+    [
+        {"total_tokens": 7},
+        {"prompt_tokens": 3, "completion_tokens": 4},
+        {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 7},  # with reasoning
+        {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 5},
+        {"prompt_tokens": "3", "completion_tokens": 4.0},
+        {"input_tokens": 3, "output_tokens": 4, "total_tokens": "?"},
+        {"prompt_tokens": 3, "completion_tokens": 0, "completion_tokens_details": {"reasoning_tokens": 4}},
+        {"prompt_tokens": 3, "reasoning_tokens": 4},
+    ],
 )
-async def test_tokens_count_where_the_answer_cannot_be_read(answer, monkeypatch):
+async def test_tokens_count_where_the_answer_cannot_be_read(usage, monkeypatch):
     @contextlib.asynccontextmanager
     async def post(*args, **kwargs):
-        yield answer, Exchange()
+        yield {"usage": usage}, Exchange()
 
     monkeypatch.setattr("reward_loop.client.chat.post", post)
     monkeypatch.setattr("reward_loop.client.discriminative.post", post)
@@ -216,3 +226,13 @@ async def test_a_minutes_requests_do_not_begin_at_once(burst_seconds, at_once, m
     assert sum(request.done() for request in requests) == at_once
     for request in requests:
         request.cancel()
+
+
+@pytest.mark.parametrize(("reports", "logged"), [(False, 1), (True, 0)])
+async def test_a_budget_for_which_nothing_counts_is_logged(reports, logged, caplog):
+    limits = LocalLimits(RewardLoopConfig(budget={"max_tokens": 1000}))
+    for _ in range(200):
+        limits.spend(0.5, float(reports))
+        limits.count(RewardResult(Outcome.SCORED, 1.0))
+    said = [message for message in caplog.messages if "reward_loop.budget.max_tokens=1000: 64 samples" in message]
+    assert len(said) == logged
