@@ -24,6 +24,8 @@ __all__ = [
     "RewardSample",
     "finite_number",
     "is_returned",
+    "missing",
+    "progress_of",
     "returned_numbers",
 ]
 
@@ -67,6 +69,29 @@ def finite_number(value: Any) -> float | None:
     except (TypeError, ValueError, OverflowError):  # not a number; Decimal("sNaN"); 10**400
         return None
     return number if math.isfinite(number) else None
+
+
+def missing(value: Any) -> bool:
+    """Return whether a field of a row has no value: ``None``, NaN, NA or NaT of pandas, or only these in a list.
+
+    JSON and parquet have different forms of it, which as a text would be an answer: "nan", "None".
+    """
+    if isinstance(value, str | bytes | Mapping):
+        return False
+    if isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0:
+        try:
+            return len(value) > 0 and all(map(missing, value))
+        except RecursionError:  # it contains itself
+            return False
+    try:
+        return value is None or bool(value != value)
+    except Exception:  # pandas.NA, and objects that compare otherwise
+        return type(value).__name__ == "NAType"
+
+
+def progress_of(step: int | None, total: int | None) -> float | None:
+    """Return the share of ``total`` training steps that is done after ``step``; ``None`` if one is not known."""
+    return min(1.0, step / total) if step is not None and total else None
 
 
 class Outcome(StrEnum):

@@ -246,12 +246,13 @@ def test_commands_of_verl_load_our_manager(command: list[str]) -> None:
 
     from reward_loop.managers import RewardLoopManagerBase
     from reward_loop.verl.installed import verl_config_dir
+    from reward_loop.verl.samples import options_of
 
     with initialize_config_dir(str(verl_config_dir()), version_base=None):
         config = compose("ppo_trainer", command[3:])
     manager = resolve_reward_manager_cls(config)
     assert issubclass(manager, RewardLoopManagerBase)
-    assert manager.read_options(config).on_failed == "default"
+    assert options_of(config).on_failed == "default"
 
 
 def test_the_way_back_from_the_command_of_the_readme_is_to_leave_one_option_out() -> None:

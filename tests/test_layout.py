@@ -36,7 +36,7 @@ HOMES = {
     "ray": RAY,
     "torch": MODELS,
     "transformers": MODELS,
-    "numpy": ["verl", "health.py", "agent/ray_agent.py", "managers/decoding.py"],
+    "numpy": ["verl", "health.py", "agent/ray_agent.py", "verl/decoding.py"],
     "pyarrow": ["offline/inputs.py"],
     "duckdb": ["view"],
     "trl": ["adapters/trl"],
@@ -63,20 +63,18 @@ NEIGHBOURS = {
 
 INSIDE: dict[str, set[str]] = {
     "agent.environment": {"CurrentScorer"},
-    "managers.base": {
-        *("TRAINER_MODE", "TRAINING_STEP", "TURNS", "VALIDATE", "generated_step_of", "last_row", "training_step_of"),
-        *("uid_of", "verl_options", "TOTAL_STEPS", "open_records", "progress_of"),
-    },
+    "managers.functions": {"open_records"},
     "managers.failures": {"Failures", "decide", "on_one_line"},
     "managers.groups": {"CALLER", "Caller"},
     "managers.registry": {"OPTIONS", "is_known", "names"},
-    "managers.scorer": {"Scorer", "load_scorer", "reward_of", "scores_groups"},
+    "managers.scorer": {"Scorer", "load_scorer", "returns_results", "scored", "scores_groups"},
     "scoring.isolation": {"SplitSemaphore"},
     "processes.child": {"callable_of"},
     "processes.pool": {"WorkerProcesses"},
     "scoring.load": {"source_hash", "file_modules"},
     "scoring.results": {"check_result", "OUTSIDE_THE_MAIN_THREAD"},
     "scoring.signature": {"BY_NAME", "required_by_name", "Target", "resolve"},
+    "scoring.threads": {"DaemonThreads"},
 }
 """The names in the rooms of the core that satellites import, although they are not in the ``__all__`` of the room. It
 may only become smaller."""
@@ -87,7 +85,7 @@ MOST_NAMES = 201
 COMMAND = ("__main__", "cli")
 """The command, which may import everything."""
 
-EXCEPTIONS = {("managers/base.py", "torch", "assemble_rm_scores")}
+EXCEPTIONS: set[tuple[str, str, str]] = set()
 """File, package, and the function that imports it: each is called by those who use tensors."""
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 
 import pytest
 
@@ -150,3 +151,15 @@ def test_a_required_field_has_its_type_and_another_is_left_out():
     assert (sample.error, sample.is_truncated, sample.response_ids) == (None, None, None)
     error = Fields(requires=frozenset({"is_truncated"})).to_sample(row).error
     assert error == "field 'is_truncated' is 'no', not a valid is_truncated"
+
+
+@pytest.mark.parametrize("value", [None, math.nan, [None], [math.nan, None]])
+@pytest.mark.parametrize("name", ["data_source", "ground_truth", "prompt", "group"])
+def test_a_field_without_a_value_is_as_one_that_is_not_there(name: str, value: object) -> None:
+    row = Row("r", {"solution_str": "nan", name: value})
+    sample = Fields().to_sample(row)
+    assert (sample.error, sample.data_source) == (None, "")
+    assert (sample.ground_truth, sample.prompt, sample.group) == (None, None, None)
+    error = Fields(requires=frozenset({name})).to_sample(row).error
+    assert error is not None
+    assert name in error

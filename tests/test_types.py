@@ -9,7 +9,7 @@ import pytest
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ScoringError
 from reward_loop.managers.failures import decide
-from reward_loop.types import RESERVED_KEYS, Outcome, RewardResult, finite_number, returned_numbers
+from reward_loop.types import RESERVED_KEYS, Outcome, RewardResult, finite_number, missing, returned_numbers
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_finite_numbers(value: Any, number: float | None) -> None:
 
 
 def test_returned_numbers_have_no_texts_no_measurements_and_only_keys_of_text() -> None:
-    info: dict[Any, Any] = {"score": 1, "right": True, "a/work_s": 1.0, "a/x": 2, "text": "t", "reward_work_s": 3.0}
+    info: dict[Any, Any] = {"score": 1, "right": True, "a/x": 2, "text": "t", "reward_work_s": 3.0}
     assert returned_numbers({**info, 7: 0.5}) == {"score": 1.0, "right": 1.0, "a/x": 2.0}
 
 
@@ -59,3 +59,24 @@ def test_a_score_that_is_not_finite_has_failed() -> None:
     result = RewardResult.of({"reward_score": math.nan, "reward_extra_info": {}}, "q1")
     assert (result.outcome, result.score, result.reward, result.masked) == (Outcome.FAILED, None, None, True)
     assert result.error == "sample q1: the manager returned the score nan, which is not a finite number"
+
+
+@pytest.mark.parametrize(
+    ("value", "is_missing"),
+    [
+        *((value, True) for value in (None, math.nan, np.float32("nan"), np.datetime64("NaT"), Decimal("nan"))),
+        *((value, True) for value in ([None], [math.nan, None], [[None]], np.array([np.nan]), np.array(math.nan))),
+        *((value, False) for value in ("", "nan", "None", 0, 0.0, False, [], {}, {"a": None}, [None, "4"], b"")),
+        *((value, False) for value in (np.array([1.0, np.nan]), np.array([]), math.inf, object())),
+    ],
+)
+def test_what_is_missing(value: Any, is_missing: bool) -> None:
+    assert missing(value) is is_missing
+
+
+def test_what_pandas_has_no_value_for_is_missing() -> None:
+    pandas = pytest.importorskip("pandas")
+    assert missing(pandas.NA)
+    assert missing(pandas.NaT)
+    assert missing([pandas.NA])
+    assert not missing(pandas.Timestamp(0))

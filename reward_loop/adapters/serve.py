@@ -245,8 +245,7 @@ class RewardService:
         results: list[RewardResult] = []
 
         async def collect() -> None:
-            rewards = await pending
-            results.extend(RewardResult.of(one, sample.uid) for one, sample in zip(rewards, samples, strict=True))
+            results.extend(await pending.results())
 
         try:
             if not await stop_on_disconnect(receive, collect):

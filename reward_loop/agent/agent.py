@@ -27,7 +27,7 @@ from reward_loop._util.bounded_tasks import BoundedTasks
 from reward_loop.agent.pending import PendingRewards, group_sizes
 from reward_loop.errors import ConfigError, RewardLoopError, RewardsCancelledError
 from reward_loop.managers.groups import CALLER, Caller
-from reward_loop.managers.scorer import reward_of
+from reward_loop.managers.scorer import scored
 from reward_loop.records import STEP, Records, WaitsFor
 from reward_loop.types import RewardSample
 
@@ -222,12 +222,12 @@ class RewardAgent:
             assert task is not None
             release = functools.partial(self._tasks.release, task)
             CALLER.set(Caller(reports_lost=pending.has_sizes, release=release))
-        reward = await reward_of(self.manager, row, getattr(row, "uid", None) or f"sample {sample}")
+        result, reward = await scored(self.manager, row, getattr(row, "uid", None) or f"sample {sample}")
         self._events.reward_arrived(row, pending.submitted)
         # The batch may have ended, if user code has suppressed the cancellation: an ended batch never changes.
         if pending.error is not None:
             return
-        group = pending._add_reward(sample, reward)
+        group = pending._add_reward(sample, result, reward)
         if group is None:
             return
         pending._complete(group)

@@ -144,7 +144,7 @@ class BlockingPendingRewards:
     def result(self, timeout: float | None = None) -> list[Reward]:
         """Wait for all rewards, in order of submission."""
         self.wait(self.group_count, timeout)
-        return [reward for reward in self._pending._rewards if reward is not None]
+        return [scored[1] for scored in self._pending._scored if scored is not None]
 
     def wait(self, groups: int, timeout: float | None = None) -> int:
         """Wait until that many groups, or all, are complete; return the number of complete groups."""

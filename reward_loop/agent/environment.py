@@ -19,7 +19,7 @@ from reward_loop.agent.agent import RewardAgent, close_manager
 from reward_loop.agent.blocking import BlockingRewardAgent
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError
-from reward_loop.managers.scorer import load_scorer, reward_of
+from reward_loop.managers.scorer import load_scorer, scored
 from reward_loop.types import Reward, RewardSample
 
 _FIELDS = frozenset(field.name for field in fields(RewardSample))
@@ -138,7 +138,8 @@ def _scoring_by(manager: Any, name: str | None = None) -> AbstractContextManager
     shown = name or getattr(manager, "name", type(manager).__name__)
 
     async def score_one(sample: RewardSample) -> Reward:
-        return await reward_of(manager, sample, shown)
+        _, reward = await scored(manager, sample, shown)
+        return reward
 
     return CurrentScorer(score_one, {}).in_use()
 

@@ -19,7 +19,7 @@ from itertools import accumulate
 from typing import Any
 
 from reward_loop.errors import ConfigError, RewardLoopError, RewardsCancelledError
-from reward_loop.types import Reward
+from reward_loop.types import Reward, RewardResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,8 @@ class Group:
     """The indices of its samples in the batch."""
     rewards: list[Reward]
     """The members' rewards, in order of submission."""
+    results: list[RewardResult]
+    """The results from which the rewards were made."""
 
     @property
     def scores(self) -> list[float]:
@@ -41,8 +43,8 @@ class Group:
     @property
     def unmasked(self) -> dict[int, float]:
         """The scores of the members that are not masked, by their indices in the batch."""
-        rewards = zip(self.indices, self.rewards, strict=True)
-        return {i: reward["reward_score"] for i, reward in rewards if not _is_masked(reward)}
+        members = zip(self.indices, self.rewards, self.results, strict=True)
+        return {i: reward["reward_score"] for i, reward, result in members if not result.masked}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class PendingRewards:
     other samples are cancelled, and every ``await`` and iteration raises the error.
     """
 
-    __slots__ = ("_completed", "_left", "_on_settled", "_rewards", "_samples", "_starts", "_tasks", "_waiters",
+    __slots__ = ("_completed", "_left", "_on_settled", "_samples", "_scored", "_starts", "_tasks", "_waiters",
                  "_waiting", "error", "has_sizes", "number", "submitted")  # fmt: skip
 
     def __init__(
@@ -117,7 +119,7 @@ class PendingRewards:
         self.error: RewardLoopError | None = None
         """The error that ended the batch, if one did."""
         self._samples = samples
-        self._rewards: list[Reward | None] = [None] * len(samples)
+        self._scored: list[tuple[RewardResult, Reward] | None] = [None] * len(samples)
         self._starts = list(accumulate(sizes, initial=0))
         """The index of the first sample of each group, and the number of samples."""
         self._left = list(sizes)
@@ -137,7 +139,7 @@ class PendingRewards:
 
     def __len__(self) -> int:
         """The number of samples."""
-        return len(self._rewards)
+        return len(self._scored)
 
     @property
     def group_count(self) -> int:
@@ -159,8 +161,8 @@ class PendingRewards:
 
     def _group(self, index: int) -> Group:
         members = self._members(index)
-        rewards = self._rewards[members.start : members.stop]
-        return Group(index, members, [reward for reward in rewards if reward is not None])
+        scored = [one for one in self._scored[members.start : members.stop] if one is not None]
+        return Group(index, members, [reward for _, reward in scored], [result for result, _ in scored])
 
     def cancel(self) -> None:
         """Cancel the samples that have not ended. All who wait get a `RewardsCancelledError`."""
@@ -175,7 +177,12 @@ class PendingRewards:
     async def all(self) -> list[Reward]:
         """Wait for all rewards, in order of submission; the same as ``await pending``."""
         await self.wait(self.group_count)
-        return [reward for reward in self._rewards if reward is not None]
+        return [one[1] for one in self._scored if one is not None]
+
+    async def results(self) -> list[RewardResult]:
+        """Wait for the results from which all rewards were made, in order of submission."""
+        await self.wait(self.group_count)
+        return [one[0] for one in self._scored if one is not None]
 
     async def wait(self, groups: int) -> int:
         """Wait until that many groups, or all, are complete; return the number of complete groups.
@@ -222,10 +229,10 @@ class PendingRewards:
         """The group of a sample."""
         return bisect_right(self._starts, sample) - 1
 
-    def _add_reward(self, sample: int, reward: Reward) -> int | None:
+    def _add_reward(self, sample: int, result: RewardResult, reward: Reward) -> int | None:
         """Store the reward of a sample; return its group if all members of the group now have one."""
-        assert self._rewards[sample] is None
-        self._rewards[sample] = reward
+        assert self._scored[sample] is None
+        self._scored[sample] = result, reward
         group = self._group_of(sample)
         self._left[group] -= 1
         return None if self._left[group] else group
@@ -256,10 +263,6 @@ class PendingRewards:
             # The task of a waiter may have been cancelled.
             if not waiter.done():
                 waiter.set_result(None)
-
-
-def _is_masked(reward: Reward) -> bool:
-    return bool((reward.get("reward_extra_info") or {}).get("reward_masked"))
 
 
 def group_sizes(count: int, group_size: int | None, groups: Sequence[int] | None) -> Sequence[int]:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from reward_loop.config import Config, parse
 from reward_loop.errors import ConfigError
-from reward_loop.managers.base import RewardLoopManagerBase, verl_options
+from reward_loop.managers.base import RewardLoopManagerBase
 from reward_loop.managers.registry import register
 from reward_loop.types import RewardResult, RewardSample
 
@@ -46,7 +46,7 @@ class DAPORewardLoopManager(RewardLoopManagerBase):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         where = "reward.reward_kwargs"
-        given = verl_options(self.config, where) or {}
+        given = self.converter.option(where) or {}
         self.max_resp_len: int = given.get("max_resp_len") or 0
         self.overlong_buffer = parse(
             OverlongBufferConfig, given.get("overlong_buffer_cfg"), f"{where}.overlong_buffer_cfg"

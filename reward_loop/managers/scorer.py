@@ -86,16 +86,20 @@ def load_scorer(
     return Scorer(loaded, function, made, requires)
 
 
-async def reward_of(manager: Any, sample: Any, name: object) -> Reward:
-    """Return the reward of a sample, or of a row of verl's ``DataProto``, from a manager that may be the user's own.
+async def scored(manager: Any, sample: Any, name: object) -> tuple[RewardResult, Reward]:
+    """Return the result and the reward of a sample, or of a row of verl's ``DataProto``.
 
-    Messages contain the ``name``. A score that is not a finite number becomes a masked reward of a *failed* sample.
+    The manager may be the user's own, of which only ``run_single`` is known: a score that is not a finite number then
+    becomes a masked reward of a *failed* sample. Messages contain the ``name``.
 
     Raises:
         RewardLoopError: an error that stops the run; or ``run_single`` raised another exception, which would occur for
             every sample, or did not return a reward.
     """
     try:
+        if returns_results(manager):
+            result = await manager.score(await manager.to_sample(sample))
+            return result, manager.to_reward(result)
         reward: Reward = await manager.run_single(sample)
     except RewardLoopError:
         raise
@@ -103,14 +107,24 @@ async def reward_of(manager: Any, sample: Any, name: object) -> Reward:
         cause = f"raised {type(error).__name__}: {error}"
         raise RewardLoopError(f"{name}: {type(manager).__name__}.run_single {cause}") from error
     is_reward = isinstance(reward, Mapping) and "reward_score" in reward
-    if is_reward and isinstance(reward.get("reward_extra_info") or {}, Mapping):
-        # NaN must not reach a tensor. Arrays and tensors with one element count as numbers, as in verl.
-        score: Any = reward["reward_score"]
-        if finite_number(score[0] if getattr(score, "shape", None) == (1,) else score) is None:
-            return RewardResult.of(reward, str(getattr(sample, "uid", None) or name)).to_reward()
-        return reward
-    cause = f"returned {shorten(reward)}, not a dict with reward_score and reward_extra_info"
-    raise RewardLoopError(f"{name}: {type(manager).__name__}.run_single {cause}")
+    if not is_reward or not isinstance(reward.get("reward_extra_info") or {}, Mapping):
+        cause = f"returned {shorten(reward)}, not a dict with reward_score and reward_extra_info"
+        raise RewardLoopError(f"{name}: {type(manager).__name__}.run_single {cause}")
+    score: Any = reward["reward_score"]
+    if getattr(score, "shape", None) == (1,):  # arrays and tensors with one element count as numbers, as in verl
+        score = score[0]
+    read = Reward(reward_score=score, reward_extra_info=reward.get("reward_extra_info") or {})
+    result = RewardResult.of(read, str(getattr(sample, "uid", None) or name))
+    # NaN must not reach a tensor.
+    return result, result.to_reward() if finite_number(score) is None else reward
+
+
+def returns_results(manager: Any) -> bool:
+    """Return whether the rewards of a manager are those of the results of its ``score``."""
+    base = managers.RewardLoopManagerBase
+    return isinstance(manager, base) and all(
+        getattr(getattr(manager, name), "__func__", None) is getattr(base, name) for name in ("run_single", "to_reward")
+    )
 
 
 def scores_groups(manager: Any) -> bool:

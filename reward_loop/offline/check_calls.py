@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 from reward_loop._util.event_loops import line_on_loop
 from reward_loop.config import RewardLoopConfig
-from reward_loop.managers.scorer import load_scorer, reward_of
+from reward_loop.managers.scorer import load_scorer, scored
 from reward_loop.offline.run import for_each
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
-from reward_loop.types import RewardResult, RewardSample, is_returned
+from reward_loop.types import RewardSample, is_returned
 
 _LOOK_S = 0.005
 """The seconds between two looks at the line that an event loop is at."""
@@ -142,7 +142,7 @@ class Calls:
         return [rows[index] for index in range(len(samples))]
 
     async def _run_one(self, sample: RewardSample) -> CheckedRow:
-        result = RewardResult.of(await reward_of(self._manager, sample, str(sample.uid)), sample.uid)
+        result, _ = await scored(self._manager, sample, sample.uid)
         info = result.extra_info
         return CheckedRow(
             sample.uid or "",

@@ -9,7 +9,7 @@ from reward_loop._util.json import MISSING, look_up
 from reward_loop._util.text import did_you_mean, listing, shorten
 from reward_loop.errors import ConfigError
 from reward_loop.offline.inputs import Row
-from reward_loop.types import RewardSample
+from reward_loop.types import RewardSample, missing
 
 # `response_ids` stands before `response_length`, which is computed from it.
 _OPTIONAL = ("prompt", "response_ids", "response_length", "is_truncated", "step", "training_progress", "validate")
@@ -47,8 +47,9 @@ class Fields:
                 and for the records ``group``. The default field of a part is the field of the same name; of ``group``,
                 also verl's ``uid``.
             data_source: one data source for all rows.
-            requires: required parts; a row without one of them fails. ``solution_str`` and the parts in ``paths`` are
-                always required. If ``paths`` has an ``extra_info.KEY``, the row needs no field ``extra_info``.
+            requires: required parts; a row without one of them, or without its value, fails. ``solution_str`` and the
+                fields in ``paths`` are always required. If ``paths`` has an ``extra_info.KEY``, the row needs no field
+                ``extra_info``.
 
         Raises:
             ConfigError: a part does not exist, or both ``data_source`` and a path for it are given.
@@ -64,8 +65,8 @@ class Fields:
                     f"a sample has no part {target!r}{did_you_mean(target, _TARGETS) or '.'} Its parts are "
                     f"{listing(_TARGETS)}, extra_info.KEY"
                 )
-        self._requires = {"solution_str", *self.paths, *requires}
-        self._requires |= {parts[name] for name in requires if name in parts}
+        self._needs_value = {*requires, *(parts[name] for name in requires if name in parts)} - {"solution_str"}
+        self._requires = {"solution_str", *self.paths, *self._needs_value}
         if "extra_info" not in self.paths and any(target.startswith("extra_info.") for target in self.paths):
             self._requires.discard("extra_info")
 
@@ -132,7 +133,13 @@ class Fields:
         if value is MISSING and target in _ARGUMENTS and target not in self.paths:
             value = look_up(row.columns, _ARGUMENTS[target])
         if value is not MISSING:
-            return value
+            if not missing(value):
+                return value
+            if target in self._needs_value:
+                raise _FieldError(
+                    f"field {path!r} has no value, and the function requires {target}: {shorten(value, 60)}"
+                )
+            return default
         if target in self._requires:
             keys = {
                 "extra_info": ", or set single keys of it by --field extra_info.KEY=...",

@@ -26,7 +26,7 @@ from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.limits import LocalLimits
 from reward_loop.managers import RewardLoopManagerBase
 from reward_loop.managers.failures import Failures, on_one_line
-from reward_loop.managers.scorer import reward_of
+from reward_loop.managers.scorer import returns_results, scored
 from reward_loop.offline.fields import Fields
 from reward_loop.offline.folder import ScoredFolder
 from reward_loop.offline.inputs import Inputs
@@ -34,9 +34,6 @@ from reward_loop.records import ActiveSample
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
 T = TypeVar("T")
-
-_RECORDING = ("run_single", "score", "to_reward")
-"""The methods of `RewardLoopManagerBase` that record a sample, or decide about its reward afterwards."""
 
 LINE_S = 30.0
 """Seconds between two lines without a terminal."""
@@ -86,16 +83,14 @@ def score_rows(
         units = ([fields.to_sample(row)] for row in source.rows() if row.name not in recorded)
     done = resumed = len(recorded)
     on_row(done, None)
-    is_recording = isinstance(manager, RewardLoopManagerBase) and all(
-        getattr(type(manager), name) is getattr(RewardLoopManagerBase, name) for name in _RECORDING
-    )
+    is_recording = returns_results(manager) and type(manager).score is RewardLoopManagerBase.score
     if isinstance(manager, RewardLoopManagerBase) and not is_recording:
         manager.records = None  # the only record of a sample is that of `_recorded`
 
     async def score(sample: RewardSample) -> None:
         nonlocal done
         if is_recording:
-            result = RewardResult.of(await reward_of(manager, sample, str(sample.uid)), sample.uid)
+            result, _ = await scored(manager, sample, sample.uid)
         else:
             result = await _recorded(manager, sample, folder)
         # The records are the only result: without them, further calls would be in vain.
@@ -171,7 +166,7 @@ async def for_each(items: Iterable[T], concurrency: int, call: Callable[[T], Awa
 async def _recorded(manager: Any, sample: RewardSample, folder: ScoredFolder) -> RewardResult:
     """Return the result of a manager that records no samples, or changes rewards after that, and record it."""
     with ActiveSample(sample, type(manager).__name__) as active:
-        result = RewardResult.of(await reward_of(manager, sample, str(sample.uid)), sample.uid)
+        result, _ = await scored(manager, sample, sample.uid)
         result = replace(result, total_s=active.seconds)
         folder.writer.write_sample(active, result)
     return result

@@ -116,7 +116,7 @@ def text_row(sample: RewardSample, large: Mapping[str, Any]) -> dict[str, Any]:
         "uid": sample.uid,
         "prompt": sample.prompt,
         "response": sample.solution_str if sample.response is None else sample.response,
-        **({} if sample.response is None else {"solution_str": sample.solution_str}),
+        **({} if sample.response in (None, sample.solution_str) else {"solution_str": sample.solution_str}),
         **({} if sample.turns is None else {"turns": sample.turns}),
         "ground_truth": sample.ground_truth,
         "extra_info": sample.extra_info,

@@ -13,7 +13,7 @@ from typing import Any
 from reward_loop._util.text import did_you_mean, listing
 from reward_loop.errors import FunctionLoadError
 from reward_loop.processes.child import callable_of
-from reward_loop.types import RewardSample
+from reward_loop.types import RewardSample, missing
 
 _CONTEXT = ("reward_router_address", "reward_model_tokenizer")
 
@@ -88,6 +88,7 @@ _OTHER_FORMS = (
 """Parameters of functions in another form -> what fits them here."""
 
 _WHERE = {
+    "ground_truth": "`ground_truth`, the reference answer",
     "prompt": "`prompt`, as text or chat messages",
     "response_ids": "`response_ids`, the token ids of the response",
     "response_length": "`response_length`, in tokens",
@@ -148,7 +149,7 @@ class Target:
     def problem(self, sample: RewardSample) -> str | None:
         """Return why a function cannot be called for a sample, or ``None``: the sample lacks a required argument."""
         for name in self.needs:
-            if getattr(sample, name) is None:
+            if missing(getattr(sample, name)):
                 return (
                     f"it has no {_WHERE[name]}, which {self.name} requires as `{name}`. See the table of arguments in "
                     "docs/reward-functions.md for where it is known, or give the parameter a default"
@@ -180,13 +181,14 @@ class Target:
         row: dict[str, Any] = {}
         for name in self.from_sample:
             value = getattr(sample, name)
-            if name in _BY_NAME:
-                if value is None:
-                    continue
-                if hasattr(value, "tolist"):
-                    value = value.tolist()
-            elif name == "extra_info":
+            if name == "extra_info":
                 value = dict(value)  # it may be any mapping
+            elif missing(value):
+                if name in _BY_NAME:
+                    continue
+                value = None
+            elif name in _BY_NAME and hasattr(value, "tolist"):
+                value = value.tolist()
             row[name] = value if type(value) in _SHARED else own_copy(value)
         return row
 
@@ -296,7 +298,7 @@ def _target(origin: Any, constructor: Mapping[str, Any], kwargs: Mapping[str, An
         passes=passes,
         from_sample=tuple(key for key in (*PROVIDED, *BY_NAME) if key in passes and key not in _CONTEXT),
         requires=requires,
-        needs=tuple(key for key in BY_NAME if key in requires),
+        needs=tuple(key for key in ("ground_truth", *BY_NAME) if key in requires),
         reward_kwargs=call_kwargs,
         takes_any=takes_any,
         lists={key: _LISTS[key] for key in _LISTS if key in given} if of_lists else None,

@@ -34,21 +34,20 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from reward_loop.agent.environment import CurrentScorer
 from reward_loop.errors import ConfigError, ScoringError
-from reward_loop.managers import RewardLoopManagerBase
-from reward_loop.managers.base import (
+from reward_loop.managers.failures import decide
+from reward_loop.managers.functions import open_records
+from reward_loop.records import Records
+from reward_loop.scoring.results import check_result
+from reward_loop.types import Outcome, Reward, RewardResult, RewardSample, progress_of
+from reward_loop.verl.samples import (
     TOTAL_STEPS,
     TRAINER_MODE,
     TURNS,
     VALIDATE,
     generated_step_of,
-    open_records,
-    progress_of,
+    options_of,
     training_step_of,
 )
-from reward_loop.managers.failures import decide
-from reward_loop.records import Records
-from reward_loop.scoring.results import check_result
-from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
 from reward_loop.verl.token_rewards import token_rewards, turns_of
 from reward_loop.verl.tq_rows import add_rows, add_tag
 from reward_loop.verl.trajectory_keys import FAILURE, GENERATED, JUDGED
@@ -105,7 +104,7 @@ class RewardAgentLoopWorker(_AgentLoopWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Must be here: otherwise Ray sends verl's method by value, and its `super()` fails in the process of the actor.
         super().__init__(*args, **kwargs)
-        self._options = RewardLoopManagerBase.read_options(self.config)
+        self._options = options_of(self.config)
         self._records = open_records(self._options)
 
     async def until_death(self) -> None:
@@ -318,13 +317,9 @@ async def _take_reward(session: _Session, outputs: list[Any]) -> None:
     try:
         await session.judging
     except Exception as error:
-        final.reward_score = 0.0
-        final.extra_fields["reward_extra_info"] = {
-            "reward_outcome": str(Outcome.FAILED),
-            "reward_masked": True,
-            "reward_error": f"{type(error).__name__}: {error}",
-            "reward_cause": type(error).__name__,
-        }
+        failure = ScoringError(f"{type(error).__name__}: {error}", cause=type(error).__name__)
+        failed = RewardResult(Outcome.FAILED, None, error=str(failure), exception=failure, masked=True).to_reward()
+        final.reward_score, final.extra_fields["reward_extra_info"] = 0.0, failed["reward_extra_info"]
         await _write_reward(session, outputs)
         raise
     await _write_reward(session, outputs)

@@ -9,19 +9,9 @@ from typing import Any
 
 from reward_loop._util.api_keys import api_key_of
 from reward_loop.client import classify
-from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardFunctionError
 from reward_loop.limits import Limits
 from reward_loop.managers import NaiveRewardLoopManager, RewardLoopManagerBase, scoring_function
-from reward_loop.managers.base import (
-    TRAINER_MODE,
-    VALIDATE,
-    generated_step_of,
-    last_row,
-    training_step_of,
-    uid_of,
-    verl_options,
-)
 from reward_loop.processes import cause_of, usable_cores
 from reward_loop.router.config import API_KEY_VARIABLE
 from reward_loop.scoring import ScoringFunction, normalise
@@ -81,8 +71,7 @@ def build_manager(
 
         verls: Any = load_reward_manager(settings.config, keywords.pop("tokenizer"), **keywords)
         ours = isinstance(verls, RewardLoopManagerBase)
-        mode = verl_options(settings.config, TRAINER_MODE)
-        manager = verls if ours else VerlManager(verls, settings.options, limits, mode)
+        manager = verls if ours else VerlManager(verls, settings.config, limits)
     if settings.function is not None and hasattr(function, "post_process_scores") and not manager.post_processes:
         raise ConfigError(
             f"custom_reward_function {settings.function.path}:{settings.function.name} has post_process_scores, which "
@@ -107,15 +96,13 @@ class VerlManager(RewardLoopManagerBase):
 
     Args:
         manager: an object with verl's ``run_single``.
-        options: the options of the reward loop.
+        config: verl's configuration, or the options of the reward loop.
         limits: the limits of the worker, which may count failures for the whole job.
-        mode: the mode of verl's trainer.
     """
 
-    def __init__(self, manager: Any, options: RewardLoopConfig, limits: Limits, mode: str | None = None) -> None:
-        super().__init__(options, limits=limits)
+    def __init__(self, manager: Any, config: Any, limits: Limits) -> None:
+        super().__init__(config, limits=limits)
         self._manager = manager
-        self._mode = mode
         self.needs_group = getattr(manager, "needs_group", False)
 
     @property
@@ -133,19 +120,7 @@ class VerlManager(RewardLoopManagerBase):
                 f"an agent loop called reward_loop.score, which {self.name} cannot answer, since it was written for "
                 "verl's batches: use a manager of reward_loop"
             )
-        row = last_row(data, data.batch["responses"])
-        return _Rollout(
-            "",
-            data_source=str(row.get("data_source", "")),
-            uid=uid_of(row),
-            validate=bool(row.get(VALIDATE, False)),
-            group=row.get("uid"),
-            group_size=row.get("group_size"),
-            prompt=row.get("raw_prompt"),
-            step=training_step_of(row, self._mode),
-            generated_step=generated_step_of(row),
-            row=data,
-        )
+        return _Rollout("", row=data, **self.converter.undecoded(data))
 
     async def score_one(self, sample: RewardSample) -> RewardResult:
         """Return the reward of verl's manager as a result. Its errors become *failed* results."""

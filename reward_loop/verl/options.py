@@ -23,12 +23,12 @@ from pydantic import Field
 from reward_loop.agent.schedule import Schedule
 from reward_loop.config import Config, RewardLoopConfig, RewardModelConfig, parse
 from reward_loop.errors import ConfigError
-from reward_loop.managers import RewardLoopManagerBase
 from reward_loop.managers import get as get_manager
 from reward_loop.managers.registry import OPTIONS, is_known
 from reward_loop.scoring import load_function
 from reward_loop.verl.installed import verls_defaults
 from reward_loop.verl.reward_model import read_reward_model
+from reward_loop.verl.samples import options_of
 
 logger = logging.getLogger(__name__)
 
@@ -388,7 +388,7 @@ def read(config: DictConfig) -> RewardSettings:
         _check_queue(config, mode.queue)
     settings = RewardSettings(
         config=config,
-        options=RewardLoopManagerBase.read_options(config),
+        options=options_of(config),
         manager=manager,
         function=function,
         num_workers=reward.num_workers,

@@ -18,7 +18,7 @@ from reward_loop.verl.installed import replaced
 from reward_loop.verl.options import ModeOptions
 from reward_loop.verl.refills import FailureStreak
 from reward_loop.verl.tq_rows import KVBatchMeta, last_failure, read_rewards
-from reward_loop.verl.trajectory_keys import GENERATED, JUDGED, uid_of
+from reward_loop.verl.trajectory_keys import GENERATED, JUDGED, number_of, session_of, uid_of
 
 REWARD_METRIC = "reward"
 """The value of ``algorithm.filter_groups.metric`` that stands for the reward, and not for a key of the extra info."""
@@ -165,13 +165,13 @@ class RewardReplayBuffer(ReplayBuffer):
         values: dict[str, dict[str, float]] = {uid_of(key): {} for key in keys}
         undecided = set()
         for key, reward in read_rewards(batch).items():
-            uid, session, _ = key.rsplit("_", 2)
+            uid, (session, _) = uid_of(key), session_of(key)
             value = reward.reward if metric == REWARD_METRIC else reward.info.get(metric)
             if not reward.is_scored:
                 continue
             if value is not None:
                 # By session, whose outputs all have the same reward: it counts once.
-                values[uid][session] = _number(value, metric, f"{uid}_{session}")
+                values[uid][session] = _number(value, metric, session)
             else:  # verl stops the run
                 undecided.add(uid)
         for uid in values.keys() - undecided:
@@ -186,8 +186,8 @@ class RewardReplayBuffer(ReplayBuffer):
         lines = []
         for uid in prompts[:NAMED_PROMPTS]:
             rows = {key: tag for key, tag in self.partitions[partition_id].items() if uid_of(key) == uid}
-            judged = {key.split("_")[1] for key, tag in rows.items() if JUDGED in tag}
-            pending = {key.split("_")[1] for key in rows} - judged
+            judged = {number_of(key) for key, tag in rows.items() if JUDGED in tag}
+            pending = {number_of(key) for key in rows} - judged
             lines.append(
                 f"prompt {uid}: rewards of rollouts {', '.join(sorted(judged)) or 'none'} have arrived; rollouts "
                 f"{', '.join(sorted(pending)) or 'none'} are generated and have no reward"

@@ -6,6 +6,7 @@ counts. So the metrics here are computed once per step, from all its samples.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from reward_loop.records import Interval, hidden_share, seconds_of
-from reward_loop.types import MEASURED, RESERVED_KEYS, Outcome, finite_number
+from reward_loop.types import MEASURED, RESERVED_KEYS, Outcome, Reward, RewardResult, finite_number
 from reward_loop.verl.trajectory_keys import final_outputs, session_of, uid_of
 
 Info = Mapping[str, Any]
@@ -36,15 +37,24 @@ def added_seconds(name: str, seconds: dict[str, float]) -> Iterator[None]:
         seconds[name] = seconds.get(name, 0.0) + time.monotonic() - began
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TrajectoryReward:
-    """The reward of a trajectory: of one output of a session."""
+    """The reward of a trajectory, of one output of a session, as TransferQueue has it."""
 
     info: Info
     reward: float
-    """The sum of the rewards of its tokens."""
+    """The sum of the rewards of its tokens; 0 if that is not a finite number."""
     tokens: int = 0
     """The number of tokens of the response."""
+    session: str | None = None
+    """The session, for messages."""
+    result: RewardResult = field(init=False)
+    """The result of scoring. A sample without an outcome got its score from the agent loop."""
+
+    def __post_init__(self) -> None:
+        self.result = RewardResult.of(Reward(reward_score=self.reward, reward_extra_info={**self.info}), self.session)
+        if not math.isfinite(self.reward):  # of an agent loop manager that writes its rows itself
+            self.reward = 0.0
 
     @property
     def raw_score(self) -> float:
@@ -53,19 +63,19 @@ class TrajectoryReward:
         return raw
 
     @property
-    def outcome(self) -> str:
-        """The outcome of scoring. A sample without one got its score from the agent loop."""
-        return str(self.info.get("reward_outcome", Outcome.SCORED))
+    def outcome(self) -> Outcome:
+        """The outcome of scoring."""
+        return self.result.outcome
 
     @property
     def is_scored(self) -> bool:
         """Whether the sample has a score."""
-        return self.outcome == Outcome.SCORED
+        return self.outcome is Outcome.SCORED
 
     @property
     def is_masked(self) -> bool:
         """Whether the sample is excluded from training."""
-        return bool(self.info.get("reward_masked"))
+        return self.result.masked
 
 
 Rewards = Mapping[str, TrajectoryReward]
@@ -96,8 +106,8 @@ class StepRewards:
         Keys may differ between samples: a mean covers the samples that are not masked and have the key.
         """
         samples = self.samples().values()
-        outages = [sample.info.get("reward_outage_s") or 0.0 for sample in samples]
-        outcomes = Counter(sample.info.get("reward_outcome") for sample in samples)
+        outages = [sample.result.outage_s for sample in samples]
+        outcomes = Counter(sample.outcome for sample in samples)
         measured: dict[str, list[float]] = defaultdict(list)
         returned: dict[str, list[float]] = defaultdict(list)
         for sample in samples:

@@ -11,12 +11,13 @@ import ray
 from reward_loop._util.process import freeze_and_raise_gc_threshold, raise_descriptor_limit
 from reward_loop.errors import RewardLoopError
 from reward_loop.limits import Limits, LocalLimits
-from reward_loop.managers.base import VALIDATE, open_records
+from reward_loop.managers.functions import open_records
 from reward_loop.managers.groups import CALLER, Caller
 from reward_loop.types import Outcome, Reward, RewardSample
 from reward_loop.verl.job import JobLimits
 from reward_loop.verl.managers import build_manager
 from reward_loop.verl.options import RewardSettings
+from reward_loop.verl.samples import VALIDATE
 
 
 class RewardWorker:

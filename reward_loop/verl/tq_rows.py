@@ -23,9 +23,9 @@ from transfer_queue import KVBatchMeta as KVBatchMeta  # also for the other modu
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.protocol import DataProto
 
-from reward_loop.managers.base import TURNS, VALIDATE
-from reward_loop.types import Reward, RewardResult
+from reward_loop.types import Reward
 from reward_loop.verl.reward_metrics import TrajectoryReward
+from reward_loop.verl.samples import TURNS, VALIDATE
 from reward_loop.verl.token_rewards import token_rewards, turns_of
 from reward_loop.verl.trajectory_keys import FAILURE, final_outputs, session_of, uid_of
 
@@ -271,13 +271,9 @@ def read_rewards(batch: Any) -> dict[str, TrajectoryReward]:
         columns = read_columns(keys, batch.partition_id, ("extra_fields", "rm_scores"))
     rewards = {}
     for key, extra, scores in zip(keys, columns["extra_fields"], columns["rm_scores"], strict=True):
-        reward = float(scores.sum())
-        info = extra.get(INFO) or {}
-        if not math.isfinite(reward):  # of an agent loop manager that writes its rows itself
-            masked = RewardResult.of(Reward(reward_score=reward, reward_extra_info=info), session_of(key)[0])
-            info, reward = masked.to_reward()["reward_extra_info"], 0.0
         # One score for each token of the response.
-        rewards[key] = TrajectoryReward(info, reward, tokens=len(scores))
+        info, tokens = extra.get(INFO) or {}, len(scores)
+        rewards[key] = TrajectoryReward(info, float(scores.sum()), tokens, session_of(key)[0])
     return rewards
 
 

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -189,15 +189,15 @@ class RewardLoopTrainer(RecordingTrainer):
                 batch = super().step(metrics, timing_raw)
         finally:
             # Also if the step failed: samples without a score may be the cause.
-            infos = [reward.info for reward in self._rewards.samples().values()]
-            self._say_failures(f"step {self.global_steps}", infos)
+            results = [reward.result for reward in self._rewards.samples().values()]
+            self._say_failures(f"step {self.global_steps}", results)
         metrics.update(self._rewards.metrics())
         return batch
 
-    def _say_failures(self, of: str, infos: Iterable[Mapping[str, Any]]) -> None:
+    def _say_failures(self, of: str, results: Iterable[RewardResult]) -> None:
         """Log one line if samples of a step or validation have no score."""
         folder = self._settings.options.log_dir
-        if line := _failures_in(infos).line(None if folder is None else f"reward-loop view {folder}"):
+        if line := Failures.of(results).line(None if folder is None else f"reward-loop view {folder}"):
             logger.warning("%s: %s", of, line)
 
     @override
@@ -229,9 +229,9 @@ class RewardLoopTrainer(RecordingTrainer):
             if self._colocated is not None:
                 self.checkpoint_manager.update_weights()  # verl does it after scoring, and wakes the rollout
         rewards = [self._validated[key] for key in final_outputs(self._validated)]
-        self._say_failures(f"validation of step {self.global_steps}", [reward.info for reward in rewards])
-        outcomes = Counter(reward.info.get("reward_outcome") for reward in rewards)
-        counts = {f"val-aux/reward_outcome/{outcome}": float(outcomes[outcome]) for outcome in Outcome if any(outcomes)}
+        self._say_failures(f"validation of step {self.global_steps}", [reward.result for reward in rewards])
+        outcomes = Counter(reward.outcome for reward in rewards)
+        counts = {f"val-aux/reward_outcome/{outcome}": float(outcomes[outcome]) for outcome in Outcome if rewards}
         return metrics | counts
 
     def _scored(self, batch: Any) -> Any:
@@ -361,7 +361,7 @@ class RewardLoopTrainer(RecordingTrainer):
         if not learners:
             log_dir = self._settings.options.log_dir
             where = f". `reward-loop report {log_dir}` shows why, with the replies of judges" if log_dir else ""
-            why = _failures_in(reward.info for reward in rewards.values()).line() or "all are masked"
+            why = Failures.of(reward.result for reward in rewards.values()).line() or "all are masked"
             raise NothingToLearnError(f"no sample of step {self.global_steps} has a score to learn from: {why}{where}")
         return select(batch, learners)
 
@@ -440,11 +440,6 @@ def with_reward_loop(trainer: type[PPOTrainer]) -> type[RewardLoopTrainer]:
         trainer: the trainer class of one of verl's modes, or of a recipe.
     """
     return type(f"RewardLoop{trainer.__name__}", (RewardLoopTrainer, trainer), {})
-
-
-def _failures_in(infos: Iterable[Mapping[str, Any]]) -> Failures:
-    results = (RewardResult.of({"reward_score": 0.0, "reward_extra_info": dict(info)}) for info in infos)
-    return Failures.of(results)
 
 
 def _readable(value: Any) -> Any:

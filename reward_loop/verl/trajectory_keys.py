@@ -22,7 +22,12 @@ FAILURE = "error"
 
 def uid_of(key: str) -> str:
     """Return the uid of the prompt."""
-    return key.split("_")[0]
+    return key.rsplit("_", 2)[0]
+
+
+def number_of(key: str) -> str:
+    """Return the number of the session among those of its prompt."""
+    return key.rsplit("_", 2)[1]
 
 
 def session_of(key: str) -> tuple[str, int]:

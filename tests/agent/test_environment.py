@@ -24,7 +24,7 @@ async def length(solution_str: str, ground_truth: str, extra_info: dict[str, Any
 async def test_outcomes_are_those_of_run_single() -> None:
     async with reward_loop.scorer(length):
         scored = await reward_loop.score("four", ground_truth="4", extra_info={"turns": 2})
-        failed = await reward_loop.score("bad")
+        failed = await reward_loop.score("bad", ground_truth="4")
     assert scored["reward_score"] == 4
     info = scored["reward_extra_info"]
     assert (info["reward_outcome"], info["truth"], info["turns"]) == ("scored", "4", 2)

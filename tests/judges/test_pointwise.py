@@ -81,7 +81,7 @@ async def test_a_row_with_null_for_a_field_fails_without_a_request(name: str, mi
         row = RewardSample("None", ground_truth=truth, extra_info={"question": question})
         result = await scoring(row, reward_router_address=server.address)
     assert (result.outcome, server.requests) == ("failed", [])
-    assert re.search(rf"the row has no (extra_info\.)?{missing}\b", str(result.error))
+    assert re.search(rf"has no (extra_info\.|`)?{missing}\b", str(result.error))
 
 
 async def test_the_majority_of_votes_decides() -> None:

@@ -1,4 +1,5 @@
 import asyncio
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -102,6 +103,26 @@ async def test_a_single_item():
         non_tensor_batch={"data_source": "math", "reward_model": {"ground_truth": "ab"}},
     )
     assert (await manager().run_single(data))["reward_score"] == 1.0
+
+
+@pytest.mark.parametrize("value", [math.nan, np.float64("nan"), np.datetime64("NaT"), [None], np.array([np.nan])])
+async def test_a_reference_or_a_source_that_is_missing_is_never_a_text(value):
+    """An answer "nan" must not be right, and no function may choose by the source "None"."""
+    texts = []
+
+    def takes(solution_str, data_source="given", ground_truth="given"):
+        texts.append((data_source, ground_truth))
+
+    data = one_row(data_source=value, reward_model={"ground_truth": value})
+    await manager(takes).run_single(data)
+    assert texts == [("", None)]
+    for function, what in ((exact, "ground_truth"), (lambda data_source: 1.0, "data_source")):
+        info = (await manager(function).run_single(data))["reward_extra_info"]
+        assert (info["reward_outcome"], info["reward_masked"]) == ("failed", True)
+        assert f'"{what}"], which the function requires' in info["reward_error"]
+    for columns in ({"reward_model": value}, {"extra_info": value}, {"tool_extra_fields": value}):
+        info = (await manager(takes).run_single(one_row(**columns)))["reward_extra_info"]
+        assert info["reward_outcome"] == "unscored"
 
 
 async def test_an_empty_response_is_a_sample():

@@ -18,13 +18,13 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict as fields_of_
 
 import reward_loop
 from reward_loop.config import RewardLoopConfig
-from reward_loop.managers.base import TURNS
 from reward_loop.records import records
 from reward_loop.records.events import read_events
 from reward_loop.types import Reward, RewardSample
 from reward_loop.verl import agent_loop, tq_rows
 from reward_loop.verl.agent_loop import RewardAgentLoopWorker
 from reward_loop.verl.reward_client import RewardClient
+from reward_loop.verl.samples import TURNS
 from reward_loop.verl.separate_async import QueueAgentLoopWorker
 
 pytestmark = pytest.mark.integration  # it imports verl

@@ -163,9 +163,8 @@ def test_a_reward_of_an_agent_loop_that_is_not_finite_leaves_loss_and_baseline(
         queue[f"q_{session}_0"] = row(SINGLE, own)
     step = Step(queue, monkeypatch)
     assert "q_3_0" in step.left_out
-    assert (
-        "sample q_3: the manager returned the score" in step.trainer._rewards.trajectories["q_3_0"].info["reward_error"]
-    )
+    error = step.trainer._rewards.trajectories["q_3_0"].result.error
+    assert "sample q_3: the manager returned the score" in str(error)
     assert (step.metrics["reward_loop/scored"], step.metrics["reward_loop/failed"]) == (3, 1)
     assert [float(queue[f"q_{session}_0"]["advantages"].max()) for session in range(3)] == [-1, 0, 1]
 

@@ -19,7 +19,7 @@ from reward_loop._util.event_loops import in_background
 from reward_loop.agent import RewardAgent
 from reward_loop.errors import RewardLoopError
 from reward_loop.managers.scorer import Scorer, scores_groups
-from reward_loop.types import Reward, RewardResult, RewardSample
+from reward_loop.types import RewardResult, RewardSample
 
 
 class AgentInThread:
@@ -60,13 +60,12 @@ class AgentInThread:
         batch = f"{self._name}.{next(self._batches)}"
         named = [replace(sample, uid=f"{batch}.{index}") for index, sample in enumerate(samples)]
         scoring = asyncio.run_coroutine_threadsafe(self._score(named, groups), self._loop)
-        rewards = await asyncio.wrap_future(scoring)
-        return [RewardResult.of(reward, sample.uid) for sample, reward in zip(named, rewards, strict=True)]
+        return await asyncio.wrap_future(scoring)
 
-    async def _score(self, samples: Sequence[RewardSample], groups: Sequence[int]) -> list[Reward]:
+    async def _score(self, samples: Sequence[RewardSample], groups: Sequence[int]) -> list[RewardResult]:
         pending = self._agent.submit(samples, groups=groups)
         try:
-            return await pending
+            return await pending.results()
         except asyncio.CancelledError:
             # A cancelled `await` alone does not cancel the batch.
             pending.cancel()

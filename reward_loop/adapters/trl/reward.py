@@ -18,12 +18,11 @@ from reward_loop._util.text import did_you_mean, listing, shorten
 from reward_loop.adapters.trl.agent import AgentInThread, AgentOwner
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError
-from reward_loop.managers.base import progress_of
 from reward_loop.managers.failures import Failures
 from reward_loop.managers.scorer import Scorer, load_scorer
 from reward_loop.scoring import load_function
 from reward_loop.scoring.signature import required_by_name
-from reward_loop.types import Outcome, RewardResult, RewardSample
+from reward_loop.types import Outcome, RewardResult, RewardSample, missing, progress_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +131,14 @@ class Columns:
         error = None
         if isinstance(nested, Mapping):
             extra_info |= nested
-        elif nested is not MISSING and nested is not None:
+        elif nested is not MISSING and not missing(nested):
             error = f"its column {used['extra_info']!r} must be a mapping; got {shorten(nested, 60)}"
         for part, value in (("ground_truth", truth), ("data_source", source)):
             if value is MISSING and getattr(self, part) is not None:
                 error = f"its column has no {getattr(self, part)!r}, which {part}= names"
         return {
             "ground_truth": None if truth is MISSING else truth,
-            "data_source": "" if source is MISSING or source is None else str(source),
+            "data_source": "" if source is MISSING or missing(source) else str(source),
             "extra_info": extra_info,
             "error": error,
         }

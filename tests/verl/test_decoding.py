@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from examples.tiny_models import tiny_tokenizer
-from reward_loop.managers.decoding import ResponseDecoder, _alphabet
+from reward_loop.verl.decoding import ResponseDecoder, _alphabet
 
 pytestmark = pytest.mark.integration  # imports transformers
 

@@ -1,0 +1,325 @@
+"""verl's rows and configuration, as managers see them: `VerlSamples` makes a `RewardSample` of a row.
+
+Managers load this module by its name when they get something of verl, also in verl's own reward loop, which creates
+managers itself. It imports verl and torch only inside functions.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reward_loop._util.text import listing, shorten
+from reward_loop.config import RewardLoopConfig, parse
+from reward_loop.errors import ConfigError
+from reward_loop.types import Reward, RewardResult, RewardSample, missing, progress_of
+from reward_loop.verl.decoding import ResponseDecoder
+
+VALIDATE = "__validate__"
+"""The column of verl's batch that marks the rows of a validation."""
+
+TURNS = "__turns__"
+"""The column with the tokens of each part of a response, by the policy and by the environment in turn."""
+
+TRAINING_STEP = "__training_step__"
+"""The column with the training step that trains on the row, in the mode ``reward_pipeline``."""
+
+TOTAL_STEPS = "__total_training_steps__"
+"""The column with the number of training steps of the run."""
+
+TRAINER_MODE = "trainer.v1.trainer_mode"
+"""The option with the mode of verl's trainer."""
+
+_GROUPS = frozenset({"actor_rollout_ref", "trainer", "reward", "reward_model"})
+
+_OF_COMMAND = ("check", "untested_verl")
+"""Options of ``reward_loop`` that verl's command alone reads."""
+
+
+def verl_options(config: Any, path: str) -> Any:
+    """Return the value at a dotted path of verl's configuration, or ``None`` if there is none."""
+    for part in path.split("."):
+        if not isinstance(config, Mapping):
+            return None
+        config = config.get(part)
+    return config
+
+
+def options_of(config: Mapping[str, Any]) -> RewardLoopConfig:
+    """Return the options of the reward loop from a mapping of them, or from verl's whole configuration.
+
+    Raises:
+        ConfigError: an option is invalid.
+    """
+    given: Any = config
+    if "reward_loop" in config:
+        given = {name: value for name, value in (config["reward_loop"] or {}).items() if name not in _OF_COMMAND}
+    # A whole configuration of verl, without `reward_loop`: its keys are of verl, and must not be reported.
+    elif _GROUPS & set(config):
+        given = None
+    return parse(RewardLoopConfig, given, "reward_loop")
+
+
+class VerlSamples:
+    """Converts for a manager what it gets from verl.
+
+    Args:
+        manager: a manager, with its options and its function.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._decoder = None
+        if manager.tokenizer is not None:
+            self._decoder = ResponseDecoder(manager.tokenizer, skip_special_tokens=manager.options.skip_special_tokens)
+        # Read once: OmegaConf needs more time for it than a whole sample takes otherwise.
+        config = manager.config
+        self.group_size: int | None = verl_options(config, "actor_rollout_ref.rollout.n")
+        """The number of rollouts of a prompt."""
+        self._mode = verl_options(config, TRAINER_MODE)
+        self._longest_response = verl_options(config, "actor_rollout_ref.rollout.response_length")
+        self._total_steps = verl_options(config, "trainer.total_training_steps")
+        filters = verl_options(config, "algorithm.filter_groups") or {}
+        self._filter_metric = filters.get("metric") if filters.get("enable") else None
+        """The key of the extra info by which verl filters groups; ``None`` also if it filters by the reward itself."""
+        # No such key in the extra info: verl's validation appends it to its own column `reward`, and then fails.
+        if self._filter_metric == "reward":
+            self._filter_metric = None
+
+    @staticmethod
+    def options_of(config: Mapping[str, Any]) -> RewardLoopConfig:
+        """Return the options of the reward loop; see the function of this name."""
+        return options_of(config)
+
+    def option(self, path: str) -> Any:
+        """Return the value at a dotted path of verl's configuration, or ``None`` if there is none."""
+        return verl_options(self._manager.config, path)
+
+    def check(self) -> None:
+        """Check that the manager needs nothing that verl's own reward loop does not do, if that is what runs.
+
+        Raises:
+            ConfigError: a function requires an argument that it does not pass, or an option has no effect there.
+        """
+        manager, config = self._manager, self._manager.config
+        # A configuration of verl in which this library is off: verl's own reward worker has made this manager.
+        if verl_options(config, "actor_rollout_ref") is None or verl_options(config, "reward_model.use_reward_loop"):
+            return
+        on = "set reward_model.use_reward_loop=True"
+        if manager.needs_group:
+            rollout, workers = verl_options(config, "actor_rollout_ref.rollout") or {}, "reward.num_workers"
+            if (number := verl_options(config, workers) or 1) > 1:
+                raise ConfigError(
+                    f"{workers}={number}: {manager.name} scores the rollouts of a prompt together, which verl's own "
+                    f"reward loop distributes among its reward workers: set {workers}=1, or {on}"
+                )
+            if (size := verl_options(rollout, "val_kwargs.n")) not in (None, rollout.get("n")):
+                raise ConfigError(
+                    f"actor_rollout_ref.rollout.val_kwargs.n={size}: {manager.name} scores the rollouts of a prompt "
+                    "together, and in verl's own reward loop it is not known whether they belong to a validation: set "
+                    f"it to actor_rollout_ref.rollout.n={rollout.get('n')}, or {on}"
+                )
+        lacking = {"validate"} & manager.requires
+        if not self._total_steps:
+            lacking |= {"training_progress"} & manager.requires
+        if lacking:
+            fix = "set trainer.total_training_steps, " if "training_progress" in lacking else ""
+            raise ConfigError(
+                f"{manager.name} requires {listing(lacking)}, which verl's own reward loop does not pass: {fix}{on}, "
+                "or give the parameter a default"
+            )
+
+    async def to_sample(self, data: Any) -> RewardSample:
+        """Return the sample in the last row of a ``DataProto``.
+
+        Its ``error`` is set, so that it fails without a call, if the row has no ``data_source`` or
+        ``reward_model.ground_truth`` and the function requires it, or if ``reward_model``, ``extra_info`` or
+        ``tool_extra_fields`` is not a mapping.
+
+        Raises:
+            ConfigError: the manager has no tokenizer.
+        """
+        if self._decoder is None:
+            raise ConfigError(
+                f"{type(self._manager).__name__} needs a tokenizer to decode the responses of a DataProto"
+            )
+        function, records = self._manager.function, self._manager.records
+        takes = function.takes if function is not None else ()
+        responses = data.batch["responses"]
+        row = last_row(data)
+        ids = _response(responses, data.batch, row.get("response_len"))
+        solution = await self._decoder.decode(ids)
+        turns, lengths = None, row.get(TURNS)
+        # Only records have the turns, and they need a second decoding.
+        if lengths is not None and len(lengths) > 1 and records is not None:
+            turns = await self._turns(ids, lengths, solution)
+        broken: list[str] = []
+        # A new dict: the row belongs to the caller, and the rollouts of a prompt may share its `extra_info`.
+        extra_info = {**_mapping(row, "extra_info", broken), **_mapping(row, "tool_extra_fields", broken)}
+        extra_info["num_turns"] = row.get("__num_turns__")
+        extra_info["rollout_reward_scores"] = row.get("reward_scores", {})
+        reference = _mapping(row, "reward_model", broken).get("ground_truth")
+        common = _common(row, self._mode)
+        requires = self._manager.requires
+        lacks = 'its row has no non_tensor_batch["{}"], which the function requires'
+        if "ground_truth" in requires and missing(reference):
+            broken.append(lacks.format('reward_model"]["ground_truth'))
+        if "data_source" in requires and missing(row.get("data_source")):
+            broken.append(lacks.format("data_source"))
+        return RewardSample(
+            solution,
+            ground_truth=None if missing(reference) else reference,
+            extra_info=extra_info,
+            error=broken[0] if broken else None,
+            response_length=len(ids),
+            turns=turns,
+            turn_count=None if lengths is None else sum(length > 0 for length in lengths[::2]),
+            response=solution if self._manager.changes_samples else None,
+            response_ids=ids.tolist() if "response_ids" in takes else None,
+            is_truncated=self._is_truncated(ids) if "is_truncated" in takes else None,
+            training_progress=self._progress(row) if "training_progress" in takes else None,
+            **common,
+        )
+
+    def undecoded(self, data: Any) -> dict[str, Any]:
+        """Return the fields of the sample in a ``DataProto`` that need no tokenizer and no function."""
+        return _common(last_row(data), self._mode)
+
+    def to_reward(self, result: RewardResult) -> Reward:
+        """Return verl's dict of a result.
+
+        A sample without a score also gets the key that verl filters groups by: verl stops if a sample lacks it.
+        """
+        reward = result.to_reward()
+        if result.score is None and self._filter_metric:
+            # The function may have returned the value without a score: then that one stays.
+            reward["reward_extra_info"].setdefault(self._filter_metric, reward["reward_score"])
+        return reward
+
+    @staticmethod
+    def assemble_rm_scores(data: Any, scores: list[float]) -> Any:
+        """Return token-level rewards, shape (rows, response width): each score at its row's last response token.
+
+        Args:
+            data: a ``DataProto`` with ``responses`` and ``attention_mask``.
+            scores: one score per row.
+        """
+        import torch
+
+        responses, mask = data.batch["responses"], data.batch["attention_mask"]
+        lengths = mask[:, -responses.shape[-1] :].sum(dim=-1)
+        rewards = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
+        values = torch.tensor(scores, dtype=torch.float32, device=responses.device)
+        # `scatter_` refuses the index -1 of an empty response.
+        return rewards.scatter_(1, (lengths - 1).clamp(min=0).unsqueeze(1), values.unsqueeze(1))
+
+    def _is_truncated(self, ids: Any) -> bool | None:
+        """Return whether a response has verl's largest length and no end token; ``None`` without that length."""
+        if self._longest_response is None:
+            return None
+        end = getattr(self._manager.tokenizer, "eos_token_id", None)
+        ends = end if isinstance(end, list | tuple) else [end]
+        return len(ids) >= self._longest_response and int(ids[-1]) not in ends
+
+    def _progress(self, row: Mapping[str, Any]) -> float | None:
+        """Return the share of the run that is done after the step of a row; ``None`` if its length is not known."""
+        step = training_step_of(row, self._mode) or generated_step_of(row)
+        return progress_of(step, row.get(TOTAL_STEPS) or self._total_steps)
+
+    async def _turns(self, ids: Any, lengths: Sequence[int], solution: str) -> list[int] | None:
+        """Return the characters of each part of a response of several turns, whose lengths in tokens are given.
+
+        ``None`` if the texts of the parts do not make up the response: some tokenizers decode a part in another way.
+        """
+        assert self._decoder is not None
+        ends = list(itertools.accumulate(map(int, lengths)))
+        parts = [await self._decoder.decode(ids[start:end]) for start, end in itertools.pairwise([0, *ends])]
+        return [len(part) for part in parts] if "".join(parts) == solution else None
+
+
+def _common(row: Mapping[str, Any], mode: str | None) -> dict[str, Any]:
+    source, validate = row.get("data_source"), row.get(VALIDATE)
+    return {
+        "data_source": "" if missing(source) else str(source),
+        "uid": row_name(row),
+        "group": row.get("uid"),
+        "group_size": row.get("group_size"),
+        # `None` is not `False`: verl's own reward loop does not know it.
+        "validate": None if validate is None else bool(validate),
+        "prompt": row.get("raw_prompt"),
+        "step": training_step_of(row, mode),
+        "generated_step": generated_step_of(row),
+    }
+
+
+def last_row(data: Any) -> dict[str, Any]:
+    """Return the non-tensor fields of the last row of a ``DataProto``.
+
+    A single item, whose responses are one-dimensional, is that row.
+    """
+    if data.batch["responses"].ndim == 1:
+        return dict(data.non_tensor_batch)
+    # As in verl: the reward of a rollout with several sequences is that of its last one.
+    return {name: column[-1] for name, column in data.non_tensor_batch.items()}
+
+
+def _mapping(row: Mapping[str, Any], name: str, broken: list[str]) -> Mapping[str, Any]:
+    """Return a field of a row that must be a mapping, or ``{}`` if it is missing.
+
+    If the field is not a mapping, append an error message to ``broken`` and return ``{}``.
+    """
+    value = row.get(name)
+    if missing(value):
+        return {}
+    if not isinstance(value, Mapping):
+        broken.append(f'in its row, non_tensor_batch["{name}"] must be a mapping; got {shorten(value)}')
+        return {}
+    return value
+
+
+def _response(responses: Any, batch: Any, length: int | None) -> Any:
+    """Return the token ids of the last row's response as an array; tokenizers read arrays faster than tensors.
+
+    Args:
+        responses: token ids of shape (rows, response width), or (response width,) for a single item.
+        batch: contains ``attention_mask`` of shape (rows, total width), or (total width,).
+        length: the number of response tokens; by default the sum of the attention mask over the response. That sum is
+            wrong if outputs with prompts of different lengths are padded into one batch, as verl's agent loop does.
+    """
+    width = responses.shape[-1]
+    if length is None:
+        mask = batch["attention_mask"]
+        mask = mask[-1] if mask.ndim == 2 else mask
+        # `mask[-0:]` would be the whole mask, with the prompt.
+        length = int(mask[-width:].sum()) if width else 0
+    ids = responses.cpu().numpy() if hasattr(responses, "cpu") else responses
+    if ids.ndim == 2:
+        ids = ids[-1]
+    return ids if length == width else ids[: int(length)]
+
+
+def generated_step_of(row: Mapping[str, Any]) -> int | None:
+    """Return the training step in which the prompt of a row of verl's batch was submitted, or ``None``."""
+    step = row.get("global_steps")
+    return None if step is None else int(step)
+
+
+def training_step_of(row: Mapping[str, Any], mode: str | None, *, validate: bool = False) -> int | None:
+    """Return the training step that trains on a row of verl's batch, or that validates it; ``None`` if not known yet.
+
+    Args:
+        row: the row.
+        mode: the mode of verl's trainer. In ``sync``, a step trains on the rollouts whose prompts it submits.
+        validate: whether the row belongs to validation, also without the column `VALIDATE`.
+    """
+    if validate or row.get(VALIDATE) or mode in (None, "sync"):
+        return generated_step_of(row)
+    step = row.get(TRAINING_STEP)
+    return None if step is None else int(step)
+
+
+def row_name(row: Mapping[str, Any]) -> str | None:
+    """Return the name of a row of verl's batch, with its session id, if any: a sample's ``uid``."""
+    name = [row.get("uid", row.get("index")), row.get("session_id")]
+    return "_".join([str(part) for part in name if part is not None]) or None
