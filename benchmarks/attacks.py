@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _rules
-from reward_loop.offline.attacks import KINDS, WRONG, rows_of
+from reward_loop.offline.attacked_rows import rows_of
+from reward_loop.offline.attacks import KINDS, WRONG
 from reward_loop.offline.holes import NOT_CALLED, Attack, AttackReport, IsolatedScores, Outcome, outcome_of
 from reward_loop.scoring.signature import resolve
 from reward_loop.types import RewardSample

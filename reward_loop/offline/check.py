@@ -10,7 +10,8 @@ from typing import Any
 from reward_loop._util.text import cut, duration, first_line, shorten
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, FunctionLoadError
-from reward_loop.offline.attacks import PAID, AttackedRow, rows_of, texts_of
+from reward_loop.offline.attacked_rows import AttackedRow, rows_of, texts_of
+from reward_loop.offline.attacks import PAID
 from reward_loop.offline.check_calls import (
     Callee,
     Calls,

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reward_loop.errors import RewardCrashedError
-from reward_loop.offline.attacks import FORMS, KINDS, PROSE, AttackedRow, Kind, changed, forms_of, texts_of
+from reward_loop.offline.attacked_rows import FORMS, PROSE, AttackedRow, changed, forms_of, texts_of
+from reward_loop.offline.attacks import KINDS, Kind
 from reward_loop.processes.child import callable_of
 from reward_loop.processes.pool import WorkerProcesses
 from reward_loop.scoring import normalise

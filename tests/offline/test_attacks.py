@@ -9,18 +9,8 @@ from typing import Any
 
 import pytest
 
-from reward_loop.offline.attacks import (
-    KINDS,
-    PAID,
-    WRONG,
-    AttackedRow,
-    changed,
-    number,
-    rows_of,
-    same,
-    texts_of,
-    type_of,
-)
+from reward_loop.offline.attacked_rows import AttackedRow, changed, number, rows_of, same, texts_of, type_of
+from reward_loop.offline.attacks import KINDS, PAID, WRONG
 from reward_loop.offline.holes import Attack, AttackReport, Outcome, outcome_of
 
 Rule = Callable[[str, Any], Any]

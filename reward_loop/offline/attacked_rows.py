@@ -1,0 +1,154 @@
+"""The rows that an attack makes answers from: their type, their answer, and the forms in which functions expect it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+FORMS = (
+    *("#### {}", "\\boxed{{}}", "<answer>{}</answer>", "Answer: {}", "A: {}", "<answer>\\boxed{{}}</answer>", "**{}**"),
+    *("<think>\nSo.\n</think>\n\\boxed{{}}", "<think>\nSo.\n</think>\n<answer>{}</answer>", "Final answer: {}"),
+    *("```python\n{}\n```", "```json\n{}\n```", "{}", "The answer is {}.", "The answer is {}", "${}$"),
+)
+"""The forms in which functions expect an answer: ``{}`` stands for it."""
+PROSE = ("{}", "The answer is {}.", "The answer is {}")
+"""The forms without a marker."""
+
+_NUMBER = r"\s*[$€]?\s*([-+]?(?:\d[\d,]*)?\.?\d+(?:[eE][-+]?\d+)?)(?:/(\d+))?\s*(%|°?[A-Za-z]*)\.?\s*"
+_LETTER = r"\(?[A-Ja-j]\)?\.?"
+_ANSWERS = {"number": r"-?\d[\d,]*(?:\.\d+)?", "choice": r"\b[A-J]\b"}
+
+
+@dataclass(frozen=True)
+class AttackedRow:
+    """A row of the data, with the form in which the function accepts the answer ``text``."""
+
+    reference: Any
+    prompt: str = ""
+    response: str = ""
+    others: tuple[str, ...] = ()
+    """Answers of other rows: wrong ones here."""
+    bodies: tuple[str, ...] = ()
+    """Responses of other rows, with ``{}`` in place of their answer."""
+    type: str = ""
+    text: str = ""
+    form: str = "{}"
+
+    def put(self, text: str) -> str:
+        """Return an answer: the text in the form that the function accepts."""
+        return self.form.replace("{}", text)
+
+    @property
+    def other(self) -> str:
+        """A wrong answer of the same kind."""
+        return self.others[0] if self.others else changed(self.text)
+
+
+def number(text: str) -> Fraction | None:
+    """Return the value of ``1,000``, ``$5``, ``1/2``, ``50%`` or ``5 km``; ``None`` for other texts."""
+    found = re.fullmatch(_NUMBER, text)
+    if not found or (found[2] and not int(found[2])) or len(found[1]) > 40:
+        return None
+    return Fraction(found[1].replace(",", "")) / int(found[2] or 1)
+
+
+def same(one: str, other: str) -> bool:
+    """Return whether two answers have the same value, or the same text."""
+    x, y = number(one), number(other)
+    return x == y if x is not None and y is not None else one.strip().lower() == other.strip().lower()
+
+
+def changed(text: str) -> str:
+    """Return another answer of the same kind: one digit or letter differs."""
+    for place in reversed(range(len(text))):
+        if text[place].isdigit():
+            return f"{text[:place]}{(int(text[place]) + 3) % 10}{text[place + 1 :]}"
+    return ("B" if text != "B" else "C") if len(text) == 1 else text[:-1] + ("x" if text[-1:] != "x" else "y")
+
+
+def texts_of(reference: Any) -> list[str]:
+    """Return what may be the answer within a reference, the likeliest first."""
+    if hasattr(reference, "tolist"):
+        reference = reference.tolist()
+    if isinstance(reference, Mapping) and len(reference) == 1:
+        return texts_of(next(iter(reference.values())))
+    if isinstance(reference, list | tuple) and reference and all(isinstance(item, str) for item in reference):
+        return list(reference)
+    if isinstance(reference, Mapping | list | tuple):
+        return [json.dumps(reference, default=str)]
+    text = str(reference).strip()
+    patterns = (r"####\s*(.+?)\s*$", r"\\boxed\{(.*)\}", r"<answer>\s*(.*?)\s*</answer>")
+    found = [match[1] for pattern in patterns if (match := re.search(pattern, text, re.DOTALL))]
+    return [*found, text, *([text.replace(",", "")] if number(text) is not None and "," in text else [])]
+
+
+def type_of(reference: Any, references: Sequence[str] = ()) -> str:
+    """Return the type of a reference; other rows decide what it leaves open: a letter is a choice if others are."""
+    text = texts_of(reference)[0]
+    tests = isinstance(reference, Mapping) and bool({"inputs", "outputs", "test_list"} & set(reference))
+    if tests or re.search(r"^\s*(assert |def \w+\(|class \w+[:(]|import \w+\s*$|from \w+ import )", text, re.MULTILINE):
+        return "program"
+    if re.fullmatch(_LETTER, text):
+        letters = sum(bool(re.fullmatch(_LETTER, one)) for one in references)
+        return "choice" if letters >= 0.9 * len(references) else "word"
+    if text[:1] in ("{", "[") and _is_json(text):
+        return "json"
+    if number(text) is not None:
+        return "number"
+    is_expression = re.search(r"\\[a-zA-Z{]|\^|_\{|[a-z0-9)]\s*[-+*/=]\s*[a-z0-9(\\]|^[\[(].*,.*[\])]$", text)
+    return "expression" if is_expression else "word"
+
+
+def rows_of(rows: Sequence[tuple[Any, str, str]]) -> list[AttackedRow]:
+    """Return the rows to attack, from each row's reference, prompt and response."""
+    references = [texts_of(reference)[0] for reference, _, _ in rows]
+    made = []
+    for index, (reference, prompt, response) in enumerate(rows):
+        kind = type_of(reference, references)
+        text = response if kind == "program" else references[index]
+        around = [*range(index + 1, len(rows)), *range(index)]
+        answers = [rows[one][2] if kind == "program" else references[one] for one in around]
+        others = [one for one in dict.fromkeys(answers) if one and not same(one, text)]
+        # Of answers that are related to this one, a finding would be blamed on the wrong kind.
+        others.sort(key=lambda other: _is_related(other, text))
+        bodies = [
+            head + "{}" + tail
+            for one in around
+            for head, found, tail in [rows[one][2].rpartition(references[one])]
+            if found and kind != "program" and not _holds(head + tail, text)
+        ]
+        made.append(AttackedRow(reference, prompt, response, tuple(others[:8]), tuple(bodies[:4]), kind, text))
+    return made
+
+
+def forms_of(row: AttackedRow) -> list[str]:
+    """Return the forms that a row's response suggests: its line with the answer, and the whole of it."""
+    head, found, tail = row.response.rpartition(row.text) if row.text else ("", "", "")
+    if not found and (answers := list(re.finditer(_ANSWERS.get(row.type, r"(?!)"), row.response))):
+        head, found, tail = row.response[: answers[-1].start()], "x", row.response[answers[-1].end() :]
+    if not found or row.type == "program":
+        return []
+    return [head.rpartition("\n")[2] + "{}" + tail.partition("\n")[0], head + "{}" + tail]
+
+
+def _holds(text: str, answer: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text, re.IGNORECASE) is not None
+
+
+def _is_related(one: str, other: str) -> bool:
+    x, y = number(one), number(other)
+    if x and y and (abs(x - y) <= abs(y) / 4 or max(abs(x / y), abs(y / x)) in (10, 100)):
+        return True
+    return one.lower() in other.lower() or other.lower() in one.lower()
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
