@@ -33,6 +33,12 @@ def test_default_columns_are_used_if_the_data_set_has_them() -> None:
     assert (bare.ground_truth, bare.data_source, bare.extra_info, bare.error) == (None, "", {}, None)
 
 
+@pytest.mark.parametrize("value", [None, float("nan")])
+def test_a_missing_data_source_is_no_name(value: Any) -> None:
+    (sample,) = samples(Columns(), ["x"], data_source=[value])
+    assert sample.data_source == ""
+
+
 def test_a_dotted_path_reads_the_columns_of_a_data_set_for_verl() -> None:
     data = {"reward_model": [{"style": "rule", "ground_truth": "7"}], "extra_info": [{"index": 1}], "ability": ["math"]}
     (sample,) = samples(Columns(ground_truth="reward_model.ground_truth"), ["7"], **data)
