@@ -34,7 +34,7 @@ os.environ |= {
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 INTEGRATION_TIMEOUT_S = 1300
-"""The time limit of an integration test. Two runs of verl may precede one, see `tests.fork_server.TIMEOUT_S`."""
+"""The time limit of an integration test. Two runs of verl may precede one: `TIMEOUT_S` of `support.fork_server`."""
 
 LONGEST = (
     "test_gpu_benchmark.py",

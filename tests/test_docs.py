@@ -22,9 +22,9 @@ import typer
 from reward_loop import RewardSample, ScoringFunction, load_function
 from reward_loop.cli import app
 from reward_loop.config import RewardModelConfig
-from tests.fork_server import run_forked
-from tests.gsm8k import ROOT
-from tests.pages import CHINESE, PAGES, blocks
+from tests.support.fork_server import run_forked
+from tests.support.gsm8k import ROOT
+from tests.support.pages import CHINESE, PAGES, blocks
 from tools import reference
 
 

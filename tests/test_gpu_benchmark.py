@@ -20,7 +20,7 @@ from rich.progress import Progress
 
 from benchmarks import gpu
 from benchmarks.report import Report
-from tests.gsm8k import ROOT
+from tests.support.gsm8k import ROOT
 
 training = pytest.importorskip("benchmarks.training", reason="verl's packages are not installed")
 gpu_runs = pytest.importorskip("benchmarks.gpu_runs")
@@ -179,7 +179,7 @@ def test_the_commands_for_a_gpu_pass_our_checks_and_verls(
 
 @pytest.mark.integration
 def test_stages_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from tests.local_ray import in_local_ray
+    from tests.support.local_ray import in_local_ray
 
     run = training.run
 

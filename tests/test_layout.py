@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gsm8k import ROOT
+from tests.support.gsm8k import ROOT
 
 PACKAGE = ROOT / "reward_loop"
 

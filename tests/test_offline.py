@@ -34,7 +34,7 @@ from reward_loop.offline.inputs import Inputs, Row
 from reward_loop.offline.report import Report
 from reward_loop.offline.run import score_rows
 from reward_loop.records.reader import RecordsReader
-from tests.gsm8k import DATA, ROOT, needs_gsm8k
+from tests.support.gsm8k import DATA, ROOT, needs_gsm8k
 from tests.verl.away import judge_that_goes_away
 
 

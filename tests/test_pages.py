@@ -22,10 +22,10 @@ import typer
 
 from reward_loop.cli import app
 from reward_loop.testing import FakeJudge
-from tests.fork_server import forking_python
-from tests.gsm8k import ROOT
-from tests.pages import PAGES, Block, blocks
-from tests.trl_folder import FOLDER as TRL
+from tests.support.fork_server import forking_python
+from tests.support.gsm8k import ROOT
+from tests.support.pages import PAGES, Block, blocks
+from tests.support.trl_folder import FOLDER as TRL
 
 NOT_RUN = {
     "pip install ": "installs packages",

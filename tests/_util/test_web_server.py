@@ -25,8 +25,8 @@ from reward_loop._util.web_server import (
     url_of,
 )
 from reward_loop.errors import ConfigError
-from tests.gsm8k import ROOT
-from tests.servers import serving
+from tests.support.gsm8k import ROOT
+from tests.support.servers import serving
 
 
 def test_addresses() -> None:

@@ -19,9 +19,9 @@ from reward_loop.adapters import serve
 from reward_loop.adapters.serve import LINE_S, RewardService
 from reward_loop.records.reader import RecordsReader
 from tests.adapters.services import Centred, client_of, post, ranks, scorer
-from tests.clock import advance
 from tests.scoring.logging_functions import logging_function
-from tests.servers import serving, until
+from tests.support.clock import advance
+from tests.support.servers import serving, until
 
 BODY = {"solution_str": "4", "ground_truth": "4"}
 

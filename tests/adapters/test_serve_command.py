@@ -27,7 +27,7 @@ from reward_loop.cli import app
 from reward_loop.records.reader import RecordsReader
 from reward_loop.testing import FakeJudge
 from tests.judges.replies import BROKEN, reply
-from tests.servers import Watched
+from tests.support.servers import Watched
 
 MAIN = "import sys; from reward_loop.cli import main; sys.argv[0] = 'reward-loop'; main()"
 

@@ -11,7 +11,7 @@ from reward_loop import ConfigError, RewardFunctionError, RewardLoopError, Rewar
 from reward_loop.agent.ray_agent import AsyncRewardAgent
 from reward_loop.records import RecordsReader, records
 from tests.agent.judges import Gate, numbered, within
-from tests.local_ray import local_ray
+from tests.support.local_ray import local_ray
 
 
 async def test_chunks_of_groups_in_order_of_completion():

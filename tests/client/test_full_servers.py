@@ -10,7 +10,7 @@ from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop._util import backoff
 from reward_loop.client import chat_complete
 from reward_loop.errors import RequestError
-from tests.clock import until
+from tests.support.clock import until
 
 
 @pytest.fixture(autouse=True)

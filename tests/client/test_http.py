@@ -24,8 +24,8 @@ from reward_loop.managers import BatchRewardLoopManager
 from reward_loop.records import ActiveSample, active_samples
 from reward_loop.records.writer import encode_record
 from reward_loop.testing import Answer, BadJson, Body, Drop, FakeJudge, Stall, Status
-from tests.gsm8k import ROOT
-from tests.servers import refusing, serving, until
+from tests.support.gsm8k import ROOT
+from tests.support.servers import refusing, serving, until
 
 
 @pytest.mark.parametrize(

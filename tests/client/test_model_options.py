@@ -18,8 +18,8 @@ from reward_loop.errors import RequestError
 from reward_loop.limits import LocalLimits
 from reward_loop.serving import RewardModelManager
 from reward_loop.testing import FakeJudge, Stall
-from tests.clock import until
-from tests.servers import listed, serving
+from tests.support.clock import until
+from tests.support.servers import listed, serving
 
 JUDGE = ("{{answer}}", Choice({"yes": 1.0, "no": 0.0}, after=None))
 MODELS = {"strong": {"max_concurrent": 2, "timeout": 0.05}}

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from reward_loop.records.reader import RecordsReader
-from tests.fork_server import forking_python
-from tests.gsm8k import ROOT
-from tests.local_ray import options_of_local_ray
-from tests.pages import blocks
+from tests.support.fork_server import forking_python
+from tests.support.gsm8k import ROOT
+from tests.support.local_ray import options_of_local_ray
+from tests.support.pages import blocks
 
 pytestmark = pytest.mark.integration
 

@@ -20,8 +20,8 @@ from pydantic import BaseModel, Field
 from reward_loop.adapters.serve import RewardService
 from reward_loop.managers.scorer import Scorer
 from tests.adapters.services import Centred, ranks, scorer
-from tests.gsm8k import ROOT
-from tests.servers import serving
+from tests.support.gsm8k import ROOT
+from tests.support.servers import serving
 
 Load = Callable[[str], Any]
 

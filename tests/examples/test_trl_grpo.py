@@ -12,7 +12,7 @@ import pytest
 
 from examples import trl_grpo
 from reward_loop.records.reader import RecordsReader
-from tests.trl_folder import needs_trl, trl_on_path
+from tests.support.trl_folder import needs_trl, trl_on_path
 
 
 @pytest.fixture(scope="module", autouse=True)

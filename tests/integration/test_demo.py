@@ -17,8 +17,8 @@ from examples.arithmetic import demo
 from examples.arithmetic.demo import QUICK, RECORDS
 from reward_loop.records.reader import RecordsReader
 from reward_loop.view.phases import PhaseReader
-from tests.gsm8k import ROOT
-from tests.local_ray import in_local_ray
+from tests.support.gsm8k import ROOT
+from tests.support.local_ray import in_local_ray
 from tools.browser import CHROMIUM, browser, server
 
 STEPS = 2

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.gsm8k import ROOT
+from tests.support.gsm8k import ROOT
 
 pytestmark = pytest.mark.integration
 

@@ -9,7 +9,7 @@ from reward_loop import RewardSample, RewardTimeoutError, ScoringFunction
 from reward_loop.config import RewardLoopConfig
 from reward_loop.limits.call import Call
 from reward_loop.limits.local import LocalLimits
-from tests.clock import advance
+from tests.support.clock import advance
 
 
 async def test_only_work_after_the_start_counts_towards_the_deadline() -> None:

@@ -23,8 +23,8 @@ from reward_loop import (
     RewardTimeoutError,
     ScoringFunction,
 )
-from tests.clock import advance, until
-from tests.counting import Counting
+from tests.support.clock import advance, until
+from tests.support.counting import Counting
 
 SAMPLE = RewardSample("4", uid="u7")
 

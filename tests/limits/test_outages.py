@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from reward_loop.limits.outages import FORGET_S, JudgeAddress, Outage, Outages
-from tests.clock import advance
+from tests.support.clock import advance
 
 JUDGE = JudgeAddress("http://j:1")
 

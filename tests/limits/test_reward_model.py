@@ -8,7 +8,7 @@ import reward_loop
 from reward_loop import ConfigError, LimitError, NaiveRewardLoopManager, RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop.limits.permit import REWARD_MODEL
 from reward_loop.records import active_samples
-from tests.clock import until
+from tests.support.clock import until
 
 SAMPLE = RewardSample("4", uid="u7")
 

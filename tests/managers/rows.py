@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.gsm8k import DATA
+from tests.support.gsm8k import DATA
 
 
 class CharTokenizer:

@@ -10,8 +10,8 @@ import pytest
 
 from reward_loop import managers
 from reward_loop.scoring import ListScoringFunction
-from tests.gsm8k import needs_gsm8k
 from tests.managers.rows import CharTokenizer, data_proto, gsm8k, split
+from tests.support.gsm8k import needs_gsm8k
 
 pytestmark = pytest.mark.integration
 

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from reward_loop.cli import app
-from tests.gsm8k import ROOT
+from tests.support.gsm8k import ROOT
 
 runner = CliRunner()
 

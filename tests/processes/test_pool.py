@@ -28,10 +28,10 @@ from reward_loop._util.process import children
 from reward_loop._util.transient import is_refusal
 from reward_loop.processes import pool
 from reward_loop.processes.outcome import RemoteError
-from tests.clock import advance
-from tests.descriptors import left_open
 from tests.processes.draws import draws
 from tests.processes.misbehaving import CHANGES, MadeInTheTemplate, act, process_id
+from tests.support.clock import advance
+from tests.support.descriptors import left_open
 
 pytestmark = pytest.mark.integration  # starts processes
 

@@ -11,7 +11,7 @@ import pytest
 
 from reward_loop import NaiveRewardLoopManager, RewardSample
 from reward_loop.records import ActiveSample, active_samples, current
-from tests.clock import until
+from tests.support.clock import until
 
 
 @pytest.fixture

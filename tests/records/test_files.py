@@ -18,8 +18,8 @@ import pytest
 from reward_loop import NaiveRewardLoopManager, RewardAgent, RewardLoopConfig, RewardSample
 from reward_loop.records import Records, writer
 from reward_loop.records.files import EVENTS, EXCHANGES, HEALTH, TEXTS, RecordFiles
-from tests.gsm8k import ROOT
 from tests.records.rows import read, recorded
+from tests.support.gsm8k import ROOT
 
 
 def folder_size(folder: Path) -> int:

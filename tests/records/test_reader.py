@@ -17,7 +17,7 @@ from reward_loop.client import Judge, Number
 from reward_loop.records import Records, records
 from reward_loop.records.reader import RecordsReader
 from reward_loop.testing import FakeJudge
-from tests.gsm8k import ROOT
+from tests.support.gsm8k import ROOT
 
 JUDGE = Judge("{{answer}}", Number(0, 1))
 

@@ -10,7 +10,7 @@ import duckdb
 import pytest
 
 from reward_loop.records import Records
-from tests.gsm8k import ROOT
+from tests.support.gsm8k import ROOT
 from tests.view.recorded import flushed, record
 
 

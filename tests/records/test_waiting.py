@@ -13,7 +13,7 @@ import pytest
 from reward_loop import NaiveRewardLoopManager, RewardLoopManagerBase, RewardSample, TransientError, limit
 from reward_loop.managers import BatchRewardLoopManager, GroupRewardLoopManager
 from reward_loop.records import active_samples
-from tests.clock import until
+from tests.support.clock import until
 
 
 def waits() -> dict[str | None, list[str]]:

@@ -15,7 +15,7 @@ import pytest
 
 from reward_loop import NaiveRewardLoopManager, RewardSample
 from reward_loop.records import ActiveSample, watch, watchdog
-from tests.gsm8k import ROOT
+from tests.support.gsm8k import ROOT
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ from reward_loop.managers import GroupRewardLoopManager
 from reward_loop.records import Records, active, records
 from reward_loop.records.writer import _MAX_DURATIONS
 from reward_loop.testing import FakeJudge
-from tests.clock import until
-from tests.gsm8k import ROOT
 from tests.records.rows import read, recorded
+from tests.support.clock import until
+from tests.support.gsm8k import ROOT
 
 
 async def test_waiting_and_running_are_measured_separately(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ import pytest
 
 from reward_loop.router import app, pool
 from reward_loop.router.config import BackendConfig, RouterConfig
-from tests.gsm8k import ROOT
-from tests.servers import CHAT, model_server, post, routed, routed_urls, served_by_router, serving
+from tests.support.gsm8k import ROOT
+from tests.support.servers import CHAT, model_server, post, routed, routed_urls, served_by_router, serving
 
 
 async def test_several_models_at_one_address() -> None:

@@ -17,7 +17,7 @@ from reward_loop.router.backend import (
 )
 from reward_loop.router.config import BackendConfig
 from reward_loop.router.http_client import BrokenError, Upstream
-from tests.servers import serving
+from tests.support.servers import serving
 
 
 def new(**options: object) -> Backend:

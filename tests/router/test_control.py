@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from reward_loop.router import app, control
-from tests.servers import CHAT, listed, model_server, post, routed, serving
+from tests.support.servers import CHAT, listed, model_server, post, routed, serving
 
 
 def test_the_router_passes_on_the_paths_that_the_control_plane_has() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from reward_loop.router import error_answers
 from reward_loop.router.error_answers import LimitedLog, Refusal
-from tests.servers import CHAT, model_server, post, routed
+from tests.support.servers import CHAT, model_server, post, routed
 
 
 def test_router_errors_have_the_format_of_vllm() -> None:

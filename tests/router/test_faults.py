@@ -19,7 +19,7 @@ from reward_loop._util.process import ParentDeathPipe
 from reward_loop._util.web_server import listen, url_of
 from reward_loop.router.app import Router
 from reward_loop.router.config import RouterConfig
-from tests.servers import STUB_COMMAND, listed, served_by_router, until
+from tests.support.servers import STUB_COMMAND, listed, served_by_router, until
 
 pytestmark = pytest.mark.integration
 

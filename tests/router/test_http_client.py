@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from reward_loop._util.web_server import listen, url_of
 from reward_loop.router.http_client import BackendAnswer, BrokenError, ConnectError, StaleError, Upstream
-from tests.servers import refusing, until
+from tests.support.servers import refusing, until
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 

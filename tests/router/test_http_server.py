@@ -14,7 +14,7 @@ from reward_loop.router.client_request import ClientRequest
 from reward_loop.router.error_answers import Refusal
 from reward_loop.router.http_server import HttpServer
 from tests.router.transport import Transport
-from tests.servers import http_server, until
+from tests.support.servers import http_server, until
 
 WHOLE = b"POST /a%20b?q=1 HTTP/1.1\r\nHost: h\r\nX-Own: 1\r\nContent-Length: 2\r\n\r\nok"
 

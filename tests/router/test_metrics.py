@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.servers import CHAT, model_server, post, routed
+from tests.support.servers import CHAT, model_server, post, routed
 
 
 async def test_metrics() -> None:

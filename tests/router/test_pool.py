@@ -9,7 +9,7 @@ from reward_loop.router.backend import ANY, AsleepError, Backend, BackendState, 
 from reward_loop.router.config import BackendConfig, RouterConfig
 from reward_loop.router.error_answers import Refusal
 from reward_loop.router.pool import BackendPool
-from tests.servers import until
+from tests.support.servers import until
 
 URLS = ["http://a:1", "http://b:1", "http://c:1"]
 BACKENDS = [BackendConfig(url=url) for url in URLS]

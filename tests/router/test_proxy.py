@@ -20,7 +20,7 @@ from reward_loop.router import pool as pool_module
 from reward_loop.router.app import Router
 from reward_loop.router.backend import Backend
 from reward_loop.router.config import BackendConfig, RouterConfig
-from tests.servers import post, refusing, resetting, served_by_router, serving, until
+from tests.support.servers import post, refusing, resetting, served_by_router, serving, until
 
 
 @asynccontextmanager

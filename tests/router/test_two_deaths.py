@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from reward_loop._util.web_server import reserve, url_of
-from tests.servers import CHAT, listed, post, routed_urls
+from tests.support.servers import CHAT, listed, post, routed_urls
 
 POISON = b"a text of which engines die"
 

@@ -26,7 +26,7 @@ from reward_loop import (
     ScoringFunction,
 )
 from reward_loop.scoring import ListScoringFunction, load_function
-from tests.clock import advance
+from tests.support.clock import advance
 
 SAMPLE = RewardSample("4", data_source="math", ground_truth="4", extra_info={"level": 1}, uid="u7")
 

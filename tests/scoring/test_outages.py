@@ -29,7 +29,7 @@ from reward_loop._util.web_server import listen
 from reward_loop.client import chat_complete, classify
 from reward_loop.limits import outages
 from reward_loop.limits.outages import JudgeAddress
-from tests.clock import until
+from tests.support.clock import until
 
 ANSWER = b'{"choices": [{"message": {"content": "7"}}], "data": [{"probs": [7]}]}'
 

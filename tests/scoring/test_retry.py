@@ -17,7 +17,7 @@ from reward_loop.errors import (
 from reward_loop.limits.outages import JudgeAddress, Outages
 from reward_loop.processes.outcome import CallOutcome
 from reward_loop.scoring.retry import Retry, _server_of
-from tests.clock import advance
+from tests.support.clock import advance
 
 
 def asks(seconds):

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from reward_loop.config import RewardModelConfig
 from reward_loop.serving import RewardModelManager
-from tests.servers import Watched
+from tests.support.servers import Watched
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -16,7 +16,7 @@ from reward_loop.client import Json, Judge, chat_complete, classify, score
 from reward_loop.config import RewardModelConfig, ServedModelConfig
 from reward_loop.errors import RequestError
 from reward_loop.serving import RewardModelManager
-from tests.servers import CHAT, Watched, post
+from tests.support.servers import CHAT, Watched, post
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 TEXTS = ["a", "an answer", "twelve plus thirty is forty-two", "12+30=42", "\n"]

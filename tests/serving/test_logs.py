@@ -16,7 +16,7 @@ from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError, ServerStartError
 from reward_loop.serving import RewardModelManager
 from reward_loop.serving.process import ServerLog, ServerProcess, log_folder
-from tests.servers import STUB_COMMAND, refusing
+from tests.support.servers import STUB_COMMAND, refusing
 
 pytestmark = pytest.mark.integration  # starts servers
 

@@ -25,7 +25,7 @@ from reward_loop.errors import ConfigError, ServerStartError
 from reward_loop.serving import RewardModelManager, serve_reward_model, server_spec, supervisor
 from reward_loop.serving.engines import ENGINES, Transformers
 from reward_loop.serving.process import ServerProcess
-from tests.servers import STUB_COMMAND, Watched, listed, post, until
+from tests.support.servers import STUB_COMMAND, Watched, listed, post, until
 
 pytestmark = pytest.mark.integration  # starts servers
 

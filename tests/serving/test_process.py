@@ -24,7 +24,7 @@ from reward_loop._util.web_server import listen, reserve, url_of
 from reward_loop.errors import ServerStartError
 from reward_loop.serving import process
 from reward_loop.serving.process import ServerProcess
-from tests.servers import STUB_COMMAND, Watched, post, until
+from tests.support.servers import STUB_COMMAND, Watched, post, until
 
 
 @pytest.fixture

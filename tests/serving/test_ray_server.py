@@ -16,8 +16,8 @@ from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError, ServerStartError
 from reward_loop.serving import RewardModelManager
 from reward_loop.serving.engines import ENGINES
-from tests.local_ray import local_ray
-from tests.servers import STUB_COMMAND, Watched, post
+from tests.support.local_ray import local_ray
+from tests.support.servers import STUB_COMMAND, Watched, post
 
 ray = pytest.importorskip("ray")
 

@@ -15,9 +15,9 @@ import pytest
 
 from reward_loop.config import RewardModelConfig
 from reward_loop.serving import RewardModelManager
-from tests.gsm8k import ROOT
-from tests.servers import CHAT
 from tests.serving.real_engines import HELLO, TOO_LONG, RealEngine, ask, config_of, judge_url, url_of
+from tests.support.gsm8k import ROOT
+from tests.support.servers import CHAT
 
 ENVIRONMENT = ROOT / ".venv-sglang"
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.servers import Watched
+from tests.support.servers import Watched
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,8 +19,8 @@ from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError, ServerStartError
 from reward_loop.serving import RewardModelManager
 from reward_loop.serving.engines import ENGINES
-from tests.clusters import ray_cluster
-from tests.servers import STUB_COMMAND, post
+from tests.support.clusters import ray_cluster
+from tests.support.servers import STUB_COMMAND, post
 
 ray = pytest.importorskip("ray")
 

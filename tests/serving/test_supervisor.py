@@ -14,7 +14,7 @@ from reward_loop._util.web_server import listen
 from reward_loop.errors import ServerDiedError, ServerError
 from reward_loop.serving import supervisor as supervision
 from reward_loop.serving.supervisor import Supervisor
-from tests.servers import until
+from tests.support.servers import until
 
 
 class FakeServer:

@@ -14,8 +14,8 @@ from reward_loop.client import Judge, Number
 from reward_loop.client.judge import expected_score
 from reward_loop.config import RewardModelConfig
 from reward_loop.serving import RewardModelManager
-from tests.servers import CHAT
 from tests.serving.real_engines import HELLO, IN_THE_ENGINE_PROCESS, RealEngine, config_of, judge_url, url_of
+from tests.support.servers import CHAT
 
 pytestmark = [
     pytest.mark.integration,

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from tests.fork_server import module_environment, run_forked
+from tests.support.fork_server import module_environment, run_forked
 from tests.verl import minibatches
 
 VOCABULARY = 256

@@ -13,8 +13,8 @@ import pandas as pd
 
 from examples.nodes import Node
 from reward_loop.verl.installed import SUPPORTED, installed_version
-from tests.fork_server import module_environment, run_forked, worker_python
-from tests.local_ray import ray_address, stop_ray
+from tests.support.fork_server import module_environment, run_forked, worker_python
+from tests.support.local_ray import ray_address, stop_ray
 
 RUNNING_RAY = (
     "ray_kwargs.ray_init.address=auto",
@@ -115,7 +115,7 @@ def train(
         node: the node of a running Ray cluster on which the command runs.
         python: Ray's ``py_executable``; by default that of :func:`worker_python`.
         own_ray: whether the command starts a Ray and a fork server of its own, as users' commands do. By default, it
-            joins the Ray of `tests.local_ray`.
+            joins the Ray of `tests.support.local_ray`.
         returncode: the exit status that is expected; ``None`` if a signal kills the command.
 
     Raises:

@@ -22,7 +22,7 @@ from reward_loop.verl import agent_loop_manager
 from reward_loop.verl.agent_loop import RewardAgentLoopWorker
 from reward_loop.verl.agent_loop_manager import RewardAgentLoopManager
 from reward_loop.verl.separate_async import QueueAgentLoopWorker
-from tests.fork_server import module_environment, run_forked
+from tests.support.fork_server import module_environment, run_forked
 
 pytestmark = pytest.mark.integration  # it imports verl
 

@@ -27,7 +27,7 @@ from reward_loop.config import RetryConfig
 from reward_loop.verl import main_ppo
 from reward_loop.verl.installed import verl_config_dir
 from reward_loop.verl.options import added_options
-from tests.gsm8k import ROOT
+from tests.support.gsm8k import ROOT
 
 MAIN = """
 import hydra

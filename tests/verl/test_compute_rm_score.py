@@ -11,8 +11,8 @@ import pytest
 import ray
 from ray.exceptions import RayTaskError
 
-from tests.local_ray import local_ray
 from tests.managers.rows import data_proto
+from tests.support.local_ray import local_ray
 from tests.verl.configs import configuration
 
 pytestmark = pytest.mark.integration

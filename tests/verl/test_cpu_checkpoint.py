@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.local_ray import local_ray
+from tests.support.local_ray import local_ray
 
 pytestmark = pytest.mark.integration
 

@@ -15,7 +15,7 @@ from examples.gsm8k import prepare
 from reward_loop.serving.engines import ENGINES
 from reward_loop.verl.main_ppo import check_function
 from reward_loop.verl.options import RewardSettings
-from tests.gsm8k import DATA, needs_gsm8k
+from tests.support.gsm8k import DATA, needs_gsm8k
 from tests.verl.configs import resolved
 
 pytestmark = pytest.mark.integration

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from reward_loop.verl.installed import SUPPORTED, VerlVersionError, check_version
-from tests.gsm8k import ROOT
+from tests.support.gsm8k import ROOT
 
 pytestmark = pytest.mark.integration  # starts the command
 

@@ -19,9 +19,9 @@ from reward_loop.errors import BudgetSpentError, LimitError, RewardLoopError
 from reward_loop.limits import Permit
 from reward_loop.types import Outcome, RewardResult
 from reward_loop.verl.job import Job, JobLimits, RunningJob
-from tests.clock import until
-from tests.gsm8k import ROOT
-from tests.local_ray import local_ray
+from tests.support.clock import until
+from tests.support.gsm8k import ROOT
+from tests.support.local_ray import local_ray
 from tests.verl.jobs import Handle
 
 pytestmark = pytest.mark.integration  # imports Ray

@@ -16,8 +16,8 @@ import pytest
 from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError
 from reward_loop.verl import main_ppo
-from tests.fork_server import forking_python
-from tests.pages import blocks
+from tests.support.fork_server import forking_python
+from tests.support.pages import blocks
 from tests.verl.configs import configuration, resolved
 from tests.verl.runs import write_data
 

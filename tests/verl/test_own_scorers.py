@@ -11,7 +11,7 @@ import pytest
 
 from reward_loop import RewardSample, ScoringFunction
 from reward_loop.verl.default_scorer import default_compute_score
-from tests.fork_server import output_of
+from tests.support.fork_server import output_of
 
 pytestmark = pytest.mark.integration  # imports verl
 

@@ -20,7 +20,7 @@ from reward_loop.records.reader import RecordsReader
 from reward_loop.types import RewardSample, is_returned
 from reward_loop.verl.job import Job
 from reward_loop.verl.reward_worker import RewardWorker
-from tests.clock import until
+from tests.support.clock import until
 from tests.verl.jobs import Handle
 from tests.verl.rollouts import rollout
 

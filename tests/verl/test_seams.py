@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from reward_loop.verl.installed import SUPPORTED, installed_version, verl_folder
-from tests.fork_server import run_forked
-from tests.gsm8k import ROOT
+from tests.support.fork_server import run_forked
+from tests.support.gsm8k import ROOT
 
 PATCHES = sorted((ROOT / "tools" / "verl-seams").glob("*.patch"))
 

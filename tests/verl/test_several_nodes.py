@@ -12,8 +12,8 @@ from reward_loop.serving import serve_reward_model
 from reward_loop.verl.cluster import reachable
 from reward_loop.verl.job import RunningJob
 from reward_loop.verl.workers import RewardWorkers
-from tests.clusters import ray_cluster
-from tests.fork_server import worker_python
+from tests.support.clusters import ray_cluster
+from tests.support.fork_server import worker_python
 from tests.verl.configs import resolved as settled
 from tests.verl.rollouts import rollout
 

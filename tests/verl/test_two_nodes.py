@@ -16,7 +16,7 @@ import pytest
 from benchmarks import training
 from benchmarks.lost_node import train_and_lose_node
 from examples.nodes import ROOT, RayNodes, why_no_nodes
-from tests.fork_server import forking_python
+from tests.support.fork_server import forking_python
 from tests.verl import node_rewards
 from tests.verl.checks import texts
 from tests.verl.runs import Run, json_lines, train
@@ -32,7 +32,7 @@ PER_NODE = ("WorkerDict", "CPURolloutServer", "AgentLoopWorker", "RewardWorker",
 
 FORK_SERVER = """
 import sys
-from tests.preload import preloaded
+from tests.support.preload import preloaded
 with preloaded(name="reward-loop-nodes") as executable:
     print(executable, flush=True)
     sys.stdin.read()

@@ -16,8 +16,8 @@ from reward_loop.testing import FakeJudge
 from reward_loop.verl.job import RunningJob
 from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient
 from reward_loop.verl.workers import RewardWorkers
-from tests.gsm8k import ROOT
-from tests.local_ray import local_ray
+from tests.support.gsm8k import ROOT
+from tests.support.local_ray import local_ray
 from tests.verl.rollouts import rollout
 from tests.verl.trainers import NoJob, reward_workers
 

@@ -13,7 +13,7 @@ import pytest
 from reward_loop.adapters.trl import reward_function
 from reward_loop.testing import FakeJudge
 from tests.judges.replies import BROKEN, reply
-from tests.trl_folder import needs_trl, trl_on_path
+from tests.support.trl_folder import needs_trl, trl_on_path
 
 COLUMNS = {
     "question": "What do 12 pens cost?",

@@ -34,8 +34,8 @@ from reward_loop.records import records
 from reward_loop.records.reader import RecordsReader
 from reward_loop.types import RewardResult
 from tests.adapters.services import Centred, ranks
-from tests.gsm8k import ROOT
 from tests.scoring.logging_functions import logging_function
+from tests.support.gsm8k import ROOT
 
 STATE = SimpleNamespace(global_step=6)
 

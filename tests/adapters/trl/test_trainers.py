@@ -31,8 +31,8 @@ from tests.adapters.trl.trainers import (
     score,
     trainer,
 )
-from tests.fork_server import run_forked
-from tests.trl_folder import needs_trl, trl_on_path
+from tests.support.fork_server import run_forked
+from tests.support.trl_folder import needs_trl, trl_on_path
 
 pytestmark = [pytest.mark.integration, needs_trl]
 

@@ -19,7 +19,7 @@ from reward_loop.client import Json, Judge  # noqa: E402
 from reward_loop.errors import ConfigError  # noqa: E402
 from reward_loop.serving.embedded.app import create_app, with_key  # noqa: E402
 from reward_loop.serving.embedded.model import EmbeddedModel  # noqa: E402
-from tests.servers import serving  # noqa: E402
+from tests.support.servers import serving  # noqa: E402
 
 pytestmark = pytest.mark.integration  # imports torch
 

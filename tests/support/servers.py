@@ -25,7 +25,7 @@ from reward_loop.router.app import Router
 from reward_loop.router.client_request import ClientRequest
 from reward_loop.router.config import RouterConfig
 from reward_loop.router.http_server import HttpServer
-from tests.clock import until as until
+from tests.support.clock import until as until
 
 STUB_COMMAND = [sys.executable, str(Path(__file__).with_name("stub_server.py"))]
 

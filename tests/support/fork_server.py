@@ -20,8 +20,8 @@ import pytest
 
 from examples.nodes import Node
 from examples.verl_cpu import ENVIRONMENT
-from tests.gsm8k import ROOT
-from tests.preload import preloaded
+from tests.support.gsm8k import ROOT
+from tests.support.preload import preloaded
 
 PROGRAM = Path(__file__).with_name("forked_program.py")
 

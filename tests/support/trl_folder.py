@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.gsm8k import ROOT
+from tests.support.gsm8k import ROOT
 
 FOLDER = ROOT / ".venv" / "trl"
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from examples.verl_cpu import ENVIRONMENT
-from tests.clusters import started_cluster
-from tests.fork_server import forking_python, module_environment, worker_python
+from tests.support.clusters import started_cluster
+from tests.support.fork_server import forking_python, module_environment, worker_python
 
 NODE = {
     "num_cpus": 64,

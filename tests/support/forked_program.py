@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path.remove(os.path.dirname(sys.argv[0]))  # the folder of this file has a package `verl`, of tests
+    sys.path.remove(os.path.dirname(sys.argv[0]))  # the folder of this file has modules of tests
     Path("trainer").write_text(str(os.getpid()))
     file, status = Path("status").absolute(), 1
     sys.argv = sys.argv[1:]
