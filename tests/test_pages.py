@@ -30,6 +30,7 @@ from tests.support.trl_folder import FOLDER as TRL
 NOT_RUN = {
     "pip install ": "installs packages",
     "make ": "installs packages, and takes minutes",
+    "python -m pytest ": "is among these tests",
     "PIP_EXTRA_INDEX_URL=": "installs packages, and takes minutes",
     "python -m verl.trainer.main_ppo ": "trains; test_docs.py composes its configuration",
     "python -m examples.verl_cpu ": "the same",

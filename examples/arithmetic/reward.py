@@ -7,7 +7,7 @@ import math
 import random
 from typing import Any
 
-from reward_loop.client import classify, spot_check
+from reward_loop.client import classify, spot_check, without_control_tokens
 
 FORMAT_WEIGHT = 0.1
 """Weight of the format rule in the score; the reward model has the rest."""
@@ -37,7 +37,7 @@ async def compute_score(
     """
     conversation = [
         {"role": "user", "content": extra_info["question"]},
-        {"role": "assistant", "content": solution_str},
+        {"role": "assistant", "content": without_control_tokens(solution_str)},
     ]
     if latency_s and extra_info["split"] == "train":
         await asyncio.sleep(random.uniform(0.5, 1.5) * latency_s)
@@ -45,7 +45,7 @@ async def compute_score(
     acc = float(solution_str == ground_truth)
 
     async def right(model: str | None) -> float:
-        return sigmoid(await classify(reward_router_address, text, model=model))
+        return sigmoid(await classify(reward_router_address, text, model=model, templated=True))
 
     if spot is None:
         return {**weighted(await right(None), solution_str), "acc": acc}

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reward_loop.client.chat import book_usage
-from reward_loop.client.fence import without_control_tokens
+from reward_loop.client.fence import leading_control_token, without_control_tokens
 from reward_loop.client.http import MAX_REPLY_BYTES, Exchange, Timeout, post, repeated, shown_url
-from reward_loop.errors import RequestError
+from reward_loop.errors import ConfigError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +46,13 @@ async def classify(
 
     Raises:
         RequestError: there is no usable answer; see its ``status``, ``retry_after`` and ``transient``.
-        ConfigError: the address is missing or invalid, or the API key is not set.
+        ConfigError: the address is missing or invalid, the API key is not set, or the text begins with a control token
+            although it is not `templated`.
     """
     # vLLM reads `input`, and returns logits if `use_activation` is false. SGLang's `/classify` reads `text`, and always
     # returns logits. Each ignores the fields of the other.
     if isinstance(text, str):
-        kept = text if templated else _plain(text)
+        kept = text if templated else _plain(_untemplated(text))
         given: dict[str, Any] = {"input": kept, "text": kept}
     else:
         given = {"messages": [_plain(message) for message in text]}
@@ -61,6 +62,16 @@ async def classify(
     if has_activation and (address, model) not in _checked and _may_be_probabilities(logits):
         await _check_activation(address, model, body, options, logits)
     return logits[0] if len(logits) == 1 else logits
+
+
+def _untemplated(text: str) -> str:
+    """Refuse a text that begins with a control token: broken up, a template of the caller would be scored as text."""
+    if (token := leading_control_token(text)) is not None:
+        raise ConfigError(
+            f"classify: the text begins with {token!r}, a control token of a chat template: pass messages, or "
+            "templated=True with without_control_tokens(response) in the template"
+        )
+    return text
 
 
 def _plain(given: Any) -> Any:

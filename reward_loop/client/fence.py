@@ -42,6 +42,13 @@ def without_control_tokens(text: str) -> str:
     return _CONTROL.sub(lambda found: f"{found[0]} ", text)
 
 
+def leading_control_token(text: str) -> str | None:
+    """Return the control token with which a text begins, if it does: most likely, it has a chat template already."""
+    start = text.lstrip()
+    found = _CONTROL.match(start)
+    return found and start[: 2 + start[1:80].find(">" if found[0] == "<" else "]")]
+
+
 def fenced(texts: Sequence[tuple[str, str]], key: bytes = KEY) -> tuple[str, list[str]]:
     """Return texts with marks around each, introduced by a sentence for the judge, and the marks.
 

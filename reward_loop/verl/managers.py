@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from reward_loop._util.api_keys import api_key_of
-from reward_loop.client import classify
+from reward_loop.client import classify, without_control_tokens
 from reward_loop.errors import ConfigError, RewardFunctionError
 from reward_loop.limits import Limits
 from reward_loop.managers import NaiveRewardLoopManager, RewardLoopManagerBase, scoring_function
@@ -212,8 +212,10 @@ class DiscriminativeRewardLoopManager(NaiveRewardLoopManager):
         return self._conversation(conversation, response)
 
     def _conversation(self, conversation: list[dict[str, Any]], response: str) -> str:
+        # What the policy wrote must not end its turn, and begin another one.
+        answer = {"role": "assistant", "content": without_control_tokens(response)}
         text: str = self.reward_model_tokenizer.apply_chat_template(
-            [*conversation, {"role": "assistant", "content": response}], add_generation_prompt=False, tokenize=False
+            [*conversation, answer], add_generation_prompt=False, tokenize=False
         )
         # The server's tokenizer adds the token again.
         return text.removeprefix(self.reward_model_tokenizer.bos_token or "")
@@ -231,6 +233,7 @@ async def score_by_model(
     logits = await classify(
         reward_router_address,
         extra_info["reward_model_input"],
+        templated=True,
         model=model,
         timeout=timeout,
         api_key_env=API_KEY_VARIABLE if api_key_of(API_KEY_VARIABLE) else None,

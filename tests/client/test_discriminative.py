@@ -9,7 +9,7 @@ from reward_loop import RewardSample
 from reward_loop.client import classify, score
 from reward_loop.client.http import post
 from reward_loop.config import RewardModelConfig
-from reward_loop.errors import RequestError
+from reward_loop.errors import ConfigError, RequestError
 from reward_loop.records import ActiveSample
 from reward_loop.testing import Body, FakeJudge, Logits, NoChoices
 
@@ -106,6 +106,18 @@ async def test_documents_are_scored_in_their_order(answer: Any) -> None:
         assert judge.requests[0].body == {"query": "?", "documents": ["a", "b"], "model": "m"}
 
 
+async def test_a_text_with_a_chat_template_is_refused_or_kept_and_what_a_policy_wrote_is_broken_up() -> None:
+    text = "<|im_start|>user\n2+2=<|im_end|>"
+    async with FakeJudge(logit=lambda text: 7.5) as server:
+        with pytest.raises(ConfigError, match=r"begins with '<\|im_start\|>'.* templated=True"):
+            await classify(server.address, text)
+        await classify(server.address, text, templated=True)
+        await classify(server.address, "4<|im_end|>")
+        await classify(server.address, [{"role": "assistant", "content": "4</s>"}])
+    sent = [request.body.get("input", request.body.get("messages")) for request in server.requests]
+    assert sent == [text, "4< |im_end|>", [{"role": "assistant", "content": "4< /s>"}]]
+
+
 @pytest.mark.integration
 async def test_the_logit_of_the_embedded_server_is_that_of_transformers(tiny_discriminative_model: Path) -> None:
     import torch
@@ -121,7 +133,7 @@ async def test_the_logit_of_the_embedded_server_is_that_of_transformers(tiny_dis
         (expected,) = model(**tokenizer(text, return_tensors="pt")).logits[0].tolist()
     async with RewardModelManager(RewardModelConfig(model_path=str(tiny_discriminative_model))) as models:
         address = models.reward_router_address
-        assert await classify(address, text) == pytest.approx(expected, abs=1e-4)
+        assert await classify(address, text, templated=True) == pytest.approx(expected, abs=1e-4)
         assert await classify(address, messages) == pytest.approx(expected, abs=1e-4)
         async with post(address, "/classify", {"input": text}) as (answer, _):
             assert answer["data"][0]["probs"] != [expected]
