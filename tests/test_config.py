@@ -47,13 +47,13 @@ def test_mappings_of_other_libraries():
         (RewardLoopConfig, {"memory_limit_mb": 3}, r"reward_loop.memory_limit_mb: .*did you mean 'max_memory_mb'"),
         (
             RewardLoopConfig,
-            {"components": {"judge": {"wieght": 64}}},
-            r"reward_loop.components.judge.wieght: unknown option; did you mean 'weight'",
+            {"limits": {"judge": {"max_concurent": 64}}},
+            r"reward_loop.limits.judge.max_concurent: unknown option; did you mean 'max_concurrent'",
         ),
         (
             RewardLoopConfig,
-            {"components": {"retry": {"wieght": 64}}},  # a name of the user's that is an option's elsewhere
-            r"reward_loop.components.retry.wieght: unknown option; did you mean 'weight'",
+            {"limits": {"retry": {"max_concurent": 64}}},  # a name of the user's that is an option's elsewhere
+            r"reward_loop.limits.retry.max_concurent: unknown option; did you mean 'max_concurrent'",
         ),
         (RewardLoopConfig, {"zzz": 3}, r"reward_loop.zzz: unknown option\. Known here: batch, "),
         (RewardLoopConfig, {"timeout": "soon"}, r"reward_loop.timeout: .*valid number.*; got 'soon'"),

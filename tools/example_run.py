@@ -50,7 +50,7 @@ def reply(body: Mapping[str, Any]) -> str:
     if steps < 2:
         return "The result is stated without a derivation, so I cannot follow it.\n\nScore: 2"
     return (
-        f"{WORDS_OF_THE_JUDGE} and shows {steps} steps. An earlier draft of mine said Score: 3, but the units are "
+        f"{WORDS_OF_THE_JUDGE} and shows {steps} steps. My first draft gave three points, but the units are "
         f"right and the result is checked at the end.\n\n**Score: {min(10, 4 + steps)}/10**"
     )
 

@@ -262,7 +262,7 @@ def test_a_sample_shows_the_words_of_the_judge_with_its_verdict_marked(page: Pag
     cost = re.search(r"Cost\s+([\d.]+)", page.locator(".figures").inner_text())
     assert cost
     assert f"cost {cost[1]}" in page.locator(".exchange .about").inner_text()
-    assert "said Score: 3" in reply.inner_text()
+    assert "gave three points" in reply.inner_text()
     assert re.fullmatch(r"Score: (9|10)/10", reply.locator("mark").inner_text())
     assert "You are a strict teacher" in page.locator(".exchange .message").first.inner_text()
     assert "acc" in page.locator("aside").inner_text()
