@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import ray
 from omegaconf import OmegaConf
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError
 from tensordict import TensorDict
 from typing_extensions import override
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
@@ -68,7 +68,7 @@ class RewardAgentLoopManager(AgentLoopManagerTQ):
             try:
                 # The first call also waits until the worker has started.
                 ray.get(call, timeout=self._receipt_timeout_s)
-            except RayActorError as error:
+            except (RayActorError, OutOfMemoryError) as error:
                 raise self._death(number) from error
             except GetTimeoutError as error:
                 raise RewardLoopError(

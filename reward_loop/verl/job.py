@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, OutOfMemoryError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from reward_loop.config import RewardLoopConfig
@@ -261,6 +261,8 @@ class JobLimits(Limits):
         self._open: dict[int, tuple[Permit, asyncio.Future[Permit]]] = {}
         """The permits that are requested or held, by their ids."""
         self._sending: asyncio.Task[None] | None = None
+        self._arrival: asyncio.Future[None] | None = None
+        """Done when the last message has arrived, or the actor is lost."""
         self._listening: asyncio.Task[None] | None = None
         self._lost: str | None = None
         """Why the actor does not answer any more."""
@@ -304,8 +306,9 @@ class JobLimits(Limits):
         self._send("stop", why)
 
     async def arrived(self) -> None:
-        if self._sending is not None:
-            await asyncio.shield(self._sending)
+        # Not until nothing is left to send: while other samples end, something is.
+        if self._arrival is not None:
+            await asyncio.shield(self._arrival)
 
     def close(self) -> None:
         super().close()
@@ -315,17 +318,23 @@ class JobLimits(Limits):
     def _send(self, *message: Any) -> None:
         if self._lost is not None:
             return
+        loop = self.check_loop()
+        if not self._messages:
+            self._arrival = loop.create_future()
         self._messages.append(message)
         if self._sending is None or self._sending.done():
-            self._sending = self.check_loop().create_task(self._send_all())
+            self._sending = loop.create_task(self._send_all())
 
     async def _send_all(self) -> None:
         while self._messages:
             if self._take_counts is not None and (counts := self._take_counts())["calls"]:
                 self._messages.append(("exchanges", counts))
             messages, self._messages = self._messages, []
+            arrival = self._arrival
             self._number += 1
             self._receive(await self._call(self._job.send, self._number, lambda: self._seen, messages))
+            assert arrival is not None
+            arrival.set_result(None)
 
     async def _listen(self) -> None:
         while self._lost is None:
@@ -340,7 +349,8 @@ class JobLimits(Limits):
                 return news
             except ActorUnavailableError:  # Ray has tried for a second or more; a repeated call is harmless
                 continue
-            except (RayActorError, RewardLoopError) as error:
+            # Not only `RayActorError`: the end by Ray's memory monitor is none, nor is an error that the actor raises.
+            except (RayError, RewardLoopError) as error:
                 self._lose(f"the limits of the job are lost ({error})")
                 return None
 
@@ -432,7 +442,7 @@ class RunningJob:
     def _ask(self, method: str, *arguments: Any) -> Any:
         try:
             return ray.get(getattr(self.handle, method).remote(*arguments), timeout=self._timeout_s)
-        except RayActorError as error:
+        except (RayActorError, OutOfMemoryError) as error:
             raise RewardLoopError(
                 "the process with the limits and the failures of the run died. Start the same command again: the run "
                 f"resumes from its last checkpoint. {error}"

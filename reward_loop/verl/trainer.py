@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 from omegaconf import DictConfig
-from ray.exceptions import RayActorError
+from ray.exceptions import OutOfMemoryError, RayActorError
 from typing_extensions import override
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import trainer_base
@@ -309,7 +309,7 @@ class RewardLoopTrainer(RecordingTrainer):
             yield
         except Exception as error:
             self._job.check()
-            if isinstance(error, RayActorError):
+            if isinstance(error, RayActorError | OutOfMemoryError):
                 raise RewardLoopError(f"a process of the run died: {error}") from error
             raise
         self._job.check()

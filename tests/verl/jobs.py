@@ -25,9 +25,11 @@ class Handle:
         self._job = job
         self._lost = list(lost)
         self._is_dead = asyncio.Event()
+        self._death: Exception = ActorDiedError()
 
-    def die(self) -> None:
+    def die(self, death: Exception | None = None) -> None:
         """Fail all calls, those in flight too, as if the actor had died."""
+        self._death = death or self._death
         self._is_dead.set()
 
     def __getattr__(self, method: str) -> Any:
@@ -42,7 +44,7 @@ class Handle:
         try:
             await asyncio.wait([call, death], return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
-                raise ActorDiedError()
+                raise self._death
             if lost == "reply":
                 raise ActorUnavailableError("connection reset", None)
             return call.result()

@@ -13,7 +13,7 @@ import pytest
 import ray
 from omegaconf import OmegaConf
 from ray import cloudpickle
-from ray.exceptions import ActorDiedError, GetTimeoutError
+from ray.exceptions import ActorDiedError, GetTimeoutError, OutOfMemoryError
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 from verl.utils.tensordict_utils import get_tensordict
 
@@ -118,6 +118,7 @@ def test_many_unfinished_prompts_are_counted(monkeypatch: pytest.MonkeyPatch, un
     ("error", "message"),
     [
         (ActorDiedError(), r"agent loop worker 1 died with 2 unfinished prompts \(c, d\)"),
+        (OutOfMemoryError("killed by Ray"), r"agent loop worker 1 died with 2 unfinished prompts \(c, d\)"),
         (
             GetTimeoutError(),
             r"worker 1 did not receive its prompts within 900 s \(reward_loop.worker_start_timeout_s\)",

@@ -9,10 +9,12 @@ import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import GetTimeoutError, OutOfMemoryError
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import BudgetSpentError, LimitError, RewardLoopError
@@ -183,13 +185,37 @@ async def test_exchanges_of_all_workers_are_counted() -> None:
     assert (await job.exchange_counts())["calls"] == 0
 
 
-async def test_calls_fail_when_the_actor_has_died() -> None:
+async def test_a_failure_has_arrived_although_more_is_reported_all_the_time() -> None:
+    job = Job(given := RewardLoopConfig(min_samples_for_failed_share=1))
+    limits = JobLimits(Handle(job), "worker", given)
+
+    async def others() -> None:
+        while True:
+            limits.spend(0, 1)
+            await asyncio.sleep(0)
+
+    running = asyncio.create_task(others())
+    await until(lambda: limits._number > 10)
+    limits.count(RewardResult(Outcome.FAILED, None, error="the judge is down"))
+    async with asyncio.timeout(5):
+        await limits.arrived()
+    assert "the judge is down" in str(await job.why_stopped())
+    running.cancel()
+    async with asyncio.timeout(5):
+        await limits.arrived()
+        await limits.arrived()
+    assert not limits._messages
+
+
+# Ray's memory monitor kills a process that is never restarted with an error that is no `RayActorError`.
+@pytest.mark.parametrize("death", [None, OutOfMemoryError("the node runs low on memory")], ids=["died", "memory"])
+async def test_calls_fail_when_the_actor_has_died(death: Exception | None) -> None:
     job = Job(given := options(max_concurrent=1))
     limits = JobLimits(handle := Handle(job), "worker", given)
     held = await limits.acquire("judge")
     waits = asyncio.create_task(limits.acquire("judge"))
     await until(lambda: judge_of(job) == (1, 1))
-    handle.die()
+    handle.die(death)
     with pytest.raises(LimitError, match="the limits of the job are lost"):
         await waits
     with pytest.raises(LimitError, match="the limits of the job are lost"):
@@ -259,11 +285,27 @@ def test_the_death_of_the_actor_ends_the_run_with_its_cause(cluster: None) -> No
     job.check()
     job.spend(1.0, 20)
     assert job.usage() == (1.0, 20)
-    ray.kill(job.handle)
+    parked = job.handle.events.remote("worker", "life", 0)
+    ray.kill(job.handle)  # does not wait
+    ray.wait([parked])
     with pytest.raises(RewardLoopError, match=r"(?s)the limits and the failures of the run died.*resumes.*killed by"):
         job.check()
     with pytest.raises(ray.exceptions.RayTaskError, match="the limits of the job are lost"):
         ray.get(limits.ask.remote(1, 1))
+
+
+@pytest.mark.parametrize("error", [OutOfMemoryError("the node runs low on memory"), None], ids=["memory", "alive"])
+def test_what_the_trainer_says_when_the_actor_does_not_answer(monkeypatch: Any, error: Exception | None) -> None:
+    job = object.__new__(RunningJob)
+    job._timeout_s, job.handle = 60.0, SimpleNamespace(why_stopped=SimpleNamespace(remote=lambda: None))
+
+    def get(call: Any, timeout: float) -> Any:
+        raise error or GetTimeoutError
+
+    monkeypatch.setattr(ray, "get", get)
+    said = "died.*resumes.*low on memory" if error else "did not answer within 60 s"
+    with pytest.raises(RewardLoopError, match=f"(?s){said}"):
+        job.check()
 
 
 async def test_twenty_thousand_samples_wait_at_the_same_time() -> None:
