@@ -38,16 +38,18 @@ _NO_CREDIT_400 = re.compile(r"credit balance is too low|arrearage|insufficient_q
 
 
 _INCURABLE = re.compile(
-    r"request too large|\blimit:? 0\b|per[ _-]?day|\b(?:rpd|tpd)\b|daily (?:limit|quota)", re.IGNORECASE
+    r"request too large|(?<!remaining )\blimit:? 0\b(?!\.\d)|per[ _-]?day|\b(?:rpd|tpd)\b|daily (?:limit|quota)",
+    re.IGNORECASE,
 )
 """A request above the limit, a limit of 0, a limit per day: no pause within a run changes that."""
 
 _NAMED_PAUSE = re.compile(
-    r'(?:"retry_?delay": ?"|"x-ratelimit-reset(?:-[a-z]+)?": ?"?|(?:try again|retry) (?:in|after) )'
+    r'(?:"(?:retry_?delay|x-ratelimit-reset(?:-[a-z]+)?)\\?": ?\\?"?|(?:try again|retry) (?:in|after) )'
     r"((?:\d+(?:\.\d+)? ?(?:(?:ms|milli|[dhms])[a-z]*)? ?)+)",
     re.IGNORECASE,
 )
-"""Where a body has the pause: Google's ``retryDelay``, the words of OpenAI, the headers that OpenRouter passes on."""
+"""Where a body has the pause: Google's ``retryDelay``, the words of OpenAI, the headers that OpenRouter passes on.
+An answer within an answer is a text, whose quotation marks have a backslash."""
 
 _UNIT_WORD = re.compile(r" ?(ms|milli|[dhms])[a-z]* ?")
 

@@ -1,4 +1,5 @@
 import asyncio
+import json
 import time
 from datetime import UTC, datetime, timedelta, timezone
 from email.utils import format_datetime
@@ -6,7 +7,7 @@ from email.utils import format_datetime
 import pytest
 
 from reward_loop import RewardLoopConfig, RewardLoopError, RewardSample, ScoringFunction
-from reward_loop._util.retry_after import asked_pause, is_out_of_credit, retry_after_seconds
+from reward_loop._util.retry_after import asked_pause, is_incurable, is_out_of_credit, retry_after_seconds
 from reward_loop._util.transient import is_transient, out_of_credit
 from reward_loop.errors import RequestError, ServerError
 
@@ -95,6 +96,61 @@ def test_other_answers_have_the_headers_of_limits_too():
     headers = {"x-ratelimit-reset-requests": "6m0s"}
     assert asked_pause(headers, 500) is None
     assert asked_pause(headers) is None
+
+
+GOOGLE = (
+    '{"error": {"code": 429, "details": [{"@type": "type.googleapis.com/google.rpc.RetryInfo", "retryDelay": "5s"}]}}'
+)
+OPENROUTER = json.dumps({"error": {"code": 429, "metadata": {"headers": {"X-RateLimit-Reset": "%d"}}}})
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        (GOOGLE, 5),
+        (json.dumps({"error": {"metadata": {"raw": GOOGLE}}}), 5),
+        ('{"retryDelay":"34.5s"}', 34.5),
+        ("Rate limit reached for gpt-5: Limit 30000, Used 29000, Requested 2000. Please try again in 5s.", 5),
+        ("Please try again in 1m26.4s. Visit", 86.4),
+        ("Please try again in 120ms", 0.12),
+        ("Rate limit is exceeded. Try again in 20 seconds.", 20),
+        ("Please retry after 30", 30),
+        ('{"metadata": {"headers": {"X-RateLimit-Reset-Requests": "6s"}}}', 6),
+        ("Please try again later", None),
+        ("Limit 5, Used 5", None),
+    ],
+)
+def test_the_text_of_a_refusal_names_the_pause(text, seconds):
+    assert asked_pause({}, 429, text) == seconds
+    assert asked_pause({"Retry-After": "2"}, 429, text) == 2
+    assert asked_pause({}, 500, text) is None
+
+
+@pytest.mark.parametrize("unit", [1, 1000])
+def test_the_text_of_a_refusal_names_a_moment(unit):
+    text = OPENROUTER % (unit * (time.time() + 90))
+    assert asked_pause({}, 429, text) == pytest.approx(90, abs=30)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Request too large for gpt-5 on tokens per min (TPM): Limit 30000, Requested 40000.", True),
+        ("Quota exceeded for metric: generate_content_free_tier_requests, limit: 0, model: gemini-3", True),
+        ("Rate limit reached on requests per day (RPD): Limit 200, Used 200. Please try again in 7m12s.", True),
+        ('{"quotaId": "GenerateRequestsPerDayPerProjectPerModel-FreeTier"}', True),
+        ("Rate limit exceeded: free-models-per-day", True),
+        ("You have reached your daily limit", True),
+        ('{"quotaId": "GenerateRequestsPerMinutePerProjectPerModel-FreeTier"}', False),
+        ("Rate limit reached on tokens per min (TPM): Limit 30000, Used 29000. Please try again in 2s.", False),
+        ("Rate limit exceeded. Remaining limit: 0. Try again in 5 s.", False),
+        ("The limit: 0.5 requests per second", False),
+        ("", False),
+    ],
+)
+def test_a_refusal_that_no_pause_cures(text, expected):
+    assert is_incurable(429, text) is expected
+    assert not is_incurable(400, text)
 
 
 OPENAI = '{"error": {"message": "You exceeded your current quota", "code": "insufficient_quota"}}'

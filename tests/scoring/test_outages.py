@@ -346,15 +346,17 @@ async def test_a_cancelled_sample_leaves_the_outage(judge: Judge) -> None:
     assert (await second)[0].score == 7
 
 
-async def test_a_sample_that_the_judge_cannot_answer_fails_while_others_are_answered(judge: Judge) -> None:
-    """Its request resets the connection each time, as one that crashes its server."""
+@pytest.mark.parametrize("refusal", [b"", answer_of(504), answer_of(502, b"<html>")], ids=["reset", "504", "502"])
+async def test_a_sample_that_the_judge_cannot_answer_fails_while_others_are_answered(
+    refusal: bytes, judge: Judge
+) -> None:
+    """Its request takes longer than a gateway waits, or resets the connection, as one that crashes its server."""
 
     async def picky(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
         body = await reader.readexactly(int(length.partition(b":")[2]))
-        if b"poison" not in body:
-            writer.write(answer_of(200))
+        writer.write(refusal if b"poison" in body else answer_of(200))
 
     await judge.be(picky)
     function = scoring(by_our_client)
