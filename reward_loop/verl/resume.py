@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from reward_loop.verl.job import RunningJob
@@ -28,20 +29,25 @@ from reward_loop.verl.trajectory_keys import FAILURE, uid_of
 logger = logging.getLogger(__name__)
 
 USAGE = "reward_loop_usage.json"
-"""The file in the folder of a checkpoint."""
+"""The file in the folder of a checkpoint, and in that of all checkpoints."""
 
 
 def save_usage(folder: str, job: RunningJob) -> None:
-    """Write what the run has used of its budget into the folder of a checkpoint."""
+    """Write into a folder what the run has used of its budget."""
     cost, tokens = job.usage()
     os.makedirs(folder, exist_ok=True)
-    Path(folder, USAGE).write_text(json.dumps({"cost": cost, "tokens": tokens}))
+    path = Path(folder, USAGE)
+    # In one step: the process may be killed while it writes.
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({"cost": cost, "tokens": tokens}))
+    part.replace(path)
 
 
-def restore_usage(folder: str, job: RunningJob) -> None:
-    """Count what the run had used before the checkpoint in a folder for its budget."""
-    if (path := Path(folder, USAGE)).exists():
-        job.spend(**json.loads(path.read_text()))
+def restore_usage(folders: Sequence[str], job: RunningJob) -> None:
+    """Count for the budget what the run had used before, according to that of the folders that says the most."""
+    found = [json.loads(path.read_text()) for folder in folders if (path := Path(folder, USAGE)).exists()]
+    if found:
+        job.spend(**{what: max(usage[what] for usage in found) for what in ("cost", "tokens")})
 
 
 def reset_unscored_prompts(*, judged: bool) -> set[str]:

@@ -144,6 +144,7 @@ class RewardLoopTrainer(RecordingTrainer):
                 super().fit(agent_loop_manager)
         finally:
             self._health.flush()
+            self._keep_usage()
         # Callers first: agent loop workers call reward workers, and these call the job's actor, which stops last.
         for worker in getattr(agent_loop_manager, "agent_loop_workers", ()):  # a manager of the user may have others
             ray.kill(worker)
@@ -173,7 +174,18 @@ class RewardLoopTrainer(RecordingTrainer):
         trainer = self.config.trainer
         if self.global_steps:
             is_named = trainer.resume_mode == "resume_path"
-            restore_usage(trainer.resume_from_path if is_named else self._checkpoint(), self._job)
+            folders = [trainer.resume_from_path] if is_named else [self._checkpoint(), trainer.default_local_dir]
+            restore_usage(folders, self._job)
+
+    def _keep_usage(self) -> None:
+        """Write what was used of a budget. What was used after the last checkpoint is spent, too."""
+        budget = self._settings.options.budget
+        if budget.max_cost is None and budget.max_tokens is None:
+            return
+        try:
+            save_usage(self.config.trainer.default_local_dir, self._job)
+        except (RewardLoopError, OSError) as error:  # must not hide why the step has failed
+            logger.warning("what the run has spent could not be written: %s", error)
 
     def _checkpoint(self) -> str:
         """Return the folder in which verl keeps the checkpoint of the current step."""
@@ -191,6 +203,7 @@ class RewardLoopTrainer(RecordingTrainer):
             # Also if the step failed: samples without a score may be the cause.
             results = [reward.result for reward in self._rewards.samples().values()]
             self._say_failures(f"step {self.global_steps}", results)
+            self._keep_usage()
         metrics.update(self._rewards.metrics())
         return batch
 

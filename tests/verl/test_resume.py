@@ -14,6 +14,7 @@ from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
+from reward_loop.errors import RewardLoopError
 from reward_loop.verl import tq_rows
 from reward_loop.verl.options import PIPELINE_MODE
 from reward_loop.verl.pipeline import RewardPipelineTrainer
@@ -162,21 +163,50 @@ def test_verl_generates_only_those_prompts_of_a_checkpoint_again_that_lack_score
 
 
 @pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("budget", [(), ("reward_loop.budget.max_tokens=1000",)], ids=["no budget", "budget"])
 def test_a_resumed_run_has_what_is_left_of_the_budget(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: bool, budget: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(PPOTrainer, "_save_checkpoint", lambda self: None)
     monkeypatch.setattr(PPOTrainer, "_load_checkpoint", lambda self: setattr(self, "global_steps", 3))
     folder = f"trainer.default_local_dir={tmp_path}"
-    first = constructed(resolved(folder))
+    first = constructed(resolved(folder, *budget))
     first.global_steps = 3
     first._job.spent = 1.5, 200.0
     first._save_checkpoint()
-    first._job.spent = 9.0, 900.0  # after the checkpoint: those steps are done again
+    first._job.spent = 9.0, 900.0  # those steps are done again, and were paid for all the same
+
+    def stops(*_: object) -> None:
+        raise RewardLoopError("the run's budget is used up")
+
+    monkeypatch.setattr(PPOTrainer, "step", stops)
+    with pytest.raises(RewardLoopError, match="used up"):
+        first.step({}, {})
     resumed = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/global_step_3"]
     second = constructed(resolved(f"trainer.default_local_dir={tmp_path}/new", *resumed) if named else resolved(folder))
     second._load_checkpoint()
-    assert second._job.spent == (1.5, 200.0)
+    # A checkpoint that is named may be older than what was done since, or that of another run.
+    assert second._job.spent == ((9.0, 900.0) if budget and not named else (1.5, 200.0))
+
+
+def test_usage_that_cannot_be_written_hides_no_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = constructed(resolved(f"trainer.default_local_dir={tmp_path}", "reward_loop.budget.max_cost=2"))
+    made.global_steps = 3
+
+    def dies(*_: object) -> None:
+        made._job.why = "the actor died"
+        raise ValueError
+
+    def usage() -> tuple[float, float]:
+        raise RewardLoopError("no answer")
+
+    monkeypatch.setattr(PPOTrainer, "step", dies)
+    monkeypatch.setattr(made._job, "usage", usage)
+    with pytest.raises(RewardLoopError, match="the actor died"):
+        made.step({}, {})
+    assert "could not be written: no answer" in caplog.text
 
 
 def test_a_checkpoint_without_usage_is_resumed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
