@@ -35,7 +35,8 @@ HEADER = struct.Struct("!cQ")
 CALL, STARTED, ENDED, ENDED_LAST = b"C", b"S", b"E", b"L"
 """The kinds of messages:
 
-- `CALL`: from the pool, with the pickled timeout, key and pickled arguments of a call.
+- `CALL`: from the pool, with the pickled timeout, key and pickled arguments of a call. Without these, the answer says
+  whether the function is loaded.
 - `STARTED`: the call has started.
 - `ENDED`: it has ended, with its outcome.
 - `ENDED_LAST`: the same, and the process ends.
@@ -120,9 +121,16 @@ def serve(connection: socket.socket, report_fd: int, function: Function, calls: 
     faulthandler.enable(report_fd, all_threads=False)
     connection.setblocking(True)  # the function's module may have called `socket.setdefaulttimeout`
     received = connection.makefile("rb")
+    error = function if isinstance(function, RewardFunctionError) else None
+    if error is not None:
+        calls = 1  # another process may load it: this one, which fails at once, would get most of the calls
     while calls is None or calls > 0:
         try:
-            timeout, key, arguments = pickle.loads(received.read(HEADER.unpack(received.read(HEADER.size))[1]))
+            content = received.read(HEADER.unpack(received.read(HEADER.size))[1])
+            if not content:
+                connection.sendall(message(ENDED, _pack(CallOutcome(None, None, 0.0, error))))
+                continue
+            timeout, key, arguments = pickle.loads(content)
         except (EOFError, OSError, struct.error):  # the pool has closed the connection
             leave(0)
         connection.sendall(message(STARTED))

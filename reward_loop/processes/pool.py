@@ -24,6 +24,7 @@ import os
 import pickle
 import re
 import socket
+import struct
 import subprocess
 import sys
 import weakref
@@ -89,6 +90,7 @@ class WorkerProcesses:
     ) -> None:
         self.max_processes = max_processes or usable_cores()
         self.max_memory_mb = max_memory_mb
+        self._name = name
         self._calls = calls_per_process
         try:
             content = cloudpickle.dumps((function, dict(constructor or {})))
@@ -139,12 +141,7 @@ class WorkerProcesses:
                 raise RewardCrashedError(str(error)) from None
 
     async def _call(self, call: bytes, timeout: float | None, begin: Callable[[], None]) -> CallOutcome:
-        if self._template is None or not self._template.is_running():
-            self.close()
-            # The finalizer must not refer to `self`, or the pool would never be deleted.
-            self._template = _TemplateProcess(self._setup)
-            self._template.end = weakref.finalize(self, self._template.close)
-        template = self._template
+        template = self._started()
         child = template.idle.pop() if template.idle else template.fork()
         template.working += 1
         try:
@@ -169,6 +166,29 @@ class WorkerProcesses:
                 self._fill(template)
             elif not template.working:
                 await asyncio.to_thread(template.end)
+
+    def load(self) -> None:
+        """Wait until a process has loaded the function.
+
+        Raises:
+            FunctionLoadError: it has not: for instance, the constructor of a class has raised an exception.
+        """
+        template = self._started()
+        child = template.fork()
+        if (problem := child.load()) is not None:
+            child.close()
+            self.close()
+            raise FunctionLoadError(f"{self._name} {problem}")
+        template.idle.append(child)
+
+    def _started(self) -> _TemplateProcess:
+        """Return the template, which is started if none runs."""
+        if self._template is None or not self._template.is_running():
+            self.close()
+            # The finalizer must not refer to `self`, or the pool would never be deleted.
+            self._template = _TemplateProcess(self._setup)
+            self._template.end = weakref.finalize(self, self._template.close)
+        return self._template
 
     def _fill(self, template: _TemplateProcess) -> None:
         """Fork a child for each free slot, so that the next calls do not wait for it."""
@@ -273,6 +293,22 @@ class _Child:
         """Whether the last call has started."""
         self.is_usable = False
         """Whether the last call has ended, and the child serves another one."""
+
+    def load(self) -> str | None:
+        """Wait until the child can serve calls; return why it cannot, or ``None``."""
+        self._connection.settimeout(_START_SECONDS)
+        try:
+            self._connection.sendall(HEADER.pack(CALL, 0))
+            with self._connection.makefile("rb") as received:
+                _, length = HEADER.unpack(received.read(HEADER.size))
+                error = _unpack(received.read(length)).error
+            return None if error is None else error.problem
+        except TimeoutError:
+            return f"was not loaded in a worker process within {_START_SECONDS:g} s"
+        except (OSError, struct.error):  # the end of the connection
+            return _death(self._report())
+        finally:
+            self._connection.setblocking(False)
 
     async def call(self, call: bytes, timeout: float | None, begin: Callable[[], None]) -> CallOutcome:
         """Run one call; see `WorkerProcesses.run`.

@@ -154,11 +154,14 @@ class UserFunction:
         """Run all further calls in worker processes. Values set by `isolated` on the function take precedence.
 
         Raises:
-            FunctionLoadError: the function is async, or cannot be pickled.
+            FunctionLoadError: the function is async, cannot be pickled, or is a class that cannot be instantiated.
         """
         self._close_processes()
         isolation = Isolation(max_processes, max_memory_mb, self._calls_per_process)
-        self._executor = in_processes(self._target, isolation)
+        self._executor = executor = in_processes(self._target, isolation)
+        # Its constructor has not run in this process: if it raises, every sample would fail.
+        if inspect.isclass(self._target.origin):
+            executor.load()
 
     def close(self) -> None:
         """Stop the idle worker processes, and close the limits that the function created itself.

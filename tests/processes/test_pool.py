@@ -526,6 +526,41 @@ def test_a_function_that_cannot_be_sent():
         ScoringFunction(lambda: lock.locked(), isolation="process")
 
 
+@pytest.mark.parametrize("calls_per_process", [1, None])
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise ValueError('no weights')", "cannot be loaded in a worker process: ValueError: no weights"),
+        ("raise SystemExit(3)", "cannot be loaded in a worker process: SystemExit: 3"),
+        ("__import__('os')._exit(3)", "ended its worker process with exit status 3|lost its worker process"),
+        ("__import__('time').sleep(60)", "was not loaded in a worker process within 1 s"),
+    ],
+)
+def test_a_class_that_cannot_be_made_is_an_error_of_the_load(tmp_path, monkeypatch, calls_per_process, body, message):
+    if "sleep" in body:
+        monkeypatch.setattr(pool, "_START_SECONDS", 1)
+    path = tmp_path / "scorer.py"
+    path.write_text(
+        f"class Scorer:\n    def __init__(self):\n        {body}\n    def compute_score(self):\n        return 1\n"
+    )
+    scorer = load_function(str(path), "Scorer")
+    before = set(children(os.getpid()))
+    with pytest.raises(FunctionLoadError, match=rf"Scorer.compute_score \(scorer.py\) ({message})"):
+        ScoringFunction(scorer, isolation="process", calls_per_process=calls_per_process)
+    assert set(children(os.getpid())) <= before
+
+
+async def test_a_process_that_could_not_load_the_function_gets_one_call_only(isolate, tmp_path):
+    path = tmp_path / "at_first.py"
+    path.write_text("def compute_score():\n    return 1\n")
+    scoring = isolate(load_function(str(path)), calls_per_process=None)
+    kept = path.read_text()
+    path.write_text("raise MemoryError\n")
+    assert "MemoryError" in (await scoring(RewardSample(""))).error
+    path.write_text(kept)
+    assert (await scoring(RewardSample(""))).score == 1.0
+
+
 async def test_a_module_that_breaks_in_the_process_only(isolate, tmp_path):
     path = tmp_path / "there.py"
     path.write_text("def compute_score():\n    return 1\n")
