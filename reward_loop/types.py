@@ -151,8 +151,8 @@ class RewardSample:
     training_progress: float | None = None
     """The share of the run that is done, from 0 to 1; ``None`` if unknown."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """What the trainer passes in addition, for functions with ``**kwargs``, such as ``trainer_state`` of TRL. It is
-    neither copied nor recorded."""
+    """What the trainer passes in addition, for functions with ``**kwargs``, such as ``trainer_state`` of TRL. It is not
+    recorded, and objects in it are not copied."""
 
     @property
     def global_steps(self) -> int | None:

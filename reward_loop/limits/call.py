@@ -293,7 +293,7 @@ def _is_over(request: asyncio.Future[Permit]) -> bool:
     return request.cancelled() or request.exception() is not None or request.result().has_left
 
 
-current_call: contextvars.ContextVar[Call | None] = contextvars.ContextVar("reward_call", default=None)
+current_call: contextvars.ContextVar[Call | None] = contextvars.ContextVar("current_call", default=None)
 """The call that the current code belongs to."""
 
 

@@ -189,7 +189,7 @@ class RewardLoopManagerBase:
             reward_model_tokenizer=self.reward_model_tokenizer,
         )
 
-    @property
+    @functools.cached_property
     def post_processes(self) -> bool:
         """Whether the function is a class with ``post_process_scores``, which the manager calls for each group."""
         return isinstance(self.function, ScoringFunction) and self.function.has_post_process

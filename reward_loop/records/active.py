@@ -198,7 +198,7 @@ def _share(total: int, index: int, count: int) -> int:
 
 
 _active: dict[ActiveSample, None] = {}  # in the order of their start
-_current: ContextVar[ActiveSample | None] = ContextVar("reward_call", default=None)
+_current: ContextVar[ActiveSample | None] = ContextVar("active_sample", default=None)
 
 
 def current() -> ActiveSample | None:

@@ -67,6 +67,7 @@ class _Parts:
 
     def __init__(self, parts: Mapping[str, tuple[Target, float]]) -> None:
         self._parts = parts
+        self.has_async_parts = any(target.is_async for target, _ in parts.values())
         self._functions = {name: callable_of(target.make()) for name, (target, _) in parts.items()}
         self.__qualname__ = f"combine({', '.join(parts)})"
         self.__module__ = next(iter(self._functions.values())).__module__

@@ -109,6 +109,11 @@ def in_processes(target: Target, options: Isolation) -> WorkerProcesses:
             f"{target.name} is async, and only sync functions run in processes: await a judge on the event loop, "
             "or write a plain `def`"
         )
+    if getattr(target.origin, "has_async_parts", False):
+        raise FunctionLoadError(
+            f"{target.name} has async parts, and only sync functions run in processes: leave out `isolated` and "
+            "isolation=process, or write all parts as plain `def`"
+        )
     # The author of the function knows what it needs, so the mark wins over the options of the run.
     mark = _mark_of(target.origin) or Isolation()
     calls = options.calls_per_process if mark.calls_per_process is ... else mark.calls_per_process

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 from reward_loop._util.text import did_you_mean, listing
@@ -161,7 +162,7 @@ class Target:
     ) -> dict[str, Any]:
         """Return the arguments of one call for one sample: copies, which the function may change."""
         given = own_copy(dict(self.reward_kwargs), objects=False) if self.reward_kwargs else {}
-        more = sample.kwargs if self.takes_any else {}
+        more = own_copy(dict(sample.kwargs), objects=False) if self.takes_any and sample.kwargs else {}
         return {**more, **given, **self._row(sample), **self._context(router_address, tokenizer, attempt)}
 
     def list_arguments(
@@ -181,8 +182,11 @@ class Target:
         row: dict[str, Any] = {}
         for name in self.from_sample:
             value = getattr(sample, name)
+            if type(value) is str:
+                row[name] = value
+                continue
             if name == "extra_info":
-                value = dict(value)  # it may be any mapping
+                value = value if type(value) is dict else dict(value)
             elif missing(value):
                 if name in _BY_NAME:
                     continue
@@ -421,7 +425,8 @@ def own_copy(value: Any, *, objects: bool = True) -> Any:
     if kind is tuple:
         copied = tuple(own_copy(item, objects=objects) for item in value)
         return copied if any(one is not other for one, other in zip(copied, value, strict=True)) else value
-    if not objects and kind.__module__ not in _OF_DATA:
+    # A bound method would be copied together with its object, such as a client.
+    if not objects and (kind.__module__ not in _OF_DATA or kind is MethodType):
         return value
     try:
         return copy.deepcopy(value)

@@ -160,16 +160,17 @@ class VerlSamples:
         extra_info["num_turns"] = row.get("__num_turns__")
         extra_info["rollout_reward_scores"] = row.get("reward_scores", {})
         reference = _mapping(row, "reward_model", broken).get("ground_truth")
+        reference = None if missing(reference) else reference
         common = _common(row, self._mode)
         requires = self._manager.requires
         lacks = 'its row has no non_tensor_batch["{}"], which the function requires'
-        if "ground_truth" in requires and missing(reference):
+        if "ground_truth" in requires and reference is None:
             broken.append(lacks.format('reward_model"]["ground_truth'))
         if "data_source" in requires and missing(row.get("data_source")):
             broken.append(lacks.format("data_source"))
         return RewardSample(
             solution,
-            ground_truth=None if missing(reference) else reference,
+            ground_truth=reference,
             extra_info=extra_info,
             error=broken[0] if broken else None,
             response_length=len(ids),

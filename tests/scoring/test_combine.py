@@ -144,6 +144,16 @@ def test_a_class_that_processes_groups_is_no_part() -> None:
         combine(ranks=(Ranks, 1))
 
 
+async def test_async_parts_do_not_run_in_a_process() -> None:
+    async def judge(solution_str: str) -> float:
+        return 0.5
+
+    mixed = combine(form=(form, 0.2), judge=(judge, 1))
+    assert (await ScoringFunction(mixed)(RewardSample("####"))).score == pytest.approx(0.7)
+    with pytest.raises(FunctionLoadError, match=r"combine\(form, judge\).* has async parts"):
+        ScoringFunction(mixed, isolation="process")
+
+
 async def test_a_combination_runs_in_a_process() -> None:
     function = isolated(combine(form=(form, 0.2), truth=(truth, 1)))
     assert pickle.loads(pickle.dumps(function))(solution_str="#### 4", ground_truth="4")["score"] == pytest.approx(1.2)

@@ -80,6 +80,31 @@ async def test_what_a_failed_attempt_changes_is_as_before_in_the_next(place: str
     assert repr(value) == repr(make())
 
 
+async def test_objects_that_are_configured_or_passed_by_a_trainer_are_not_copied_with_their_methods() -> None:
+    class Client:
+        asked = 0
+
+        def ask(self) -> int:
+            self.asked += 1
+            return self.asked
+
+    client, state, completion = Client(), Client(), ["a"]
+
+    def compute_score(ask, others, **kwargs) -> float:
+        ask()
+        others[0]()
+        kwargs["trainer_state"].ask()
+        kwargs["completions"][0].append("b")
+        if client.asked < 4:
+            raise TransientError("busy")
+        return len(kwargs["completions"][0])
+
+    own = {"ask": client.ask, "others": [client.ask]}
+    sample = RewardSample("", kwargs={"trainer_state": state, "completions": [completion]})
+    result = await ScoringFunction(compute_score, options=RETRIES, reward_kwargs=own)(sample)
+    assert (result.score, client.asked, state.asked, completion) == (2.0, 4, 2, ["a"])
+
+
 async def test_a_conversation_that_is_extended_before_an_error_has_its_length_in_the_retry() -> None:
     calls = []
 
