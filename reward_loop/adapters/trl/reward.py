@@ -81,6 +81,7 @@ class Columns:
         progress: float | None = None,
         more: Mapping[str, Sequence[Any]] | None = None,
         state: Any = None,
+        requires: frozenset[str] = frozenset(),
     ) -> list[RewardSample]:
         """Return a sample for each completion. A sample whose columns have wrong values has an error.
 
@@ -95,11 +96,12 @@ class Columns:
             progress: the share of the run that is done.
             more: further lists of TRL.
             state: the state of the trainer.
+            requires: the parts of a sample that the function requires.
         """
         passed = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **(more or {})}
         samples = []
         for index, completion in enumerate(completions):
-            parts = self._parts({name: values[index] for name, values in columns.items()})
+            parts = self._parts({name: values[index] for name, values in columns.items()}, requires)
             if not isinstance(completion, str) and len(completion) > 1:
                 parts["extra_info"] = {"completion": completion, **parts["extra_info"]}
             ids = None if completion_ids is None else completion_ids[index]
@@ -121,7 +123,7 @@ class Columns:
             )
         return samples
 
-    def _parts(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def _parts(self, row: Mapping[str, Any], requires: frozenset[str]) -> dict[str, Any]:
         """Return ground truth, data source and extra info of one completion, as arguments of `RewardSample`."""
         used = {name: getattr(self, name) or name for name in ("ground_truth", "data_source", "extra_info")}
         truth = look_up(row, used["ground_truth"])
@@ -136,6 +138,8 @@ class Columns:
         for part, value in (("ground_truth", truth), ("data_source", source)):
             if value is MISSING and getattr(self, part) is not None:
                 error = f"its column has no {getattr(self, part)!r}, which {part}= names"
+        if source is not MISSING and missing(source) and "data_source" in requires:
+            error = f"its column {used['data_source']!r} has no value, and the function requires data_source"
         return {
             "ground_truth": None if truth is MISSING else truth,
             "data_source": "" if source is MISSING or missing(source) else str(source),
@@ -346,7 +350,7 @@ class TRLReward:
         progress = progress_of(step, getattr(trainer_state, "max_steps", None))
         more = {} if environments is None else {"environments": environments}
         samples = self._columns.samples(
-            prompts, completions, completion_ids, columns, step, progress, more, trainer_state
+            prompts, completions, completion_ids, columns, step, progress, more, trainer_state, agent.requires
         )
         results = await agent.score(samples, groups)
         if log_metric is not None:

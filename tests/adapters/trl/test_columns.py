@@ -36,7 +36,10 @@ def test_default_columns_are_used_if_the_data_set_has_them() -> None:
 @pytest.mark.parametrize("value", [None, float("nan")])
 def test_a_missing_data_source_is_no_name(value: Any) -> None:
     (sample,) = samples(Columns(), ["x"], data_source=[value])
-    assert sample.data_source == ""
+    assert (sample.data_source, sample.error) == ("", None)
+    # As in files and in verl's rows.
+    (sample,) = Columns().samples(["p"], ["x"], None, {"data_source": [value]}, None, requires=frozenset({"data_source"}))
+    assert "'data_source' has no value" in (sample.error or "")
 
 
 def test_a_dotted_path_reads_the_columns_of_a_data_set_for_verl() -> None:
