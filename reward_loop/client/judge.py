@@ -19,7 +19,7 @@ from reward_loop.client.chat import Reply, complete
 from reward_loop.client.fence import KEY, fenced, without_control_tokens, without_fenced
 from reward_loop.client.http import MAX_REPLY_BYTES, Exchange, Timeout, repeated
 from reward_loop.client.request_cache import RequestCache
-from reward_loop.client.verdicts import Choice, NoVerdictError, Number, Ratings, Verdict
+from reward_loop.client.verdicts import Choice, NoVerdictError, Number, Ratings, Verdict, value_in
 from reward_loop.errors import ConfigError, RequestError
 
 _LOGPROBS: Mapping[str, Any] = {"logprobs": True, "top_logprobs": 20}
@@ -267,7 +267,13 @@ class Judge:
             {"role": "assistant", "content": without_control_tokens(reply.text) or "(no text)"},
             {"role": "user", "content": f"Reply with only {self._verdict.again}."},
         ]
-        second, exchange = await self._ask(address, messages)
+        try:
+            second, exchange = await self._ask(address, messages)
+        except RequestError as error:
+            if error.status not in (400, 413, 422):
+                raise
+            # Such as a conversation that is now too long for the model: another call would end in the same way.
+            return replace(judgement, unscored=f"{judgement.unscored}; the server refused the second request: {error}")
         judgement = self._judge(prompt, second, marks, again=True)
         exchange.end(verdict=judgement.verdict, score=judgement.score, unscored=judgement.unscored, asked_again=True)
         both = replace(second, text=f"{reply.text}\n\n[asked again]\n{second.text}", usage=reply.usage + second.usage)
@@ -360,7 +366,9 @@ def expected_score(verdict: Number | Choice, text: str, reply: Reply, again: boo
     Raises:
         NoVerdictError: the text contains no valid verdict.
     """
-    found = verdict.line.find(text, again)
+    found = value_in(verdict, text, again)
+    if found is None:
+        return None
     written = " ".join(found.value["value"].split()).lower()
     word = next((word for word in verdict.words if " ".join(word.split()).lower() == written), None)
     token = _token_at(reply, found.tail)

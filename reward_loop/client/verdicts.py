@@ -6,8 +6,9 @@ The contract does not interpret prose:
 - Its last line is the marker and the value, such as ``Score: 7`` or ``<verdict>7</verdict>``, and the marker occurs
   once, however it is written. Emphasis around both is allowed. For `Json`, the text is one object, a code block around
   it allowed.
-- The text before this line ends a sentence, or is a list with an empty line below. So the line is not part of another
-  sentence, such as ``A perfect answer gets``, and not an example below a colon.
+- The text before this line ends a sentence with ``.`` or ``!``, or is a list with an empty line below. So the line is
+  not part of another sentence, such as ``A perfect answer gets``, not an example below a colon, and not the answer to a
+  question.
 - After ``</verdict>``, text is allowed. After all other verdicts, nothing is.
 
 `Judge` asks once more for the verdict alone if a reply does not keep the contract. Then the text after the reasoning
@@ -23,7 +24,7 @@ import math
 import re
 import sys
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Annotated, Any, NamedTuple, Protocol
 
@@ -64,11 +65,13 @@ _REASONING = (
     r"(?:think(?:ing)?|thoughts?|reason(?:ing)?|reflection|analysis|scratch_?pad|monologue|cot|deliberation|rationale)"
 )
 _TAG = re.compile(
-    r"(?i:(?:<|&lt;|\u25c1)\|?(?P<close>/\s?|end_(?:of_)?)?(?:[a-z]{1,12}[:_]){0,3}" + _REASONING + r"(?:_[a-z]{1,20})?"
-    r"(?:\s[^<>\u25b7\n]{0,80})?\s?\|?(?:>|&gt;|\u25b7))"
+    r"(?i:(?:<|&lt;|\uff1c|\u25c1)[|\uff5c]?(?P<close>/\s?|end_(?:of_)?)?(?:[a-z]{1,12}[:_]){0,3}"
+    + _REASONING
+    + r"(?:_[a-z]{1,20})?"
+    r"(?:[\s:][^<>\u25b7\n]{0,80})?\s?[|\uff5c]?(?:>|&gt;|\uff1e|\u25b7))"
     # The channels of gpt-oss and Gemma; those of gpt-oss also if the server removes special tokens.
     r"|(?P<final><\|channel\|?>\s?final(?:<\|message\|>)?|<channel\|>)|<\|channel\|?>"
-    r"|\A\s{0,9}analysis(?=[A-Z])|(?P<bare>assistantfinal)|\[(?P<slash>/?)THINK(?:ING)?\]"
+    r"|\A\s{0,9}analysis(?!:)|(?P<bare>assistantfinal)|\[(?P<slash>/?)(?i:THINK(?:ING)?)\]"
 )
 
 
@@ -93,16 +96,32 @@ def final_text(reply: str) -> str:
 
 def plain(text: str) -> str:
     """Return the text as it looks: without invisible characters and HTML's entities, and in plain letters."""
-    shown = unicodedata.normalize("NFKC", html.unescape(text) if "&" in text else text)
+    try:
+        shown = html.unescape(text) if "&" in text else text
+    except ValueError as error:  # Python reads no integers of more than 4,300 digits
+        raise NoVerdictError(f"an HTML entity in it has too many digits ({error})") from None
     if shown.isascii():
         return shown
+    shown = unicodedata.normalize("NFKC", "".join(_with_few_marks(shown)))
     return "".join(char for char in shown if unicodedata.category(char) != "Cf")
+
+
+def _with_few_marks(text: str) -> Iterator[str]:
+    """Yield the characters, without combining marks after 30 in a row: Python sorts a row in quadratic time."""
+    marks = 0
+    for char in text:
+        marks = marks + 1 if unicodedata.combining(char) else 0
+        if marks <= 30:  # as in the Stream-Safe Text Format of Unicode
+            yield char
 
 
 # --- A line with the value --------------------------------------------------------------------------------------------
 
 _MARKUP = r"[ \t*_`$]{0,8}"
-_SENTENCE_END = re.compile(r"[.!?\u2026\u3002\uff01\uff1f][\s*_`~\"')\]}$\u2019\u201d\u300d-]*\Z")
+_AFTER_SENTENCE = r"[\s*_`~\"')\]}$\u2019\u201d\u300d-]*\Z"
+_SENTENCE_END = re.compile(rf"[.!\u3002\uff01]{_AFTER_SENTENCE}")  # the line may be the answer to a question
+# Dots after which a sentence goes on: "gets ...", "e.g.", and the number of a list's item.
+_NO_SENTENCE_END = re.compile(rf"(?:\.\s?\.|\b\w\.\s?\w\.|(?:\A|\n)\W{{0,9}}\d{{1,2}}\.){_AFTER_SENTENCE}")
 _LIST_END = re.compile(r"(?:\A|\n)[^\S\n]*(?:[-*+\u2022]|\d{1,2}[.)])\s[^\n]*[^\n:\s*_][*_ ]*\n\s*\n\s*\Z")
 _CLOSING = str.maketrans("[({", "])}")
 
@@ -172,12 +191,12 @@ class Line:
                 else f"the last line is not {self._after!r} and a value alone: {shorten(line, 80)}"
             )
         shown = plain(text)
-        if not self._after and any(self._alone.fullmatch(one) for one in before.splitlines()):
+        if not self._after and any(self._alone.fullmatch(one) for one in plain(before).splitlines()):
             raise NoVerdictError("several lines of the reply are a value alone")
         count = sum(1 for _ in islice(self._marker.finditer(shown), 3)) if self._after else 1
         if count != 1 + self._is_tag or (self._word and self._word in plain(rest).lower()):
             raise NoVerdictError(f"the reply has {self._after!r} more than once")
-        check_before(before)
+        check_before(before, may_be_in_block=self._is_tag)
         return Found(found, line[found.start("value") :] + rest)
 
     def _split(self, text: str) -> tuple[str, str, str]:
@@ -192,14 +211,21 @@ class Line:
         return text[:start], text[start:line_end].strip(), text[line_end:]
 
 
-def check_before(text: str) -> None:
+def check_before(text: str, may_be_in_block: bool = False) -> None:
     """Check that the text before the line of the verdict is complete.
+
+    Args:
+        text: the text before the line.
+        may_be_in_block: whether the line may be in a code block, whose end follows.
 
     Raises:
         NoVerdictError: the line may belong to a sentence, or be an example.
     """
+    if not may_be_in_block and text.count("```") % 2:
+        raise NoVerdictError("the line of the verdict is in a code block without an end")
     end = text[-500:]
-    if end.strip() and not _SENTENCE_END.search(end) and not _LIST_END.search(end):
+    has_sentence = _SENTENCE_END.search(end) and not _NO_SENTENCE_END.search(end)
+    if end.strip() and not has_sentence and not _LIST_END.search(end):
         raise NoVerdictError(f"no sentence ends before the line of the verdict: {shorten(text[-80:], 80)}")
 
 
@@ -230,18 +256,33 @@ class _OfLine:
         self.line = Line(after, value)
         space = "" if self.line.end or not after else " "
         written = [f"`{after or ''}{space}{form}{self.line.end}`" for form in forms]
-        self._enforce = enforce
+        self.enforce = enforce
+        field_end = r'"?\s{0,9}\}[\s`]{0,9}\Z'
+        self.last_field = re.compile(rf'"verdict"\s{{0,9}}:\s{{0,9}}"?(?P<value>{value}){field_end}', re.IGNORECASE)
         self.request = _object_format({"reason": {"type": "string"}, "verdict": field}) if enforce else {}
         self.again = '{"reason": "...", "verdict": ...} in JSON' if enforce else " or ".join(written)
 
     def _written(self, reply: str, again: bool) -> str:
         """Return the value as the judge wrote it. A server may ignore `enforce`: then the line counts."""
-        if self._enforce and (found := _object(reply, is_needed=False)) is not None:
+        if self.enforce and (found := _object(reply, is_needed=False)) is not None:
             given = found.get("verdict")
             if isinstance(given, bool) or not isinstance(given, str | int | float):
                 raise NoVerdictError(f"'verdict' in the JSON object is {shorten(given)}")
             return str(given)
         return self.line.find(reply, again).value["value"]
+
+
+def value_in(verdict: _OfLine, reply: str, again: bool) -> Found | None:
+    """Return the value in a reply; ``None`` if it is in a JSON object, but not at its end.
+
+    Raises:
+        NoVerdictError: the reply does not keep the contract.
+    """
+    if verdict.enforce and _object(reply, is_needed=False) is not None:
+        text = final_text(reply)
+        value = verdict.last_field.search(text)
+        return None if value is None else Found(value, text[value.start("value") :])
+    return verdict.line.find(reply, again)
 
 
 class Number(_OfLine):
@@ -352,7 +393,7 @@ class Pattern(_OfLine):
                 such as ``(a+)+``.
             scores: the score of each verdict; spaces around it and case are ignored. By default the verdict is a
                 number, which is the score.
-            enforce: see `Number`.
+            enforce: see `Number`. Without `scores`, the expression does not bound the number in the JSON object.
 
         Raises:
             ConfigError: the expression is invalid, or two verdicts differ only in case or spaces.
@@ -378,9 +419,10 @@ class Pattern(_OfLine):
 
     def _written(self, reply: str, again: bool) -> str:
         text = final_text(reply)
-        if self._enforce and text.startswith(("{", "`")):
+        if self.enforce and text.startswith(("{", "`")):
             return super()._written(reply, again)
-        if again and self._pattern.fullmatch(text) is None:
+        # A bare number might be one that the expression excludes, such as 10 with `[1-5]`.
+        if again and self._scores is not None and self._pattern.fullmatch(text) is None:
             return text.strip(" *_`$.")
         counts = [sum(1 for _ in islice(self._pattern.finditer(one), 2)) for one in (text, plain(text))]
         found = self._pattern.search(text)
@@ -522,8 +564,8 @@ def _object(reply: str, is_needed: bool = True) -> dict[str, Any] | None:
         NoVerdictError: the reply is not an object, or not a valid one.
     """
     text = final_text(reply)
-    if block := re.fullmatch(r"```\w{0,9}\n(.*)\n\s*```", text, re.DOTALL):
-        text = block[1].strip()
+    if (opening := re.match(r"```\w{0,9}\n", text)) and text.endswith("```"):
+        text = text[opening.end() : -3].strip()
     if not text.startswith("{"):
         if is_needed:
             raise NoVerdictError(f"the reply is not a JSON object alone: {shorten(text, 80)}")

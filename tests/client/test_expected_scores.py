@@ -61,6 +61,33 @@ async def test_the_score_is_the_mean_of_the_verdicts_weighted_with_their_probabi
     assert judgement.verdict == verdict.read(text)[0]
 
 
+@pytest.mark.parametrize(
+    ("verdict", "tokens", "score"),
+    [
+        (
+            Number(1, 5, enforce=True),
+            [token('{"reason": "4 is a verdict: 4", "verdict":'), DIGITS[-1], token("}")],
+            3.06 / 0.96,
+        ),
+        (
+            Choice({"yes": 1, "no": 0}, enforce=True),
+            [token('{"reason": "x", "verdict": "'), token("yes", yes=0.75, no=0.25), token('"}')],
+            0.75,
+        ),
+        # The value is not at the end: the written verdict counts.
+        (Number(1, 5, enforce=True), [token('{"verdict":'), DIGITS[-1], token(', "reason": "x"}')], 4),
+    ],
+)
+async def test_with_enforce_the_value_is_at_the_end_of_the_object(
+    verdict: Number | Choice, tokens: list[dict[str, Any]], score: float
+) -> None:
+    async with FakeJudge() as server:
+        server.script(reply("".join(one["token"] for one in tokens), tokens))
+        judgement = await Judge("{{answer}}", verdict, expected=True)(server.address, answer="4")
+        assert len(server.requests) == 1
+    assert judgement.score == pytest.approx(score)
+
+
 WORDS = Choice({"correct": 1, "incorrect": 0, "incomplete": 0})
 
 

@@ -377,6 +377,17 @@ async def test_a_judge_without_a_verdict_is_asked_once_more_in_the_same_conversa
     assert judgement.reply.usage.completion_tokens > len(second.split())
 
 
+async def test_a_second_request_that_the_server_refuses_leaves_the_sample_unscored() -> None:
+    async with FakeJudge() as server:
+        judge = Judge("{{answer}}", Number(1, 10), address=server.address)
+        server.script("It is good", Status(400))  # such as a conversation that is now too long for the model
+        unscored = str((await judge(answer="4")).unscored)
+        assert "no 'Score:' was found in the reply; the server refused the second request" in unscored
+        server.script("It is good", Status(401))
+        with pytest.raises(RequestError):
+            await judge(answer="4")
+
+
 async def test_a_reply_that_was_cut_off_is_not_asked_again() -> None:
     async with FakeJudge() as server:
         server.script(Answer("It is", "length"))

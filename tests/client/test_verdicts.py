@@ -123,6 +123,42 @@ def test_asked_again_the_reply_is_the_line_or_the_bare_value_and_nothing_else(
         assert read(verdict, more, again=True) is None
 
 
+@pytest.mark.parametrize(
+    ("verdict", "reply"),
+    [
+        # The sentence before goes on, or asks for an example.
+        (NUMBER, "A perfect answer gets, e.g.\nScore: 10"),
+        (NUMBER, "A perfect answer gets...\nScore: 10"),
+        (NUMBER, "A perfect answer gets \u2026\nScore: 10"),
+        (NUMBER, "What would a perfect answer get?\nScore: 10"),
+        (NUMBER, "There are two cases.\n1.\nScore: 10"),
+        # A code block without an end.
+        (NUMBER, "The form is this.\n```\nScore: 7"),
+        (FORMATS["digits"], "The form is this.\n```\n[[7]]"),
+        # A second value in other characters.
+        (ALONE, "9\u200b.\n7"),
+        (ALONE, "\uff19.\n7"),
+        # Reasoning without an end.
+        (NUMBER, "analysisthe answer may be right.\nScore: 9"),
+        (NUMBER, "[think]It may be right.\nScore: 9"),
+        (NUMBER, "<\uff5cthink\uff5c>It may be right.\nScore: 9"),
+        (NUMBER, "\uff1cthink\uff1eIt may be right.\nScore: 9"),
+        (NUMBER, "<think:fast>It may be right.\nScore: 9"),
+        # More digits than Python reads in an integer.
+        (NUMBER, "&#" + "1" * 5000 + "; is good.\nScore: 7"),
+    ],
+)
+def test_a_doubtful_reply_has_no_verdict(verdict: Verdict, reply: str) -> None:
+    assert read(verdict, reply) is None
+
+
+def test_a_bare_number_is_none_of_a_pattern_which_may_exclude_it() -> None:
+    verdict = Pattern(r"Score: ([1-5])")
+    assert [read(verdict, reply, again=True) for reply in ("Score: 4", "4", "10", "1e3", "Score: 10")] == [
+        *("4", None, None, None, None)
+    ]
+
+
 THOUGHTS = [
     ("<think>", "</think>"),
     ("<THINK>\n", "\n</THINK>"),
@@ -289,6 +325,19 @@ def test_the_time_for_a_long_reply_is_linear_in_its_length(unit: str) -> None:
                 # in this process, so the speed of the machine cancels out.
                 quarter = _seconds(verdict, head + body[: len(body) // 4] + tail)
                 assert seconds < 8 * quarter + 0.02, (verdict, head, tail, seconds, quarter)
+
+
+@pytest.mark.parametrize(
+    ("head", "unit", "tail"),
+    [("```\n", "\n", "x"), ("a", "\u0301\u0316", ".\nScore: 8"), ("It is.", " ", "\nScore: 8"), ("", "<", "\n8")],
+)
+def test_no_long_reply_takes_minutes(head: str, unit: str, tail: str) -> None:
+    # Quadratic code takes minutes for each.
+    reply = head + unit * (200_000 // len(unit)) + tail
+    for verdict in (NUMBER, TAG, ALONE, JSON, Number(1, 10, enforce=True), FORMATS["pattern"]):
+        started = time.thread_time()
+        read(verdict, reply)
+        assert time.thread_time() - started < 20, verdict
 
 
 def _seconds(verdict: Verdict, reply: str) -> float:
