@@ -9,6 +9,7 @@ import aiohttp
 
 from reward_loop._util.backoff import Backoff
 from reward_loop._util.retry_after import asked_pause, is_incurable, is_out_of_credit
+from reward_loop._util.transient import RouterCode
 from reward_loop.limits.call import outside_the_deadline
 from reward_loop.limits.lease import report_answer
 
@@ -41,5 +42,6 @@ def _is_full(response: aiohttp.ClientResponse, data: bytes) -> bool:
     if response.status not in _FULL_STATUS:
         return False
     status, text = response.status, data.decode(errors="replace")
-    has_cause = is_out_of_credit(status, text) or is_incurable(status, text)
+    # The router has a place, but no server: an outage, in which one call asks for all.
+    has_cause = RouterCode.NO_SERVER_UP in text or is_out_of_credit(status, text) or is_incurable(status, text)
     return not has_cause and asked_pause(response.headers, status, text) is None

@@ -448,6 +448,8 @@ async def test_the_router_says_that_no_server_is_up(judge: Judge) -> None:
     function = scoring(by_our_client, retry={"max_attempts": 1})
     samples = asyncio.create_task(scored(function, judge))
     await waiting(1, function)
+    # One request: the router is not full, and its answer is not repeated before the outage is known.
+    assert judge.connections <= 2
     await judge.be(answers(200))
     assert (await samples)[0].score == 7
 
