@@ -330,6 +330,16 @@ async def test_after_the_bound_samples_fail_with_the_address_the_duration_and_th
     assert (await again)[0].score == 7
 
 
+async def test_a_judge_that_answered_the_functions_own_client_is_not_said_to_have_never_answered(judge: Judge) -> None:
+    await judge.be(answers(200))
+    function = scoring(by_httpx, outage_timeout_s=0.3)
+    assert (await scored(function, judge))[0].score == 7
+    await judge.be(None)
+    (result,) = await scored(function, judge)
+    assert "could not be reached for" in result.error
+    assert "never answered" not in result.error
+
+
 async def test_without_a_bound_an_unreachable_judge_is_a_transient_error(judge: Judge) -> None:
     (result,) = await scored(scoring(by_our_client, outage_timeout_s=0), judge)
     assert (result.outcome, result.attempts, result.outage_s) == (Outcome.FAILED, 3, 0.0)
@@ -441,6 +451,32 @@ async def test_a_connection_that_is_not_established_in_time_is_an_outage(monkeyp
         opened.close()
     assert "no connection within 0.1 s" in result.error
     assert "could not be reached for" in result.error
+
+
+@pytest.mark.parametrize("status", [*range(520, 526), 530])
+async def test_the_statuses_of_a_gateway_whose_server_is_away_are_an_outage(status: int, judge: Judge) -> None:
+    await judge.be(answers(status, b"<html>", "server: cloudflare\r\n"))
+    function = scoring(by_our_client, retry={"max_attempts": 2, "initial_wait": 0.001})
+    samples = asyncio.create_task(scored(function, judge))
+    await waiting(1, function)
+    await judge.be(answers(200))
+    assert (await samples)[0].score == 7
+
+
+@pytest.mark.parametrize(("status", "is_outage"), [(403, True), (502, True), (407, False)])
+async def test_a_proxy_that_refuses_to_connect_is_an_outage(
+    status: int, is_outage: bool, judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("https_proxy", f"http://{judge.address}")
+    monkeypatch.setenv("no_proxy", "")
+    await judge.be(answers(status, b"no"))
+
+    async def function(solution_str: str) -> float:
+        return float((await chat_complete("https://judge.example/v1", solution_str, timeout=60)).text)
+
+    (result,) = await scored(scoring(function, outage_timeout_s=0.2), judge)
+    assert result.outcome is Outcome.FAILED
+    assert ("judge https://judge.example could not be reached" in result.error) == is_outage, result.error
 
 
 async def test_the_router_says_that_no_server_is_up(judge: Judge) -> None:
