@@ -66,6 +66,7 @@ def _parts(address: str) -> SplitResult:
 
     def invalid(why: str) -> ConfigError:
         shown = re.sub(r"^([^/]*//)?.*@", r"\1...@", address, flags=re.DOTALL)  # a password
+        shown = shown.partition("?")[0]
         return ConfigError(f"{shown}: this is not a valid address{why}; give `host:port` or a base URL")
 
     has_scheme = "://" in address

@@ -6,6 +6,7 @@ A request is sent again after a transient answer; the table in `scoring/retry.py
 from __future__ import annotations
 
 import asyncio
+import base64
 import errno
 import functools
 import os
@@ -233,13 +234,19 @@ def _without_secrets(text: str, url: str, api_key_env: str | None) -> str:
 
 
 def _secrets(url: str, api_key_env: str | None) -> list[str]:
-    """Return the key, and the user, password and query of the URL, as they are sent and as they are written."""
+    """Return the key, and the user, password and query of the URL, as they are sent and as they are written.
+
+    Short ones, such as ``1`` of ``api-version=1``, are part of other words: of these, only pairs, as in the URL.
+    """
     parts = urlsplit(url)
     user_info = [one for one in (parts.username, parts.password) if one]
     values = [value for _, value in parse_qsl(parts.query)]
     written = [one.partition("=")[2] for one in parts.query.split("&")]
     given = [api_key_env and api_key_of(api_key_env), *user_info, *map(unquote, user_info), *values, *written]
-    # Short ones, such as `api-version=1`, are part of other words.
+    if user_info:
+        both = [":".join(map(change, (parts.username or "", parts.password or ""))) for change in (str, unquote)]
+        given += [*both, base64.b64encode(both[1].encode()).decode()]  # as the header has them
+    given += parts.query.split("&")
     return sorted({one.strip() for one in given if one and len(one.strip()) >= MIN_LENGTH}, key=len, reverse=True)
 
 
@@ -320,14 +327,17 @@ async def _post(
             status=error.status,
         ) from None
     except aiohttp.RedirectClientError as error:
-        raise RequestError(f"{what} was redirected to {error}, which is not a valid URL") from error
+        # Not `from error`, here and below: its text is a URL, whose secrets a traceback would show.
+        raise RequestError(f"{what} was redirected to {shown_url(str(error))}, which is not a valid URL") from None
     # Before `TimeoutError`, a base class of it: without a connection, the server is unreachable.
     except aiohttp.ConnectionTimeoutError as error:
         raise RequestError(f"{what}: no connection within {_CONNECT_S:g} s", unreachable=server_of(url)) from error
     except TimeoutError as error:
         raise RequestError(f"{what}: no answer within {timeout:g} s") from error
-    except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
-        raise ConfigError(f"{what}: this is not a valid address; give `host:port` or a base URL") from error
+    except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError):
+        raise ConfigError(f"{what}: this is not a valid address; give `host:port` or a base URL") from None
+    except aiohttp.TooManyRedirects:
+        raise RequestError(f"{what} was redirected too often") from None
     except (aiohttp.ClientError, OSError) as error:
         away = None if unreachable(error) is None else server_of(url)
         raise RequestError(f"{what}: {type(error).__name__}: {error}", unreachable=away) from error

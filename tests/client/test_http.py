@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import errno
 import gc
@@ -11,10 +12,12 @@ import resource
 import subprocess
 import sys
 import threading
+import traceback
 from collections import Counter
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample
 from reward_loop.client import Judge, Number, chat_complete, classify, http
@@ -505,6 +508,37 @@ async def test_secrets_of_a_base_url_are_in_no_error_and_no_record(fault: str) -
             await chat_complete(f"http://{secrets[1]}:{secrets[2]}@{server.address}/v1?key={secrets[0]}", "x")
     shown = str(caught.value) + encode_record(next(iter(call.exchanges.values()))).decode()
     assert not [one for one in secrets if one in shown]
+
+
+async def test_short_secrets_are_not_shown_as_they_are_in_the_url_or_the_header() -> None:
+    async with FakeJudge() as server:
+        server.script(Body(f"http://me:pass@{server.address}/v1?key=s3cr3t {base64.b64encode(b'me:p@ss').decode()}"))
+        with ActiveSample(RewardSample("x"), "f") as call, pytest.raises(RequestError) as caught:
+            await chat_complete(f"http://me:p%40ss@{server.address}/v1?key=s3cr3t&a=1", "x")
+    shown = str(caught.value) + encode_record(next(iter(call.exchanges.values()))).decode()
+    assert "bWU6cEBzcw==" not in shown
+    assert "s3cr3t" not in shown
+
+
+async def test_a_redirect_in_a_circle_shows_no_query_also_in_its_traceback() -> None:
+    async def again(request: web.Request) -> web.Response:
+        raise web.HTTPTemporaryRedirect(str(request.rel_url))
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", again)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    with pytest.raises(RequestError, match="was redirected too often") as caught:
+        await chat_complete(f"http://127.0.0.1:{runner.addresses[0][1]}/v1?key=s3cr3t", "x")
+    await runner.cleanup()
+    printed = [*traceback.format_exception_only(caught.value), repr(caught.value.__cause__)]
+    assert "s3cr3t" not in str(printed)
+    assert caught.value.__suppress_context__
+    for address in ("http://[x/v1?key=s3cr3t", "http://me:s3cr3t?s3cr3t@[x/v1"):
+        with pytest.raises(ConfigError) as refused:
+            await chat_complete(address, "x")
+        assert "s3cr3t" not in str(refused.value)
 
 
 @pytest.mark.parametrize(("uid", "sent"), [("a-1", "a-1"), ("\u00e9\n1", "%C3%A9%0A1"), (None, None)])
