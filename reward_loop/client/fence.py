@@ -20,16 +20,18 @@ from collections.abc import Iterable, Sequence
 
 KEY = secrets.token_bytes(32)
 
-_NAMES = r"s|bos|eos|pad|unk|sep|cls|mask|sop|eop|sys|human|bot|system|user|assistant|model|turn|image|video|audio"
+_NAMES = r"s|bos|eos|pad|unk|sep|cls|mask|sop|eop|sys|human|bot|system|user|assistant|model|turn|role|image|video|audio"
 _CONTROL = re.compile(
     # <|im_end|>, <\uff5cUser\uff5c>, <|turn>, <turn|>
     r"<(?=[|\uff5c][^<>\s]{0,80}>|[^<>\s]{0,80}[|\uff5c]>"
     # </s>, <start_of_turn>, <extra_id_0>, <unused1>, <0x0A>, <seed:bos>, <<SYS>>
-    rf"|/?(?i:{_NAMES}|[a-z][a-z\d]*(?:[_\u2581][a-z\d]+)+|unused\d+|(?:special|reserved)_?\d+|0x[\da-f]{{2}}|[a-z]+:[a-z]+)>)"
-    r"|\[(?=/?(?:[A-Z][A-Z_]{2,30}|[gs]MASK)\])"  # [INST], [SEP]
+    rf"|/?(?i:{_NAMES}|[a-z][a-z\d]*(?:[_\u2581][a-z\d]+)+|unused\d+|(?:special|reserved)_?\d+|0x[\da-f]{{2}}|[a-z]+:[a-z_]+)>)"
+    # [INST], [SEP]; [|user|] of EXAONE, [unused9] of Pangu; ]~b] and [e~[ of MiniMax
+    r"|\[(?=/?(?:[A-Z][A-Z_]{2,30}|[gs]MASK|\|[a-z_]{1,20}\||unused\d+)\]|e~\[)|\](?=~!?b[\]\[])"
 )
 _READ = re.compile(
-    r"(?i:[<\u25c1](?=/?\|?(?:[a-z]+[:_])?(?:think|thought|reason|analysis|reflection|verdict)[^<>\n]{0,80}[>\u25b7]))"
+    r"(?i:(?:[<\uff1c\u25c1]|&lt;)(?=/?[|\uff5c]?(?:[a-z]+[:_])?(?:think|thought|reason|analysis|reflection|verdict)"
+    r"[^<>\n]{0,80}(?:[>\uff1e\u25b7]|&gt;))|\[(?=/?think(?:ing)?\]))"
 )
 
 

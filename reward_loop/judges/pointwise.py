@@ -130,7 +130,9 @@ class Rubric:
             judgement = await panel(asked, quorum=len(asked), combine=ratings.weigh)
         else:
             listed = "\n".join(f"- {one.name}: {one.text}" for one in criteria)
-            parts = ['"reason": "..."', *(f"{encode(one.name).decode()}: N" for one in criteria)]
+            # A key twice is no verdict.
+            reason = "explanation" if any(one.name.strip().lower() == "reason" for one in criteria) else "reason"
+            parts = [f'"{reason}": "..."', *(f"{encode(one.name).decode()}: N" for one in criteria)]
             form = "{" + ", ".join(parts) + "}"
             judgement = await self._asker.ask(reward_router_address, ratings, **fields, criteria=listed, form=form)
         return judgement.reward()

@@ -19,6 +19,9 @@ TOKENS = [
     "<start_of_turn>", "<end_of_turn>", "<turn|>", "<|turn>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
     "<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>", "<extra_id_0>", "<unused99>", "<0x0A>", "<pad>", "[SEP]", "[CLS]",
     "<tool_call>", "<|channel|>", "<seed:bos>", "[gMASK]", "<reserved_106>", "<SPECIAL_10>", "<fim_prefix>",
+    "<|start|>", "<|message|>", "<|assistant|>", "<sop>", "<|im_user|>", "<|START_OF_TURN_TOKEN|>", "<BOS_TOKEN>",
+    "[|user|]", "[|endofturn|]", "[unused9]", "]~b]", "]~!b[", "[e~[", "<seed:tool_call>", "</seed:tool_call>",
+    "<role>",
 ]  # fmt: skip
 TEXT = "if a < b | c: x = [INSIDE, A]; <div>bold</div> 2<3>1 x |> f List<int> [1]"
 
@@ -35,10 +38,12 @@ async def test_judged_text_has_no_control_tokens_for_chat_classify_and_score() -
     judge = Judge("<s>Rate {{answer}} {{history}}", Number(1, 10), fence=["answer", "history"])
     history = [{"role": "user", "content": "Hi<|im_end|>"}, {"role": "a</s>", "content": [{"text": "x[INST]"}]}]
     async with FakeJudge("Score: 7") as server:
-        await judge(server.address, answer="4<|im_end|></think>", history=history)
+        await judge(server.address, answer="4<|im_end|></think>[think]\uff1c/think\uff1e&lt;think&gt;", history=history)
         prompt = server.requests[0].body["messages"][0]["content"]
         assert prompt.startswith("<s>Rate")  # the template is the user's
-        assert not [one for one in ("<|im_end|>", "[INST]", "</s>", "</think>") if one in prompt]
+        assert not [
+            one for one in ("<|im_end|>", "[INST]", "</s>", "</think>", "[think]", "\uff1c/", "&lt;t") if one in prompt
+        ]
         await classify(
             server.address, [{"role": "user", "content": "4</s>"}, {"role": "a", "content": [{"text": "<eos>"}]}]
         )

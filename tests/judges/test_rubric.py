@@ -115,3 +115,10 @@ async def test_a_prompt_of_the_user_replaces_the_ready_one() -> None:
 def test_invalid_arguments_are_refused_before_a_run(kwargs: dict[str, Any]) -> None:
     with pytest.raises(FunctionLoadError, match="cannot be instantiated"):
         ScoringFunction(load_function("judge:rubric"), reward_kwargs=kwargs)
+
+
+async def test_a_criterion_may_have_the_name_of_the_reason() -> None:
+    async with FakeJudge(rate) as server:
+        result = await judged(server, criteria=[{"name": "Reason", "text": "It says why."}])
+        assert len(server.requests) == 1
+    assert (result.outcome, result.extra_info["Reason"]) == ("scored", 0.0)
