@@ -130,6 +130,13 @@ FROM samples JOIN trained USING (uid)
 WHERE trained.step IS NOT NULL AND samples.step IS DISTINCT FROM trained.step
 """
 
+# Of the last trainer alone: after a resume, the steps begin again at a lower one.
+_LOOKED_AT = """
+UPDATE about SET booked = coalesce(
+    (SELECT max(step) - 1 FROM advantages WHERE time > coalesce((SELECT max(time) FROM resumed), 0)),
+    (SELECT arg_max(step, time) FROM resumed), 0)
+"""
+
 
 def create(connection: duckdb.DuckDBPyConnection, empty: str) -> None:
     """Create the tables of an empty index.
@@ -176,6 +183,8 @@ def load(
     if others:
         connection.execute(f"INSERT INTO advantages {_ADVANTAGES}", [first])
         connection.execute(f"INSERT INTO resumed {_RESUMED}", [first])
+        # The steps that it does again are looked at again.
+        connection.execute(f"UPDATE about SET booked = least(booked, (SELECT min(step) FROM ({_RESUMED})))", [first])
         connection.execute("DELETE FROM samples WHERE chunk >= ? AND kind IS DISTINCT FROM 'sample'", [first])
     if incomplete:
         connection.execute("UPDATE about SET incomplete = incomplete + ?", [incomplete])
@@ -224,7 +233,7 @@ def book(connection: duckdb.DuckDBPyConnection) -> None:
     _forget(connection, "rowid IN (SELECT target FROM rolled_back)")
     connection.execute("DELETE FROM samples WHERE rowid IN (SELECT target FROM rolled_back)")
     connection.execute("DROP TABLE rolled_back")
-    connection.execute("UPDATE about SET booked = coalesce((SELECT max(step) - 1 FROM advantages), 0)")
+    connection.execute(_LOOKED_AT)
 
 
 def _forget(connection: duckdb.DuckDBPyConnection, samples: str) -> None:

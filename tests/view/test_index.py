@@ -14,6 +14,7 @@ import pytest
 from reward_loop.errors import ConfigError
 from reward_loop.records import Records, resumed_row
 from reward_loop.records.reader import NoRecordsError, RecordsReader
+from reward_loop.records.rows import advantage_row
 from reward_loop.view import index as module
 from reward_loop.view.index import Follower, Index, IndexFailedError
 from reward_loop.view.summaries import Summaries
@@ -68,6 +69,29 @@ def test_what_a_resumed_run_does_again_does_not_count(folder: Path) -> None:
         ]
     assert {row["uid"]: row["reward"] for row in RecordsReader(folder).rows()} == expected
     assert [row["uid"] for row in RecordsReader(folder).rows_of([2])] == ["again_0"]
+
+
+def test_a_viewer_that_follows_a_resumed_run_books_its_samples_as_the_reader_does(folder: Path) -> None:
+    """The samples are generated ahead: only their advantages name the step that trains on them."""
+    writer = Records(folder)
+    for step in range(1, 21):
+        record(writer, f"before_{step}", 0.0, step=None, generated_step=step - 1, group=f"before {step}")
+        writer.write_rows([advantage_row(f"before_{step}", step, 0.5)])
+    flushed(writer)
+    with Index(folder) as index:
+        index.update()
+        writer.write_rows([resumed_row(10, set())])
+        for step in range(11, 15):
+            record(writer, f"again_{step}", 1.0, step=None, generated_step=step - 2, group=f"again {step}")
+        flushed(writer)
+        index.update()
+        for step in range(11, 15):
+            writer.write_rows([advantage_row(f"again_{step}", step, 0.5)])
+            flushed(writer)
+            index.update()
+        found = {row["uid"]: row["step"] for row in index.rows("SELECT uid, step FROM samples")}
+    assert found == {row["uid"]: row["step"] for row in RecordsReader(folder).rows()}
+    assert found["again_14"] == 14
 
 
 def test_the_rows_are_those_of_the_reader(folder: Path) -> None:
