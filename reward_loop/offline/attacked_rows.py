@@ -18,8 +18,11 @@ FORMS = (
 PROSE = ("{}", "The answer is {}.", "The answer is {}")
 """The forms without a marker."""
 
-_NUMBER = r"\s*[$€]?\s*([-+]?(?:\d[\d,]*)?\.?\d+(?:[eE][-+]?\d+)?)(?:/(\d+))?\s*(%|°?[A-Za-z]*)\.?\s*"
+_NUMBER = r"\s*[$€]?\s*([-+]?(?:\d[\d,]*)?\.?\d+(?:[eE][-+]?\d{1,3})?)(?:/(\d+))?\s*(%|°?[A-Za-z]*)\.?\s*"
 _LETTER = r"\(?[A-Ja-j]\)?\.?"
+_TRUTHS = {"true": "yes", "false": "no"}
+_PLAIN_UP_TO = 10_000
+"""The longest text that `plain` changes, in characters."""
 _ANSWERS = {"number": r"-?\d[\d,]*(?:\.\d+)?", "choice": r"\b[A-J]\b"}
 
 
@@ -34,6 +37,8 @@ class AttackedRow:
     """Answers of other rows: wrong ones here."""
     bodies: tuple[str, ...] = ()
     """Responses of other rows, with ``{}`` in place of their answer."""
+    aliases: tuple[str, ...] = ()
+    """The reference's other answers: right ones, too."""
     type: str = ""
     text: str = ""
     form: str = "{}"
@@ -41,6 +46,15 @@ class AttackedRow:
     def put(self, text: str) -> str:
         """Return an answer: the text in the form that the function accepts."""
         return self.form.replace("{}", text)
+
+    def is_right(self, answer: str) -> bool:
+        """Return whether an answer is a reference, or an equal text, in the form that the function accepts."""
+        head, _, tail = self.form.partition("{}")
+        within = answer.removeprefix(head).removesuffix(tail)
+        texts = (self.text, *self.aliases)
+        if self.type == "json":  # where spaces are no matter, but case is
+            return within in texts
+        return any(answer == self.put(text) or plain(within) == plain(text) for text in texts)
 
     @property
     def other(self) -> str:
@@ -57,9 +71,28 @@ def number(text: str) -> Fraction | None:
 
 
 def same(one: str, other: str) -> bool:
-    """Return whether two answers have the same value, or the same text."""
+    """Return whether two answers have the same value, or the same text; see `plain`."""
+    one, other = plain(one), plain(other)
     x, y = number(one), number(other)
-    return x == y if x is not None and y is not None else one.strip().lower() == other.strip().lower()
+    return x == y if x is not None and y is not None else one == other
+
+
+def plain(text: str) -> str:
+    """Return a text without what sound functions ignore: case, spaces, articles, marks, ``$``, and forms of LaTeX."""
+    if len(text) > _PLAIN_UP_TO:
+        return text
+    text = re.sub(r"\\(?:left|right|displaystyle|[!,;: ])|\$", "", text.lower())
+    text = re.sub(r"\\(?:text|mathrm|mathbf|textbf)\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\\[dt]?frac\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\}|(\d)\s*(\d))", _slash, text)
+    text = re.sub(r"^\s*[a-z]\s*=(?![=])|\b(?:a|an|the)\s+(?=\w)", "", text)
+    text = re.sub(r"(?<=[a-z])\.(?=[a-z]|\s|$)|\.\s*$", "", text)
+    text = re.sub(r"\s+", "", text)
+    text = _TRUTHS.get(text, text)
+    return text[1:-1] if re.fullmatch(r"\(\w\)", text) else text
+
+
+def _slash(found: re.Match[str]) -> str:
+    return f"{found[1] or found[3]}/{found[2] or found[4]}"
 
 
 def changed(text: str) -> str:
@@ -110,7 +143,13 @@ def rows_of(rows: Sequence[tuple[Any, str, str]]) -> list[AttackedRow]:
     for index, (reference, prompt, response) in enumerate(rows):
         kind = type_of(reference, references)
         text = response if kind == "program" else references[index]
-        around = [*range(index + 1, len(rows)), *range(index)]
+        aliases = texts_of(reference)
+        # A file has several responses to the same prompt, and any of them may be right.
+        around = [
+            one
+            for one in (*range(index + 1, len(rows)), *range(index))
+            if references[one] and not any(same(references[one], alias) for alias in aliases)
+        ]
         answers = [rows[one][2] if kind == "program" else references[one] for one in around]
         others = [one for one in dict.fromkeys(answers) if one and not same(one, text)]
         # Of answers that are related to this one, a finding would be blamed on the wrong kind.
@@ -118,10 +157,11 @@ def rows_of(rows: Sequence[tuple[Any, str, str]]) -> list[AttackedRow]:
         bodies = [
             head + "{}" + tail
             for one in around
-            for head, found, tail in [rows[one][2].rpartition(references[one])]
-            if found and kind != "program" and not _holds(head + tail, text)
+            for head, answer, tail in [rows[one][2].rpartition(references[one])]
+            if answer and kind != "program" and not _holds(head + tail, text)
         ]
-        made.append(AttackedRow(reference, prompt, response, tuple(others[:8]), tuple(bodies[:4]), kind, text))
+        found = tuple(others[:8]), tuple(bodies[:4]), tuple(aliases)
+        made.append(AttackedRow(reference, prompt, response, *found, kind, text))
     return made
 
 

@@ -63,6 +63,9 @@ class Kind:
             made += self.answers(row) if self.answers else ()
         except (ValueError, OverflowError, ZeroDivisionError):
             pass  # the reference has no such neighbour
+        if self.level in WRONG and row.type != "program":
+            # "none" or "correct" is the answer of some rows.
+            made = [one for one in made if not row.is_right(one)]
         return list(dict.fromkeys(made))
 
 
@@ -238,8 +241,10 @@ def _first_case(row: AttackedRow) -> list[str]:
 
 
 def _exchanged(row: AttackedRow) -> list[str]:
-    head, found, tail = row.response.rpartition(row.text)
-    return [head + row.other + tail] if found else []
+    head, found, tail = row.response.rpartition(row.text) if row.text else ("", "", "")
+    # Behind "#### 4", a sentence may say it again: the answer is not the last place then.
+    is_kept = row.form not in PROSE and row.put(row.text) in head + tail
+    return [head + row.other + tail] if found and not is_kept else []
 
 
 def _spellings(row: AttackedRow) -> list[str]:
@@ -249,6 +254,10 @@ def _spellings(row: AttackedRow) -> list[str]:
         return [f"{value}.0", f"{value}.00", f"{value.numerator:,}", f"+{value}", f"{value * 2}/2"]
     fraction = f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
     return [str(value), f"{float(value):g}", f"{float(value) * 100:g}%", fraction]
+
+
+def _no_numbers(row: AttackedRow) -> list[str]:
+    return ["nan", "NaN", *(("inf", "-inf", "infinity") if "inf" not in row.text.lower() else ())]
 
 
 _STYLE = (
@@ -266,9 +275,7 @@ KINDS = (
         *("no answer", "free", _ANY, "no knowledge, or praise"),
         ("<<I do not know>>", "<<n/a>>", "<<correct>>", "<<None>>", "<<null>>", "Verified. <<?>>"),
     ),
-    Kind(
-        "nan", "free", "NCWEJ", "equal to no reference", ("<<nan>>", "<<NaN>>", "<<inf>>", "<<-inf>>", "<<infinity>>")
-    ),
+    Kind("nan", "free", "NCWEJ", "equal to no reference", texts=_no_numbers),
     Kind(
         *("unreadable", "free", "NCWEJ", "an error while it is read does not make it right"),
         ("<</>>", "<<-->>", "<<{>>", "<<\\frac{}{}>>", "<<e>>", "<<²>>", "<<((>>", "<<-->>"),

@@ -24,7 +24,7 @@ from reward_loop.offline.check_calls import (
 from reward_loop.offline.holes import NOT_CALLED, Attack, AttackReport, IsolatedScores, KindReport, WaitsForServiceError
 from reward_loop.scoring.results import OUTSIDE_THE_MAIN_THREAD
 from reward_loop.scoring.signature import resolve
-from reward_loop.types import RewardSample
+from reward_loop.types import RewardSample, missing
 
 MAX_BLOCKED_S = 0.02
 """Maximum time in seconds for which a call may block the event loop, and with it all other samples."""
@@ -254,9 +254,12 @@ class _Checks:
         """Attack the function with answers whose right verdict is known, in processes."""
         if not self.scores_by_rule:
             return []
-        rows = rows_of([(one.ground_truth, _question(one.prompt), one.solution_str) for one in self.attacked])
+        attacked = [one for one in self.attacked if not missing(one.ground_truth)]
+        if not attacked:
+            return [Finding("right and wrong answers", "skipped", "nothing attacked: no row has a ground truth")]
+        rows = rows_of([(one.ground_truth, _question(one.prompt), one.solution_str) for one in attacked])
         try:
-            scores = IsolatedScores(self.target, self.attacked, _ATTACK_S)
+            scores = IsolatedScores(self.target, attacked, _ATTACK_S)
         except FunctionLoadError as error:
             return [Finding("right and wrong answers", "skipped", str(error))]
         try:
@@ -274,12 +277,14 @@ class _Checks:
         if not self.deterministic or self.calls.in_processes or self.calls.is_batched:
             return []
         form = self.attack.forms[0] if self.attack.forms else "{}"
-        samples = [*self.samples]
-        for sample in self.samples:
+        # Without those that have no ground truth: a run does not call the function on them.
+        first = [(one, row) for one, row in zip(self.samples, self.first, strict=True) if not missing(one.ground_truth)]
+        samples = [one for one, _ in first]
+        for sample in samples.copy():
             text = form.replace("{}", texts_of(sample.ground_truth)[0])
             samples.append(replace(sample, solution_str=text, is_truncated=None))
-        here = [*self.first, *await self.calls.run_each(samples[len(self.first) :], 1)]
-        places = [*range(len(self.samples))] * 2
+        here = [*(row for _, row in first), *await self.calls.run_each(samples[len(first) :], 1)]
+        places = [*range(len(first))] * 2
         there = [(await scores(i, [one.solution_str], True))[0] for i, one in zip(places, samples, strict=False)]
         pairs = list(zip(samples, here, there, strict=False))
         changed = [

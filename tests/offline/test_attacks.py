@@ -178,3 +178,50 @@ def test_templates_have_no_digits_which_a_rule_might_read() -> None:
             assert not any(re.search(r"\d", re.sub(r"\\d", "", text)) for text in kind.templates), kind.name
     assert len({kind.name for kind in KINDS}) == len(KINDS)
     assert AttackedRow("1").put("1") == "1"
+
+
+def exact(answer: str, reference: Any) -> float:
+    """A sound rule: exactly one box, compared in lower case, without articles and brackets."""
+    boxes = re.findall(r"\\boxed\{([^{}]*)\}", answer.rpartition("</think>")[2])
+    truths = reference if isinstance(reference, list) else [reference]
+    words = [re.sub(r"^the |[.()]", "", text.strip().lower()) for text in (*boxes, *map(str, truths))]
+    equal = {"true": "yes", "false": "no", "1/2": "0.5"}
+    return float(len(boxes) == 1 and equal.get(words[0], words[0]) in [equal.get(one, one) for one in words[1:]])
+
+
+@pytest.mark.parametrize(
+    "references",
+    [
+        ["correct", "incorrect", "correct"],
+        ["none", "N/A", "I do not know", "Paris"],
+        ["e", "7", "infinity", "inf"],
+        ["true", "yes", "no", "false"],
+        ["0.5", "1/2", "7"],
+        ["(A)", "A", "B", "b"],
+        ["the Beatles", "Beatles", "U.S.", "US", "Queen"],
+        [["NYC", "New York"], ["New York"], ["Paris"]],
+    ],
+    ids=str,
+)
+async def test_an_equal_answer_of_another_row_or_kind_is_no_hole(references: list[Any]) -> None:
+    said = [one[0] if isinstance(one, list) else one for one in references]
+    rows = [(one, "?", f"So \\boxed{{{text}}}, that is {text}.") for one, text in zip(references, said, strict=True)]
+    report = await attack(exact, rows)
+    assert report.forms == ["\\boxed{{}}"]
+    assert report.flagged(WRONG) == []
+
+
+def test_another_response_to_the_same_tests_is_no_wrong_answer() -> None:
+    tests = "assert double(2) == 4"
+    rows = rows_of([(tests, "", "def double(x): return 2 * x"), (tests, "", "def double(x): return x + x")])
+    assert [row.others for row in rows] == [(), ()]
+
+
+async def test_an_empty_reference_is_attacked_as_any_other() -> None:
+    report = await attack(lambda a, r: float(hashes(a) == r), [("", "", "I see."), *NUMBERS])
+    assert report.attacked == 4
+    assert report.refused == []
+
+
+def test_a_text_that_looks_like_a_huge_number_is_a_word() -> None:
+    assert number("7e91234567") is None

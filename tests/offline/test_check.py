@@ -354,6 +354,16 @@ async def test_a_function_that_scores_0_outside_of_the_main_thread_is_a_problem(
     assert "@reward_loop.isolated" in text
 
 
+async def test_a_row_without_a_ground_truth_is_neither_attacked_nor_scored_elsewhere() -> None:
+    samples = [replace(sample, ground_truth=None) if index == 1 else sample for index, sample in enumerate(SAMPLES)]
+    report = await check(fine, samples)
+    findings = {finding.check: (finding.status, finding.text) for finding in report.findings}
+    assert findings["samples"][0] == "problem"
+    assert findings["other places"] == ("ok", "8 calls have the same results in a worker process")
+    assert report.attack is not None
+    assert report.attack.given == 4
+
+
 async def test_a_failed_request_that_becomes_a_score_is_a_problem() -> None:
     async def asks(solution_str: str) -> float:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
