@@ -62,6 +62,15 @@ _FIELDS = frozenset(field.name for field in fields(RewardSample))
 _PARTS = frozenset({"ground_truth", "data_source", *BY_NAME}) - {"uid"}
 """The arguments of a function that come from a request, and may be missing there. Each sample gets a uid."""
 
+_FIELD = {"global_steps": "step"}
+"""The fields of requests whose argument has another name."""
+
+_TRIED = {
+    **{"data_source": "sums", "prompt": "2+2?", "response_ids": [1], "response_length": 1, "is_truncated": False},
+    **{"global_steps": 1, "training_progress": 0.5, "validate": False},
+}
+"""What a first request has for a function that requires it."""
+
 
 class Refused(Exception):
     """A request that is answered with an error status and the message."""
@@ -162,6 +171,9 @@ class RewardService:
             raise Refused(404, f"no {scope['method']} {scope['path']}: POST samples to /score")
         content = _json(await _body(receive))
         is_many = isinstance(content, dict) and "samples" in content
+        if is_many and len(content) > 1:
+            other = shorten(next(name for name in content if name != "samples"))
+            raise Refused(422, f"unknown field {other} beside samples: each sample has its own fields")
         given = self._samples(content["samples"] if is_many else [content])
         groups = self._members(given)
         order = [index for members in groups for index in members]
@@ -184,15 +196,13 @@ class RewardService:
         if unknown := sorted(row.keys() - _FIELDS):
             hint = did_you_mean(unknown[0], _FIELDS)
             raise Refused(422, f"sample {index} has an unknown field {shorten(unknown[0])}{hint}")
-        given = {"global_steps" if name == "step" else name for name in row}
-        given |= {"response_length"} if "response_ids" in row else set()
-        if missing := sorted((self.requires & _PARTS) - given):
-            field = "step" if missing[0] == "global_steps" else missing[0]
+        given = row.keys() | ({"response_length"} if "response_ids" in row else set())
+        if missing := sorted(name for name in self.requires & _PARTS if _FIELD.get(name, name) not in given):
             why = f"which {self.name} requires: send it, or give the parameter a default"
-            raise Refused(422, f"sample {index} has no {field}, {why}")
+            raise Refused(422, f"sample {index} has no {_FIELD.get(missing[0], missing[0])}, {why}")
         try:
             uid = f"{self._uids}.{self._requests}.{index}"
-            sample = _validator().validate_python({"uid": uid, **row})
+            sample = _validator().validate_python({**row, "uid": uid} if row.get("uid") is None else row)
         except ValidationError as error:
             problem = error.errors(include_input=False)[0]  # without the value, which may be long
             where = ".".join(map(str, problem["loc"]))
@@ -444,6 +454,7 @@ def serve(
 def _announce(service: RewardService, listener: socket.socket, key_variable: str | None) -> None:
     """Print the address, and a command that scores a sample."""
     body: dict[str, Any] = {"solution_str": "4", "ground_truth": "4"}
+    body |= {_FIELD.get(name, name): value for name, value in _TRIED.items() if name in service.requires}
     if service.needs_groups:
         body = {"samples": [{**body, "group": "2+2"}, {**body, "solution_str": "5", "group": "2+2"}]}
     key = "" if key_variable is None else f' -H "Authorization: Bearer ${key_variable}"'

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import logging
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -129,6 +131,7 @@ async def test_post_process_scores_gets_the_scored_members_of_each_group() -> No
         ({"samples": [sample("4"), {"ground_truth": 1}]}, "sample 1, solution_str: Field required"),
         ({"samples": ["4"]}, "sample 0 must be an object with solution_str"),
         ([], "sample 0 must be an object with solution_str"),
+        ({"samples": [sample("4")], "step": 3}, "unknown field 'step' beside samples"),
     ],
 )
 async def test_invalid_bodies_are_errors_that_name_sample_and_field(body: Any, message: str) -> None:
@@ -176,6 +179,24 @@ async def test_requests_give_the_arguments_that_a_function_asks_for(name: str) -
         error = await post(client, {"solution_str": "4"}, 422)
     assert seen == [ASKED[name]]
     assert f"has no {'step' if name == 'global_steps' else name}, which" in error["error"]
+
+
+@pytest.mark.parametrize("name", ASKED)
+async def test_the_announced_command_has_what_the_function_requires(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = scorer(logging_function(name, []))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serve._announce(RewardService(made), listener, None)
+    body = json.loads(capsys.readouterr().out.split("--json ")[1].strip().strip("'"))
+    async with client_of(made) as client:
+        await post(client, body)
+
+
+async def test_a_uid_that_is_null_is_missing() -> None:
+    async with client_of() as client:
+        answer = await post(client, {**BODY, "uid": None})
+    assert answer["uid"]
 
 
 # --- The key, web pages, long bodies
