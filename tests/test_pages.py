@@ -63,7 +63,7 @@ def reason_not_to_run(command: str) -> str | None:
 
 
 def verdict(body: Mapping[str, Any]) -> str:
-    """Return a verdict in the form that the prompt asks for; the small model of a cascade is unsure."""
+    """Return a verdict in the form that the prompt asks for."""
     prompt = body["messages"][-1]["content"]
     forms = {
         "in place of N:": '{"correct": 10, "clear": 5.5}',

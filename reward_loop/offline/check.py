@@ -266,7 +266,7 @@ class _Checks:
             self.attack = await Attack(rows, scores, scores.width).run()
             found = await self._elsewhere(scores)
         except WaitsForServiceError as error:
-            return [Finding("right and wrong answers", "skipped", f"nothing attacked: {error}. See reward-loop audit")]
+            return [Finding("right and wrong answers", "skipped", f"nothing attacked: {error}")]
         finally:
             await asyncio.to_thread(scores.close)
         return [*_attack_findings(self.attack, rows), *found]

@@ -94,7 +94,7 @@ def score(
       reward-loop score reward.py:compute_score rollouts.jsonl -f solution_str=output -f ground_truth=gts
 
     Every row gets a record, as a sample of a training run: read them with
-    [cyan]reward-loop report[/], [cyan]compare[/] and [cyan]view[/]. Run the same command again to resume
+    [cyan]reward-loop report[/] and [cyan]view[/]. Run the same command again to resume
     an interrupted run: only rows without a record, or left out by the budget, are
     scored. What the function prints goes to stderr. To try a function that costs
     money, score a few rows: head -n 20 rollouts.jsonl > few.jsonl.
