@@ -66,8 +66,14 @@ _FIELD = {"global_steps": "step"}
 """The fields of requests whose argument has another name."""
 
 _TRIED = {
-    **{"data_source": "sums", "prompt": "2+2?", "response_ids": [1], "response_length": 1, "is_truncated": False},
-    **{"global_steps": 1, "training_progress": 0.5, "validate": False},
+    "data_source": "sums",
+    "prompt": "2+2?",
+    "response_ids": [1],
+    "response_length": 1,
+    "is_truncated": False,
+    "global_steps": 1,
+    "training_progress": 0.5,
+    "validate": False,
 }
 """What a first request has for a function that requires it."""
 

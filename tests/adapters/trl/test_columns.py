@@ -38,7 +38,9 @@ def test_a_missing_data_source_is_no_name(value: Any) -> None:
     (sample,) = samples(Columns(), ["x"], data_source=[value])
     assert (sample.data_source, sample.error) == ("", None)
     # As in files and in verl's rows.
-    (sample,) = Columns().samples(["p"], ["x"], None, {"data_source": [value]}, None, requires=frozenset({"data_source"}))
+    (sample,) = Columns().samples(
+        ["p"], ["x"], None, {"data_source": [value]}, None, requires=frozenset({"data_source"})
+    )
     assert "'data_source' has no value" in (sample.error or "")
 
 
