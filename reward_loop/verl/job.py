@@ -177,6 +177,10 @@ class Job:
         """Record why the run must stop; the first reason stays."""
         self._limits.stop(why)
 
+    async def count_failure(self, error: str, cause: str) -> None:
+        """Count a sample that has failed without a worker, for the failure bound."""
+        self._count("", True, error, cause)
+
     async def why_stopped(self) -> str | None:
         """Return why the run must stop, or ``None``."""
         return self._limits.stopped

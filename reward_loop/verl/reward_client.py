@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardFunctionError, RewardLoopError
@@ -121,7 +121,7 @@ class RewardClient:
                     return reward
         except RayActorError as error:
             raise_if_lost(error)
-            return self._failed(error)
+            return await self._failed(error)
         raise AssertionError("unreachable")
 
     @contextlib.contextmanager
@@ -164,7 +164,7 @@ class RewardClient:
             except TimeoutError:  # for example, no node has the resources for a restart
                 raise ActorUnavailableError("it has not restarted in time", None) from None
 
-    def _failed(self, error: RayActorError) -> Reward:
+    async def _failed(self, error: RayActorError) -> Reward:
         failure = RewardFunctionError(
             f"the reward worker died {MAX_TASK_RETRIES + 1} times while it scored this sample, or did not restart "
             f"within {self.options.worker_answer_timeout_s:g} s (reward_loop.worker_answer_timeout_s): does the reward "
@@ -172,5 +172,8 @@ class RewardClient:
             cause="a reward worker died",
         )
         logger.error("%s", failure)
+        # No worker has counted it. If the actor is not there, the trainer ends the run.
+        with contextlib.suppress(RayError):
+            await self._job.count_failure.remote(str(failure), failure.cause)
         result = RewardResult(outcome=Outcome.FAILED, score=None, error=str(failure), exception=failure)
         return decide(result, self.options).to_reward()

@@ -174,6 +174,14 @@ async def test_the_first_reason_to_stop_stays_and_failures_of_all_workers_count_
     assert why.startswith("TooManyFailuresError: reward_loop.components.judge: 5 of the last 7 samples failed")
 
 
+async def test_samples_that_failed_without_a_worker_count_too() -> None:
+    job = Job(RewardLoopConfig(min_samples_for_failed_share=2))
+    for _ in range(2):
+        assert await job.why_stopped() is None
+        await job.count_failure("the reward worker died 4 times", "a reward worker died")
+    assert "2 of the last 2 samples failed" in str(await job.why_stopped())
+
+
 async def test_exchanges_of_all_workers_are_counted() -> None:
     job = Job(given := RewardLoopConfig())
     for number in range(2):

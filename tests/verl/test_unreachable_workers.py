@@ -78,9 +78,10 @@ async def test_a_sample_waits_until_its_worker_is_reachable() -> None:
 
 
 async def test_a_sample_whose_worker_dies_repeatedly_has_failed() -> None:
-    worker = Worker(compute_score=99)
-    reward = await client(options(), worker).remote(None)
+    job, worker = NoJob(), Worker(compute_score=99)
+    reward = await RewardClient([worker], options(), job.handle).remote(None)
     assert reward["reward_extra_info"]["reward_outcome"] == "failed"
+    assert job.failures == ["a reward worker died"]
     assert worker.calls.count("compute_score") == MAX_TASK_RETRIES + 1
 
 

@@ -39,10 +39,16 @@ class NoJob:
         self.why: str | None = None
         self.spent = 0.0, 0.0
         self.name = "no job"
-        self.handle = SimpleNamespace(stop=SimpleNamespace(remote=self.stop))
+        self.failures: list[str] = []
+        self.handle = SimpleNamespace(
+            stop=SimpleNamespace(remote=self.stop), count_failure=SimpleNamespace(remote=self.count_failure)
+        )
 
     async def stop(self, why: str) -> None:
         self.why = self.why or why
+
+    async def count_failure(self, error: str, cause: str) -> None:
+        self.failures.append(cause)
 
     def check(self) -> None:
         if self.why is not None:
