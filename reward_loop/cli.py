@@ -18,6 +18,7 @@ from reward_loop._util import process, signals
 from reward_loop._util.standard_streams import console
 from reward_loop.adapters.serve import serve
 from reward_loop.errors import ConfigError, FunctionLoadError, RewardLoopError
+from reward_loop.offline.audit_command import audit
 from reward_loop.offline.check_command import check
 from reward_loop.offline.command import score
 from reward_loop.offline.report_command import report
@@ -146,5 +147,5 @@ def _root(
     """Rewards that never block RL training of language models."""
 
 
-for command in (check, score, route, serve, report, view):
+for command in (audit, check, score, route, serve, report, view):
     app.command()(command)

@@ -255,15 +255,18 @@ def _recorded(folder: Path) -> Iterator[Row]:
             seen[uid] += 1
             name = f"{uid} ({seen[uid]})"
         seen[name] = 1
-        columns = {key: row.get(key) for key in _KEPT}
-        text = reader.text(row)
-        if text is None:
-            why = "its texts were not recorded, or have been deleted: see reward_loop.record"
-            yield Row(name, columns, error=why)
-            continue
-        parts = {key: text.get(key) for key in ("prompt", "ground_truth", "extra_info")}
-        columns |= {"solution_str": text.get("response"), **{key: with_bytes(part) for key, part in parts.items()}}
-        yield Row(name, columns, error=_too_deep(columns))
+        yield recorded_row(reader, row, name)
+
+
+def recorded_row(reader: RecordsReader, row: Mapping[str, Any], name: str) -> Row:
+    """Return a sample of records with its texts; without them, a row with an error."""
+    columns = {key: row.get(key) for key in _KEPT}
+    text = reader.text(row)
+    if text is None:
+        return Row(name, columns, error="its texts were not recorded, or have been deleted: see reward_loop.record")
+    parts = {key: text.get(key) for key in ("prompt", "ground_truth", "extra_info")}
+    columns |= {"solution_str": text.get("response"), **{key: with_bytes(part) for key, part in parts.items()}}
+    return Row(name, columns, error=_too_deep(columns))
 
 
 def _records(folder: Path) -> RecordsReader:

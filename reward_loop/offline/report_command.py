@@ -106,7 +106,7 @@ def _show_samples(report: Report, out: Console, price: Price | None) -> None:
     _show_causes("unscored", found["unscored_causes"], out)
     if found["components"]:
         rows = [(name, *map(values.get, ("count", *_SPREAD))) for name, values in found["components"].items()]
-        _show_table(("component", "count", *_SPREAD), rows, out)
+        show_table(("component", "count", *_SPREAD), rows, out)
     if found["groups"]:
         out.print(
             f"\n{counted(found['groups'], 'group')}: {found['zero_variance']} with equal rewards, "
@@ -178,7 +178,7 @@ def _show_judges(judges: Mapping[str, Values], with_cost: bool, out: Console) ->
         cost = (judge["cost"],) if with_cost else ()
         rows.append((name, *counts, *times, f"{judge['prompt_tokens'] + judge['completion_tokens']:,}", *cost))
     if rows:
-        _show_table([*columns, "cost"] if with_cost else columns, rows, out)
+        show_table([*columns, "cost"] if with_cost else columns, rows, out)
 
 
 def _show_parts(found: Values, out: Console) -> None:
@@ -192,11 +192,11 @@ def _show_parts(found: Values, out: Console) -> None:
     columns = ["samples", "scored", "unscored", "failed", "mean\nscore", "std", "mean\nreward"]
     if has_checks:
         columns.append("false\naccepts")
-    _show_table((found["by"], *columns), rows, out)
+    show_table((found["by"], *columns), rows, out)
     _note_more(found["parts"], out)
 
 
-def _show_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], out: Console) -> None:
+def show_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], out: Console) -> None:
     """Print a table of numbers, each row of which begins with its name."""
     table = Table(box=None, pad_edge=False)
     table.add_column(escape(columns[0]), overflow="fold", min_width=12)
