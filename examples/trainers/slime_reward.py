@@ -1,5 +1,6 @@
 """slime and miles: rewards from `reward-loop serve`, and their normalisation without the samples that have none."""
 
+import asyncio
 import os
 from collections import defaultdict
 from statistics import fmean, stdev
@@ -9,12 +10,18 @@ import httpx
 # More samples than connections wait here, and not at the service, which would refuse them.
 CLIENT = httpx.AsyncClient(timeout=httpx.Timeout(3600, pool=None), limits=httpx.Limits(max_connections=256))
 URL = os.environ.get("REWARD_URL", "http://127.0.0.1:8090/score")
+PAUSE_S = 1.0
+"""Before a full service is asked again."""
 
 
 async def custom_rm(args, sample, **_):
     """``--custom-rm-path``: return the reward of a sample, with ``--group-rm`` those of a group."""
     given = sample if isinstance(sample, list) else [sample]
-    reply = await CLIENT.post(URL, json={"samples": [_row(one, args.group_rm) for one in given]})
+    body = {"samples": [_row(one, args.group_rm) for one in given]}
+    reply = await CLIENT.post(URL, json=body)
+    while reply.status_code == 429:  # other groups fill the service
+        await asyncio.sleep(PAUSE_S)
+        reply = await CLIENT.post(URL, json=body)
     if reply.is_error:
         raise RuntimeError(f"{URL}: {reply.text}")
     results = reply.json()["results"]

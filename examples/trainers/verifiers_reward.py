@@ -1,11 +1,14 @@
 """verifiers: a reward of a task, from `reward-loop serve`."""
 
+import asyncio
 import os
 
 import httpx
 
 CLIENT = httpx.AsyncClient(timeout=httpx.Timeout(3600, pool=None), limits=httpx.Limits(max_connections=256))
 URL = os.environ.get("REWARD_URL", "http://127.0.0.1:8090/score")
+PAUSE_S = 1.0
+"""Before a full service is asked again."""
 
 
 async def reward(task, trace):
@@ -23,6 +26,9 @@ async def reward(task, trace):
         "response_length": trace.num_output_tokens,
     }
     reply = await CLIENT.post(URL, json=sample)
+    while reply.status_code == 429:  # other processes fill the service
+        await asyncio.sleep(PAUSE_S)
+        reply = await CLIENT.post(URL, json=sample)
     if reply.is_error:
         raise RuntimeError(f"{URL}: {reply.text}")
     result = reply.json()

@@ -65,7 +65,7 @@ _PARTS = frozenset({"ground_truth", "data_source", *BY_NAME}) - {"uid"}
 _FIELD = {"global_steps": "step"}
 """The fields of requests whose argument has another name."""
 
-_TRIED = {
+_TRIED: dict[str, Any] = {
     "data_source": "sums",
     "prompt": "2+2?",
     "response_ids": [1],

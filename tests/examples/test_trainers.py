@@ -36,9 +36,7 @@ def compute_score(solution_str: str, ground_truth: str, extra_info: dict[str, An
 
 
 @asynccontextmanager
-async def served(
-    monkeypatch: pytest.MonkeyPatch, made: Scorer | None = None, key: str | None = None
-) -> AsyncIterator[Load]:
+async def served(monkeypatch: pytest.MonkeyPatch, made: Scorer | None = None, **options: Any) -> AsyncIterator[Load]:
     """Serve a function; yields a function that loads an example, whose client belongs to this event loop."""
 
     def load(name: str) -> Any:
@@ -50,7 +48,7 @@ async def served(
         spec.loader.exec_module(module)
         return module
 
-    service = RewardService(made or scorer(compute_score), key=key)
+    service = RewardService(made or scorer(compute_score), **options)
     async with service, serving(service) as url:
         monkeypatch.setenv("REWARD_URL", f"{url}/score")
         yield load
@@ -98,6 +96,26 @@ async def test_slime_gets_rewards_and_removes_samples_without_one(monkeypatch: p
         samples[0].remove_sample = True  # by someone else
         assert [await slime.custom_rm(ALONE, samples[i]) for i in (2, 0)] == [1.0, 1.0]
         assert [samples[i].remove_sample for i in (2, 0)] == [False, True]
+
+
+@pytest.mark.parametrize("trainer", ["slime", "verifiers"])
+async def test_a_full_service_is_asked_again(monkeypatch: pytest.MonkeyPatch, trainer: str) -> None:
+    async def slow(solution_str: str) -> float:
+        await asyncio.sleep(0.2)
+        return float(solution_str)
+
+    def ask(module: Any) -> Any:
+        if trainer == "slime":
+            return module.custom_rm(ALONE, [Sample("1"), Sample("1")])
+        trace = SimpleNamespace(last_reply="1", id=None, num_output_tokens=1, record_metrics=lambda numbers: None)
+        task = SimpleNamespace(model_dump=lambda mode: {"answer": "1", "prompt": "?"})
+        return module.reward(task, trace)
+
+    async with served(monkeypatch, scorer(slow), max_in_flight=2 if trainer == "slime" else 1) as load:
+        module = load(f"{trainer}_reward")
+        monkeypatch.setattr(module, "PAUSE_S", 0.05)
+        found = await asyncio.gather(*(ask(module) for _ in range(3)))
+    assert found == [[1.0, 1.0] if trainer == "slime" else 1.0] * 3
 
 
 async def test_slime_passes_tokens_and_whether_they_were_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
