@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -54,7 +55,8 @@ class AttackedRow:
         texts = (self.text, *self.aliases)
         if self.type == "json":  # where spaces are no matter, but case is
             return within in texts
-        return any(answer == self.put(text) or plain(within) == plain(text) for text in texts)
+        said = plain(within)
+        return any(said == plain(text) or answer == self.put(text) for text in texts)
 
     @property
     def other(self) -> str:
@@ -77,6 +79,7 @@ def same(one: str, other: str) -> bool:
     return x == y if x is not None and y is not None else one == other
 
 
+@functools.lru_cache(maxsize=4096)  # some references have dozens of right answers
 def plain(text: str) -> str:
     """Return a text without what sound functions ignore: case, spaces, articles, marks, ``$``, and forms of LaTeX."""
     if len(text) > _PLAIN_UP_TO:
