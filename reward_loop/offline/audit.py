@@ -2,7 +2,7 @@
 
 Invariants:
 
-- Nothing is written: neither records nor limits of the run are touched.
+- No record is written, and the limits of the run do not count the calls.
 - Each figure is the share of wrong verdicts, with its interval. A failed call is no verdict, and is counted apart.
 - A probe that does not fit a row, or a function, is not made: a canary that may be right would blame a sound judge.
 """
@@ -45,7 +45,7 @@ INSTRUCTIONS = (
 )
 """Texts without an answer that address the judge, or imitate its reply."""
 _KIND = {kind.name: kind for kind in KINDS}
-_NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
+_NUMBER = r"-?\d+(?:,\d+)*(?:\.\d+)?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +79,8 @@ def _edited(row: AttackedRow, text: str) -> list[str]:
     In all places: a rule that reads the first ``\\boxed{}`` would rightly accept an answer that is changed in the last.
     """
     pattern = _NUMBER if row.type == "number" else rf"(?<!\w){re.escape(row.text)}(?!\w)"
-    made = re.sub(
-        pattern,
-        lambda m: text if same(m[0], row.text) else m[0],
-        row.response,
-        flags=0 if row.type == "choice" else re.I,
-    )
+    flags = 0 if row.type == "choice" else re.IGNORECASE
+    made = re.sub(pattern, lambda m: text if same(m[0], row.text) else m[0], row.response, flags=flags)
     return [made] if row.text and row.type != "program" and made != row.response else []
 
 
@@ -154,8 +150,7 @@ def read(folder: Path, count: int) -> Recorded:
         ConfigError: the folder has no records.
     """
     reader, chance, found = RecordsReader(folder), random.Random(0), Recorded([])
-    chosen: list[dict[str, Any]] = []
-    sizes: dict[str, int] = {}
+    chosen, sizes = list[dict[str, Any]](), dict[str, int]()
     routed, asked = (0.0, ""), set[str]()
     for row in reader.rows():
         for exchange in row.get("judges") or ():
@@ -282,11 +277,10 @@ class Audit:
             one = found[probe.name]
             with contextlib.suppress(statistics.StatisticsError):  # fewer than two, or all equal
                 one.correlation = statistics.correlation(*([pair[i] for pair in pairs[probe.name]] for i in (0, 1)))
-            if not one.answers:
-                continue
-            one.share, one.interval = one.wrong / one.answers, wilson(one.wrong, one.answers)
-            one.is_problem = one.share > fail_above
-            one.advice = probe.advice if one.is_problem else ""
+            if one.answers:
+                one.share, one.interval = one.wrong / one.answers, wilson(one.wrong, one.answers)
+                one.is_problem = one.share > fail_above
+                one.advice = probe.advice if one.is_problem else ""
         return list(found.values())
 
     def _verdicts(self) -> Iterator[tuple[Probe, str, RewardResult, bool, float | None]]:

@@ -75,7 +75,7 @@ def audit(
     for certain (empty, master keys, instructions to the judge, the reference of
     another row), and with rewarded answers whose final answer is exchanged or
     negated. Also compares it with a reference judge, and with labels. Works
-    beside a run: it writes nothing.
+    beside a run: it writes no records.
 
     [bold]Example[/]
 
@@ -151,7 +151,7 @@ def audit(
 def _show(found: Sequence[ProbeResult], out: Console) -> None:
     rows = []
     for one in found:
-        share = interval = "no verdict" if one.failed else "no row fits"
+        share, interval = "no verdict" if one.failed else "no row fits", "-"
         if one.share is not None and one.interval is not None:
             share, interval = f"{one.share:.0%}", "{:.0%} to {:.0%}".format(*one.interval)
         rows.append((one.probe, one.answers, one.wrong, share, interval, one.failed, one.correlation))

@@ -305,6 +305,7 @@ def made(name: str, reference: Any, response: str, *others: Any) -> list[str]:
     [
         ("42", "It is 42. \\boxed{42}. So 42 apples.", "It is 77. \\boxed{77}. So 77 apples."),
         ("1250", "Sum 1,250 of 1250", "Sum 77 of 77"),
+        ("42", "So 42, or 42.0.", "So 77, or 77."),
         ("42", "It is 142", None),
         ("Rome", "rome is Rome, not Romeo.", "77 is 77, not Romeo."),
     ],
