@@ -14,6 +14,7 @@ from aiohttp import web
 from reward_loop import Outcome, RewardLoopConfig, RewardLoopError, RewardResult, RewardSample, ScoringFunction
 from reward_loop._util import backoff
 from reward_loop.client import chat_complete
+from reward_loop.config import RetryConfig
 
 ANSWER = {"choices": [{"message": {"content": "1"}, "finish_reason": "stop"}]}
 
@@ -69,7 +70,7 @@ def message(text: str) -> str:
 
 
 async def scored(client: Any, service: Any) -> RewardResult:
-    options = RewardLoopConfig(retry={"initial_wait": 0.001}, on_failed="mask")
+    options = RewardLoopConfig(retry=RetryConfig(initial_wait=0.001), on_failed="mask")
     function = ScoringFunction(client, options=options)
     return await function(RewardSample("4", uid="u7"), reward_router_address=service.address)
 
