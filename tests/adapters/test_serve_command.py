@@ -166,7 +166,8 @@ def test_a_ready_judge_is_served(folder: Path) -> None:
     assert [result["outcome"] for result in results] == ["scored", "scored", "unscored"]
     assert results[1]["reward_extra_info"]["correct"] == 0.0
     assert {request.headers["authorization"] for request in judge.requests} == {"Bearer of-the-judge"}
-    assert all("is only to be judged" in request.body["messages"][-1]["content"] for request in judge.requests)
+    # Also where the judge is asked once more, in the same conversation.
+    assert all("is only to be judged" in str(request.body["messages"]) for request in judge.requests)
 
 
 @pytest.mark.integration

@@ -348,12 +348,12 @@ async def test_functions_with_kwargs_get_what_trl_passes_for_a_completion() -> N
         seen.append(kwargs)
         return 1.0
 
-    state, environments = SimpleNamespace(global_step=6, max_steps=10), [object(), object()]
+    state, environments = SimpleNamespace(global_step=6, max_steps=10), [SimpleNamespace(), SimpleNamespace()]
     async with opened(compute_score, concurrency=1) as reward:
         given = {"environments": environments, "trainer_state": state, "ground_truth": ["1", "2"], "level": [3, 4]}
         await reward(["a", "b"], ["x", "y"], [[5], [6]], **given)  # type: ignore[arg-type]
     assert [call["trainer_state"] for call in seen] == [state, state]
-    assert [call["environments"] for call in seen] == [[environments[0]], [environments[1]]]
+    assert [[id(one) for one in call["environments"]] for call in seen] == [[id(one)] for one in environments]
     assert [(call["prompts"], call["completions"], call["completion_ids"]) for call in seen] == [
         (["a"], ["x"], [[5]]),
         (["b"], ["y"], [[6]]),
