@@ -166,7 +166,8 @@ async def run(samples: int, address: str, records: str) -> dict[str, Any]:
     session = await shared_session()
     await session.close()
     manager.close()
-    state = (await manager.limits.status())["limits"]
+    assert isinstance(manager.limits, LocalLimits)
+    state = manager.limits.snapshot()["limits"]
     assert manager.records is not None
     await asyncio.to_thread(manager.records.flush)
     written = await asyncio.to_thread(lines_in, Path(records))
