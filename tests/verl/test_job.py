@@ -9,7 +9,6 @@ import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -303,9 +302,10 @@ def test_the_death_of_the_actor_ends_the_run_with_its_cause(cluster: None) -> No
 
 
 @pytest.mark.parametrize("error", [OutOfMemoryError("the node runs low on memory"), None], ids=["memory", "alive"])
-def test_what_the_trainer_says_when_the_actor_does_not_answer(monkeypatch: Any, error: Exception | None) -> None:
-    job = object.__new__(RunningJob)
-    job._timeout_s, job.handle = 60.0, SimpleNamespace(why_stopped=SimpleNamespace(remote=lambda: None))
+def test_what_the_trainer_says_when_the_actor_does_not_answer(
+    cluster: None, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    job = RunningJob(options(max_concurrent=1), 60.0)
 
     def get(call: Any, timeout: float) -> Any:
         raise error or GetTimeoutError
@@ -314,6 +314,7 @@ def test_what_the_trainer_says_when_the_actor_does_not_answer(monkeypatch: Any, 
     said = "died.*resumes.*low on memory" if error else "did not answer within 60 s"
     with pytest.raises(RewardLoopError, match=f"(?s){said}"):
         job.check()
+    ray.kill(job.handle)
 
 
 async def test_twenty_thousand_samples_wait_at_the_same_time() -> None:
