@@ -174,7 +174,7 @@ async def _recorded(manager: Any, sample: RewardSample, folder: ScoredFolder) ->
 
 @dataclass(frozen=True, slots=True)
 class RunUsage:
-    """What the calls of a run have used, as they reported it; ``None`` if a limiter service of a job counts it."""
+    """What the calls of a run have used, as they reported it; ``None`` with other limits than `LocalLimits`."""
 
     tokens: float | None
     cost: float | None
