@@ -54,7 +54,7 @@ class Worker:
     """A reward worker that only requests permits. A Ray actor."""
 
     def __init__(self, handle: Any, name: str) -> None:
-        from reward_loop.verl.job import JobLimits
+        from reward_loop.verl.run.job import JobLimits
 
         self._limits = JobLimits(handle, name, OPTIONS)
 
@@ -77,7 +77,7 @@ def by_the_actor(seconds: float) -> dict[str, dict[str, float]]:
     """Measure each way, and then samples that wait."""
     import ray
 
-    from reward_loop.verl.job import RunningJob
+    from reward_loop.verl.run.job import RunningJob
 
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
     try:

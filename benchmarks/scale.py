@@ -117,8 +117,8 @@ class Processes:
 
 def path_of_a_sample(texts: list[str], folder: Path, quick: bool) -> dict[str, Any]:
     """Measure each process on the path of a sample, and the memory of samples in flight. Needs Ray."""
-    from reward_loop.verl.job import RunningJob
-    from reward_loop.verl.workers import RewardWorkers
+    from reward_loop.verl.run.job import RunningJob
+    from reward_loop.verl.workers.reward_workers import RewardWorkers
 
     tokenizer = save_tokenizer(texts, folder)
     (folder / "nothing.py").write_text(FUNCTION)

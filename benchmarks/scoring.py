@@ -151,7 +151,7 @@ def throughput(folder: Path, rounds: int) -> dict[str, Speed]:
     from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 
     from reward_loop.records import records
-    from reward_loop.verl.reward_worker import RewardWorker
+    from reward_loop.verl.workers.reward_worker import RewardWorker
 
     thresholds = gc.get_threshold()
     texts = answers()
@@ -237,7 +237,7 @@ class Caller:
     """A worker that makes calls in a loop, with more of them pending than the limit allows. A Ray actor."""
 
     def __init__(self, job: Any, name: str, limits: dict[str, Any], judge: str) -> None:
-        from reward_loop.verl.job import JobLimits
+        from reward_loop.verl.run.job import JobLimits
 
         options = RewardLoopConfig(limits=limits)
         self._judge = judge.rsplit(":", 1)
@@ -280,7 +280,7 @@ async def keep_limits(period: float, seconds: float) -> dict[str, float]:
     """Run eight workers under one concurrency limit, then under one request limit."""
     import ray
 
-    from reward_loop.verl.job import MAX_CONCURRENCY, Job
+    from reward_loop.verl.run.job import MAX_CONCURRENCY, Job
 
     per_window = int(period * CONCURRENT / JUDGE_SECONDS / 4)
     limits = {LIMITS[0]: {"max_concurrent": CONCURRENT}, LIMITS[1]: {"requests_per_minute": per_window}}

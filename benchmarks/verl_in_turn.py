@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from verl.trainer import main_ppo
 
-from reward_loop.verl import task_runner
+from reward_loop.verl.run import task_runner
 
 
 def in_turn(runner: Any) -> Any:

@@ -75,7 +75,7 @@ def measured(way: str, share: float, groups: int) -> dict[str, float]:
     """Return the figures of a way to treat failures."""
     import numpy as np
 
-    from reward_loop.verl.reward_metrics import without_baseline
+    from reward_loop.verl.trainer.reward_metrics import without_baseline
 
     generator = np.random.default_rng(SEED)
     rewards = (generator.random((groups, SIZE)) < generator.random((groups, 1))).astype(float).ravel()

@@ -7,10 +7,10 @@ the user's own classes and recipes still work. Where verl has no such place, an 
 Object                                                   Replaced in
 ======================================================== ===============================================================
 ``auto_set_device``, ``run_ppo`` of verl's command       ``hydra_plugins/``, in the process of the command
-the trainer class that is registered for the mode        `task_runner.py`, in the trainer's process
-``RewardLoopManager`` in the module of verl's trainer    `trainer.py`, while the trainer's ``_setup`` runs
-``update_actor``, ``train_mini_batch`` of worker groups  `trainer.py`, on the objects of the run
-functions of verl's ``prime_math`` and ``math_verify``   `own_scorers.py`, in processes that score
+the trainer class that is registered for the mode        `run/task_runner.py`, in the trainer's process
+``RewardLoopManager`` in the module of verl's trainer    `trainer/`, while the trainer's ``_setup`` runs
+``update_actor``, ``train_mini_batch`` of worker groups  `trainer/`, on the objects of the run
+functions of verl's ``prime_math`` and ``math_verify``   `workers/own_scorers.py`, in processes that score
 ======================================================== ===============================================================
 
 A release of verl may change any of them, so this library works with one release of verl (`installed.py`).

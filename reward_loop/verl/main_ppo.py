@@ -96,7 +96,7 @@ def _prepare(config: DictConfig, task_runner: Any) -> Callable[[Callable[..., No
     def train(run_ppo: Callable[..., None]) -> None:
         from ray.exceptions import RayTaskError
 
-        from reward_loop.verl.task_runner import TaskRunner
+        from reward_loop.verl.run.task_runner import TaskRunner
 
         if only_checks:
             print("The options are valid, and the reward function loads. Nothing was started: reward_loop.check=True")

@@ -27,7 +27,7 @@ from reward_loop.managers import get as get_manager
 from reward_loop.managers.registry import OPTIONS, is_known
 from reward_loop.scoring import load_function
 from reward_loop.verl.installed import verls_defaults
-from reward_loop.verl.reward_model import read_reward_model
+from reward_loop.verl.run.reward_model import read_reward_model
 from reward_loop.verl.samples import options_of
 
 logger = logging.getLogger(__name__)

@@ -24,9 +24,9 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.protocol import DataProto
 
 from reward_loop.types import Reward
-from reward_loop.verl.reward_metrics import TrajectoryReward
 from reward_loop.verl.samples import TURNS, VALIDATE
-from reward_loop.verl.token_rewards import token_rewards, turns_of
+from reward_loop.verl.trainer.reward_metrics import TrajectoryReward
+from reward_loop.verl.trainer.token_rewards import token_rewards, turns_of
 from reward_loop.verl.trajectory_keys import FAILURE, final_outputs, session_of, uid_of
 
 MASKS = ("response_mask", "loss_mask")

@@ -13,7 +13,7 @@ from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop.client import chat_complete
 from reward_loop.limits.local import LocalLimits
 from reward_loop.serving import serve_reward_model
-from reward_loop.verl.services import PLACES, with_limits_of_models
+from reward_loop.verl.run.services import PLACES, with_limits_of_models
 from tests.verl.configs import resolved
 
 pytestmark = pytest.mark.integration  # starts servers

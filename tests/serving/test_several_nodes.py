@@ -49,6 +49,7 @@ def reserve(cluster: None) -> Iterator[Any]:
     """Reserves as others would, and says in time whether there is room."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
+    until_free(2 * GPUS)  # Ray frees the bundles of earlier tests some time after their groups were removed.
     made: list[Any] = []
 
     def make(count: int, **more: float) -> bool:
@@ -125,8 +126,6 @@ async def test_nodes_that_the_trainer_needs_are_not_split() -> None:
 
 async def test_missing_room_is_an_error_in_time_with_the_resources_of_each_node(reserve: Any) -> None:
     assert await asyncio.to_thread(reserve, 8)
-    # Ray frees the bundles of earlier tests some time after their groups were removed.
-    await asyncio.to_thread(until_free, 8)
     with pytest.raises(ServerStartError, match=r"free resources .* within 2 s \(placement_timeout_s\): 5 server"):
         await GpuReservation(timeout_s=2).places([Demand(5, 2, 1)])
     # What was reserved is free again.

@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from reward_loop.verl.job import Job
+from reward_loop.verl.run.job import Job
 
 
 class Handle:

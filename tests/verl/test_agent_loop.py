@@ -21,11 +21,12 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.records import records
 from reward_loop.records.events import read_events
 from reward_loop.types import Reward, RewardSample
-from reward_loop.verl import agent_loop, tq_rows
-from reward_loop.verl.agent_loop import RewardAgentLoopWorker
-from reward_loop.verl.reward_client import RewardClient
+from reward_loop.verl import tq_rows
 from reward_loop.verl.samples import TURNS
-from reward_loop.verl.separate_async import QueueAgentLoopWorker
+from reward_loop.verl.trainer.separate_async import QueueAgentLoopWorker
+from reward_loop.verl.workers import agent_loop
+from reward_loop.verl.workers.agent_loop import RewardAgentLoopWorker
+from reward_loop.verl.workers.reward_client import RewardClient
 
 pytestmark = pytest.mark.integration  # it imports verl
 

@@ -18,10 +18,10 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 from verl.utils.tensordict_utils import get_tensordict
 
 from reward_loop.errors import RewardLoopError
-from reward_loop.verl import agent_loop_manager
-from reward_loop.verl.agent_loop import RewardAgentLoopWorker
-from reward_loop.verl.agent_loop_manager import RewardAgentLoopManager
-from reward_loop.verl.separate_async import QueueAgentLoopWorker
+from reward_loop.verl.trainer.separate_async import QueueAgentLoopWorker
+from reward_loop.verl.workers import agent_loop_manager
+from reward_loop.verl.workers.agent_loop import RewardAgentLoopWorker
+from reward_loop.verl.workers.agent_loop_manager import RewardAgentLoopManager
 from tests.support.fork_server import module_environment, run_forked
 
 pytestmark = pytest.mark.integration  # it imports verl

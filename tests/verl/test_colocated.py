@@ -18,7 +18,7 @@ from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ServerError
 from reward_loop.router.config import BackendConfig
 from reward_loop.testing import FakeJudge
-from reward_loop.verl import colocated
+from reward_loop.verl.run import colocated
 from tests.verl.checks import signature, texts
 from tests.verl.configs import settled
 from tests.verl.runs import Run, agent_loop, train

@@ -14,8 +14,8 @@ from reward_loop.config import RewardModelConfig
 from reward_loop.serving import serve_reward_model
 from reward_loop.testing import FakeJudge, Logits, Stall, Status
 from reward_loop.types import RewardSample
-from reward_loop.verl.managers import score_by_model
-from reward_loop.verl.reward_worker import RewardWorker
+from reward_loop.verl.workers.managers import score_by_model
+from reward_loop.verl.workers.reward_worker import RewardWorker
 from tests.verl.configs import resolved
 from tests.verl.rollouts import rollout
 

@@ -11,7 +11,7 @@ from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
 from reward_loop.verl.options import MINI_BATCH_ESTIMATORS
-from reward_loop.verl.trainer import GROUP_ESTIMATORS
+from reward_loop.verl.trainer.reward_loop_trainer import GROUP_ESTIMATORS
 
 pytestmark = pytest.mark.integration  # imports verl
 

@@ -19,7 +19,7 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import BudgetSpentError, LimitError, RewardLoopError
 from reward_loop.limits import Permit
 from reward_loop.types import Outcome, RewardResult
-from reward_loop.verl.job import Job, JobLimits, RunningJob
+from reward_loop.verl.run.job import Job, JobLimits, RunningJob
 from tests.support.clock import until
 from tests.support.gsm8k import ROOT
 from tests.support.local_ray import local_ray

@@ -8,7 +8,7 @@ import pytest
 
 from reward_loop.errors import ConfigError
 from reward_loop.limits.permit import REWARD_MODEL
-from reward_loop.verl.services import with_limits_of_models
+from reward_loop.verl.run.services import with_limits_of_models
 from tests.verl.configs import resolved
 
 pytestmark = pytest.mark.integration  # imports verl

@@ -13,7 +13,7 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.limits import LocalLimits
 from reward_loop.records import records
 from reward_loop.records.reader import RecordsReader
-from reward_loop.verl.managers import VerlManager
+from reward_loop.verl.workers.managers import VerlManager
 
 pytestmark = pytest.mark.integration  # imports verl
 

@@ -15,11 +15,11 @@ from reward_loop.agent.schedule import Schedule
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl import tq_rows
 from reward_loop.verl.options import PipelineOptions
-from reward_loop.verl.pipeline import RewardPipelineTrainer, StepBatch
-from reward_loop.verl.refills import FilterForecast
-from reward_loop.verl.replay_buffer import Evicted
 from reward_loop.verl.tq_rows import select
-from reward_loop.verl.trainer import NothingToLearnError
+from reward_loop.verl.trainer.pipeline import RewardPipelineTrainer, StepBatch
+from reward_loop.verl.trainer.refills import FilterForecast
+from reward_loop.verl.trainer.replay_buffer import Evicted
+from reward_loop.verl.trainer.reward_loop_trainer import NothingToLearnError
 from tests.verl.configs import settled
 from tests.verl.trainers import NoJob
 

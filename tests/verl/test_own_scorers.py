@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from reward_loop import RewardSample, ScoringFunction
-from reward_loop.verl.default_scorer import default_compute_score
+from reward_loop.verl.workers.default_scorer import default_compute_score
 from tests.support.fork_server import output_of
 
 pytestmark = pytest.mark.integration  # imports verl
@@ -33,8 +33,8 @@ print(score("5", "4"), score({answer!r}, {matrix!r}), score("5", "4"), score("4"
 
 GUARDS = [
     "",
-    "import reward_loop.verl.default_scorer",
-    "import verl.utils.reward_score.prime_math, reward_loop.verl.default_scorer",
+    "import reward_loop.verl.workers.default_scorer",
+    "import verl.utils.reward_score.prime_math, reward_loop.verl.workers.default_scorer",
 ]
 
 
@@ -86,7 +86,7 @@ for text in {texts!r}:
 def test_sympy_computes_no_large_number(tmp_path: Path) -> None:
     texts = ["9**9**9+x", "x**9**9", "(1/3)**(10**9)", "sqrt(2)**(10**9)", "2**factorial(20)", "factorial(10**8)"]
     texts += ["binomial(10**8,10**7)", "1e999999999", "1e-999999999", "[1, (2, 10**(10**10))]"]
-    code = "import reward_loop.verl.default_scorer\n" + LARGE.format(texts=texts)
+    code = "import reward_loop.verl.workers.default_scorer\n" + LARGE.format(texts=texts)
     assert output_of(code, tmp_path).count("too large") == len(texts)
 
 
@@ -132,7 +132,7 @@ def test_the_scores_are_those_of_verl(answer: str, truth: str, score: float) -> 
 
 
 def verified(solution_str: str, ground_truth: str) -> float:
-    from reward_loop.verl.own_scorers import guard
+    from reward_loop.verl.workers.own_scorers import guard
 
     guard()
     from verl.utils.reward_score import math_verify

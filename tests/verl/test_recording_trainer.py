@@ -13,9 +13,10 @@ from verl.utils.debug import marked_timer
 
 from reward_loop.records import records
 from reward_loop.records.events import read_events
-from reward_loop.verl import recording_trainer, tq_rows
-from reward_loop.verl.recording_trainer import RecordedSeconds, advantages
-from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward, added_seconds
+from reward_loop.verl import tq_rows
+from reward_loop.verl.trainer import recording_trainer
+from reward_loop.verl.trainer.recording_trainer import RecordedSeconds, advantages
+from reward_loop.verl.trainer.reward_metrics import StepRewards, TrajectoryReward, added_seconds
 from tests.verl.configs import resolved
 from tests.verl.fake_queue import FakeQueue
 from tests.verl.trainers import constructed, set_up

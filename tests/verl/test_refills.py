@@ -7,7 +7,7 @@ from collections.abc import Collection
 import pytest
 
 from reward_loop.errors import RewardLoopError
-from reward_loop.verl.refills import FailureStreak
+from reward_loop.verl.trainer.refills import FailureStreak
 
 
 def exhausted(streak: FailureStreak, failed: int, successful: Collection[str]) -> bool:

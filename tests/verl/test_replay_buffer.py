@@ -13,10 +13,11 @@ from verl.trainer.ppo.v1 import replay_buffer as verls
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
 from reward_loop.errors import ConfigError, RewardLoopError
-from reward_loop.verl import replay_buffer, tq_rows
+from reward_loop.verl import tq_rows
 from reward_loop.verl.options import ModeOptions, PipelineOptions
-from reward_loop.verl.replay_buffer import RewardReplayBuffer, extend
-from reward_loop.verl.reward_metrics import TrajectoryReward
+from reward_loop.verl.trainer import replay_buffer
+from reward_loop.verl.trainer.replay_buffer import RewardReplayBuffer, extend
+from reward_loop.verl.trainer.reward_metrics import TrajectoryReward
 
 pytestmark = pytest.mark.integration  # imports verl
 

@@ -17,9 +17,9 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl import tq_rows
 from reward_loop.verl.options import PIPELINE_MODE
-from reward_loop.verl.pipeline import RewardPipelineTrainer
-from reward_loop.verl.resume import reset_unscored_prompts
-from reward_loop.verl.separate_async import QueueSeparateAsyncTrainer
+from reward_loop.verl.trainer.pipeline import RewardPipelineTrainer
+from reward_loop.verl.trainer.resume import reset_unscored_prompts
+from reward_loop.verl.trainer.separate_async import QueueSeparateAsyncTrainer
 from reward_loop.verl.trajectory_keys import FAILURE, GENERATED, JUDGED
 from tests.verl.configs import resolved
 from tests.verl.fake_queue import FakeQueue

@@ -21,9 +21,10 @@ from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 
-from reward_loop.verl import tq_rows, trainer
-from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward, only_numbers
-from reward_loop.verl.trainer import NothingToLearnError
+from reward_loop.verl import tq_rows
+from reward_loop.verl.trainer import reward_loop_trainer as trainer
+from reward_loop.verl.trainer.reward_loop_trainer import NothingToLearnError
+from reward_loop.verl.trainer.reward_metrics import StepRewards, TrajectoryReward, only_numbers
 from tests.verl.configs import resolved, settled
 from tests.verl.fake_queue import FakeQueue
 from tests.verl.trainers import Workers, constructed, set_up

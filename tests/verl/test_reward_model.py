@@ -11,7 +11,7 @@ from examples.arithmetic.models import Models
 from reward_loop.errors import ConfigError
 from reward_loop.serving.engines import ENGINES
 from reward_loop.serving.models import served_models
-from reward_loop.verl.reward_model import verls_options
+from reward_loop.verl.run.reward_model import verls_options
 from tests.verl.configs import resolved
 
 VLLM = [

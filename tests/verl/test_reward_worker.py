@@ -18,8 +18,8 @@ from reward_loop.managers import registry
 from reward_loop.managers.functions import open_records
 from reward_loop.records.reader import RecordsReader
 from reward_loop.types import RewardSample, is_returned
-from reward_loop.verl.job import Job
-from reward_loop.verl.reward_worker import RewardWorker
+from reward_loop.verl.run.job import Job
+from reward_loop.verl.workers.reward_worker import RewardWorker
 from tests.support.clock import until
 from tests.verl.jobs import Handle
 from tests.verl.rollouts import rollout
@@ -57,7 +57,7 @@ async def test_a_manager_written_for_verl_runs_unchanged(with_function: Settings
 def test_by_default_the_workers_of_a_node_share_its_cores(
     with_function: Settings, monkeypatch: pytest.MonkeyPatch, on_node: int | None, share: int
 ) -> None:
-    monkeypatch.setattr("reward_loop.verl.managers.usable_cores", lambda: 8)
+    monkeypatch.setattr("reward_loop.verl.workers.managers.usable_cores", lambda: 8)
     settings = with_function(ONE.removeprefix("async "), "reward.num_workers=8", "reward_loop.isolation=process")
     assert f"max_processes={share}," in repr(RewardWorker(settings, None, on_node)._manager.function)
 
@@ -293,7 +293,7 @@ async def test_a_reward_whose_parts_do_not_fit_obeys_the_policy(
 
 
 def test_the_sandbox_bound_is_shared_among_the_workers(with_function: Settings) -> None:
-    from reward_loop.verl.managers import _sandbox_kwargs
+    from reward_loop.verl.workers.managers import _sandbox_kwargs
 
     overrides = ("sandbox_fusion.url=http://x", "sandbox_fusion.max_concurrent=10", "reward.num_workers=3")
     kwargs = _sandbox_kwargs(with_function(None, *overrides), 1)

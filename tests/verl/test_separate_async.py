@@ -14,7 +14,7 @@ from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
 from reward_loop.agent import QueueCounts
 from reward_loop.verl.options import REWARD_QUEUE
-from reward_loop.verl.separate_async import QueueAgentLoopWorker, QueueSeparateAsyncTrainer, _version
+from reward_loop.verl.trainer.separate_async import QueueAgentLoopWorker, QueueSeparateAsyncTrainer, _version
 from tests.verl.configs import settled
 
 pytestmark = pytest.mark.integration  # it imports verl

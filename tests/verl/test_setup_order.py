@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from verl.trainer.ppo.v1 import trainer_base
 
-from reward_loop.verl import trainer
+from reward_loop.verl.trainer import reward_loop_trainer as trainer
 from tests.verl.configs import resolved
 from tests.verl.trainers import constructed
 

@@ -15,8 +15,8 @@ import torch
 from reward_loop.config import HealthConfig, RewardLoopConfig
 from reward_loop.records.events import HealthRecords, health
 from reward_loop.verl import tq_rows
-from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward
-from reward_loop.verl.step_health import SAMPLED_RESPONSES, StepHealth, ends, sampled_keys
+from reward_loop.verl.trainer.reward_metrics import StepRewards, TrajectoryReward
+from reward_loop.verl.trainer.step_health import SAMPLED_RESPONSES, StepHealth, ends, sampled_keys
 
 pytestmark = pytest.mark.integration  # imports verl
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_loop.verl.reward_metrics import overlap_metrics
+from reward_loop.verl.trainer.reward_metrics import overlap_metrics
 
 
 def test_a_reward_that_was_out_before_the_step_is_hidden_for_that_time() -> None:

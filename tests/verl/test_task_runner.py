@@ -11,14 +11,14 @@ from verl.trainer.main_ppo import TaskRunnerV1
 from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
-from reward_loop.verl import services
-from reward_loop.verl.agent_loop_manager import AGENT_LOOP_MANAGER
-from reward_loop.verl.pipeline import RewardPipelineTrainer
-from reward_loop.verl.replay_buffer import RewardReplayBuffer
-from reward_loop.verl.separate_async import QUEUE_AGENT_LOOP_MANAGER, QueueSeparateAsyncTrainer
-from reward_loop.verl.services import RewardServices
-from reward_loop.verl.task_runner import TaskRunner, _trainer_class
-from reward_loop.verl.trainer import RewardLoopTrainer, with_reward_loop
+from reward_loop.verl.run import services
+from reward_loop.verl.run.services import RewardServices
+from reward_loop.verl.run.task_runner import TaskRunner, _trainer_class
+from reward_loop.verl.trainer.pipeline import RewardPipelineTrainer
+from reward_loop.verl.trainer.replay_buffer import RewardReplayBuffer
+from reward_loop.verl.trainer.reward_loop_trainer import RewardLoopTrainer, with_reward_loop
+from reward_loop.verl.trainer.separate_async import QUEUE_AGENT_LOOP_MANAGER, QueueSeparateAsyncTrainer
+from reward_loop.verl.workers.agent_loop_manager import AGENT_LOOP_MANAGER
 from tests.verl.configs import resolved, settled
 
 pytestmark = pytest.mark.integration  # imports verl

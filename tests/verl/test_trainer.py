@@ -15,8 +15,8 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from reward_loop.errors import RewardLoopError
-from reward_loop.verl import pipeline, tq_rows  # noqa: F401  registers the mode reward_pipeline
-from reward_loop.verl.token_rewards import token_rewards, turns_of
+from reward_loop.verl import tq_rows
+from reward_loop.verl.trainer.token_rewards import token_rewards, turns_of
 from tests.verl import trainers
 from tests.verl.configs import resolved
 from tests.verl.trainers import constructed, set_up

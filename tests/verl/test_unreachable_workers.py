@@ -14,8 +14,8 @@ from ray.exceptions import ActorUnavailableError
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardFunctionError, RewardLoopError
 from reward_loop.types import RewardSample
-from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient
-from reward_loop.verl.workers import RewardWorkers
+from reward_loop.verl.workers.reward_client import MAX_TASK_RETRIES, RewardClient
+from reward_loop.verl.workers.reward_workers import RewardWorkers
 from tests.verl.rollouts import rollout
 from tests.verl.trainers import NoJob, reward_workers
 

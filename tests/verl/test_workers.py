@@ -13,9 +13,9 @@ from ray.exceptions import GetTimeoutError
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardFunctionError, RewardLoopError
 from reward_loop.testing import FakeJudge
-from reward_loop.verl.job import RunningJob
-from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient
-from reward_loop.verl.workers import RewardWorkers
+from reward_loop.verl.run.job import RunningJob
+from reward_loop.verl.workers.reward_client import MAX_TASK_RETRIES, RewardClient
+from reward_loop.verl.workers.reward_workers import RewardWorkers
 from tests.support.gsm8k import ROOT
 from tests.support.local_ray import local_ray
 from tests.verl.rollouts import rollout
@@ -90,7 +90,7 @@ async def test_a_worker_that_dies_is_replaced_and_its_samples_are_scored_again(
 async def test_a_worker_that_keeps_dying_stops_the_run_under_the_policy_raise(
     job: RunningJob, with_function: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reward_loop.verl.reward_client.MAX_TASK_RETRIES", 1)
+    monkeypatch.setattr("reward_loop.verl.workers.reward_client.MAX_TASK_RETRIES", 1)
     settings = with_function(KILLER, ONE_WORKER, "reward_loop.on_failed=raise", flag=tmp_path / "flag")
     workers = RewardWorkers(settings, None, job)
     with pytest.raises(RewardFunctionError, match="died 2 times"):
@@ -173,8 +173,8 @@ def test_a_batch_is_awaited_as_long_as_its_slowest_sample_may_take(
         now[0] = min(now[0] + timeout, arrival_s)
         return (left, set()) if now[0] == arrival_s else (set(), left)
 
-    monkeypatch.setattr("reward_loop.verl.workers.asyncio.wait", wait)
-    monkeypatch.setattr("reward_loop.verl.workers.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("reward_loop.verl.workers.reward_workers.asyncio.wait", wait)
+    monkeypatch.setattr("reward_loop.verl.workers.reward_workers.time", SimpleNamespace(monotonic=lambda: now[0]))
     workers = reward_workers(monkeypatch, RewardLoopConfig(**options))
     workers.client.by_group = by_group
     monkeypatch.setattr(workers.client, "reward_of", lambda sample: reward())
@@ -196,7 +196,7 @@ def test_the_timeouts_of_start_and_answer_are_options(
         given.append(timeout)
         raise GetTimeoutError("no answer")
 
-    monkeypatch.setattr("reward_loop.verl.workers.ray.get", get)
+    monkeypatch.setattr("reward_loop.verl.workers.reward_workers.ray.get", get)
     workers = reward_workers(monkeypatch, RewardLoopConfig(worker_start_timeout_s=11, worker_answer_timeout_s=7))
     with pytest.raises(RewardLoopError, match=rf"did not answer within {timeout} s \(reward_loop\.{option}\)"):
         getattr(workers, method)()

@@ -12,12 +12,13 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardLoopError
-from reward_loop.verl import trainer, workers
 from reward_loop.verl.options import RewardSettings
-from reward_loop.verl.recording_trainer import RecordingTrainer
-from reward_loop.verl.services import RewardServices
-from reward_loop.verl.trainer import with_reward_loop
-from reward_loop.verl.workers import RewardWorkers
+from reward_loop.verl.run.services import RewardServices
+from reward_loop.verl.trainer import reward_loop_trainer as trainer
+from reward_loop.verl.trainer.recording_trainer import RecordingTrainer
+from reward_loop.verl.trainer.reward_loop_trainer import with_reward_loop
+from reward_loop.verl.workers import reward_workers as workers
+from reward_loop.verl.workers.reward_workers import RewardWorkers
 from tests.verl.configs import resolved
 
 

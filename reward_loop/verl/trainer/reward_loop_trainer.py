@@ -23,21 +23,9 @@ from reward_loop.errors import RewardLoopError
 from reward_loop.managers.failures import Failures
 from reward_loop.records import cleaned, resumed_row
 from reward_loop.types import Outcome, RewardResult
-from reward_loop.verl.agent_loop_manager import RewardAgentLoopManager
 from reward_loop.verl.installed import replaced
 from reward_loop.verl.options import MINI_BATCH_ESTIMATORS, check_group_manager, without_reward
-from reward_loop.verl.recording_trainer import RecordingTrainer
-from reward_loop.verl.replay_buffer import extend
-from reward_loop.verl.resume import reset_unscored_prompts, restore_usage, save_usage
-from reward_loop.verl.reward_metrics import (
-    StepRewards,
-    TrajectoryReward,
-    only_numbers,
-    spread,
-    without_baseline,
-)
-from reward_loop.verl.services import RewardServices
-from reward_loop.verl.step_health import StepHealth
+from reward_loop.verl.run.services import RewardServices
 from reward_loop.verl.tq_rows import (
     MASKS,
     KVBatchMeta,
@@ -51,8 +39,20 @@ from reward_loop.verl.tq_rows import (
     write_rewards,
     zero,
 )
+from reward_loop.verl.trainer.recording_trainer import RecordingTrainer
+from reward_loop.verl.trainer.replay_buffer import extend
+from reward_loop.verl.trainer.resume import reset_unscored_prompts, restore_usage, save_usage
+from reward_loop.verl.trainer.reward_metrics import (
+    StepRewards,
+    TrajectoryReward,
+    only_numbers,
+    spread,
+    without_baseline,
+)
+from reward_loop.verl.trainer.step_health import StepHealth
 from reward_loop.verl.trajectory_keys import final_outputs, uid_of
-from reward_loop.verl.workers import RewardWorkers
+from reward_loop.verl.workers.agent_loop_manager import RewardAgentLoopManager
+from reward_loop.verl.workers.reward_workers import RewardWorkers
 
 __all__ = ["NothingToLearnError", "with_reward_loop"]
 

@@ -15,11 +15,11 @@ from typing_extensions import override
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
 from reward_loop.agent import Places, QueueCounts, RewardQueue, queue_metrics
-from reward_loop.verl.agent_loop import RewardAgentLoopWorker
-from reward_loop.verl.agent_loop_manager import RewardAgentLoopManager
 from reward_loop.verl.options import queue_shares, read_mode
+from reward_loop.verl.workers.agent_loop import RewardAgentLoopWorker
+from reward_loop.verl.workers.agent_loop_manager import RewardAgentLoopManager
 
-QUEUE_AGENT_LOOP_MANAGER = "reward_loop.verl.separate_async.QueueAgentLoopManager"
+QUEUE_AGENT_LOOP_MANAGER = "reward_loop.verl.trainer.separate_async.QueueAgentLoopManager"
 """The agent loop manager that puts a queue between generation and judging."""
 
 logger = logging.getLogger(__name__)

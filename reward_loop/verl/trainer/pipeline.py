@@ -64,14 +64,14 @@ from verl.utils.tensordict_utils import assign_non_tensor
 from reward_loop.agent.schedule import Action, Generate, Prepare, Train, Wait
 from reward_loop.errors import RewardLoopError
 from reward_loop.records import Interval, Records, seconds_of
-from reward_loop.verl.job import RunningJob
 from reward_loop.verl.options import PIPELINE_MODE, make_schedule, mini_batch_groups, read_mode
-from reward_loop.verl.refills import FilterForecast
-from reward_loop.verl.replay_buffer import RewardReplayBuffer
-from reward_loop.verl.reward_metrics import added_seconds, overlap_metrics
+from reward_loop.verl.run.job import RunningJob
 from reward_loop.verl.samples import TRAINING_STEP
 from reward_loop.verl.tq_rows import KVBatchMeta, clear, copy, last_failure, read_tags, read_trajectories, select
-from reward_loop.verl.trainer import NothingToLearnError
+from reward_loop.verl.trainer.refills import FilterForecast
+from reward_loop.verl.trainer.replay_buffer import RewardReplayBuffer
+from reward_loop.verl.trainer.reward_loop_trainer import NothingToLearnError
+from reward_loop.verl.trainer.reward_metrics import added_seconds, overlap_metrics
 from reward_loop.verl.trajectory_keys import JUDGED, uid_of
 
 

@@ -14,10 +14,10 @@ from reward_loop.limits import Limits, LocalLimits
 from reward_loop.managers.functions import open_records
 from reward_loop.managers.groups import CALLER, Caller
 from reward_loop.types import Outcome, Reward, RewardSample
-from reward_loop.verl.job import JobLimits
-from reward_loop.verl.managers import build_manager
 from reward_loop.verl.options import RewardSettings
+from reward_loop.verl.run.job import JobLimits
 from reward_loop.verl.samples import VALIDATE
+from reward_loop.verl.workers.managers import build_manager
 
 
 class RewardWorker:

@@ -18,7 +18,7 @@ from reward_loop.scoring import ScoringFunction, normalise
 from reward_loop.scoring.isolation import SplitSemaphore
 from reward_loop.types import Outcome, RewardResult, RewardSample
 from reward_loop.verl.options import RewardSettings
-from reward_loop.verl.own_scorers import guard
+from reward_loop.verl.workers.own_scorers import guard
 
 
 def build_manager(
@@ -156,7 +156,7 @@ def _scoring_function(
     if settings.function is not None:
         reward_kwargs = settings.function.kwargs
     elif issubclass(cls.function_type, ScoringFunction):
-        from reward_loop.verl.default_scorer import default_compute_score  # imports all of verl's scorers
+        from reward_loop.verl.workers.default_scorer import default_compute_score  # imports all of verl's scorers
 
         function, reward_kwargs = default_compute_score, _sandbox_kwargs(settings, processes)
     else:

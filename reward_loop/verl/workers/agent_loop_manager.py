@@ -16,10 +16,10 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 
 from reward_loop._util.text import counted, listing
 from reward_loop.errors import RewardLoopError
-from reward_loop.verl.agent_loop import RewardAgentLoopWorker
 from reward_loop.verl.tq_rows import unfinished_prompts
+from reward_loop.verl.workers.agent_loop import RewardAgentLoopWorker
 
-AGENT_LOOP_MANAGER = "reward_loop.verl.agent_loop_manager.RewardAgentLoopManager"
+AGENT_LOOP_MANAGER = "reward_loop.verl.workers.agent_loop_manager.RewardAgentLoopManager"
 
 NAMED_PROMPTS = 5
 """The largest number of prompts that an error message names."""
@@ -29,7 +29,7 @@ class RewardAgentLoopManager(AgentLoopManagerTQ):
     """verl's agent loop manager, which raises an error when a worker has died.
 
     Finished rollouts and their rewards are in TransferQueue, but those of a dead worker that were in flight are lost.
-    So the run ends, and resumes from its checkpoint (:mod:`reward_loop.verl.resume`).
+    So the run ends, and resumes from its checkpoint (:mod:`reward_loop.verl.trainer.resume`).
     """
 
     worker_class: ClassVar[Any] = RewardAgentLoopWorker

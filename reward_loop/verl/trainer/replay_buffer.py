@@ -16,8 +16,8 @@ from reward_loop._util.text import shorten
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.verl.installed import replaced
 from reward_loop.verl.options import ModeOptions
-from reward_loop.verl.refills import FailureStreak
 from reward_loop.verl.tq_rows import KVBatchMeta, last_failure, read_rewards
+from reward_loop.verl.trainer.refills import FailureStreak
 from reward_loop.verl.trajectory_keys import GENERATED, JUDGED, number_of, session_of, uid_of
 
 REWARD_METRIC = "reward"

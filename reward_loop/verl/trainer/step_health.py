@@ -12,9 +12,9 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.health import HealthWatch, StepNumbers
 from reward_loop.records import HealthRecords
 from reward_loop.types import Outcome
-from reward_loop.verl.job import RunningJob
-from reward_loop.verl.reward_metrics import StepRewards
+from reward_loop.verl.run.job import RunningJob
 from reward_loop.verl.tq_rows import read_rows
+from reward_loop.verl.trainer.reward_metrics import StepRewards
 from reward_loop.verl.trajectory_keys import uid_of
 
 logger = logging.getLogger(__name__)

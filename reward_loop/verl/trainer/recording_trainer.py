@@ -14,9 +14,9 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from reward_loop.managers.functions import open_records
 from reward_loop.records import Records, WaitsFor
 from reward_loop.verl.options import RewardSettings
-from reward_loop.verl.replay_buffer import RewardReplayBuffer
-from reward_loop.verl.reward_metrics import StepRewards
 from reward_loop.verl.tq_rows import read_rows
+from reward_loop.verl.trainer.replay_buffer import RewardReplayBuffer
+from reward_loop.verl.trainer.reward_metrics import StepRewards
 from reward_loop.verl.trajectory_keys import final_outputs, session_of
 
 logger = logging.getLogger(__name__)

@@ -48,8 +48,8 @@ from reward_loop.verl.samples import (
     options_of,
     training_step_of,
 )
-from reward_loop.verl.token_rewards import token_rewards, turns_of
 from reward_loop.verl.tq_rows import add_rows, add_tag
+from reward_loop.verl.trainer.token_rewards import token_rewards, turns_of
 from reward_loop.verl.trajectory_keys import FAILURE, GENERATED, JUDGED
 
 

@@ -12,12 +12,12 @@ from typing_extensions import override
 from verl.trainer.main_ppo import TaskRunnerV1
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 
-import reward_loop.verl.pipeline  # noqa: F401  registers the mode reward_pipeline
-from reward_loop.verl.agent_loop_manager import AGENT_LOOP_MANAGER
+import reward_loop.verl.trainer.pipeline  # noqa: F401  registers the mode reward_pipeline
 from reward_loop.verl.options import ModeOptions
-from reward_loop.verl.separate_async import QUEUE_AGENT_LOOP_MANAGER, QueueSeparateAsyncTrainer
-from reward_loop.verl.services import reward_services
-from reward_loop.verl.trainer import with_reward_loop
+from reward_loop.verl.run.services import reward_services
+from reward_loop.verl.trainer.reward_loop_trainer import with_reward_loop
+from reward_loop.verl.trainer.separate_async import QUEUE_AGENT_LOOP_MANAGER, QueueSeparateAsyncTrainer
+from reward_loop.verl.workers.agent_loop_manager import AGENT_LOOP_MANAGER
 
 if TYPE_CHECKING:
     _TaskRunner = TaskRunnerV1

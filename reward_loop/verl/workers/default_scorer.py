@@ -10,7 +10,7 @@ import importlib
 from typing import Any
 
 from reward_loop.scoring import isolated
-from reward_loop.verl.own_scorers import guard
+from reward_loop.verl.workers.own_scorers import guard
 
 guard()
 

@@ -13,12 +13,12 @@ from reward_loop.config import LimitConfig, RewardModelConfig
 from reward_loop.limits import REWARD_MODEL
 from reward_loop.serving.manager import serve_reward_model
 from reward_loop.serving.reservation import GpuReservation
-from reward_loop.verl.cluster import groups_of_trainer, reachable
-from reward_loop.verl.job import RunningJob
 from reward_loop.verl.options import RewardSettings, read
+from reward_loop.verl.run.cluster import groups_of_trainer, reachable
+from reward_loop.verl.run.job import RunningJob
 
 if TYPE_CHECKING:
-    from reward_loop.verl.colocated import ColocatedRewardModel
+    from reward_loop.verl.run.colocated import ColocatedRewardModel
 
 __all__ = ["RewardServices", "reward_services", "with_limits_of_models"]
 
@@ -57,7 +57,7 @@ def reward_services(config: DictConfig) -> Iterator[RewardServices]:
         router = colocated = None
         model = settings.model
         if model is not None and model.placement == "colocated":
-            from reward_loop.verl.colocated import ColocatedRewardModel  # imports verl's engines
+            from reward_loop.verl.run.colocated import ColocatedRewardModel  # imports verl's engines
 
             colocated = stack.enter_context(ColocatedRewardModel(config, model))
         elif model is not None:

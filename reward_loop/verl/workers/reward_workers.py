@@ -17,11 +17,11 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardLoopError
 from reward_loop.limits import longest_call_s
 from reward_loop.types import Reward, RewardSample
-from reward_loop.verl.cluster import worker_nodes
-from reward_loop.verl.job import RunningJob
 from reward_loop.verl.options import RewardSettings
-from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient, prompt_of
-from reward_loop.verl.reward_worker import RewardWorker
+from reward_loop.verl.run.cluster import worker_nodes
+from reward_loop.verl.run.job import RunningJob
+from reward_loop.verl.workers.reward_client import MAX_TASK_RETRIES, RewardClient, prompt_of
+from reward_loop.verl.workers.reward_worker import RewardWorker
 
 T = TypeVar("T")
 

@@ -1,0 +1,1 @@
+"""What a run consists of: the task runner, the job's actor, reward models and the nodes for them."""
