@@ -54,7 +54,7 @@ def sleeping_engines(report: Report, quick: bool) -> None:
         report.add(
             f"Simulated engines, {shape} ({floor}): ours over it",
             f"{ours.over_floor:.1%}",
-            ("at most 3 %", ours.over_floor <= 0.03),
+            ("at most 2 %", ours.over_floor <= 0.02),
         )
         report.add("  scheduled as in verl#2854", f"{peer.over_floor:.1%}")
         suffix = "" if more == 1 else "_much_concurrency"
