@@ -1,1 +1,1 @@
-"""The programs behind ``docs/benchmarks.md``. Run them from the root of a clone: ``python -m benchmarks.NAME``."""
+"""The programs behind ``docs/dev/benchmarks.md``. Run them from the root of a clone: ``python -m benchmarks.NAME``."""

@@ -1,4 +1,4 @@
-"""Who imports whom: read from the source, and held to the table in docs/architecture.md."""
+"""Who imports whom: read from the source, and held to the table in docs/dev/architecture.md."""
 
 from __future__ import annotations
 
@@ -139,14 +139,14 @@ def parts() -> dict[str, set[str]]:
 
 def documented() -> dict[str, set[str]]:
     """The same, as the documentation has it, from the top layer to the bottom."""
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs/dev/architecture.md").read_text()
     (table,) = re.findall(r"<!-- begin layout -->\n(.*?)<!-- end layout -->", page, flags=re.DOTALL)
     rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table.splitlines()[2:]]
     return {row[0].strip("`/").removesuffix(".py"): set(re.findall(r"`(\w+)`", row[2])) for row in rows}
 
 
 def public_modules() -> list[str]:
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs/dev/architecture.md").read_text()
     (listed,) = re.findall(r"<!-- begin public modules -->\n(.*?)<!-- end public modules -->", page, flags=re.DOTALL)
     return re.findall(r"`([\w.]+)`", listed)
 
