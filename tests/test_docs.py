@@ -309,8 +309,8 @@ def templates() -> list[str]:
     return texts
 
 
-def test_messages_in_troubleshooting_are_those_of_the_code() -> None:
-    messages = re.findall(r"^\| `(.+?)` \|", PAGES["docs/troubleshooting.md"], flags=re.MULTILINE)
+def test_messages_on_the_page_of_outcomes_are_those_of_the_code() -> None:
+    messages = re.findall(r"^\| `(.+?)` \|", between("messages"), flags=re.MULTILINE)
     assert messages
     known = templates()
     for message in messages:
