@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from reward_loop._util.lazy_exports import face
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__, __getattr__, __dir__ = face(__name__, __file__)
 __all__ = sorted([*__all__, "__version__"])

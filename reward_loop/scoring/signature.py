@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
+from collections import UserDict, UserList, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 from reward_loop._util.text import did_you_mean, listing
@@ -395,18 +396,19 @@ def _name(function: Any) -> str:
 
 
 _SHARED = frozenset((type(None), bool, int, float, str, bytes))
-_OF_DATA = frozenset(("builtins", "collections", "numpy"))
-"""The modules whose objects are data, also among the configured arguments."""
+_CONTAINERS = (dict, list, deque, UserDict, UserList)
+"""Containers whose items are copied one by one. Not all mappings: `os.environ` and the files of `shelve` are some."""
 
 
 def own_copy(value: Any, *, objects: bool = True) -> Any:
     """Return a value that shares nothing mutable with the given one.
 
-    Numbers, texts and tuples of them are shared, and so is an object that cannot be copied, such as a lock.
+    Containers are copied item by item. Shared are numbers, texts, tuples of them, the members of sets, which cannot
+    change, and objects that cannot be copied, such as a lock.
 
     Args:
         value: the value.
-        objects: whether objects of other classes than Python's and numpy's containers are copied, too.
+        objects: whether objects that are no containers are copied, too.
 
     Raises:
         RecursionError: the value is nested too deeply, or contains itself.
@@ -414,7 +416,7 @@ def own_copy(value: Any, *, objects: bool = True) -> Any:
     kind = type(value)
     if kind in _SHARED or kind is frozenset:
         return value
-    # By hand, because `copy.deepcopy` takes several times as long, for each sample.
+    # By hand, because `copy.deepcopy` takes several times as long, for each sample, and would copy objects, too.
     if kind is dict:
         if _SHARED.issuperset(map(type, value.values())):
             return value.copy()
@@ -422,14 +424,24 @@ def own_copy(value: Any, *, objects: bool = True) -> Any:
     if kind is list:
         shared = _SHARED.issuperset(map(type, value))
         return value.copy() if shared else [own_copy(item, objects=objects) for item in value]
-    if kind is tuple:
-        copied = tuple(own_copy(item, objects=objects) for item in value)
-        return copied if any(one is not other for one, other in zip(copied, value, strict=True)) else value
-    # A bound method would be copied together with its object, such as a client.
-    if not objects and (kind.__module__ not in _OF_DATA or kind is MethodType):
-        return value
     try:
-        return copy.deepcopy(value)
+        if isinstance(value, tuple):
+            items = [own_copy(item, objects=objects) for item in value]
+            same = all(one is other for one, other in zip(items, value, strict=True))
+            return value if same else tuple.__new__(kind, items)  # a named tuple takes its items as arguments
+        if isinstance(value, _CONTAINERS):
+            copied = copy.copy(value)
+            for key, item in value.items() if isinstance(value, dict | UserDict) else enumerate(value):
+                copied[key] = own_copy(item, objects=objects)
+            return copied
+        if isinstance(value, set | bytearray):
+            return copy.copy(value)
+        if str(getattr(value, "dtype", "")) == "object" and kind.__module__ == "numpy":
+            copied = value.copy()
+            for place in itertools.product(*map(range, value.shape)):
+                copied[place] = own_copy(value[place], objects=objects)
+            return copied
+        return copy.deepcopy(value) if objects or kind.__module__ == "numpy" else value
     except RecursionError:
         raise
     except Exception:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections import Counter, deque
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any
@@ -103,6 +105,70 @@ async def test_objects_that_are_configured_or_passed_by_a_trainer_are_not_copied
     sample = RewardSample("", kwargs={"trainer_state": state, "completions": [completion]})
     result = await ScoringFunction(compute_score, options=RETRIES, reward_kwargs=own)(sample)
     assert (result.score, client.asked, state.asked, completion) == (2.0, 4, 2, ["a"])
+
+
+class Rules(list[Any]):
+    pass
+
+
+class Names(set[Any]):
+    pass
+
+
+def array_of(item: Any) -> np.ndarray:
+    array = np.empty((1, 1), dtype=object)
+    array[0, 0] = item
+    return array
+
+
+Pair = namedtuple("Pair", ("client", "seen"))
+
+AROUND: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "dict": (lambda item: {"a": item}, lambda value: value["a"]),
+    "ordered dict": (lambda item: OrderedDict(a=item), lambda value: value["a"]),
+    "default dict": (lambda item: defaultdict(list, a=item), lambda value: value["a"]),
+    "user dict": (lambda item: UserDict(a=item), lambda value: value["a"]),
+    "subclass of list": (lambda item: Rules([item]), lambda value: value[0]),
+    "user list": (lambda item: UserList([item]), lambda value: value[0]),
+    "deque": (lambda item: deque([item], maxlen=1), lambda value: value[0]),
+    "tuple": (lambda item: (1, item), lambda value: value[1]),
+    "named tuple": (lambda item: Pair(item, 1), lambda value: value.client),
+    "array": (array_of, lambda value: value[0, 0]),
+}
+"""Containers: how one is made of an item, and how the item is read."""
+
+
+@pytest.mark.parametrize("kind", AROUND)
+def test_an_object_in_a_configured_container_is_shared_and_the_container_is_not(kind: str) -> None:
+    class Client:
+        pass
+
+    make, read = AROUND[kind]
+    client = Client()
+    given = make({"client": client, "seen": []})
+    copied = own_copy(given, objects=False)
+    assert type(copied) is type(given)
+    assert read(copied)["client"] is client
+    read(copied)["seen"].append(1)
+    assert read(given)["seen"] == []
+    # What cannot be copied is shared alone: the rest of its container is not.
+    lock = threading.Lock()
+    copied = own_copy(given := make({"lock": lock, "seen": []}))
+    assert read(copied)["lock"] is lock
+    read(copied)["seen"].append(1)
+    assert read(given)["seen"] == []
+
+
+def test_members_of_a_configured_set_are_shared_and_the_set_is_not() -> None:
+    for given in ({Frozen}, Names([Frozen])):
+        copied = own_copy(given, objects=False)
+        assert type(copied) is type(given)
+        copied.clear()
+        assert given == {Frozen}
+
+
+def test_mappings_that_stand_for_something_else_are_shared() -> None:
+    assert own_copy(os.environ, objects=False) is os.environ
 
 
 async def test_a_conversation_that_is_extended_before_an_error_has_its_length_in_the_retry() -> None:
