@@ -77,9 +77,8 @@ def _debiased(batch: Batch, share: float, rng: random.Random) -> tuple[list[floa
         return batch.strong[index]
 
     async def scores() -> list[Any]:
-        options = {"seed": seed, "allow_small_share": True}
         return [
-            (await spot_check(score, strong(i), share, uid=f"{batch.step}_{i}", **options)).score
+            (await spot_check(score, strong(i), share, uid=f"{batch.step}_{i}", seed=seed)).score
             for i, score in enumerate(batch.cheap)
         ]
 

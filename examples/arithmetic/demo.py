@@ -28,7 +28,6 @@ from examples.arithmetic.models import Models, Recipe, WeakRewardModelError, mak
 from examples.arithmetic.report import Report, plot, read_report
 from examples.arithmetic.reward import CHEAP, STRONG
 from examples.training import TrainingProcess
-from reward_loop.client.spot_checks import SMALLEST_SHARE
 from reward_loop.records.events import health
 from reward_loop.records.reader import read_rows
 
@@ -307,8 +306,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--steps: at least 1")
     if arguments.judge_latency is not None and not 0 <= arguments.judge_latency < float("inf"):
         parser.error("--judge-latency: 0 or more seconds")
-    if arguments.spot is not None and not (arguments.weak_judge and SMALLEST_SHARE <= arguments.spot <= 1):
-        parser.error(f"--spot: from {SMALLEST_SHARE} to 1, and only with --weak-judge")
+    if arguments.spot is not None and not (arguments.weak_judge and 0 < arguments.spot <= 1):
+        parser.error("--spot: above 0, at most 1, and only with --weak-judge")
     given = {name: value for name, value in vars(arguments).items() if value is not None and hasattr(Settings, name)}
     if arguments.spot is not None:
         given["answers"] = SPOT_ANSWERS

@@ -21,8 +21,7 @@ from reward_loop.client.chat import Reply, Usage, chat_complete
 from reward_loop.client.discriminative import classify, score
 from reward_loop.client.fence import without_control_tokens
 from reward_loop.client.judge import Judge, Judgement
-from reward_loop.client.panel import majority, mean, panel
-from reward_loop.client.spot_checks import spot_check
+from reward_loop.client.panel import majority, mean, panel, spot_check
 from reward_loop.client.verdicts import Choice, Json, NoVerdictError, Number, Pattern, Ratings, Verdict
 
 __all__ = [

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from reward_loop.client.http import MAX_REPLY_BYTES, Exchange, Timeout, post, repeated
+from reward_loop.client.http import Exchange, Timeout, post, repeated
 from reward_loop.errors import ConfigError
 from reward_loop.limits.lease import book_tokens
 
@@ -68,7 +68,6 @@ async def chat_complete(
     model: str | None = None,
     timeout: Timeout = "model",
     api_key_env: str | None = None,
-    max_reply_bytes: int = MAX_REPLY_BYTES,
     **request: Any,
 ) -> Reply:
     """Send a prompt to a generative model through ``/v1/chat/completions``, and return the reply.
@@ -83,7 +82,6 @@ async def chat_complete(
         timeout: seconds until the reply is received; ``None`` for no limit but the deadline of the reward function. By
             default those of the model (``reward_model.server.timeout``), or 300.
         api_key_env: the name of the environment variable with the service's API key.
-        max_reply_bytes: the longest answer of the server, in bytes after decompression; a longer one is an error.
         request: other fields of the request, such as ``temperature``, ``max_tokens``, ``seed``, ``logprobs``,
             ``response_format``. Streaming and several choices (``n``) are not supported.
 
@@ -91,7 +89,7 @@ async def chat_complete(
         RequestError: there is no usable answer; see its ``status``, ``retry_after`` and ``transient``.
         ConfigError: the address is missing or invalid, the API key is not set, or a field is not supported.
     """
-    options = {"timeout": timeout, "api_key_env": api_key_env, "max_reply_bytes": max_reply_bytes}
+    options = {"timeout": timeout, "api_key_env": api_key_env}
     reply, exchange = await repeated(lambda: complete(address, prompt, model, options, request), address)
     exchange.end()
     return reply

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reward_loop.client.chat import book_usage
 from reward_loop.client.fence import leading_control_token, without_control_tokens
-from reward_loop.client.http import MAX_REPLY_BYTES, Exchange, Timeout, post, repeated, shown_url
-from reward_loop.errors import ConfigError, RequestError
-
-logger = logging.getLogger(__name__)
-
-_ROUNDING = 1e-3
-"""The largest difference of values that are the same but for rounding, as of bfloat16."""
+from reward_loop.client.http import Exchange, Timeout, post, repeated
+from reward_loop.errors import ConfigError
 
 
 async def classify(
@@ -25,9 +19,11 @@ async def classify(
     templated: bool = False,
     timeout: Timeout = "model",
     api_key_env: str | None = None,
-    max_reply_bytes: int = MAX_REPLY_BYTES,
 ) -> float | list[float]:
     """Return the raw logit of a text, or a list of logits if the model has several labels.
+
+    A server that ignores ``use_activation`` returns probabilities: start it without the activation (vLLM:
+    ``--pooler-config '{"use_activation": false}'``).
 
         logit = await classify(reward_router_address, [{"role": "user", "content": question}, ...])
 
@@ -42,7 +38,6 @@ async def classify(
         timeout: seconds until the answer is received; ``None`` for no limit but the deadline of the reward function. By
             default those of the model (``reward_model.server.timeout``), or 300.
         api_key_env: the name of the environment variable with the API key.
-        max_reply_bytes: the longest answer of the server, in bytes after decompression; a longer one is an error.
 
     Raises:
         RequestError: there is no usable answer; see its ``status``, ``retry_after`` and ``transient``.
@@ -57,10 +52,8 @@ async def classify(
     else:
         given = {"messages": [_plain(message) for message in text]}
     body = {**given, "use_activation": False, **({"model": model} if model else {})}
-    options = {"timeout": timeout, "api_key_env": api_key_env, "max_reply_bytes": max_reply_bytes}
-    logits, has_activation = await repeated(lambda: _classify(address, body, options), address)
-    if has_activation and (address, model) not in _checked and _may_be_probabilities(logits):
-        await _check_activation(address, model, body, options, logits)
+    options = {"timeout": timeout, "api_key_env": api_key_env}
+    logits = await repeated(lambda: _classify(address, body, options), address)
     return logits[0] if len(logits) == 1 else logits
 
 
@@ -83,51 +76,13 @@ def _plain(given: Any) -> Any:
     return [_plain(one) for one in given] if isinstance(given, list | tuple) else given
 
 
-_checked: set[tuple[str | None, str | None]] = set()
-"""The servers and models whose support of ``use_activation`` was checked."""
-
-
-def _may_be_probabilities(values: Sequence[float]) -> bool:
-    return all(0 <= value <= 1 for value in values) and (len(values) == 1 or abs(sum(values) - 1) < _ROUNDING)
-
-
-async def _check_activation(
-    address: str | None, model: str | None, body: Mapping[str, Any], options: Mapping[str, Any], values: list[float]
-) -> None:
-    """Log a warning if a server ignores ``use_activation``: it would return probabilities in place of logits.
-
-    Values between 0 and 1 may also be logits. So the same text is asked for with the activation: equal values are
-    probabilities, since a sigmoid or softmax changes every logit but those of one class whose softmax is 1.
-    """
-    # Before the request: other calls in flight should not check the same server.
-    _checked.add((address, model))
-    try:
-        activated, _ = await _classify(address, {**body, "use_activation": True}, options)
-    except RequestError as error:
-        logger.debug("whether %s supports use_activation could not be checked: %s", shown_url(address), error)
-        return
-    if len(activated) == len(values) and all(
-        abs(one - other) < _ROUNDING for one, other in zip(activated, values, strict=True)
-    ):
-        logger.warning(
-            "%s%s returns the same values between 0 and 1 with and without use_activation: they are probabilities, not "
-            "logits. Start the server without the activation (vLLM: --pooler-config '{\"use_activation\": false}'), or "
-            "use a version that supports the field",
-            shown_url(address),
-            "" if model is None else f" ({model})",
-        )
-
-
-async def _classify(
-    address: str | None, body: Mapping[str, Any], options: Mapping[str, Any]
-) -> tuple[list[float], bool]:
-    """Return the values of an answer, and whether it is of a server that has an activation."""
+async def _classify(address: str | None, body: Mapping[str, Any], options: Mapping[str, Any]) -> list[float]:
     # Not SGLang's `/v1/classify`, which applies softmax: the score of a single label would always be 1.
     async with post(address, "/classify", body, **options) as (answer, exchange):
         return _logits(address, answer, exchange)
 
 
-def _logits(address: str | None, answer: Any, exchange: Exchange) -> tuple[list[float], bool]:
+def _logits(address: str | None, answer: Any, exchange: Exchange) -> list[float]:
     book_usage(answer, exchange)
     book_usage(answer, exchange, "meta_info")  # SGLang
     try:
@@ -142,7 +97,7 @@ def _logits(address: str | None, answer: Any, exchange: Exchange) -> tuple[list[
     except (KeyError, IndexError, TypeError, ValueError, OverflowError, AttributeError, StopIteration):
         raise exchange.failed(address, "without logits", answer) from None
     exchange.end(verdict=logits, score=logits[0] if len(logits) == 1 else None)
-    return logits, "data" in answer  # SGLang has none
+    return logits
 
 
 async def score(
@@ -154,7 +109,6 @@ async def score(
     templated: bool = False,
     timeout: Timeout = "model",
     api_key_env: str | None = None,
-    max_reply_bytes: int = MAX_REPLY_BYTES,
     **request: Any,
 ) -> list[float]:
     """Return a reranking model's scores of documents for a query, through ``/v1/rerank``.
@@ -170,7 +124,6 @@ async def score(
         timeout: seconds until the answer is received; ``None`` for no limit but the deadline of the reward function. By
             default those of the model (``reward_model.server.timeout``), or 300.
         api_key_env: the name of the environment variable with the API key.
-        max_reply_bytes: the longest answer of the server, in bytes after decompression; a longer one is an error.
         request: other fields of the request.
 
     Returns:
@@ -183,7 +136,7 @@ async def score(
     if not templated:
         query, documents = _plain(query), _plain(list(documents))
     body = {"query": query, "documents": list(documents), **({"model": model} if model else {}), **request}
-    options = {"timeout": timeout, "api_key_env": api_key_env, "max_reply_bytes": max_reply_bytes}
+    options = {"timeout": timeout, "api_key_env": api_key_env}
     return await repeated(lambda: _score(address, body, options), address)
 
 

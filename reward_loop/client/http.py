@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import errno
 import functools
 import os
 import re
 import resource
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from hashlib import blake2b
 from typing import Any, Literal, TypeVar
-from urllib.parse import parse_qsl, quote, unquote, urlsplit
+from urllib.parse import quote, unquote, unquote_plus, urlsplit
 
 import aiohttp
 
@@ -26,7 +25,7 @@ from reward_loop._util.addresses import proxy_of, url_of
 from reward_loop._util.api_keys import api_key_of
 from reward_loop._util.backoff import Backoff
 from reward_loop._util.json import decode, encode
-from reward_loop._util.retry_after import asked_pause, is_incurable
+from reward_loop._util.retry_after import asked_pause, is_incurable, is_out_of_credit
 from reward_loop._util.text import shorten
 from reward_loop._util.transient import (
     RouterCode,
@@ -34,7 +33,6 @@ from reward_loop._util.transient import (
     is_refusal,
     unreachable,
 )
-from reward_loop.client.full_servers import in_a_place
 from reward_loop.client.request_cache import RequestCache
 from reward_loop.errors import ConfigError, RequestError
 from reward_loop.limits.call import RequestRetries, call_here, outside_the_deadline
@@ -46,7 +44,7 @@ from reward_loop.records import current, hide, waiting_for
 from reward_loop.records.writer import MIN_LENGTH
 
 MAX_REPLY_BYTES = 64 * 1024 * 1024
-"""The default limit on the length of a reply, in bytes after decompression."""
+"""The longest reply, in bytes after decompression."""
 
 _MAX_RESENDS = 1
 """How many times a request to ``host:port`` is sent again after its connection was lost. Further losses are an
@@ -73,8 +71,14 @@ _sessions: dict[
 ] = {}
 
 
-_DESCRIPTOR_RETRY_S = 0.1
-"""The pause before a new attempt to connect when the process has no free file descriptor, in seconds."""
+_FULL_STATUS = frozenset({429, 503, 529})
+"""The answers of a full server, if they say neither how long to wait nor another cause."""
+
+_MOST_REFUSALS = 10
+"""The number of refusals of one request by a full server, after which its last answer counts: the server may refuse it
+whatever its load is."""
+
+Answer = tuple[aiohttp.ClientResponse, bytes]
 
 BACKEND_HEADER = "x-reward-loop-backend"
 """The header in which the router names the server that answered."""
@@ -110,7 +114,6 @@ async def post(
     limit: str | None = None,
     timeout: Timeout = "model",
     api_key_env: str | None = None,
-    max_reply_bytes: int = MAX_REPLY_BYTES,
     cache: RequestCache | None = None,
 ) -> AsyncIterator[tuple[Any, Exchange]]:
     """Send a JSON body with POST, and yield the decoded JSON answer, and the exchange, which the caller must `end`.
@@ -133,7 +136,6 @@ async def post(
         timeout: seconds until the whole answer is received, including the wait for a connection; ``None`` for no
             limit, ``model`` for those of the model, or 300. The router's own time limit is ``request_timeout_s``.
         api_key_env: the name of the environment variable with the service's API key.
-        max_reply_bytes: the longest answer, in bytes after decompression.
         cache: where answers are stored, and looked for first. An answer from there needs no permit. One whose block
             raises is not stored.
 
@@ -168,7 +170,7 @@ async def post(
             await stack.enter_async_context(limited(limit))
         exchange = _begin(url, body, api_key_env)
         with _timed(exchange, judge):
-            answer = await _post(exchange, url, is_base_url, headers, body, timeout, max_reply_bytes)
+            answer = await _post(exchange, url, is_base_url, headers, body, timeout)
         yield answer, exchange
     if cache is not None:
         await cache.put(url, body, answer)
@@ -226,28 +228,26 @@ def shown_url(url: str | None) -> str:
     return f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}"
 
 
-def _without_secrets(text: str, url: str, api_key_env: str | None) -> str:
-    """Return a text, such as an error of a service that repeats the key, without the secrets of the request."""
-    for secret in _secrets(url, api_key_env):
-        text = text.replace(secret, "[API key]")
-    return text
-
-
 def _secrets(url: str, api_key_env: str | None) -> list[str]:
-    """Return the key, and the user, password and query of the URL, as they are sent and as they are written.
-
-    Short ones, such as ``1`` of ``api-version=1``, are part of other words: of these, only pairs, as in the URL.
-    """
+    """Return the key, and user, password and query values of the URL, as they are sent and as they are written."""
     parts = urlsplit(url)
-    user_info = [one for one in (parts.username, parts.password) if one]
-    values = [value for _, value in parse_qsl(parts.query)]
-    written = [one.partition("=")[2] for one in parts.query.split("&")]
-    given = [api_key_env and api_key_of(api_key_env), *user_info, *map(unquote, user_info), *values, *written]
-    if user_info:
-        both = [":".join(map(change, (parts.username or "", parts.password or ""))) for change in (str, unquote)]
-        given += [*both, base64.b64encode(both[1].encode()).decode()]  # as the header has them
-    given += parts.query.split("&")
-    return sorted({one.strip() for one in given if one and len(one.strip()) >= MIN_LENGTH}, key=len, reverse=True)
+    user, password = unquote(parts.username or ""), unquote(parts.password or "")
+    basic = base64.b64encode(f"{user}:{password}".encode()).decode() if user or password else None  # the header's
+    values = [one.partition("=")[2] for one in parts.query.split("&")]
+    given = [api_key_env and api_key_of(api_key_env), basic, parts.username, parts.password, *values]
+    forms = {form.strip() for one in given if one for form in (one, unquote_plus(one))}
+    return sorted((form for form in forms if len(form) > 1), key=len, reverse=True)
+
+
+def _without_secrets(text: str, secrets: Sequence[str]) -> str:
+    """Return a text, such as an error of a service that repeats the key, without the secrets of the request.
+
+    Short ones, such as ``v1`` of ``api-version=v1``, are hidden where they stand alone, and not in other words.
+    """
+    alone = "(?<![A-Za-z0-9])%s(?![A-Za-z0-9])"
+    patterns = ["%s" if len(secret) >= MIN_LENGTH else alone for secret in secrets]
+    found = [pattern % re.escape(secret) for pattern, secret in zip(patterns, secrets, strict=True)]
+    return re.sub("|".join(found), "[API key]", text) if found else text
 
 
 def _sample_headers() -> dict[str, str]:
@@ -268,7 +268,8 @@ def _group() -> str | None:
 
 def _begin(url: str, body: Mapping[str, Any], api_key_env: str | None) -> Exchange:
     # Before anything is recorded: an error answer may repeat the key.
-    for secret in _secrets(url, api_key_env):
+    secrets = _secrets(url, api_key_env)
+    for secret in secrets:
         hide(secret)
     exchange = Exchange(
         time=time.time(),
@@ -278,7 +279,7 @@ def _begin(url: str, body: Mapping[str, Any], api_key_env: str | None) -> Exchan
         request={name: value for name, value in body.items() if name != "messages"},
         api_key_env=api_key_env,
     )
-    exchange.without_secrets = functools.partial(_without_secrets, url=url, api_key_env=api_key_env)
+    exchange.without_secrets = functools.partial(_without_secrets, secrets=secrets)
     return exchange
 
 
@@ -295,7 +296,6 @@ async def _post(
     headers: Mapping[str, str],
     body: Mapping[str, Any],
     timeout: float | None,
-    max_reply_bytes: int,
 ) -> Any:
     what = f"POST {shown_url(url)}" + (f" (model {body['model']})" if body.get("model") else "")
     try:
@@ -308,50 +308,48 @@ async def _post(
                 data=encode(body),
                 headers=headers,
                 proxy=proxy_of(url) if is_base_url else None,  # No proxy for `host:port`: it is in the cluster.
+                allow_redirects=False,  # the key is for this address
                 # Without `total`, aiohttp ends a request after 300 s, and the timeout may be longer.
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
             )
 
-            async def once() -> tuple[aiohttp.ClientResponse, bytes]:
-                # Within the place: the wait for one does not count.
+            async def once() -> Answer:
                 async with asyncio.timeout(timeout):
-                    return await _send_and_read(send, max_reply_bytes, 0 if is_base_url else _MAX_RESENDS)
+                    return await _send_and_read(send, 0 if is_base_url else _MAX_RESENDS)
 
-            response, data = await in_a_place(once)
-        exchange.update(status=response.status, backend=response.headers.get(BACKEND_HEADER))
+            response, data = await _in_a_place(once)
+        exchange.update(backend=response.headers.get(BACKEND_HEADER))
     except _ReplyTooLongError as error:
         exchange.update(status=error.status)
         raise RequestError(
-            f"{what} was answered with status {error.status} and more than {max_reply_bytes} bytes after "
-            "decompression; if such answers are expected, raise max_reply_bytes",
+            f"{what} was answered with status {error.status} and more than {MAX_REPLY_BYTES} bytes after decompression",
             status=error.status,
         ) from None
-    except aiohttp.RedirectClientError as error:
-        # Not `from error`, here and below: its text is a URL, whose secrets a traceback would show.
-        raise RequestError(f"{what} was redirected to {shown_url(str(error))}, which is not a valid URL") from None
     # Before `TimeoutError`, a base class of it: without a connection, the server is unreachable.
     except aiohttp.ConnectionTimeoutError as error:
         raise RequestError(f"{what}: no connection within {_CONNECT_S:g} s", unreachable=server_of(url)) from error
     except TimeoutError as error:
         raise RequestError(f"{what}: no answer within {timeout:g} s") from error
     except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError):
+        # Not `from error`: its text is the URL, whose secrets a traceback would show.
         raise ConfigError(f"{what}: this is not a valid address; give `host:port` or a base URL") from None
-    except aiohttp.TooManyRedirects:
-        raise RequestError(f"{what} was redirected too often") from None
     except (aiohttp.ClientError, OSError) as error:
         away = None if unreachable(error) is None else server_of(url)
         raise RequestError(f"{what}: {type(error).__name__}: {error}", unreachable=away) from error
-    try:
-        answer = decode(data)
-    except ValueError:
-        answer = None
-    exchange.update(response=data.decode("utf-8", "backslashreplace") if answer is None else answer)
+    answer = _decoded(data)
     status = _status_in(answer) if response.status == 200 else response.status
+    if status == 200 and answer is not None:
+        exchange.update(status=status, response=answer)
+    else:
+        text = data.decode(errors="replace")
+        hidden = exchange.without_secrets(text)
+        exchange.update(status=status, response=_decoded(hidden.encode()) or hidden)
     if status != 200:
-        exchange.update(status=status)
-        code, text = error_code(answer), data.decode(errors="replace")
+        code = error_code(answer)
+        moved = shown_url(response.headers.get("location"))
+        hint = f". Redirects are not followed: name the address it redirects to, {moved}" if moved else ""
         raise RequestError(
-            f"{what} was answered with status {status}: {_shown(data)}",
+            f"{what} was answered with status {status}: {_shown(data)}{hint}",
             status=status,
             retry_after=asked_pause(response.headers, status, text),
             unreachable=server_of(url) if code == RouterCode.NO_SERVER_UP else None,
@@ -371,6 +369,14 @@ async def _post(
     return answer
 
 
+def _decoded(data: bytes) -> Any:
+    """Return the value of a JSON text; ``None`` if it is not JSON."""
+    try:
+        return decode(data)
+    except ValueError:
+        return None
+
+
 def _status_in(answer: Any) -> int:
     """Return the status of an error in the body of an answer with status 200, or in its choice; 200 if there is none.
 
@@ -386,14 +392,38 @@ def _status_in(answer: Any) -> int:
     return 200
 
 
-async def _send_and_read(
-    send: Callable[[], Awaitable[aiohttp.ClientResponse]], max_reply_bytes: int, resends: int
-) -> tuple[aiohttp.ClientResponse, bytes]:
+async def _in_a_place(send: Callable[[], Awaitable[Answer]]) -> Answer:
+    """Send a request, and again after growing pauses while the server is full; return the answer with its body.
+
+    The pauses do not count towards the deadline of the function, nor does the timeout of a request include them. The
+    permit of the limit is kept: another request would be refused, too.
+    """
+    backoff = Backoff()
+    for _ in range(_MOST_REFUSALS - 1):
+        response, data = await send()
+        if not _is_full(response, data):
+            return response, data
+        report_answer(False)
+        with outside_the_deadline("a free place at the server"):
+            await asyncio.sleep(backoff.next_s())
+    return await send()
+
+
+def _is_full(response: aiohttp.ClientResponse, data: bytes) -> bool:
+    if response.status not in _FULL_STATUS:
+        return False
+    status, text = response.status, data.decode(errors="replace")
+    # The router has a place, but no server: an outage, in which one call asks for all.
+    has_cause = RouterCode.NO_SERVER_UP in text or is_out_of_credit(status, text) or is_incurable(status, text)
+    return not has_cause and asked_pause(response.headers, status, text) is None
+
+
+async def _send_and_read(send: Callable[[], Awaitable[aiohttp.ClientResponse]], resends: int) -> Answer:
     """Send a request and read the body of the answer. Repeat both if the connection is lost, `resends` times."""
     while True:
         try:
-            async with await _with_descriptor(send) as response:
-                return response, await _read(response, max_reply_bytes)
+            async with await send() as response:
+                return response, await _read(response)
         # Also a `ClientOSError`; but it is an outage: the function waits for its end, and nothing is sent again here.
         except aiohttp.ClientConnectorError:  # there was no connection
             raise
@@ -419,31 +449,17 @@ def _max_connections() -> int:
     return max(1, (limit - in_use) // 2)
 
 
-async def _with_descriptor(send: Callable[[], Awaitable[aiohttp.ClientResponse]]) -> aiohttp.ClientResponse:
-    """Send a request; retry every `_DESCRIPTOR_RETRY_S` seconds while the process has no free file descriptor.
-
-    It polls, because any part of the program may free a descriptor.
-    """
-    while True:
-        try:
-            return await send()
-        except OSError as error:  # Nothing has been sent yet.
-            if error.errno not in (errno.EMFILE, errno.ENFILE):
-                raise
-        await asyncio.sleep(_DESCRIPTOR_RETRY_S)
-
-
-async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+async def _read(response: aiohttp.ClientResponse) -> bytes:
     """Return the decompressed body of a reply.
 
     Raises:
-        _ReplyTooLongError: the body is longer than `max_bytes`; the connection is closed.
+        _ReplyTooLongError: the body is longer than `MAX_REPLY_BYTES`; the connection is closed.
     """
     chunks: list[bytes] = []
     size = 0
     async for chunk in response.content.iter_any():
         size += len(chunk)
-        if size > max_bytes:
+        if size > MAX_REPLY_BYTES:
             response.close()
             raise _ReplyTooLongError(response.status)
         chunks.append(chunk)
@@ -509,6 +525,7 @@ class Exchange:
         self._id = secrets.token_hex(4)
         self._send = _destination()
         self._fields: dict[str, Any] = {}
+        self.model = fields.get("model")
         self.without_secrets: Callable[[str], str] = str
         self.end(**fields)
 
@@ -529,7 +546,8 @@ class Exchange:
 
     def failed(self, address: str | None, problem: str, answer: Any) -> RequestError:
         """Add the error of an answer with status 200 that has no usable content, and return it as an exception."""
-        problem = self.without_secrets(f"{shown_url(address)} sent an answer {problem}: {shorten(answer, 500)}")
+        model = f" (model {self.model})" if self.model else ""
+        problem = self.without_secrets(f"{shown_url(address)}{model} sent an answer {problem}: {shorten(answer, 500)}")
         self.end(error=problem)
         return RequestError(problem, status=200)
 

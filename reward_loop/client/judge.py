@@ -17,7 +17,7 @@ from reward_loop._util.json import encode
 from reward_loop._util.text import listing
 from reward_loop.client.chat import Reply, complete
 from reward_loop.client.fence import KEY, fenced, without_control_tokens, without_fenced
-from reward_loop.client.http import MAX_REPLY_BYTES, Exchange, Timeout, repeated
+from reward_loop.client.http import Exchange, Timeout, repeated
 from reward_loop.client.request_cache import RequestCache
 from reward_loop.client.verdicts import Choice, NoVerdictError, Number, Ratings, Verdict, value_in
 from reward_loop.errors import ConfigError, RequestError
@@ -103,11 +103,8 @@ class Judge:
         attempts: int | None = None,
         timeout: Timeout = "model",
         api_key_env: str | None = None,
-        max_reply_bytes: int = MAX_REPLY_BYTES,
         temperature: float | None = 0.0,
         max_tokens: int | None = None,
-        max_completion_tokens: int | None = None,
-        reasoning_effort: str | None = None,
         cache: str | None = None,
         **request: Any,
     ) -> None:
@@ -136,18 +133,14 @@ class Judge:
             timeout: seconds until the reply is received; ``None`` for no limit but the deadline of the reward function.
                 By default those of the model (``reward_model.server.timeout``), or 300.
             api_key_env: the name of the environment variable with the service's API key.
-            max_reply_bytes: the longest answer of the server, in bytes after decompression; a longer one is an error.
             temperature: the temperature of sampling. Some models, such as those of GPT-5, accept no 0: they need
                 ``None``.
             max_tokens: the longest reply, in tokens; by default the server's own limit. A longer reply is cut off, so
                 the response is unscored.
-            max_completion_tokens: the same for OpenAI's models, which do not accept ``max_tokens`` any more; reasoning
-                counts.
-            reasoning_effort: how much the model reasons: ``minimal``, ``low``, ``medium`` or ``high``, if it supports
-                that.
             cache: a file (SQLite) with the replies to earlier requests. A request with the same address and body is not
                 sent again, also in later runs. For the address of a service: that of a run's own judge changes.
-            request: other fields of the request, such as ``seed`` or ``top_p``. A field that is ``None`` is left out.
+            request: other fields of the request, such as ``seed``, ``reasoning_effort``, or, for OpenAI's models,
+                ``max_completion_tokens`` in place of ``max_tokens``. A field that is ``None`` is left out.
 
         Raises:
             ConfigError: a field of `fence` is not in the template, the verdict has no expected score, the address is
@@ -183,14 +176,11 @@ class Judge:
             "limit": limit,
             "timeout": timeout,
             "api_key_env": api_key_env,
-            "max_reply_bytes": max_reply_bytes,
             "cache": stored,
         }
         given = {
             "temperature": temperature,
             "max_tokens": max_tokens,
-            "max_completion_tokens": max_completion_tokens,
-            "reasoning_effort": reasoning_effort,
             **(_LOGPROBS if expected else {}),
             **verdict.request,
             **request,

@@ -186,7 +186,7 @@ class Line:
         found = self._line.fullmatch(line)
         if found is None:
             raise NoVerdictError(
-                f"no {self._after!r} was found in the reply"
+                f"no {self._after!r} was found in the reply: {shorten(text, 80)}"
                 if self._after and not self._marker.search(plain(text))
                 else f"the last line is not {self._after!r} and a value alone: {shorten(line, 80)}"
             )
@@ -393,19 +393,25 @@ class Pattern(_OfLine):
                 such as ``(a+)+``.
             scores: the score of each verdict; spaces around it and case are ignored. By default the verdict is a
                 number, which is the score.
-            enforce: see `Number`. Without `scores`, the expression does not bound the number in the JSON object.
+            enforce: see `Number`. It needs `scores`: the server does not know the numbers that the expression matches.
 
         Raises:
-            ConfigError: the expression is invalid, or two verdicts differ only in case or spaces.
+            ConfigError: the expression is invalid, two verdicts differ only in case or spaces, or there are no `scores`
+                for `enforce`.
         """
         try:
             self._pattern = re.compile(pattern)
         except re.error as error:
             raise ConfigError(f"Pattern({pattern!r}) is not a valid regular expression: {error}") from None
         self._scores = None if scores is None else {_squeezed(word): float(score) for word, score in scores.items()}
+        if enforce and scores is None:
+            raise ConfigError(
+                "Pattern(enforce=True): the JSON object might have a number that the expression excludes. Give the "
+                "scores of the verdicts, or use Number(low, high, enforce=True)"
+            )
         if scores is not None and len(self._scores or ()) < len(scores):
             raise ConfigError(f"Pattern: two of the verdicts {listing(scores)} differ only in case or spaces")
-        self._define(None, r"[^\n]{1,200}?", [], {"type": "number"} if scores is None else {"enum": [*scores]}, enforce)
+        self._define(None, r"[^\n]{1,200}?", [], {"enum": list(scores or ())}, enforce)
         self.again = self.again or "the verdict, in the form that was asked for"
 
     def read(self, reply: str, again: bool = False) -> tuple[str, float]:
@@ -427,7 +433,7 @@ class Pattern(_OfLine):
         counts = [sum(1 for _ in islice(self._pattern.finditer(one), 2)) for one in (text, plain(text))]
         found = self._pattern.search(text)
         if found is None:
-            raise NoVerdictError(f"nothing in it matches {self._pattern.pattern!r}")
+            raise NoVerdictError(f"nothing in the reply matches {self._pattern.pattern!r}: {shorten(text, 80)}")
         start = text.rfind("\n", 0, found.start()) + 1
         around = text[start : found.start()] + text[found.end() :].removesuffix(".")
         if max(counts) > 1 or around.strip(" \t*_`$"):

@@ -321,6 +321,8 @@ class _Checks:
                 row, *others = await self.calls.run([one, *self.samples[1:]] if self.calls.is_batched else [one])
                 if row.outcome == "failed":
                     advice = "Policies generate such responses: return a score, or None for no score"
+                    if "RequestError: " in row.error:
+                        advice = "The service that the function asked is the cause, not this response"
                     if others and all(other.outcome == "failed" for other in others):
                         advice += f". The {len(others)} other samples of the call also failed"
                     found.append(Finding(name, "problem", f"{_explained(row.error)}\n{advice}"))

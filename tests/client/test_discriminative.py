@@ -51,30 +51,6 @@ async def test_the_shapes_of_vllms_answers(found: dict[str, Any], logits: Any) -
         assert await classify(judge.address, "x") == logits
 
 
-@pytest.mark.parametrize(
-    ("values", "warned"),
-    [
-        ([[0.9], [0.9]], True),
-        ([[0.25, 0.75], [0.25, 0.75]], True),
-        ([[0.4], [0.6]], False),  # a logit, and its sigmoid
-        ([[0.25, 0.75], [0.38, 0.62]], False),
-        ([[-1.0]], False),  # no second request
-        ([[0.25, 0.5]], False),
-    ],
-)
-async def test_a_server_that_ignores_the_activation_is_named(
-    values: list[list[float]], warned: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with FakeJudge() as judge:
-        judge.script(*(Logits(tuple(given)) for given in values), *(Logits((0.5,)) for _ in range(3)))
-        await classify(judge.address, "x")
-        assert len(judge.requests) == len(values)
-        assert ("probabilities, not logits" in caplog.text) is warned
-        if len(values) > 1:
-            await classify(judge.address, "y")
-            assert len(judge.requests) == len(values) + 1  # the server is asked once
-
-
 async def test_an_answer_without_logits_is_an_error() -> None:
     async with FakeJudge() as judge:
         judge.script(NoChoices(), NoChoices())

@@ -382,7 +382,7 @@ async def test_a_second_request_that_the_server_refuses_leaves_the_sample_unscor
         judge = Judge("{{answer}}", Number(1, 10), address=server.address)
         server.script("It is good", Status(400))  # such as a conversation that is now too long for the model
         unscored = str((await judge(answer="4")).unscored)
-        assert "no 'Score:' was found in the reply; the server refused the second request" in unscored
+        assert "no 'Score:' was found in the reply: 'It is good'; the server refused the second request" in unscored
         server.script("It is good", Status(401))
         with pytest.raises(RequestError):
             await judge(answer="4")

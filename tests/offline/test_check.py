@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 
 from reward_loop import ConfigError, FunctionLoadError, RewardLoopConfig, RewardSample, limit
+from reward_loop.client import chat_complete
 from reward_loop.offline import check_calls as calls
 from reward_loop.offline.check import CheckReport, check
+from reward_loop.testing import Body, FakeJudge
 
 SAMPLES = [RewardSample(f"2+2 is {i}", ground_truth=["4"], uid=f"q{i}", extra_info={"a": [1]}) for i in range(5)]
 QUIET: dict[str, Any] = {"max_blocked_s": 600.0}  # whatever else the machine does, nothing counts as blocking
@@ -176,6 +178,20 @@ async def test_odd_responses_that_fail_are_found(blank: str) -> None:
     assert "no answer in it" in problem.text
     assert "None for no score" in problem.text
     assert "unscored" not in findings["a malformed response"][1]
+
+
+async def test_an_unusable_reply_of_a_judge_is_not_blamed_on_the_response() -> None:
+    async def judged(solution_str: str) -> float:
+        return 1.0 if "\ufffd" not in solution_str else float((await chat_complete(server.address, "x")).text)
+
+    async with FakeJudge() as server:
+        server.script(*[Body("<html>gone</html>")] * 9)
+        report, _ = await found(judged, options=RewardLoopConfig(retry={"max_attempts": 1}))
+    (problem,) = report.problems
+    assert problem.check == "a malformed response"
+    assert "The service that the function asked is the cause" in problem.text
+    assert "<html>gone</html>" in problem.text
+    assert "Policies generate" not in problem.text
 
 
 async def test_results_that_differ_are_noted_and_not_compared_with_concurrent_calls() -> None:

@@ -71,7 +71,12 @@ async def test_an_exchange_is_recorded_word_for_word(tmp_path: Path, function: A
     [
         (
             Answer("no idea"),
-            {"status": 200, "reply": "no idea", "score": None, "unscored": "no 'Score:' was found in the reply"},
+            {
+                "status": 200,
+                "reply": "no idea",
+                "score": None,
+                "unscored": "no 'Score:' was found in the reply: 'no idea'",
+            },
         ),
         (Answer("Score: 7", "length"), {"finish_reason": "length", "score": None}),
         (Status(400, message="too long"), {"status": 400, "response": {"error": {"message": "too long"}}}),
