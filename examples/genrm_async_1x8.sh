@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Fully asynchronous GRPO on GSM8K with a generative judge, all on GPUs of their own: one node with 8 GPUs, 4 for training,
-# 2 for rollouts and 2 for the judge (one server). docs/verl-overlap.md has the placement on two nodes.
+# 2 for rollouts and 2 for the judge (one server). docs/verl.md describes the mode. On two nodes with 8
+# GPUs each: RAY_ADDRESS=auto, trainer.n_gpus_per_node=8, actor_rollout_ref.rollout.n_gpus_per_node=4,
+# reward.reward_model.n_gpus_per_node=4.
 #
-#   pip install '.[verl]' 'verl[vllm]==0.9.1' # flash-attn and cupy, see docs/verl.md and docs/verl-overlap.md
+#   pip install '.[verl]' 'verl[vllm]==0.9.1' # flash-attn and cupy, see docs/verl.md
 #   python examples/gsm8k/prepare.py
 #   bash examples/genrm_async_1x8.sh [more options of verl]
 #

@@ -35,7 +35,6 @@ NOT_RUN = {
     "python -m verl.trainer.main_ppo ": "trains; test_docs.py composes its configuration",
     "python -m examples.verl_cpu ": "the same",
     "bash examples/": "trains on GPUs",
-    "RAY_ADDRESS=auto bash examples/": "trains on GPUs",
     "ray start ": "needs several machines",
     "ssh ": "needs another machine",
     "python examples/gsm8k/prepare.py": "downloads a data set",

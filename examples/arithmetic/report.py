@@ -68,7 +68,7 @@ class Report:
 
     @property
     def hidden_share(self) -> float:
-        """The hidden share of judging over all steps, as docs/overlap.md defines it; 0 without judging."""
+        """The hidden share of judging over all steps, as docs/verl.md defines it; 0 without judging."""
         waiting, pending = (
             sum(step.overlap.get(name, 0.0) for step in self.steps) for name in ("waiting_for_rewards_s", "judging_s")
         )

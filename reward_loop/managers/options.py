@@ -56,7 +56,7 @@ class RewardLoopConfig(ScoringOptions):
     detect that a node is lost."""
 
     health: HealthConfig = Field(default_factory=HealthConfig)
-    """In a verl run: the limits of the live numbers of each step, see docs/health.md."""
+    """In a verl run: the limits of the live numbers of each step, see docs/viewer.md."""
 
     batch: BatchConfig = Field(default_factory=BatchConfig)
     """For the manager ``batch``."""

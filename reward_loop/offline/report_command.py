@@ -47,7 +47,7 @@ def report(
     the groups whose rewards are all equal or missing, the latency and the
     failures of judges, the slowest and the costliest samples, and of a verl run
     the warnings of its live numbers.
-    docs/score-files.md describes the summary.
+    docs/viewer.md describes the summary.
     """
     out = console()
     prices = Price.parse(price)

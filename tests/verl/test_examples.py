@@ -23,7 +23,7 @@ pytestmark = pytest.mark.integration
 EXAMPLES = Path(prepare.__file__).parents[1]
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.sh"))
 CASES: dict[str, tuple[str, ...]] = dict.fromkeys(SCRIPTS, ()) | {
-    # As in docs/verl-overlap.md.
+    # A whole node for training.
     "genrm_async_1x8.sh on 2x8": (
         *("trainer.n_gpus_per_node=8", "actor_rollout_ref.rollout.n_gpus_per_node=4"),
         "reward.reward_model.n_gpus_per_node=4",

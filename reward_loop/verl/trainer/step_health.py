@@ -1,4 +1,4 @@
-"""The live numbers of docs/health.md in verl's trainer: metrics, warnings in the log, and records."""
+"""The live numbers of docs/viewer.md in verl's trainer: metrics, warnings in the log, and records."""
 
 from __future__ import annotations
 
