@@ -1,5 +1,4 @@
 import contextlib
-import gzip
 import json
 import os
 import re
@@ -100,19 +99,11 @@ def exported(path):
 
 def test_a_summary_and_records_beside_the_input(folder):
     shown = run(*MAPPED, "--export", "out/scores.jsonl")
-    for part in ("rows 6", "score mean 0.6", "1 failed, 5 scored", "rows/s", "reward-loop view rollouts.scored"):
+    for part in ("rows: 6", "score mean 0.6", "1 failed, 5 scored", "reward-loop view rollouts.scored"):
         assert part in shown
     assert "sample line 6: compute_score (reward.py) raised ValueError: five" in shown
     assert [row["score"] for row in exported(folder / "out" / "scores.jsonl")] == [1.0, 0.0, 1.0, 0.0, 1.0, None]
     assert len(list(RecordsReader(folder / "rollouts.scored").rows())) == 6
-
-
-@pytest.mark.parametrize("name", ["step.1.jsonl", "step.2.jsonl.gz"])
-def test_the_records_of_files_with_similar_names_are_in_different_folders(folder, name):
-    text = (folder / "rollouts.jsonl").read_bytes()
-    (folder / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
-    run("score", "reward.py:compute_score", name, "-f", "solution_str=output", "-f", "ground_truth=gts")
-    assert (folder / f"{name[:6]}.scored").is_dir()
 
 
 @pytest.mark.parametrize(
@@ -131,7 +122,7 @@ def test_score_takes_function_and_file_in_any_order(folder, arguments):
 
 def test_a_file_with_a_colon_in_its_name_is_not_a_function(folder):
     (folder / "step:1.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
-    assert "rows 1" in run(
+    assert "rows: 1" in run(
         "score", "reward.py:compute_score", "step:1.jsonl", "-f", "solution_str=output", "-f", "ground_truth=gts"
     )
 
@@ -184,10 +175,6 @@ def test_a_file_without_rows_is_noted(folder):
     assert "note: empty.jsonl has no rows" in run("score", "empty.jsonl", "reward.py:Judge")
 
 
-def test_strict_sets_the_exit_status_if_rows_fail(folder):
-    assert "1 failed, 5 scored" in run(*MAPPED, "--strict", code=1)
-
-
 def test_reward_kwargs_are_json_or_text(folder):
     run(*MAPPED, "--reward-kwarg", "weight=0.5", "--export", "out.jsonl")
     assert exported(folder / "out.jsonl")[0]["score"] == 0.5
@@ -213,10 +200,9 @@ def test_reward_kwargs_are_json_or_text(folder):
         (("score", "rollouts.jsonl"), "name the function: file.py:name"),
         ((*MAPPED, "-o", "reward.py/out"), "-o reward.py/out: the folder cannot be created: Not a directory"),
         ((*MAPPED, "-o", "reward.py"), "-o reward.py: the folder cannot be created: File exists"),
-        ((*MAPPED, "--export", "out.csv"), "--export out.csv: the file is JSONL (.jsonl, .jsonl.gz, .jsonl.zst) or"),
-        ((*MAPPED, "--export", "/dev/full"), "--export /dev/full: the file is JSONL"),
+        ((*MAPPED, "--export", "/dev/full"), "--export /dev/full: the export is a JSONL file"),
         ((*MAPPED, "-O", "log_dir=x"), "-O log_dir has no effect: the records are in the folder --output"),
-        (("score", "rollouts.csv", "reward.py"), "rollouts.csv: rollouts are JSONL, which may be compressed"),
+        (("score", "rollouts.csv", "reward.py"), "line 1: not JSON, with one object in each line"),
         ((*MAPPED, "--manager", "composite"), "reward_loop.combine"),
         ((*SCORE, "-f", "ground_truth=gt"), "none of the 6 rows can be scored. line 1: no field 'gt'"),
         (
@@ -260,21 +246,6 @@ def test_a_run_that_its_policy_stops_is_exit_status_1(folder):
     assert shown.startswith("error: sample line 6: compute_score (reward.py) raised ValueError: five")
 
 
-def test_a_command_can_be_corrected_after_a_mapping_that_fits_no_row(folder):
-    shown = run(*SCORE, "-f", "ground_truth=gt", code=2)
-    assert "no field 'gt' (for ground_truth); did you mean 'gts'? Its fields are gts, output: name the right" in shown
-    assert "5 scored" in run(*MAPPED)
-
-
-def test_extra_info_from_single_fields(folder):
-    (folder / "meta.py").write_text(
-        "def compute_score(solution_str, extra_info): return float(extra_info['question'] == solution_str)\n"
-    )
-    mapped = ("-f", "solution_str=output", "-f", "extra_info.question=gts")
-    assert "score mean 0.5" in run("score", "rollouts.jsonl", "meta.py", *mapped)
-    run("check", "meta.py", "rollouts.jsonl", *mapped)
-
-
 KEYED = """
 import os
 def compute_score(solution_str):
@@ -296,10 +267,10 @@ def test_rows_that_failed_before_the_key_was_set_are_scored_again(folder, monkey
     assert "64 failed, 6 scored" in shown
     assert "To score the failed rows again, run the same command with --retry-failed" in shown
     shown = run(*keyed, "--retry-failed")
-    assert "rows 70, 6 of them by an earlier run" in shown
+    assert "rows: 70, 6 of them by an earlier run" in shown
 
 
-def test_rows_without_a_verdict_or_left_out_by_the_budget_are_scored_again(folder):
+def test_rows_left_out_by_the_budget_are_scored_again(folder):
     (folder / "unsure.py").write_text(
         "import os, reward_loop\n"
         "def compute_score(solution_str):\n"
@@ -313,7 +284,6 @@ def test_rows_without_a_verdict_or_left_out_by_the_budget_are_scored_again(folde
     assert "The budget left 3 rows without a score. To score them, rerun the command" in shown
     (folder / "sure").touch()
     assert "3 scored, 2 unscored" in run(*command)
-    assert "rows 5, 3 of them by an earlier run" in run(*command, "--retry-unscored")
 
 
 def test_a_run_without_any_score_is_exit_status_1_with_counted_causes(folder):
@@ -375,13 +345,6 @@ def test_a_run_is_not_resumed_with_other_options_or_an_edited_function(folder):
     assert "with another " in run(*MAPPED, "-O", "on_failed=default", code=2)
     (folder / "reward.py").write_text(FUNCTION.replace('"5"', '"6"'))
     assert "with another function" in run(*stops, code=2)
-
-
-def test_a_run_is_not_resumed_with_another_end_of_a_long_argument(folder):
-    (folder / "graded.py").write_text("def graded(solution_str, rubric):\n    return float(rubric.endswith('good'))")
-    score = ("score", "rollouts.jsonl", "graded.py:graded", "-f", "solution_str=output")
-    run(*score, "--reward-kwarg", f"rubric={'x' * 2000} good")
-    assert "with another function" in run(*score, "--reward-kwarg", f"rubric={'x' * 2000} poor", code=2)
 
 
 MANAGERS = """
@@ -505,16 +468,6 @@ def test_shell_completion_offers_commands_managers_policies_and_engines():
     assert completed("score", "--isolation", "") == ["thread", "process"]
     assert completed("route", "--policy", "a") == ["affinity"]
     assert "http://a:1,engine=sglang" in completed("route", "-w", "http://a:1,engine=")
-
-
-def test_the_note_on_processes_that_run_nothing(folder):
-    (folder / "waits.py").write_text("async def compute_score(solution_str): return 1\n")
-    processes = ("--isolation", "process", "-O", "max_processes=1", "-O", "max_memory_mb=500")
-    waits = ("score", "rollouts.jsonl", "waits.py", "-f", "solution_str=output", "--restart")
-    assert "note: --isolation process has no effect: only sync functions" in run(*waits, *processes)
-    shown = run(*MAPPED, "--restart", *processes)
-    assert "no effect" not in shown
-    assert "sample line 6: compute_score (reward.py) raised ValueError: five" in shown
 
 
 def test_the_process_of_a_command_collects_garbage_less_often(folder):

@@ -1,5 +1,4 @@
 import asyncio
-import gzip
 import json
 import math
 import os
@@ -29,7 +28,7 @@ from reward_loop import (
 from reward_loop.client import chat_complete
 from reward_loop.managers import GroupRewardLoopManager
 from reward_loop.offline.fields import Fields, check_fields
-from reward_loop.offline.folder import COLUMNS, ScoredFolder, check_export, export
+from reward_loop.offline.folder import ScoredFolder, check_export, export
 from reward_loop.offline.inputs import Inputs, Row
 from reward_loop.offline.report import Report
 from reward_loop.offline.run import score_rows
@@ -82,7 +81,7 @@ def score(
     config=None,
     identity=None,
     restart=False,
-    retry=(),
+    retry_failed=False,
     **kwargs,
 ):
     """Score a file as the command does; ``output`` is the folder of the records."""
@@ -94,7 +93,7 @@ def score(
     check_fields(inputs.rows(), inputs.name, fields)
     identity = {"input": inputs.identity(), **(identity or {})}
     with ScoredFolder.open(output, identity, restart=restart) as folder:
-        folder.forget_outcomes(retry)
+        folder.forget_unfinished(failed=retry_failed)
         resumed = score_rows(inputs, folder, manager, fields=fields, **kwargs)
         report = Report()
         for row in folder.rows():
@@ -133,10 +132,11 @@ def test_bad_rows_are_failed_rows(tmp_path):
         {"solution_str": "1", "ground_truth": "1", "extra_info": [1]},
         {"solution_str": "", "ground_truth": ""},
         '{"solution_str": "1", "ground_truth": "1", "other": ' + "[" * 600 + "]" * 600 + "}",
+        '{"solution_str": "1", "ground_truth": "1", "other": ' + "[" * 6000 + "]" * 6000 + "}",
     ]
     source = write_jsonl(tmp_path / "in.jsonl", rows)
     done = score(source, tmp_path / "out")
-    assert Inputs.open([str(source)]).count() == len(done.rows) == 9
+    assert Inputs.open([str(source)]).count() == len(done.rows) == 10
     errors = [row["error"] for row in done.rows]
     assert errors[0] is None
     assert "line 2: not JSON" in errors[1]
@@ -146,9 +146,11 @@ def test_bad_rows_are_failed_rows(tmp_path):
     assert "line 7: field 'solution_str' is None, not text" in errors[5]
     assert "line 8: field 'extra_info' is [1], not an object" in errors[6]
     assert done.rows[7]["score"] == 1.0
-    assert "line 10: its fields are nested more than 200 levels deep" in errors[8]
-    assert [row["score"] for row in (*done.rows[1:7], done.rows[8])] == [None] * 7
-    assert done.outcomes == {"scored": 2, "failed": 7}
+    assert done.rows[8]["score"] == 1.0
+    assert "line 11: not JSON" in errors[9]
+    assert "nested too deeply" in errors[9]
+    assert [row["score"] for row in (*done.rows[1:7], done.rows[9])] == [None] * 7
+    assert done.outcomes == {"scored": 3, "failed": 7}
     assert sum(count for count, *_ in done.report.causes.most_common()) == 7
 
 
@@ -211,10 +213,10 @@ def test_a_constant_data_source_and_a_field_for_it_contradict_each_other():
 
 
 def test_columns_that_have_our_names_are_kept(tmp_path):
-    rows = [{**ROWS[0], "score": "old", "input_outcome": 1, "outcome": 99}]
+    rows = [{**ROWS[0], "score": "old", "outcome": 99}]
     (row,) = score(write_jsonl(tmp_path / "in.jsonl", rows), tmp_path / "out").rows
     assert (row["score"], row["input_score"]) == (1.0, "old")
-    assert (row["outcome"], row["input_outcome"], row["input_input_outcome"]) == ("scored", 1, 99)
+    assert (row["outcome"], row["input_outcome"]) == ("scored", 99)
 
 
 def test_a_function_that_changes_the_working_directory(tmp_path, monkeypatch):
@@ -344,24 +346,6 @@ def test_a_file_system_that_refuses_records_stops_the_run_and_loses_nothing(tmp_
     assert (done.resumed, len(done.rows), done.report.samples) == (len(before), 2400, 2400)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "changed"),
-    [
-        ({"n": 1}, {"n": 2}, r"function\.arguments\.n"),
-        ({"answer_key": "Final"}, {"answer_key": "Other"}, r"function\.arguments\.answer_key"),
-        ({"judge_token": 1}, {"judge_token": 2}, r"function\.arguments\.judge_token"),
-        ({"url": "http://h/v1?m=a"}, {"url": "http://h/v1?m=b"}, r"function\.arguments\.url"),
-    ],
-)
-def test_other_arguments_are_noticed_whatever_their_names(tmp_path, before, after, changed):
-    source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out"
-    score(source, output, identity={"function": {"arguments": before, "name": "f"}})
-    with pytest.raises(ConfigError, match=rf"another function: .*--restart\. Changed since then.*: {changed}$"):
-        score(source, output, identity={"function": {"arguments": after, "name": "f"}})
-    same = {"function": {"name": "f", "arguments": before}}
-    assert score(source, output, identity=same).resumed == len(ROWS)
-
-
 @pytest.mark.parametrize("change", ["input", "function"])
 def test_another_run_is_not_continued(tmp_path, change):
     source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out"
@@ -466,9 +450,9 @@ def test_failed_rows_of_a_finished_run_are_scored_again_where_asked(tmp_path):
     score(source, output, fails_for("3", "7"), config=config)
     done = score(source, output, unchanged := fails_for(), config=config)
     assert (done.outcomes, done.resumed, unchanged.calls) == ({"scored": 10, "failed": 2}, 12, {})
-    done = score(source, output, again := fails_for("7"), config=config, retry=("failed",))
+    done = score(source, output, again := fails_for("7"), config=config, retry_failed=True)
     assert (done.outcomes, done.resumed) == ({"scored": 11, "failed": 1}, 10)
-    done = score(source, output, last := fails_for(), config=config, retry=("failed",))
+    done = score(source, output, last := fails_for(), config=config, retry_failed=True)
     # A row has one record, that of its last call.
     assert (done.outcomes, done.report.samples) == ({"scored": 12}, 12)
     assert (set(again.calls), set(last.calls)) == ({"3", "7"}, {"7"})
@@ -494,19 +478,6 @@ def test_rows_that_the_budget_left_out_are_scored_by_the_next_run(tmp_path, at_c
     done = score(source, output, judge, config=limits)
     assert (done.outcomes, done.resumed, len(calls)) == ({"scored": 11, "unscored": 1}, 3, 12)
     assert (done.report.over_budget, done.report.stopped) == (0, 0)
-    score(source, output, judge, config=limits, retry=("unscored",))
-    assert calls[12:] == ["0"]
-
-
-def test_an_interrupted_retry_is_resumed_without_an_option(tmp_path):
-    source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out"
-    score(source, output, fails_for("3", "7"), config={"retry": {"max_attempts": 1}})
-    stopped = Calls(1)
-    with pytest.raises(KeyboardInterrupt):
-        score(source, output, stopped, retry=("failed",), concurrency=1)
-    last = Calls()
-    assert score(source, output, last).outcomes == {"scored": 12}
-    assert (set(stopped.calls), set(last.calls)) == ({"3"}, {"7"})
 
 
 def test_a_run_without_results_starts_over_with_another_function(tmp_path):
@@ -523,11 +494,6 @@ def test_a_mapping_that_fits_no_row_is_an_error_and_leaves_nothing_behind(tmp_pa
     with pytest.raises(ConfigError, match=r"none of the 12 rows.*line 1: no field 'gt' \(for ground_truth\)"):
         score(source, output, fields=Fields({"ground_truth": "gt"}))
     assert not output.exists()
-
-
-def test_a_first_row_that_does_not_fit_is_one_failed_row(tmp_path):
-    source = write_jsonl(tmp_path / "in.jsonl", [{"ground_truth": "1"}, *ROWS])
-    assert score(source, tmp_path / "out").outcomes == {"failed": 1, "scored": 12}
 
 
 def ranks(solution_strs):
@@ -569,94 +535,35 @@ def test_parquet(tmp_path):
     done = score(source, tmp_path / "out", fields=fields)
     assert done.mean == pytest.approx(1 / 3)
     assert done.rows[1]["reward_model"] == {"ground_truth": "0"}
-    table = exported(source, tmp_path / "out", "scores.parquet")
-    assert table.column_names == ["output", "reward_model", *COLUMNS]
-    scored = table.to_pylist()
-    assert [row["output"] for row in scored] == [row["output"] for row in rows]
-    assert json.loads(scored[0]["components"])["length"] == 1
-
-
-def exported(source, folder, name):
-    """Export to parquet, and return the table."""
-    import pyarrow.parquet
-
-    export(Inputs.open([str(source)]), ScoredFolder(folder), folder.with_name(name))
-    return pyarrow.parquet.read_table(folder.with_name(name))
-
-
-@pytest.mark.parametrize("source_suffix", ["jsonl", "jsonl.gz", "parquet"])
-def test_files_of_more_rows_than_a_batch(tmp_path, source_suffix):
-    pq, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
-    count = 2 * 1024 + 5  # parquet is read in batches of 1024 rows
-    rows = [{"id": i, "solution_str": str(i % 7), "ground_truth": "3"} for i in range(count)]
-    source, output = tmp_path / f"in.{source_suffix}", tmp_path / "out"
-    if source_suffix == "parquet":
-        pq.write_table(pa.Table.from_pylist(rows), source)
-    else:
-        text = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        source.write_bytes(gzip.compress(text) if source_suffix.endswith("gz") else text)
-    expected = [(i, float(i % 7 == 3)) for i in range(count)]
-    assert [(row["id"], row["score"]) for row in score(source, output).rows] == expected
-    written = exported(source, output, "out.parquet").to_pylist()
-    assert [(row["id"], row["score"]) for row in written] == expected
-    export(Inputs.open([str(source)]), ScoredFolder(output), tmp_path / "out.jsonl.gz")
-    lines = gzip.decompress((tmp_path / "out.jsonl.gz").read_bytes()).splitlines()
-    assert [(row["id"], row["score"]) for row in map(json.loads, lines)] == expected
-
-
-def test_parquet_with_dates_that_python_does_not_have(tmp_path):
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-
-    far = pa.array([2**40, None], pa.timestamp("s"))
-    source = tmp_path / "in.parquet"
-    pyarrow.parquet.write_table(pa.table({"solution_str": ["1", "2"], "until": far}), source)
-    with pytest.raises(ConfigError, match=r"in.parquet: a column cannot be read: .*remove it"):
-        score(source, tmp_path / "out")
-
-
-def test_jsonl_to_parquet_with_columns_of_mixed_types(tmp_path):
-    pytest.importorskip("pyarrow.parquet")
-    rows = [{**ROWS[0], "note": 1}, {**ROWS[1], "note": [1]}, "torn {", {**ROWS[2], "late": "x"}]
-    source, output = write_jsonl(tmp_path / "in.jsonl", rows), tmp_path / "out"
-    score(source, output)
-    scored = exported(source, output, "out.parquet").to_pylist()
-    assert [row["note"] for row in scored] == ["1", "[1]", None, None]
-    assert [row["late"] for row in scored] == [None, None, None, "x"]
-    assert [row["outcome"] for row in scored] == ["scored", "scored", "failed", "scored"]
-
-
-def test_an_empty_file(tmp_path):
-    source = write_jsonl(tmp_path / "in.jsonl", [])
-    done = score(source, tmp_path / "out")
-    assert (done.rows, done.mean) == ([], None)
+    assert [row["output"] for row in done.rows] == [row["output"] for row in rows]
+    count = 2 * 1024 + 5  # more than a batch
+    pq.write_table(pa.Table.from_pylist([{"solution_str": "1", "ground_truth": "1"}] * count), source)
+    assert len(score(source, tmp_path / "many").rows) == Inputs.open([str(source)]).count() == count
 
 
 @pytest.mark.parametrize(
     ("file", "message"),
     [
         ("in.jsonl", "would overwrite the input"),
-        ("out.csv", r"the file is JSONL .* or parquet"),
-        ("a_folder.jsonl", "a folder or a device"),
-        ("in.jsonl/x.jsonl", "its folder cannot be created"),
+        ("folder/out.jsonl", "is in the folder that is scored"),
+        ("out.csv", "the export is a JSONL file"),
+        ("a_folder.jsonl", "the export is a JSONL file"),
+        ("other.jsonl/x.jsonl", "its folder cannot be created"),
     ],
 )
 def test_a_file_that_cannot_be_exported_is_refused(tmp_path, file, message):
-    source = write_jsonl(tmp_path / "in.jsonl", ROWS)
+    source, _ = write_jsonl(tmp_path / "in.jsonl", ROWS), write_jsonl(tmp_path / "other.jsonl", ROWS)
+    score_run(tmp_path / "folder")
     (tmp_path / "a_folder.jsonl").mkdir()
     with pytest.raises(ConfigError, match=rf"--export .*{file}.*{message}"):
-        check_export(Inputs.open([str(source)]), tmp_path / file)
+        check_export(Inputs.open([str(source), str(tmp_path / "folder")]), tmp_path / file)
 
 
 def test_without_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    source = write_jsonl(tmp_path / "in.jsonl", ROWS)
-    for name in ("in.parquet", "in.jsonl.gz"):
-        (tmp_path / name).write_bytes(b"")
-        with pytest.raises(ConfigError, match=rf"{name}: parquet and compressed files need pyarrow: pip install"):
-            list(Inputs.open([str(tmp_path / name)]).rows())
-        with pytest.raises(ConfigError, match=r"need pyarrow"):
-            check_export(Inputs.open([str(source)]), tmp_path / f"out{name}")
+    (tmp_path / "in.parquet").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"in.parquet: parquet files need pyarrow: pip install"):
+        list(Inputs.open([str(tmp_path / "in.parquet")]).rows())
 
 
 def test_values_of_any_type_are_written(tmp_path):
@@ -679,29 +586,6 @@ def test_values_of_any_type_are_written(tmp_path):
         "returned a dict that cannot be read: RecursionError('maximum recursion depth exceeded" in done.rows[1]["error"]
     )
     assert done.rows[2]["components"]["found"] == hex(10**5000)
-
-
-def test_surrogates_in_parquet_are_their_escapes(tmp_path):
-    pytest.importorskip("pyarrow.parquet")
-    row = {"solution_str": "\ud800", "ground_truth": "4", "more": {"\udfff": ["\ud801"]}}
-    source, output = write_jsonl(tmp_path / "in.jsonl", [row]), tmp_path / "out"
-
-    def refuse(solution_str):
-        raise ValueError(solution_str)
-
-    score(source, output, refuse, config={"max_failed_share": 1})
-    (scored,) = exported(source, output, "out.parquet").to_pylist()
-    assert scored["solution_str"] == "\\ud800"
-    assert scored["more"] == {"\\udfff": ["\\ud801"]}
-    assert "ValueError: \\ud800" in scored["error"]
-
-
-@pytest.mark.parametrize("empty", [{}, {"inner": {}}, [{}]])
-def test_objects_without_fields_in_parquet(tmp_path, empty):
-    pytest.importorskip("pyarrow.parquet")
-    source, output = write_jsonl(tmp_path / "in.jsonl", [{**row, "more": empty} for row in ROWS]), tmp_path / "out"
-    score(source, output, lambda solution_str: 1.0)
-    assert len(exported(source, output, "out.parquet")) == len(ROWS)
 
 
 @needs_gsm8k

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -68,7 +67,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_records_are_scored_as_they_are(folder: Path) -> None:
     shown = run("score", "run", "strict.py", "-o", "again", "--export", "scores.jsonl")
-    assert "rows 6" in shown
+    assert "rows: 6" in shown
     assert "in the browser: reward-loop view again" in shown
     rows = read(folder / "scores.jsonl")
     assert [row["score"] for row in rows] == [1.0, 0.0] * 3
@@ -126,7 +125,7 @@ def test_rollout_dumps_of_verl_are_scored_as_they_are(folder: Path) -> None:
     [
         (["run", "-o", "run"], "-o run is in the folder that is scored"),
         (["run", "-o", "run/out"], "-o run/out is in the folder that is scored"),
-        (["run", "--export", "run/out.jsonl"], "it must not be in the folder that is scored"),
+        (["run", "--export", "run/out.jsonl"], "or is in the folder that is scored"),
         ([".", "-o", "x"], ". is not a file of rollouts: it is a folder with neither records nor rollout dumps"),
     ],
 )
@@ -167,17 +166,3 @@ def test_what_was_recorded_comes_back_as_it_was(tmp_path: Path, monkeypatch: pyt
     (exported,) = read(tmp_path / "out.jsonl")
     assert exported["ground_truth"] == big
     assert exported["components"] == {"score": 1.0, "seed": big, "code": {"$bytes": "eA=="}}
-
-
-def test_bytes_beside_text_are_not_mixed_up_in_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = NaiveRewardLoopManager(
-        RewardLoopConfig(log_dir=str(tmp_path / "run")), compute_score=lambda solution_str: 1
-    )
-    for uid, truth in (("a", b"x"), ("b", "x")):
-        asyncio.run(manager.run_single(RewardSample("x", "d", truth, uid=uid)))
-    records(tmp_path / "run").flush()
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "one.py").write_text("def compute_score(solution_str):\n    return 1.0\n")
-    run("score", "run", "one.py:compute_score", "-o", "again", "--export", "out.parquet")
-    rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
-    assert sorted(row["ground_truth"] for row in rows) == ['"x"', '{"$bytes": "eA=="}']

@@ -131,8 +131,8 @@ def audit(
             err.print(escape(f"The judge's address in the records is {address}: another one by --judge-address."))
         samples, scores = [sample for _, sample in pairs], [float(row.columns["score"]) for row, _ in pairs]
         made = Audit(samples, scores, labels, level, scorer, reference, "ground_truth" in target.passes)
-        with ScoringProgress(len(made.jobs), scorer.manager, err) as progress, contextlib.chdir("."):
-            run(made.run(concurrency, progress.completed))
+        with contextlib.chdir("."):
+            run(made.run(concurrency, ScoringProgress(len(made.jobs), err).completed))
         found = made.findings(fail_above)
         problems = [one for one in found if one.is_problem]
         seen = {"samples": recorded.samples, "with_texts": recorded.with_texts, "audited": len(pairs), "accept": level}

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from reward_loop._util.json import encode
 from reward_loop._util.standard_streams import console, reserve_stdout
-from reward_loop._util.text import counted, duration, rounded
+from reward_loop._util.text import counted
 from reward_loop.config import RecordConfig, RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError
-from reward_loop.managers.scorer import Scorer, load_scorer
+from reward_loop.managers.scorer import load_scorer
 from reward_loop.offline import cli_options
 from reward_loop.offline.fields import Fields, check_fields
 from reward_loop.offline.folder import MAX_BYTES, ScoredFolder, check_export
 from reward_loop.offline.folder import export as write_export
-from reward_loop.offline.inputs import Inputs, is_compressed
+from reward_loop.offline.inputs import Inputs
 from reward_loop.offline.report import Report
 from reward_loop.offline.report_command import outcomes_of, show_report
-from reward_loop.offline.run import RunUsage, ScoringProgress, score_rows, usage_of
-from reward_loop.records import Price
+from reward_loop.offline.run import ScoringProgress, score_rows
 from reward_loop.scoring.load import source_hash
-from reward_loop.types import Outcome
 
 _err = console(stderr=True)
 
@@ -40,9 +34,8 @@ def score(
         typer.Argument(
             metavar="[FUNCTION] FILE",
             help="The reward function, [cyan]file.py:name[/], [cyan]package.module:name[/] or a ready judge such as "
-            "[cyan]judge:rubric[/], and the rollouts: JSONL, also "
-            "compressed (.gz, .zst, .bz2), parquet by its suffix, a folder (records, or verl's rollout dumps), or "
-            "a pattern such as [cyan]'dumps/*.jsonl'[/].",
+            "[cyan]judge:rubric[/], and the rollouts: JSONL, parquet by its suffix, or a folder (records, or verl's "
+            "rollout dumps).",
             show_default=False,
         ),
     ],
@@ -59,8 +52,7 @@ def score(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="When all rows are scored, write them with their scores: JSONL (.jsonl, also .gz, .zst, .bz2), or "
-            "parquet by the suffix.",
+            help="When all rows are scored, write them with their scores, as JSONL.",
         ),
     ] = None,
     field: cli_options.FieldPaths = None,
@@ -76,12 +68,7 @@ def score(
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Score the failed rows of an earlier run again.")
     ] = False,
-    retry_unscored: Annotated[
-        bool, typer.Option("--retry-unscored", help="Score the unscored rows of an earlier run again.")
-    ] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if any row failed.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
-    price: cli_options.Price = None,
 ) -> None:
     """Score stored rollouts with a reward function.
 
@@ -119,7 +106,6 @@ def score(
     config = parse(RewardLoopConfig, options, cli_options.option_names(context))
     if config.log_dir is not None:
         raise ConfigError("-O log_dir has no effect: the records are in the folder --output")
-    prices = Price.parse(price)
     source = Inputs.open(files)
     path = output or _default_output(source)
     # Absolute: the function may change the working directory.
@@ -133,19 +119,16 @@ def score(
         scorer = load_scorer(fn, manager, config, reward_kwargs=reward_kwargs, router_address=router_address)
         fields = Fields(paths, data_source=data_source, requires=scorer.requires)
         check_fields(source.rows(), source.name, fields)
-        if isolation == "process" and not scorer.function.in_processes:
-            _err.print("note: --isolation process has no effect: only sync functions run in processes")
+        # All that decides about the scores. What affects only the speed may change when a run is resumed.
         identity = {
             "input": source.identity(),
-            **_identity(scorer, config, paths, data_source, fn, manager, reward_kwargs),
+            "function": [fn, source_hash(scorer.loaded), reward_kwargs, manager],
+            "field mapping": [paths, data_source],
+            "policy": [config.on_failed, config.on_unscored, config.default_score],
         }
-        started = time.perf_counter()
-        with (
-            ScoredFolder.open(path, identity, restart=restart) as folder,
-            ScoringProgress(source.count(), scorer.manager, _err) as progress,
-        ):
-            again = {Outcome.FAILED: retry_failed, Outcome.UNSCORED: retry_unscored}
-            folder.forget_outcomes({outcome for outcome, chosen in again.items() if chosen})
+        progress = ScoringProgress(source.count(), _err)
+        with ScoredFolder.open(path, identity, restart=restart) as folder:
+            folder.forget_unfinished(failed=retry_failed)
             try:
                 resumed = score_rows(
                     source, folder, scorer.manager, fields=fields, concurrency=concurrency, on_row=progress.completed
@@ -157,28 +140,21 @@ def score(
                         "--retry-failed to also score the failed rows again."
                     )
                 raise
-            seconds = time.perf_counter() - started
             # Within the block, in which the folder is locked: another run could change the records.
             report = Report()
             for row in folder.rows():
                 report.add(row)
             if export is not None:
                 write_export(source, folder, export)
-        usage = usage_of(scorer.manager)
-        run: dict[str, Any] = {
-            "rows": report.samples,
-            "resumed": resumed,
-            "seconds": seconds,
-            "rows_per_second": (report.samples - resumed) / seconds,
-            "tokens": usage.tokens,
-            "cost": usage.cost,
-            "records": str(path),
-            "export": None if export is None else str(export),
-        }
+        run = {"rows": report.samples, "resumed": resumed, "records": str(path), "export": export and str(export)}
         if as_json:
-            stdout.write(encode({**report.to_dict(prices), **run}).decode() + "\n")
+            stdout.write(encode({**report.to_dict(), **run}).decode() + "\n")
         else:
-            _show(report, run, prices, console(stdout))
+            out = console(stdout)
+            show_report(report, out)
+            earlier = f", {resumed} of them by an earlier run" if resumed else ""
+            out.print(f"\nrows: {report.samples}{earlier}")
+            out.print(f"records: {escape(str(path))}; in the browser: reward-loop view {escape(str(path))}")
     failed = report.outcomes["failed"]
     if not report.samples:
         _err.print(f"note: {escape(source.name)} has no rows")
@@ -191,7 +167,7 @@ def score(
             f"The budget left {counted(report.over_budget, 'row')} without a score. To score them, rerun the command: "
             "each run has the whole budget of -O budget.max_cost and -O budget.max_tokens."
         )
-    if (report.samples and not report.outcomes["scored"]) or (strict and failed):
+    if report.samples and not report.outcomes["scored"]:
         raise typer.Exit(1)
 
 
@@ -210,52 +186,5 @@ def _default_output(source: Inputs) -> Path:
         raise ConfigError(f"{len(source.paths)} inputs are scored: name the folder of the records by --output DIR")
     path = source.paths[0].resolve()
     if path.is_dir():
-        # `.` and `..` have no parent as they are: the output would be in the folder that is scored.
-        beside = path if source.paths[0].name in ("", "..") else source.paths[0]
-        return beside.parent / f"{path.name}.scored"
-    plain = path.with_suffix("") if is_compressed(path) else path
-    return source.paths[0].parent / f"{plain.stem}.scored"
-
-
-def _identity(
-    scorer: Scorer,
-    config: RewardLoopConfig,
-    paths: Mapping[str, str],
-    data_source: str | None,
-    spec: str | None,
-    manager: str,
-    reward_kwargs: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return the identity of the run: all options that affect scores.
-
-    Options that affect only the speed are left out, so that they may change when a run is resumed.
-    """
-    return {
-        "function": {
-            "name": spec,
-            "sha256": source_hash(scorer.loaded),
-            "arguments": reward_kwargs,
-            "manager": manager,
-        },
-        "field mapping": {**paths, "data_source constant": data_source},
-        "policy": [config.on_failed, config.on_unscored, config.default_score],
-    }
-
-
-def _show(report: Report, run: Mapping[str, Any], prices: Price | None, out: Console) -> None:
-    show_report(report, out, prices)
-    out.print()
-    table = Table.grid(padding=(0, 2))
-    records = escape(run["records"])
-    scored = run["rows"] - run["resumed"]
-    resumed = f", {run['resumed']} of them by an earlier run" if run["resumed"] else ""
-    table.add_row("rows", f"{run['rows']}{resumed}")
-    if scored:
-        rate = f"{rounded(run['rows_per_second'])} rows/s" + (f" for {scored} rows" if resumed else "")
-        table.add_row("throughput", f"{rate}, {duration(run['seconds'])} in this run")
-    if usage := str(RunUsage(run["tokens"], run["cost"])):
-        table.add_row("used", f"{usage}, in this run")
-    table.add_row("records", f"{records}; in the browser: reward-loop view {records}")
-    if run["export"] is not None:
-        table.add_row("export", escape(run["export"]))
-    out.print(table)
+        return path.parent / f"{path.name}.scored"
+    return source.paths[0].with_suffix(".scored")

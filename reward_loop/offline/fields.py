@@ -15,8 +15,8 @@ from reward_loop.types import RewardSample, missing
 _OPTIONAL = ("prompt", "response_ids", "response_length", "is_truncated", "step", "training_progress", "validate")
 _TARGETS = ("solution_str", "ground_truth", "data_source", "extra_info", "group", *_OPTIONAL)
 
-_ARGUMENTS = {"step": "global_steps"}
-"""Part of a sample -> the argument of functions that has it, if its name is another one. Either names the field."""
+_ARGUMENTS = {"global_steps": "step"}
+"""Argument of functions -> the part of a sample that it has, if its name is another one."""
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "response_ids": Sequence,
@@ -54,8 +54,7 @@ class Fields:
         Raises:
             ConfigError: a part does not exist, or both ``data_source`` and a path for it are given.
         """
-        parts = {argument: part for part, argument in _ARGUMENTS.items()}
-        self.paths = {parts.get(target, target): path for target, path in (paths or {}).items()}
+        self.paths = dict(paths or {})
         self.data_source = data_source
         if data_source is not None and "data_source" in self.paths:
             raise ConfigError("--data-source and --field data_source contradict each other: leave one out")
@@ -65,7 +64,7 @@ class Fields:
                     f"a sample has no part {target!r}{did_you_mean(target, _TARGETS) or '.'} Its parts are "
                     f"{listing(_TARGETS)}, extra_info.KEY"
                 )
-        self._needs_value = {*requires, *(parts[name] for name in requires if name in parts)} - {"solution_str"}
+        self._needs_value = {_ARGUMENTS.get(name, name) for name in requires} - {"solution_str"}
         self._requires = {"solution_str", *self.paths, *self._needs_value}
         if "extra_info" not in self.paths and any(target.startswith("extra_info.") for target in self.paths):
             self._requires.discard("extra_info")
@@ -130,8 +129,6 @@ class Fields:
     def _get(self, row: Row, target: str, default: Any) -> Any:
         path = self._path(target)
         value = look_up(row.columns, path)
-        if value is MISSING and target in _ARGUMENTS and target not in self.paths:
-            value = look_up(row.columns, _ARGUMENTS[target])
         if value is not MISSING:
             if not missing(value):
                 return value
@@ -145,10 +142,9 @@ class Fields:
                 "extra_info": ", or set single keys of it by --field extra_info.KEY=...",
                 "data_source": ", or one source for all rows by --data-source NAME",
             }.get(target, "")
-            name = _ARGUMENTS.get(target, target)
             raise _FieldError(
-                f"no field {path!r} (for {name}){did_you_mean(path, row.columns) or '.'} "
-                f"Its fields are {listing(row.columns)}: name the right one by --field {name}=...{keys}"
+                f"no field {path!r} (for {target}){did_you_mean(path, row.columns) or '.'} "
+                f"Its fields are {listing(row.columns)}: name the right one by --field {target}=...{keys}"
             )
         return default
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import itertools
 import json
 import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from reward_loop._util.json import encode, to_json
-from reward_loop._util.text import listing
+from reward_loop._util.json import to_json
 from reward_loop.errors import ConfigError
-from reward_loop.offline.inputs import Inputs, import_pyarrow, is_compressed, is_parquet, read_batches
+from reward_loop.offline.inputs import Inputs
 from reward_loop.records import (
     SUB_FOLDERS,
     NoRecordsError,
@@ -37,10 +34,8 @@ MAX_BYTES = 2**62
 """The largest size of the folder: nothing is deleted."""
 
 COLUMNS = ("score", "outcome", "error", "components")
-"""The columns that are added: the score after the policy, and what the record of the row contains. An input column of
+"""The fields that are added: the score after the policy, and what the record of the row contains. An input field of
 the same name is renamed to ``input_<name>``."""
-
-_Results = Mapping[str, Mapping[str, Any]]
 
 
 class ScoredFolder:
@@ -106,8 +101,9 @@ class ScoredFolder:
         """Yield the records."""
         return iter(()) if (reader := self.reader) is None else reader.rows()
 
-    def forget_outcomes(self, outcomes: Collection[Outcome]) -> None:
-        """Remove the records of all rows with one of these outcomes, and of those that the budget left out."""
+    def forget_unfinished(self, *, failed: bool) -> None:
+        """Remove the records of the rows that the budget left out, and those of failed rows, if asked."""
+        outcomes = {Outcome.FAILED} if failed else set()
         self.forget({row["uid"] for row in self.rows() if row["outcome"] in outcomes or row.get("over_budget")})
 
     def forget(self, names: Collection[str]) -> None:
@@ -139,17 +135,15 @@ class ScoredFolder:
         file = self.path / RUN
         if any(self.path.iterdir()) and not file.exists():
             raise ConfigError(f"{self.path} was not written by this command: choose another --output")
-        run = dict(_digests(identity))
+        # Digests, not the values, which may be secrets.
+        run = {name: _digest(value) for name, value in identity.items()}
         before = json.loads(file.read_text()) if file.exists() else run
         changed = [name for name in {**before, **run} if before.get(name) != run.get(name)]
         # If all rows have failed, nothing is lost: the function was corrected, and starts over without --restart.
         if changed and not restart and any(row["outcome"] != Outcome.FAILED for row in self.rows()):
-            names = sorted({name.partition(".")[0] for name in changed})
-            shown = [name for name in changed if not any(other.startswith(f"{name}.") for other in changed)]
             raise ConfigError(
-                f"{self.path} has the records of a run with another {' and another '.join(names)}: choose another "
-                "--output, or discard them with --restart. Changed since then, by you or by a new version of "
-                f"reward-loop: {listing(shown)}"
+                f"{self.path} has the records of a run with another {' and another '.join(changed)}: choose another "
+                "--output, or discard them with --restart"
             )
         if restart or changed:
             for path in self.path.glob("*.jsonl"):
@@ -161,35 +155,21 @@ class ScoredFolder:
         written.replace(file)
 
 
-def _digests(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted name of each value and group of values with a digest."""
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        # Not the values, which may be secrets; a digest is too short to find a secret by trying. A change is found
-        # although digests are short, since it changes those of its groups, too.
-        text = json.dumps(json.loads(encode(value)), sort_keys=True)
-        yield name, hashlib.sha256(text.encode()).hexdigest()[:4]
-        if isinstance(value, Mapping):
-            yield from _digests(value, f"{name}.")
+def _digest(value: Any) -> str:
+    text = json.dumps(json.loads(to_json(value)), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def check_export(source: Inputs, file: Path) -> None:
     """Check that the file can be written. Called before the first row is scored.
 
     Raises:
-        ConfigError: its folder cannot be created, it is an input or no file, or a package is missing.
+        ConfigError: it is not named ``.jsonl``, its folder cannot be created, or it is an input.
     """
-    if is_parquet(file) or is_compressed(file):
-        import_pyarrow(file)
-    elif file.suffix.lower() != ".jsonl":
-        raise ConfigError(f"--export {file}: the file is JSONL (.jsonl, .jsonl.gz, .jsonl.zst) or parquet (.parquet)")
-    if file.exists() and not file.is_file():
-        raise ConfigError(f"--export {file}: this is a folder or a device, not a file")
-    for path in source.paths:
-        if path.is_dir() and file.resolve().is_relative_to(path.resolve()):
-            raise ConfigError(f"--export {file}: it must not be in the folder that is scored")
-        if file.exists() and file.samefile(path):
-            raise ConfigError(f"--export {file}: it would overwrite the input")
+    if file.suffix.lower() != ".jsonl" or file.is_dir():
+        raise ConfigError(f"--export {file}: the export is a JSONL file: name it .jsonl")
+    if any(file.resolve().is_relative_to(path.resolve()) for path in source.paths):
+        raise ConfigError(f"--export {file}: it would overwrite the input, or is in the folder that is scored")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -197,25 +177,14 @@ def check_export(source: Inputs, file: Path) -> None:
 
 
 def export(source: Inputs, folder: ScoredFolder, file: Path) -> None:
-    """Write all rows of the inputs, in order, with their scores; the file is replaced when all are written.
-
-    In parquet, components are JSON text: their names and types differ between rows, which parquet does not allow.
-    """
+    """Write all rows of the inputs, in order, with their scores; the file is replaced when all are written."""
     results = _results(folder)
-    with replacing(file) as temporary:
-        if is_parquet(file):
-            _write_parquet(source, temporary, results)
-        else:
-            with _create(temporary) as lines:
-                for row in source.rows():
-                    lines.write(to_json({**_renamed(row.columns), **results[row.name]}) + b"\n")
-
-
-def _create(path: Path) -> Any:
-    if not is_compressed(path):
-        return path.open("wb")
-    pa, _ = import_pyarrow(path)
-    return pa.output_stream(str(path))
+    temporary = file.with_name(f".partial-{file.name}")
+    with temporary.open("wb") as lines:
+        for row in source.rows():
+            kept = {f"input_{name}" if name in COLUMNS else name: value for name, value in row.columns.items()}
+            lines.write(to_json({**kept, **results[row.name]}) + b"\n")
+    temporary.replace(file)
 
 
 def _results(folder: ScoredFolder) -> dict[str, dict[str, Any]]:
@@ -226,103 +195,5 @@ def _results(folder: ScoredFolder) -> dict[str, dict[str, Any]]:
     for row in reader.rows():
         text = reader.text(row) or {}
         components = {**(row.get("components") or {}), **(text.get("components") or {})}
-        found[row["uid"]] = {
-            "score": row["reward"],
-            "outcome": row["outcome"],
-            "error": row["error"],
-            "components": components,
-        }
+        found[row["uid"]] = dict(zip(COLUMNS, (row["reward"], row["outcome"], row["error"], components), strict=True))
     return found
-
-
-def _write_parquet(source: Inputs, file: Path, results: _Results) -> None:
-    pa, pq = import_pyarrow(file)
-    types = dict.fromkeys(COLUMNS, pa.string()) | {"score": pa.float64()}
-    rows = source.rows()
-    writer = None
-    try:
-        for columns, count in _tables(source, pa):
-            found = [dict(results[row.name]) for row in itertools.islice(rows, count)]
-            for result in found:
-                result["components"] = to_json(result["components"]).decode()
-                result["error"] = _encodable(result["error"])
-            arrays = {name: pa.array([result[name] for result in found], type=types[name]) for name in COLUMNS}
-            table = pa.table({**_renamed(columns), **arrays})
-            writer = writer or pq.ParquetWriter(file, table.schema)
-            writer.write_table(table)
-        if writer is None:
-            pq.write_table(pa.table({name: pa.array([], type=kind) for name, kind in types.items()}), file)
-    finally:
-        if writer is not None:
-            writer.close()
-
-
-def _tables(source: Inputs, pa: Any) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield the input columns as arrow arrays, with the number of rows: one parquet file in batches, others whole."""
-    if source.parquet is not None:
-        for batch in read_batches(source.parquet):
-            yield dict(zip(batch.schema.names, batch.columns, strict=True)), batch.num_rows
-        return
-    rows = [row.columns for row in source.rows()]
-    names = dict.fromkeys(name for columns in rows for name in columns)
-    if rows:
-        yield {_encodable(name): _array(pa, [columns.get(name) for columns in rows]) for name in names}, len(rows)
-
-
-def _array(pa: Any, values: list[Any]) -> Any:
-    # In JSON, the type of a field may differ between rows, and an object may be empty. Parquet allows neither: such a
-    # column is written as JSON text.
-    with contextlib.suppress(pa.ArrowException, OverflowError):
-        array = pa.array(_encodable(values))
-        mixes = pa.types.is_binary(array.type) and any(isinstance(value, str) for value in values)
-        if not mixes and not _has_empty_struct(pa, array.type):
-            return array
-    return pa.array([None if value is None else to_json(value).decode() for value in values])
-
-
-def _has_empty_struct(pa: Any, kind: Any) -> bool:
-    if pa.types.is_struct(kind):
-        return not kind.num_fields or any(_has_empty_struct(pa, kind.field(i).type) for i in range(kind.num_fields))
-    return pa.types.is_list(kind) and _has_empty_struct(pa, kind.value_type)
-
-
-def _encodable(value: Any) -> Any:
-    """Replace lone surrogates by their escapes: JSON allows them, UTF-8 does not."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()
-    if isinstance(value, list):
-        return [_encodable(item) for item in value]
-    if isinstance(value, dict):
-        return {_encodable(key): _encodable(item) for key, item in value.items()}
-    return value
-
-
-def _renamed(columns: Mapping[str, Any]) -> dict[str, Any]:
-    return {_free_name(name, columns): value for name, value in columns.items()}
-
-
-def _free_name(name: str, taken: Mapping[str, Any]) -> str:
-    if name not in COLUMNS:
-        return name
-    name = f"input_{name}"
-    while name in taken:
-        name = f"input_{name}"
-    return name
-
-
-@contextmanager
-def replacing(file: Path) -> Iterator[Path]:
-    """Yield a temporary path in the folder of ``file``, which takes its place if the block ends without an error.
-
-    Raises:
-        OSError: the file cannot be written. The error names a file.
-    """
-    temporary = file.with_name(f".partial-{file.name}")
-    try:
-        yield temporary
-        os.replace(temporary, file)
-    except OSError as error:
-        error.filename = error.filename or str(temporary)
-        raise
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import glob
-import io
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Self
 
 from reward_loop._util.json import decode, with_bytes
 from reward_loop._util.text import shorten
 from reward_loop.errors import ConfigError
 from reward_loop.records import NoRecordsError, RecordsReader
-
-_COMPRESSED = frozenset({".gz", ".zst", ".bz2"})
-_OTHER_FORMATS = frozenset({".arrow", ".csv", ".feather", ".ods", ".tsv", ".xls", ".xlsx", ".xz", ".zip"})
-_MAX_DEPTH = 200
-"""The largest number of levels of objects and lists in a row: Python's recursion limit bounds what can be copied and
-written."""
 
 _DUMPED = {"input": "prompt", "output": "solution_str", "gts": "ground_truth"}
 """The name of a field in verl's dumps -> its name in a row."""
@@ -51,18 +40,19 @@ class Inputs:
 
     @classmethod
     def open(cls, names: Sequence[str]) -> Self:
-        """Return the inputs that a command line names, each once; each exists, and has a supported format.
-
-        Args:
-            names: files, folders, and patterns such as ``dumps/*.jsonl``.
+        """Return the files and folders that a command line names, each once; each exists.
 
         Raises:
-            ConfigError: an input does not exist or has an unsupported format, or a pattern matches nothing.
+            ConfigError: an input does not exist, or is a folder without rollouts.
         """
         # Once, as two rows of one name would share a record.
         paths: dict[Path, Path] = {}
-        for path in (path for name in names for path in _matches(name)):
-            _check(path)
+        for path in map(Path, names):
+            if path.is_dir():
+                if not _dumps(path):
+                    _records(path)
+            elif not path.is_file():
+                raise ConfigError(f"{path} is a pipe or a device" if path.exists() else f"no such file: {path}")
             paths.setdefault(path.resolve(), path)
         return cls(tuple(paths.values()))
 
@@ -71,11 +61,6 @@ class Inputs:
         """The inputs, for messages."""
         more = len(self.paths) - 1
         return str(self.paths[0]) if not more else f"{self.paths[0]} and {more} more"
-
-    @property
-    def parquet(self) -> Path | None:
-        """The only input, if it is a parquet file."""
-        return self.paths[0] if len(self.paths) == 1 and is_parquet(self.paths[0]) else None
 
     def rows(self) -> Iterator[Row]:
         """Yield all rows. If there are several inputs, the name of a row begins with that of its file."""
@@ -98,37 +83,22 @@ class Inputs:
         }
 
 
-def is_parquet(path: Path) -> bool:
-    """Whether the file has a parquet suffix. Folders, such as of records, may have any name."""
+def _is_parquet(path: Path) -> bool:
+    # Folders, such as of records, may have any name.
     return path.suffix.lower() in (".parquet", ".pq") and not path.is_dir()
 
 
-def is_compressed(path: Path) -> bool:
-    """Whether the file has the suffix of a compression."""
-    return path.suffix.lower() in _COMPRESSED
-
-
-def import_pyarrow(path: Path) -> tuple[ModuleType, ModuleType]:
-    """Return the modules ``pyarrow`` and ``pyarrow.parquet``.
-
-    Raises:
-        ConfigError: they are not installed; the message names the file that needs them.
-    """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ConfigError(f"{path}: parquet and compressed files need pyarrow: pip install pyarrow") from error
-    return pyarrow, pyarrow.parquet
-
-
-def read_batches(path: Path) -> Iterator[Any]:
+def _batches(path: Path) -> Iterator[Any]:
     """Yield the record batches of a parquet file, each of at most 1024 rows.
 
     Raises:
         ConfigError: pyarrow is not installed, or cannot read the file.
     """
-    pa, pq = import_pyarrow(path)
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise ConfigError(f"{path}: parquet files need pyarrow: pip install pyarrow") from error
     try:
         with pq.ParquetFile(path) as file:
             yield from file.iter_batches(batch_size=1024)
@@ -136,46 +106,9 @@ def read_batches(path: Path) -> Iterator[Any]:
         raise ConfigError(f"{path} cannot be read as parquet: {error}") from error
 
 
-def _matches(name: str) -> list[Path]:
-    """Return the path, or the paths that match a pattern: 2.jsonl before 10.jsonl."""
-    path = Path(name)
-    # First as it stands: the name of a file may contain characters of a pattern.
-    if path.exists() or not glob.has_magic(name):
-        return [path]
-    found = glob.glob(str(path.expanduser()), recursive=True)
-    if not found:
-        raise ConfigError(f"no file matches {name}")
-    return [Path(found_name) for found_name in sorted(found, key=_natural)]
-
-
-def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """Return a sort key in which runs of digits are numbers."""
-    parts = re.split(r"(\d+)", name)
-    return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
-
-
-def _check(path: Path) -> None:
-    """Raise a `ConfigError` unless the path is a folder with rollouts, or a file of a supported format."""
-    if path.is_dir():
-        if not _dumps(path):
-            _records(path)
-        return
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} is not a file of rollouts: it is a pipe or device")
-    if not path.is_file():
-        raise ConfigError(f"no such file: {path}")
-    plain = path.with_suffix("") if is_compressed(path) else path
-    if plain.suffix.lower() in _OTHER_FORMATS or (is_compressed(path) and is_parquet(plain)):
-        raise ConfigError(
-            f"{path}: rollouts are JSONL, which may be compressed (.gz, .zst, .bz2), or parquet by the suffix .parquet"
-        )
-    if plain.suffix.lower() == ".json" and any(line.lstrip().startswith(b"[") for _, line in islice(_lines(path), 1)):
-        raise ConfigError(f"{path} is a JSON array: write each object into a line of its own: jq -c '.[]' {path}")
-
-
 def _count(path: Path) -> int:
-    if is_parquet(path):
-        return sum(batch.num_rows for batch in read_batches(path))
+    if _is_parquet(path):
+        return sum(batch.num_rows for batch in _batches(path))
     if path.is_dir() and not _dumps(path):
         return sum(1 for _ in _records(path).rows())
     return sum(1 for _ in _lines(path))
@@ -183,8 +116,8 @@ def _count(path: Path) -> int:
 
 def _read(path: Path) -> Iterator[Row]:
     """Yield the rows of a file or a folder. A malformed line becomes a row with an error."""
-    if is_parquet(path):
-        found = (columns for batch in read_batches(path) for columns in _parquet_rows(path, batch))
+    if _is_parquet(path):
+        found = (columns for batch in _batches(path) for columns in batch.to_pylist())
         yield from (Row(f"row {index}", columns) for index, columns in enumerate(found))
     elif path.is_dir() and not _dumps(path):
         yield from _recorded(path)
@@ -200,15 +133,10 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of a JSONL file, or of a folder of dumps, that are not blank, and their numbers from 1."""
     for file in _dumps(path) if path.is_dir() else [path]:
         try:
-            with file.open("rb") if not is_compressed(file) else _decompressed(file) as lines:
+            with file.open("rb") as lines:
                 yield from ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
         except OSError as error:
             raise ConfigError(f"{file} cannot be read: {error}") from error
-
-
-def _decompressed(path: Path) -> io.BufferedReader:
-    pa, _ = import_pyarrow(path)
-    return io.BufferedReader(pa.input_stream(str(path)))
 
 
 def _parse(name: str, line: bytes) -> Row:
@@ -216,32 +144,10 @@ def _parse(name: str, line: bytes) -> Row:
         # Python's `json`, with which verl dumps rollouts, writes NaN.
         columns = decode(line, nan=True)
     except ValueError as error:
-        return Row(name, error=f"not JSON: {error}")
+        return Row(name, error=f"not JSON, with one object in each line, and the file is not named .parquet: {error}")
     if not isinstance(columns, dict):
         return Row(name, error=f"expected a JSON object with named fields, got {shorten(columns, 60)}")
-    if (problem := _too_deep(columns)) is not None:
-        return Row(name, error=problem)
     return Row(name, columns)
-
-
-def _too_deep(columns: Mapping[str, Any]) -> str | None:
-    """Return the error of a row whose fields are nested too deeply; ``None`` if they are not."""
-    # Level by level: a recursive function would itself exceed the recursion limit.
-    level: list[Any] = [columns]
-    for _ in range(_MAX_DEPTH):
-        items = (item for value in level for item in (value.values() if isinstance(value, dict) else value))
-        level = [item for item in items if isinstance(item, dict | list)]
-        if not level:
-            return None
-    return f"its fields are nested more than {_MAX_DEPTH} levels deep"
-
-
-def _parquet_rows(path: Path, batch: Any) -> list[dict[str, Any]]:
-    try:
-        rows: list[dict[str, Any]] = batch.to_pylist()
-    except (ValueError, OverflowError) as error:  # for example, a date in the year 10000, which Python does not have
-        raise ConfigError(f"{path}: a column cannot be read: {error}: remove it") from error
-    return rows
 
 
 def _recorded(folder: Path) -> Iterator[Row]:
@@ -266,7 +172,7 @@ def recorded_row(reader: RecordsReader, row: Mapping[str, Any], name: str) -> Ro
         return Row(name, columns, error="its texts were not recorded, or have been deleted: see reward_loop.record")
     parts = {key: text.get(key) for key in ("prompt", "ground_truth", "extra_info")}
     columns |= {"solution_str": text.get("response"), **{key: with_bytes(part) for key, part in parts.items()}}
-    return Row(name, columns, error=_too_deep(columns))
+    return Row(name, columns)
 
 
 def _records(folder: Path) -> RecordsReader:

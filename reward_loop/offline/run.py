@@ -13,17 +13,15 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Any, Self, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from reward_loop._util.signals import run
 from reward_loop._util.text import rounded
 from reward_loop.errors import ConfigError, RewardLoopError
-from reward_loop.limits import LocalLimits
 from reward_loop.managers import RewardLoopManagerBase
 from reward_loop.managers.failures import Failures, on_one_line
 from reward_loop.managers.scorer import returns_results, scored
@@ -35,8 +33,8 @@ from reward_loop.types import Outcome, RewardResult, RewardSample
 
 T = TypeVar("T")
 
-LINE_S = 30.0
-"""Seconds between two lines without a terminal."""
+LINE_S = 10.0
+"""The least number of seconds between two lines about the progress."""
 
 MAX_CAUSES = 20
 """The largest number of causes of missing scores that are printed while rows are scored."""
@@ -172,75 +170,31 @@ async def _recorded(manager: Any, sample: RewardSample, folder: ScoredFolder) ->
     return result
 
 
-@dataclass(frozen=True, slots=True)
-class RunUsage:
-    """What the calls of a run have used, as they reported it; ``None`` with other limits than `LocalLimits`."""
-
-    tokens: float | None
-    cost: float | None
-    """In the unit in which the function reports costs."""
-
-    def __str__(self) -> str:
-        found = [f"{self.tokens:,.0f} tokens"] if self.tokens else []
-        return ", ".join([*found, f"cost {rounded(self.cost)}"] if self.cost else found)
-
-
-def usage_of(manager: Any) -> RunUsage:
-    """Return the tokens and the cost of the calls of a manager's function."""
-    holders = (manager, getattr(manager, "function", None))
-    found = {id(limits): limits for holder in holders if (limits := getattr(holder, "limits", None)) is not None}
-    if not all(isinstance(limits, LocalLimits) for limits in found.values()):
-        return RunUsage(None, None)
-    return RunUsage(sum(one.tokens for one in found.values()), sum(one.cost for one in found.values()))
-
-
 class ScoringProgress:
-    """Shows the number of completed rows, and of this run's rows the failures, the mean score, tokens and cost."""
+    """Prints now and then how many rows are complete, and the failures and the mean score of this run's rows."""
 
-    def __init__(self, total: int, manager: Any, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, total: int, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._total = total
-        self._manager = manager
         self._console = console
         self._clock = clock
         self._last_line = clock()
         self._failures = Failures()
         self._causes = self._failed = self._scores = 0
         self._sum = 0.0
-        columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._bar = Progress(
-            *columns, TextColumn("{task.description}"), console=console, disable=not console.is_terminal
-        )
-        self._task = self._bar.add_task("", total=total)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
 
     def completed(self, rows: int, result: RewardResult | None) -> None:
-        """Show that this many rows are complete, earlier runs included; ``result`` is the latest one of this run."""
+        """Count a result; ``rows`` are complete, earlier runs included. ``result`` is the latest one of this run."""
         if result is not None:
             self._failed += result.outcome is Outcome.FAILED
-            self._say_new_cause(result)
             if result.reward is not None:
                 self._scores += 1
                 self._sum += result.reward
-        if self._console.is_terminal:
-            self._bar.update(self._task, completed=rows, description=self.detail())
-        elif self._clock() >= self._last_line + LINE_S:
+            # The first error of each cause; the summary at the end has the numbers.
+            if self._failures.add(result) and self._causes < MAX_CAUSES:
+                self._causes += 1
+                what = f"{result.outcome} (further rows with this cause are only counted)"
+                self._console.print(f"{what}: {escape(on_one_line(result.error or result.cause or ''))}")
+        if self._clock() >= self._last_line + LINE_S:
             self._last_line = self._clock()
-            self._console.print(f"scoring: {rows:,} of {self._total:,} rows, {self.detail()}")
-
-    def _say_new_cause(self, result: RewardResult) -> None:
-        """Print the first error of each cause; the summary at the end has the numbers."""
-        if self._failures.add(result) and self._causes < MAX_CAUSES:
-            self._causes += 1
-            what = f"{result.outcome} (further rows with this cause are only counted)"
-            self._console.print(f"{what}: {escape(on_one_line(result.error or result.cause or ''))}")
-
-    def detail(self) -> str:
-        """Return failures, mean score, tokens and cost, as far as they are known."""
-        mean = f"mean {rounded(self._sum / self._scores)}" if self._scores else ""
-        return ", ".join(filter(None, (f"{self._failed:,} failed", mean, str(usage_of(self._manager)))))
+            mean = f", mean {rounded(self._sum / self._scores)}" if self._scores else ""
+            self._console.print(f"scoring: {rows:,} of {self._total:,} rows, {self._failed:,} failed{mean}")
