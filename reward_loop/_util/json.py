@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import json
 import math
 import re
@@ -51,8 +52,6 @@ _MAX_BITS = 14_000
 _MAX_DEPTH = 200
 """Values below this number of containers are written as text. orjson's limit is 254."""
 
-_OPTIONS = orjson.OPT_SERIALIZE_NUMPY
-
 
 def encode(value: Any) -> bytes:
     """Encode a value as `to_json` does, with orjson if orjson supports the value."""
@@ -60,15 +59,6 @@ def encode(value: Any) -> bytes:
         return encode_fast(value)
     except TypeError:
         return to_json(value)
-
-
-def encode_fast(value: Any) -> bytes:
-    """Encode a value with orjson.
-
-    Raises:
-        TypeError: it contains a lone surrogate, an integer beyond 64 bits, or a key that is not text.
-    """
-    return orjson.dumps(value, default=_known, option=_OPTIONS)
 
 
 def to_json(value: Any, *, escape: bool = False) -> bytes:
@@ -190,6 +180,13 @@ def _text(value: Any) -> str:
     except Exception:  # of a type of the user
         return f"<{type(value).__name__}>"
 
+
+encode_fast = functools.partial(orjson.dumps, default=_known, option=orjson.OPT_SERIALIZE_NUMPY)
+"""Encode a value with orjson.
+
+Raises:
+    TypeError: it contains a lone surrogate, an integer beyond 64 bits, or a key that is not text.
+"""
 
 MISSING = object()
 """What `look_up` returns for a value that does not exist."""

@@ -16,10 +16,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reward_loop.records.files import EVENTS, HEALTH
+from reward_loop.records.files import EVENTS, HEALTH, OVERLAP
 from reward_loop.records.reader import check_version, has_step, read_files, read_rows
-from reward_loop.records.rows import OVERLAP, new_row
-from reward_loop.records.writer import CLOSING_S, records
+from reward_loop.records.writer import CLOSING_S, new_row, records
 
 _KIND_HEAD = 64
 """The number of bytes within which an event has its kind."""

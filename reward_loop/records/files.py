@@ -17,9 +17,21 @@ import secrets
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 logger = logging.getLogger(__name__)
+
+VERSION = 1
+"""The version of the format. A reader rejects higher versions."""
+
+SAMPLE, ADVANTAGE, RESUMED = "sample", "advantage", "resumed"
+"""The kinds of rows. An advantage adds to an earlier row of the same ``uid``; `resumed_row` takes earlier rows back."""
+
+PHASE, ROLLOUT, OVERLAP = "phase", "rollout", "overlap"
+"""The kinds of events of a trainer: they are in files of their own."""
+
+WaitsFor = Literal["rollouts", "rewards"]
+"""What the trainer waits for in a phase: for responses, or for responses and their rewards."""
 
 TEXTS, EXCHANGES = "texts", "exchanges"
 """The sub-folders of texts: those of samples, and those of their exchanges with model servers."""

@@ -1,15 +1,18 @@
-"""Reads a records folder, also while processes write it."""
+"""Reads a records folder, also while processes write it; the figures that the report and the viewer both show."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from reward_loop._util.intervals import FALSE_ACCEPT
 from reward_loop._util.json import decode, encode
 from reward_loop.errors import ConfigError
-from reward_loop.records.rows import ADVANTAGE, RESUMED, SAMPLE, VERSION, is_rolled_back
+from reward_loop.records.files import ADVANTAGE, RESUMED, SAMPLE, VERSION
+from reward_loop.types import finite_number
 
 # At most 18 digits: `int` refuses numbers with thousands of them.
 _STEP = re.compile(rb'"(?:generated_)?step":\s*(-?\d{1,18})\b')
@@ -80,6 +83,24 @@ def check_version(version: Any, where: Path) -> None:
             f"{where} has records of version {version}, and this version of reward_loop reads version "
             f"{VERSION}: use the reward_loop that wrote them, or a newer one"
         )
+
+
+def is_rolled_back(row: Mapping[str, Any], resumed: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether a sample was done again by a run that resumed later, so that it does not count.
+
+    Without a step, a sample was generated ahead: for the step after the one in which it was generated.
+    `view.tables` has the same rule in SQL.
+
+    Args:
+        row: the row of the sample, with the step that trains on it.
+        resumed: the `resumed_row` of each run.
+    """
+    step, generated = row.get("step"), row.get("generated_step")
+    if step is None:
+        step = None if generated is None else generated + 1
+    return step is not None and any(
+        row["time"] < run["time"] and step > run["step"] and row.get("group") not in run["kept"] for run in resumed
+    )
 
 
 _OF_ADVANTAGE = re.compile(rf'"kind":\s*"{ADVANTAGE}"'.encode())
@@ -216,3 +237,47 @@ def _trained(row: dict[str, Any], trained: Mapping[str, Any]) -> dict[str, Any]:
     if trained.get("step") not in (None, row.get("step")):
         changes |= {"step": trained["step"], "generated_step": row.get("generated_step", row.get("step"))}
     return {**row, **changes}
+
+
+def false_accepts_of(components: Mapping[str, Any]) -> list[tuple[bool, float]]:
+    """Return, for each spot check of a sample with a wrong answer, whether it was accepted, and its chance."""
+    found = []
+    for name, value in components.items():
+        prefix = name.removesuffix(FALSE_ACCEPT)
+        # A function of the user may return anything under this name.
+        number = finite_number(value) if name == f"{prefix}{FALSE_ACCEPT}" else None
+        if number is not None and (not prefix or prefix.endswith("/")):
+            chance = components.get(f"{prefix}chance")
+            found.append((number > 0, chance if isinstance(chance, int | float) and chance > 0 else 1.0))
+    return found
+
+
+class Price(NamedTuple):
+    """The prices of a million tokens, in any currency."""
+
+    prompt: float
+    reply: float
+
+    @classmethod
+    def parse(cls, text: str | None) -> Price | None:
+        """Return the prices in ``PROMPT:REPLY``; ``None`` without a text.
+
+        Raises:
+            ConfigError: they are not two numbers of at least 0.
+        """
+        if text is None:
+            return None
+        try:
+            prompt, reply = map(float, text.split(":"))
+        except ValueError:
+            prompt = reply = math.nan
+        if not (math.isfinite(prompt + reply) and min(prompt, reply) >= 0):
+            raise ConfigError(
+                f"--price {text}: expected the prices of a million tokens as PROMPT:REPLY, such as 0.15:0.6"
+            )
+        return cls(prompt, reply)
+
+    def cost(self, counts: Mapping[str, Any]) -> float:
+        """Return the cost of ``prompt_tokens`` and ``completion_tokens``, as an exchange has; missing numbers are 0."""
+        prompt, reply = counts.get("prompt_tokens") or 0, counts.get("completion_tokens") or 0
+        return float(prompt * self.prompt + reply * self.reply) / 1e6

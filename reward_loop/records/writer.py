@@ -1,4 +1,9 @@
-"""Writes the records of one process in a background thread."""
+"""Writes the records of one process in a background thread.
+
+A record is encoded where it is made: it cannot change afterwards, its size is known, and the thread only writes bytes.
+With an encoder in the thread, which takes turns with the event loop and the threads of functions, the records of a
+sample took twice as long (`benchmarks.scoring`).
+"""
 
 from __future__ import annotations
 
@@ -7,29 +12,32 @@ import itertools
 import logging
 import os
 import re
-import sys
 import threading
+import time
 import zlib
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
 from reward_loop._util.json import BYTES, decode, encode_fast, to_json
+from reward_loop._util.text import cut
+from reward_loop.errors import BudgetSpentError
 from reward_loop.records.active import ActiveSample
-from reward_loop.records.files import EXCHANGES, TEXTS, RecordFiles, TextPlace
-from reward_loop.records.rows import (
-    TEXT_FIELDS,
+from reward_loop.records.files import (
+    ADVANTAGE,
+    EXCHANGES,
+    OVERLAP,
+    PHASE,
+    RESUMED,
+    ROLLOUT,
+    SAMPLE,
+    TEXTS,
     VERSION,
+    RecordFiles,
+    TextPlace,
     WaitsFor,
-    advantage_row,
-    exchanges_of,
-    large_components,
-    overlap_event,
-    phase_event,
-    rollout_event,
-    sample_row,
-    text_row,
 )
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
@@ -46,37 +54,47 @@ GATHERING_S = 0.05
 Python's global lock from the event loop each time."""
 
 MAX_WAITING = 256 * 2**20
-"""The largest size in characters of the texts that wait to be written. A file system that hangs would otherwise fill
-the memory; further records are dropped."""
+"""The largest size in bytes of the records that wait to be written. A file system that hangs would otherwise fill the
+memory; further records are dropped."""
 
 _MAX_DURATIONS = 4096
 """The largest number of durations of exchanges that are kept: the latest ones."""
 
 _CHUNK = 256
-"""The largest number of records that are encoded and written together."""
+"""The largest number of records that are written together."""
 
-# Estimates of the characters of a row: only encoding gives the true size, and that is the thread's work.
-_ROW_SIZE, _PLAIN_SIZE = 1000, 300
+TEXT_FIELDS = frozenset({"messages", "request", "response", "reply"})
+"""The large fields of an exchange. They are in the files of exchanges, the others in the row of the sample, too."""
 
-_COUNTED = 16
-"""The number of items by which the size of a list is estimated."""
+MAX_TEXT, MAX_ITEMS = 256, 64
+"""The largest numbers of characters and of items of a component in a summary row."""
+
+_SCALARS = (int, float, NoneType)
+
+UNFINISHED = "no answer when the sample ended"
 
 
 class _Record(NamedTuple):
-    row: Mapping[str, Any]
-    size: int
-    text: Mapping[str, Any] | None = None
-    exchanges: Sequence[Mapping[str, Any]] = ()
-    has_id: bool = False
+    """Encoded lines."""
+
+    row: bytes
+    """With a line end, unless it gets the places of its texts."""
+    text: bytes = b""
+    exchanges: bytes = b""
+    has_places: bool = False
     is_event: bool = False
+
+    @property
+    def size(self) -> int:
+        return len(self.row) + len(self.text) + len(self.exchanges)
 
 
 class Records:
     """The records that one process writes into a folder.
 
-    A thread encodes and writes the records; it starts with the first record. If the disk is full, the folder not
-    writable or the file system too slow, records are dropped and scoring continues; a warning is logged once until
-    writing succeeds again.
+    A thread writes the records; it starts with the first record. If the disk is full, the folder not writable or the
+    file system too slow, records are dropped and scoring continues; a warning is logged once until writing succeeds
+    again.
 
     Args:
         directory: the records folder.
@@ -87,7 +105,7 @@ class Records:
         self._files = RecordFiles(Path(directory).absolute(), max_bytes)
         self.exchange_counts = ExchangeCounts()
         """The exchanges of the training samples that were recorded here."""
-        self._numbers = itertools.count()
+        self._ids = map((self.path.stem + "-{}").format, itertools.count())
         self._waiting: deque[_Record | threading.Event] = deque()
         self._waiting_size = 0
         self._size_lock = threading.Lock()
@@ -111,26 +129,26 @@ class Records:
         self._files.failure = error
 
     def write(
-        self,
-        row: Mapping[str, Any],
-        text: Mapping[str, Any] | None = None,
-        exchanges: Sequence[Mapping[str, Any]] = (),
+        self, row: dict[str, Any], text: dict[str, Any] | None = None, exchanges: Sequence[Mapping[str, Any]] = ()
     ) -> None:
-        """Queue a record for writing. The caller must not change the arguments afterwards.
+        """Encode a record, and queue it for writing.
 
         Args:
-            row: the summary row.
-            text: the large fields of the sample; ``None`` to record none.
+            row: the summary row, which gets an ID.
+            text: the large fields of the sample, which get the ID, too; ``None`` to record none.
             exchanges: its exchanges with model servers; their large fields are written only if there is a `text`.
         """
+        row["id"] = name = next(self._ids)
+        row["judges"] = [{key: made[key] for key in made if key not in TEXT_FIELDS} for made in exchanges]
         if exchanges and not row.get("validate"):
             self.exchange_counts.add(exchanges)
-        size = (
-            _ROW_SIZE
-            + (0 if text is None else _size(text.values()))
-            + sum(_ROW_SIZE + _size(exchange.values()) for exchange in exchanges)
-        )
-        self._queue(_Record(row, size, text, exchanges, has_id=True))
+        texts = requests = b""
+        if text is not None:
+            text["id"] = name
+            texts = encode_record(text) + b"\n"
+            shared = {"version": VERSION, "sample": name, "uid": row.get("uid")}
+            requests = b"".join([encode_record({**shared, **exchange}) + b"\n" for exchange in exchanges])
+        self._queue(_Record(encode_record(row), texts, requests, has_places=True))
 
     def write_sample(self, active: ActiveSample, result: RewardResult, full: float = 1.0) -> None:
         """Record a sample that has been scored; the result has its reward.
@@ -143,34 +161,86 @@ class Records:
         self.write(sample_row(active, result, large), text, exchanges_of(active) if active.exchanges else ())
 
     def write_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Queue rows that are not samples, so they have no ID, texts or exchanges. The caller must not change them."""
+        """Queue rows that are not samples, so they have no ID, texts or exchanges."""
         for row in rows:
-            self._queue(_Record(row, _PLAIN_SIZE))
+            self._queue(_Record(encode_record(row) + b"\n"))
 
     def write_advantages(self, step: int, advantages: Mapping[str, float | None]) -> None:
-        """Record that the batch of a step has these samples, with their advantages by uid; see `advantage_row`."""
-        self.write_rows([advantage_row(uid, step, advantage) for uid, advantage in advantages.items()])
+        """Record the step and the advantages of samples, by their uids: they add to the last earlier row of each.
+
+        ``step`` is the training step whose batch has the samples; they may be generated in an earlier one. An advantage
+        is the mean over the tokens of the response that are trained on; ``None`` if there are none.
+        """
+        self.write_rows([new_row(ADVANTAGE, uid=uid, step=step, advantage=mean) for uid, mean in advantages.items()])
 
     def write_phase(self, name: str, step: int, start: float, end: float, waits_for: WaitsFor | None = None) -> None:
-        """Record a phase of the trainer, see `phase_event`."""
-        self._write_event(phase_event(name, step, start, end, waits_for))
+        """Record a phase of the trainer.
 
-    def write_rollout(self, uid: str, group: str | None, step: int | None, **fields: Any) -> None:
-        """Record a rollout that has ended, see `rollout_event` for its fields."""
-        self._write_event(rollout_event(uid, group, step, **fields))
+        Args:
+            name: the name of verl's timing, such as ``update_actor``.
+            step: the training step.
+            start: when the phase began, in seconds since 1970.
+            end: when it ended.
+            waits_for: what the trainer waited for; ``None`` if it computed.
+        """
+        event = {"version": VERSION, "kind": PHASE, "step": step, "name": name, "start": start, "end": end}
+        self._write_event({**event, "waits_for": waits_for})
+
+    def write_rollout(
+        self,
+        uid: str,
+        group: str | None,
+        step: int | None,
+        *,
+        generated_step: int | None = None,
+        validate: bool,
+        start: float,
+        times: Mapping[str, float],
+        error: str | None,
+    ) -> None:
+        """Record a rollout that has ended, rewards included.
+
+        Args:
+            uid: the uid of its sample.
+            group: the uid of the prompt.
+            step: the training step that trains on it; ``None`` if this is not known yet.
+            generated_step: the training step in which the prompt was submitted.
+            validate: whether it belongs to validation.
+            start: when generation began, in seconds since 1970.
+            times: when generation ended (``end``), and when the reward was requested (``scoring``) and arrived
+                (``scored``), as far as they are known.
+            error: why the rollout failed.
+        """
+        self._write_event(
+            {
+                "version": VERSION,
+                "kind": ROLLOUT,
+                "step": step,
+                "generated_step": generated_step,
+                "validate": validate,
+                "uid": uid,
+                "group": group,
+                "start": start,
+                "end": times.get("end") or time.time(),
+                "scoring": times.get("scoring"),
+                "scored": times.get("scored"),
+                "error": None if error is None else cut(error, MAX_TEXT),
+            }
+        )
 
     def write_overlap(self, step: int, waiting_s: float, pending_s: float) -> None:
         """Record the seconds of a step that `hidden_share` takes."""
-        self._write_event(overlap_event(step, waiting_s, pending_s))
+        self._write_event(new_row(OVERLAP, step=step, waiting_s=waiting_s, pending_s=pending_s))
 
     def _write_event(self, event: Mapping[str, Any]) -> None:
-        self._queue(_Record(event, _PLAIN_SIZE, is_event=True))
+        self._queue(_Record(encode_record(event) + b"\n", is_event=True))
 
     def _queue(self, record: _Record) -> None:
+        size = record.size
         with self._size_lock:
-            drops = self._waiting_size + record.size > MAX_WAITING
+            drops = self._waiting_size + size > MAX_WAITING
             if not drops:
-                self._waiting_size += record.size
+                self._waiting_size += size
         # Dropped, not awaited: a full disk must not stop the training.
         if drops:
             if not self._drops:
@@ -239,7 +309,7 @@ class Records:
         try:
             if rows := [record for record in found if not record.is_event]:
                 self._write_rows(rows)
-            if events := [_line(record.row) for record in found if record.is_event]:
+            if events := [record.row for record in found if record.is_event]:
                 self._files.add_events(events)
         except Exception as error:  # a bug must not end the thread
             logger.exception("records of samples are lost")
@@ -250,33 +320,132 @@ class Records:
             self._drops = self._drops and self._waiting_size > 0
 
     def _write_rows(self, found: Sequence[_Record]) -> None:
-        stem = self.path.stem  # takes as long as the encoding of a row: once for all
-        names = [f"{stem}-{next(self._numbers)}" if record.has_id else "" for record in found]
-        texts = self._files.add_texts(TEXTS, [*map(_text_line, found, names)])
-        exchanges = self._files.add_texts(EXCHANGES, [*map(_exchange_lines, found, names)])
-        self._files.add_rows([*map(_row_line, found, names, texts, exchanges)])
+        texts = self._files.add_texts(TEXTS, [record.text for record in found])
+        exchanges = self._files.add_texts(EXCHANGES, [record.exchanges for record in found])
+        self._files.add_rows([*map(_with_places, found, texts, exchanges)])
 
 
-def _size(values: Iterable[Any], depth: int = 5) -> int:
-    """Return an estimate of the characters in values; long lists are estimated by their first items."""
-    size = 0
-    for value in values:  # the usual types first, and one call for a whole dict: this runs for each sample
-        if isinstance(value, str):
-            size += len(value)
-        elif value is None or isinstance(value, (int, float)):
-            size += 8
-        elif isinstance(value, dict) and depth:
-            size += _size(value.values(), depth - 1)
-        elif isinstance(value, (list, tuple)) and depth:
-            first = value[:_COUNTED]
-            size += _size(first, depth - 1) * len(value) // max(1, len(first))
-        elif isinstance(value, (bytes, bytearray)):
-            size += len(value)
-        elif (numpy := sys.modules.get("numpy")) is not None and isinstance(value, numpy.ndarray):
-            size += _size([value.tolist()], depth) if value.dtype == object else value.nbytes
-        else:
-            size += 8
-    return size
+def _with_places(record: _Record, text: TextPlace | None, exchange: TextPlace | None) -> bytes:
+    """Return the line of a row, with the places of its texts as its last fields."""
+    if not record.has_places:
+        return record.row
+    return record.row[:-1] + f",{_place('text', text)},{_place('exchange', exchange)}}}\n".encode()
+
+
+def _place(kind: str, place: TextPlace | None) -> str:
+    file, offset, size = ("null", "null", "null") if place is None else (f'"{place.file}"', place.offset, place.bytes)
+    return f'"{kind}_file":{file},"{kind}_offset":{offset},"{kind}_bytes":{size}'
+
+
+def new_row(kind: str, **fields: Any) -> dict[str, Any]:
+    """Return a row of a kind, written now."""
+    # The kind first: readers search for it in the first 64 bytes of a line.
+    return {"version": VERSION, "kind": kind, "time": time.time(), **fields}
+
+
+def sample_row(active: ActiveSample, result: RewardResult, large: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the summary row of a sample.
+
+    Args:
+        active: the sample, with what it measured.
+        result: its result, with the reward.
+        large: its `large_components`; their texts are cut, their lists become ``None``.
+    """
+    # Kind and steps come before what the function returned: readers search only the first bytes of a line for them.
+    sample = active.sample
+    return {
+        "version": VERSION,
+        "kind": SAMPLE,
+        "time": time.time(),
+        "uid": sample.uid,
+        "group": sample.group,
+        "step": sample.step,
+        "generated_step": sample.generated_step,
+        "validate": bool(sample.validate),
+        "data_source": sample.data_source,
+        "function": active.function,
+        "batch": None if active.batch is None else active.batch.id,
+        "outcome": str(result.outcome),
+        "score": result.score,
+        "reward": result.reward,
+        "masked": result.masked,
+        "error": result.error,
+        "cause": result.cause,
+        "components": {**result.extra_info, **{name: _cut(large[name]) for name in large}}
+        if large
+        else result.extra_info,
+        "response_length": sample.response_length,
+        "total_s": result.total_s,
+        "batch_s": active.batch_s,
+        "queue_s": result.queue_s,
+        "wait_s": result.wait_s,
+        "work_s": result.work_s,
+        "attempts": result.attempts,
+        # The times of a single call are those of the row.
+        "calls": [call._asdict() for call in active.calls] if len(active.calls) > 1 else (),
+        "prompt_tokens": active.prompt_tokens,
+        "completion_tokens": active.completion_tokens,
+        "cost": active.cost or None,
+        **({"outage_s": result.outage_s} if result.outage_s else {}),
+        **({"over_budget": True} if isinstance(result.exception, BudgetSpentError) else {}),
+    }
+
+
+def large_components(components: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the components that are too large for a summary row."""
+    return {
+        name: value
+        for name, value in components.items()
+        if not isinstance(value, _SCALARS) and _length(value) > (MAX_TEXT if isinstance(value, str) else MAX_ITEMS)
+    }
+
+
+def _length(value: Any) -> int:
+    try:
+        return len(value)
+    except Exception:  # no length, or a type of the user
+        return 0
+
+
+def _cut(value: Any) -> str | None:
+    return cut(value, MAX_TEXT) if isinstance(value, str) else None
+
+
+def text_row(sample: RewardSample, large: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the large fields of a sample, with the `large_components` of its result."""
+    return {
+        "version": VERSION,
+        "uid": sample.uid,
+        "prompt": sample.prompt,
+        "response": sample.solution_str if sample.response is None else sample.response,
+        **({} if sample.response in (None, sample.solution_str) else {"solution_str": sample.solution_str}),
+        **({} if sample.turns is None else {"turns": sample.turns}),
+        "ground_truth": sample.ground_truth,
+        "extra_info": sample.extra_info,
+        "components": large,
+    }
+
+
+def exchanges_of(active: ActiveSample) -> list[dict[str, Any]]:
+    """Return copies of the exchanges of a sample: a thread past its deadline may still change the originals."""
+    now = time.time()
+    # `list` in one step: such a thread may also add an exchange.
+    found = [dict(exchange) for exchange in list(active.exchanges.values())]
+    for exchange in found:
+        if "seconds" not in exchange:
+            # The clock may have been set back.
+            exchange |= {"seconds": max(0.0, now - exchange.get("time", now)), "error": UNFINISHED}
+    return found
+
+
+def resumed_row(step: int, kept: Collection[str]) -> dict[str, Any]:
+    """Return the row with which a trainer begins that continues from a checkpoint: it does later steps again.
+
+    Args:
+        step: the last step that is not done again; 0 if all are.
+        kept: the groups whose rollouts and rewards are in the checkpoint, so that they are trained on as they are.
+    """
+    return new_row(RESUMED, step=step, kept=sorted(kept))
 
 
 def _fraction(sample: RewardSample) -> float:
@@ -348,45 +517,6 @@ def records(directory: str | Path, max_bytes: int = MAX_BYTES) -> Records:
         return _writers[key]
 
 
-def _row_line(record: _Record, name: str, text: TextPlace | None, exchange: TextPlace | None) -> bytes:
-    if not record.has_id:
-        return _line(record.row)
-    judges = [{key: made[key] for key in made if key not in TEXT_FIELDS} for made in record.exchanges]
-    text_file, text_offset, text_bytes = text or _NO_PLACE
-    exchange_file, exchange_offset, exchange_bytes = exchange or _NO_PLACE
-    return _line(
-        {
-            **record.row,
-            "id": name,
-            "judges": judges,
-            "text_file": text_file,
-            "text_offset": text_offset,
-            "text_bytes": text_bytes,
-            "exchange_file": exchange_file,
-            "exchange_offset": exchange_offset,
-            "exchange_bytes": exchange_bytes,
-        }
-    )
-
-
-_NO_PLACE = (None, None, None)
-
-
-def _text_line(record: _Record, name: str) -> bytes:
-    return b"" if record.text is None else _line({**record.text, "id": name})
-
-
-def _exchange_lines(record: _Record, name: str) -> bytes:
-    if record.text is None or not record.exchanges:
-        return b""
-    shared = {"version": VERSION, "sample": name, "uid": record.row.get("uid")}
-    return b"".join([_line({**shared, **exchange}) for exchange in record.exchanges])
-
-
-def _line(record: Mapping[str, Any]) -> bytes:
-    return encode_record(record) + b"\n"
-
-
 MIN_LENGTH = 8
 """Shorter keys are not hidden: they are words such as ``EMPTY``, which occur in ordinary texts."""
 
@@ -422,23 +552,23 @@ def encode_record(record: Mapping[str, Any]) -> bytes:
     its scalar fields are, and the field ``record_error`` says why.
     """
     try:
-        line = _without_lone_surrogates(record)
-    except Exception as error:  # a value whose str() raises, or a value that contains itself
-        kept = {key: value for key, value in record.items() if isinstance(value, str | int | float | None)}
-        line = _without_lone_surrogates({**kept, "record_error": f"{type(error).__name__}: {error}"})
+        line = encode_fast(record)  # it rejects them; to search for them would take longer than to encode the record
+        if _BYTES in line:
+            line = _encode_slowly(record)
+    except TypeError:
+        line = _encode_slowly(record)
     for pattern in tuple(_secrets.values()):  # other threads may add keys
         line = pattern.sub(_HIDDEN, line)
     return line
 
 
-def _without_lone_surrogates(record: Mapping[str, Any]) -> bytes:
+def _encode_slowly(record: Mapping[str, Any]) -> bytes:
     try:
-        line = encode_fast(record)  # it rejects them; to search for them would take longer than to encode the record
-        if _BYTES not in line:
-            return line
-    except TypeError:
-        pass
-    return _LONE_SURROGATE.sub(rb"\1\\\\\2", to_json(record, escape=True))
+        line = to_json(record, escape=True)
+    except Exception as error:  # a value whose str() raises, or a value that contains itself
+        kept = {key: value for key, value in record.items() if isinstance(value, str | int | float | None)}
+        line = to_json({**kept, "record_error": f"{type(error).__name__}: {error}"}, escape=True)
+    return _LONE_SURROGATE.sub(rb"\1\\\\\2", line)
 
 
 def cleaned(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -112,7 +112,7 @@ _NEW = "FROM samples WHERE chunk >= ? AND"
 _ADVANTAGES = f"SELECT uid, time, step, advantage {_NEW} kind = 'advantage' AND uid IS NOT NULL"
 _RESUMED = f"SELECT time, step, kept {_NEW} kind = 'resumed'"
 
-# The rule of `records.rows.is_rolled_back`.
+# The rule of `records.reader.is_rolled_back`.
 _ROLLED_BACK = """
 CREATE OR REPLACE TEMP TABLE rolled_back AS
 SELECT DISTINCT samples.rowid AS target FROM samples JOIN resumed

@@ -9,7 +9,6 @@ from reward_loop.records import Records
 from reward_loop.records.events import read_events
 from reward_loop.records.files import EVENTS
 from reward_loop.records.reader import RecordsReader
-from reward_loop.records.rows import rollout_event
 from tests.records.rows import sample, write
 
 
@@ -48,8 +47,11 @@ def test_events_are_written_beside_the_rows(tmp_path: Path) -> None:
     assert [row["uid"] for row in RecordsReader(tmp_path).rows()] == ["q_0"]
 
 
-def test_a_rollout_that_failed_ends_now_and_has_no_reward() -> None:
-    event = rollout_event("q_2", "q", None, validate=True, start=10.0, times={}, error="RuntimeError: " + "x" * 1000)
+def test_a_rollout_that_failed_ends_now_and_has_no_reward(tmp_path: Path) -> None:
+    writer = Records(tmp_path)
+    writer.write_rollout("q_2", "q", None, validate=True, start=10.0, times={}, error="RuntimeError: " + "x" * 1000)
+    assert writer.flush()
+    (event,) = read_events(tmp_path)
     assert event["end"] > 10.0
     assert (event["uid"], event["step"], event["scoring"], event["scored"]) == ("q_2", None, None, None)
     assert len(event["error"]) == 256

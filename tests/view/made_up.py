@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from reward_loop.records.rows import phase_event
-
 
 def phases(step: int, *found: tuple[Any, ...]) -> list[dict[str, Any]]:
     """Events of phases: name, start, end, and what the trainer waits for."""
-    return [phase_event(name, step, start, end, *waits) for name, start, end, *waits in found]
+    shared = {"version": 1, "kind": "phase", "step": step}
+    return [
+        {**shared, "name": name, "start": start, "end": end, "waits_for": waits[0] if waits else None}
+        for name, start, end, *waits in found
+    ]
 
 
 def rollout(uid: str, start: float, end: float, scoring: float | None, scored: float | None, **more: Any) -> dict:

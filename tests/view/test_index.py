@@ -14,7 +14,6 @@ import pytest
 from reward_loop.errors import ConfigError
 from reward_loop.records import Records, resumed_row
 from reward_loop.records.reader import NoRecordsError, RecordsReader
-from reward_loop.records.rows import advantage_row
 from reward_loop.view import index as module
 from reward_loop.view.index import Follower, Index, IndexFailedError
 from reward_loop.view.summaries import Summaries
@@ -76,7 +75,7 @@ def test_a_viewer_that_follows_a_resumed_run_books_its_samples_as_the_reader_doe
     writer = Records(folder)
     for step in range(1, 21):
         record(writer, f"before_{step}", 0.0, step=None, generated_step=step - 1, group=f"before {step}")
-        writer.write_rows([advantage_row(f"before_{step}", step, 0.5)])
+        writer.write_advantages(step, {f"before_{step}": 0.5})
     flushed(writer)
     with Index(folder) as index:
         index.update()
@@ -86,7 +85,7 @@ def test_a_viewer_that_follows_a_resumed_run_books_its_samples_as_the_reader_doe
         flushed(writer)
         index.update()
         for step in range(11, 15):
-            writer.write_rows([advantage_row(f"again_{step}", step, 0.5)])
+            writer.write_advantages(step, {f"again_{step}": 0.5})
             flushed(writer)
             index.update()
         found = {row["uid"]: row["step"] for row in index.rows("SELECT uid, step FROM samples")}

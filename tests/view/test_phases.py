@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from reward_loop.errors import ConfigError
-from reward_loop.records.rows import overlap_event
 from reward_loop.view import phases as module
 from reward_loop.view.phases import PhaseReader
 from tests.view.made_up import phases, rollout, write
@@ -124,7 +123,8 @@ def test_a_reward_counts_in_the_step_that_trains_on_it(tmp_path: Path) -> None:
 
 
 def test_what_the_trainer_has_measured_is_shown(tmp_path: Path) -> None:
-    found = read(write(tmp_path, [*SYNC, *ROLLOUTS, overlap_event(1, waiting_s=1.0, pending_s=10.0)], []))
+    overlap = {"version": 1, "kind": "overlap", "time": 9.0, "step": 1, "waiting_s": 1.0, "pending_s": 10.0}
+    found = read(write(tmp_path, [*SYNC, *ROLLOUTS, overlap], []))
     assert (found[1]["waiting_s"], found[1]["hidden_share"]) == (1.0, pytest.approx(0.9))
 
 
