@@ -27,7 +27,8 @@ CASES: dict[str, tuple[str, ...]] = dict.fromkeys(SCRIPTS, ()) | {
     "genrm_async_1x8.sh on 2x8": (
         *("trainer.n_gpus_per_node=8", "actor_rollout_ref.rollout.n_gpus_per_node=4"),
         "reward.reward_model.n_gpus_per_node=4",
-    )
+    ),
+    "../recipe/reward_loop/run_gsm8k_judge.sh": (),
 }
 """The scripts, and more options for one."""
 
