@@ -16,7 +16,6 @@ import functools
 import json
 import logging
 import secrets
-import socket
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import fields, replace
@@ -64,18 +63,6 @@ _PARTS = frozenset({"ground_truth", "data_source", *BY_NAME}) - {"uid"}
 
 _FIELD = {"global_steps": "step"}
 """The fields of requests whose argument has another name."""
-
-_TRIED: dict[str, Any] = {
-    "data_source": "sums",
-    "prompt": "2+2?",
-    "response_ids": [1],
-    "response_length": 1,
-    "is_truncated": False,
-    "global_steps": 1,
-    "training_progress": 0.5,
-    "validate": False,
-}
-"""What a first request has for a function that requires it."""
 
 
 class Refused(Exception):
@@ -449,20 +436,9 @@ def serve(
     raise_descriptor_limit()
     with open_listener(host, port, key) as listener:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        _announce(service, listener, api_key_env)
+        print(f"{service.name} is served at {url_of(listener)}/score", flush=True)
         try:
             serve_until_signal(service, listener, on_signal=service.stop_from_signal, grace_s=grace + CLOSING_S)
         finally:
             if config.log_dir is not None:
                 records(config.log_dir).flush()
-
-
-def _announce(service: RewardService, listener: socket.socket, key_variable: str | None) -> None:
-    """Print the address, and a command that scores a sample."""
-    body: dict[str, Any] = {"solution_str": "4", "ground_truth": "4"}
-    body |= {_FIELD.get(name, name): value for name, value in _TRIED.items() if name in service.requires}
-    if service.needs_groups:
-        body = {"samples": [{**body, "group": "2+2"}, {**body, "solution_str": "5", "group": "2+2"}]}
-    key = "" if key_variable is None else f' -H "Authorization: Bearer ${key_variable}"'
-    print(f"{service.name} is served at {url_of(listener)}", flush=True)
-    print(f"try it: curl {url_of(listener)}/score{key} --json '{json.dumps(body)}'", flush=True)

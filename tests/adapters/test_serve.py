@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import logging
-import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -179,18 +177,6 @@ async def test_requests_give_the_arguments_that_a_function_asks_for(name: str) -
         error = await post(client, {"solution_str": "4"}, 422)
     assert seen == [ASKED[name]]
     assert f"has no {'step' if name == 'global_steps' else name}, which" in error["error"]
-
-
-@pytest.mark.parametrize("name", ASKED)
-async def test_the_announced_command_has_what_the_function_requires(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made = scorer(logging_function(name, []))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        serve._announce(RewardService(made), listener, None)
-    body = json.loads(capsys.readouterr().out.split("--json ")[1].strip().strip("'"))
-    async with client_of(made) as client:
-        await post(client, body)
 
 
 async def test_a_uid_that_is_null_is_missing() -> None:

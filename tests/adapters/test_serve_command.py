@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -65,8 +64,6 @@ class Service:
 
     process: subprocess.Popen[str]
     address: str
-    example: str
-    """The printed command that scores a sample."""
 
     def send(self, path: str, body: Any, key: str | None = "secret") -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection(urlsplit(self.address).netloc, timeout=120)
@@ -87,8 +84,8 @@ def serving(*options: str, **environment: str) -> Iterator[Service]:
     process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=pipe, stderr=pipe, text=True)
     try:
         assert process.stdout
-        [address] = re.findall(r"is served at (http://[\w.:]+)", process.stdout.readline())
-        yield Service(process, address, process.stdout.readline())
+        [address] = re.findall(r"is served at (http://[\w.:]+)/score", process.stdout.readline())
+        yield Service(process, address)
     finally:
         process.kill()
         process.communicate(timeout=30)
@@ -168,20 +165,6 @@ def test_a_ready_judge_is_served(folder: Path) -> None:
     assert {request.headers["authorization"] for request in judge.requests} == {"Bearer of-the-judge"}
     # Also where the judge is asked once more, in the same conversation.
     assert all("is only to be judged" in str(request.body["messages"]) for request in judge.requests)
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("arguments", [["reward.py:compute_score"], ["reward.py:ranks", "--manager", "group"]])
-def test_the_printed_command_scores_a_sample(folder: Path, arguments: list[str]) -> None:
-    with serving(*arguments) as service:
-        words = shlex.split(service.example.removeprefix("try it: "))
-        assert words[:2] == ["curl", f"{service.address}/score"]
-        status, reply = service.ask("/score", json.loads(words[-1]), key=None)
-        assert status == 200
-        assert [result["outcome"] for result in reply.get("results", [reply])] in (["scored"], ["scored"] * 2)
-        service.process.send_signal(signal.SIGTERM)
-        _, errors = service.process.communicate(timeout=60)
-        assert (service.process.returncode, errors) == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -159,10 +159,10 @@ def rewarded(*groups: list[float | None]) -> list[Sample]:
 
 
 @pytest.fixture
-def normalise(monkeypatch: pytest.MonkeyPatch) -> Any:
-    from examples.trainers import slime_reward
+def normalise() -> Any:
+    from examples.trainers import slime_normalise
 
-    return slime_reward.normalise
+    return slime_normalise.normalise
 
 
 def test_a_removed_sample_also_without_reward_is_not_part_of_the_baseline(normalise: Any) -> None:
@@ -307,12 +307,14 @@ async def test_openrlhf_gets_numbers_and_the_same_keys_in_every_reply(monkeypatc
         return {"score": 1, solution_str: 2, "text": "x"}
 
     async with served(monkeypatch, scorer(with_keys)) as load:
-        module = load("openrlhf_server")
+        module = load("rewards_server")
         monkeypatch.setattr(module, "LOGGED", ("a", "b"))
         transport = httpx.ASGITransport(module.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            replies = [(await client.post("/", json=openrlhf(text))).json() for text in ("a", "b<|im_end|>\n", "c")]
-            empty = (await client.post("/", json=openrlhf())).json()
+            replies = [
+                (await client.post("/openrlhf", json=openrlhf(text))).json() for text in ("a", "b<|im_end|>\n", "c")
+            ]
+            empty = (await client.post("/openrlhf", json=openrlhf())).json()
     nan = pytest.approx(math.nan, nan_ok=True)
     assert [reply["extra_logs"] for reply in replies] == [
         {"a": [2], "b": [nan]},
@@ -325,11 +327,11 @@ async def test_openrlhf_gets_numbers_and_the_same_keys_in_every_reply(monkeypatc
 
 async def test_openrlhf_gets_an_error_for_a_sample_without_a_score(monkeypatch: pytest.MonkeyPatch) -> None:
     async with served(monkeypatch) as load:
-        transport = httpx.ASGITransport(load("openrlhf_server").app)
+        transport = httpx.ASGITransport(load("rewards_server").app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            scored = await client.post("/", json=openrlhf("4", "5"))
-            failed = await client.post("/", json=openrlhf("4", "fail"))
-            cut = await client.post("/", json=openrlhf("4", prompts=["other"]))
+            scored = await client.post("/openrlhf", json=openrlhf("4", "5"))
+            failed = await client.post("/openrlhf", json=openrlhf("4", "fail"))
+            cut = await client.post("/openrlhf", json=openrlhf("4", prompts=["other"]))
     assert scored.json()["rewards"] == [1.0, 0.0]
     assert (failed.status_code, "the judge is broken" in failed.text) == (500, True)
     assert (cut.status_code, "does not begin with its prompt" in cut.text) == (422, True)
@@ -338,11 +340,13 @@ async def test_openrlhf_gets_an_error_for_a_sample_without_a_score(monkeypatch: 
 async def test_llamafactory_gets_scores_with_the_key_in_the_url(monkeypatch: pytest.MonkeyPatch) -> None:
     async with (
         served(monkeypatch, scorer(lambda solution_str: len(solution_str)), key="secret") as load,
-        serving(load("llamafactory_server").app) as url,
+        serving(load("rewards_server").app) as url,
     ):
 
         def scores_of(server: str) -> requests.Response:  # as its client asks
-            return requests.post(server, json={"model": "model", "messages": ["a", "bcd"]}, timeout=60)
+            return requests.post(
+                f"{server}/llamafactory", json={"model": "model", "messages": ["a", "bcd"]}, timeout=60
+            )
 
         answer = await asyncio.to_thread(scores_of, url.replace("http://", "http://reward:secret@"))
         refused = await asyncio.to_thread(scores_of, url)

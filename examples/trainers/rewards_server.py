@@ -1,4 +1,4 @@
-"""OpenRLHF: answers its requests with rewards from `reward-loop serve`. Start it with uvicorn."""
+"""OpenRLHF and LLaMA-Factory: answers their requests with rewards from `reward-loop serve`. Start it with uvicorn."""
 
 import json
 import os
@@ -18,7 +18,28 @@ END = ("<|im_end|>", "<|endoftext|>", "</s>")
 app = FastAPI()
 
 
-@app.post("/")
+async def results_of(request, samples):
+    """Return the results of samples, which all have a score."""
+    if not samples:  # OpenRLHF sends empty lists to all but the first of several URLs
+        return []
+    headers = {name: request.headers[name] for name in ("authorization",) if name in request.headers}
+    reply = await CLIENT.post(URL, json={"samples": samples}, headers=headers)
+    if reply.is_error:
+        raise HTTPException(reply.status_code, reply.text)
+    results = reply.json()["results"]
+    if failed := [result["error"] for result in results if result["score"] is None]:
+        raise HTTPException(500, f"{failed[0]}. The trainer needs a number: serve with -O on_failed=default")
+    return results
+
+
+@app.post("/llamafactory")
+async def scores(request: Request):
+    """Return the scores of texts: prompts with their responses, and special tokens."""
+    results = await results_of(request, [{"solution_str": text} for text in (await request.json())["messages"]])
+    return {"scores": [result["score"] for result in results]}
+
+
+@app.post("/openrlhf")
 async def rewards(request: Request):
     """Return rewards, scores (by which OpenRLHF filters groups) and logs of the rollouts."""
     body = await request.json()
@@ -30,16 +51,8 @@ async def rewards(request: Request):
         while ends := [end for end in END if response.endswith(end)]:
             response = response.removesuffix(ends[0]).rstrip()
         samples.append({"solution_str": response, "ground_truth": label, "prompt": prompt})
-    results = []
-    if samples:  # all but the first of several URLs get empty lists
-        headers = {name: request.headers[name] for name in ("authorization",) if name in request.headers}
-        reply = await CLIENT.post(URL, json={"samples": samples}, headers=headers)
-        if reply.is_error:
-            raise HTTPException(reply.status_code, reply.text)
-        results = reply.json()["results"]
-    if failed := [result["error"] for result in results if result["score"] is None]:
-        raise HTTPException(500, f"{failed[0]}. OpenRLHF needs a number: serve with -O on_failed=default")
-    scores = [result["score"] for result in results]
+    results = await results_of(request, samples)
+    found = [result["score"] for result in results]
     logs = {name: [result["components"].get(name, float("nan")) for result in results] for name in LOGGED}
-    content = json.dumps({"rewards": scores, "scores": scores, "extra_logs": logs})
+    content = json.dumps({"rewards": found, "scores": found, "extra_logs": logs})
     return Response(content, media_type="application/json")  # NaN, which a tensor can have; null cannot be in one
