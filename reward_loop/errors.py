@@ -30,7 +30,6 @@ from __future__ import annotations
 from typing import Protocol, Self
 
 __all__ = [
-    "AddressTakenError",
     "BudgetSpentError",
     "ConfigError",
     "FunctionLoadError",
@@ -259,10 +258,6 @@ class RequestError(ServerError):
 
 class ServerStartError(ServerError):
     """A server or the router did not become ready. The message contains the end of its log."""
-
-
-class AddressTakenError(ServerStartError):
-    """A server could not listen on its address, because another program does."""
 
 
 class ServerDiedError(ServerError):

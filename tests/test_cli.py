@@ -438,7 +438,6 @@ def test_colons_in_messages_are_not_turned_into_emoji(folder):
         (("scor",), "error: no such command 'scor'"),
         (("route", "-w", "nowhere"), "error: -w nowhere.url: expected http://host:port"),
         (("route", "--worker", "nowhere"), "error: --worker nowhere.url: expected http://host:port"),
-        (("route", "-w", "http://a:1", "--policy", "any"), "error: --policy: 'any' is not one of 'round_robin', "),
     ],
 )
 def test_errors_have_one_style_and_name_the_option_as_it_was_typed(args, message):
@@ -451,7 +450,6 @@ def test_the_help_shows_the_choices():
     shown = run("score", "--help")
     assert "thread|process" in shown.replace("│ │ ", "")
     assert [name for name in registry.names() if name not in shown] == []
-    assert "round_robin" in run("route", "--help")
 
 
 def completed(*words):
@@ -461,13 +459,11 @@ def completed(*words):
     return CliRunner().invoke(cli.app, env=environment, prog_name="reward-loop").output.split()
 
 
-def test_shell_completion_offers_commands_managers_policies_and_engines():
+def test_shell_completion_offers_commands_and_managers():
     assert completed("sc") == ["score"]
     assert completed("score", "--manager", "d") == ["dapo"]
     assert completed("check", "--manager", "g") == ["group"]
     assert completed("score", "--isolation", "") == ["thread", "process"]
-    assert completed("route", "--policy", "a") == ["affinity"]
-    assert "http://a:1,engine=sglang" in completed("route", "-w", "http://a:1,engine=")
 
 
 def test_the_process_of_a_command_collects_garbage_less_often(folder):

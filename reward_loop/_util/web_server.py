@@ -6,7 +6,6 @@ No other module below the satellites opens a listening socket.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ipaddress
 import signal
 import socket
@@ -29,7 +28,6 @@ __all__ = [
     "add_arguments",
     "api_key",
     "is_loopback",
-    "is_taken",
     "listen",
     "listener_of",
     "open_listener",
@@ -43,9 +41,6 @@ __all__ = [
 KEEP_ALIVE_S = 75
 """Connections without a complete request are closed after this time, in seconds. It is longer than clients keep idle
 connections, so that the client closes them, not the server."""
-
-_LOOPBACK_S = 0.5
-"""The timeout of a connection to this machine, in seconds."""
 
 _SAME_S = 1.0
 """After a signal, further signals are ignored for this time in seconds: launchers may send several at once."""
@@ -81,25 +76,6 @@ def reserve(host: str) -> socket.socket:
         reservation.close()
         raise
     return reservation
-
-
-def is_taken(reservation: socket.socket) -> bool:
-    """Return whether another program listens on the address of a reservation, see `reserve`."""
-    address = reservation.getsockname()
-    # First a connection: a bind with SO_REUSEPORT succeeds beside another listener of this user that sets it, too.
-    with socket.socket(reservation.family) as connection, contextlib.suppress(OSError):
-        connection.settimeout(_LOOPBACK_S)
-        connection.connect(address)
-        return True
-    with socket.socket(reservation.family) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        try:
-            listener.bind(address)
-            listener.listen()
-        except OSError:
-            return True
-    return False
 
 
 def url_of(listener: socket.socket) -> str:

@@ -12,6 +12,7 @@ import os
 import re
 import resource
 import secrets
+import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -50,8 +51,9 @@ _MAX_RESENDS = 1
 """How many times a request to ``host:port`` is sent again after its connection was lost. Further losses are an
 outage: see the table in `scoring/retry.py`."""
 
-_CONNECT_S = 10.0
-"""Seconds to establish a connection. An address that does not answer at all then counts as unreachable."""
+_SYN_RETRIES = 3
+"""How often the kernel repeats the request for a connection: after 1, 3 and 7 s. An address that has not answered after
+15 s counts as unreachable."""
 
 _KEEPALIVE_S = 3.0  # uvicorn, which vLLM and SGLang run in, closes idle connections after 5 s
 
@@ -309,8 +311,9 @@ async def _post(
                 headers=headers,
                 proxy=proxy_of(url) if is_base_url else None,  # No proxy for `host:port`: it is in the cluster.
                 allow_redirects=False,  # the key is for this address
-                # Without `total`, aiohttp ends a request after 300 s, and the timeout may be longer.
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+                # Without `total`, aiohttp ends a request after 300 s, and the timeout may be longer. For connections,
+                # see `_socket`.
+                timeout=aiohttp.ClientTimeout(total=None),
             )
 
             async def once() -> Answer:
@@ -325,9 +328,6 @@ async def _post(
             f"{what} was answered with status {error.status} and more than {MAX_REPLY_BYTES} bytes after decompression",
             status=error.status,
         ) from None
-    # Before `TimeoutError`, a base class of it: without a connection, the server is unreachable.
-    except aiohttp.ConnectionTimeoutError as error:
-        raise RequestError(f"{what}: no connection within {_CONNECT_S:g} s", unreachable=server_of(url)) from error
     except TimeoutError as error:
         raise RequestError(f"{what}: no answer within {timeout:g} s") from error
     except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError):
@@ -486,12 +486,24 @@ async def shared_session() -> aiohttp.ClientSession:
 
 async def _keep(loop: asyncio.AbstractEventLoop) -> AsyncGenerator[aiohttp.ClientSession, None]:
     # aiohttp's default of 100 connections would make most of thousands of samples wait.
-    connector = aiohttp.TCPConnector(limit=_max_connections(), keepalive_timeout=_KEEPALIVE_S)
+    connector = aiohttp.TCPConnector(limit=_max_connections(), keepalive_timeout=_KEEPALIVE_S, socket_factory=_socket)
     async with aiohttp.ClientSession(connector=connector) as session:
         try:
             yield session
         finally:
             _sessions.pop(loop, None)
+
+
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """Return a socket whose connection the kernel gives up after `_SYN_RETRIES`.
+
+    A timer of the event loop would also expire for connections that are established, if thousands of requests that
+    begin at once keep the loop busy for longer.
+    """
+    family, kind, protocol, _, _ = address
+    connection = socket.socket(family, kind, protocol)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, _SYN_RETRIES)
+    return connection
 
 
 def _authorization(variable: str | None, url: str) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Container
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from reward_loop.errors import ServerError
-from reward_loop.router.config import BackendConfig, RequestKind
+from reward_loop.router.config import BackendConfig, Kind
 from reward_loop.router.headers import BACKEND, RawHeader
 from reward_loop.router.http_client import BrokenError, StaleError, Upstream, UpstreamError
 
@@ -23,7 +22,7 @@ class Route(NamedTuple):
 
     model: str | None = None
     """The name of the model; ``None`` for any."""
-    kind: RequestKind | None = None
+    kind: Kind | None = None
     """The kind of the request; ``None`` for any."""
 
 
@@ -58,8 +57,6 @@ class Backend:
     """The number of requests in flight."""
     models: tuple[str, ...] = ()
     """The names of the models that it serves; empty if unknown."""
-    cards: list[dict[str, Any]] = field(default_factory=list)
-    """The models' entries in the server's ``/v1/models``."""
     statuses: dict[int, int] = field(default_factory=dict)
     """The number of answers for each HTTP status."""
     latency_sum_s: float = 0.0
@@ -90,8 +87,6 @@ class Backend:
     """The beginning of its latest successful health check, in seconds of `time.monotonic`."""
     died_at: float = 0.0
     """When its owner last reported its death, or a health check last failed, in seconds of `time.monotonic`."""
-    cools_down_until: float = 0.0
-    """The end of its cool-down, in seconds of `time.monotonic`."""
     taken_out: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server is taken out of use; starts its readmission."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -105,11 +100,6 @@ class Backend:
     def __post_init__(self) -> None:
         self.url = self.config.url
         self.header = BACKEND, self.url.encode()
-
-    @property
-    def cooling_down(self) -> bool:
-        """Whether the server is cooling down after a 429 or 503."""
-        return self.cools_down_until > time.monotonic()
 
     def begin(self) -> None:
         """Count a request that is being sent."""
@@ -131,10 +121,7 @@ class Backend:
         if route.model is not None and self.models and route.model not in self.models:
             return False
         # Not only for a clear error: a chat request can crash a discriminative SGLang server.
-        own = self.config.kind
-        if route.kind == "reranking":
-            return own != "generative" or self.config.engine in ("sglang", "external")
-        return route.kind is None or own in (None, route.kind)
+        return route.kind is None or self.config.kind in (None, route.kind)
 
 
 logger = logging.getLogger(__name__)
@@ -151,7 +138,7 @@ class AsleepError(ServerError):
 
 
 async def check_health(backend: Backend) -> None:
-    """Check a server's health; while the server is DOWN, also updates its `models` and `cards`.
+    """Check a server's health; while the server is DOWN, also updates its `models`.
 
     Raises:
         UnhealthyError: the server answered with a status of 400 or above.
@@ -172,7 +159,7 @@ async def check_health(backend: Backend) -> None:
 
 
 async def update_models(backend: Backend, wanted: Container[str] = ()) -> None:
-    """Ask a server for its models, and update its `models` and `cards`; if it sends no list, they stay as they are.
+    """Ask a server for its models, and update its `models`; if it sends no list, they stay as they are.
 
     Args:
         backend: the server. If its configuration names models, it has these, and the wanted ones that it lists.
@@ -185,8 +172,7 @@ async def update_models(backend: Backend, wanted: Container[str] = ()) -> None:
         return
     cards = _decoded(body).get("data") if status == 200 else None
     if isinstance(cards, list):
-        backend.cards = [card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)]
-        listed = tuple(card["id"] for card in backend.cards)
+        listed = tuple(card["id"] for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str))
         named = backend.config.models
         learned = tuple(name for name in listed if name in wanted and name not in named)
         backend.models = named + learned if named else listed

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import typer
 
 from reward_loop._util.api_keys import api_key_of
 from reward_loop.config import parse
 from reward_loop.errors import ConfigError
-from reward_loop.router.config import (
-    API_KEY_VARIABLE,
-    WORKER_API_KEY_VARIABLE,
-    BackendConfig,
-    Engine,
-    Kind,
-    PolicyName,
-    RouterConfig,
-)
-
-
-def _complete_worker(incomplete: str) -> list[str]:
-    """Complete ``engine=`` and ``kind=`` in ``URL,KEY=VALUE,...``."""
-    before, comma, _ = incomplete.rpartition(",")
-    values = [f"engine={engine}" for engine in get_args(Engine)] + [f"kind={kind}" for kind in get_args(Kind)]
-    return [f"{before},{value}" for value in values] if comma else []
+from reward_loop.router.config import API_KEY_VARIABLE, WORKER_API_KEY_VARIABLE, BackendConfig, RouterConfig
 
 
 def route(
@@ -38,24 +23,19 @@ def route(
             "(generative, discriminative), [cyan]engine[/] (vllm, sglang, transformers, external), "
             "[cyan]health_path[/]. Repeatable. Servers can also be added while the router runs.",
             show_default=False,
-            autocompletion=_complete_worker,
         ),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on. Other than loopback needs an API key.")] = (
         "127.0.0.1"
     ),
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8080,
-    policy: Annotated[
-        PolicyName,
-        typer.Option(help="How to choose a server; affinity: the same one for prompts that begin alike."),
-    ] = "round_robin",
     option: Annotated[
         list[str] | None,
         typer.Option(
             "--option",
             "-O",
             metavar="NAME=VALUE",
-            help="Another option of the router, e.g. [cyan]request_timeout_s=600[/]. Repeatable.",
+            help="An option of the router, e.g. [cyan]policy=affinity[/]. Repeatable.",
         ),
     ] = None,
     grace: Annotated[int, typer.Option(min=0, help="Seconds for requests in flight to finish after SIGTERM.")] = 600,
@@ -90,7 +70,7 @@ def route(
     from reward_loop._util.web_server import listen
     from reward_loop.router.app import run_router
 
-    options: dict[str, Any] = {"policy": policy}
+    options: dict[str, Any] = {}
     for pair in option or ():
         name, equals, value = pair.partition("=")
         if not equals:

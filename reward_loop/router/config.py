@@ -17,10 +17,6 @@ WORKER_API_KEY_VARIABLE = "REWARD_LOOP_WORKER_API_KEY"
 Kind = Literal["generative", "discriminative"]
 """Whether a server generates text (chat, completions) or returns numbers (classify, score, embeddings)."""
 
-RequestKind = Literal["generative", "discriminative", "reranking"]
-"""The kind of a request. Discriminative servers can rerank, and so can generative SGLang servers, by the probability of
-the next token."""
-
 PolicyName = Literal["round_robin", "least_in_flight", "affinity"]
 """The load-balancing policies."""
 
@@ -51,14 +47,11 @@ class BackendConfig(Config):
     @classmethod
     def _is_an_origin(cls, url: str) -> str:
         url = url.rstrip("/")
-        found = re.fullmatch(r"http://(\[[0-9a-fA-F:.]+\]|[^\s/:@?#\[\]]+)(?::(\d{1,5}))?", url)
+        found = re.fullmatch(r"http://(?:\[([0-9a-fA-F:.]+)\]|[A-Za-z0-9._~%!$&'()*+,;=-]+)(?::(\d{1,5}))?", url)
         if not found or int(found[2] or 0) > 65535:
             raise ValueError("expected http://host:port")
-        host = found[1]
-        if host.startswith("["):
-            IPv6Address(host[1:-1])  # Raises a ValueError.
-        elif not re.fullmatch(r"[A-Za-z0-9._~%!$&'()*+,;=-]+", host):
-            raise ValueError(f"expected http://host:port; {host!r} is not a valid host")
+        if found[1]:
+            IPv6Address(found[1])  # Raises a ValueError.
         return url
 
 
@@ -114,10 +107,6 @@ class RouterConfig(SharedRouterOptions):
 
     max_queue: int = Field(default=16384, ge=0)
     """The maximum number of waiting requests; further requests are answered with 503 and ``Retry-After``."""
-
-    max_queue_s: float | None = Field(default=None, gt=0)
-    """A request that waits longer than this in the queue is answered with 503 and ``Retry-After``; ``None`` for no
-    other bound than that of the request."""
 
     api_key: str | None = Field(default=None, min_length=1, repr=False)
     """The API key that clients must send as a bearer token with every request, except for ``/health``, ``/live`` and

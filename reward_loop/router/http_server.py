@@ -32,10 +32,6 @@ _ACCEPTS = 64
 _FULL_S = 0.05
 """The pause before the next attempt to accept when the process has no free file descriptor, in seconds."""
 
-_SILENT_S = 5.0
-"""When all connections are in use, those that have been without a request for longer make room for others, in
-seconds."""
-
 _ABORT_S = 5.0
 """Seconds that cancelled requests have to end when the server stops."""
 
@@ -54,8 +50,7 @@ class HttpServer:
             does not read its answer. It is longer than clients keep idle connections, so that the client closes them,
             not the server.
         max_connections: further connections wait in the kernel's backlog; ``None`` for no bound. When three quarters
-            are in use, each connection closes after its answer, so that idle ones do not keep others waiting; when all
-            are, those without a request for some seconds close.
+            are in use, each connection closes after its answer, so that idle ones do not keep others waiting.
     """
 
     def __init__(
@@ -80,7 +75,6 @@ class HttpServer:
         self._listener: socket.socket | None = None
         """``None`` before the start, and from the stop on."""
         self._accepting = False
-        self._room_timer = self.loop.call_later(0, lambda: None)
 
     @property
     def _open(self) -> int:
@@ -156,20 +150,10 @@ class HttpServer:
             self._accepting = False
             self.loop.remove_reader(self._listener.fileno())
 
-    def _make_room(self) -> None:
-        """While no connection can be accepted, close those that have long been without a request."""
-        self._room_timer.cancel()
-        if self._listener and not self._accepting:
-            for connection in list(self._connections):
-                if connection.silent_s > _SILENT_S:
-                    connection.abort()
-            self._room_timer = self.loop.call_later(_SILENT_S / 5, self._make_room)
-
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(_ACCEPTS):
             if self._max_connections is not None and self._open >= self._max_connections:
                 self._pause()  # `discard` continues.
-                self._make_room()
                 return
             try:
                 accepted, _ = listener.accept()
@@ -211,11 +195,6 @@ class _Connection(asyncio.Protocol):
         """An upper bound for the length of a head that ends within the bytes that are being parsed."""
         self._unproductive_bytes = 0
         """The number of bytes received since the last complete head, part of a body, or complete request."""
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds without a request; 0 with one."""
-        return 0.0 if self._request or self._task else self._server.loop.time() - self._idle_since
 
     def stop(self) -> None:
         """Close the connection, after the answer to the request in flight if there is one."""

@@ -17,15 +17,13 @@ class Gate:
     Args:
         max_inside: the largest number of admitted requests.
         max_waiting: the largest number of waiting requests.
-        max_wait_s: seconds after which a waiting request is refused; ``None`` for no bound.
     """
 
-    def __init__(self, max_inside: int, max_waiting: int, max_wait_s: float | None = None) -> None:
+    def __init__(self, max_inside: int, max_waiting: int) -> None:
         self.inside = 0
         self.waiting = 0
         self._max_inside = max_inside
         self._max_waiting = max_waiting
-        self._max_wait_s = max_wait_s
         self._turns: deque[asyncio.Future[None]] = deque()
         """The waiting requests, in order. While there are any, all places are taken: `leave` passes them on."""
 
@@ -40,7 +38,7 @@ class Gate:
         """Wait until the request, which `enter_now` did not admit, is admitted.
 
         Raises:
-            Refusal: too many requests are waiting, or this one has waited too long.
+            Refusal: too many requests are waiting.
         """
         if self.waiting >= self._max_waiting:
             message = f"the router is full: {self.inside} requests are in flight, and {self.waiting} wait"
@@ -49,15 +47,11 @@ class Gate:
         self._turns.append(turn)
         self.waiting += 1
         try:
-            async with asyncio.timeout(self._max_wait_s):
-                await turn
-        except BaseException as error:
+            await turn
+        except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 self.leave()  # Its place was passed on to it, and goes to the next one.
-            if not isinstance(error, TimeoutError):
-                raise
-            message = f"the request waited {self._max_wait_s:g} s in the queue: {self.inside} requests are in flight"
-            raise Refusal(503, message, retry_after_s=1) from None
+            raise
         finally:
             self.waiting -= 1
 

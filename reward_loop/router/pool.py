@@ -6,7 +6,7 @@ Each server has one `BackendState`:
 State  New requests                      Next state
 ====== ================================= ===============================================================
 DOWN   none; they wait                   UP, when a health check succeeds
-UP     yes, unless it is cooling down    DOWN, after failed requests or checks (`mark_unhealthy`)
+UP     yes                               DOWN, after failed requests or checks (`mark_unhealthy`)
 LOST   none; they fail if all are LOST   none
 ====== ================================= ===============================================================
 
@@ -16,7 +16,7 @@ Invariants:
 
 - Only `BackendPool` changes the state of a `Backend`. The proxy and the owner of the servers report what they see.
 - Servers in the states DOWN and UP have a task that checks their health; servers in the other states have none.
-- Every change of a state, of the models or of a cool-down ends with `_refresh`, which drops the cached groups and wakes
+- Every change of a state or of the models ends with `_refresh`, which drops the cached groups and wakes
   all waiters of `acquire`.
 """
 
@@ -43,7 +43,7 @@ from reward_loop.router.backend import (
     update_models,
 )
 from reward_loop.router.config import BackendConfig, RouterConfig
-from reward_loop.router.error_answers import Refusal
+from reward_loop.router.error_answers import LimitedLog, Refusal
 from reward_loop.router.http_client import ConnectError, Upstream, UpstreamError
 from reward_loop.router.policies import Key, Policy, policy_for
 
@@ -81,7 +81,7 @@ class BackendGroup:
     def __init__(self, members: list[Backend], policy: Policy) -> None:
         self.members = members
         self.policy = policy
-        self.ready = [backend for backend in members if backend.state is BackendState.UP and not backend.cooling_down]
+        self.ready = [backend for backend in members if backend.state is BackendState.UP]
         self.empty_text_can_crash = any(
             backend.config.engine == "sglang" and backend.config.kind == "discriminative" for backend in members
         )
@@ -97,11 +97,8 @@ class BackendPool:
     Args:
         backends: the servers.
         check: sends a health request to a server, and raises an exception if the server is unhealthy. It may set the
-            backend's `models` and `cards`.
+            backend's `models`.
         config: options.
-
-    Raises:
-        ConfigError: a certificate cannot be read.
     """
 
     def __init__(
@@ -125,6 +122,7 @@ class BackendPool:
         self.on_frozen: Callable[[Backend], None] = lambda backend: None
         """Called with a frozen server, one whose health checks time out: when it is taken out of use, and after each
         further failed check."""
+        self._log = LimitedLog(logger, _LOG_INTERVAL_S)
         self._hung = asyncio.Event()
         """Set when a server is hung."""
         self._shared: dict[object, asyncio.Task[Any]] = {}
@@ -190,18 +188,13 @@ class BackendPool:
             wait: whether to wait.
 
         Raises:
-            Refusal: 503 if all servers are lost or removed, or if all are down and the request must not wait; 429 if no
-                server is available, and at least one is cooling down.
+            Refusal: 503 if all servers are lost or removed, or if all are down and the request must not wait.
         """
         while not (backend := self.pick(route, key, avoid)):
             members = self.group(route).members
             if all(backend.state is BackendState.LOST for backend in members):
                 message = f"no reward model server is available: {self.describe(members)}"
                 raise Refusal(503, message, code=RouterCode.NO_SERVER_UP)
-            cooling = [backend.cools_down_until for backend in members if backend.cooling_down]
-            if cooling:
-                message = f"all servers are overloaded: {self.describe(members)}"
-                raise Refusal(429, message, retry_after_s=min(cooling) - time.monotonic())
             if not wait:
                 message = f"no reward model server is up: {self.describe(members)}"
                 raise Refusal(503, message, code=RouterCode.NO_SERVER_UP)
@@ -259,15 +252,6 @@ class BackendPool:
         if backend.failures >= self.config.max_failures or backend.outages:
             self.mark_unhealthy(backend, f"{backend.failures} failures in a row, the last one: {reason}")
 
-    def cool_down(self, backend: Backend, seconds: float) -> None:
-        """Send the server no requests for some seconds, after it answered 429 or 503."""
-        until = time.monotonic() + seconds
-        if until > backend.cools_down_until:
-            backend.cools_down_until = until
-            # One millisecond later, so that the cool-down has ended for certain.
-            asyncio.get_running_loop().call_later(seconds + 0.001, self._refresh)
-        self._refresh()
-
     def mark_unhealthy(self, backend: Backend, reason: str) -> None:
         """Take a server in use out of use until a health check succeeds."""
         if backend.state is BackendState.UP:
@@ -321,7 +305,6 @@ class BackendPool:
         return any(
             other is not backend
             and other.state is BackendState.UP
-            and not other.cooling_down
             and set(other.models) == set(backend.models)
             and (other.config.kind, other.config.engine) == (backend.config.kind, backend.config.engine)
             for other in self.backends
@@ -354,8 +337,7 @@ class BackendPool:
     def describe(self, backends: Iterable[Backend] | None = None) -> str:
         """Return a text for messages: the URL, state and last error of each server (by default, of all servers)."""
         described = [
-            f"{backend.url} is {'cooling down' if backend.cooling_down else backend.state}"
-            + (f" ({backend.last_error})" if backend.last_error else "")
+            f"{backend.url} is {backend.state}" + (f" ({backend.last_error})" if backend.last_error else "")
             for backend in (self.backends if backends is None else backends)
         ]
         return "; ".join(described) or "no server is configured"
@@ -403,12 +385,9 @@ class BackendPool:
             first_pause = min(_FIRST_PAUSE_S * 2 ** (backend.outages - 1), _LONGEST_PAUSE_S)
             await asyncio.sleep(first_pause)
         pauses = Backoff(first_pause, _LONGEST_PAUSE_S)
-        logged, log_again_at = "", 0.0
         while failure := await self._failure(backend):
             backend.last_error = _reason(failure)
-            if backend.last_error != logged or time.monotonic() >= log_again_at:
-                logger.warning("server %s is not healthy: %s", backend.url, backend.last_error)
-                logged, log_again_at = backend.last_error, time.monotonic() + _LOG_INTERVAL_S
+            self._log.warning(backend.last_error, "server %s is not healthy: %s", backend.url, backend.last_error)
             if isinstance(failure, TimeoutError) and backend.in_flight:
                 backend.frozen = True
             if backend.frozen:

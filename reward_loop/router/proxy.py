@@ -10,7 +10,6 @@ from typing import NamedTuple
 import orjson
 
 from reward_loop._util.backoff import Backoff
-from reward_loop._util.retry_after import asked_pause
 from reward_loop._util.transient import RouterCode
 from reward_loop.router.backend import Backend, Route
 from reward_loop.router.client_request import ClientRequest, WaitsFor
@@ -36,7 +35,7 @@ from reward_loop.router.http_client import (
 from reward_loop.router.limits import Gate, RetryBudget
 from reward_loop.router.policies import Key, policy_for
 from reward_loop.router.pool import BackendPool
-from reward_loop.router.routing import UnknownModelError, merged_models, model_of, route
+from reward_loop.router.routing import UnknownModelError, model_of, route
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +46,6 @@ _WORTH_A_RETRY = frozenset({429, 500, 502, 503, 504})
 
 _FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 2.0
-
-_PAUSE_S = 1.0
-"""The cool-down after a 429, or an invalid ``Retry-After``, in seconds."""
-_LONGEST_PAUSE_S = 60.0
 
 
 class _Break(NamedTuple):
@@ -70,9 +65,9 @@ class Proxy:
     Attempt ended with            Then
     ============================= ============================================================================
     429, 500, 502, 503, 504       retried if another server is available and the retry budget allows it;
-                                  else the answer is passed on. A server that answers 429, or 503 with
-                                  ``Retry-After``, cools down; one that answers 429 or 503 without while it works
-                                  on other requests is full, and stays in use: the client waits
+                                  else the answer is passed on. A server that answers 429, 503 with
+                                  ``Retry-After``, or 503 while it works on other requests is full, and stays in
+                                  use: the client waits
     another status                the answer is passed on
     `StaleError`                  retried without a pause; not counted as a failure
     `ConnectError`                server taken out of use; retried, not counted in `max_attempts`
@@ -91,7 +86,6 @@ class Proxy:
     404    no server has the model
     413    the body is too long
     422    two servers died while the request was in flight
-    429    all servers are cooling down after a 429 or 503
     501    the request asks for a WebSocket
     502    the last of `max_attempts` attempts lost its connection
     503    no server was available, or none is up and the request has the header `NO_WAIT`, or the queue is full
@@ -100,7 +94,7 @@ class Proxy:
     """
 
     def __init__(self, pool: BackendPool, config: RouterConfig) -> None:
-        self.gate = Gate(config.max_in_flight, config.max_queue, config.max_queue_s)
+        self.gate = Gate(config.max_in_flight, config.max_queue)
         self.budget = RetryBudget(config.retry_share)
         self.log = LimitedLog(logger)
         self._pool = pool
@@ -130,7 +124,8 @@ class Proxy:
                 body = await client.read_body(self._max_body_bytes)
             pool, path = self._pool, client.path
             if pool.several_models and path == "/v1/models" and client.method == "GET":
-                client.answer_json(orjson.dumps(merged_models(pool)))
+                models = [{"id": name, "object": "model", "owned_by": "reward_loop"} for name in sorted(pool.models)]
+                client.answer_ok(orjson.dumps({"object": "list", "data": models}))
                 return
             if body or client.method in _WITH_BODY:
                 headers += b"content-length: %d\r\n" % len(body)
@@ -290,13 +285,9 @@ class Proxy:
         self, backend: Backend, answer: BackendAnswer, route: Route, failed: list[Backend], attempts: int
     ) -> bool:
         """Record an error answer of a server; return whether to retry the request on another server."""
-        pause = _asked_pause(answer)
-        if answer.status in (429, 503) and pause is None and backend.in_flight > 1:
-            pass  # It is full. It answers others, so it neither cools down nor counts as failing.
-        # A server that answers so works, and is busy: it cools down, and does not count as failing.
-        elif answer.status == 429 or (answer.status == 503 and pause is not None):
-            self._pool.cool_down(backend, _PAUSE_S if pause is None else min(pause, _LONGEST_PAUSE_S))
-        else:
+        asks_to_wait = find(answer.headers, b"retry-after") or find(answer.headers, b"retry-after-ms")
+        is_full = answer.status == 429 or (answer.status == 503 and (asks_to_wait or backend.in_flight > 1))
+        if not is_full:  # a full server works
             self._pool.failed(backend, f"status {answer.status}")
         # `spend` last: only a retry that takes place uses the budget.
         return attempts < self._max_attempts and self._pool.has_other(route, failed) and self.budget.spend()
@@ -339,9 +330,3 @@ async def _pass_on(client: ClientRequest, answer: BackendAnswer) -> None:
     elif answer.length is None and client.method != "HEAD":
         headers = [*headers, (b"content-length", b"%d" % len(body))]
     client.answer(answer.status, headers, body)
-
-
-def _asked_pause(answer: BackendAnswer) -> float | None:
-    """Return the seconds that a server asks to wait; ``None`` if it does not."""
-    pause = asked_pause({name.decode(): value.decode("latin-1") for name, value in answer.headers}, answer.status)
-    return _PAUSE_S if pause is None and find(answer.headers, b"retry-after") else pause

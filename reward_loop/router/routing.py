@@ -7,11 +7,11 @@ from typing import Any
 import orjson
 
 from reward_loop.router.backend import ANY, Route
-from reward_loop.router.config import Kind, RequestKind
+from reward_loop.router.config import Kind
 from reward_loop.router.error_answers import Refusal
 from reward_loop.router.pool import BackendPool
 
-_KIND_OF_PATH: dict[str, RequestKind] = {
+_KIND_OF_PATH: dict[str, Kind] = {
     "/v1/chat/completions": "generative",
     "/v1/completions": "generative",
     "/v1/responses": "generative",
@@ -21,19 +21,15 @@ _KIND_OF_PATH: dict[str, RequestKind] = {
     "/v1/classify": "discriminative",
     "/pooling": "discriminative",
     "/v1/pooling": "discriminative",
+    # Not /v1/score and /v1/rerank: generative SGLang servers answer them, too.
     "/score": "discriminative",
-    "/v1/score": "reranking",
     "/rerank": "discriminative",
-    "/v1/rerank": "reranking",
     "/v2/rerank": "discriminative",
     "/v1/embeddings": "discriminative",
 }
 """The kind of request for each known path. Requests with other paths go to any server."""
 
 _ROUTE_OF_PATH = {path: Route(kind=kind) for path, kind in _KIND_OF_PATH.items()}
-
-_WITH_TEXT = ("discriminative", "reranking")
-"""The kinds of requests whose empty texts can crash a server."""
 
 _TEXT_FIELDS = ("text", "input", "input_ids")
 
@@ -71,14 +67,14 @@ def route(pool: BackendPool, path: str, body: bytes) -> Route:
     if not group.members:
         if not pool.backends:
             raise Refusal(503, "the router has no reward model server")
-        raise Refusal(400, f"{path} needs a {_needed(kind)} server; available: {_served(pool)}")
+        raise Refusal(400, f"{path} needs a {kind} server; available: {_served(pool)}")
     # A long prompt takes longer to parse than all else that the router does with a request.
-    if body and (pool.several_models or (group.empty_text_can_crash and kind in _WITH_TEXT)):
+    if body and (pool.several_models or (group.empty_text_can_crash and kind == "discriminative")):
         return _route_by_body(pool, path, kind, body)
     return destination
 
 
-def _route_by_body(pool: BackendPool, path: str, kind: RequestKind | None, body: bytes) -> Route:
+def _route_by_body(pool: BackendPool, path: str, kind: Kind | None, body: bytes) -> Route:
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -101,29 +97,10 @@ def _route_by_body(pool: BackendPool, path: str, kind: RequestKind | None, body:
     destination = Route(model, kind)
     group = pool.group(destination)
     if not group.members:
-        raise Refusal(400, f"{path} needs a {_needed(kind)} server, which {model!r} is not; available: {_served(pool)}")
-    if group.empty_text_can_crash and kind in _WITH_TEXT and _has_empty_text(fields):
+        raise Refusal(400, f"{path} needs a {kind} server, which {model!r} is not; available: {_served(pool)}")
+    if group.empty_text_can_crash and kind == "discriminative" and _has_empty_text(fields):
         raise Refusal(400, "the text is empty, which can crash the SGLang server")
     return destination
-
-
-def merged_models(pool: BackendPool) -> dict[str, Any]:
-    """Return the answer to ``GET /v1/models``: the models of all servers, each once."""
-    cards: dict[str, dict[str, Any]] = {}
-    for backend in pool.backends:
-        # A model that the configuration names may not be in the list of its server.
-        known = {card["id"]: card for card in backend.cards}
-        for name in backend.models:
-            cards.setdefault(name, known.get(name) or _card(name))
-    return {"object": "list", "data": list(cards.values())}
-
-
-def _card(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "owned_by": "reward_loop"}
-
-
-def _needed(kind: RequestKind | None) -> Kind:
-    return "generative" if kind == "generative" else "discriminative"
 
 
 def _has_empty_text(fields: Any) -> bool:

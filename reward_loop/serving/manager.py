@@ -11,6 +11,7 @@ import secrets
 import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,7 @@ from reward_loop.errors import ConfigError
 from reward_loop.router.config import API_KEY_VARIABLE, WORKER_API_KEY_VARIABLE, BackendConfig, SharedRouterOptions
 from reward_loop.serving.models import served_models
 from reward_loop.serving.options import RewardModelConfig, ServedModelConfig
-from reward_loop.serving.process import ServerProcess, log_folder
+from reward_loop.serving.process import ServerProcess
 from reward_loop.serving.server_spec import Launch, ServerSpec, on_this_machine, server_specs
 from reward_loop.serving.supervisor import Server, Supervisor
 
@@ -256,10 +257,10 @@ class RewardModelManager:
 
     async def _start(self, models: list[ServedModelConfig]) -> None:
         config = self._config
-        log_dir = log_folder(config.log_dir)
+        log_dir = _log_folder(config.log_dir)
         if not config.log_dir:
             self._temporary_logs = log_dir
-        specs = server_specs(models, log_dir, is_shared=config.log_dir is not None)
+        specs = server_specs(models, log_dir)
         launches = await self._launches(specs)
         logger.info("starting %d reward model server(s); logs are in %s", sum(map(len, specs)), log_dir)
         listener = self._listen()
@@ -274,12 +275,12 @@ class RewardModelManager:
             self._servers += [ModelServer(model, url, router) for url in model.urls]
         supervised: dict[ModelServer, Supervisor] = {}
         for launch in launches:
-            server = ModelServer(launch.spec.model, launch.address.url if launch.address else None, router)
+            server = ModelServer(launch.spec.model, url_of(launch.bound) if launch.bound else None, router)
             self._servers.append(server)
             supervised[server] = self._supervise(
                 launch.spec.role,
                 launch.new_process,
-                bound=launch.address,
+                bound=launch.bound,
                 starts=self._starts,
                 on_up=server.on_up,
                 on_down=server.on_down,
@@ -354,6 +355,16 @@ class RewardModelManager:
             if server.url:
                 options += ["--worker", server.config().model_dump_json()]
         return [sys.executable, "-m", "reward_loop.router.app", *options]
+
+
+def _log_folder(log_dir: str | None) -> Path:
+    """Return the folder for the logs of servers: a new temporary one if the user has named none."""
+    try:
+        folder = Path(log_dir or tempfile.mkdtemp(prefix="reward_loop-")).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"log_dir={log_dir!r}: {error}. Set log_dir to a folder for the logs of servers") from error
+    return folder
 
 
 @contextmanager

@@ -131,7 +131,7 @@ class RewardModelConfig(SharedRouterOptions, ServedModelConfig):
 
     log_dir: str | None = None
     """The directory of the logs of servers and router. By default a new temporary directory, which is removed at the
-    end unless a server has failed."""
+    end unless a server has failed. Servers in Ray on another node write to the same path there, where it stays."""
 
     def requests(self) -> dict[str, dict[str, Any]]:
         """Return the limit and the deadline of requests to each model that has one, for `RewardLoopConfig.models`.

@@ -1,7 +1,4 @@
-"""Runs a server in a child process, which never outlives this process, with a log file.
-
-A server starts even if its log file cannot be written.
-"""
+"""Runs a server in a child process, which never outlives this process, with a log file."""
 
 from __future__ import annotations
 
@@ -10,19 +7,16 @@ import contextlib
 import itertools
 import logging
 import os
-import shutil
 import signal
 import socket
-import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import aiohttp
 import anyio
@@ -30,7 +24,7 @@ import anyio
 from reward_loop._util.process import ParentDeathPipe, kill_marked
 from reward_loop._util.signals import name_of
 from reward_loop._util.web_server import url_of
-from reward_loop.errors import AddressTakenError, ConfigError, ServerDiedError, ServerStartError
+from reward_loop.errors import ServerDiedError, ServerStartError
 
 logger = logging.getLogger(__name__)
 
@@ -41,117 +35,8 @@ _STOPS_WITHIN_S = 10.0
 """Seconds between SIGTERM and SIGKILL."""
 _PROGRESS_S = 60.0
 
-_LOG_PREFIX = "reward_loop-"
 _TAIL_BYTES = 8192
 _TAIL_LINES = 25
-
-
-def log_folder(log_dir: str | None) -> Path:
-    """Return the folder for the logs of servers, and create it if needed.
-
-    Args:
-        log_dir: the folder that the user has configured; ``None`` for a new temporary folder.
-
-    Raises:
-        ConfigError: the folder cannot be created; the message names it and the option.
-    """
-    try:
-        folder = Path(log_dir or tempfile.mkdtemp(prefix=_LOG_PREFIX)).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        if log_dir:
-            raise ConfigError(
-                f"log_dir={log_dir!r}: this folder cannot be created: {error.strerror}. Set log_dir to another folder"
-            ) from error
-        raise ConfigError(
-            f"no temporary folder for the logs of servers can be created: {error}. Set log_dir, or the environment "
-            "variable TMPDIR, to a folder that can be written"
-        ) from error
-    return folder
-
-
-class ServerLog:
-    """The file to which a server's standard output and error are appended.
-
-    If the file cannot be written (a full disk, a folder that was deleted), the server runs without a log, and a warning
-    names the file.
-
-    Args:
-        name: the server's name in the warning.
-        path: the file; ``None`` for one in a new temporary folder.
-    """
-
-    def __init__(self, name: str, path: Path | None) -> None:
-        self.path = path
-        self._temporary: Path | None = None
-        """The folder of the file, if this object has created it."""
-        self._name = name
-        self._problem: str | None = None
-
-    def open(self) -> BinaryIO:
-        """Open the log file for a new server process; open the null device if the file cannot be written."""
-        try:
-            if self.path is None:
-                self._temporary = Path(tempfile.mkdtemp(prefix=_LOG_PREFIX))
-                self.path = self._temporary / "server.log"
-            log = _writable(self.path)
-        except OSError as error:
-            self._problem = f"{self.path or 'a temporary folder'} cannot be written: {error.strerror or error}"
-            logger.warning(
-                "%s runs without a log: %s. Free space there, or set log_dir to another folder",
-                self._name,
-                self._problem,
-            )
-            return open(os.devnull, "ab", buffering=0)
-        self._problem = None
-        return log
-
-    def discard(self) -> None:
-        """Remove the temporary folder of the log, if it is in one."""
-        if self._temporary is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
-            self._temporary = self.path = None
-
-    def lines(self) -> list[str]:
-        """Return up to 25 last lines; an empty list if the file cannot be read."""
-        if self.path is None or self._problem:
-            return []
-        try:
-            with self.path.open("rb") as log:
-                log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-                return log.read(_TAIL_BYTES).decode(errors="replace").splitlines()[-_TAIL_LINES:]
-        except OSError:
-            return []
-
-    def end(self) -> str:
-        """Return text for the end of an error message: the last lines, or the reason why there are none."""
-        if self._problem:
-            return f"It ran without a log: {self._problem}. Free space there, or set log_dir to another folder."
-        lines = self.lines()
-        if not lines:
-            return f"Its log {self.path} is empty."
-        return "\n".join([f"The end of its log {self.path}:", *(f"    {line}" for line in lines)])
-
-
-def _writable(path: Path) -> BinaryIO:
-    """Open a file for appending, and test that a byte can be written.
-
-    Raises:
-        OSError: the folder cannot be created, or the file cannot be opened or written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    log = path.open("ab", buffering=0)
-    try:
-        status = os.fstat(log.fileno())
-        # A full disk shows only at a write.
-        log.write(b"\n")
-        # A device or a pipe cannot be truncated.
-        if stat.S_ISREG(status.st_mode):
-            os.ftruncate(log.fileno(), status.st_size)
-    except OSError:
-        log.close()
-        raise
-    return log
 
 
 class ServerProcess:
@@ -172,8 +57,7 @@ class ServerProcess:
         name: the server's name in messages.
         command: program and arguments.
         bound: a listening socket or a reserved address.
-        log_path: the file to which standard output and error are appended; ``None`` for a file in a new temporary
-            folder. If the file cannot be written, the server runs without a log.
+        log_path: the file to which standard output and error are appended.
         env: environment variables in addition to those of this process.
         health_path: the server is ready when a GET of this path returns a status below 400.
         start_timeout_s: seconds within which the server must be ready.
@@ -189,13 +73,13 @@ class ServerProcess:
         command: Sequence[str],
         *,
         bound: socket.socket,
-        log_path: Path | None,
+        log_path: Path,
         env: Mapping[str, str] | None = None,
         health_path: str = "/health",
         start_timeout_s: float = 3600.0,
     ) -> None:
         self.name = name
-        self.log = ServerLog(name, log_path)
+        self._log_path = log_path
         self.started_in_s: float | None = None
         """Seconds from the start until the server was ready; ``None`` before."""
         self._command = list(command)
@@ -245,7 +129,7 @@ class ServerProcess:
         assert self._exited is not None
         # Shielded: `_stop` waits for the same future, which a cancellation here would cancel.
         code = await asyncio.shield(self._exited)
-        return ServerDiedError(f"{self.name} (pid {self.pid}) {_ending(code)}.\n{self.log.end()}")
+        return ServerDiedError(f"{self.name} (pid {self.pid}) {_ending(code)}.\n{self._end_of_log()}")
 
     def _spawn(self) -> None:
         loop = asyncio.get_running_loop()
@@ -258,7 +142,8 @@ class ServerProcess:
         else:
             command = [*_REAPER, str(fds[0]), *self._command]
         try:
-            with self.log.open() as log:
+            self._log_path.parent.mkdir(parents=True, exist_ok=True)
+            with self._log_path.open("ab") as log:
                 self._process = subprocess.Popen(
                     command,
                     env={**os.environ, **self._env},
@@ -270,7 +155,7 @@ class ServerProcess:
                 )
         except OSError as error:
             self._parent_death.close()
-            raise ServerStartError(f"{self.name} cannot be started: {error}") from error
+            raise ServerStartError(f"{self.name} cannot be started, with its log {self._log_path}: {error}") from error
         self._parent_death.close_child_fd()
         # A thread works with every event loop and in every thread; asyncio's child watcher does not.
         waiter = (self._process, self._mark, loop, self._exited)
@@ -292,9 +177,6 @@ class ServerProcess:
             # First the exit: a server that dies may fail its health check, too, and the exit status says more.
             if self._exited.done():
                 problem: str | None = f"{_ending(self._exited.result())} before it was ready"
-                # Engines show it only in their log: the exit status is that of any error.
-                if not self._inherits_socket and "address already in use" in self.log.end().lower():
-                    raise AddressTakenError(f"{self.name}: another program listens on {self.url}.\n{self.log.end()}")
             elif health.done():
                 problem = health.result()
             else:
@@ -303,13 +185,28 @@ class ServerProcess:
             health.cancel()
             progress.cancel()
         if problem:
-            raise ServerStartError(f"{self.name} {problem}.\n{self.log.end()}")
+            raise ServerStartError(f"{self.name} {problem}.\n{self._end_of_log()}")
 
     async def _log_progress(self) -> None:
         for elapsed in itertools.count(_PROGRESS_S, _PROGRESS_S):
             await asyncio.sleep(_PROGRESS_S)
-            last = (self.log.lines() or [""])[-1]
+            last = (self._log_lines() or [""])[-1]
             logger.info("%s is still starting after %.0f s; its last log line: %s", self.name, elapsed, last[:200])
+
+    def _log_lines(self) -> list[str]:
+        """Return up to 25 last lines of the log; an empty list if it cannot be read."""
+        try:
+            with self._log_path.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                return log.read(_TAIL_BYTES).decode(errors="replace").splitlines()[-_TAIL_LINES:]
+        except OSError:
+            return []
+
+    def _end_of_log(self) -> str:
+        lines = self._log_lines()
+        if not lines:
+            return f"Its log {self._log_path} is empty."
+        return "\n".join([f"The end of its log {self._log_path}:", *(f"    {line}" for line in lines)])
 
     async def _health_problem(self) -> str | None:
         """Return ``None`` once the health check succeeds, else what is wrong.
@@ -337,7 +234,6 @@ class ServerProcess:
         process, exited, parent_death = self._process, self._exited, self._parent_death
         if process is None or exited is None or parent_death is None:
             return
-        is_well = self.started_in_s is not None and not exited.done()
         try:
             # Shielded: a stop that is cancelled must not leave the process running.
             with anyio.CancelScope(shield=True):
@@ -354,8 +250,6 @@ class ServerProcess:
                 _signal(process, signal.SIGKILL)
             # Only now: the child kills itself when its end of the pipe is closed.
             parent_death.close()
-            if is_well:
-                self.log.discard()
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

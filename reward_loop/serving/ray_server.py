@@ -19,10 +19,9 @@ import ray
 from ray.exceptions import RayError
 
 from reward_loop.errors import ServerDiedError, ServerError, ServerStartError
-from reward_loop.serving.gpus import VISIBLE_DEVICES
 from reward_loop.serving.process import ServerProcess
 from reward_loop.serving.reservation import Demand, GpuPlace, GpuReservation
-from reward_loop.serving.server_spec import LOOPBACK, Launch, ServerSpec
+from reward_loop.serving.server_spec import LOOPBACK, VISIBLE_DEVICES, Launch, ServerSpec
 
 logger = logging.getLogger(__name__)
 

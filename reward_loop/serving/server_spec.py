@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-import logging
+import os
 import socket
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from reward_loop._util.web_server import is_taken, listen, reserve, url_of
+from reward_loop._util.web_server import listen, reserve
+from reward_loop.errors import ConfigError
 from reward_loop.serving.engines import ENGINES, Engine
-from reward_loop.serving.gpus import GpuShares
 from reward_loop.serving.options import ServedModelConfig
 from reward_loop.serving.process import ServerProcess
 from reward_loop.serving.supervisor import Server
 
-logger = logging.getLogger(__name__)
-
 LOOPBACK = "127.0.0.1"
+
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+"""The environment variable that restricts a process to some GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +35,8 @@ class ServerSpec:
     """The name in messages, such as ``reward model server 1/2``."""
     number: int
     """The number among the servers of all models, from 1."""
-    log_dir: Path | None
-    """The folder of the log, on the server's node; ``None`` for a new temporary folder."""
+    log_dir: Path
+    """The folder of the log, on the server's node."""
 
     @property
     def role(self) -> str:
@@ -65,21 +69,13 @@ class ServerSpec:
             [*self.engine.command(self.model, *bound.getsockname()[:2]), *arguments],
             bound=bound,
             env={**self.engine.environment(self.model), **devices, **variables},
-            log_path=self.log_dir and self.log_dir / f"server-{self.number}.log",
+            log_path=self.log_dir / f"server-{self.number}.log",
             start_timeout_s=self.model.start_timeout_s,
         )
 
 
-def server_specs(
-    models: Sequence[ServedModelConfig], log_dir: Path | None, *, is_shared: bool = True
-) -> list[list[ServerSpec]]:
-    """Return the servers of each model, without those of external models, which run already.
-
-    Args:
-        models: the models.
-        log_dir: the folder of their logs.
-        is_shared: whether other nodes have this folder; if not, servers in Ray log to a temporary one of their node.
-    """
+def server_specs(models: Sequence[ServedModelConfig], log_dir: Path) -> list[list[ServerSpec]]:
+    """Return the servers of each model, without those of external models, which run already."""
     numbers = itertools.count(1)
     specs = []
     for model in models:
@@ -87,8 +83,7 @@ def server_specs(
             continue
         of = f" of {model.served_model_name}" if len(models) > 1 else ""
         names = [f"reward model server {replica}/{model.replicas}{of}" for replica in range(1, model.replicas + 1)]
-        logs = log_dir if is_shared or model.placement == "local" else None
-        specs.append([ServerSpec(model, ENGINES[model.engine], name, next(numbers), logs) for name in names])
+        specs.append([ServerSpec(model, ENGINES[model.engine], name, next(numbers), log_dir) for name in names])
     return specs
 
 
@@ -99,40 +94,8 @@ class Launch:
     spec: ServerSpec
     new_process: Callable[[], Server]
     """Creates the server's next run."""
-    address: LocalAddress | None = None
+    bound: socket.socket | None = None
     """The server's address; ``None`` in Ray, where each run has its own."""
-
-
-class LocalAddress:
-    """The address of a server on this machine: the same for all its runs, unless another program takes the port.
-
-    Args:
-        spec: the server.
-        devices: as for :meth:`ServerSpec.process`.
-    """
-
-    def __init__(self, spec: ServerSpec, devices: Mapping[str, str]) -> None:
-        self._spec = spec
-        self._devices = devices
-        self._bound = spec.bind()
-
-    @property
-    def url(self) -> str:
-        """``http://host:port``"""
-        return url_of(self._bound)
-
-    def new_process(self) -> ServerProcess:
-        """Return the next run of the server."""
-        # The engine binds the port itself, seconds later: another program may bind it by its number meanwhile.
-        if not self._spec.engine.inherits_socket and is_taken(self._bound):
-            taken, self._bound = self._bound, self._spec.bind()
-            logger.warning("%s: another program listens on %s; using %s", self._spec.name, url_of(taken), self.url)
-            taken.close()
-        return self._spec.process(self._bound, self._devices)
-
-    def close(self) -> None:
-        """Release the address."""
-        self._bound.close()
 
 
 def on_this_machine(specs: Sequence[Sequence[ServerSpec]]) -> Iterator[Launch]:
@@ -146,5 +109,58 @@ def on_this_machine(specs: Sequence[Sequence[ServerSpec]]) -> Iterator[Launch]:
         model = servers[0].model
         devices = shares.share(servers[0].gpus, len(servers), model.env, str(model.served_model_name))
         for spec, visible in zip(servers, devices, strict=True):
-            address = LocalAddress(spec, visible)
-            yield Launch(spec, address.new_process, address)
+            bound = spec.bind()
+            yield Launch(spec, partial(spec.process, bound, visible), bound)
+
+
+class GpuShares:
+    """Assigns this machine's GPUs to servers, each one once.
+
+    If a model's `env` sets ``CUDA_VISIBLE_DEVICES``, its servers get devices from that list, even if other models use
+    them. Two models share devices if both list them, and two servers of a model if it lists a device twice.
+    """
+
+    @functools.cached_property
+    def _free(self) -> list[str]:
+        """The devices that this process may use, less those that were assigned."""
+        # On first use: servers that run on the CPU must not wait for nvidia-smi.
+        listed = _listed_in(os.environ)
+        return _installed() if listed is None else listed
+
+    def share(self, count: int, servers: int, env: Mapping[str, str], model: str) -> list[dict[str, str]]:
+        """Return the environment variables that assign GPUs to a model's servers, one dict for each server.
+
+        Args:
+            count: the number of GPUs of each server.
+            servers: the number of servers.
+            env: the environment variables that the user sets for the model.
+            model: the model's name, for messages.
+
+        Raises:
+            ConfigError: there are too few free GPUs.
+        """
+        if not count:
+            return [{} for _ in range(servers)]
+        listed = _listed_in(env)
+        free = self._free if listed is None else listed
+        if count * servers > len(free):
+            raise ConfigError(
+                f"model {model!r}: {servers} server(s) with {count} GPU(s) each need {count * servers}, and "
+                f"{len(free)} are free here: lower replicas or tensor_parallel_size. Without nvidia-smi, set "
+                f"{VISIBLE_DEVICES} to the devices to use"
+            )
+        taken = [free.pop(0) for _ in range(count * servers)]
+        return [{VISIBLE_DEVICES: ",".join(taken[i * count : (i + 1) * count])} for i in range(servers)]
+
+
+def _listed_in(environment: Mapping[str, str]) -> list[str] | None:
+    listed = environment.get(VISIBLE_DEVICES)
+    return None if listed is None else [device.strip() for device in listed.split(",") if device.strip()]
+
+
+def _installed() -> list[str]:
+    command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return []

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, Protocol
 
-from reward_loop.errors import AddressTakenError, ServerDiedError, ServerError, ServerStartError
+from reward_loop.errors import ServerDiedError, ServerError, ServerStartError
 
 logger = logging.getLogger(__name__)
 
 _SECOND_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 30.0
-
-
-class Closeable(Protocol):
-    """What holds the address of a server: a socket, or a ``LocalAddress``."""
-
-    def close(self) -> None:
-        """Release the address."""
 
 
 class Server(AbstractAsyncContextManager[Any, None], Protocol):
@@ -61,7 +55,7 @@ class Supervisor:
     Event                                 Effect                      Next
     ====================================  ==========================  ==================================================
     the server is ready                   awaits ``on_up(url)``       waits until the server dies
-    the first start fails                 `started` gets the error    ends; if the address is taken, restart
+    the first start fails                 `started` gets the error    ends
     the server dies or a restart fails    awaits ``on_down(reason)``  restart after a pause
     as before, without restarts           awaits ``on_lost(reason)``  ends
     ====================================  ==========================  ==================================================
@@ -88,7 +82,7 @@ class Supervisor:
         max_restarts: int,
         window_s: float,
         starts: asyncio.Semaphore | None = None,
-        bound: Closeable | None = None,
+        bound: socket.socket | None = None,
         on_up: Callable[[str], Awaitable[None]] = _nothing,
         on_down: Callable[[str], Awaitable[None]] = _nothing,
         on_lost: Callable[[str], Awaitable[None]] = _nothing,
@@ -157,8 +151,7 @@ class Supervisor:
             now = time.monotonic()
             while restarts and now - restarts[0] > self._window_s:
                 restarts.popleft()
-            may_restart = isinstance(error, AddressTakenError) and len(restarts) < self._max_restarts
-            if not self.started.done() and not may_restart:
+            if not self.started.done():
                 raise error
             if not self._max_restarts:
                 logger.error("not restarted (max_restarts=0): %s", error)

@@ -69,6 +69,20 @@ async def test_a_request_whose_connection_is_lost_is_sent_again() -> None:
     assert len(judge.requests) == 2
 
 
+async def test_a_connection_that_a_busy_event_loop_sees_late_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    now, connect = loop.time, loop.sock_connect
+
+    async def late(*args: Any) -> None:
+        await connect(*args)
+        monkeypatch.setattr(loop, "time", lambda: now() + 60)
+        await asyncio.sleep(0.01)  # the timers that expire run first
+
+    monkeypatch.setattr(loop, "sock_connect", late)
+    async with FakeJudge("8") as judge:
+        assert (await chat_complete(judge.address, "?")).text == "8"
+
+
 @pytest.mark.parametrize(("base", "sent"), [("", 2), ("http://", 1)])
 async def test_a_connection_that_is_lost_again_and_again_is_a_transient_error(base: str, sent: int) -> None:
     async with FakeJudge() as judge:

@@ -63,7 +63,6 @@ async def test_a_server_that_is_well_is_asked_what_it_serves_until_it_is_in_use(
     async with backend_for(server(health=(200, {}), models=(200, MODELS))) as backend:
         await check_health(backend)
         assert backend.models == ("a", "b")
-        assert backend.cards == [{"id": "a", "owned_by": "x"}, {"id": "b"}]
         backend.models, backend.state = (), BackendState.UP
         await check_health(backend)
         assert backend.models == ()

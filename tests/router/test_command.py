@@ -14,7 +14,7 @@ from reward_loop.router.command import parse_worker
         (("--worker", "http://127.0.0.1:1", "--host", "0.0.0.0"), "set an API key"),
         (("--worker", "127.0.0.1:1"), "expected http://host:port"),
         (("--worker", "http://127.0.0.1:1,kind=odd"), "kind"),
-        (("--worker", "http://127.0.0.1:1", "--policy", "odd"), "--policy: 'odd' is not one of 'round_robin', "),
+        (("--worker", "http://127.0.0.1:1", "-O", "policy=odd"), "policy"),
         (("--worker", "http://127.0.0.1:1", "--worker", "http://127.0.0.1:1/,model=x"), "this server is given twice"),
         (("--worker", "http://127.0.0.1:1", "-O", "max_attempt=2"), "did you mean 'max_attempts'"),
         (("--worker", "http://127.0.0.1:1", "-O", "max_attempts=none"), "max_attempts"),

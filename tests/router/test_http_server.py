@@ -252,21 +252,6 @@ async def test_a_client_that_does_not_read_is_disconnected() -> None:
         writer.close()
 
 
-async def test_silent_connections_make_room_when_all_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server_module, "_SILENT_S", 0.05)
-    handler = Handler()
-    handler.answer(b"ok")
-    async with http_server(handler, max_connections=2) as url:
-        address = url.removeprefix("http://").split(":")
-        silent = [await asyncio.open_connection(*address) for _ in range(6)]
-        reader, writer = await asyncio.open_connection(*address)
-        writer.write(WHOLE)
-        async with asyncio.timeout(30):
-            await reader.readuntil(b"ok")
-        for _, other in (*silent, (reader, writer)):
-            other.close()
-
-
 async def test_a_connection_is_closed_when_it_has_been_idle_and_not_before() -> None:
     handler = Handler()
     async with connected(handler, keep_alive_s=1) as (reader, writer):

@@ -37,17 +37,6 @@ async def test_the_gate_lets_in_some_makes_some_wait_in_order_and_refuses_more()
     assert (gate.inside, gate.waiting) == (0, 0)
 
 
-async def test_a_request_that_waits_too_long_is_refused_and_keeps_no_place() -> None:
-    gate = Gate(1, 5, max_wait_s=0.01)
-    assert gate.enter_now()
-    with pytest.raises(Refusal, match=r"waited 0.01 s in the queue: 1 requests are in flight") as refused:
-        await enter(gate)
-    assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
-    gate.leave()
-    assert (gate.inside, gate.waiting) == (0, 0)
-    assert gate.enter_now()
-
-
 async def test_a_cancelled_waiter_keeps_no_place() -> None:
     gate = Gate(1, 5)
     assert gate.enter_now()

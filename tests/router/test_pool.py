@@ -84,7 +84,7 @@ async def test_a_server_that_stays_unhealthy_is_logged_now_and_then(
 
     async with BackendPool(BACKENDS[:1], check), asyncio.timeout(30):
         await ended.wait()
-    lines = [record.getMessage() for record in caplog.records if "is not healthy" in record.getMessage()]
+    lines = [message for message in caplog.messages if "is not healthy" in message]
     assert len(lines) == 2
     assert "wrong port" in lines[0]
     assert "bad certificate" in lines[1]
@@ -173,22 +173,6 @@ async def test_outages_in_a_row_are_followed_by_longer_pauses(monkeypatch: pytes
             pool.mark_unhealthy(await pool.acquire(), "connection reset")
         await pool.acquire()
     assert pauses == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
-
-
-async def test_backends_that_cool_down_are_left_alone_and_come_back_by_themselves() -> None:
-    async with BackendPool(BACKENDS[:2], Health(*URLS)) as pool:
-        first, second = await pool.acquire(), await pool.acquire()
-        pool.cool_down(first, 600)
-        assert first not in [await pool.acquire() for _ in range(4)]
-        pool.cool_down(second, 900)
-        with pytest.raises(Refusal) as raised:
-            await pool.acquire()
-        assert raised.value.status == 429
-        assert 0 < (raised.value.retry_after_s or 0) <= 600
-    async with BackendPool(BACKENDS[:1], Health(*URLS)) as pool:
-        backend = await pool.acquire()
-        pool.cool_down(backend, 0.05)
-        await until(lambda: pool.pick() is backend)
 
 
 async def test_backends_are_added_while_it_runs() -> None:

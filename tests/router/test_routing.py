@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from reward_loop.router.backend import Backend
 from reward_loop.router.config import BackendConfig
 from reward_loop.router.error_answers import Refusal
 from reward_loop.router.pool import BackendPool
-from reward_loop.router.routing import merged_models, route
+from reward_loop.router.routing import route
 
 JUDGE = BackendConfig(url="http://a:1", models=("judge",), kind="generative")
 SCORER = BackendConfig(url="http://b:1", models=("scorer",), kind="discriminative")
@@ -29,6 +27,7 @@ async def test_with_one_model_bodies_are_not_looked_at() -> None:
     async with BackendPool([JUDGE, JUDGE.model_copy(update={"url": "http://c:1"})], well) as pool:
         assert route(pool, CHAT, b"not JSON") == (None, "generative")
         assert route(pool, "/version", b"") == (None, None)
+        assert route(pool, "/v1/rerank", b"{}") == (None, None)  # of generative SGLang servers, too
 
 
 async def test_requests_go_by_the_model_that_they_name() -> None:
@@ -58,20 +57,6 @@ async def test_a_server_is_not_asked_for_what_it_cannot_do() -> None:
         assert (await refusal(pool, CHAT, b""))[0] == 503
 
 
-@pytest.mark.parametrize("path", ["/v1/score", "/v1/rerank"])
-async def test_sglang_ranks_with_generative_models_too(path: str) -> None:
-    ranker = JUDGE.model_copy(update={"engine": "sglang"})
-    async with BackendPool([ranker], well) as pool:
-        assert pool.group(route(pool, path, b"{}")).members == pool.backends
-        assert (await refusal(pool, CLASSIFY, b"{}"))[0] == 400
-    async with BackendPool([ranker, SCORER], well) as pool:
-        for backend, body in zip(pool.backends, (b'{"model": "judge"}', b'{"model": "scorer"}'), strict=True):
-            assert pool.group(route(pool, path, body)).members == [backend]
-        assert "'model' is missing" in (await refusal(pool, path, b"{}"))[1]
-    async with BackendPool([JUDGE.model_copy(update={"engine": "vllm"})], well) as pool:
-        assert "needs a discriminative server" in (await refusal(pool, path, b"{}"))[1]
-
-
 @pytest.mark.parametrize("body", [b'{"text": ""}', b'{"input": []}', b'{"text": ["x", ""]}', b'{"input_ids": [[]]}'])
 async def test_empty_texts_are_kept_from_sglang(body: bytes) -> None:
     sglang = SCORER.model_copy(update={"engine": "sglang"})
@@ -80,11 +65,3 @@ async def test_empty_texts_are_kept_from_sglang(body: bytes) -> None:
         assert route(pool, CLASSIFY, b'{"text": "x"}') == (None, "discriminative")
     async with BackendPool([SCORER], well) as pool:
         assert route(pool, CLASSIFY, body) == (None, "discriminative")
-
-
-async def test_models_are_merged() -> None:
-    async with BackendPool([JUDGE, SCORER], well) as pool:
-        card: dict[str, Any] = {"id": "judge", "object": "model", "max_model_len": 512}
-        pool.backends[0].cards = [card]
-        merged = merged_models(pool)["data"]
-    assert merged == [card, {"id": "scorer", "object": "model", "owned_by": "reward_loop"}]

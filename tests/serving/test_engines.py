@@ -13,8 +13,8 @@ import pytest
 from reward_loop.config import RewardModelConfig, ServedModelConfig, parse
 from reward_loop.errors import ConfigError
 from reward_loop.serving.engines import ENGINES
-from reward_loop.serving.gpus import GpuShares
 from reward_loop.serving.models import served_models
+from reward_loop.serving.server_spec import GpuShares
 
 
 def settled(engine: Any, **options: Any) -> ServedModelConfig:

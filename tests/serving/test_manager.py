@@ -22,10 +22,10 @@ from reward_loop.client import classify
 from reward_loop.client.http import post as client_post
 from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError, ServerStartError
-from reward_loop.serving import RewardModelManager, serve_reward_model, server_spec, supervisor
-from reward_loop.serving.engines import ENGINES, Transformers
+from reward_loop.serving import RewardModelManager, serve_reward_model, supervisor
+from reward_loop.serving.engines import Transformers
 from reward_loop.serving.process import ServerProcess
-from tests.support.servers import STUB_COMMAND, Watched, listed, post, until
+from tests.support.servers import STUB_COMMAND, Watched, listed, post, refusing, until
 
 pytestmark = pytest.mark.integration  # starts servers
 
@@ -121,40 +121,10 @@ async def test_a_killed_router_restarts_at_its_address_while_a_server_waits_for_
         assert await post(url, "/echo", b"x") == (200, b"x")
 
 
-@pytest.mark.parametrize("when", ["before the start", "during the start"])
-async def test_a_server_whose_port_is_taken_gets_another_one(
-    when: str, config: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Engines bind the port themselves, which another program may do first."""
-    taken: list[socket.socket] = []
-
-    class Engine(Transformers):
-        inherits_socket = False
-
-        def command(self, model: Any, host: str, port: int) -> list[str]:
-            if not port:  # the options are checked
-                return []
-            if not taken:
-                taken.append(socket.socket())
-                taken[0].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                taken[0].bind((host, port))
-                taken[0].listen()
-            return [*STUB_COMMAND, "--port", str(port)]
-
-    reserve = server_spec.reserve
-
-    def reserve_taken(host: str) -> socket.socket:
-        reservation = reserve(host)
-        if when == "before the start" and not taken:
-            Engine().command(None, *reservation.getsockname())
-        return reservation
-
-    monkeypatch.setattr(server_spec, "reserve", reserve_taken)
-    monkeypatch.setitem(ENGINES, "transformers", Engine())
-    async with RewardModelManager(config()) as models, asyncio.timeout(60):
-        assert await post(f"http://{models.reward_router_address}", "/echo", b"x") == (200, b"x")
-    assert "another program listens on" in caplog.text
-    taken[0].close()
+async def test_a_folder_for_logs_that_cannot_be_created_is_named() -> None:
+    config = RewardModelConfig(engine="external", urls=(refusing(),), log_dir="/dev/full/logs")
+    with pytest.raises(ConfigError, match=r"log_dir='/dev/full/logs': .*/dev/full"):
+        await RewardModelManager(config).__aenter__()
 
 
 @pytest.mark.usefixtures("stubs")

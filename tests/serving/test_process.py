@@ -217,7 +217,7 @@ async def test_the_embedded_server_refuses_a_wrong_path_before_it_imports_torch(
     process = stub([*program, "--options", '{"model_path": "/no/such/model"}'])
     with pytest.raises(ServerStartError, match="exited with status 2"):
         await process.__aenter__()
-    log = process.log.path.read_text()
+    log = process._log_path.read_text()
     assert "error: model_path: the directory '/no/such/model' does not exist" in log
     assert "| torch" not in log
 

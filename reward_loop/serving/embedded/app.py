@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import orjson
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -33,15 +33,31 @@ if TYPE_CHECKING:
     from reward_loop.serving.embedded.model import EmbeddedModel
 
 
-def create_app(model: EmbeddedModel) -> FastAPI:
-    """Return the server's ASGI app for a model, whose engine runs during the app's lifespan."""
+def create_app(model: EmbeddedModel, key: str | None = None) -> FastAPI:
+    """Return the server's ASGI app for a model, whose engine runs during the app's lifespan.
+
+    Args:
+        model: the model.
+        key: the API key that all requests need, except those for ``/health``.
+    """
+
+    def check_key(request: Request) -> None:
+        given = request.headers.get("authorization", "").encode()
+        if key is not None and request.url.path != "/health" and not has_key(given, key.encode()):
+            raise ApiError(401, "the API key is missing or wrong: send it as a bearer token")
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with model.engine:
             yield
 
-    app = FastAPI(title="reward_loop embedded server", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="reward_loop embedded server",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        dependencies=[Depends(check_key)],
+    )
 
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> JSONResponse:
@@ -88,24 +104,6 @@ def create_app(model: EmbeddedModel) -> FastAPI:
     return app
 
 
-def with_key(app: Any, key: str) -> Any:
-    """Return an ASGI app that answers requests without the API key with 401, except those for ``/health``."""
-
-    async def checked(scope: Any, receive: Any, send: Any) -> None:
-        headers = dict(scope.get("headers", ()))
-        if (
-            scope["type"] == "http"
-            and scope["path"] != "/health"
-            and not has_key(headers.get(b"authorization", b""), key.encode())
-        ):
-            body = ApiError(401, "the API key is missing or wrong: send it as a bearer token").body
-            await JSONResponse(body, 401)(scope, receive, send)
-        else:
-            await app(scope, receive, send)
-
-    return checked
-
-
 async def _answer(request: Request, kind: type[R], work: Callable[[R], Awaitable[dict[str, Any]]]) -> Response:
     # Any web page can make a browser send other content types to any address, without a CORS preflight request.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -147,9 +145,7 @@ def main() -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    key = api_key_of(SERVER_KEY_VARIABLE)
-    app = create_app(model)
-    web_server.serve(app if key is None else with_key(app, key), args, f"{kind} model {name}")
+    web_server.serve(create_app(model, api_key_of(SERVER_KEY_VARIABLE)), args, f"{kind} model {name}")
     return 0
 
 

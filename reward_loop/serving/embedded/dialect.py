@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError, model_validator
 
 _SHOWN_PROBLEMS = 10
+_UNKNOWN = "the embedded server does not support `{}`: leave it out, or serve the model with engine='vllm' or 'sglang'"
 
 
 class ApiError(Exception):
@@ -23,24 +23,14 @@ class ApiError(Exception):
 
 
 class RequestBody(BaseModel):
-    """Base of all bodies. Unknown fields are ignored, and a field that is ``null`` gets its default, as in vLLM."""
+    """Base of all bodies. A field that this server does not know is an error, unless it is ``null``, as in vLLM."""
 
-    model_config = ConfigDict(extra="ignore")
-
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Fields of vLLM's API that are not supported, each with the values that are accepted as harmless."""
+    model_config = ConfigDict(extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unsupported(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        given = {name: value for name, value in data.items() if value is not None}
-        for name, harmless in cls.unsupported.items():
-            if name in given and given[name] not in harmless:
-                # Not a ValueError, which pydantic would collect in an error of its own.
-                raise ApiError(400, _unsupported(name), param=name)
-        return given
+    def _without_nulls(cls, data: Any) -> Any:
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
 class TextPart(RequestBody):
@@ -52,8 +42,6 @@ class TextPart(RequestBody):
 
 class Message(RequestBody):
     """One turn of a conversation."""
-
-    unsupported = {"tool_calls": ([],), "function_call": ()}
 
     role: str
     content: str | list[TextPart] | None = None
@@ -73,10 +61,8 @@ class PromptRequest(RequestBody):
     model: str | None = None
     add_special_tokens: bool | None = None
     """By default, the tokenizer adds its special tokens to a text; a conversation has only those of its template."""
-    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, lt=2**63)
-    """Keep this number of the prompt's tokens; -1 keeps as many as fit into the model's context."""
-    truncation_side: Literal["left", "right"] | None = None
-    """``left`` keeps the last tokens, ``right`` the first; by default the tokenizer decides."""
+    user: str | None = None
+    """Ignored."""
     chat_template_kwargs: dict[str, Any] = {}
 
 
@@ -99,30 +85,14 @@ class SamplingOptions(BaseModel):
 class ChatRequest(PromptRequest, SamplingOptions):
     """``POST /v1/chat/completions``."""
 
-    unsupported = {
-        "response_format": ({"type": "text"},),
-        **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
-        **dict.fromkeys(("tools", "functions", "documents", "bad_words", "logprob_token_ids"), ([],)),
-        **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
-        **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs", "vllm_xargs", "logit_bias"), ({},)),
-        **dict.fromkeys(("chat_template", "allowed_token_ids", "prompt_logprobs", "thinking_token_budget"), ()),
-        **dict.fromkeys(("ignore_eos", "use_beam_search", "echo", "continue_final_message"), (False,)),
-        **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), (False,)),
-        "length_penalty": (1,),
-        **dict.fromkeys(("min_tokens", "priority", "min_p", "presence_penalty", "frequency_penalty"), (0,)),
-    }
-
     messages: list[Message] = Field(min_length=1)
     n: int = Field(default=1, ge=1, le=1024)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     stop: str | list[str] | None = None
-    include_stop_str_in_output: bool = False
     logprobs: bool = False
-    top_logprobs: int | None = None
-    stream: bool = False
+    stream: Literal[False] = False
     add_generation_prompt: bool = True
-    skip_special_tokens: bool = True
     reasoning_effort: str | None = None
     """Passed to the chat template."""
 
@@ -136,17 +106,10 @@ class ChatRequest(PromptRequest, SamplingOptions):
 class ClassifyRequest(PromptRequest):
     """``POST /classify``: either ``input`` or ``messages``."""
 
-    unsupported = {
-        **dict.fromkeys(("activation", "softmax"), ()),  # older names of `use_activation`, which vLLM ignores
-        "chat_template": (),
-        "continue_final_message": (False,),
-        "mm_processor_kwargs": ({},),
-        "padding": ("do_not_pad",),
-        "priority": (0,),
-    }
-
     # Strict: texts of digits must not become token ids, nor token ids texts.
     input: StrictStr | list[StrictInt] | list[StrictStr] | list[list[StrictInt]] | None = None
+    text: Any = None
+    """SGLang's name of `input`, which the library's client sends, too; ignored."""
     messages: list[Message] | None = None
     use_activation: bool | None = None
     add_generation_prompt: bool = False
@@ -176,7 +139,10 @@ def parse(kind: type[R], body: bytes) -> R:
     except ValidationError as error:
         problems = error.errors(include_url=False, include_context=False, include_input=False)
         paths = [".".join(map(str, problem["loc"])) for problem in problems]
-        lines = [f"{path or 'body'}: {problem['msg']}" for path, problem in zip(paths, problems, strict=True)]
+        lines = [
+            _UNKNOWN.format(path) if problem["type"] == "extra_forbidden" else f"{path or 'body'}: {problem['msg']}"
+            for path, problem in zip(paths, problems, strict=True)
+        ]
         message = "; ".join(lines[:_SHOWN_PROBLEMS])
         if problems[0]["type"] == "json_invalid" and ("surrogate" in message or "hex escape" in message):
             message += (
@@ -184,18 +150,6 @@ def parse(kind: type[R], body: bytes) -> R:
                 "text.encode('utf-8', 'replace').decode()"
             )
         raise ApiError(400, message, param=paths[0].partition(".")[0] or None) from None
-
-
-def _unsupported(name: str) -> str:
-    what = f"the embedded server does not support this value of `{name}`"
-    if name == "response_format":
-        return (
-            f"{what} and cannot enforce a format: leave it out (Json(..., enforce=False)), or serve the model with "
-            "engine='vllm' or 'sglang'"
-        )
-    if name in ("activation", "softmax"):
-        return f"{what}: use `use_activation`"
-    return f"{what}: leave it out, or serve the model with engine='vllm' or 'sglang'"
 
 
 def envelope(prefix: str, kind: str, model: str, prompt_tokens: int, new_tokens: int) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from reward_loop.serving.embedded.dialect import (
     ApiError,
     ChatRequest,
     ClassifyRequest,
-    PromptRequest,
     SamplingOptions,
     envelope,
 )
@@ -65,12 +64,8 @@ class EmbeddedModel:
             ValueError: the engine rejects the prompt.
         """
         self._require("generative", "/v1/chat/completions", body.model)
-        if body.stream:
-            raise ApiError(400, "this server does not support streaming: omit `stream`", param="stream")
-        if body.top_logprobs:
-            raise ApiError(400, "this server returns logprobs of the chosen tokens only", param="top_logprobs")
         max_tokens = body.max_completion_tokens or body.max_tokens
-        prompt = self._prompt(body, new_tokens=max_tokens or 1)
+        prompt = self._prompt(body)
         if max_tokens is None:
             max_tokens = max(1, (self.engine.max_length or len(prompt) + 512) - len(prompt))
         params = SamplingParams(max_tokens=max_tokens, **body.model_dump(include=set(SamplingOptions.model_fields)))
@@ -123,13 +118,13 @@ class EmbeddedModel:
 
     def _inputs(self, body: ClassifyRequest) -> list[list[int]]:
         if body.messages is not None:
-            return [self._prompt(body, new_tokens=0)]
+            return [self._prompt(body)]
         given: Any = body.input
         items = [given] if isinstance(given, str) or isinstance(given[0], int) else given
         special = body.add_special_tokens is not False
-        return [self._token_ids(item, body, add_special_tokens=special, new_tokens=0) for item in items]
+        return [self._token_ids(item, add_special_tokens=special) for item in items]
 
-    def _prompt(self, body: ChatRequest | ClassifyRequest, *, new_tokens: int) -> list[int]:
+    def _prompt(self, body: ChatRequest | ClassifyRequest) -> list[int]:
         """Return the token ids of the conversation, formatted with the model's chat template."""
         arguments = body.chat_template_kwargs
         if reserved := sorted(arguments.keys() & self._template_options):
@@ -150,28 +145,14 @@ class EmbeddedModel:
         # A chat template may raise any exception for messages that it does not support.
         except Exception as error:
             raise ApiError(400, f"the chat template rejected the messages: {error}", param="messages") from error
-        special = bool(body.add_special_tokens)
-        return self._token_ids(text, body, add_special_tokens=special, new_tokens=new_tokens)
+        return self._token_ids(text, add_special_tokens=bool(body.add_special_tokens))
 
-    def _token_ids(
-        self, given: str | list[int], body: PromptRequest, *, add_special_tokens: bool, new_tokens: int
-    ) -> list[int]:
-        """Return the token ids of a text or of a list of token ids, truncated if the request asks for it."""
-        limit, side = body.truncate_prompt_tokens, body.truncation_side or self.tokenizer.truncation_side
-        if limit == -1:
-            limit = None if self.engine.max_length is None else max(0, self.engine.max_length - new_tokens)
-        ids: Any = given
-        if isinstance(given, str):
-            options: dict[str, Any] = {"add_special_tokens": add_special_tokens}
-            if limit and side == self.tokenizer.truncation_side:  # its own truncation keeps special tokens
-                options |= {"truncation": True, "max_length": limit}
-            try:
-                ids = self.tokenizer(given, **options)["input_ids"]
-            except Exception as error:  # caused by the text, or by a limit that is too small
-                raise ApiError(400, f"the tokenizer rejected the text: {error}") from error
-        if limit is None or len(ids) <= limit:
-            return ids
-        return ids[:limit] if side == "right" else ids[len(ids) - limit :]
+    def _token_ids(self, given: str | list[int], *, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of a text; those of a list are in it."""
+        if not isinstance(given, str):
+            return given
+        ids: list[int] = self.tokenizer(given, add_special_tokens=add_special_tokens)["input_ids"]
+        return ids
 
     def _activate(self, logits: list[float]) -> list[float]:
         problem = getattr(self.config, "problem_type", None)
@@ -183,13 +164,12 @@ class EmbeddedModel:
         return torch.softmax(values, dim=-1).tolist()
 
     def _choice(self, index: int, generation: GeneratedTokens, body: ChatRequest) -> dict[str, Any]:
-        text = self.tokenizer.decode(generation.token_ids, skip_special_tokens=body.skip_special_tokens)
+        text = self.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
         finish_reason, stop_reason = generation.finish_reason, None
         # Stop strings are searched in the complete text: the tokens after a stop string are generated and discarded.
         found = [(text.index(stop), stop) for stop in body.stop_strings if stop in text]
         if found:
             end, stop_reason = min(found)
-            end += len(stop_reason) if body.include_stop_str_in_output else 0
             text, finish_reason = text[:end], "stop"
         return {
             "index": index,

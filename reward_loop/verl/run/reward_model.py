@@ -10,8 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 from reward_loop.config import RewardModelConfig, ServedModelConfig, parse
 from reward_loop.errors import ConfigError
 from reward_loop.serving.engines import ENGINES, normalised
-from reward_loop.serving.gpus import VISIBLE_DEVICES
 from reward_loop.serving.models import check_path
+from reward_loop.serving.server_spec import VISIBLE_DEVICES
 from reward_loop.verl.installed import verls_defaults
 
 if TYPE_CHECKING:
