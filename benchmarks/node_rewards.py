@@ -16,7 +16,7 @@ import psutil
 import ray
 
 from reward_loop.client import classify
-from reward_loop.verl.workers.agent_loop_manager import RewardAgentLoopManager
+from reward_loop.verl.workers.agent_loop import RewardAgentLoopManager
 
 LISTED_AT = 9
 """The number of a reward worker's sample at which it writes down the processes of its node. At the ninth of 16 samples

@@ -15,7 +15,7 @@ import asyncio
 import statistics
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -173,8 +173,10 @@ class Places:
         """The number of rollouts that are not judged yet."""
 
     @asynccontextmanager
-    async def judging(self, *, step: int, count: int = 1) -> AsyncIterator[None]:
+    async def judging(self, *, step: int, count: int = 1) -> AsyncIterator[Callable[[], None]]:
         """Wait until generated rollouts may be judged, and free their places in the queue. Judge them in the block.
+
+        The context is a function that ends it early: the rollouts are judged, and wait for others of their group.
 
         Args:
             step: the training step whose weights generated them.
@@ -195,10 +197,19 @@ class Places:
         queue._counts.consumed += count
         queue._counts.judged += steps
         began = time.monotonic()
-        try:
-            yield
-        finally:
+        are_judged = False
+
+        def end() -> None:
+            nonlocal are_judged
+            if are_judged:
+                return
+            are_judged = True
             queue._judges.free(count)
             for _ in steps:
                 queue._counts.judged.remove(step)
             queue._counts.compute_s += [time.monotonic() - began] * count
+
+        try:
+            yield end
+        finally:
+            end()

@@ -1,6 +1,5 @@
 # The names of this room for the others, each with its module; `__init__.py` reads this file.
 
-from reward_loop.limits.call import longest_call_s as longest_call_s
 from reward_loop.limits.local import FailureBound as FailureBound
 from reward_loop.limits.local import LocalLimits as LocalLimits
 from reward_loop.limits.permit import REWARD_MODEL as REWARD_MODEL

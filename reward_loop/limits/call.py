@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from reward_loop.errors import BudgetSpentError, ConfigError, LimitError
-from reward_loop.limits.options import JobOptions
 from reward_loop.limits.permit import (
     ABANDONED,
     OF_MODEL,
@@ -323,19 +322,3 @@ def outside_the_deadline(what: str) -> Iterator[None]:
         yield
     finally:
         call.run(call.end_wait, what)
-
-
-def longest_call_s(options: JobOptions, timeout: float | None) -> float | None:
-    """Return how many seconds may pass until the end of some call, while calls are running; ``None`` without a bound.
-
-    A call waits for a thread, or for a place at the reward model, only while another one runs; and for another permit
-    no longer than ``max_wait`` of the limit.
-
-    Args:
-        options: the options of the job.
-        timeout: the deadline of a call in seconds.
-    """
-    waits = [limit.max_wait for name, limit in options.limits.items() if name != REWARD_MODEL]
-    if timeout is None or None in waits:
-        return None
-    return timeout + options.retry.max_seconds + max(filter(None, waits), default=0.0)

@@ -16,7 +16,7 @@ from reward_loop.limits.local import LocalLimits
 from reward_loop.limits.permit import Limits
 from reward_loop.managers.failures import decide
 from reward_loop.managers.functions import limits_of, open_records, scoring_function
-from reward_loop.managers.groups import CALLER, Call, Groups
+from reward_loop.managers.groups import Call, Groups
 from reward_loop.managers.options import RewardLoopConfig
 from reward_loop.records import ActiveSample, watch, watched_loops
 from reward_loop.scoring import ListScoringFunction, ScoringFunction, load_object
@@ -207,8 +207,6 @@ class RewardLoopManagerBase:
         assert self.groups is not None
         if result.score is None:
             return result
-        if (release := CALLER.get().release) is not None:
-            release()
         try:
             score: float = await self.groups.join(result.score)
         except ScoringError as error:

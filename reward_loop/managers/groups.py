@@ -235,6 +235,8 @@ class Groups:
             earlier[-1].cancel()  # the same sample, submitted twice: its first caller does not wait any more
         result = group.add(item, "the other samples of its group")
         group.joined[member.name] = (member.place, result)
+        if (release := CALLER.get().release) is not None:
+            release()
         self._close_if_complete(member.key, group)
         try:
             return await result

@@ -99,7 +99,10 @@ def is_rolled_back(row: Mapping[str, Any], resumed: Iterable[Mapping[str, Any]])
     if step is None:
         step = None if generated is None else generated + 1
     return step is not None and any(
-        row["time"] < run["time"] and step > run["step"] and row.get("group") not in run["kept"] for run in resumed
+        row["time"] < run["time"]
+        and (step > run["step"] or (step == run["step"] and row.get("validate") and run.get("validates")))
+        and row.get("group") not in run["kept"]
+        for run in resumed
     )
 
 

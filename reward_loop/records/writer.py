@@ -438,14 +438,15 @@ def exchanges_of(active: ActiveSample) -> list[dict[str, Any]]:
     return found
 
 
-def resumed_row(step: int, kept: Collection[str]) -> dict[str, Any]:
+def resumed_row(step: int, kept: Collection[str], *, validates: bool = False) -> dict[str, Any]:
     """Return the row with which a trainer begins that continues from a checkpoint: it does later steps again.
 
     Args:
         step: the last step that is not done again; 0 if all are.
         kept: the groups whose rollouts and rewards are in the checkpoint, so that they are trained on as they are.
+        validates: whether it does the validation of ``step`` again.
     """
-    return new_row(RESUMED, step=step, kept=sorted(kept))
+    return new_row(RESUMED, step=step, kept=sorted(kept), validates=validates)
 
 
 def _fraction(sample: RewardSample) -> float:

@@ -13,7 +13,7 @@ import os
 import pickle
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,10 @@ class SamplerOptions(Config):
     poll_interval_s: float = Field(default=0.1, gt=0, allow_inf_nan=False, strict=True)
     """Seconds between two polls of verl's replay buffer for finished rollouts."""
 
+    stall_timeout_s: float | None = Field(default=3600.0, gt=0)
+    """The run stops when training or validation waits for this many seconds without progress: no prompt has started or
+    ended, and no reward was requested or has arrived; `null` for no limit."""
+
 
 class PipelineOptions(Config):
     """``trainer.v1.reward_pipeline``."""
@@ -65,14 +69,6 @@ class PipelineOptions(Config):
     filter will probably remove others, as it did in the last steps. What a step does not need belongs to the next one.
     `0`: groups are replaced only after they are filtered."""
 
-    max_refills: int | None = Field(default=16, ge=1)
-    """With `trainer.v1.sampler.sync_refill_failed_groups`: the run stops when more groups than those of this many
-    training steps have failed in a row; `null` for no limit."""
-
-    stall_timeout_s: float | None = Field(default=3600.0, gt=0)
-    """The run stops when the trainer waits for this many seconds without progress: no prompt's generation has ended,
-    and no reward was requested or has arrived; `null` for no limit."""
-
 
 class RewardQueueOptions(Config):
     """``trainer.v1.separate_async.reward_queue``."""
@@ -87,15 +83,8 @@ class RewardQueueOptions(Config):
 
     in_flight: int | None = Field(default=None, ge=1)
     """The largest number of rollouts that are judged at the same time, oldest first; the others wait in the queue. By
-    default the rollouts of a training step. A reward manager that waits for all rollouts of a prompt has no limit."""
-
-    max_refills: int | None = Field(default=16, ge=1)
-    """The run stops when more groups than those of this many training steps have failed in a row; `null` for no
-    limit."""
-
-    stall_timeout_s: float | None = Field(default=3600.0, gt=0)
-    """The run stops when training or validation waits for this many seconds without progress: no prompt has started or
-    ended, and no reward has arrived; `null` for no limit."""
+    default the rollouts of a training step. A rollout that is scored, and waits for others of its prompt, does not
+    count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,26 +93,12 @@ class ModeOptions:
 
     name: str
     """``trainer.v1.trainer_mode``."""
-    poll_interval_s: float
-    """Seconds between two polls of verl's replay buffer."""
+    sampler: SamplerOptions = field(default_factory=SamplerOptions)
+    """How the trainer waits for rollouts and rewards."""
     pipeline: PipelineOptions | None = None
     """The options of the mode `reward_pipeline`; ``None`` in other modes."""
     queue: RewardQueueOptions | None = None
     """The options of the queue between generation and judging; ``None`` without a queue."""
-
-    @property
-    def max_refills(self) -> tuple[int | None, str]:
-        """The number of training steps whose groups may fail in a row, and the name of the option."""
-        if self.pipeline is not None:
-            return self.pipeline.max_refills, f"trainer.v1.{PIPELINE_MODE}.max_refills"
-        return self.queue.max_refills if self.queue is not None else None, f"{REWARD_QUEUE}.max_refills"
-
-    @property
-    def stall_timeout(self) -> tuple[float | None, str]:
-        """The seconds without progress after which a wait of verl's replay buffer fails, and the name of the option."""
-        if self.pipeline is not None:
-            return self.pipeline.stall_timeout_s, f"trainer.v1.{PIPELINE_MODE}.stall_timeout_s"
-        return self.queue.stall_timeout_s if self.queue is not None else None, f"{REWARD_QUEUE}.stall_timeout_s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,24 +267,13 @@ def _move(config: DictConfig, old: str, new: str) -> None:
     OmegaConf.update(config, new, value, force_add=True)
 
 
-class RateLimits(Config):
-    """verl's options for its manager ``rate_limited``, in the group ``reward``."""
-
-    max_concurrent: int = Field(default=1, ge=1)
-    """The maximum number of calls in flight."""
-
-    max_rpm: int | None = Field(default=None, ge=1)
-    """The maximum number of calls started per minute."""
-
-    max_tpm: int | None = Field(default=None, ge=1)
-    """The maximum number of tokens per minute, of the calls started in it."""
-
-    estimated_tokens_per_request: int = Field(default=2000, ge=1)
-    """The estimated tokens of a call, used until `reward_loop.client` or ``lease.used`` reports the actual number."""
-
-    timeout: float | None = Field(default=None, gt=0)
-    """Seconds from the start of the function to its deadline; by default ``reward_loop.timeout``."""
-
+_RATE_LIMITS = {
+    "max_concurrent": "max_concurrent",
+    "max_rpm": "requests_per_minute",
+    "max_tpm": "tokens_per_minute",
+    "estimated_tokens_per_request": "estimated_tokens_per_request",
+}
+"""verl's options ``reward.*`` of its manager ``rate_limited`` -> those of a limit."""
 
 PRIME_PROCESSES = 64
 """The number of processes that verl's manager ``prime`` starts."""
@@ -325,13 +289,13 @@ def _name_manager(config: DictConfig) -> None:
     if named.source != "register" or named.name not in OPTIONS:
         return
     if named.name == "rate_limited":
-        given = {name: config.reward[name] for name in RateLimits.model_fields if config.reward.get(name) is not None}
-        own = parse(RateLimits, given, "reward")
-        options.timeout = own.timeout or options.timeout
+        options.timeout = config.reward.get("timeout") or options.timeout
+        given = {name: config.reward[name] for name in _RATE_LIMITS if config.reward.get(name) is not None}
         if "default" not in options.limits:
-            options.limits.default = _limit(own)
-        elif limits := sorted(given.keys() - {"timeout"}):
-            raise ConfigError(f"reward.{limits[0]} contradicts reward_loop.limits.default: give one of them")
+            defaults = {"max_concurrent": 1, "estimated_tokens_per_request": 2000}  # verl's
+            options.limits.default = defaults | {_RATE_LIMITS[name]: value for name, value in given.items()}
+        elif given:
+            raise ConfigError(f"reward.{min(given)} contradicts reward_loop.limits.default: give one of them")
     else:
         options.isolation = "process"
         if named.name == "prime" and options.max_processes is None:
@@ -339,29 +303,12 @@ def _name_manager(config: DictConfig) -> None:
     named.name = "naive"
 
 
-def _limit(given: RateLimits) -> dict[str, int | None]:
-    if given.max_tpm is not None and given.estimated_tokens_per_request > given.max_tpm:
-        raise ConfigError(
-            f"reward.estimated_tokens_per_request={given.estimated_tokens_per_request} is more than "
-            f"reward.max_tpm={given.max_tpm}: no call could ever start"
-        )
-    return {
-        "max_concurrent": given.max_concurrent,
-        "requests_per_minute": given.max_rpm,
-        "tokens_per_minute": given.max_tpm,
-        "estimated_tokens_per_request": given.estimated_tokens_per_request,
-    }
-
-
 def _choose_pipeline(config: DictConfig, wanted: Any) -> None:
     """Translate the top-level option ``mini_batch_pipeline`` of verl's recipe into the mode ``reward_pipeline``."""
     mode = config.trainer.v1.trainer_mode
     if wanted is not False:
         if mode not in ("sync", PIPELINE_MODE):
-            raise ConfigError(
-                f"mini_batch_pipeline={wanted} contradicts trainer.v1.trainer_mode={mode}: it chooses "
-                f"trainer.v1.trainer_mode={PIPELINE_MODE}. Leave one of them out"
-            )
+            raise ConfigError(f"mini_batch_pipeline={wanted} contradicts trainer.v1.trainer_mode={mode}")
         config.trainer.v1.trainer_mode = PIPELINE_MODE
     config.trainer.v1[PIPELINE_MODE].mini_batch_pipeline = wanted
 
@@ -385,7 +332,7 @@ def read(config: DictConfig) -> RewardSettings:
     if mode.pipeline is not None:
         _check_pipeline(config)
     if mode.queue is not None:
-        _check_queue(config, mode.queue)
+        _check_queue(config)
     settings = RewardSettings(
         config=config,
         options=options_of(config),
@@ -473,7 +420,7 @@ def read_mode(config: DictConfig) -> ModeOptions:
     # The group also has verl's own options.
     given = {key: value for key, value in config.trainer.v1.sampler.items() if key in SamplerOptions.model_fields}
     sampler = parse(SamplerOptions, given, "trainer.v1.sampler")
-    return ModeOptions(name, sampler.poll_interval_s, pipeline, queue)
+    return ModeOptions(name, sampler, pipeline, queue)
 
 
 def mini_batch_groups(config: DictConfig, *, critic: bool) -> int:
@@ -509,23 +456,9 @@ def queue_shares(config: DictConfig, options: RewardQueueOptions) -> tuple[int, 
     of_warmup = math.ceil(batch_size * config.trainer.v1.separate_async.num_warmup_batches / workers) * rollout.n
     # The user's numbers are rounded down, so that all workers together stay within them.
     return (
-        of_a_step + of_warmup if options.capacity is None else options.capacity // workers,
-        of_a_step if options.in_flight is None else options.in_flight // workers,
+        of_a_step + of_warmup if options.capacity is None else max(rollout.n, options.capacity // workers),
+        of_a_step if options.in_flight is None else max(1, options.in_flight // workers),
     )
-
-
-def check_group_manager(mode: ModeOptions) -> None:
-    """Reject options that do not work with a reward manager that waits for all rollouts of a prompt.
-
-    Raises:
-        ConfigError: the queue between generation and judging has an ``in_flight``.
-    """
-    in_flight = mode.queue.in_flight if mode.queue is not None else None
-    if in_flight is not None:
-        raise ConfigError(
-            f"{REWARD_QUEUE}.in_flight={in_flight} does not work with a reward manager that waits for all rollouts of "
-            "a prompt: leave it out, and bound the judges by reward_loop.limits"
-        )
 
 
 def _check_pipeline(config: DictConfig) -> None:
@@ -539,21 +472,8 @@ def _check_pipeline(config: DictConfig) -> None:
             raise ConfigError(f"trainer.v1.trainer_mode={PIPELINE_MODE} does not work with {what}: {fix}")
 
 
-def _check_queue(config: DictConfig, options: RewardQueueOptions) -> None:
-    rollout = config.actor_rollout_ref.rollout
-    workers = rollout.agent.num_workers
-    if options.capacity is not None and options.capacity < workers * rollout.n:
-        raise ConfigError(
-            f"{REWARD_QUEUE}.capacity={options.capacity}: it must be at least {workers * rollout.n}, the rollouts of "
-            f"one prompt (actor_rollout_ref.rollout.n={rollout.n}) for each of the {workers} agent loop workers "
-            "(actor_rollout_ref.rollout.agent.num_workers)"
-        )
-    if options.in_flight is not None and options.in_flight < workers:
-        raise ConfigError(
-            f"{REWARD_QUEUE}.in_flight={options.in_flight}: it must be at least {workers}, one rollout for each of the "
-            "agent loop workers (actor_rollout_ref.rollout.agent.num_workers)"
-        )
-    manager = rollout.agent.get("agent_loop_manager_class")
+def _check_queue(config: DictConfig) -> None:
+    manager = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
     if manager is not None:
         raise ConfigError(
             f"actor_rollout_ref.rollout.agent.agent_loop_manager_class={manager} does not work with the reward queue: "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,6 @@ from verl.protocol import DataProto
 from reward_loop.types import Reward
 from reward_loop.verl.samples import TURNS, VALIDATE
 from reward_loop.verl.trainer.reward_metrics import TrajectoryReward
-from reward_loop.verl.trainer.token_rewards import token_rewards, turns_of
 from reward_loop.verl.trajectory_keys import FAILURE, final_outputs, session_of, uid_of
 
 MASKS = ("response_mask", "loss_mask")
@@ -309,3 +308,39 @@ def write_rewards(batch: Any, keys: Sequence[str], rewards: Sequence[Reward]) ->
         scores.append(token_rewards(reward["reward_score"], mask, info if key in last else {}))
         extra_fields.append({**extra, INFO: info})
     write_rows(rows, batch.partition_id, rm_scores=scores, extra_fields=extra_fields)
+
+
+def turns_of(response_mask: Sequence[int]) -> list[int]:
+    """Return the number of tokens of each part by the policy (1 in the mask) and by the environment (0) in turn.
+
+    Begins with the policy, whose first part may be empty.
+    """
+    parts = [(bool(written), len(list(part))) for written, part in groupby(response_mask)]
+    lengths = [length for _, length in parts]
+    return [0, *lengths] if parts and not parts[0][0] else lengths
+
+
+def token_rewards(reward: float, response_mask: Sequence[int], info: Mapping[str, Any]) -> torch.Tensor:
+    """Return the reward of each token of a response.
+
+    Args:
+        reward: the sum of the rewards of all tokens. The difference to the sum of the parts goes to the last token that
+            the policy wrote: tokens of a tool or the user, which may stand behind it, are not trained on.
+        response_mask: 1 for tokens of the policy, 0 for tokens of a tool or the user.
+        info: what the function returned; see `PART_KEYS`. It has one score for each token or turn. A turn's score goes
+            to its last token.
+
+    Returns:
+        A float32 tensor of shape (tokens,).
+    """
+    mask = torch.as_tensor(response_mask)
+    placed = torch.zeros(len(mask), dtype=torch.float32)
+    ends = ((mask > 0) & (torch.cat([mask[1:], mask.new_zeros(1)]) == 0)).nonzero().flatten()
+    if (parts := info.get("token_level_scores")) is not None:
+        placed += torch.as_tensor(parts, dtype=torch.float32)
+    if (parts := info.get("turn_level_scores")) is not None:
+        placed[ends] += torch.as_tensor(parts, dtype=torch.float32)
+    # A response may have no token, or none of the policy.
+    last = ends[-1:] if len(ends) else slice(-1, None)
+    placed[last] += reward - placed.sum()
+    return placed

@@ -213,7 +213,7 @@ def _cost(row: Mapping[str, Any], exchanges: Sequence[Mapping[str, Any]]) -> flo
 
 def _row(known: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that the index keeps of a row, for a row whose file was deleted."""
-    internal = ("chunk", "kept", "number", "keys", "exchanges", "judges", "judge_s", "advantage")
+    internal = ("chunk", "kept", "validates", "number", "keys", "exchanges", "judges", "judge_s", "advantage")
     kept = {field: value for field, value in known.items() if field not in internal}
     return {**kept, "components": decode(known["components"] or "{}")}
 

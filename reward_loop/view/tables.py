@@ -57,6 +57,7 @@ _ROW = {
     "exchange_offset": "BIGINT",
     "exchange_bytes": "BIGINT",
     "kept": "VARCHAR[]",
+    "validates": "BOOLEAN",
 }
 _EXCHANGE = {
     "id": "VARCHAR",
@@ -94,7 +95,8 @@ SELECT version, kind, id, uid, "group", step, generated_step, coalesce(validate,
     coalesce(time, 0) AS time, data_source, function, batch, outcome, score, reward, coalesce(masked, false) AS masked,
     left(error, {_ERROR}) AS error, cause, components::VARCHAR AS components, response_length,
     coalesce(total_s, work_s) AS total_s, attempts, advantage, prompt_tokens, completion_tokens,
-    text_file, text_offset, text_bytes, exchange_file, exchange_offset, exchange_bytes, kept, judges AS exchanges,
+    text_file, text_offset, text_bytes, exchange_file, exchange_offset, exchange_bytes, kept, validates,
+    judges AS exchanges,
     coalesce(len(judges), 0)::INTEGER AS judges, list_sum([j.seconds FOR j IN judges]) AS judge_s,
     try_cast(string_split(id, '-')[-1] AS BIGINT) AS number,
     parse_filename(filename, true)::INTEGER AS chunk
@@ -110,13 +112,14 @@ FROM (SELECT rowid AS sample, step, validate, function, batch, unnest(exchanges)
 """
 _NEW = "FROM samples WHERE chunk >= ? AND"
 _ADVANTAGES = f"SELECT uid, time, step, advantage {_NEW} kind = 'advantage' AND uid IS NOT NULL"
-_RESUMED = f"SELECT time, step, kept {_NEW} kind = 'resumed'"
+_RESUMED = f"SELECT time, step, kept, validates {_NEW} kind = 'resumed'"
 
 # The rule of `records.reader.is_rolled_back`.
 _ROLLED_BACK = """
 CREATE OR REPLACE TEMP TABLE rolled_back AS
 SELECT DISTINCT samples.rowid AS target FROM samples JOIN resumed
-    ON samples.time < resumed.time AND coalesce(samples.step, samples.generated_step + 1) > resumed.step
+    ON samples.time < resumed.time AND (coalesce(samples.step, samples.generated_step + 1) > resumed.step
+        OR (samples.step = resumed.step AND samples.validate AND resumed.validates))
     AND NOT coalesce(list_contains(resumed.kept, samples."group"), false)
 """
 

@@ -19,9 +19,8 @@ from verl.utils.tensordict_utils import get_tensordict
 
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl.trainer.separate_async import QueueAgentLoopWorker
-from reward_loop.verl.workers import agent_loop_manager
-from reward_loop.verl.workers.agent_loop import RewardAgentLoopWorker
-from reward_loop.verl.workers.agent_loop_manager import RewardAgentLoopManager
+from reward_loop.verl.workers import agent_loop
+from reward_loop.verl.workers.agent_loop import RewardAgentLoopManager, RewardAgentLoopWorker
 from tests.support.fork_server import module_environment, run_forked
 
 pytestmark = pytest.mark.integration  # it imports verl
@@ -58,7 +57,7 @@ def unfinished(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(ray, "wait", wait)
-    monkeypatch.setattr(agent_loop_manager, "unfinished_prompts", lambda: {"train": uids, "val": {"v"}})
+    monkeypatch.setattr(agent_loop, "unfinished_prompts", lambda: {"train": uids, "val": {"v"}})
     return uids
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reward_loop.config import RewardModelConfig
-from reward_loop.verl.run.cluster import groups_of_trainer
-from reward_loop.verl.run.services import _reservation
+from reward_loop.verl.run.services import _reservation, groups_of_trainer
 from tests.verl.configs import settled
 
 

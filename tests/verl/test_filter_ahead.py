@@ -16,8 +16,8 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from reward_loop.agent.schedule import Schedule
 from reward_loop.verl import tq_rows
 from reward_loop.verl.options import PipelineOptions
+from reward_loop.verl.trainer.filter_forecast import FilterForecast
 from reward_loop.verl.trainer.pipeline import RewardPipelineTrainer
-from reward_loop.verl.trainer.refills import FilterForecast
 from reward_loop.verl.trainer.replay_buffer import Evicted
 from tests.verl.trainers import NoJob
 

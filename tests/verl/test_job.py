@@ -129,6 +129,31 @@ async def test_what_a_dead_worker_held_ends_when_the_next_one_joins() -> None:
     assert judge_of(job) == (0, 0)
 
 
+async def test_others_get_what_a_worker_holds_that_never_restarts() -> None:
+    job = Job(given := options(max_concurrent=1))
+    lost, other = JobLimits(Handle(job), "worker", given), JobLimits(Handle(job), "other", given)
+    await lost.acquire("judge")
+    waits = asyncio.create_task(other.acquire("judge"))
+    await until(lambda: judge_of(job) == (1, 1))
+    await job.lose("worker", 60.0)  # it was heard of since then
+    assert judge_of(job) == (1, 1)
+    await job.lose("worker", 0.0)
+    await job.lose("worker", 0.0)
+    (await waits).leave()
+    with pytest.raises(LimitError, match="worker was replaced by another process, or was unreachable for too long"):
+        await lost.acquire("judge")
+    (await JobLimits(Handle(job), "worker", given).acquire("judge")).leave()
+
+
+async def test_an_actor_that_stays_unreachable_is_lost() -> None:
+    given = RewardLoopConfig(limits={"judge": {"max_concurrent": 1}}, worker_answer_timeout_s=0.05)
+    limits = JobLimits(Handle(Job(given), ("call",) * 10**6), "worker", given)
+    with pytest.raises(LimitError, match=r"lost after 0 s \(reward_loop\.worker_answer_timeout_s\): .*refused"):
+        await limits.acquire("judge")
+    with pytest.raises(LimitError, match="the limits of the job are lost"):
+        await limits.arrived()
+
+
 async def test_impossible_requests_are_errors() -> None:
     job = Job(given := options(tokens_per_minute=10))
     limits = JobLimits(Handle(job), "worker", given)
@@ -229,7 +254,8 @@ async def test_calls_fail_when_the_actor_has_died(death: Exception | None) -> No
         await limits.acquire("judge")
     held.leave()
     limits.stop("a reason that nobody reads")
-    await limits.arrived()
+    with pytest.raises(LimitError, match="the limits of the job are lost"):
+        await limits.arrived()
 
 
 class Asker:

@@ -16,8 +16,8 @@ from reward_loop.errors import RewardLoopError
 from reward_loop.verl import tq_rows
 from reward_loop.verl.options import PipelineOptions
 from reward_loop.verl.tq_rows import select
+from reward_loop.verl.trainer.filter_forecast import FilterForecast
 from reward_loop.verl.trainer.pipeline import RewardPipelineTrainer, StepBatch
-from reward_loop.verl.trainer.refills import FilterForecast
 from reward_loop.verl.trainer.replay_buffer import Evicted
 from reward_loop.verl.trainer.reward_loop_trainer import NothingToLearnError
 from tests.verl.configs import settled
@@ -347,10 +347,10 @@ class FailingBuffer(Judges):
 class Failing(RewardPipelineTrainer):
     """All rollouts fail, whatever they are replaced by."""
 
-    def __init__(self, max_refills: int) -> None:
+    def __init__(self) -> None:
         self.config = OmegaConf.create({"data": {"train_batch_size": 2}})
         self._job: Any = NoJob()
-        self.options = PipelineOptions(max_refills=max_refills)
+        self.options = PipelineOptions()
         self._forecast, self._kept = FilterForecast(0), set()
         self.global_steps = 1
         self.submitted = 0
@@ -376,7 +376,7 @@ class Late(Failing):
     """Of `b`, every rollout fails. All others are generated, and wait for rewards."""
 
     def __init__(self) -> None:
-        super().__init__(max_refills=1)
+        super().__init__()
         self._submitted = ["a", "b"]
         self.replay_buffer.submit("ab")
         self.replay_buffer.running, self.replay_buffer.order = {"b"}, ["b"]
@@ -398,7 +398,7 @@ class Filtering(Failing):
     """All groups are filtered, whatever they are replaced by."""
 
     def __init__(self, max_num_gen_batches: int) -> None:
-        super().__init__(max_refills=1)
+        super().__init__()
         self.config.algorithm = {"filter_groups": {"metric": "acc", "max_num_gen_batches": max_num_gen_batches}}
         self._filters = True
         self.replay_buffer = FilteringBuffer(lambda: self._submitted)

@@ -98,7 +98,7 @@ def test_sympy_computes_no_large_number(tmp_path: Path) -> None:
         "(1/(1+sqrt(2)))**2",
         "4**0.5",
         "9**(1/2)",
-        "factorial(5)**2",
+        "factorial(5)*2",
         "10**1000",
         "exp(100)",
         "0.001",
@@ -129,6 +129,18 @@ def test_sympy_computes_numbers_that_are_not_large(text: str) -> None:
 def test_the_scores_are_those_of_verl(answer: str, truth: str, score: float) -> None:
     assert default_compute_score(SOURCE, f"\\boxed{{{answer}}}", truth) == score
     assert default_compute_score("openai/gsm8k", "#### 72", "72") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("source", "answer", "score"),
+    [("openai/gsm8k", "#### 42", 1.0), ("math_dapo", "Answer: 42", 1.0), ("aime25", "\\boxed{42}", 1.0),
+     ("openai/gsm8k", "#### 41", 0.0), ("math_dapo", "Answer: 41", -1.0)],
+)  # fmt: skip
+@pytest.mark.parametrize("behind", ["", "\n" + "Checked. " * 300])
+def test_the_whole_response_is_read(source: str, answer: str, score: float, behind: str) -> None:
+    """https://github.com/verl-project/verl/issues/7274: verl reads the last 300 characters."""
+    found = default_compute_score(source, f"So:\n{answer}{behind}", "42")
+    assert (found["score"] if isinstance(found, dict) else found) == score
 
 
 def verified(solution_str: str, ground_truth: str) -> float:

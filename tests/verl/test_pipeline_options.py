@@ -15,7 +15,7 @@ MODE = "trainer.v1.trainer_mode=reward_pipeline"
     [
         ("skip.rollout_tq.enable=True", "skip.rollout_tq.enable=True"),
         ("trainer.v1.sampler.custom_sampler.path=mine.py", "trainer.v1.sampler.custom_sampler.path=mine.py"),
-        ("trainer.v1.reward_pipeline.stall_timeout_s=0", "trainer.v1.reward_pipeline.stall_timeout_s"),
+        ("trainer.v1.sampler.stall_timeout_s=0", "trainer.v1.sampler.stall_timeout_s"),
         ("+trainer.v1.reward_pipeline.mini_batch=True", "trainer.v1.reward_pipeline.mini_batch"),
     ],
 )

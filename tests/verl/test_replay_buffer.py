@@ -13,8 +13,7 @@ from verl.trainer.ppo.v1 import replay_buffer as verls
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
 from reward_loop.errors import ConfigError, RewardLoopError
-from reward_loop.verl import tq_rows
-from reward_loop.verl.options import ModeOptions, PipelineOptions
+from reward_loop.verl.options import SamplerOptions
 from reward_loop.verl.trainer import replay_buffer
 from reward_loop.verl.trainer.replay_buffer import RewardReplayBuffer, extend
 from reward_loop.verl.trainer.reward_metrics import TrajectoryReward
@@ -45,14 +44,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def mode(poll_interval_s: float = 0.2, stall_timeout_s: float | None = None) -> ModeOptions:
-    return ModeOptions("reward_pipeline", poll_interval_s, pipeline=PipelineOptions(stall_timeout_s=stall_timeout_s))
-
-
 def buffer(
     cls: type[ReplayBuffer] = ReplayBuffer,
     metric: str | None = None,
-    options: ModeOptions | None = None,
+    stall_timeout_s: float | None = None,
 ) -> RewardReplayBuffer:
     plain = cls(
         trainer_mode="sync",
@@ -63,11 +58,11 @@ def buffer(
         refill_fn=lambda count: None,
         filter_groups_metric=metric,
     )
-    return extend(plain, options or mode(), 2)
+    return extend(plain, SamplerOptions(poll_interval_s=0.2, stall_timeout_s=stall_timeout_s))
 
 
 def waiting(stall_timeout_s: float | None = None) -> RewardReplayBuffer:
-    return buffer(options=mode(stall_timeout_s=stall_timeout_s))
+    return buffer(stall_timeout_s=stall_timeout_s)
 
 
 def poll(buffer: RewardReplayBuffer, times: int, partition_id: str = "train") -> None:
@@ -82,10 +77,9 @@ def test_a_wait_without_news_ends_and_names_what_is_missing(clock: Clock) -> Non
     with pytest.raises(RewardLoopError) as caught:
         poll(stalled, 20, "val")
     message = str(caught.value)
-    assert "11 s while validation waited for 7 prompts (trainer.v1.reward_pipeline.stall_timeout_s=10)" in message
-    assert "prompt p1: rewards of rollouts 0 have arrived; rollouts 2 are generated and have no reward" in message
-    assert "prompt p0: rewards of rollouts none have arrived" in message
-    assert "and 2 more prompts" in message
+    assert "11 s while validation waited for 7 prompts (trainer.v1.sampler.stall_timeout_s=10)" in message
+    assert "prompt p1: generated, without a reward: p1_2_0, p1_2_1" in message
+    assert "prompt p0: generated, without a reward: none" in message
 
 
 def test_news_and_work_between_waits_do_not_count(clock: Clock) -> None:
@@ -121,7 +115,7 @@ def test_an_error_of_a_check_ends_the_wait(clock: Clock) -> None:
 
 def test_the_polling_interval_is_ours_and_verls_attribute_stays(clock: Clock) -> None:
     """verl's `separate_async` compares the time of a wait with `poll_interval` to find idle steps."""
-    polled = buffer(ReplayBufferAsync, options=mode(0.05))
+    polled = buffer(ReplayBufferAsync)
     assert polled.poll_interval == 2.0
     poll(polled, 2)
     assert clock.pauses == [0.05, 0.05]
@@ -136,7 +130,7 @@ def test_the_buffer_keeps_verls_class_and_state() -> None:
 
 def test_a_custom_sampler_that_is_not_a_replay_buffer_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"custom_sampler.*must inherit from .*ReplayBuffer"):
-        extend(object(), mode(), 2)
+        extend(object(), SamplerOptions())
 
 
 ALIKE = TrajectoryReward({"acc": 1.0}, reward=1.0)
@@ -234,24 +228,6 @@ def test_a_value_that_is_not_a_number_ends_the_run_with_its_name(
     ours = finished(monkeypatch, {f"a_{i}_0": {"reward_outcome": "scored", "acc": value} for i in range(2)}, "acc")
     with pytest.raises(ConfigError, match=rf"filter_groups.metric=acc: rollout a_0 has the value {shown}"):
         ours._dapo_filtered_keys("train")
-
-
-def test_groups_that_always_fail_are_not_replaced_indefinitely(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verls, "tq", SimpleNamespace(kv_clear=lambda partition_id, keys: None))
-    tags = {"h": {"is_prompt": True, "error": "h_0: KeyError: 'tool'"}}
-    monkeypatch.setattr(tq_rows, "read_tags", lambda: (tags, {}))
-    ours = buffer(options=ModeOptions("reward_pipeline", 0.1, pipeline=PipelineOptions(max_refills=2)))
-
-    def evict(failed: str, well: str, partition_id: str = "train") -> None:
-        ours.finished_keys[partition_id] = set(well)
-        ours._evict_terminal_groups(1, partition_id, (set(), set(), set(failed), Counter()))
-
-    evict("ab", "")
-    evict("d", "c")
-    evict("efg", "c")
-    evict("xyz", "", partition_id="val")
-    with pytest.raises(RewardLoopError, match=r"5 groups failed .*reward_pipeline.max_refills=2, .* h_0: KeyError"):
-        evict("h", "c")
 
 
 def test_evicted_groups_are_named_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from reward_loop.verl.trainer.separate_async import QueueSeparateAsyncTrainer
 from reward_loop.verl.trajectory_keys import FAILURE, GENERATED, JUDGED
 from tests.verl.configs import resolved
 from tests.verl.fake_queue import FakeQueue
-from tests.verl.trainers import constructed
+from tests.verl.trainers import Workers, constructed
 
 pytestmark = pytest.mark.integration  # it imports verl
 
@@ -147,10 +147,21 @@ def test_verl_generates_only_those_prompts_of_a_checkpoint_again_that_lack_score
     rollout = "actor_rollout_ref.rollout"
     separate = (f"{rollout}.nnodes=1", f"{rollout}.n_gpus_per_node=1", f"{rollout}.checkpoint_engine.backend=nccl")
     made = constructed(resolved(f"trainer.v1.trainer_mode={configured}", *separate), cls)
-    made.trainer_mode, made.global_steps = name, 8
+    made.trainer_mode, made.global_steps = name, 7
+    rows: list[dict[str, Any]] = []
+    made._records = SimpleNamespace(write_rows=rows.extend, flush=lambda: None)
     made.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=["a client"])
     made.agent_loop_manager = SimpleNamespace(generate_sequences=lambda batch: sent.extend(batch["uid"]))
-    made._reissue_inflight_prompts()
+    made._health, made.reward_workers = SimpleNamespace(flush=lambda: None), Workers()
+
+    def fit(self: Any, _: Any) -> None:  # verl counts the first step before it sends the prompts
+        self.global_steps = 8
+        self._reissue_inflight_prompts()
+
+    monkeypatch.setattr(PPOTrainer, "fit", fit)
+    made.fit(None)
+    (resumed,) = rows
+    assert (resumed["step"], resumed["kept"], resumed["validates"]) == (7, [] if name == "sync" else ["done"], True)
     if name == "sync":
         assert not sent
         return

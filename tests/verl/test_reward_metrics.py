@@ -120,13 +120,16 @@ class Run:
         run = self
 
         def step_once(self: Any, metrics: dict, timing_raw: dict, sample_batch_size: int) -> Any:
-            batch = self._balance_batch(run.sample(), metrics)
+            batch = self.replay_buffer.usable(run.sample())
             self._compute_advantage(batch, metrics)
             run.updated.append(batch.keys)
             return batch
 
         monkeypatch.setattr(PPOTrainer, "_step_once", step_once)
-        monkeypatch.setattr(PPOTrainer, "_balance_batch", lambda self, batch, metrics, *_: batch)
+        self.sampled = 0
+        monkeypatch.setattr(
+            PPOTrainerSeparateAsync, "on_sample_end", lambda self: setattr(run, "sampled", run.sampled + 1)
+        )
         monkeypatch.setattr(PPOTrainer, "_compute_advantage", lambda self, batch, metrics, *_: batch)
         monkeypatch.setattr(PPOTrainer, "_compute_metrics", lambda self, batch, metrics, *_: None)
 
@@ -178,6 +181,9 @@ def test_a_part_without_a_score_does_not_end_the_step(monkeypatch: pytest.Monkey
         assert (metrics["reward_loop/scored"], metrics["reward_loop/failed"]) == (2, 2)
         assert metrics["critic/score/mean"] == 0.5
         assert run.updated == [[f"p{1 - empty}g0_0_0", f"p{1 - empty}g0_1_0"]]
+        assert (
+            run.sampled == 1
+        )  # verl would put the rollout to sleep after sampling: also for an update that is skipped
         # The rows without a score are written with the others, and deleted.
         assert {f"p{empty}g0_{session}_0" for session in range(2)} < set(run.written)
 

@@ -89,11 +89,6 @@ def test_verls_sampling_options_are_defaults_of_vllm() -> None:
     assert options.engine_args["override_generation_config"] == {"temperature": 0.9}
 
 
-def test_a_model_on_the_trainers_gpus_must_free_its_memory() -> None:
-    with pytest.raises(ConfigError, match=r"reward_model\.rollout\.free_cache_engine=False does not work"):
-        resolved(*VLLM, "+reward_model.rollout.free_cache_engine=False")
-
-
 def test_options_that_are_switched_off_reach_vllm(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
     off = ["enforce_eager", "enable_prefix_caching", "enable_chunked_prefill"]
@@ -128,6 +123,19 @@ def test_sglang_gets_its_own_names() -> None:
         "max_running_requests": 64,
         "random_seed": 42,
     }
+
+
+@pytest.mark.parametrize("flag", ["actor_rollout_ref.rollout", "+reward_model.rollout"])
+def test_full_determinism_reaches_the_servers_of_judges(flag: str) -> None:
+    own = "+reward_model.server.env.MINE=1"
+    options = resolved(*VLLM, *POOL, f"{flag}.full_determinism=True", own).model
+    assert options is not None
+    assert (options.env, options.engine_args["max_num_seqs"]) == ({"VLLM_BATCH_INVARIANT": "1", "MINE": "1"}, 1)
+    sglang = ["reward_model.rollout.name=sglang", "custom_reward_function.path=f.py"]
+    options = resolved(*VLLM, *POOL, f"{flag}.full_determinism=True", *sglang).model
+    assert options is not None
+    assert options.engine_args["enable_deterministic_inference"] is True
+    assert options.engine_args["max_running_requests"] == 1024  # only `/classify` is not reproducible in batches
 
 
 def test_the_interpreter_of_the_engine_is_an_option_of_the_server() -> None:
@@ -286,16 +294,8 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
             ["reward_model.server.replica", "did you mean 'replicas'"],
         ),
         (
-            ["reward_model.enable_resource_pool=True"],
-            ["reward_model.enable_resource_pool=True has no effect", "reward_model.enable=True"],
-        ),
-        (
             [*VLLM, "trainer.n_gpus_per_node=1"],
             ["the trainer's GPUs: nnodes=1 with n_gpus_per_node=1", "2 GPU"],
-        ),
-        (
-            [*VLLM, "reward_model.rollout.tensor_model_parallel_size=3"],
-            ["8 of them into servers of 3", "choose a divisor"],
         ),
         ([*VLLM, "+reward_model.server.replicas=5"], ["reward_model.server.replicas has no effect", *OWN_GPUS]),
         (
@@ -318,14 +318,6 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
         ([*VLLM, PIPELINE], ["one_step_off_policy=True", "Set it to False", *OWN_GPUS]),
         ([*VLLM, "algorithm.filter_groups.enable=True"], ["algorithm.filter_groups.enable=True", *OWN_GPUS]),
         (
-            [*VLLM, "actor_rollout_ref.rollout.free_cache_engine=False"],
-            ["actor_rollout_ref.rollout.free_cache_engine=False", "Set it to True"],
-        ),
-        (
-            [*EXTERNAL, "+reward_model.server.placement=colocated"],
-            ["reward_model.server.placement=colocated", "Leave out placement"],
-        ),
-        (
             [*VLLM, "reward_model.enable_resource_pool=True"],
             ["reward_model.nnodes=1", "reward_model.n_gpus_per_node=4", "trainer.n_gpus_per_node=4"],
         ),
@@ -335,10 +327,6 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
             ["reward_model.server.models.j.timeout=400", "reward_loop.timeout=300"],
         ),
         ([*VLLM, *POOL, "+reward_loop.models.j={timeout: 4}"], ["reward_loop.models: the run serves its models"]),
-        (
-            [*VLLM, *POOL, "reward_model.rollout.tensor_model_parallel_size=3"],
-            ["n_gpus_per_node=8 is not a multiple of 3", "tensor_model_parallel_size"],
-        ),
         (WITHOUT_PATH[:-1], ["reward.reward_model.model_path", "custom_reward_function.path"]),
         (
             [*VLLM, *POOL, "reward_model.rollout.tensor_model_parallel_size=16"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +12,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
 from reward_loop.agent import QueueCounts
+from reward_loop.managers.groups import CALLER
 from reward_loop.verl.options import REWARD_QUEUE
 from reward_loop.verl.trainer.separate_async import QueueAgentLoopWorker, QueueSeparateAsyncTrainer, _version
 from tests.verl.configs import settled
@@ -36,13 +36,9 @@ SEPARATE = (
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
-    return made_worker(monkeypatch)
-
-
-def made_worker(monkeypatch: pytest.MonkeyPatch, *, by_group: bool = False) -> Any:
     """A worker whose prompts have two rollouts that are generated at once, and whose judges wait for an event.
 
-    `newer` is whether verl passes the argument `validate`.
+    `newer` is whether verl passes the argument `validate`; `joins` whether the judges wait for the group.
     """
 
     def init(self: Any, config: Any, handles: list[Any]) -> None:
@@ -60,6 +56,8 @@ def made_worker(monkeypatch: pytest.MonkeyPatch, *, by_group: bool = False) -> A
 
     async def compute_score(self: Any, outputs: list[Any], kwargs: dict, **options: Any) -> None:
         self.judging.append({**kwargs, **options})
+        if self.joins:
+            CALLER.get().release()
         await self.judged.wait()
 
     monkeypatch.setattr(VERL, "__init__", init)
@@ -75,9 +73,9 @@ def made_worker(monkeypatch: pytest.MonkeyPatch, *, by_group: bool = False) -> A
         f"{REWARD_QUEUE}.capacity=2",
         f"{REWARD_QUEUE}.in_flight=1",
     )
-    client = SimpleNamespace(by_group=by_group, prompt=lambda uid, size: contextlib.nullcontext())
+    client = SimpleNamespace(by_group=False)
     worker: Any = QueueAgentLoopWorker(config, [client])
-    worker.judging, worker.judged, worker.newer = [], asyncio.Event(), False
+    worker.judging, worker.judged, worker.newer, worker.joins = [], asyncio.Event(), False, False
     return worker
 
 
@@ -105,14 +103,13 @@ async def test_rollouts_are_judged_in_turn_and_prompts_begin_when_there_is_room(
     assert counts.wait_s > 0
 
 
-async def test_without_a_bound_where_the_rollouts_of_a_prompt_are_scored_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With one, those that are judged could wait for others, which wait for their turn."""
-    worker = made_worker(monkeypatch, by_group=True)
+async def test_a_rollout_that_waits_for_others_of_its_prompt_leaves_its_place_to_them(worker: Any) -> None:
+    worker.joins = True
     waiting = prompt(worker, "a")
     await turns()
     assert [call["session_id"] for call in worker.judging] == [0, 1]
+    counts = await worker.queue_counts()
+    assert (counts.queued, counts.judged, len(counts.compute_s)) == ([], [], 2)
     worker.judged.set()
     await waiting
 

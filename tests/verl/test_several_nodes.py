@@ -9,8 +9,8 @@ import pytest
 
 from reward_loop.config import RewardModelConfig
 from reward_loop.serving import serve_reward_model
-from reward_loop.verl.run.cluster import reachable
 from reward_loop.verl.run.job import RunningJob
+from reward_loop.verl.run.services import reachable
 from reward_loop.verl.workers.reward_workers import RewardWorkers
 from tests.support.clusters import ray_cluster
 from tests.support.fork_server import worker_python

@@ -18,7 +18,7 @@ from reward_loop.verl.trainer.pipeline import RewardPipelineTrainer
 from reward_loop.verl.trainer.replay_buffer import RewardReplayBuffer
 from reward_loop.verl.trainer.reward_loop_trainer import RewardLoopTrainer, with_reward_loop
 from reward_loop.verl.trainer.separate_async import QUEUE_AGENT_LOOP_MANAGER, QueueSeparateAsyncTrainer
-from reward_loop.verl.workers.agent_loop_manager import AGENT_LOOP_MANAGER
+from reward_loop.verl.workers.agent_loop import AGENT_LOOP_MANAGER
 from tests.verl.configs import resolved, settled
 
 pytestmark = pytest.mark.integration  # imports verl

@@ -16,7 +16,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl import tq_rows
-from reward_loop.verl.trainer.token_rewards import token_rewards, turns_of
+from reward_loop.verl.tq_rows import token_rewards, turns_of
 from tests.verl import trainers
 from tests.verl.configs import resolved
 from tests.verl.trainers import constructed, set_up
@@ -141,10 +141,9 @@ class Step:
                 queue[key]["returns"] = queue[key]["advantages"]
 
         def step_once(self: Any, metrics: dict, timing_raw: dict, sample_batch_size: int) -> Any:
-            return self._compute_advantage(self._balance_batch(batch, metrics), metrics)
+            return self._compute_advantage(self.replay_buffer.usable(batch), metrics)
 
         monkeypatch.setattr(PPOTrainer, "_step_once", step_once)
-        monkeypatch.setattr(PPOTrainer, "_balance_batch", lambda self, batch, metrics, *_: batch)
         monkeypatch.setattr(PPOTrainer, "_compute_advantage", compute)
         monkeypatch.setattr(PPOTrainer, "_compute_metrics", lambda self, batch, metrics, *_: None)
         self.metrics: dict[str, float] = {}

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import ActorUnavailableError
+from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from reward_loop.config import RewardLoopConfig
-from reward_loop.errors import RewardFunctionError, RewardLoopError
+from reward_loop.errors import LimitError, RewardFunctionError, RewardLoopError
 from reward_loop.types import RewardSample
 from reward_loop.verl.workers.reward_client import MAX_TASK_RETRIES, RewardClient
 from reward_loop.verl.workers.reward_workers import RewardWorkers
@@ -85,18 +85,29 @@ async def test_a_sample_whose_worker_dies_repeatedly_has_failed() -> None:
     assert worker.calls.count("compute_score") == MAX_TASK_RETRIES + 1
 
 
-async def test_a_sample_whose_worker_stays_unreachable_has_failed() -> None:
-    worker = Worker(compute_score=99, ready=10**9)
-    reward = await client(options(worker_answer_timeout_s=0.1), worker).remote(None)
+@pytest.mark.parametrize("restarts", [True, False], ids=["unreachable", "never restarted"])
+async def test_a_sample_whose_worker_does_not_come_back_has_failed_and_its_permits_are_free(
+    monkeypatch: pytest.MonkeyPatch, restarts: bool
+) -> None:
+    job, worker = NoJob(), Worker(compute_score=99, ready=10**9)
+    if not restarts:
+        monkeypatch.setattr(worker, "__ray_ready__", SimpleNamespace(remote=asyncio.get_running_loop().create_future))
+    reward = await RewardClient([Worker(), worker], options(worker_answer_timeout_s=0.1), job.handle).remote(None)
+    assert reward == REWARD
+    client = RewardClient([worker], options(worker_answer_timeout_s=0.1), job.handle)
+    reward = await client.remote(None)
     assert "reward_loop.worker_answer_timeout_s" in reward["reward_extra_info"]["reward_error"]
     assert worker.calls.count("compute_score") <= 1
+    assert job.lost == ["reward worker 0"]
 
 
-async def test_a_sample_whose_worker_is_never_restarted_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = Worker(compute_score=99)
-    monkeypatch.setattr(worker, "__ray_ready__", SimpleNamespace(remote=asyncio.get_running_loop().create_future))
-    reward = await client(options(worker_answer_timeout_s=0.1), worker).remote(None)
-    assert "reward_loop.worker_answer_timeout_s" in reward["reward_extra_info"]["reward_error"]
+async def test_an_error_of_a_worker_that_cannot_reach_the_job_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, worker = NoJob(), Worker()
+    error = RayTaskError("compute_score", "", LimitError("the limits of the job are lost")).as_instanceof_cause()
+    monkeypatch.setattr(worker, "compute_score", SimpleNamespace(remote=lambda *_: Answer(error)))
+    with pytest.raises(LimitError):
+        await RewardClient([worker], options(), job.handle).remote(None)
+    assert job.why == "LimitError: the limits of the job are lost"
 
 
 async def test_the_job_records_that_the_run_must_stop() -> None:

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from ray.exceptions import GetTimeoutError
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardFunctionError, RewardLoopError
+from reward_loop.managers.groups import CALLER, Caller
 from reward_loop.testing import FakeJudge
 from reward_loop.verl.run.job import RunningJob
 from reward_loop.verl.workers.reward_client import MAX_TASK_RETRIES, RewardClient
@@ -141,46 +141,10 @@ def test_a_batch_whose_rewards_do_not_come_is_not_awaited_for_ever(
 ) -> None:
     workers = started(with_function(HANGS, ONE_WORKER, "reward_loop.timeout=null"), job)
     workers.score_batch([rollout("1")])
-    # As if the worker, and not the function, had forgotten a deadline of a tenth of a second.
-    deadlines = (
-        "reward_loop.timeout=0.1",
-        "reward_loop.retry.max_seconds=0.1",
-        "reward_loop.outage_timeout_s=0",
-        "reward_loop.worker_answer_timeout_s=5",
-    )
-    workers.client.options = with_function(HANGS, ONE_WORKER, *deadlines).options
-    with pytest.raises(RewardLoopError, match=r"1 of 2 rewards are missing.*reward_loop\.timeout.*within 5\.2 s"):
+    workers._stall_timeout_s = 1.0
+    workers.client.options = workers.client.options.model_copy(update={"worker_answer_timeout_s": 5.0})
+    with pytest.raises(RewardLoopError, match=r"1 of 2 rewards are missing.*stall_timeout_s=1\)"):
         workers.score_batch([rollout("1"), rollout("hang")])
-
-
-@pytest.mark.parametrize(
-    ("options", "by_group", "arrival_s"),
-    [
-        ({"timeout": 10, "retry": {"max_seconds": 5}}, False, 90),  # the restart of a worker
-        ({"timeout": 10, "retry": {"max_seconds": 5}, "group": {"timeout": 900}}, True, 910),
-        ({"timeout": 10, "retry": {"max_seconds": 5000}}, False, 5000),
-    ],
-)
-def test_a_batch_is_awaited_as_long_as_its_slowest_sample_may_take(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], by_group: bool, arrival_s: float
-) -> None:
-    now = [0.0]
-
-    async def reward() -> float:
-        return 1.0
-
-    async def wait(left: set[Any], *, timeout: float) -> tuple[set[Any], set[Any]]:
-        now[0] = min(now[0] + timeout, arrival_s)
-        return (left, set()) if now[0] == arrival_s else (set(), left)
-
-    monkeypatch.setattr("reward_loop.verl.workers.reward_workers.asyncio.wait", wait)
-    monkeypatch.setattr("reward_loop.verl.workers.reward_workers.time", SimpleNamespace(monotonic=lambda: now[0]))
-    workers = reward_workers(monkeypatch, RewardLoopConfig(**options))
-    workers.client.by_group = by_group
-    monkeypatch.setattr(workers.client, "reward_of", lambda sample: reward())
-    monkeypatch.setattr(workers, "_need_groups", list)
-    assert workers.score_batch([rollout("1", uid="a")]) == [1.0]
-    assert now[0] == arrival_s
 
 
 @pytest.mark.parametrize(
@@ -274,6 +238,21 @@ async def test_a_group_meets_in_one_of_several_workers(job: RunningJob, with_fun
     assert [reward["reward_score"] for reward in rewards] == [0] * 6 + [1] * 6 + [2] * 6 + [0]
     batch = await asyncio.to_thread(workers.score_batch, rows)
     assert [reward["reward_score"] for reward in batch] == [reward["reward_score"] for reward in rewards]
+
+
+async def test_a_sample_that_waits_for_its_group_is_not_in_flight(job: RunningJob, with_function: Settings) -> None:
+    """Otherwise the others, without a place, could never be scored."""
+    workers = started(with_function(RANKS, ONE_WORKER, *GROUPS), job)
+    places = asyncio.Semaphore(1)
+
+    async def judged(length: int) -> float:
+        await places.acquire()
+        CALLER.set(Caller(release=places.release))
+        reward = await workers.client.compute_score.remote(rollout("x" * length, uid="q", session_id=length))
+        return reward["reward_score"]
+
+    with workers.client.prompt("q", 3):
+        assert await asyncio.gather(*map(judged, (1, 2, 3))) == [0, 1, 2]
 
 
 def test_a_batch_is_not_scored_later_because_a_rollout_of_a_group_failed(

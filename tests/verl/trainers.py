@@ -12,7 +12,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardLoopError
-from reward_loop.verl.options import RewardSettings
+from reward_loop.verl.options import ModeOptions, RewardSettings
 from reward_loop.verl.run.services import RewardServices
 from reward_loop.verl.trainer import reward_loop_trainer as trainer
 from reward_loop.verl.trainer.recording_trainer import RecordingTrainer
@@ -41,12 +41,16 @@ class NoJob:
         self.spent = 0.0, 0.0
         self.name = "no job"
         self.failures: list[str] = []
+        self.lost: list[str] = []
         self.handle = SimpleNamespace(
-            stop=SimpleNamespace(remote=self.stop), count_failure=SimpleNamespace(remote=self.count_failure)
+            **{name: SimpleNamespace(remote=getattr(self, name)) for name in ("stop", "lose", "count_failure")}
         )
 
     async def stop(self, why: str) -> None:
         self.why = self.why or why
+
+    async def lose(self, worker: str, quiet_s: float) -> None:
+        self.lost.append(worker)
 
     async def count_failure(self, error: str, cause: str) -> None:
         self.failures.append(cause)
@@ -71,7 +75,7 @@ def reward_workers(monkeypatch: pytest.MonkeyPatch, options: RewardLoopConfig, *
     actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: next(left)))
     monkeypatch.setattr(workers.ray, "remote", lambda cls: actor)
     monkeypatch.setattr(workers, "worker_nodes", lambda count: [f"{0:056x}"] * len(handles))
-    settings: Any = SimpleNamespace(num_workers=len(handles), options=options, model=None)
+    settings: Any = SimpleNamespace(num_workers=len(handles), options=options, model=None, mode=ModeOptions("sync"))
     job: Any = NoJob()
     return RewardWorkers(settings, None, job)
 

@@ -51,14 +51,18 @@ def test_what_a_resumed_run_does_again_does_not_count(folder: Path) -> None:
         record(writer, f"{group}_0", 0.0, step=step, group=group)
     record(writer, "ahead_0", 0.0, step=None, generated_step=1, group="ahead")
     record(writer, "alone_0", 0.0, step=None)
+    for step in (0, 1):
+        record(writer, f"validated_{step}", 0.0, step=step, validate=True)
     flushed(writer)
     with Index(folder) as index:
         index.update()
-        writer.write_rows([resumed_row(1, {"kept"})])
+        writer.write_rows([resumed_row(1, {"kept"}, validates=True)])
         record(flushed(writer), "again_0", 1.0, step=2, group="again")
+        record(writer, "validated_again", 1.0, step=1, validate=True)
         flushed(writer)
         index.update()
         expected = {"trained_0": 0.0, "kept_0": 0.0, "alone_0": 0.0, "again_0": 1.0}
+        expected |= {"validated_0": 0.0, "validated_again": 1.0}
         assert rewards(index) == expected
         assert [(step["step"], step["count"]) for step in Summaries(index).steps(False)] == [
             (1, 1),

@@ -26,8 +26,8 @@ from reward_loop.errors import ServerError
 from reward_loop.router.config import API_KEY_VARIABLE, BackendConfig
 from reward_loop.serving.manager import serve_reward_model
 from reward_loop.serving.models import model_kind
-from reward_loop.verl.run.cluster import reachable
 from reward_loop.verl.run.reward_model import verls_options
+from reward_loop.verl.run.services import reachable
 from reward_loop.verl.trainer.reward_metrics import added_seconds
 
 logger = logging.getLogger(__name__)

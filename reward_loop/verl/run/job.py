@@ -15,6 +15,7 @@ The actor is `Job`, around the same `LocalLimits` that a run of one process has.
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections import deque
 from collections.abc import Callable
@@ -57,6 +58,8 @@ class _Worker:
 
     def __init__(self, life: str) -> None:
         self.life = life
+        self.heard = 0.0
+        """When its last call arrived, by `time.monotonic`."""
         self.number = 0
         """The number of the last call of `send`."""
         self.has_news = asyncio.Event()
@@ -177,6 +180,16 @@ class Job:
         """Record why the run must stop; the first reason stays."""
         self._limits.stop(why)
 
+    async def lose(self, worker: str, quiet_s: float) -> None:
+        """End what a worker holds that has been unreachable for ``quiet_s`` seconds: it may never restart.
+
+        Without effect if it was heard of since then. The messages of this life are refused from now on.
+        """
+        found = self._workers.get(worker)
+        if found is not None and time.monotonic() - found.heard >= quiet_s:
+            self._end(found)
+            del self._workers[worker]
+
     async def count_failure(self, error: str, cause: str) -> None:
         """Count a sample that has failed without a worker, for the failure bound."""
         self._count("", True, error, cause)
@@ -205,14 +218,18 @@ class Job:
         found = self._workers.get(worker)
         if found is None or found.life != life:
             if life in self._ended:
-                raise RewardLoopError(f"{worker} was replaced by another process")
+                raise RewardLoopError(f"{worker} was replaced by another process, or was unreachable for too long")
             if found is not None:
-                self._ended.add(found.life)
-                found.end()
+                self._end(found)
             found = self._workers[worker] = _Worker(life)
             if self._limits.spent is not None:
                 found.tell("spent", self._limits.spent)
+        found.heard = time.monotonic()
         return found
+
+    def _end(self, worker: _Worker) -> None:
+        self._ended.add(worker.life)
+        worker.end()
 
     def _apply(self, sender: _Worker, what: str, arguments: list[Any]) -> None:
         if what == "request":
@@ -256,6 +273,7 @@ class JobLimits(Limits):
     ) -> None:
         super().__init__(options)
         self._job = job
+        self._answer_timeout_s = options.worker_answer_timeout_s
         self._worker = worker
         self._life = uuid.uuid4().hex
         self._take_counts = take_counts
@@ -313,6 +331,8 @@ class JobLimits(Limits):
         # Not until nothing is left to send: while other samples end, something is.
         if self._arrival is not None:
             await asyncio.shield(self._arrival)
+        if self._lost is not None:
+            raise LimitError(self._lost)
 
     def close(self) -> None:
         super().close()
@@ -345,17 +365,21 @@ class JobLimits(Limits):
             self._receive(await self._call(self._job.events, lambda: self._seen))
 
     async def _call(self, method: Any, *arguments: Any) -> News | None:
-        """Call the actor, again while it is unreachable; ``None`` if it is lost."""
+        """Call the actor, again while it is unreachable; ``None`` if it is lost, or stays unreachable for too long."""
+        since: float | None = None
         while True:
             given = [one() if callable(one) else one for one in arguments]
             try:
                 news: News = await method.remote(self._worker, self._life, *given)
                 return news
-            except ActorUnavailableError:  # Ray has tried for a second or more; a repeated call is harmless
-                continue
             # Not only `RayActorError`: the end by Ray's memory monitor is none, nor is an error that the actor raises.
             except (RayError, RewardLoopError) as error:
-                self._lose(f"the limits of the job are lost ({error})")
+                now = time.monotonic()
+                since = since or now
+                if isinstance(error, ActorUnavailableError) and now - since < self._answer_timeout_s:
+                    continue  # Ray has tried for a second or more; a repeated call is harmless
+                for_long = f" after {now - since:.0f} s (reward_loop.worker_answer_timeout_s)" if now > since else ""
+                self._lose(f"the limits of the job are lost{for_long}: {error}")
                 return None
 
     def _receive(self, news: News | None) -> None:

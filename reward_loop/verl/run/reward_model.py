@@ -63,11 +63,11 @@ def read_reward_model(config: DictConfig, mode: ModeOptions) -> RewardModelConfi
     if config.trainer.device == "cpu":
         options["device"] = "cpu"
     if model.rollout.name in ("vllm", "sglang"):
-        options |= _engine_options(model.rollout)
+        options |= _engine_options(config)
     own = config.reward_model.server
     engine_args = options.get("engine_args", {}) | normalised(own.get("engine_args") or {})
     # Ours last: `reward_model.server` takes precedence over verl's options.
-    options |= {**own, "engine_args": engine_args}
+    options |= {**own, "engine_args": engine_args, "env": {**options.get("env", {}), **(own.get("env") or {})}}
     if model.enable_resource_pool:
         options |= _pool(model, options)
     served = parse(RewardModelConfig, options, "reward_model.server")
@@ -119,9 +119,10 @@ def _check_local(served: RewardModelConfig) -> None:
             )
 
 
-def _engine_options(rollout: DictConfig) -> dict[str, Any]:
+def _engine_options(config: DictConfig) -> dict[str, Any]:
     """Return verl's options of an inference engine as ours. verl's defaults override the defaults of the engine."""
-    engine, given = rollout.name, dict[str, Any]()
+    rollout = config.reward.reward_model.rollout
+    engine, given, env = rollout.name, dict[str, Any](), dict[str, str]()
     for name, arguments in _ENGINE_ARGS.items():
         value, argument = rollout[name], arguments.get(engine)
         if argument is None or value is None:
@@ -130,6 +131,13 @@ def _engine_options(rollout: DictConfig) -> dict[str, Any]:
             given[f"no_{argument}"] = True
         else:
             given[argument] = value
+    if rollout.full_determinism or config.actor_rollout_ref.rollout.full_determinism:
+        if engine == "sglang":
+            given["enable_deterministic_inference"] = True
+        else:
+            env["VLLM_BATCH_INVARIANT"] = "1"
+        if config.reward.custom_reward_function.path is None:
+            given[_ENGINE_ARGS["max_num_seqs"][engine]] = 1  # as verl does: batches of /classify are not reproducible
     if engine == "vllm":
         given["override_generation_config"] = _generation_config(rollout)
     for name, kwargs in (rollout.engine_kwargs or {}).items():
@@ -138,7 +146,8 @@ def _engine_options(rollout: DictConfig) -> dict[str, Any]:
                 f"reward_model.rollout.engine_kwargs.{name}: write reward_model.rollout.engine_kwargs.{engine}.*"
             )
         given |= normalised(kwargs)
-    return {ours: rollout[name] for name, ours in _SERVER_OPTIONS.items()} | {"engine_args": given}
+    options = {ours: rollout[name] for name, ours in _SERVER_OPTIONS.items()}
+    return options | {"engine_args": given, "env": env}
 
 
 def _generation_config(rollout: DictConfig) -> dict[str, Any]:
@@ -168,11 +177,6 @@ def _pool(model: DictConfig, options: Mapping[str, Any]) -> dict[str, Any]:
             "node with 8 GPUs: reward_model.nnodes=1 reward_model.n_gpus_per_node=4 trainer.n_gpus_per_node=4"
         )
     replicas = _room(model, size, "reward_model.enable_resource_pool=True")
-    if model.n_gpus_per_node % size:
-        raise ConfigError(
-            f"reward_model.n_gpus_per_node={model.n_gpus_per_node} is not a multiple of {size}, the GPUs of a server "
-            "(reward_model.rollout.tensor_model_parallel_size times data_parallel_size): change one of them"
-        )
     return {"replicas": replicas, "placement": "ray"}
 
 
@@ -184,11 +188,6 @@ def _colocated(config: DictConfig, served: RewardModelConfig, mode: ModeOptions)
             awake.
     """
     own_gpus = "give the model GPUs of its own: reward_model.enable_resource_pool=True"
-    if served.engine == "external":
-        raise ConfigError(
-            "reward_model.server.placement=colocated does not work with reward_model.rollout.name=external: external "
-            "servers cannot be put to sleep. Leave out placement"
-        )
     for option in config.reward_model.server:
         if option not in _WITH_VERLS_SERVERS:
             of = "model.trust_remote_code" if option == "trust_remote_code" else f"server.{option}"
@@ -197,7 +196,6 @@ def _colocated(config: DictConfig, served: RewardModelConfig, mode: ModeOptions)
                 f"with the options reward_model.rollout.*. Leave it out, or {own_gpus}"
             )
     off_policy = f"trainer.v1.{mode.name}.one_step_off_policy"
-    on_gpus = _gpus(served) > 0
     rejected = {
         f"trainer.v1.trainer_mode={mode.name}": (
             mode.name == "separate_async",
@@ -211,25 +209,11 @@ def _colocated(config: DictConfig, served: RewardModelConfig, mode: ModeOptions)
             OmegaConf.select(config, "algorithm.filter_groups.enable"),
             f"groups are filtered while the rollout is awake. Set it to False, or {own_gpus}",
         ),
-        "actor_rollout_ref.rollout.free_cache_engine=False": (
-            on_gpus and not config.actor_rollout_ref.rollout.free_cache_engine,
-            "the rollout would keep its GPU memory when it sleeps. Set it to True",
-        ),
-        "reward_model.rollout.free_cache_engine=False": (
-            on_gpus and not config.reward.reward_model.rollout.free_cache_engine,
-            "the reward model would keep its GPU memory when it sleeps. Set it to True",
-        ),
     }
     for what, (given, why) in rejected.items():
         if given:
             raise ConfigError(f"{what} does not work with a reward model on the trainer's GPUs: {why}")
-    size, gpus = max(1, _gpus(served)), config.trainer.nnodes * config.trainer.n_gpus_per_node
-    replicas = _room(config.trainer, size, "the reward model on the trainer's GPUs")
-    if gpus % size:
-        raise ConfigError(
-            f"the reward model on the trainer's GPUs: verl divides all {gpus} of them into servers of {size} "
-            "(tensor_model_parallel_size times data_parallel_size): choose a divisor"
-        )
+    replicas = _room(config.trainer, max(1, _gpus(served)), "the reward model on the trainer's GPUs")
     return served.model_copy(update={"replicas": replicas})
 
 
@@ -261,5 +245,3 @@ def _check(model: DictConfig) -> None:
             "reward.reward_model.rollout.name is missing: set the engine of the reward model's servers (vllm, sglang, "
             "transformers or external)"
         )
-    if model.enable_resource_pool and not model.enable:
-        raise ConfigError("reward_model.enable_resource_pool=True has no effect without reward_model.enable=True")

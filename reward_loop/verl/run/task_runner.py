@@ -17,7 +17,7 @@ from reward_loop.verl.options import ModeOptions
 from reward_loop.verl.run.services import reward_services
 from reward_loop.verl.trainer.reward_loop_trainer import with_reward_loop
 from reward_loop.verl.trainer.separate_async import QUEUE_AGENT_LOOP_MANAGER, QueueSeparateAsyncTrainer
-from reward_loop.verl.workers.agent_loop_manager import AGENT_LOOP_MANAGER
+from reward_loop.verl.workers.agent_loop import AGENT_LOOP_MANAGER
 
 if TYPE_CHECKING:
     _TaskRunner = TaskRunnerV1

@@ -68,7 +68,7 @@ from reward_loop.verl.options import PIPELINE_MODE, make_schedule, mini_batch_gr
 from reward_loop.verl.run.job import RunningJob
 from reward_loop.verl.samples import TRAINING_STEP
 from reward_loop.verl.tq_rows import KVBatchMeta, clear, copy, last_failure, read_tags, read_trajectories, select
-from reward_loop.verl.trainer.refills import FilterForecast
+from reward_loop.verl.trainer.filter_forecast import FilterForecast
 from reward_loop.verl.trainer.replay_buffer import RewardReplayBuffer
 from reward_loop.verl.trainer.reward_loop_trainer import NothingToLearnError
 from reward_loop.verl.trainer.reward_metrics import added_seconds, overlap_metrics
@@ -84,6 +84,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
     _job: RunningJob
     _learners: Callable[[KVBatchMeta], KVBatchMeta]
     _mask: Callable[[list[str]], None]
+    _judge_colocated: Callable[[KVBatchMeta], None]
     _left_out: dict[str, dict[str, Any]]
     _records: Records | None
 
@@ -223,17 +224,16 @@ class RewardPipelineTrainer(PPOTrainerSync):
         uids, self._submitted = self._submitted[:size], self._submitted[size:]
         with added_seconds("gen", timing_raw):
             self.on_sample_end()
-        # In other modes, `_balance_batch` does this. Waits poll only while something is missing.
-        self._job.check()
+        self._job.check()  # waits poll only while something is missing
         trajectories = self._trajectories(uids)
         if self.reward_loop_manager.reward_loop_worker_handles is None:
             # The reward model runs on the trainer's GPUs, so nothing overlaps with judging.
             began = time.time()
             with added_seconds("wait_reward", timing_raw):
-                self._compute_reward_colocate(trajectories, metrics)
+                self._judge_colocated(trajectories)
             self._judged = [(began, began + timing_raw["wait_reward"])]
         # The rows without a reward are still among them: the rewards have not arrived.
-        whole = copy(super()._balance_batch(trajectories, metrics=metrics))
+        whole = copy(self._balance_batch(trajectories, metrics=metrics))
         # verl sets it in `_step_once`, which this mode does not call. The log-probabilities depend on it.
         whole.extra_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
         return StepBatch.of(uids, whole)
@@ -324,9 +324,8 @@ class RewardPipelineTrainer(PPOTrainerSync):
         """Return rows in an order that gives each rank about the same number of tokens."""
         filler = select(whole, padding)
         self._mask(filler.keys)
-        # Without the override of `_balance_batch`: these rows have rewards.
-        # They are as many as verl needs, so it adds no padding of its own.
-        return super()._balance_batch(select(whole, rows + padding), metrics={})
+        # These rows are as many as verl needs, so it adds no padding of its own.
+        return self._balance_batch(select(whole, rows + padding), metrics={})
 
     def _update(self, rows: KVBatchMeta, metrics: dict, timing_raw: dict) -> None:
         if self.use_critic:

@@ -1,6 +1,6 @@
 """verl's replay buffer with a bounded wait, a polling interval, and a filter of groups that ignores masked samples.
 
-verl waits indefinitely for rollouts and their rewards, and replaces failed groups indefinitely.
+verl waits indefinitely for rollouts and their rewards.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, _accumulate_eviction
 from reward_loop._util.text import shorten
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.verl.installed import replaced
-from reward_loop.verl.options import ModeOptions
-from reward_loop.verl.tq_rows import KVBatchMeta, last_failure, read_rewards
-from reward_loop.verl.trainer.refills import FailureStreak
-from reward_loop.verl.trajectory_keys import GENERATED, JUDGED, number_of, session_of, uid_of
+from reward_loop.verl.options import SamplerOptions
+from reward_loop.verl.tq_rows import KVBatchMeta, read_rewards
+from reward_loop.verl.trajectory_keys import GENERATED, JUDGED, session_of, uid_of
 
 REWARD_METRIC = "reward"
 """The value of ``algorithm.filter_groups.metric`` that stands for the reward, and not for a key of the extra info."""
@@ -40,34 +39,24 @@ class Evicted(NamedTuple):
 class RewardReplayBuffer(ReplayBuffer):
     """Overrides of verl's replay buffer. Mixed in before the class of a buffer by :func:`extend`.
 
-    A wait fails after the mode's ``stall_timeout_s`` in which no prompt started or ended, and no rollout or reward
-    arrived.
+    A wait fails after ``trainer.v1.sampler.stall_timeout_s`` in which no prompt started or ended, and no rollout or
+    reward arrived.
 
     Args:
         buffer: the buffer whose attributes the new one copies.
-        mode: the options of the trainer mode.
-        batch_size: ``data.train_batch_size``.
+        sampler: how the trainer waits.
     """
 
     poll_interval: float
 
-    def __init__(
-        self,
-        buffer: ReplayBuffer,
-        mode: ModeOptions,
-        batch_size: int,
-    ) -> None:
+    def __init__(self, buffer: ReplayBuffer, sampler: SamplerOptions) -> None:
         # Not `super().__init__`: verl has created the buffer, by a constructor that may be the user's.
         self.__dict__.update(vars(buffer))
         self.checks: list[Callable[[], None]] = []
         """Functions that are called at every poll. An exception from one of them ends the wait."""
-        self.validated: Callable[[KVBatchMeta], KVBatchMeta] = lambda batch: batch
-        """Returns the rows of a batch that a validation shows and averages."""
-        max_refills, option = mode.max_refills
-        bound = None if max_refills is None else max_refills * batch_size
-        self._failures = FailureStreak(bound, f"{option}={max_refills}")
-        self._poll_interval_s = mode.poll_interval_s
-        self._stall_timeout_s, self._stall_option = mode.stall_timeout
+        self.usable: Callable[[KVBatchMeta], KVBatchMeta] = lambda batch: batch
+        """Returns the rows of a sampled batch that are trained on, or that a validation shows and averages."""
+        self._poll_interval_s, self._stall_timeout_s = sampler.poll_interval_s, sampler.stall_timeout_s
         self._state: Any = None
         self._quiet = 0.0
         """Seconds of waiting since the last change. Other work of the trainer does not count."""
@@ -75,7 +64,7 @@ class RewardReplayBuffer(ReplayBuffer):
     @override
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
         batch, metrics = super().sample(global_steps, partition_id, batch_size)
-        return (self.validated(batch) if partition_id == "val" else batch), metrics
+        return self.usable(batch), metrics
 
     @override
     def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
@@ -116,13 +105,6 @@ class RewardReplayBuffer(ReplayBuffer):
         logged = time()
         while not arrived():
             logged = self._wait_for_next_poll("train", logged)
-
-    @override
-    def _evict_terminal_groups(self, global_steps: int, partition_id: str, eviction_reasons: Any) -> Any:
-        if partition_id == "train":
-            # Before the eviction, which deletes the prompts with their tags.
-            self._failures.count(len(eviction_reasons[2]), self.finished_keys[partition_id], last_failure)
-        return super()._evict_terminal_groups(global_steps, partition_id, eviction_reasons)
 
     def evict(self, step: int, metrics: dict) -> Evicted:
         """Evict the finished training groups that are filtered, failed without a trajectory, or are too old.
@@ -183,22 +165,16 @@ class RewardReplayBuffer(ReplayBuffer):
 
     def _stalled(self, partition_id: str, prompts: list[str]) -> str:
         what = "validation" if partition_id == "val" else "training"
-        lines = []
-        for uid in prompts[:NAMED_PROMPTS]:
-            rows = {key: tag for key, tag in self.partitions[partition_id].items() if uid_of(key) == uid}
-            judged = {number_of(key) for key, tag in rows.items() if JUDGED in tag}
-            pending = {number_of(key) for key in rows} - judged
-            lines.append(
-                f"prompt {uid}: rewards of rollouts {', '.join(sorted(judged)) or 'none'} have arrived; rollouts "
-                f"{', '.join(sorted(pending)) or 'none'} are generated and have no reward"
-            )
-        if len(prompts) > NAMED_PROMPTS:
-            lines.append(f"and {len(prompts) - NAMED_PROMPTS} more prompts")
-        listed = "\n  ".join(lines)
+        rows = self.partitions[partition_id].items()
+        waiting = {uid: [key for key, tag in rows if uid_of(key) == uid and JUDGED not in tag] for uid in prompts}
+        named = "\n  ".join(
+            f"prompt {uid}: generated, without a reward: {', '.join(keys) or 'none'}"
+            for uid, keys in list(waiting.items())[:NAMED_PROMPTS]
+        )
         return (
             f"nothing happened for {self._quiet:.0f} s while {what} waited for {len(prompts)} prompts "
-            f"({self._stall_option}={self._stall_timeout_s:g}). reward_loop.watchdog_s logs the samples that are being "
-            f"scored. Missing:\n  {listed}"
+            f"(trainer.v1.sampler.stall_timeout_s={self._stall_timeout_s:g}). reward_loop.watchdog_s logs "
+            f"the samples that are being scored. Missing, the first of them:\n  {named}"
         )
 
 

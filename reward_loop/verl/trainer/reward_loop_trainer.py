@@ -24,7 +24,7 @@ from reward_loop.managers.failures import Failures
 from reward_loop.records import cleaned, resumed_row
 from reward_loop.types import Outcome, RewardResult
 from reward_loop.verl.installed import replaced
-from reward_loop.verl.options import MINI_BATCH_ESTIMATORS, check_group_manager, without_reward
+from reward_loop.verl.options import MINI_BATCH_ESTIMATORS, without_reward
 from reward_loop.verl.run.services import RewardServices
 from reward_loop.verl.tq_rows import (
     MASKS,
@@ -51,7 +51,7 @@ from reward_loop.verl.trainer.reward_metrics import (
 )
 from reward_loop.verl.trainer.step_health import StepHealth
 from reward_loop.verl.trajectory_keys import final_outputs, uid_of
-from reward_loop.verl.workers.agent_loop_manager import RewardAgentLoopManager
+from reward_loop.verl.workers.agent_loop import RewardAgentLoopManager
 from reward_loop.verl.workers.reward_workers import RewardWorkers
 
 __all__ = ["NothingToLearnError", "with_reward_loop"]
@@ -92,11 +92,12 @@ class RewardLoopTrainer(RecordingTrainer):
         super().__init__(config)
         # verl replaces failed groups indefinitely, even if every replacement fails for the same reason.
         self.replay_buffer.checks.append(self._job.check)
+        if self._colocated is None:  # its scores come after sampling
+            self.replay_buffer.usable = self._usable
 
     @override
     def _build_replay_buffer(self) -> Any:
-        size = self.config.data.train_batch_size
-        return extend(super()._build_replay_buffer(), self._settings.mode, size)
+        return extend(super()._build_replay_buffer(), self._settings.mode.sampler)
 
     @override
     def _setup(self) -> None:
@@ -114,8 +115,6 @@ class RewardLoopTrainer(RecordingTrainer):
             self.critic_wg.train_mini_batch = self._counting_learners(self.critic_wg.train_mini_batch)
         self.reward_workers.wait_until_ready()
         self._health = StepHealth(self._settings.options, self._job)
-        if self.reward_workers.client.by_group:
-            check_group_manager(self._settings.mode)
 
     def _start_rewards(self, config: DictConfig, rm_resource_pool: Any = None) -> SimpleNamespace:
         """Return what verl's trainer uses of its reward loop manager; first start a colocated reward model.
@@ -141,6 +140,11 @@ class RewardLoopTrainer(RecordingTrainer):
         try:
             # Errors also of a validation before the first step.
             with self._checking_job():
+                # verl would keep failed rewards, and the run would end with the error of the one before.
+                kept = reset_unscored_prompts(judged=self.get_reward_handles() is not None)
+                if self._records is not None:
+                    validates = self.config.trainer.get("val_before_train", True)
+                    self._records.write_rows([resumed_row(self.global_steps, kept, validates=validates)])
                 super().fit(agent_loop_manager)
         finally:
             self._health.flush()
@@ -149,18 +153,6 @@ class RewardLoopTrainer(RecordingTrainer):
         for worker in getattr(agent_loop_manager, "agent_loop_workers", ()):  # a manager of the user may have others
             ray.kill(worker)
         self.reward_workers.stop()
-
-    @override
-    def _reissue_inflight_prompts(self, partition_id: str = "train") -> int:
-        """Generate those prompts of a checkpoint again that lack a score.
-
-        verl would keep failed rewards, and the run would end with the error of the one before.
-        """
-        kept = reset_unscored_prompts(judged=self.get_reward_handles() is not None)
-        if self._records is not None:
-            # verl has counted the first step already.
-            self._records.write_rows([resumed_row(self.global_steps - 1, kept)])
-        return super()._reissue_inflight_prompts(partition_id)
 
     @override
     def _save_checkpoint(self) -> None:
@@ -232,8 +224,6 @@ class RewardLoopTrainer(RecordingTrainer):
     def _validate(self) -> dict[str, float]:
         """Validate. Samples without a score leave each batch before verl shows or averages anything."""
         self._validated = {}
-        # On a colocated reward model, the batch is scored after this.
-        self.replay_buffer.validated = self._scored if self._colocated is None else lambda batch: batch
         try:
             metrics: dict[str, float] = super()._validate()
         except NothingToLearnError as error:
@@ -329,30 +319,37 @@ class RewardLoopTrainer(RecordingTrainer):
 
     @override
     def _compute_reward_colocate(self, batch: Any, metrics: dict | None = None) -> Any:
+        self._judge_colocated(batch)
+        return self._usable(batch)
+
+    def _judge_colocated(self, batch: Any) -> None:
         """Score the whole batch after the rollout, with reward models on the trainer's GPUs."""
         assert self._colocated is not None
         keys, rows = read_sessions(batch)
-        # Not in `metrics`: verl would average these seconds over the parts of a step, not add them.
-        with self._colocated.awake(None if metrics is None else self._rewards.seconds):
+        # Not in verl's `metrics`: verl would average these seconds over the parts of a step, not add them.
+        with self._colocated.awake(None if batch.partition_id == "val" else self._rewards.seconds):
             rewards = self.reward_workers.score_batch(rows)
         write_rewards(batch, keys, rewards)
-        return self._scored(batch) if batch.partition_id == "val" else batch
 
-    @override
-    def _balance_batch(
-        self, batch: Any, metrics: dict, logging_prefix: str = "global_seqlen", keep_minibatch: bool = False
-    ) -> Any:
-        """Take the rows without a reward out of the batch; verl then pads it, and distributes its rows over ranks.
+    def _usable(self, batch: Any) -> Any:
+        """Return the rows of a scored batch that are trained on, or that a validation shows.
 
-        verl calls this after sampling, and before it computes log-probabilities. Rows that left later would count
-        in baselines, advantages and losses, with the score 0.
+        Before verl balances the batch, and computes log-probabilities: rows that left later would count in baselines,
+        advantages and losses, with the score 0.
 
         Raises:
-            NothingToLearnError: no row has a reward to learn from.
+            NothingToLearnError: there is no such row.
             RewardLoopError: the run must stop because of a reward.
         """
+        if batch.partition_id == "val":
+            return self._scored(batch)
         self._job.check()
-        return super()._balance_batch(self._learners(batch), metrics, logging_prefix, keep_minibatch)
+        try:
+            return self._learners(batch)
+        except NothingToLearnError:
+            if self._colocated is None:
+                self.on_sample_end()  # verl calls it after sampling
+            raise
 
     def _learners(self, batch: Any) -> Any:
         """Return the rows that can be learned from: not masked, and not without a baseline.

@@ -15,9 +15,9 @@ from typing_extensions import override
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
 from reward_loop.agent import Places, QueueCounts, RewardQueue, queue_metrics
+from reward_loop.managers.groups import CALLER, Caller
 from reward_loop.verl.options import queue_shares, read_mode
-from reward_loop.verl.workers.agent_loop import RewardAgentLoopWorker
-from reward_loop.verl.workers.agent_loop_manager import RewardAgentLoopManager
+from reward_loop.verl.workers.agent_loop import RewardAgentLoopManager, RewardAgentLoopWorker
 
 QUEUE_AGENT_LOOP_MANAGER = "reward_loop.verl.trainer.separate_async.QueueAgentLoopManager"
 """The agent loop manager that puts a queue between generation and judging."""
@@ -36,9 +36,7 @@ class QueueAgentLoopWorker(RewardAgentLoopWorker):
         options = read_mode(self.config).queue
         assert options is not None
         capacity, in_flight = queue_shares(self.config, options)
-        by_group = any(client.by_group for client in self.reward_loop_worker_handles)
-        # With a bound, the rollouts that are judged could wait for others of their prompt, which wait for their turn.
-        self._queue = RewardQueue(capacity, None if by_group else in_flight)
+        self._queue = RewardQueue(capacity, in_flight)
         self._places: dict[str, Places] = {}
 
     async def queue_counts(self) -> QueueCounts:
@@ -61,7 +59,9 @@ class QueueAgentLoopWorker(RewardAgentLoopWorker):
         places = self._places.get(kwargs["uid"])  # validation samples have none
         if places is None:
             return await super()._judge(session, outputs, kwargs, **options)
-        async with places.judging(step=_version(outputs, kwargs)):
+        async with places.judging(step=_version(outputs, kwargs)) as end:
+            # A rollout that waits for others of its prompt is not judged any more: they may need its place.
+            CALLER.set(Caller(release=end))
             await super()._judge(session, outputs, kwargs, **options)
         return None
 

@@ -1,4 +1,4 @@
-"""verl's agent loop worker, which publishes a trajectory before its reward arrives.
+"""verl's agent loop worker, which publishes a trajectory before its reward arrives, and the manager of these workers.
 
 verl writes a trajectory to TransferQueue only with its reward. Here, the trajectory is written as soon as it is
 generated, and its reward later. So the trainer can put the rollout engine to sleep, and compute what needs no reward,
@@ -16,6 +16,9 @@ prompt is being generated any more, one of its trajectories gets the tag `GENERA
 
 An agent loop may request the reward itself, see `reward_loop.agent.environment`: part 2 does not judge a trajectory
 that has a score.
+
+verl does not notice the death of a worker while it waits for rollouts, and would wait indefinitely:
+`RewardAgentLoopManager` ends the run with its cause.
 """
 
 from __future__ import annotations
@@ -25,15 +28,19 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import ray
 from omegaconf import OmegaConf
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError
+from tensordict import TensorDict
 from typing_extensions import override
-from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
+from reward_loop._util.text import counted, listing
 from reward_loop.agent.environment import CurrentScorer
-from reward_loop.errors import ConfigError, ScoringError
+from reward_loop.errors import ConfigError, RewardLoopError, ScoringError
 from reward_loop.managers.failures import decide
 from reward_loop.managers.functions import open_records
 from reward_loop.records import Records
@@ -48,9 +55,13 @@ from reward_loop.verl.samples import (
     options_of,
     training_step_of,
 )
-from reward_loop.verl.tq_rows import add_rows, add_tag
-from reward_loop.verl.trainer.token_rewards import token_rewards, turns_of
+from reward_loop.verl.tq_rows import add_rows, add_tag, token_rewards, turns_of, unfinished_prompts
 from reward_loop.verl.trajectory_keys import FAILURE, GENERATED, JUDGED
+
+AGENT_LOOP_MANAGER = "reward_loop.verl.workers.agent_loop.RewardAgentLoopManager"
+
+NAMED_PROMPTS = 5
+"""The largest number of prompts that an error message names."""
 
 
 @dataclass
@@ -137,6 +148,9 @@ class RewardAgentLoopWorker(_AgentLoopWorker):
             if number in session.prompt.generating and isinstance(raised, Exception):
                 tag = {FAILURE: f"{session.name}: {error}"}
                 await add_tag(uid, session.prompt.partition, tag)
+                if (client := self._client()) is not None and not session.is_submitted:
+                    # verl replaces failed groups indefinitely. Failures of a sample that was sent are counted there.
+                    await client.count_failure(f"rollout {tag[FAILURE]}", type(raised).__name__)
             raise
         finally:
             if not session.is_submitted and _needs_groups(client := self._client()):
@@ -339,3 +353,76 @@ async def _write_reward(session: _Session, outputs: list[Any]) -> None:
     judged = {JUDGED: [session.times.get("scoring", now), session.times.get("scored", now)]}
     keys = [f"{session.name}_{index}" for index in range(len(outputs))]
     await add_rows(keys, session.prompt.partition, list_of_dict_to_tensordict(fields), [judged] * len(outputs))
+
+
+class RewardAgentLoopManager(AgentLoopManagerTQ):
+    """verl's agent loop manager, which raises an error when a worker has died.
+
+    Finished rollouts and their rewards are in TransferQueue, but those of a dead worker that were in flight are lost.
+    So the run ends, and resumes from its checkpoint (:mod:`reward_loop.verl.trainer.resume`).
+    """
+
+    worker_class: ClassVar[Any] = RewardAgentLoopWorker
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # After verl's constructor, which sets its own class.
+        self.agent_loop_workers_class = ray.remote(self.worker_class)
+        self._deaths: list[Any] = []
+        """For each worker, a call that fails when the worker dies."""
+        self._worker_of: dict[str, int] = {}
+        """Prompt uid -> the number of the worker that received it."""
+        self._receipt_timeout_s = OmegaConf.select(self.config, "reward_loop.worker_start_timeout_s", default=300.0)
+
+    @override
+    async def _init_agent_loop_workers(self) -> None:
+        await super()._init_agent_loop_workers()
+        self._deaths = [worker.until_death.remote() for worker in self.agent_loop_workers]
+
+    @override
+    def generate_sequences(self, prompts: TensorDict) -> None:
+        """Send prompts to the workers, in equal parts.
+
+        Raises:
+            RewardLoopError: a worker has died, or did not receive its part in time.
+        """
+        unfinished = set().union(*unfinished_prompts().values())
+        self._worker_of = {uid: worker for uid, worker in self._worker_of.items() if uid in unfinished}
+        parts = prompts.chunk(len(self.agent_loop_workers))
+        self._worker_of |= {uid: number for number, part in enumerate(parts) for uid in part["uid"]}
+        calls = [
+            worker.generate_sequences.remote(part)
+            for worker, part in zip(self.agent_loop_workers, parts, strict=False)  # fewer prompts than workers
+        ]
+        for number, call in enumerate(calls):
+            try:
+                # The first call also waits until the worker has started.
+                ray.get(call, timeout=self._receipt_timeout_s)
+            except (RayActorError, OutOfMemoryError) as error:
+                raise self._death(number) from error
+            except GetTimeoutError as error:
+                raise RewardLoopError(
+                    f"agent loop worker {number} did not receive its prompts within {self._receipt_timeout_s:g} s "
+                    "(reward_loop.worker_start_timeout_s): see the log of the worker"
+                ) from error
+
+    def check_workers(self) -> None:
+        """Raise an error if a worker has died, without waiting.
+
+        Raises:
+            RewardLoopError: it names the worker and its unfinished prompts.
+        """
+        dead, _ = ray.wait(self._deaths, num_returns=1, timeout=0)
+        if dead:
+            raise self._death(self._deaths.index(dead[0]))
+
+    def _death(self, worker: int) -> RewardLoopError:
+        unfinished = set().union(*unfinished_prompts().values())
+        prompts = sorted(uid for uid, number in self._worker_of.items() if number == worker and uid in unfinished)
+        more = ", ..." if len(prompts) > NAMED_PROMPTS else ""
+        return RewardLoopError(
+            f"agent loop worker {worker} died with {counted(len(prompts), 'unfinished prompt')} "
+            f"({listing(prompts[:NAMED_PROMPTS])}{more}): does the agent loop or one of its tools crash the "
+            "interpreter, or run out of memory? Run the same command again: it resumes from the last checkpoint "
+            "(trainer.save_freq), and generates prompts without all scores again"
+        )

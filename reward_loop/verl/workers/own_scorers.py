@@ -6,6 +6,9 @@
   answer cannot be parsed: it is wrong unless its text is the right one.
 - ``math_verify`` returns 0 for each call after a process of its pool has died
   (https://github.com/verl-project/verl/issues/8011). In an isolated call, it runs without a pool.
+- ``gsm8k`` and ``math_dapo`` read the last 300 characters of a response
+  (https://github.com/verl-project/verl/issues/7274, 7440): a right answer with more text behind it is wrong. Here, they
+  read the whole response.
 
 `guard` changes the modules as they are imported, so that it holds however a function reaches them.
 """
@@ -17,7 +20,6 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
@@ -27,16 +29,16 @@ from typing import Any
 
 from reward_loop.processes import in_isolated_call
 
-_GRADER = "verl.utils.reward_score.prime_math.grader"
-_PRIME_MATH = "verl.utils.reward_score.prime_math"
-_MATH_VERIFY = "verl.utils.reward_score.math_verify"
+_SCORERS = "verl.utils.reward_score"
+_PRIME_MATH = f"{_SCORERS}.prime_math"
+_GRADER = f"{_PRIME_MATH}.grader"
+_MATH_VERIFY = f"{_SCORERS}.math_verify"
 
 _MAX_BITS = 4096
 """The largest size of an integer that `_arithmetic` computes."""
-_MAX_SYMPY_BITS = 2**14
-"""The same for sympy, which computes powers such as 2**10000 in answers of olympiads."""
-_MAX_ARGUMENT = 10_000
-"""The largest number that sympy's functions get, but for those of `_FAST`: ``factorial`` of a larger one takes long."""
+_MAX_DIGITS, _MAX_BASE, _MAX_EXPONENT, _MAX_ARGUMENT = 1000, 20, 5, 4
+"""The most digits of a number that sympy gets: anywhere, in the base and exponent of a power, and in the argument of
+a function but those of `_FAST`."""
 _FAST = frozenset(
     (*("Abs", "Max", "Min", "acos", "asin", "atan", "cbrt", "cos", "exp"), *("ln", "log", "root", "sin", "sqrt", "tan"))
 )
@@ -121,7 +123,29 @@ def _guard_math_verify(math_verify: Any) -> None:
     math_verify.compute_score = compute_score
 
 
+def _unclip_gsm8k(gsm8k: Any) -> None:
+    gsm8k._SOLUTION_CLIP_CHARS = sys.maxsize
+
+
+def _unclip_math_dapo(math_dapo: Any) -> None:
+    def is_correct_strict_box(pred: str, gt: str, pause_tokens_index: Any = None) -> tuple[int, str | None]:
+        boxed = math_dapo.last_boxed_only_string(pred)
+        answer = None if boxed is None else math_dapo.remove_boxed(boxed)
+        return 1 if answer == gt else -1, answer
+
+    def compute_score(
+        solution_str: str, ground_truth: str, strict_box_verify: bool = False, pause_tokens_index: Any = None
+    ) -> dict[str, Any]:
+        correct, pred = math_dapo.verify(solution_str, ground_truth, strict_box_verify, pause_tokens_index)
+        return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": pred}
+
+    math_dapo.is_correct_strict_box = is_correct_strict_box
+    math_dapo.compute_score = compute_score
+
+
 _CHANGES: dict[str, Callable[[Any], None]] = {
+    f"{_SCORERS}.gsm8k": _unclip_gsm8k,
+    f"{_SCORERS}.math_dapo": _unclip_math_dapo,
     _GRADER: _guard_grader,
     _PRIME_MATH: _guard_prime_math,
     _MATH_VERIFY: _guard_math_verify,
@@ -195,63 +219,40 @@ def _parse(text: str, *, transformations: Any = None) -> Any:
     if texts:
         raise ValueError("not an expression of numbers and symbols: it contains a text")
     # sympy computes powers of numbers at once, and Python holds its global lock meanwhile: no deadline could end that.
-    _size(tree.body)
+    for node in ast.walk(tree):
+        match node:
+            case ast.BinOp(op=ast.Pow(), left=left, right=right):
+                _check_small(right, _MAX_EXPONENT)
+                if not any(isinstance(part, ast.Name) and part.id == "Symbol" for part in ast.walk(left)):
+                    _check_small(left, _MAX_BASE)
+            case ast.Call(args=arguments) if _is_slow(node):
+                for argument in arguments:
+                    _check_small(argument, _MAX_ARGUMENT)
+            case ast.Constant(value=value) if _digits(value) > _MAX_DIGITS:
+                raise ValueError("a number is too large")
     return parser.eval_expr(code, {}, names)
 
 
-def _size(node: ast.AST) -> float | None:
-    """Return an upper bound of the bits of numerator and denominator of a number; ``None`` if there are symbols in it.
-
-    Raises:
-        ValueError: sympy would compute a very large number, or for a long time.
-    """
-    match node:
-        case ast.Constant(value=value):
-            return _bits(value)
-        case ast.UnaryOp(operand=operand):
-            return _size(operand)
-        case ast.BinOp(op=ast.Pow(), left=left, right=right):
-            base, exponent = _size(left), _size(right)
-            if exponent is None:
-                return None
-            times = 2.0 ** min(exponent, 64)
-            if round(times) > _MAX_ARGUMENT or (base or 0.0) * times > _MAX_SYMPY_BITS:
-                raise ValueError("a power is too large")
-            return None if base is None else base * times
-        case ast.BinOp(left=left, right=right):
-            first, second = _size(left), _size(right)
-            return None if first is None or second is None else first + second + 1
-        case ast.Call(func=ast.Name(id=name), args=arguments):
-            sizes = [_size(argument) for argument in arguments]
-            known = [size for size in sizes if size is not None]
-            if name in _NAMED:
-                return None if name in ("Symbol", "Function") or len(known) < len(sizes) else sum(known)
-            most = max(known, default=0.0)
-            if most > (_MAX_SYMPY_BITS if name in _FAST else math.log2(_MAX_ARGUMENT)):
-                raise ValueError(f"an argument of {name} is too large")
-            if len(known) < len(sizes):
-                return None
-            # As for n! with its n log2(n) bits.
-            return most if name in _FAST else most * 2.0**most
-    for child in ast.iter_child_nodes(node):
-        _size(child)
-    return None
+def _check_small(node: ast.AST, digits: int) -> None:
+    """Raise `ValueError` if there is a larger number in an expression, or a power or function that may become one."""
+    for part in ast.walk(node):
+        is_power = isinstance(part, ast.BinOp) and isinstance(part.op, ast.Pow)
+        if is_power or _is_slow(part) or (isinstance(part, ast.Constant) and _digits(part.value) > digits):
+            raise ValueError("a number is too large, or may become so")
 
 
-def _bits(value: Any) -> float | None:
+def _is_slow(node: ast.AST) -> bool:
+    """Return whether an expression is the call of a function such as ``factorial``."""
+    return isinstance(node, ast.Call) and getattr(node.func, "id", None) not in (*_NAMED, *_FAST)
+
+
+def _digits(value: Any) -> int:
+    """Return the digits of a number before or behind its point; 0 for the name of a symbol."""
     try:
         number = Decimal(str(value))
-    except InvalidOperation:  # the name of a symbol
-        return None
-    if not number.is_finite() or not number:
-        return 0.0
-    # The power of ten of its first digit: sympy also computes that of 1e-1000000000.
-    if abs(number.adjusted()) * _BITS_OF_DIGIT > _MAX_SYMPY_BITS:
-        raise ValueError("a number is too large")
-    return max(0.0, float(number.log10()) * _BITS_OF_DIGIT)
-
-
-_BITS_OF_DIGIT = math.log2(10)
+    except InvalidOperation:
+        return 0
+    return abs(number.adjusted()) + 1 if number.is_finite() and number else 0
 
 
 def _is_text(node: ast.AST) -> bool:

@@ -17,6 +17,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardFunctionError, RewardLoopError
 from reward_loop.managers.failures import decide
+from reward_loop.managers.groups import CALLER
 from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,24 @@ def prompt_of(data: Any) -> str:
     if isinstance(data, RewardSample):
         return str(data.group or data.uid)
     return str(data.non_tensor_batch["uid"][-1])
+
+
+def name_of(number: int) -> str:
+    """Return the name of a reward worker in the job."""
+    return f"reward worker {number}"
+
+
+async def _score(worker: Any, data: Any, lost: frozenset[str] | None) -> Reward:
+    """Call a worker. If the sample waits there for its group, the caller is told so, see `Caller.release`."""
+    if (release := CALLER.get().release) is None or lost is None:
+        reward: Reward = await worker.compute_score.remote(data, *(() if lost is None else (lost,)))
+        return reward
+    async for answer in worker.compute_score_in_group.remote(data, lost):
+        if (found := await answer) is None:
+            release()
+        else:
+            reward = found
+    return reward
 
 
 @dataclass(slots=True)
@@ -81,21 +100,22 @@ class RewardClient:
         try:
             return await self.reward_of(data)
         except RewardLoopError as error:
-            if not isinstance(error, RayTaskError):  # otherwise, the worker has reported it
-                await self.stop_run(f"{type(error).__name__}: {error}")
+            # The first reason stays. The worker has reported its own error before, unless it cannot reach the job.
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            await self.stop_run(f"{type(cause).__name__}: {cause}")
             raise
 
-    def _worker_for(self, data: Any) -> Any:
+    def _number_for(self, data: Any) -> int:
         """Return the next worker in turn; with ``by_group``, the worker of the prompt: the same in every process."""
         if self.by_group:
-            return self._worker_of(prompt_of(data))
+            return self._number_of(prompt_of(data))
         # In turn, where verl chooses at random, so that workers have equal loads.
         self._turn += 1
-        return self._workers[(self._turn - 1) % len(self._workers)]
+        return (self._turn - 1) % len(self._workers)
 
-    def _worker_of(self, prompt: str) -> Any:
+    def _number_of(self, prompt: str) -> int:
         # Not `hash`, which is another one in each process.
-        return self._workers[zlib.crc32(prompt.encode()) % len(self._workers)]
+        return zlib.crc32(prompt.encode()) % len(self._workers)
 
     async def reward_of(self, data: Any) -> Reward:
         """Send a sample to a worker, and wait for its reward; again if the worker dies, up to `MAX_TASK_RETRIES` times.
@@ -104,17 +124,17 @@ class RewardClient:
             RewardFunctionError: the worker died too often, or stayed unreachable, and the policy is ``raise``.
             RewardLoopError: the worker did not start again, so its share of all further samples would fail.
         """
-        worker, prompt = self._worker_for(data), self._prompts.get(prompt_of(data)) if self.by_group else None
+        number, prompt = self._number_for(data), self._prompts.get(prompt_of(data)) if self.by_group else None
+        worker = self._workers[number]
         try:
             for attempt in itertools.count(1):
                 try:
-                    lost = () if prompt is None else (frozenset(prompt.lost),)
-                    reward: Reward = await worker.compute_score.remote(data, *lost)
+                    reward = await _score(worker, data, None if prompt is None else frozenset(prompt.lost))
                 except RayActorError:
                     # Its group was closed with it, and the others have their rewards: it cannot be compared any more.
                     if attempt > MAX_TASK_RETRIES or (prompt is not None and prompt.is_scored):
                         raise
-                    await self._until_reachable(worker)
+                    await self._until_reachable(number)
                 else:
                     if prompt is not None:
                         prompt.is_scored = True
@@ -138,14 +158,21 @@ class RewardClient:
         if (found := self._prompts.get(prompt)) is not None:
             found.lost.add(rollout)
             # Not awaited: if the worker dies, the samples that are submitted again bring the names along.
-            self._worker_of(prompt).lose.remote(prompt, found.size, [rollout])
+            self._workers[self._number_of(prompt)].lose.remote(prompt, found.size, [rollout])
 
     async def stop_run(self, why: str) -> None:
         """Record why the run must stop, before the trainer asks."""
-        await self._job.stop.remote(why)
+        # If the actor is not there, the trainer ends the run.
+        with contextlib.suppress(RayError):
+            await self._job.stop.remote(why)
 
-    async def _until_reachable(self, worker: Any) -> None:
-        """Wait until Ray has restarted a worker.
+    async def count_failure(self, error: str, cause: str | None) -> None:
+        """Count a sample that failed without a worker, for the failure bound."""
+        with contextlib.suppress(RayError):
+            await self._job.count_failure.remote(error, cause)
+
+    async def _until_reachable(self, number: int) -> None:
+        """Wait until Ray has restarted a worker. Otherwise, others get the permits that it holds.
 
         A worker whose node is lost is unreachable until Ray has detected the loss. Until then, Ray repeats each call
         for a second or more before the call fails, so this loop does not need a pause.
@@ -153,16 +180,21 @@ class RewardClient:
         Raises:
             RayActorError: the worker stayed unreachable, or cannot be restarted.
         """
-        deadline = time.monotonic() + self.options.worker_answer_timeout_s
+        began = time.monotonic()
+        deadline = began + self.options.worker_answer_timeout_s
         while True:
             try:
-                await asyncio.wait_for(worker.__ray_ready__.remote(), max(0.0, deadline - time.monotonic()))
+                ready = self._workers[number].__ray_ready__.remote()
+                await asyncio.wait_for(ready, max(0.0, deadline - time.monotonic()))
                 return
-            except ActorUnavailableError:
-                if time.monotonic() > deadline:
-                    raise
-            except TimeoutError:  # for example, no node has the resources for a restart
-                raise ActorUnavailableError("it has not restarted in time", None) from None
+            except (RayActorError, TimeoutError) as error:
+                if isinstance(error, ActorUnavailableError) and time.monotonic() <= deadline:
+                    continue
+                with contextlib.suppress(RayError):
+                    await self._job.lose.remote(name_of(number), time.monotonic() - began)
+                if isinstance(error, TimeoutError):  # for example, no node has the resources for a restart
+                    raise ActorUnavailableError("it has not restarted in time", None) from None
+                raise
 
     async def _failed(self, error: RayActorError) -> Reward:
         failure = RewardFunctionError(
@@ -172,8 +204,6 @@ class RewardClient:
             cause="a reward worker died",
         )
         logger.error("%s", failure)
-        # No worker has counted it. If the actor is not there, the trainer ends the run.
-        with contextlib.suppress(RayError):
-            await self._job.count_failure.remote(str(failure), failure.cause)
+        await self.count_failure(str(failure), failure.cause)  # no worker has counted it
         result = RewardResult(outcome=Outcome.FAILED, score=None, error=str(failure), exception=failure)
         return decide(result, self.options).to_reward()

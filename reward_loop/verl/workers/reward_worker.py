@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from typing import Any
 
 import ray
@@ -55,13 +55,16 @@ class RewardWorker:
         freeze_and_raise_gc_threshold()
 
     @ray.method(max_task_retries=0)  # the callers repeat it: Ray would give up before it has detected a lost node
-    async def compute_score(self, data: Any, lost: Collection[str] | None = None) -> Reward:
+    async def compute_score(
+        self, data: Any, lost: Collection[str] | None = None, release: Callable[[], None] | None = None
+    ) -> Reward:
         """Score one rollout.
 
         Args:
             data: a ``DataProto`` with one row per output of the rollout, or a `RewardSample`.
             lost: for a manager that needs groups: the rollouts of the prompt that are known not to come; ``None`` if
                 the caller does not report them.
+            release: called in this process when the sample waits for its group.
 
         Raises:
             RewardLoopError: the run must stop: by the user's policy, or because too many samples failed.
@@ -74,7 +77,7 @@ class RewardWorker:
             if self._is_stopped:
                 await asyncio.Event().wait()  # until the worker ends
             if lost is not None:
-                CALLER.set(Caller(reports_lost=True, repeats=True, lost=lost))
+                CALLER.set(Caller(reports_lost=True, repeats=True, lost=lost, release=release))
             reward = await self._manager.run_single(data)
             if reward["reward_extra_info"].get("reward_outcome") == Outcome.FAILED:
                 await self._limits.arrived()  # before the trainer has the reward, and asks whether too many failed
@@ -90,6 +93,22 @@ class RewardWorker:
         finally:
             self._running.discard(task)
         return _without_clash(reward) if _is_validation(data) else reward
+
+    @ray.method(max_task_retries=0)
+    async def compute_score_in_group(self, data: Any, lost: Collection[str]) -> AsyncIterator[Reward | None]:
+        """Score one rollout. Yield ``None`` when it waits for its group, and then the reward."""
+        waits = asyncio.Event()
+        if self._manager.groups is None:  # a manager of the user, which does not tell
+            waits.set()
+        scoring = asyncio.create_task(self.compute_score(data, lost, waits.set))
+        waiting = asyncio.create_task(waits.wait())
+        try:
+            await asyncio.wait([scoring, waiting], return_when=asyncio.FIRST_COMPLETED)
+            yield None
+            yield await scoring
+        finally:
+            scoring.cancel()  # no effect after its end
+            waiting.cancel()
 
     async def stop(self) -> None:
         """Cancel all calls of `compute_score`, and close the manager and the limits, because training has ended.

@@ -13,14 +13,12 @@ import numpy as np
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
-from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardLoopError
-from reward_loop.limits import longest_call_s
 from reward_loop.types import Reward, RewardSample
 from reward_loop.verl.options import RewardSettings
-from reward_loop.verl.run.cluster import worker_nodes
 from reward_loop.verl.run.job import RunningJob
-from reward_loop.verl.workers.reward_client import MAX_TASK_RETRIES, RewardClient, prompt_of
+from reward_loop.verl.run.services import worker_nodes
+from reward_loop.verl.workers.reward_client import MAX_TASK_RETRIES, RewardClient, name_of, prompt_of
 from reward_loop.verl.workers.reward_worker import RewardWorker
 
 T = TypeVar("T")
@@ -30,21 +28,6 @@ BUSY_S = 5.0
 
 CHECK_S = 60.0
 """The longest wait for the rewards of a batch between two checks for fatal errors, in seconds."""
-
-
-def longest_quiet_s(options: RewardLoopConfig, *, by_group: bool) -> float | None:
-    """Return how many seconds may pass without a reward while samples are being scored; ``None`` if there is no bound.
-
-    See `longest_call_s`. An incomplete group fails only after its timeout. The samples of a worker that dies start
-    again when it has restarted, within ``worker_answer_timeout_s``. In an outage, all samples wait.
-
-    Args:
-        options: the options of the run.
-        by_group: whether the manager waits for all rollouts of a prompt.
-    """
-    total = options.worker_answer_timeout_s + options.outage_timeout_s + (options.group.timeout if by_group else 0.0)
-    longest = longest_call_s(options, options.timeout)
-    return None if longest is None else total + longest
 
 
 def _in_group(sample: Any, size: int) -> Any:
@@ -81,11 +64,12 @@ class RewardWorkers:
                 scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
                     node_id=node, soft=True
                 ),
-            ).remote(settings, router, nodes.count(node), job.name, f"reward worker {number}")
+            ).remote(settings, router, nodes.count(node), job.name, name_of(number))
             for number, node in enumerate(nodes)
         ]
         self.client = RewardClient(self.handles, settings.options, job.handle)
         self._job = job
+        self._stall_timeout_s = settings.mode.sampler.stall_timeout_s
 
     def wait_until_ready(self) -> None:
         """Wait until every worker has loaded the tokenizer and the user's function.
@@ -110,8 +94,7 @@ class RewardWorkers:
                 Those that failed are not awaited: the others are the group.
 
         Raises:
-            RewardLoopError: the run must stop; no reward arrived for longer than the timeout of the function and its
-                retries; or a worker does not respond.
+            RewardLoopError: the run must stop; no reward arrived for too long; or a worker does not respond.
         """
         if self.client.by_group:
             sizes = Counter(map(prompt_of, rows))
@@ -128,25 +111,22 @@ class RewardWorkers:
             raise RewardLoopError(f"a reward worker failed: {error}") from error
 
     async def _gather(self, pending: Sequence[Awaitable[T]]) -> list[T]:
-        """Fail if no result arrives for longer than `longest_quiet_s` seconds."""
-        options = self.client.options
-        patience = longest_quiet_s(options, by_group=self.client.by_group)
+        """Fail if no result arrives for longer than ``trainer.v1.sampler.stall_timeout_s``."""
         calls = [asyncio.ensure_future(call) for call in pending]
         left, last_arrival = set(calls), time.monotonic()
         while left:
-            done, left = await asyncio.wait(left, timeout=min(options.worker_answer_timeout_s, CHECK_S))
+            done, left = await asyncio.wait(left, timeout=min(self.client.options.worker_answer_timeout_s, CHECK_S))
             quiet = time.monotonic() - last_arrival
             if done:
                 last_arrival += quiet
             elif left:
                 self._job.check()
                 self._need_groups()  # all workers must respond
-                if patience is not None and quiet > patience:
+                if self._stall_timeout_s is not None and quiet > self._stall_timeout_s:
                     raise RewardLoopError(
-                        f"{len(left)} of {len(calls)} rewards are missing, and none arrived for {quiet:.0f} s. With "
-                        "reward_loop.timeout, retry.max_seconds, outage_timeout_s, group.timeout, the max_wait of the "
-                        f"limits and worker_answer_timeout_s, one should arrive within {patience:g} s: does the reward "
-                        "manager wait without a deadline?"
+                        f"{len(left)} of {len(calls)} rewards are missing, and none arrived for {quiet:.0f} s "
+                        f"(trainer.v1.sampler.stall_timeout_s={self._stall_timeout_s:g}): does the reward manager wait "
+                        "without a deadline?"
                     )
         return await asyncio.gather(*calls)
 

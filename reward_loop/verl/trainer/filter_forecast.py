@@ -1,54 +1,11 @@
-"""The replacement of failed and filtered groups: how many prompts to begin, and when to stop.
+"""How many prompts to begin where a filter removes groups.
 
-`FilterForecast` is pure arithmetic, without a clock; verl's trainer and the benchmark of the overlaps use it. Does not
-import verl.
+Pure arithmetic, without a clock: verl's trainer and the benchmark of the overlaps use it. Does not import verl.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-
-from reward_loop.errors import RewardLoopError
-
-
-class FailureStreak:
-    """Stops a run in which groups and their replacements fail: verl replaces failed groups indefinitely.
-
-    Args:
-        bound: how many groups may fail in a row; ``None`` for no bound.
-        option: the option of the bound, for the message.
-    """
-
-    def __init__(self, bound: int | None, option: str) -> None:
-        self._bound = bound
-        self._option = option
-        self._successful: frozenset[str] = frozenset()
-        self._in_a_row = 0
-        """The number of groups that failed since the last success."""
-
-    def count(self, failed: int, successful: Iterable[str], cause: Callable[[], str]) -> None:
-        """Record failures and successes.
-
-        Args:
-            failed: the number of groups evicted now because they failed.
-            successful: the uids of all judged groups that are still in the replay buffer.
-            cause: returns what failed last, for the message.
-
-        Raises:
-            RewardLoopError: too many groups failed in a row.
-        """
-        before, self._successful = self._successful, frozenset(successful)
-        # Only new ones: a group stays in the buffer until it is trained on.
-        if self._successful - before:
-            self._in_a_row = 0
-        self._in_a_row += failed
-        if self._bound is not None and self._in_a_row > self._bound:
-            raise RewardLoopError(
-                f"{self._in_a_row} groups failed in a row, replacements included ({self._option}, times "
-                f"data.train_batch_size, allows {self._bound}). {cause()}"
-            )
-
 
 FADING = 0.75
 """The weight of a step's groups in the estimate, relative to those of the following step: about the last four count."""
