@@ -29,6 +29,7 @@ OURS = (
     "reward_model.server",
     "trainer.v1.reward_pipeline",
     "trainer.v1.sampler.poll_interval_s",
+    "trainer.v1.sampler.stall_timeout_s",
     "trainer.v1.separate_async.reward_queue",
 )
 """The options of ``reward_loop_options.yaml``."""

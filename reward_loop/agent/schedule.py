@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from reward_loop.errors import ConfigError
 
-__all__ = ["Action", "Generate", "Prepare", "Schedule", "Train", "Wait"]
+__all__ = ["Action", "Generate", "Prepare", "StepOrder", "Train", "Wait"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ Action = Generate | Prepare | Wait | Train
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class StepOrder:
     """The order of a training step's parts.
 
     *Mini-batch pipeline*: train on all mini-batches whose rewards are in, while the others are being judged. *One-step

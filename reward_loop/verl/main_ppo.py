@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.managers import RewardLoopManagerBase, scoring_function
-from reward_loop.serving.models import architectures, model_kind
+from reward_loop.serving.models import model_kind
 from reward_loop.verl.installed import VerlVersionError, check_version, installed_version
 from reward_loop.verl.options import RewardSettings, resolve
 
@@ -143,7 +143,6 @@ def check_function(settings: RewardSettings) -> None:
 
 def _check_model(settings: RewardSettings, model: RewardModelConfig) -> None:
     option = "reward.reward_model.model_path"
-    names = architectures(str(model.model_path), option)
     kind = model_kind(str(model.model_path), option) if model.kind == "auto" else model.kind
     if not settings.scores_by_model:
         return
@@ -152,12 +151,6 @@ def _check_model(settings: RewardSettings, model: RewardModelConfig) -> None:
             f"{option}={model.model_path} is a generative model, and needs a function that asks it for a score: set "
             "custom_reward_function.path to a file whose compute_score takes reward_router_address. Only a "
             "discriminative model scores without a function"
-        )
-    if model.engine == "vllm" and (by_token := next((name for name in names if name.endswith("RewardModel")), None)):
-        raise ConfigError(
-            f"{option}={model.model_path}: vLLM does not answer /classify for {by_token}, only /pooling, with numbers "
-            "for each token. Set reward_model.rollout.name=sglang, or custom_reward_function.path to a function that "
-            "computes the score from them"
         )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from pydantic import Field
 
-from reward_loop.agent.schedule import Schedule
+from reward_loop.agent.schedule import StepOrder
 from reward_loop.config import Config, RewardLoopConfig, RewardModelConfig, parse
 from reward_loop.errors import ConfigError
 from reward_loop.managers import get as get_manager
@@ -73,9 +73,6 @@ class PipelineOptions(Config):
 class RewardQueueOptions(Config):
     """``trainer.v1.separate_async.reward_queue``."""
 
-    enabled: bool = True
-    """Whether there is a queue between generation and judging in the mode `separate_async`."""
-
     capacity: int | None = Field(default=None, ge=1)
     """The largest number of rollouts that are being generated or wait for a judge. A prompt's rollouts start only when
     there is room for all of them. By default the number that verl has in flight: a training step's rollouts, and those
@@ -98,7 +95,8 @@ class ModeOptions:
     pipeline: PipelineOptions | None = None
     """The options of the mode `reward_pipeline`; ``None`` in other modes."""
     queue: RewardQueueOptions | None = None
-    """The options of the queue between generation and judging; ``None`` without a queue."""
+    """The options of the queue between generation and judging; ``None`` in other modes, and where the user has an agent
+    loop manager."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,9 +273,6 @@ _RATE_LIMITS = {
 }
 """verl's options ``reward.*`` of its manager ``rate_limited`` -> those of a limit."""
 
-PRIME_PROCESSES = 64
-"""The number of processes that verl's manager ``prime`` starts."""
-
 
 def _name_manager(config: DictConfig) -> None:
     """Replace a name of verl's for `naive` with other options by these options, and by ``naive``.
@@ -298,8 +293,6 @@ def _name_manager(config: DictConfig) -> None:
             raise ConfigError(f"reward.{min(given)} contradicts reward_loop.limits.default: give one of them")
     else:
         options.isolation = "process"
-        if named.name == "prime" and options.max_processes is None:
-            options.max_processes = max(1, PRIME_PROCESSES // max(1, config.reward.num_workers))
     named.name = "naive"
 
 
@@ -331,8 +324,6 @@ def read(config: DictConfig) -> RewardSettings:
     mode = read_mode(config)
     if mode.pipeline is not None:
         _check_pipeline(config)
-    if mode.queue is not None:
-        _check_queue(config)
     settings = RewardSettings(
         config=config,
         options=options_of(config),
@@ -413,10 +404,8 @@ def read_mode(config: DictConfig) -> ModeOptions:
     pipeline = queue = None
     if name == PIPELINE_MODE:
         pipeline = parse(PipelineOptions, config.trainer.v1.get(PIPELINE_MODE), f"trainer.v1.{PIPELINE_MODE}")
-    if name == "separate_async":
+    if name == "separate_async" and config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class") is None:
         queue = parse(RewardQueueOptions, OmegaConf.select(config, REWARD_QUEUE), REWARD_QUEUE)
-        if not queue.enabled:
-            queue = None
     # The group also has verl's own options.
     given = {key: value for key, value in config.trainer.v1.sampler.items() if key in SamplerOptions.model_fields}
     sampler = parse(SamplerOptions, given, "trainer.v1.sampler")
@@ -431,8 +420,8 @@ def mini_batch_groups(config: DictConfig, *, critic: bool) -> int:
     return math.lcm(*sizes)
 
 
-def make_schedule(config: DictConfig, options: PipelineOptions, groups: int) -> Schedule:
-    """Return the schedule of every step of a run. ``groups`` is the number of groups in a mini-batch."""
+def step_order(config: DictConfig, options: PipelineOptions, groups: int) -> StepOrder:
+    """Return the order of the parts of a step. ``groups`` is the number of groups in a mini-batch."""
     by_mini_batch = options.mini_batch_pipeline
     estimator = config.algorithm.adv_estimator
     if by_mini_batch and estimator not in MINI_BATCH_ESTIMATORS:
@@ -444,7 +433,7 @@ def make_schedule(config: DictConfig, options: PipelineOptions, groups: int) -> 
         )
         by_mini_batch = False
     count = math.ceil(config.data.train_batch_size / groups) if by_mini_batch else 1
-    return Schedule(count, by_mini_batch, options.one_step_off_policy)
+    return StepOrder(count, by_mini_batch, options.one_step_off_policy)
 
 
 def queue_shares(config: DictConfig, options: RewardQueueOptions) -> tuple[int, int]:
@@ -470,12 +459,3 @@ def _check_pipeline(config: DictConfig) -> None:
     for what, (given, fix) in rejected.items():
         if given:
             raise ConfigError(f"trainer.v1.trainer_mode={PIPELINE_MODE} does not work with {what}: {fix}")
-
-
-def _check_queue(config: DictConfig) -> None:
-    manager = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
-    if manager is not None:
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.agent.agent_loop_manager_class={manager} does not work with the reward queue: "
-            f"leave it out, or set {REWARD_QUEUE}.enabled=False"
-        )

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reward_loop import ConfigError
-from reward_loop.agent.schedule import Generate, Prepare, Schedule, Train, Wait
+from reward_loop.agent.schedule import Generate, Prepare, StepOrder, Train, Wait
 
 
 def actions(schedule, steps, ready=lambda step: 0, **options):
@@ -27,20 +27,20 @@ AHEAD = [Generate(0), Generate(1), Prepare(0), Wait(0, 1), Train(0, 0, 1), Prepa
 @pytest.mark.parametrize(
     ("schedule", "steps", "ready", "expected"),
     [
-        (Schedule(2), 1, 0, [Generate(0), Wait(0, 2), Prepare(0), Train(0, 0, 2)]),
+        (StepOrder(2), 1, 0, [Generate(0), Wait(0, 2), Prepare(0), Train(0, 0, 2)]),
         (
-            Schedule(2, mini_batch_pipeline=True),
+            StepOrder(2, mini_batch_pipeline=True),
             1,
             0,
             [Generate(0), Prepare(0), Wait(0, 1), Train(0, 0, 1), Wait(0, 2), Train(0, 1, 1)],
         ),
         (
-            Schedule(4, mini_batch_pipeline=True),
+            StepOrder(4, mini_batch_pipeline=True),
             1,
             3,
             [Generate(0), Prepare(0), Train(0, 0, 3), Wait(0, 4), Train(0, 3, 1)],
         ),
-        (Schedule(1, one_step_off_policy=True), 2, 0, AHEAD),
+        (StepOrder(1, one_step_off_policy=True), 2, 0, AHEAD),
     ],
     ids=["baseline", "mini-batches", "every complete mini-batch", "one step ahead"],
 )
@@ -49,14 +49,14 @@ def test_the_order_of_a_step(schedule, steps, ready, expected):
 
 
 def test_a_resumed_run_does_not_generate_again():
-    schedule = Schedule(1, one_step_off_policy=True)
+    schedule = StepOrder(1, one_step_off_policy=True)
     done = actions(schedule, 2, first_step=7, generated=True)
     assert [action for action in done if isinstance(action, Generate)] == [Generate(8)]
-    done = actions(Schedule(1), 2, first_step=7, generated=True)
+    done = actions(StepOrder(1), 2, first_step=7, generated=True)
     assert [action for action in done if isinstance(action, Generate)] == [Generate(8)]
 
 
-@given(st.builds(Schedule, st.integers(1, 5), st.booleans(), st.booleans()), st.integers(1, 5), st.randoms())
+@given(st.builds(StepOrder, st.integers(1, 5), st.booleans(), st.booleans()), st.integers(1, 5), st.randoms())
 def test_each_part_happens_once_and_in_order(schedule, steps, rng):
     seen = {}
 
@@ -85,4 +85,4 @@ def test_each_part_happens_once_and_in_order(schedule, steps, rng):
 
 def test_a_step_without_mini_batches_is_refused():
     with pytest.raises(ConfigError, match="mini_batches"):
-        Schedule(0)
+        StepOrder(0)

@@ -241,41 +241,6 @@ def _is_over(step: int) -> bool:
     return (_beside_the_log("rollouts") / f"{step}.jsonl").exists()
 
 
-def several(outputs: list[str]) -> list[dict[str, float]]:
-    """Two rewards for each response of a group, on different scales: one of its own, and its rank."""
-    order = sorted(outputs, key=number)
-    return [{"value": 100.0 * (number(text) % 10), "rank": float(order.index(text))} for text in outputs]
-
-
-async def compared(
-    solution_strs: list[str], ground_truths: list[str], extra_infos: list[dict]
-) -> list[dict[str, float] | None]:
-    """Sees a whole group. When step 4 is over, it fails."""
-    if extra_infos[0]["split"] == "train" and _is_over(4):
-        raise RuntimeError("the judge is on strike")
-    results: list[dict[str, float] | None] = []
-    for text, truth, info, own in zip(solution_strs, ground_truths, extra_infos, several(solution_strs), strict=True):
-        score = sum(own.values())
-        _log(output=text, gts=truth, score=score, outcome="scored", split=info["split"], group=len(solution_strs))
-        results.append({"score": score, **own, "turn_level_scores": [score]})
-    return results
-
-
-async def of_a_game(solution_str: str, ground_truth: str, extra_info: dict) -> dict[str, Any]:
-    """Judges a game of ``examples/guessing``, after some time; fails for one game in ten."""
-    from examples.guessing.reward import compute_score
-
-    await asyncio.sleep(number(solution_str) % 7 / 10)
-    result = await compute_score(ground_truth, extra_info)
-    result["score"] += number(solution_str) % 97 / 97
-    outcome = "failed" if number(solution_str) % 10 == 1 else "scored"
-    line = {"score": result["score"], "outcome": outcome, "split": extra_info["split"]}
-    _log(output=solution_str, gts=ground_truth, guesses=extra_info["guesses"], **line)
-    if outcome == "failed":
-        raise ConnectionError("the judge of the environment is gone")
-    return result
-
-
 def plain(solution_str: str, ground_truth: str, extra_info: dict) -> float:
     """A sync function that scores everything."""
     score = (number(solution_str) % 100) / 100

@@ -85,9 +85,8 @@ def worker(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     """A worker whose sessions are generated, judged and written by stand-ins of verl's methods.
 
     `fails` gives the stage that fails, by session; `own_score` is a score that the agent loop sets itself; `outputs`
-    is the number of outputs of a session, and `first_score` a score of the first of several; `options` are further
-    arguments of verl's call of `_compute_score`. Judges wait for `reward`. The parameter of the fixture is whether
-    sessions are recorded.
+    is the number of outputs of a session, and `first_score` a score of the first of several. Judges wait for
+    `reward`. The parameter of the fixture is whether sessions are recorded.
     """
 
     def init(self: Any, config: Any, handles: list[Any]) -> None:
@@ -111,7 +110,7 @@ def worker(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
         await self._agent_loop_postprocess(outputs, trajectory["validate"], **kwargs)
 
     async def write(self: Any, output: Any, validate: bool, **kwargs: Any) -> None:
-        await self._compute_score(output, kwargs=kwargs, **self.options)
+        await self._compute_score(output, kwargs=kwargs)
         await asyncio.sleep(0)  # the judge starts
         if self.fails.get(kwargs["session_id"]) == "writing":
             raise OSError("TransferQueue is gone")
@@ -120,9 +119,8 @@ def worker(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
             queue.fields[key] = {"rm_scores": one.reward_score}
         fields_of_verl([one.as_dict() for one in output])
 
-    async def compute_score(self: Any, outputs: list[Any], kwargs: dict, **options: Any) -> None:
+    async def compute_score(self: Any, outputs: list[Any], kwargs: dict) -> None:
         self.sent.append(kwargs)
-        assert options == self.options
         try:
             outputs[-1].reward_score = await asyncio.shield(self.reward)
             if self.fails.get(kwargs["session_id"]) == "judging":
@@ -146,7 +144,7 @@ def worker(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "reward_loop": recorded})
     made: Any = RewardAgentLoopWorker(config, ["the client"])
     made.fails, made.own_score, made.outputs = {}, None, 1
-    made.sent, made.judged, made.options, made.n, made.loop = [], [], {}, 2, None
+    made.sent, made.judged, made.n, made.loop = [], [], 2, None
     made.mask, made.first_score, made.own_info = [1], None, None
     return made
 
@@ -271,14 +269,6 @@ async def test_a_session_is_not_judged_twice_or_without_reward_workers(
     assert queue.tags["q_1_0"]["generated"]
     assert [row.get("rm_scores") for row in queue.fields.values()] == [score] * 2
     assert [(event["scoring"], event["scored"]) for event in await events(worker)] == [(None, None)] * 2
-
-
-@pytest.mark.parametrize("validate", [False, True])
-async def test_verl_may_pass_the_argument_validate(worker: Any, validate: bool) -> None:
-    """A change to verl that is not released adds this argument, and requires it."""
-    worker.options = {"validate": validate}
-    await run(worker, validate)
-    assert len(worker.sent) == worker.n
 
 
 async def test_a_session_has_its_times_in_their_order(worker: Any) -> None:

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from reward_loop.agent.schedule import Schedule
+from reward_loop.agent.schedule import StepOrder
 from reward_loop.verl import tq_rows
 from reward_loop.verl.options import PipelineOptions
 from reward_loop.verl.trainer.filter_forecast import FilterForecast
@@ -103,7 +103,7 @@ class Trainer(RewardPipelineTrainer):
         self.use_critic = self.use_reference_policy = False
         self.global_steps, self.total_training_steps, self.steps_per_epoch = 1, STEPS, 1
         self.reward_loop_manager: Any = SimpleNamespace(reward_loop_worker_handles=[])
-        self._schedule = Schedule(1, one_step_off_policy=off_policy)
+        self._schedule = StepOrder(1, one_step_off_policy=off_policy)
         self._actions, self._submitted, self._mini_batch_groups = None, [], SIZE
         self._filters = self._replaces = True
         self._forecast, self._kept = FilterForecast(round(self.options.max_ahead * SIZE)), set()

@@ -8,12 +8,9 @@ import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError
 from reward_loop.verl import main_ppo
 from tests.support.fork_server import forking_python
@@ -91,17 +88,6 @@ def test_a_generative_model_without_a_function_stops_the_command(
     )
     assert "is a generative model" in error
     assert "custom_reward_function.path" in error
-
-
-def test_without_a_function_vllm_needs_a_model_with_logits_by_text(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForRewardModel"]}')
-    model = RewardModelConfig(model_path=str(tmp_path), engine="vllm")
-    alone: Any = SimpleNamespace(scores_by_model=True)
-    with pytest.raises(ConfigError, match=r"for Qwen2ForRewardModel, only /pooling.*rollout\.name=sglang"):
-        main_ppo._check_model(alone, model)
-    main_ppo._check_model(alone, model.model_copy(update={"engine": "sglang"}))
-    with_function: Any = SimpleNamespace(scores_by_model=False)
-    main_ppo._check_model(with_function, model)
 
 
 def test_a_function_may_import_verl_on_a_cpu_and_check_starts_nothing(tmp_path: Path) -> None:

@@ -200,11 +200,9 @@ def test_agent_loop_workers_share_the_queue() -> None:
     assert shares(f"{QUEUE}.capacity=1", f"{QUEUE}.in_flight=1") == (4, 1)  # a prompt's rollouts must have room
 
 
-def test_without_a_queue() -> None:
-    override = f"{QUEUE}.enabled=False"
+def test_an_agent_loop_manager_of_the_user_has_no_queue() -> None:
     own = "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager"
-    assert resolved(*GRPO, override, own).mode.queue is None
-    assert resolved(*GRPO, override).mode.queue is None
+    assert resolved(*GRPO, own).mode.queue is None
     assert resolved().mode.queue is None
 
 
@@ -213,7 +211,6 @@ def test_without_a_queue() -> None:
     [
         ([f"{QUEUE}.in_flight=0"], rf"{QUEUE}\.in_flight"),
         ([f"+{QUEUE}.size=9"], rf"{QUEUE}\.size"),
-        (["+actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager"], rf"my\.Manager .*{QUEUE}\.enabled"),
     ],
 )
 def test_a_queue_that_could_not_work_is_refused(overrides: list[str], message: str) -> None:

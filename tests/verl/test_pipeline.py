@@ -202,7 +202,6 @@ def picky_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: P
         MODE,
         "trainer.v1.reward_pipeline.one_step_off_policy=False",
         "trainer.total_training_steps=4",
-        "trainer.save_freq=2",
         "trainer.total_epochs=1000",
         "trainer.val_before_train=False",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
@@ -243,32 +242,6 @@ def test_prompts_are_begun_ahead_of_the_filter_and_the_next_step_trains_on_the_s
         # The groups that are left are the oldest of the next step, except those that the filter removes.
         assert step["reward_pipeline/off_policy_steps"] <= bool(before["reward_pipeline/prompts_ahead"])
     assert any(step["reward_pipeline/off_policy_share"] for step in steps)
-
-
-def test_a_checkpoint_keeps_the_surplus(picky_run: Run, tmp_path: Path, tiny_generative_model: Path) -> None:
-    resumed = train(
-        tmp_path,
-        tiny_generative_model,
-        MODE,
-        "trainer.total_training_steps=4",
-        "trainer.total_epochs=1000",
-        "trainer.val_before_train=False",
-        "trainer.resume_mode=resume_path",
-        f"trainer.resume_from_path={picky_run.directory}/checkpoints/global_step_2",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-        "algorithm.filter_groups.enable=True",
-        "algorithm.filter_groups.metric=reward",
-        function="rare",
-    )
-    trained = {step: groups(picky_run.rollouts(step)).keys() for step in (1, 2, 3)}
-    again = {step: groups(resumed.rollouts(step)).keys() for step in (3, 4)}
-    assert [len(uids) for uids in again.values()] == [8, 8]
-    assert not (again[3] | again[4]) & (trained[1] | trained[2])
-    assert not again[3] & again[4]
-    left = picky_run.steps[2]["reward_pipeline/prompts_ahead"]
-    assert len(again[3] & trained[3]) <= left
-    assert left < 2 or again[3] & trained[3], "not one group of the surplus was trained on after the resume"
-    assert resumed.steps[4]["reward_pipeline/off_policy_steps"] == 1
 
 
 def test_groups_of_any_size_are_trained_on(picky_run: Run) -> None:

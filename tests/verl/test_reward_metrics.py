@@ -19,7 +19,6 @@ from verl.trainer.ppo.v1 import replay_buffer, trainer_base
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
-from verl.trainer.ppo.v1.utils import MetricsAggregator
 
 from reward_loop.verl import tq_rows
 from reward_loop.verl.trainer import reward_loop_trainer as trainer
@@ -264,14 +263,6 @@ def test_a_batch_that_is_scored_after_the_rollout_is_marked_if_it_belongs_to_a_v
     assert data.non_tensor_batch["__validate__"].tolist() == validates
 
 
-def test_verl_would_aggregate_metrics_by_words_in_their_names() -> None:
-    """Why metrics of rewards do not go through verl's aggregation."""
-    aggregator = MetricsAggregator()
-    for value in (0.4, 0.6):
-        aggregator.add_step_metrics({"reward_loop/summary/mean": value, "reward_loop/scored": 4}, sample_count=1)
-    assert aggregator.get_aggregated_metrics() == {"reward_loop/summary/mean": 1.0, "reward_loop/scored": 4}
-
-
 class Validation:
     """verl's own validation, of prompts with these scores and extra infos; a score of ``None`` is masked."""
 
@@ -433,6 +424,7 @@ def test_workers_end_after_training_and_before_the_limits_do(monkeypatch: pytest
     ended: list[str] = []
     monkeypatch.setattr(PPOTrainerSync, "fit", fit)
     monkeypatch.setattr(trainer.ray, "kill", ended.append)
+    monkeypatch.setattr(trainer, "reset_unscored_prompts", lambda judged: set())
     run = set_up(monkeypatch, constructed(), Workers(stop=lambda: ended.append("reward workers")))
     run.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=None)
     manager = SimpleNamespace(agent_loop_workers=["first", "second"])

@@ -127,10 +127,10 @@ def test_sglang_gets_its_own_names() -> None:
 
 @pytest.mark.parametrize("flag", ["actor_rollout_ref.rollout", "+reward_model.rollout"])
 def test_full_determinism_reaches_the_servers_of_judges(flag: str) -> None:
-    own = "+reward_model.server.env.MINE=1"
-    options = resolved(*VLLM, *POOL, f"{flag}.full_determinism=True", own).model
+    own = "+reward_model.server.env.MINE=mine"
+    options = resolved(*VLLM, *POOL, f"{flag}.full_determinism=True", own, "custom_reward_function.path=null").model
     assert options is not None
-    assert (options.env, options.engine_args["max_num_seqs"]) == ({"VLLM_BATCH_INVARIANT": "1", "MINE": "1"}, 1)
+    assert (options.env, options.engine_args["max_num_seqs"]) == ({"VLLM_BATCH_INVARIANT": "1", "MINE": "mine"}, 1)
     sglang = ["reward_model.rollout.name=sglang", "custom_reward_function.path=f.py"]
     options = resolved(*VLLM, *POOL, f"{flag}.full_determinism=True", *sglang).model
     assert options is not None

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from reward_loop.verl.installed import SUPPORTED, installed_version, verl_folder
-from tests.support.fork_server import run_forked
 from tests.support.gsm8k import ROOT
 
 PATCHES = sorted((ROOT / "tools" / "verl-seams").glob("*.patch"))
@@ -53,11 +52,3 @@ def test_each_patch_applies_alone_and_after_the_others(tmp_path: Path, patches: 
         text = file.read_text()
         assert text != (verl_folder().parent / file.relative_to(tmp_path)).read_text()
         compile(text, file, "exec")
-
-
-@pytest.mark.integration  # imports verl
-def test_the_patched_verl_calls_each_hook(tmp_path: Path) -> None:
-    patched(tmp_path, PATCHES)
-    environment, log = {**os.environ, "PYTHONPATH": str(ROOT)}, tmp_path / "log"
-    status = run_forked(["tests.verl.seams", str(tmp_path)], environment, tmp_path, log)
-    assert status == 0, log.read_text()

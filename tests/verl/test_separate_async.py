@@ -38,7 +38,7 @@ SEPARATE = (
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A worker whose prompts have two rollouts that are generated at once, and whose judges wait for an event.
 
-    `newer` is whether verl passes the argument `validate`; `joins` whether the judges wait for the group.
+    `joins` is whether the judges wait for the group.
     """
 
     def init(self: Any, config: Any, handles: list[Any]) -> None:
@@ -50,12 +50,11 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
         for number in range(2):
             session: Any = SimpleNamespace(name=f"{uid}_{number}", times={}, is_submitted=False)
             arguments = {"uid": uid, "global_steps": 4, "session_id": number}
-            options = {"validate": trajectory["validate"]} if self.newer else {}
-            calls.append(self._judge(session, [output(min_global_steps=3)], arguments, **options))
+            calls.append(self._judge(session, [output(min_global_steps=3)], arguments))
         await asyncio.gather(*calls)
 
-    async def compute_score(self: Any, outputs: list[Any], kwargs: dict, **options: Any) -> None:
-        self.judging.append({**kwargs, **options})
+    async def compute_score(self: Any, outputs: list[Any], kwargs: dict) -> None:
+        self.judging.append(kwargs)
         if self.joins:
             CALLER.get().release()
         await self.judged.wait()
@@ -75,7 +74,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     client = SimpleNamespace(by_group=False)
     worker: Any = QueueAgentLoopWorker(config, [client])
-    worker.judging, worker.judged, worker.newer, worker.joins = [], asyncio.Event(), False, False
+    worker.judging, worker.judged, worker.joins = [], asyncio.Event(), False
     return worker
 
 
@@ -123,15 +122,6 @@ async def test_validation_goes_past_the_queue(worker: Any) -> None:
     worker.judged.set()
     async with asyncio.timeout(30):
         await asyncio.gather(validation, *waiting)
-
-
-async def test_verl_may_pass_the_argument_validate(worker: Any) -> None:
-    """A change to verl that is not released adds this argument, and requires it."""
-    worker.newer = True
-    worker.judged.set()
-    await prompt(worker, "a")
-    await prompt(worker, "v", validate=True)
-    assert [(call["uid"], call["validate"]) for call in worker.judging] == [("a", False)] * 2 + [("v", True)] * 2
 
 
 def test_the_age_of_a_rollout_is_that_of_the_oldest_weights() -> None:

@@ -44,7 +44,7 @@ def test_each_mode_has_its_trainer_and_agent_loop_manager(mode: str, trainer: ty
 
 def test_the_agent_loop_manager_of_the_user_stays() -> None:
     settings = resolved("+actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager")
-    _trainer_class(settings.config, settings.mode)
+    assert _trainer_class(settings.config, settings.mode) is PPOTrainerSync
     assert agent_loop_manager(settings.config) == "my.Manager"
 
 
@@ -88,10 +88,3 @@ def test_verls_task_runner_gets_our_trainer(monkeypatch: pytest.MonkeyPatch) -> 
     assert isinstance(trainer, RewardLoopTrainer)
     assert isinstance(trainer, PPOTrainerSync)
     assert closed == "closed"
-
-
-def test_an_agent_loop_manager_of_the_user_is_kept() -> None:
-    own = "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager"
-    settings = resolved(own)
-    assert _trainer_class(settings.config, settings.mode) is PPOTrainerSync
-    assert agent_loop_manager(settings.config) == "my.Manager"

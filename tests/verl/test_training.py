@@ -42,34 +42,19 @@ from tests.verl.runs import Run, agent_loop, train
 
 pytestmark = pytest.mark.integration
 
-EQUAL = (
-    "critic/advantages/max",
-    "critic/advantages/mean",
-    "critic/advantages/min",
-    "critic/score/mean",
-    "actor/grad_norm",
-    "actor/kl_loss",
-    "actor/loss",
-    "actor/lr",
-    "actor/pg_loss",
-    "reward_loop/scored",
-    "training/global_step",
-)
-"""Metrics that say whether two runs made the same updates."""
-
 
 @pytest.fixture(scope="module")
 def mixed_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
-    """Two data-parallel ranks, a reference model, validation, a checkpoint; some samples unscored, some failed.
+    """Two data-parallel ranks, a reference model, validation; some samples unscored, some failed.
 
     The judge is away for some time in the second step."""
     directory = tmp_path_factory.mktemp("mixed")
+    (directory / "updates").mkdir()
     with judge_that_goes_away(after=68) as judge:
         return train(
             directory,
             tiny_generative_model,
             "trainer.total_training_steps=3",
-            "trainer.save_freq=2",
             "trainer.test_freq=3",
             "trainer.n_gpus_per_node=2",
             "actor_rollout_ref.actor.use_kl_loss=True",
@@ -79,7 +64,7 @@ def mixed_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: P
             "reward_loop.health.masked_share=0",
             *agent_loop("seeded"),
             function="Mixed",
-            environment={"REWARD_JUDGE": judge},
+            environment={"REWARD_JUDGE": judge, **recording(directory / "updates")},
         )
 
 
@@ -210,50 +195,15 @@ def test_training_metrics_are_finite(mixed_run: Run) -> None:
         assert metrics["training/rollout_probs_diff_max"] < 5e-4
 
 
-@pytest.fixture(scope="module")
-def pipeline_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
-    """What :func:`mixed_run` does, in the mode `reward_pipeline` with both overlaps off."""
-    directory = tmp_path_factory.mktemp("equal")
-    (directory / "updates").mkdir()
-    return train(
-        directory,
-        tiny_generative_model,
-        "trainer.v1.trainer_mode=reward_pipeline",
-        "trainer.v1.reward_pipeline.mini_batch_pipeline=False",
-        "trainer.v1.reward_pipeline.one_step_off_policy=False",
-        "trainer.total_training_steps=3",
-        "trainer.val_before_train=False",
-        "trainer.test_freq=3",
-        "trainer.n_gpus_per_node=2",
-        "actor_rollout_ref.actor.use_kl_loss=True",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
-        "reward.num_workers=2",
-        *agent_loop("seeded"),
-        function="Mixed",
-        environment=recording(directory / "updates"),
-    )
-
-
-def test_without_overlaps_the_pipeline_trains_as_verls_synchronous_mode(mixed_run: Run, pipeline_run: Run) -> None:
-    assert pipeline_run.returncode == 0, pipeline_run.output[-5000:]
-    for step in (1, 2, 3):
-        assert signature(pipeline_run.rollouts(step)) == signature(mixed_run.rollouts(step))
-        for name in EQUAL:
-            ours, verls = pipeline_run.steps[step][name], mixed_run.steps[step][name]
-            assert ours == pytest.approx(verls, rel=1e-4, abs=1e-6), f"step {step}, {name}"
-    # The weights after the last update.
-    assert signature(pipeline_run.validation(3)) == signature(mixed_run.validation(3))
-
-
-def test_updates_have_the_advantages_of_the_functions_own_scores(pipeline_run: Run) -> None:
+def test_updates_have_the_advantages_of_the_functions_own_scores(mixed_run: Run) -> None:
     expected = {}
     for step in (1, 2, 3):
-        rollouts = pipeline_run.rollouts(step)
+        rollouts = mixed_run.rollouts(step)
         scores = own_scores(rollouts)
         assert {row["uid"]: row["score"] or 0.0 for row in rollouts} == scores
         expected |= grpo_advantages(rollouts, scores)
     trained = {}
-    for update in updates(pipeline_run.directory / "updates"):
+    for update in updates(mixed_run.directory / "updates"):
         for (uid, session), advantages, mask in zip(
             update.keys, update.rows["advantages"], update.rows["response_mask"], strict=True
         ):
@@ -301,63 +251,6 @@ def harried_run(
         own_ray=True,
         returncode=130,
     )
-
-
-@pytest.fixture(scope="module")
-def group_run(tmp_path_factory: pytest.TempPathFactory, mixed_run: Run, tiny_generative_model: Path) -> Run:
-    """Resumes from the checkpoint of step 2, with a function that sees whole groups, of other sizes in validation.
-    After two more steps, the function fails."""
-    return train(
-        tmp_path_factory.mktemp("group"),
-        tiny_generative_model,
-        "trainer.total_training_steps=1000",
-        "trainer.test_freq=2",
-        "trainer.n_gpus_per_node=2",
-        "trainer.resume_mode=resume_path",
-        f"trainer.resume_from_path={mixed_run.directory}/checkpoints/global_step_2",
-        "actor_rollout_ref.rollout.val_kwargs.n=2",
-        "actor_rollout_ref.rollout.val_kwargs.do_sample=True",
-        "reward.num_workers=2",
-        "reward_model.reward_manager=group",
-        "reward_loop.on_failed=raise",
-        "reward_loop.group.timeout=120",
-        function="compared",
-        returncode=1,
-    )
-
-
-RESUMED = (3, 4)
-"""The steps of :func:`group_run`."""
-
-
-def test_a_run_resumes(group_run: Run, mixed_run: Run) -> None:
-    assert sorted(step for step in group_run.steps if step > 2) == list(RESUMED), group_run.output[-5000:]
-    assert 1 not in group_run.steps
-    assert [len(group_run.rollouts(step)) for step in RESUMED] == [8 * 4] * 2
-    assert [group_run.steps[step]["reward_loop/scored"] for step in RESUMED] == [8 * 4] * 2
-    prompts, before = (Counter(row["gts"] for row in run.rollouts(3)) for run in (group_run, mixed_run))
-    assert prompts == before
-
-
-def test_the_function_sees_whole_groups(group_run: Run) -> None:
-    for split, size, rows in (("train", 4, 2 * 8), ("val", 2, 2 * 8)):
-        assert Counter(call["group"] for call in group_run.calls if call["split"] == split) == {size: size * rows}
-    seen = [row for step in RESUMED for row in group_run.rollouts(step)]
-    assert signature([call for call in group_run.calls if call["split"] == "train"]) == signature(seen)
-
-
-def test_each_returned_number_is_logged(group_run: Run) -> None:
-    for step in RESUMED:
-        metrics = group_run.steps[step]
-        values = [100.0 * (rewards.number(row["output"]) % 10) for row in group_run.rollouts(step)]
-        assert metrics["reward_loop/value/mean"] == pytest.approx(statistics.mean(values))
-        assert metrics["reward_loop/rank/mean"] <= 1.5
-
-
-def test_a_function_that_fails_stops_the_run_if_the_policy_is_raise(group_run: Run) -> None:
-    assert group_run.returncode == 1
-    last = group_run.output.strip().splitlines()[-20:]
-    assert any(line.startswith("RewardLoopError") and "the judge is on strike" in line for line in last), last
 
 
 def test_killed_servers_and_workers_lose_nothing(harried_run: Run) -> None:

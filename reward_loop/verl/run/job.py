@@ -7,9 +7,10 @@ The actor is `Job`, around the same `LocalLimits` that a run of one process has.
   numbers, so a repeated call is harmless.
 - A permit comes with the reply of `send`, or later with that of `Job.events`: one such call of each worker waits in the
   actor for events. Events have numbers, too, and are kept until the worker has seen them.
-- A *life* is one process of a worker. What a life holds ends when the next one joins, and messages of an ended life are
-  refused: no permit is lost, and none is granted twice.
-- The actor is never restarted. Its death ends the run with its cause; a checkpoint has what was spent.
+- A *life* is one process of a worker. What a life holds ends when the next one joins, or when the worker does not come
+  back, and messages of an ended life are refused: no permit is lost, and none is granted twice.
+- The actor is never restarted. Its death, or an actor that stays unreachable for a worker, ends the run with its cause;
+  a checkpoint has what was spent.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ from verl.utils.tensordict_utils import assign_non_tensor
 from reward_loop.agent.schedule import Action, Generate, Prepare, Train, Wait
 from reward_loop.errors import RewardLoopError
 from reward_loop.records import Interval, Records, seconds_of
-from reward_loop.verl.options import PIPELINE_MODE, make_schedule, mini_batch_groups, read_mode
+from reward_loop.verl.options import PIPELINE_MODE, mini_batch_groups, read_mode, step_order
 from reward_loop.verl.run.job import RunningJob
 from reward_loop.verl.samples import TRAINING_STEP
 from reward_loop.verl.tq_rows import KVBatchMeta, clear, copy, last_failure, read_tags, read_trajectories, select
@@ -77,7 +77,7 @@ from reward_loop.verl.trajectory_keys import JUDGED, uid_of
 
 @register_trainer(PIPELINE_MODE)
 class RewardPipelineTrainer(PPOTrainerSync):
-    """verl's synchronous, colocated trainer, which runs the parts of a step in the order of a `Schedule`."""
+    """verl's synchronous, colocated trainer, which runs the parts of a step in the order of a `StepOrder`."""
 
     replay_buffer: RewardReplayBuffer
     # What `with_reward_loop` adds.
@@ -100,7 +100,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         self._submitted: list[str] = []
         """The uids of the submitted prompts that are not in a batch yet, oldest first."""
         self._mini_batch_groups = mini_batch_groups(config, critic=self.use_critic)
-        self._schedule = make_schedule(config, options, self._mini_batch_groups)
+        self._schedule = step_order(config, options, self._mini_batch_groups)
         # verl's schedules of the learning rate run for this many updates a step.
         self.parameter_sync_step = self._schedule.mini_batches
         self._actions: Iterator[Action] | None = None

@@ -11,12 +11,14 @@ import logging
 from typing import Any
 
 import ray
+from omegaconf import OmegaConf
 from typing_extensions import override
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
 from reward_loop.agent import Places, QueueCounts, RewardQueue, queue_metrics
+from reward_loop.config import parse
 from reward_loop.managers.groups import CALLER, Caller
-from reward_loop.verl.options import queue_shares, read_mode
+from reward_loop.verl.options import REWARD_QUEUE, RewardQueueOptions, queue_shares
 from reward_loop.verl.workers.agent_loop import RewardAgentLoopManager, RewardAgentLoopWorker
 
 QUEUE_AGENT_LOOP_MANAGER = "reward_loop.verl.trainer.separate_async.QueueAgentLoopManager"
@@ -33,8 +35,7 @@ class QueueAgentLoopWorker(RewardAgentLoopWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        options = read_mode(self.config).queue
-        assert options is not None
+        options = parse(RewardQueueOptions, OmegaConf.select(self.config, REWARD_QUEUE), REWARD_QUEUE)
         capacity, in_flight = queue_shares(self.config, options)
         self._queue = RewardQueue(capacity, in_flight)
         self._places: dict[str, Places] = {}
@@ -55,14 +56,14 @@ class QueueAgentLoopWorker(RewardAgentLoopWorker):
                 del self._places[uid]
         return None
 
-    async def _judge(self, session: Any, outputs: list[Any], kwargs: dict, **options: Any) -> None:
+    async def _judge(self, session: Any, outputs: list[Any], kwargs: dict) -> None:
         places = self._places.get(kwargs["uid"])  # validation samples have none
         if places is None:
-            return await super()._judge(session, outputs, kwargs, **options)
+            return await super()._judge(session, outputs, kwargs)
         async with places.judging(step=_version(outputs, kwargs)) as end:
             # A rollout that waits for others of its prompt is not judged any more: they may need its place.
             CALLER.set(Caller(release=end))
-            await super()._judge(session, outputs, kwargs, **options)
+            await super()._judge(session, outputs, kwargs)
         return None
 
 

@@ -228,7 +228,7 @@ class RewardAgentLoopWorker(_AgentLoopWorker):
         return None
 
     @override
-    async def _compute_score(self, outputs: list[Any], kwargs: dict, **options: Any) -> None:
+    async def _compute_score(self, outputs: list[Any], kwargs: dict) -> None:
         """Start to judge a session in a task. verl calls this method before it writes the trajectory.
 
         There is nothing to judge if the agent loop itself has set a score, or if the trainer sends the whole batch to
@@ -237,11 +237,10 @@ class RewardAgentLoopWorker(_AgentLoopWorker):
         Args:
             outputs: the outputs of the session.
             kwargs: the prompt's columns, uid and session.
-            options: further arguments of newer versions of verl, passed on.
         """
         session = _session.get()
         if session is None:
-            return await super()._compute_score(outputs, kwargs, **options)
+            return await super()._compute_score(outputs, kwargs)
         own = outputs[-1].reward_score
         for output in outputs:
             # verl would place it at a token of a tool, if that is the last one. And published alone, a score would give
@@ -253,17 +252,17 @@ class RewardAgentLoopWorker(_AgentLoopWorker):
         elif self.reward_loop_worker_handles is not None:
             columns = {VALIDATE: False, **kwargs, "group_size": session.prompt.size}
             columns[TURNS] = turns_of(outputs[-1].response_mask)
-            session.judging = asyncio.create_task(self._judge(session, outputs, columns, **options))
+            session.judging = asyncio.create_task(self._judge(session, outputs, columns))
         return None
 
-    async def _judge(self, session: _Session, outputs: list[Any], kwargs: dict, **options: Any) -> None:
+    async def _judge(self, session: _Session, outputs: list[Any], kwargs: dict) -> None:
         """Set the reward of the last output, and the times of the session.
 
         The other arguments are those of `_compute_score`.
         """
         self._submit(session)
         session.times["scoring"] = time.time()
-        await super()._compute_score(outputs, kwargs, **options)
+        await super()._compute_score(outputs, kwargs)
         session.times["scored"] = time.time()
 
     async def _check(self, session: _Session, final: Any, score: Any) -> None:
