@@ -6,10 +6,11 @@ Score stored solutions with it:
 """
 
 import re
-from decimal import Decimal, InvalidOperation
+from fractions import Fraction
 
 # The data set marks final answers with `####`; the model solutions that OpenAI published use `A:`.
 FINAL_ANSWER = re.compile(r"(?:####|\bA:)[ \t]*([^\n]*)")
+NUMBER = re.compile(r"([-+]?\d{0,40}\.?\d{1,40})(?:/(\d{1,40}))?(%?)")
 
 
 def final_answer(text: str) -> str | None:
@@ -18,14 +19,12 @@ def final_answer(text: str) -> str | None:
     return answers[-1] if answers else None
 
 
-def as_number(text: str) -> Decimal | None:
-    """Parse a number such as `$1,234.50` or `18.`; return None if the text is not a number."""
-    text = text.strip().rstrip(".").replace(",", "").replace("$", "").replace(" ", "")
-    try:
-        number = Decimal(text)
-    except InvalidOperation:
+def as_number(text: str) -> Fraction | None:
+    """Parse a number such as `$1,234.50`, `18.`, `1/2` or `50%`; return None if the text is not a number."""
+    found = NUMBER.fullmatch(re.sub(r"[,$ ]", "", text.strip().rstrip(".")))
+    if found is None or (found[2] and not int(found[2])):
         return None
-    return number if number.is_finite() else None
+    return Fraction(found[1]) / int(found[2] or 1) / (100 if found[3] else 1)
 
 
 def compute_score(solution_str: str, ground_truth: str) -> dict:
