@@ -1,8 +1,8 @@
 """Measures which holes of reward rules `reward-loop check` finds: python -m benchmarks.attacks [--quick].
 
 Rules with a hole, sound rules, mutants of the sound ones made by rule, verl's own scorers and what people write are
-attacked with the same table (`benchmarks/_rules.py`). If rewardlint can be imported, it judges
-the same rules; verl's geo3k needs mathruler. The last line is JSON.
+attacked with the same table (`benchmarks/_rules.py`); another table says what each of verl's scorers accepts and
+refuses. If rewardlint can be imported, it judges the same rules; verl's geo3k needs mathruler. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _rules
-from reward_loop.offline.attacked_rows import rows_of
-from reward_loop.offline.attacks import KINDS, WRONG
-from reward_loop.offline.holes import NOT_CALLED, Attack, AttackReport, IsolatedScores, Outcome, outcome_of
-from reward_loop.scoring.signature import resolve
+from reward_loop.offline.attacks import KINDS, WRONG, rows_of
+from reward_loop.offline.check import check
+from reward_loop.offline.holes import NOT_CALLED, Attack, AttackReport, Outcome
+from reward_loop.scoring import normalise
 from reward_loop.types import RewardSample
 
 Rows = Sequence[tuple[Any, str, str]]
@@ -40,18 +40,22 @@ _SOUND_FORMS = {"hashes": "#### {}", "one_box": "\\boxed{{}}", "exact": "{}", "c
 
 
 def attack(rule: _rules.Rule, rows: Rows, seconds: float) -> AttackReport:
-    """Attack a rule in this process; answers that may change it are scored in a fork of it."""
-    end = time.monotonic() + seconds
+    """Attack a rule in this process; programs, which may change it, are scored in a fork of it."""
+    end, prepared = time.monotonic() + seconds, rows_of(rows)
 
-    async def score(index: int, answers: Sequence[str], alone: bool) -> list[Outcome]:
-        call = _forked if alone else _called
+    async def score(index: int, answers: Sequence[str]) -> list[Outcome]:
+        call = _forked if prepared[index].type == "program" else _called
         return [NOT_CALLED if time.monotonic() > end else call(rule, one, rows[index][0]) for one in answers]
 
-    return asyncio.run(Attack(rows_of(rows), score, 1).run())
+    return asyncio.run(Attack(prepared, score).run())
 
 
 def _called(rule: _rules.Rule, answer: str, reference: Any) -> Outcome:
-    return outcome_of(lambda: rule(answer, reference), {})
+    try:
+        score, _ = normalise(rule(answer, reference))
+    except BaseException as error:  # answers that a rule evaluates may raise anything
+        return f"{type(error).__name__}: {error}"
+    return None if score is None else float(score)
 
 
 def _forked(rule: _rules.Rule, answer: str, reference: Any) -> Outcome:
@@ -206,14 +210,20 @@ async def seconds_of_50_rows() -> float:
     """Return the seconds that an attack of 50 rows takes as in `check`: in processes, at 1 ms a call."""
     rows = _rules.rows()["gsm8k"][:50]
     samples = [RewardSample(text, ground_truth=reference, prompt=prompt) for reference, prompt, text in rows]
-    started = time.perf_counter()
-    scores = IsolatedScores(resolve(one_ms), samples, 60.0)
-    try:
-        report = await Attack(rows_of(rows), scores, scores.width).run()
-    finally:
-        scores.close()
-    assert report.attacked == len(rows) == 50, report
-    return time.perf_counter() - started
+    attacked = (await check(one_ms, samples[:8], more=samples[8:])).attack
+    assert attacked is not None
+    assert attacked.attacked == len(rows) == 50, attacked
+    return attacked.seconds
+
+
+def table_row(name: str, report: AttackReport) -> str:
+    """Return a row of the table in docs/files.md: the smallest answers of each kind, each as code."""
+
+    def smallest(*levels: str) -> str:
+        texts = (" ".join(kind.smallest[:48].split()) for kind in report.flagged(levels))
+        return ", ".join(f"`{text}`" for text in texts) or "none"
+
+    return f"| {name} | {smallest(*WRONG)} | {smallest('right', 'form')} |"
 
 
 def main() -> None:
@@ -233,6 +243,7 @@ def main() -> None:
     linted: dict[str, set[str]] = {group: set() for group in tables}
     judged: dict[str, set[str]] = {group: set() for group in tables}
     answers = alarms = 0
+    of_verl: list[str] = []
     workers = max(2, len(os.sched_getaffinity(0)))
     with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
         mutated = [pool.submit(measure_mutants, (part, workers)) for part in range(workers)]
@@ -247,6 +258,8 @@ def main() -> None:
                 wrong = [kind for kind in report.kinds if kind.level in WRONG]
                 answers += sum(kind.answers for kind in wrong)
                 alarms += sum(kind.flagged for kind in kinds)
+            if name.startswith("verl"):
+                of_verl.append(table_row(f"{name} ({rows})", report))
             if group == "library" or options.detail:
                 print(f"{group} {name} ({rows}): {report.attacked} of {report.given} rows, {report.seconds:.1f} s")
                 for kind in [*kinds, *report.flagged(("contract", "right", "form"))]:
@@ -254,6 +267,7 @@ def main() -> None:
                 if report.note or report.refused:
                     print(f"    {report.note} {len(report.refused)} references refused")
         mutant_holes = [one for part in mutated for one in part.result()]
+    print("\n".join(["| Scorer | Right for it, but wrong | Refused, but right |", "|---|---|---|", *of_verl]))
     missed = sorted(set(tables["holes"]) - found["holes"])
     survivors = [name for name, is_found in mutant_holes if not is_found]
     print(f"{len(KINDS)} kinds; holes found: {len(found['holes'])} of {len(tables['holes'])}; missed: {missed}")

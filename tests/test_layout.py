@@ -69,11 +69,9 @@ INSIDE: dict[str, set[str]] = {
     "managers.registry": {"OPTIONS", "is_known", "names"},
     "managers.scorer": {"Scorer", "load_scorer", "returns_results", "scored", "scores_groups"},
     "scoring.isolation": {"SplitSemaphore"},
-    "processes.child": {"callable_of"},
-    "processes.pool": {"WorkerProcesses"},
-    "scoring.load": {"source_hash", "file_modules"},
+    "scoring.load": {"source_hash"},
     "scoring.results": {"check_result", "OUTSIDE_THE_MAIN_THREAD"},
-    "scoring.signature": {"BY_NAME", "required_by_name", "Target", "resolve"},
+    "scoring.signature": {"BY_NAME", "required_by_name", "resolve"},
     "scoring.threads": {"DaemonThreads"},
 }
 """The names in the rooms of the core that satellites import, although they are not in the ``__all__`` of the room. It

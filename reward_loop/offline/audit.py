@@ -23,8 +23,7 @@ from urllib.parse import urlsplit
 from reward_loop._util.intervals import wilson
 from reward_loop.errors import RewardLoopError
 from reward_loop.managers.scorer import Scorer, scored
-from reward_loop.offline.attacked_rows import AttackedRow, rows_of, same, texts_of
-from reward_loop.offline.attacks import KINDS
+from reward_loop.offline.attacks import KINDS, AttackedRow, rows_of, same, texts_of
 from reward_loop.offline.inputs import Row, recorded_row
 from reward_loop.offline.run import for_each
 from reward_loop.records import RecordsReader
@@ -92,7 +91,7 @@ REFERENCE = Probe("reference judge", "read answers on which the two differ, and 
 LABELS = Probe("labelled answers", "it is wrong where the right verdict is known: change its prompt or its model")
 PROBES = (
     AGAIN,
-    Probe("empty answer", "return 0 for an empty answer before a judge is asked", _rotated(_KIND["empty"].templates)),
+    Probe("empty answer", "return 0 for an empty answer before a judge is asked", _rotated(("", " ", "\n"))),
     Probe(
         "master key",
         "words without an answer are accepted: look for the final answer before a judge is asked, let the judge "
@@ -135,6 +134,8 @@ class Recorded:
     rows: list[Row]
     samples: int = 0
     """The scored samples of the records."""
+    latest: float = 0.0
+    """The time of the last of them."""
     with_texts: int = 0
     """Those of them whose texts the records still have."""
     low: float = math.inf
@@ -143,8 +144,8 @@ class Recorded:
     """``host:port`` of the run's judge: of the last answer through the router, else the only address that was asked."""
 
 
-def read(folder: Path, count: int) -> Recorded:
-    """Choose recorded answers; the same in each call.
+def read(folder: Path, count: int, after: float = 0.0) -> Recorded:
+    """Choose answers that were recorded later than ``after``; the same in each call.
 
     Raises:
         ConfigError: the folder has no records.
@@ -160,8 +161,10 @@ def read(folder: Path, count: int) -> Recorded:
         score = finite_number(row.get("score"))
         if row["outcome"] != Outcome.SCORED or score is None:
             continue
-        found.samples += 1
         found.low, found.high = min(found.low, score), max(found.high, score)
+        if row["time"] <= after:
+            continue
+        found.samples, found.latest = found.samples + 1, max(found.latest, row["time"])
         if _has_text(folder, row, sizes):
             found.with_texts += 1
             index = len(chosen) if len(chosen) < count else chance.randrange(found.with_texts)

@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import errno
+import itertools
+import math
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
+from unittest import mock
 
+from reward_loop._util.event_loops import line_on_loop
 from reward_loop._util.text import cut, duration, first_line, shorten
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, FunctionLoadError
-from reward_loop.offline.attacked_rows import AttackedRow, rows_of, texts_of
-from reward_loop.offline.attacks import PAID
-from reward_loop.offline.check_calls import (
-    Callee,
-    Calls,
-    CheckedRow,
-    Finding,
-    StepTimer,
-    failing_requests,
-    outside_the_main_thread,
-)
-from reward_loop.offline.holes import NOT_CALLED, Attack, AttackReport, IsolatedScores, KindReport, WaitsForServiceError
+from reward_loop.managers.scorer import Scorer, load_scorer, scored
+from reward_loop.offline.attacks import PAID, rows_of, texts_of
+from reward_loop.offline.holes import NOT_CALLED, Attack, AttackReport, KindReport, Outcome
+from reward_loop.offline.run import for_each
+from reward_loop.scoring import ListScoringFunction, ScoringFunction
 from reward_loop.scoring.results import OUTSIDE_THE_MAIN_THREAD
-from reward_loop.scoring.signature import resolve
-from reward_loop.types import RewardSample, missing
+from reward_loop.types import RewardSample, is_returned, missing
 
 MAX_BLOCKED_S = 0.02
 """Maximum time in seconds for which a call may block the event loop, and with it all other samples."""
 
-AWAIT = (
-    "await slow calls (sync ones with `await asyncio.to_thread(...)`), or make it a plain `def`, which runs in a thread"
-)
-"""What to change in a function that blocks the event loop."""
-
+_CONCURRENCY = 16
 _ERROR_CHARACTERS = 2000
 """Maximum number of characters of an error that are shown."""
 _HUGE_CHARACTERS = 1_000_000
@@ -42,22 +40,63 @@ _STUCK_S = 30.0
 """The seconds for which a call may block the event loop before the check ends. No deadline holds meanwhile."""
 _ATTACK_S = 30.0
 """The seconds for which answers that are right or wrong are scored."""
+_ATTACK_TIMEOUT_S = 10.0
+_CALLS_PER_PROCESS = 64
+_LOOK_S = 0.005
+"""The seconds between two looks at the line that the event loop is at."""
 _LINES = 8
 """Maximum number of kinds of answers that a finding lists."""
 _MALFORMED = '\x00\ufffd \\boxed{1 {{ ((( ``` <think> {"a": [1, "\u202e\U0001f600 #### $$ %s %d \\x \n\r\n\t'
-_OWN_LOOP = "the function runs its own event loop: make it `async def` and use await"
-_ADVICE = {
-    "event loop is already running": _OWN_LOOP,
-    "cannot be called from a running event loop": _OWN_LOOP,
-}
+_AWAIT = (
+    "await slow calls (sync ones with `await asyncio.to_thread(...)`), or make it a plain `def`, which runs in a thread"
+)
+_FLAGGED = (
+    (PAID, "false positives", "problem", "wrong answers that need no reference are right: a policy is paid for them"),
+    (("knows",), "holes of the rule", "note", "wrong answers that hold the reference, or are near to it, are right"),
+    (("right", "form"), "refused answers", "note", "right answers are refused"),
+    (("contract",), "open to dispute", "ok", "accepted, and people disagree whether they are right"),
+)
+"""The levels of a finding, its name, its status and its text."""
+
+Status = Literal["ok", "note", "problem", "skipped"]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRow:
+    """The result of one sample."""
+
+    uid: str
+    outcome: str
+    score: float | None
+    seconds: float
+    """Run time of the function, in seconds."""
+    components: Mapping[str, Any]
+    error: str
+
+    @property
+    def shown(self) -> str:
+        """Outcome and score, for a message."""
+        return self.outcome if self.score is None else f"{self.outcome} {self.score:.6g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check."""
+
+    check: str
+    status: str
+    text: str
+    """What was observed and, for a problem, what to change."""
 
 
 @dataclass(slots=True)
 class CheckReport:
     """The report on a function."""
 
-    functions: list[Callee]
-    """The function."""
+    function: str
+    """Name and file of the function."""
+    is_async: bool
+    in_processes: bool
     is_batched: bool = False
     """Whether it is a batch function, which is called with all samples at once."""
     rows: list[CheckedRow] = field(default_factory=list)
@@ -79,16 +118,14 @@ async def check(
     manager: str = "naive",
     router_address: str | None = None,
     options: RewardLoopConfig | None = None,
-    concurrency: int = 16,
     max_blocked_s: float = MAX_BLOCKED_S,
     more: Sequence[RewardSample] = (),
     on_step: Callable[[str], None] = lambda step: None,
-    on_stuck: Callable[[str], None] = lambda line: None,
 ) -> CheckReport:
     """Call a reward function in the ways that a run may call it, and report what goes wrong.
 
-    All rounds run on an event loop outside of the main thread, as in a run. A function that scores by a rule, without
-    a judge, is also called in processes, with about 160 answers for each row that is attacked.
+    All rounds run on an event loop outside of the main thread, as in a run: signals do not work there. A function that
+    scores by a rule, without a judge, is also called in processes, with about 160 answers for each of a few rows.
 
     Args:
         function: the function, in any form that `ScoringFunction` takes. For managers such as `batch` and `group`, a
@@ -98,12 +135,9 @@ async def check(
         manager: the reward manager, by name or import path.
         router_address: ``host:port`` that the function receives as ``reward_router_address``.
         options: options of the run; the policies, and the bounds on failures are ignored here.
-        concurrency: maximum number of calls in flight when concurrent calls are tested.
         max_blocked_s: maximum time in seconds for which a call may block the event loop.
         more: more samples, from which only right and wrong answers are made.
         on_step: called with a description of each step before it starts.
-        on_stuck: called in another thread with the line of code that has blocked the event loop for 30 s, or for the
-            deadline of a call if that is shorter.
 
     Raises:
         FunctionLoadError: the function cannot be called with the arguments of the reward loop.
@@ -113,259 +147,351 @@ async def check(
         raise ConfigError("no samples were given: the check needs at least one")
     if broken := [f"{sample.uid}: {sample.error}" for sample in samples if sample.error]:
         raise ConfigError(f"{len(broken)} of {len(samples)} samples are broken. {broken[0]}")
+    # Failures are reported and must not stop the check. A batch function gets all samples in one call.
     options = options or RewardLoopConfig()
-    calls = Calls(
-        function,
-        len(samples),
-        manager=manager,
-        reward_kwargs=reward_kwargs,
-        router_address=router_address,
-        concurrency=concurrency,
-        options=options,
-    )
-    stuck_s = min(_STUCK_S, calls.function.timeout or _STUCK_S)
-    checks = _Checks(calls, samples, [*samples, *more], concurrency, max_blocked_s, stuck_s, on_stuck)
-    checks.target = resolve(function, reward_kwargs, of_lists=calls.is_batched)
-    report = CheckReport([calls.callee()], calls.is_batched)
-    rounds: list[tuple[str, Callable[[], Awaitable[list[Finding]]]]] = [
-        ("the samples", checks.samples_score),
-        ("the samples again", checks.scores_again),
-        ("concurrent calls", checks.concurrent_calls),
-        ("right and wrong answers", checks.known_answers),
-        ("unusual texts", checks.unusual_texts),
-    ]
+    update: dict[str, Any] = {
+        "max_failed_share": 1.0,
+        "on_failed": "mask",
+        "on_unscored": "mask",
+        "max_threads": _CONCURRENCY,
+        "outage_timeout_s": 0.0,  # an unreachable judge is what the check is to find
+    }
 
-    async def run_rounds() -> None:
-        for step, find in rounds:
-            on_step(step)
-            report.findings += await find()
-            if all(row.outcome == "failed" for row in checks.first):
-                break  # all other checks would fail for the same reason
+    def load(batch_size: int, **more: Any) -> Scorer:
+        batch = options.batch.model_copy(update={"max_batch_size": batch_size})
+        changed = options.model_copy(update={**update, **more, "batch": batch})
+        return load_scorer(function, manager, changed, reward_kwargs=reward_kwargs, router_address=router_address)
 
+    loop = _MeasuredLoop()
+    checks = _Checks(load(len(samples)), load, samples, [*samples, *more], max_blocked_s, loop)
+    report, stuck_s = checks.report, min(_STUCK_S, checks.function.timeout or _STUCK_S)
+    thread = threading.Thread(target=loop.run_forever, name="check", daemon=True)
+    thread.start()
+    work = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(checks.run(on_step), loop))
     try:
-        await outside_the_main_thread(run_rounds())
+        while not (await asyncio.wait([work], timeout=_LOOK_S))[0]:
+            if loop.look(thread) > stuck_s:
+                text = f"{loop.busiest()} does not let the event loop run, and no deadline holds: the check ended"
+                report.findings.append(Finding("event loop", "problem", f"{text}. Fix: {_AWAIT}"))
+                return report  # the thread cannot be interrupted
+        await work
     finally:
+        loop.call_soon_threadsafe(loop.stop)
         # In a thread: closing waits until worker processes have ended.
-        await asyncio.to_thread(calls.close)
-    report.rows, report.attack = checks.first, checks.attack
+        await asyncio.to_thread(checks.function.close)
     return report
+
+
+class _MeasuredLoop(asyncio.SelectorEventLoop):
+    """An event loop that measures its longest step: what it runs between two waits.
+
+    Unlike the delay of a timer, this does not grow when other processes use the cores while the loop waits.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+        super().__init__()
+
+    def reset(self) -> None:
+        """Forget the steps up to now."""
+        self.longest_s, self.line = 0.0, "the function"
+        self._lines, self._started = Counter[str](), math.inf
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Any, *arguments: Any, context: Any = None
+    ) -> asyncio.Handle:
+        # All steps of tasks are scheduled here.
+        return super().call_soon(self._run, callback, *arguments, context=context)
+
+    def _run(self, callback: Callable[..., object], *arguments: Any) -> None:
+        self._lines, self._started = Counter(), time.perf_counter()
+        try:
+            callback(*arguments)
+        finally:
+            seconds, self._started = time.perf_counter() - self._started, math.inf
+            if seconds > self.longest_s:
+                self.longest_s, self.line = seconds, self.busiest()
+
+    def look(self, thread: threading.Thread) -> float:
+        """Note the line at which the loop is; return the seconds for which its step has been running. From outside."""
+        seconds = time.perf_counter() - self._started
+        if seconds > 0 and (line := line_on_loop(thread.ident or 0)) is not None:
+            self._lines[line] += 1
+        return seconds
+
+    def busiest(self) -> str:
+        """Return the line at which the running step was most often."""
+        return next((line for line, _ in self._lines.most_common(1)), "the function")
 
 
 @dataclass
 class _Checks:
-    calls: Calls
+    scorer: Scorer
+    load: Callable[..., Scorer]
     samples: Sequence[RewardSample]
     attacked: Sequence[RewardSample]
-    concurrency: int
     max_blocked_s: float
-    stuck_s: float
-    on_stuck: Callable[[str], None]
-    first: list[CheckedRow] = field(default_factory=list)
-    """The results of the first round."""
+    loop: _MeasuredLoop
     deterministic: bool = True
-    target: Any = None
-    attack: AttackReport | None = None
-    blocked: list[list[StepTimer]] = field(default_factory=list)
-    """For each round: for how many seconds each call blocked the event loop."""
+    blocked: list[list[tuple[float, str]]] = field(default_factory=list)
+    """For each round and call: for how many seconds it blocked the event loop, and in which line."""
 
-    @property
-    def scores_by_rule(self) -> bool:
-        """Whether the function compares an answer with the ground truth itself, without asking a judge."""
-        calls, requires = self.calls, self.calls.requires
-        return "ground_truth" in requires and not (
-            calls.of_groups or {"reward_router_address", "response_ids"} & requires
-        )
+    def __post_init__(self) -> None:
+        self.function: Any = self.scorer.function
+        is_batched = getattr(self.scorer.manager, "function_type", ScoringFunction) is ListScoringFunction
+        function = self.function
+        self.report = CheckReport(function.name, function.is_async, function.in_processes, is_batched)
+        self._groups = itertools.count()
 
-    async def samples_score(self) -> list[Finding]:
-        self.first = await self._round()
-        failed = [row for row in self.first if row.outcome == "failed"]
-        unscored = sum(row.outcome == "unscored" for row in self.first)
+    async def run(self, on_step: Callable[[str], None]) -> None:
+        """Run all rounds, and add to the report what they find."""
+        rounds = {
+            "the samples": self.samples_score,
+            "the samples again": self.scores_again,
+            "concurrent calls": self.concurrent_calls,
+            "right and wrong answers": self.known_answers,
+            "unusual texts": self.unusual_texts,
+        }
+        for step, find in rounds.items():
+            on_step(step)
+            await find()
+            if all(row.outcome == "failed" for row in self.report.rows):
+                break  # all other checks would fail for the same reason
+
+    def find(self, check: str, status: str, text: str) -> None:
+        """Add a finding."""
+        self.report.findings.append(Finding(check, status, text))
+
+    async def samples_score(self) -> None:
+        rows = self.report.rows = await self._round()
+        failed = [row for row in rows if row.outcome == "failed"]
+        unscored = sum(row.outcome == "unscored" for row in rows)
+        text = f"{len(rows) - unscored} scored, {unscored} unscored"
+        scores = {row.score for row in rows if row.score is not None}
         if failed:
-            share = f"{len(failed)} of {len(self.first)} failed; a run would exclude them"
-            return [Finding("samples", "problem", f"{share}. {_explained(failed[0].error)}")]
-        text = f"{len(self.first) - unscored} scored, {unscored} unscored"
-        if unscored == len(self.first):
-            return [Finding("samples", "problem", f"{text}: a run could not learn anything")]
-        scores = {row.score for row in self.first if row.score is not None}
-        if len(scores) == 1 and len(self.first) > 1:
-            return [Finding("samples", "note", f"{text}, all with the same score: a run could not learn from these")]
-        return [Finding("samples", "ok", text)]
+            share = f"{len(failed)} of {len(rows)} failed; a run would exclude them"
+            self.find("samples", "problem", f"{share}. {cut(failed[0].error, _ERROR_CHARACTERS)}")
+        elif not scores:
+            self.find("samples", "problem", f"{text}: a run could not learn anything")
+        elif len(scores) == 1 and len(rows) > 1:
+            self.find("samples", "note", f"{text}, all with the same score: a run could not learn from these")
+        else:
+            self.find("samples", "ok", text)
 
-    async def scores_again(self) -> list[Finding]:
-        second = await self._round()
-        changed = [(one, two) for one, two in zip(self.first, second, strict=True) if not one.same(two)]
+    async def scores_again(self) -> None:
+        first = self.report.rows
+        changed = [pair for pair in zip(first, await self._round(), strict=True) if not _same(*pair)]
         self.deterministic = not changed
         if changed:
             one, two = changed[0]
-            text = (
-                f"{len(changed)} of {len(self.samples)} have another result when scored again; {one.uid}: {one.shown}, "
-                f"then {two.shown}. If this is not intended, fix seeds, or the judge's temperature"
-            )
-            found = [Finding("deterministic", "note", text)]
+            text = f"{len(changed)} of {len(first)} have another result when scored again; {one.uid}: {one.shown}, then"
+            advice = "If this is not intended, fix seeds, or the judge's temperature"
+            self.find("deterministic", "note", f"{text} {two.shown}. {advice}")
         else:
-            found = [Finding("deterministic", "ok", "the same results when scored again")]
-        return [*found, self._blocking()]
-
-    def _blocking(self) -> Finding:
-        if not self.calls.is_async:
-            where = "processes" if self.calls.in_processes else "threads"
-            return Finding("event loop", "ok", f"the function is sync and runs in {where}, where it may block")
+            self.find("deterministic", "ok", "the same results when scored again")
+        if not self.function.is_async:
+            where = "processes" if self.function.in_processes else "threads"
+            self.find("event loop", "ok", f"the function is sync and runs in {where}, where it may block")
+            return
         # The smaller of two measurements: imports and a busy machine delay one call, a blocking function each of them.
-        both = [min(pair, key=lambda timer: timer.longest_s) for pair in zip(*self.blocked, strict=True)]
-        longest = max(both, key=lambda timer: timer.longest_s)
-        blocked = longest.longest_s
-        if blocked <= self.max_blocked_s:
-            return Finding("event loop", "ok", f"not blocked for more than {duration(max(blocked, 0.001))}")
-        return Finding(
-            "event loop",
-            "problem",
-            f"{longest.line or 'the function'} blocks the event loop for {duration(blocked)}, and with it all other "
-            f"samples: {AWAIT}",
-        )
-
-    async def concurrent_calls(self) -> list[Finding]:
-        name = "concurrent calls" if self.calls.is_async else "processes" if self.calls.in_processes else "threads"
-        count = len(self.samples)
-        if self.calls.is_batched:
-            calls = max(2, self.concurrency // count)
-            what = f"samples in {calls} concurrent calls"
-            rounds = await asyncio.gather(*(self.calls.run(self.samples) for _ in range(calls)))
-            rows, copies = [row for made in rounds for row in made], [*range(count)] * calls
+        seconds, line = max(min(pair) for pair in zip(*self.blocked, strict=True))
+        if seconds <= self.max_blocked_s:
+            self.find("event loop", "ok", f"not blocked for more than {duration(max(seconds, 0.001))}")
         else:
-            what = f"calls, {self.concurrency} at a time,"
-            copies = [index % count for index in range(max(self.concurrency, count))]
-            rows = await self.calls.run_each([self.samples[index] for index in copies], self.concurrency)
+            text = f"{line} blocks the event loop for {duration(seconds)}, and with it all other samples"
+            self.find("event loop", "problem", f"{text}: {_AWAIT}")
+
+    async def concurrent_calls(self) -> None:
+        function, first, count = self.function, self.report.rows, len(self.samples)
+        name = "concurrent calls" if function.is_async else "processes" if function.in_processes else "threads"
+        what = f"calls, {_CONCURRENCY} at a time,"
+        copies = [index % count for index in range(max(_CONCURRENCY, count))]
+        if self.report.is_batched:
+            calls = max(2, _CONCURRENCY // count)
+            what, copies = f"samples in {calls} concurrent calls", [*range(count)] * calls
+            rounds = await asyncio.gather(*(self._scored(self.samples) for _ in range(calls)))
+            rows = [row for made in rounds for row in made]
+        else:
+            rows = await self._each(self.scorer, [self.samples[index] for index in copies])
+        changed = [(first[i], row) for i, row in zip(copies, rows, strict=True) if not _same(first[i], row)]
         if not self.deterministic:
             failed = sum(row.outcome == "failed" for row in rows)
             text = f"{failed} of {len(rows)} {what} failed; results are not compared, because they differ between calls"
-            return [Finding(name, "skipped", text)]
-        changed = [(self.first[i], row) for i, row in zip(copies, rows, strict=True) if not self.first[i].same(row)]
-        if not changed:
-            return [Finding(name, "ok", f"{len(rows)} {what} have the same results as single calls")]
-        one, two = changed[0]
-        text = (
-            f"{len(changed)} of {len(rows)} {what} have other results than single calls; {one.uid}: {one.shown} in a "
-            f"single call, {two.shown} in concurrent calls. Calls share changing state, such as globals, attributes or "
-            "caches: use local variables, or a lock"
-        )
-        return [Finding(name, "problem", text)]
+            self.find(name, "skipped", text)
+        elif not changed:
+            self.find(name, "ok", f"{len(rows)} {what} have the same results as single calls")
+        else:
+            one, two = changed[0]
+            text = (
+                f"{len(changed)} of {len(rows)} {what} have other results than single calls; {one.uid}: {one.shown} in "
+                f"a single call, {two.shown} in concurrent calls. Calls share changing state, such as globals, "
+                "attributes or caches: use local variables, or a lock"
+            )
+            self.find(name, "problem", text)
 
-    async def known_answers(self) -> list[Finding]:
+    async def known_answers(self) -> None:
         """Attack the function with answers whose right verdict is known, in processes."""
-        if not self.scores_by_rule:
-            return []
+        name, requires = "right and wrong answers", self.scorer.requires
+        of_groups = getattr(self.scorer.manager, "needs_group", False)
+        if "ground_truth" not in requires or of_groups or {"reward_router_address", "response_ids"} & requires:
+            return  # it asks a judge, or compares answers with each other
         attacked = [one for one in self.attacked if not missing(one.ground_truth)]
-        if not attacked:
-            return [Finding("right and wrong answers", "skipped", "nothing attacked: no row has a ground truth")]
+        if not attacked or self.function.is_async:
+            why = "no row has a ground truth" if not attacked else "async functions cannot be called in processes"
+            self.find(name, "skipped", f"nothing attacked: {why}")
+            return
         rows = rows_of([(one.ground_truth, _question(one.prompt), one.solution_str) for one in attacked])
+        # A program may change the process that scores it; other answers may only end it.
+        calls = 1 if any(row.type == "program" for row in rows) else _CALLS_PER_PROCESS
+        update = {"isolation": "process", "calls_per_process": calls, "timeout": _ATTACK_TIMEOUT_S}
         try:
-            scores = IsolatedScores(self.target, attacked, _ATTACK_S)
+            isolated = self.load(1, **update)
         except FunctionLoadError as error:
-            return [Finding("right and wrong answers", "skipped", str(error))]
-        try:
-            self.attack = await Attack(rows, scores, scores.width).run()
-            found = await self._elsewhere(scores)
-        except WaitsForServiceError as error:
-            return [Finding("right and wrong answers", "skipped", f"nothing attacked: {error}")]
-        finally:
-            await asyncio.to_thread(scores.close)
-        return [*_attack_findings(self.attack, rows), *found]
+            self.find(name, "skipped", str(error))
+            return
+        slots, end = asyncio.Semaphore(_CONCURRENCY), math.inf
 
-    async def _elsewhere(self, scores: IsolatedScores) -> list[Finding]:
+        async def outcome(sample: RewardSample, answer: str) -> Outcome:
+            nonlocal end
+            async with slots:
+                if time.perf_counter() > end:
+                    return NOT_CALLED
+                cut_off = None if sample.is_truncated is None else False
+                changed = replace(sample, solution_str=answer, group=None, turns=None, is_truncated=cut_off)
+                row = await _row(isolated, changed)
+            # Not before the first call: importing the function's module may take longer than all calls.
+            end = min(end, time.perf_counter() + _ATTACK_S)
+            return row.error if row.outcome == "failed" else row.score
+
+        async def score(index: int, answers: Sequence[str]) -> list[Outcome]:
+            return await asyncio.gather(*(outcome(attacked[index], answer) for answer in answers))
+
+        try:
+            self.report.attack = attack = await Attack(rows, score).run()
+            shown = ", ".join(shorten(rows[index].reference, 40) for index in attack.refused[:4])
+            self.report.findings += _attack_findings(attack, shown)
+            await self._elsewhere(isolated, attack.forms[0] if attack.forms else "{}")
+        finally:
+            await asyncio.to_thread(isolated.function.close)
+
+    async def _elsewhere(self, isolated: Scorer, form: str) -> None:
         """Check that calls where runs call, and in the main thread of another process, have the same results."""
-        assert self.attack is not None
-        if not self.deterministic or self.calls.in_processes or self.calls.is_batched:
-            return []
-        form = self.attack.forms[0] if self.attack.forms else "{}"
-        # Without those that have no ground truth: a run does not call the function on them.
-        first = [(one, row) for one, row in zip(self.samples, self.first, strict=True) if not missing(one.ground_truth)]
-        samples = [one for one, _ in first]
+        if not self.deterministic or self.function.in_processes or self.report.is_batched:
+            return
+        samples = [one for one in self.samples if not missing(one.ground_truth)]
         for sample in samples.copy():
             text = form.replace("{}", texts_of(sample.ground_truth)[0])
             samples.append(replace(sample, solution_str=text, is_truncated=None))
-        here = [*(row for _, row in first), *await self.calls.run_each(samples[len(first) :], 1)]
-        places = [*range(len(first))] * 2
-        there = [(await scores(i, [one.solution_str], True))[0] for i, one in zip(places, samples, strict=False)]
-        pairs = list(zip(samples, here, there, strict=False))
-        changed = [
-            (sample, row, other)
-            for sample, row, other in pairs
-            if other != NOT_CALLED and (row.score if row.outcome != "failed" else "") != _plain(other)
-        ]
+        here, there = await self._each(self.scorer, samples), await self._each(isolated, samples)
+        changed = [three for three in zip(samples, here, there, strict=True) if not _same(*three[1:])]
         if not changed:
-            return [Finding("other places", "ok", f"{len(pairs)} calls have the same results in a worker process")]
-        sample, row, other = changed[0]
-        shown = f"scored {other:.6g}" if isinstance(other, float) else other or "unscored"
+            self.find("other places", "ok", f"{len(samples)} calls have the same results in a worker process")
+            return
+        sample, one, two = changed[0]
         text = (
-            f"{len(changed)} of {len(pairs)} answers have other results in the main thread of a worker process; "
-            f"{shorten(sample.solution_str, 60)}: {row.shown} where runs call, {shown} there"
+            f"{len(changed)} of {len(samples)} answers have other results in the main thread of a worker process; "
+            f"{shorten(sample.solution_str, 60)}: {one.shown} where runs call, {two.shown} there"
         )
-        if isinstance(other, str):
-            return [Finding("other places", "note", text)]
-        return [Finding("other places", "problem", f"{text}. Fix: {OUTSIDE_THE_MAIN_THREAD}")]
+        if two.outcome == "failed":
+            self.find("other places", "note", f"{text}: {first_line(two.error)}")
+        else:
+            self.find("other places", "problem", f"{text}. Fix: {OUTSIDE_THE_MAIN_THREAD}")
 
-    async def unusual_texts(self) -> list[Finding]:
+    async def unusual_texts(self) -> None:
         text = self.samples[0].solution_str or "x"
         responses = {
             "an empty response": "",
             "a huge response": (text * (_HUGE_CHARACTERS // len(text) + 1))[:_HUGE_CHARACTERS],
             "a malformed response": _MALFORMED,
         }
-        function, timeout = self.calls.function, self.calls.function.timeout
-        function.timeout = min(timeout or _HUGE_TIMEOUT_S, _HUGE_TIMEOUT_S)
-        found = []
-        try:
-            for name, response in responses.items():
-                one = replace(self.samples[0], solution_str=response, uid=name)
-                # A batch function gets this response together with normal ones, which must not fail because of it.
-                row, *others = await self.calls.run([one, *self.samples[1:]] if self.calls.is_batched else [one])
-                if row.outcome == "failed":
-                    advice = "Policies generate such responses: return a score, or None for no score"
-                    if "RequestError: " in row.error:
-                        advice = "The service that the function asked is the cause, not this response"
-                    if others and all(other.outcome == "failed" for other in others):
-                        advice += f". The {len(others)} other samples of the call also failed"
-                    found.append(Finding(name, "problem", f"{_explained(row.error)}\n{advice}"))
-                else:
-                    found.append(Finding(name, "ok", f"{row.shown}, in {duration(row.seconds)}"))
-        finally:
-            function.timeout = timeout
-        return [*found, *await self._failed_requests()]
-
-    async def _failed_requests(self) -> list[Finding]:
-        """Check that a failed request of the function does not become a score."""
-        if self.calls.in_processes:
-            return []
-        with failing_requests() as failed:
-            row, *_ = await self.calls.run(self.samples if self.calls.is_batched else self.samples[:1])
-        if not failed:
-            return []
-        if row.score is None:
-            return [Finding("a failed request", "ok", f"{row.outcome}, when its connection was refused")]
-        text = (
-            f"{row.shown}, when its connection was refused: a run would train on this in an outage of the service. Let "
-            "the error propagate, so that the call is repeated, or return None"
-        )
-        return [Finding("a failed request", "problem", text)]
+        timeout = self.function.timeout
+        self.function.timeout = min(timeout or _HUGE_TIMEOUT_S, _HUGE_TIMEOUT_S)
+        for name, response in responses.items():
+            one = replace(self.samples[0], solution_str=response, uid=name)
+            # A batch function gets this response together with normal ones, which must not fail because of it.
+            row, *others = await self._scored([one, *self.samples[1:]] if self.report.is_batched else [one])
+            if row.outcome == "failed":
+                advice = "Policies generate such responses: return a score, or None for no score"
+                if "RequestError: " in row.error:
+                    advice = "The service that the function asked is the cause, not this response"
+                if others and all(other.outcome == "failed" for other in others):
+                    advice += f". The {len(others)} other samples of the call also failed"
+                self.find(name, "problem", f"{cut(row.error, _ERROR_CHARACTERS)}\n{advice}")
+            else:
+                self.find(name, "ok", f"{row.shown}, in {duration(row.seconds)}")
+        self.function.timeout = timeout
+        if self.function.in_processes:
+            return
+        with _failing_requests() as refused:
+            row, *_ = await self._scored(self.samples if self.report.is_batched else self.samples[:1])
+        if refused and row.score is None:
+            self.find("a failed request", "ok", f"{row.outcome}, when its connection was refused")
+        elif refused:
+            text = (
+                f"{row.shown}, when its connection was refused: a run would train on this in an outage of the service. "
+                "Let the error propagate, so that the call is repeated, or return None"
+            )
+            self.find("a failed request", "problem", text)
 
     async def _round(self) -> list[CheckedRow]:
-        """Score all samples one after another, and add the longest step of each call to ``blocked``."""
-        rows: list[CheckedRow] = []
-        blocked = []
-        for samples in [self.samples] if self.calls.is_batched else [[sample] for sample in self.samples]:
-            with StepTimer(self.stuck_s, self.on_stuck) as timer:
-                # A task of its own: the timer measures only tasks that are created while it is open.
-                rows += await asyncio.create_task(self.calls.run(samples))
-            blocked.append(timer)
+        """Score all samples one after another, and measure how long each call blocks the event loop."""
+        rows, blocked = list[CheckedRow](), list[tuple[float, str]]()
+        for samples in [self.samples] if self.report.is_batched else [[sample] for sample in self.samples]:
+            self.loop.reset()
+            # A task of its own, so that no step of it began before.
+            rows += await asyncio.create_task(self._scored(samples))
+            blocked.append((self.loop.longest_s, self.loop.line))
         self.blocked.append(blocked)
         return rows
 
+    async def _scored(self, samples: Sequence[RewardSample]) -> list[CheckedRow]:
+        """Score samples at the same time; a batch function receives all of them in one call."""
+        if getattr(self.scorer.manager, "needs_group", False):
+            group = f"group {next(self._groups)}"
+            samples = [replace(sample, group=group, group_size=len(samples)) for sample in samples]
+        return list(await asyncio.gather(*(_row(self.scorer, sample) for sample in samples)))
 
-def _explained(error: str) -> str:
-    """Return the error, shortened if it is long, with advice if the cause is known."""
-    advice = next((advice for sign, advice in _ADVICE.items() if sign in error), None)
-    text = cut(error, _ERROR_CHARACTERS)
-    return f"{text}\nFix: {advice}" if advice else text
+    async def _each(self, scorer: Scorer, samples: Sequence[RewardSample]) -> list[CheckedRow]:
+        """Score each sample in a call of its own."""
+        rows: dict[int, CheckedRow] = {}
+
+        async def run(index: int) -> None:
+            rows[index] = await _row(scorer, samples[index])
+
+        await for_each(range(len(samples)), _CONCURRENCY, run)
+        return [rows[index] for index in range(len(samples))]
+
+
+async def _row(scorer: Scorer, sample: RewardSample) -> CheckedRow:
+    result, _ = await scored(scorer.manager, sample, sample.uid)
+    components = {name: value for name, value in result.extra_info.items() if is_returned(name)}
+    uid = sample.uid or ""
+    return CheckedRow(uid, result.outcome, result.reward, result.work_s, components, result.error or "")
+
+
+def _same(one: CheckedRow, other: CheckedRow) -> bool:
+    return (one.outcome, one.score) == (other.outcome, other.score)
+
+
+@contextmanager
+def _failing_requests() -> Iterator[list[str]]:
+    """Refuse all connections of this process to services, also those that are open. Yields the refused calls."""
+    refused: list[str] = []
+
+    def failing(name: str) -> Callable[..., Any]:
+        usual = getattr(socket.socket, name)
+
+        def call(self: socket.socket, *arguments: Any) -> Any:
+            if self.family not in (socket.AF_INET, socket.AF_INET6):
+                return usual(self, *arguments)
+            refused.append(name)
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "refused by reward-loop check")
+
+        return call
+
+    methods: Any = {name: failing(name) for name in ("connect", "connect_ex", "send", "sendall")}
+    with mock.patch.multiple(socket.socket, **methods):
+        yield refused
 
 
 def _question(prompt: Any) -> str:
@@ -375,41 +501,27 @@ def _question(prompt: Any) -> str:
     return prompt if isinstance(prompt, str) else ""
 
 
-def _plain(outcome: float | str | None) -> float | str | None:
-    return "" if isinstance(outcome, str) else outcome
-
-
-def _attack_findings(attack: AttackReport, rows: Sequence[AttackedRow]) -> list[Finding]:
+def _attack_findings(attack: AttackReport, refused: str) -> list[Finding]:
     """Return what the attack found: what a policy is paid for first."""
     name = "right and wrong answers"
-    anything = [kind for kind in attack.flagged(PAID) if not attack.forms]
-    if anything:
-        text = (
-            f"right and wrong answers have the same score; {shorten(anything[0].smallest, 60)}: {anything[0].score:g}"
-        )
-        return [Finding("false positives", "problem", text)]
     if attack.note:
         return [Finding(name, "note", attack.note)]
-    found = []
-    if paid := attack.flagged(PAID):
-        text = "wrong answers that need no reference are right, so a policy is paid for them:\n" + _listed(paid)
-        found.append(Finding("false positives", "problem", text))
-    if holes := attack.flagged(["knows"]):
-        text = "wrong answers that contain the reference, or are near to it, are right:\n" + _listed(holes)
-        found.append(Finding("holes of the rule", "note", text))
+    if not attack.forms:
+        (tie,) = attack.kinds
+        text = f"right and wrong answers have the same score; {shorten(tie.smallest, 60)}: {tie.score:g}"
+        return [Finding("false positives", "problem", text)]
+    found = [
+        Finding(check, status, f"{text}:\n{_listed(kinds)}")
+        for levels, check, status, text in _FLAGGED
+        if (kinds := attack.flagged(levels))
+    ]
     if bonuses := attack.bonuses:
         shown = "\n".join(f"{one.name}: {one.bonus:.0%} for {shorten(one.bonus_for, 60)}" for one in bonuses[:_LINES])
         text = f"wrong answers that need no reference gain a part of the score:\n{shown}"
         found.append(Finding("paid style", "note", text))
     if attack.refused:
-        shown = ", ".join(shorten(rows[index].reference, 40) for index in attack.refused[:4])
-        text = f"{len(attack.refused)} of {attack.given} rows: the reference is refused in every form: {shown}"
+        text = f"{len(attack.refused)} of {attack.given} rows: the reference is refused in every form: {refused}"
         found.append(Finding("refused references", "problem", text))
-    if refused := attack.flagged(["right", "form"]):
-        found.append(Finding("refused answers", "note", "right answers are refused:\n" + _listed(refused)))
-    if listed := attack.flagged(["contract"]):
-        text = "accepted, and people disagree whether they are right:\n" + _listed(listed)
-        found.append(Finding("open to dispute", "ok", text))
     if crashes := [kind for kind in attack.kinds if kind.crashed]:
         shown = "\n".join(
             f"{one.name}: {one.crashed} of {one.answers} answers; {shorten(one.crash, 50)}: {first_line(one.error)}"
@@ -425,8 +537,8 @@ def _attack_findings(attack: AttackReport, rows: Sequence[AttackedRow]) -> list[
     if attack.graded:
         text += "; near answers are paid by their distance, so that only the full score counts as accepted"
     if attack.not_built:
-        kinds = ", ".join(f"{kind} ({count})" for kind, count in attack.not_built.items())
-        text += f"; rows from which a kind cannot be made: {kinds}"
+        missing_kinds = ", ".join(f"{kind} ({count})" for kind, count in attack.not_built.items())
+        text += f"; rows from which a kind cannot be made: {missing_kinds}"
     return [*found, Finding(name, "ok" if attack.attacked else "note", text)]
 
 

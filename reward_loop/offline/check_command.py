@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from itertools import islice
 from typing import Annotated, Literal
@@ -24,8 +23,7 @@ from reward_loop.managers.scorer import load_scorer
 from reward_loop.offline import check as dry_run
 from reward_loop.offline import cli_options
 from reward_loop.offline.attacks import WRONG
-from reward_loop.offline.check import AWAIT, CheckReport
-from reward_loop.offline.check_calls import Callee, Finding
+from reward_loop.offline.check import CheckReport
 from reward_loop.offline.fields import Fields
 from reward_loop.offline.inputs import Inputs
 from reward_loop.scoring import load_function
@@ -51,11 +49,6 @@ def check(
     reward_kwarg: cli_options.RewardKwargs = None,
     manager: cli_options.Manager = "naive",
     router_address: cli_options.RouterAddress = None,
-    concurrency: Annotated[
-        int, typer.Option(min=1, help="Number of concurrent calls when concurrency is tested.")
-    ] = 16,
-    timeout: cli_options.Timeout = 300,
-    isolation: cli_options.Isolation = "thread",
     option: cli_options.MoreOptions = None,
     fail_on: Annotated[
         Literal["problem", "false-positive"],
@@ -75,7 +68,7 @@ def check(
 
       reward-loop check reward.py:compute_score rollouts.jsonl -f solution_str=output -f ground_truth=gts
 
-    With 8 rows, the function is called about 36 times, and a rule up to 8,000
+    With 8 rows, the function is called about 36 times, and a rule up to 5,000
     times in processes; requests to a paid judge cost money. Its output goes to stderr.
 
     Exit status: 0 no problems, 1 a problem was found, or the function cannot be
@@ -85,8 +78,7 @@ def check(
     if not files:
         raise ConfigError("name the rollouts, too: reward-loop check FUNCTION FILE")
     reward_kwargs = cli_options.values(reward_kwarg, "--reward-kwarg")
-    given = {"timeout": timeout or None, "isolation": isolation, **cli_options.more_options(context, option)}
-    options = parse(RewardLoopConfig, given, cli_options.option_names(context))
+    options = parse(RewardLoopConfig, cli_options.more_options(context, option), cli_options.option_names(context))
     paths = cli_options.pairs(field, "--field")
     err = console(stderr=True)
     with reserve_stdout() as stdout:
@@ -102,20 +94,6 @@ def check(
         samples = [fields.to_sample(row) for row in read]
         spinner = Spinner("dots", "loading")
 
-        def show(report: CheckReport) -> None:
-            if as_json:
-                stdout.write(encode(asdict(report) | {"problems": len(report.problems)}).decode() + "\n")
-            else:
-                _show(report, console(stdout))
-
-        def end_stuck(line: str) -> None:
-            function = scorer.function
-            callee = Callee(function.name, function.is_async, function.in_processes)
-            text = f"{line} does not let the event loop run, and no deadline holds: the check ended. Fix: {AWAIT}"
-            show(CheckReport([callee], findings=[Finding("event loop", "problem", text)]))
-            stdout.flush()
-            os._exit(1)  # the thread of the event loop cannot be interrupted
-
         # stdout is already redirected to stderr. Live must not redirect it again.
         with Live(spinner, console=err, transient=True, redirect_stdout=False):
             report = run(
@@ -126,13 +104,14 @@ def check(
                     manager=manager,
                     router_address=router_address,
                     options=options,
-                    concurrency=concurrency,
                     more=[sample for sample in samples[rows:] if not sample.error],
                     on_step=lambda step: spinner.update(text=f"checking {step}"),
-                    on_stuck=end_stuck,
                 ),
             )
-        show(report)
+        if as_json:
+            stdout.write(encode(asdict(report) | {"problems": len(report.problems)}).decode() + "\n")
+        else:
+            _show(report, console(stdout))
     accepted = report.attack.flagged(WRONG) if report.attack is not None and fail_on == "false-positive" else []
     if report.problems or accepted:
         raise typer.Exit(1)
@@ -148,12 +127,10 @@ def _show(report: CheckReport, out: Console) -> None:
         score = "" if row.score is None else f"{row.score:.6g}"
         others = row.error.splitlines()[0] if row.error else components
         table.add_row(row.uid, row.outcome, score, duration(row.seconds), escape(cut(others, 70)))
-    for function in report.functions:
-        kind = f"sync, called in {'processes' if function.in_processes else 'threads'}"
-        kind = "async, awaited on the event loop" if function.is_async else kind
-        if report.is_batched:
-            kind += f", with lists of {len(report.rows)} samples"
-        out.print(f"{escape(function.name)}: {kind}")
+    kind = f"sync, called in {'processes' if report.in_processes else 'threads'}"
+    kind = "async, awaited on the event loop" if report.is_async else kind
+    kind += f", with lists of {len(report.rows)} samples" if report.is_batched else ""
+    out.print(f"{escape(report.function)}: {kind}")
     out.print()
     out.print(table)
     out.print()

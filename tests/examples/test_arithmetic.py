@@ -37,6 +37,7 @@ from examples.arithmetic.models import (
 )
 from examples.arithmetic.report import Report, plot, read_report
 from examples.tiny_models import tiny_tokenizer
+from examples.training import write_dataset
 from reward_loop.records.events import HealthRecords
 from reward_loop.testing import FakeJudge
 
@@ -72,6 +73,18 @@ def test_wrong_answers_are_wrong_and_of_many_kinds() -> None:
     assert {"12", "112", "121", ""} <= set(answers)
     # Without a carry, the answer without carrying is right.
     assert "46" not in [wrong_answer(Problem(12, 34), rng) for _ in range(500)]
+
+
+def test_the_holes_of_a_rule_are_named_before_the_run_that_learns_them(tmp_path: Path) -> None:
+    pairs = [(f"{a}+{a + 9}=", str(2 * a + 9)) for a in range(40, 52)]
+    write_dataset(tmp_path / "held_out.parquet", "arithmetic", "held_out", pairs)
+    made: Any = SimpleNamespace(directory=tmp_path)
+    paid, *_ = demo.attacked(made, "substring")
+    assert paid.startswith("false positives: wrong answers that need no reference are right")
+    assert "shotgun" in paid
+    options = demo.training_options(made, tmp_path, demo.Settings(rule="substring", response_length=12))
+    assert {"custom_reward_function.name=substring", "data.max_response_length=12"} < set(options)
+    assert not [option for option in options if "reward_model" in option and "reward_loop" not in option]
 
 
 def test_kinds_of_wrong_answers_can_be_left_out() -> None:

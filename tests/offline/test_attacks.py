@@ -9,21 +9,37 @@ from typing import Any
 
 import pytest
 
-from reward_loop.offline.attacked_rows import AttackedRow, changed, number, rows_of, same, texts_of, type_of
-from reward_loop.offline.attacks import KINDS, PAID, WRONG
-from reward_loop.offline.holes import Attack, AttackReport, Outcome, outcome_of
+from reward_loop.offline.attacks import (
+    KINDS,
+    PAID,
+    WRONG,
+    AttackedRow,
+    changed,
+    number,
+    rows_of,
+    same,
+    texts_of,
+    type_of,
+)
+from reward_loop.offline.holes import Attack, AttackReport, Outcome
 
 Rule = Callable[[str, Any], Any]
 NUMBERS = [("1250", "How many?", "I add them. #### 1250"), ("36", "And now?", "#### 36"), ("7", "Then?", "#### 7")]
 
 
 async def attack(rule: Rule, rows: Sequence[tuple[Any, str, str]]) -> AttackReport:
-    prepared = rows_of(rows)
+    async def score(index: int, answers: Sequence[str]) -> list[Outcome]:
+        return [called(rule, answer, rows[index][0]) for answer in answers]
 
-    async def score(index: int, answers: Sequence[str], alone: bool) -> list[Outcome]:
-        return [outcome_of(lambda answer: rule(answer, rows[index][0]), {"answer": one}) for one in answers]
+    return await Attack(rows_of(rows), score).run()
 
-    return await Attack(prepared, score).run()
+
+def called(rule: Rule, answer: str, reference: Any) -> Outcome:
+    try:
+        score = rule(answer, reference)
+    except Exception as error:
+        return repr(error)
+    return None if score is None else float(score)
 
 
 def hashes(answer: str) -> str:
@@ -46,15 +62,14 @@ def unread(answer: str, reference: str) -> float:
 HOLES: dict[str, tuple[Rule, set[str]]] = {
     "an error is right": (unread, {"empty", "format alone", "unreadable"}),
     "the last number": (lambda a, r: last_number(a) == r, {"negated", "unequal", "beside the answer"}),
-    "in": (lambda a, r: r in hashes(a), {"shotgun", "either or", "longer number", "negated"}),
+    "in": (lambda a, r: r in hashes(a), {"shotgun", "either or", "digits", "negated"}),
     "the reference holds it": (lambda a, r: hashes(a) in r, {"empty", "part"}),
     "any of several": (lambda a, r: r in re.findall(r"#### (\S+)", a), {"many answers", "two answers"}),
-    "a tolerance": (lambda a, r: number(hashes(a)) and abs(number(hashes(a)) - int(r)) <= 1, {"off by one"}),
+    "a tolerance": (lambda a, r: number(hashes(a)) and abs(number(hashes(a)) - int(r)) <= 1, {"near value"}),
     "no sign": (lambda a, r: hashes(a).lstrip("-") == r, {"other sign"}),
-    "nan": (lambda a, r: not abs(float(hashes(a) or 0) - float(r)) > 0.1, {"nan"}),
+    "nan": (lambda a, r: not abs(float(hashes(a) or 0) - float(r)) > 0.1, {"unreadable"}),
     "a pattern": (lambda a, r: re.fullmatch(hashes(a), r) is not None, {"pattern"}),
     "length": (lambda a, r: hashes(a) == r or len(a) > 2000, {"padding"}),
-    "the last 300 characters": (lambda a, r: last_number(a[-300:]) == r, {"at the edge"}),
 }
 
 
@@ -132,7 +147,7 @@ async def test_a_function_that_accepts_anything_is_found() -> None:
     report = await attack(lambda answer, reference: 1.0, NUMBERS)
     assert [kind.name for kind in report.flagged(PAID)] == ["empty"]
     report = await attack(lambda answer, reference: float(bool(hashes(answer))), NUMBERS)
-    assert [(kind.name, kind.smallest) for kind in report.flagged(PAID)] == [("another answer", "#### 1250")]
+    assert [(kind.name, kind.smallest) for kind in report.flagged(PAID)] == [("another answer", "#### 36")]
 
 
 TYPED = {

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from reward_loop.cli import app
-from reward_loop.offline.attacked_rows import rows_of
+from reward_loop.offline.attacks import rows_of
 from reward_loop.offline.audit import PROBES, ProbeResult, read
 from reward_loop.testing import FakeJudge
-from tests.support.gsm8k import ROOT
 
 ROWS = 40
 JUDGES = """
@@ -266,32 +261,28 @@ def test_a_served_judge_is_asked_at_the_address_in_the_records(folder: Path) -> 
         assert "1 problem found" in shown
 
 
-def test_nothing_is_left_after_ctrl_c(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_new_answers_of_a_running_run_are_audited_until_ctrl_c(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     records()
-    started = tmp_path_factory.mktemp("started") / "started"
-    before = sorted(path.relative_to(folder) for path in folder.rglob("*") if "__pycache__" not in str(path))
-    handle = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    program = f"{handle}; from reward_loop.cli import main; main()"
-    arguments = ["audit", "records", "judges.py:slow", "--accept", "0.5", "-O", "isolation=process"]
-    with subprocess.Popen(
-        [sys.executable, "-c", program, *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "STARTED": str(started)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as running:
-        while not started.exists():
-            assert running.poll() is None
-            time.sleep(0.02)
-        running.send_signal(signal.SIGINT)
-        output, _ = running.communicate(timeout=30)
-    assert running.returncode == 130, output
-    assert "Interrupted." in output
-    assert sorted(path.relative_to(folder) for path in folder.rglob("*") if "__pycache__" not in str(path)) == before
-    with pytest.raises(ProcessLookupError):  # no worker process is left in its session
-        os.killpg(running.pid, 0)
+    looks = 0
+
+    def wait(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks > 2:
+            raise KeyboardInterrupt
+        if looks == 2:  # until now, there is nothing new
+            more = (folder / "rows.jsonl").read_text().replace("make a sum", "add up")
+            (folder / "more.jsonl").write_text(more)
+            invoke("score", "judges.py:sound", "more.jsonl", "-o", "more")
+            shutil.copytree(folder / "more" / "texts", folder / "records" / "texts", dirs_exist_ok=True)
+            for path in (folder / "more").glob("*.jsonl"):
+                (folder / "records" / path.name).write_text(path.read_text().replace('"line ', '"more '))
+
+    monkeypatch.setattr("reward_loop.offline.audit_command.time", SimpleNamespace(sleep=wait))
+    done = CliRunner().invoke(app, ["audit", "records", "judges.py:sound", "--follow", "30", "--json"])
+    assert done.exit_code == 130, done.output
+    rounds = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [(one["samples"], one["problems"]) for one in rounds] == [(ROWS, 0), (ROWS, 0)]
 
 
 def made(name: str, reference: Any, response: str, *others: Any) -> list[str]:

@@ -7,7 +7,6 @@ import random
 import re
 import signal
 import threading
-import time
 import types
 import urllib.request
 from dataclasses import replace
@@ -18,7 +17,7 @@ import pytest
 
 from reward_loop import ConfigError, FunctionLoadError, RewardLoopConfig, RewardSample, limit
 from reward_loop.client import chat_complete
-from reward_loop.offline import check_calls as calls
+from reward_loop.offline import check as checks
 from reward_loop.offline.check import CheckReport, check
 from reward_loop.testing import Body, FakeJudge
 
@@ -39,9 +38,8 @@ async def test_a_sync_function_without_problems() -> None:
     steps: list[str] = []
     report, findings = await found(fine, on_step=steps.append)
     assert report.problems == []
-    (function,) = report.functions
-    assert not function.is_async
-    assert "fine" in function.name
+    assert not report.is_async
+    assert "fine" in report.function
     assert [(row.uid, row.score) for row in report.rows] == [("q0", 0), ("q1", 0), ("q2", 0), ("q3", 0), ("q4", 1)]
     assert report.rows[0].components == {"score": 0.0, "length": 8}
     notes = [name for name, (status, _) in findings.items() if status != "ok"]
@@ -71,7 +69,7 @@ async def test_an_async_class_without_problems() -> None:
 
     report, findings = await found(Fine, reward_kwargs={"bonus": 0.5})
     assert report.problems == []
-    assert [function.is_async for function in report.functions] == [True]
+    assert report.is_async
     assert "concurrent calls" in findings
     assert report.rows[1].score == 1.5
 
@@ -86,28 +84,16 @@ async def test_calls_that_share_changing_state_are_found() -> None:
             together.wait(60)
         return float(last[-1:] or 0) if last[-1:].isdigit() else 0
 
-    _, findings = await found(racing, concurrency=8)
+    _, findings = await found(racing)
     status, text = findings["threads"]
     assert status == "problem"
     assert "results than single calls" in text
     assert findings["samples"][0] == findings["deterministic"][0] == "ok"
 
 
-async def test_an_async_function_that_blocks_the_loop_for_50_ms_in_each_call_is_a_problem() -> None:
-    async def blocking(solution_str: str) -> float:
-        time.sleep(0.05)  # noqa: ASYNC251 (this is what is to be found)
-        return float(len(solution_str) % 7)
-
-    report = await check(blocking, SAMPLES)
-    (problem,) = [finding for finding in report.findings if finding.check == "event loop"]
-    assert problem.status == "problem"
-    assert "await asyncio.to_thread(...)" in problem.text
-    assert "a plain `def`, which runs in a thread" in problem.text
-
-
 async def test_the_line_that_blocks_the_loop_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     looks, count = threading.Semaphore(0), itertools.count()
-    find = calls.line_on_loop
+    find = checks.line_on_loop
 
     def line_on_loop(thread: int) -> str | None:
         line = find(thread)
@@ -126,7 +112,7 @@ async def test_the_line_that_blocks_the_loop_is_named(monkeypatch: pytest.Monkey
             wait_for_looks()
         return float(len(solution_str) % 7)
 
-    monkeypatch.setattr(calls, "line_on_loop", line_on_loop)
+    monkeypatch.setattr(checks, "line_on_loop", line_on_loop)
     _, findings = await found(blocking, max_blocked_s=0.0)
     status, text = findings["event loop"]
     assert status == "problem"
@@ -135,7 +121,7 @@ async def test_the_line_that_blocks_the_loop_is_named(monkeypatch: pytest.Monkey
 
 async def test_a_call_that_blocks_only_for_one_sample_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(calls, "time", types.SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(checks, "time", types.SimpleNamespace(perf_counter=lambda: now))
 
     async def parse(solution_str: str) -> float:
         nonlocal now
@@ -149,11 +135,12 @@ async def test_a_call_that_blocks_only_for_one_sample_is_found(monkeypatch: pyte
     _, findings = await found(blocking, max_blocked_s=0.02)
     assert findings["event loop"][0] == "problem"
     assert "blocks the event loop for 500 ms" in findings["event loop"][1]
+    assert "await asyncio.to_thread(...)" in findings["event loop"][1]
 
 
 async def test_a_delay_of_one_call_that_does_not_occur_again_is_not_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(calls, "time", types.SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(checks, "time", types.SimpleNamespace(perf_counter=lambda: now))
     count = itertools.count()
 
     async def imports_at_first(solution_str: str) -> float:
@@ -252,7 +239,7 @@ async def test_a_batch_function_is_called_with_all_samples(manager: str) -> None
     report, findings = await found(counted, manager=manager)
     assert report.problems == []
     assert report.is_batched
-    assert report.functions[0].is_async
+    assert report.is_async
     assert [(row.uid, row.score) for row in report.rows] == [("q0", 0), ("q1", 0), ("q2", 0), ("q3", 0), ("q4", 1)]
     assert set(lengths) == {5}
     assert "15 samples in 3 concurrent calls have the same results as single calls" in findings["concurrent calls"][1]
@@ -281,9 +268,9 @@ def of_its_process(solution_str: str, ground_truth: list[str]) -> dict[str, floa
 async def test_functions_of_managers_with_processes_run_in_processes() -> None:
     samples = [replace(sample, ground_truth=["4"]) for sample in SAMPLES]
     options = RewardLoopConfig(max_processes=2)
-    report = await check(of_its_process, samples, manager="prime", options=options, concurrency=5, **QUIET)
+    report = await check(of_its_process, samples, manager="prime", options=options, **QUIET)
     findings = {finding.check: (finding.status, finding.text) for finding in report.findings}
-    assert report.functions[0].in_processes
+    assert report.in_processes
     assert [row.score for row in report.rows] == [0, 0, 0, 0, 1]
     assert findings["processes"][0] == "ok"
     assert "threads" not in findings
@@ -344,7 +331,7 @@ async def test_an_answer_that_ends_its_process_does_not_end_the_check() -> None:
     report, findings = await found(ends_the_process)
     assert report.attack is not None
     assert report.attack.attacked == 5
-    assert "'.': ended its worker process with exit status 0" in findings["crashes"][1]
+    assert "ended its worker process with exit status 0" in findings["crashes"][1]
 
 
 def swallows_the_error_of_signals(solution_str: str, ground_truth: list[str]) -> float:
@@ -356,14 +343,9 @@ def swallows_the_error_of_signals(solution_str: str, ground_truth: list[str]) ->
     return float(solution_str.endswith(ground_truth[0]))
 
 
-async def swallows_it_on_the_loop(solution_str: str, ground_truth: list[str]) -> float:
-    return swallows_the_error_of_signals(solution_str, ground_truth)
-
-
-@pytest.mark.parametrize("function", [swallows_the_error_of_signals, swallows_it_on_the_loop])
-async def test_a_function_that_scores_0_outside_of_the_main_thread_is_a_problem(function: Any) -> None:
+async def test_a_function_that_scores_0_outside_of_the_main_thread_is_a_problem() -> None:
     """https://github.com/verl-project/verl/issues/3407"""
-    _, findings = await found(function)
+    _, findings = await found(swallows_the_error_of_signals)
     status, text = findings["other places"]
     assert status == "problem"
     assert "scored 0 where runs call, scored 1 there" in text

@@ -83,15 +83,6 @@ def test_arguments_reach_the_function() -> None:
 
 
 @pytest.mark.usefixtures("files")
-@pytest.mark.parametrize("manager", ["batch", "group"])
-def test_a_batch_function_is_called_with_all_rows(manager: str) -> None:
-    done = runner.invoke(app, ["check", "reward.py:ranks", *FIELDS, "--rows", "5", "--manager", manager])
-    assert done.exit_code == 0, done.output
-    assert "ranks (reward.py): sync, called in threads, with lists of 5 samples" in done.output
-    assert "no problems found" in done.output
-
-
-@pytest.mark.usefixtures("files")
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -118,7 +109,7 @@ def test_a_function_that_never_lets_the_loop_run_ends_the_check_with_its_line(fi
     # A shell that runs the tests in the background has them ignore SIGINT, and children inherit that.
     handle = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     program = f"{handle}; from reward_loop.cli import main; main()"
-    arguments = ["check", "spins.py:compute_score", *FIELDS, "--timeout", "0.2"]
+    arguments = ["check", "spins.py:compute_score", *FIELDS, "-O", "timeout=0.2"]
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
