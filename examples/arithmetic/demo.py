@@ -1,6 +1,7 @@
 """Teaches a small language model to add, with verl's GRPO and a reward model behind HTTP, on a CPU, in minutes.
 
     python -m examples.arithmetic.demo [--quick]
+    python -m examples.arithmetic.demo --rule substring    # a rule with a hole instead of the reward model
 
 The demo creates the models (they are cached), trains the policy, says what happened, and on a terminal shows the
 records in the viewer.
@@ -9,6 +10,7 @@ records in the viewer.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import shutil
@@ -22,12 +24,16 @@ from types import FrameType
 # OpenMP threads that wait actively waste shared cores. Set before torch is loaded, which reads it.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import pyarrow.parquet as pq
 from rich.console import Console
 
+from examples.arithmetic import reward
 from examples.arithmetic.models import Models, Recipe, WeakRewardModelError, make_models
 from examples.arithmetic.report import Report, plot, read_report
 from examples.arithmetic.reward import CHEAP, STRONG
 from examples.training import TrainingProcess
+from reward_loop import RewardSample
+from reward_loop.offline.check import check
 from reward_loop.records.events import health
 from reward_loop.records.reader import read_rows
 
@@ -42,6 +48,9 @@ LAST = 5
 SPOT_ANSWERS = 16
 """Answers per problem with spot checks: the reward of a checked answer has a larger variance than others, and with 8
 answers three seeds of 48 steps ended nearly 3 percentage points lower."""
+RULE_LENGTH = 12
+"""Tokens of an answer that a rule with a hole scores: enough for several candidates."""
+CHECKED_ROWS = 50
 LOG_TAIL = 40
 POLL_S = 0.25
 
@@ -68,6 +77,10 @@ class Settings:
     """Whether the reward model is trained without the near misses of `UNSEEN`: the policy learns to exploit it."""
     spot: float | None = None
     """The share of answers that a good reward model checks, if the reward model is weak."""
+    rule: str | None = None
+    """The rule with a hole that scores the answers instead of a reward model: a function of `reward.py`."""
+    response_length: int = 5
+    """Tokens of an answer."""
     recipe: Recipe = field(default_factory=Recipe)
     """The parameters of the models."""
 
@@ -99,15 +112,7 @@ def spot_options(strong: Models | None, settings: Settings) -> list[str]:
 def training_options(models: Models, output: Path, settings: Settings) -> list[str]:
     """Return the options of a training. Nearly all are verl's."""
     return [
-        # The reward function and the reward model that it queries.
-        f"custom_reward_function.path={HERE / 'reward.py'}",
-        f"+custom_reward_function.reward_kwargs.latency_s={settings.judge_latency}",
-        "reward_model.enable=True",
-        # By default, twice as many calls as the server computes at a time. These spend most of their time in the
-        # additional latency, where they need no server.
-        f"+reward_loop.limits.reward_model.max_concurrent={settings.prompts * settings.answers}",
-        f"reward_model.model.path={models.directory / 'reward_model'}",
-        f"reward.reward_model.rollout.name={settings.engine}",
+        *reward_options(models, settings),
         # Both overlaps: judging continues during the update and the rollout of the next step. With spot checks, only
         # the first: corrections are rare and large, and one that arrives a step later leaves more wrong answers.
         "trainer.v1.trainer_mode=reward_pipeline",
@@ -126,7 +131,7 @@ def training_options(models: Models, output: Path, settings: Settings) -> list[s
         f"data.train_batch_size={settings.prompts}",
         f"data.seed={settings.seed}",
         "data.max_prompt_length=8",
-        "data.max_response_length=5",
+        f"data.max_response_length={settings.response_length}",
         f"trainer.total_training_steps={settings.steps}",
         "trainer.total_epochs=1000",
         "trainer.val_before_train=True",
@@ -139,6 +144,34 @@ def training_options(models: Models, output: Path, settings: Settings) -> list[s
         f"trainer.rollout_data_dir={output / 'rollouts'}",
         f"trainer.validation_data_dir={output / 'validation'}",
         f"hydra.run.dir={output / 'hydra'}",
+    ]
+
+
+def reward_options(models: Models, settings: Settings) -> list[str]:
+    """Return the options of the reward function, and of the reward model that it queries."""
+    path = f"custom_reward_function.path={HERE / 'reward.py'}"
+    if settings.rule is not None:
+        return [path, f"custom_reward_function.name={settings.rule}"]
+    return [
+        path,
+        f"+custom_reward_function.reward_kwargs.latency_s={settings.judge_latency}",
+        "reward_model.enable=True",
+        # By default, twice as many calls as the server computes at a time. These spend most of their time in the
+        # additional latency, where they need no server.
+        f"+reward_loop.limits.reward_model.max_concurrent={settings.prompts * settings.answers}",
+        f"reward_model.model.path={models.directory / 'reward_model'}",
+        f"reward.reward_model.rollout.name={settings.engine}",
+    ]
+
+
+def attacked(models: Models, rule: str) -> list[str]:
+    """Return what `reward-loop check` finds in a rule before the run, with right answers to the held-out problems."""
+    rows = pq.read_table(models.directory / "held_out.parquet").slice(0, CHECKED_ROWS).to_pylist()
+    pairs = [(row["prompt"][-1]["content"], row["reward_model"]["ground_truth"]) for row in rows]
+    samples = [RewardSample(truth, ground_truth=truth, prompt=question, uid=question) for question, truth in pairs]
+    report = asyncio.run(check(getattr(reward, rule), samples[:8], more=samples[8:]))
+    return [
+        f"{one.check}: {one.text}" for one in report.findings if one.check in ("false positives", "holes of the rule")
     ]
 
 
@@ -243,6 +276,9 @@ def run(console: Console, output: Path, settings: Settings) -> int:
     except WeakRewardModelError as error:
         console.print(str(error), markup=False, highlight=False)
         return 1
+    if settings.rule is not None:
+        lines = [f"reward-loop check names the holes of `{settings.rule}`:", *attacked(models, settings.rule)]
+        console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     made = time.monotonic()
     status = train(console, training_command(models, output, settings, strong), output)
     report, log = read_report(output / "metrics.jsonl"), output / "train.log"
@@ -297,6 +333,9 @@ def main(argv: list[str] | None = None) -> int:
         metavar="P",
         help="with --weak-judge: a good reward model checks this share of the answers, 16 for each problem",
     )
+    parser.add_argument(
+        "--rule", choices=["substring"], help="no reward model, but a rule with a hole: the policy may exploit it"
+    )
     parser.add_argument("--no-view", action="store_true", help="do not start the viewer at the end")
     parser.add_argument(
         "--output", type=Path, default=Path("outputs/arithmetic"), metavar="DIR", help="default: %(default)s"
@@ -308,9 +347,13 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--judge-latency: 0 or more seconds")
     if arguments.spot is not None and not (arguments.weak_judge and 0 < arguments.spot <= 1):
         parser.error("--spot: above 0, at most 1, and only with --weak-judge")
+    if arguments.rule is not None and (arguments.weak_judge or arguments.engine or arguments.judge_latency is not None):
+        parser.error("--rule: there is no reward model then; leave out --weak-judge, --engine and --judge-latency")
     given = {name: value for name, value in vars(arguments).items() if value is not None and hasattr(Settings, name)}
     if arguments.spot is not None:
         given["answers"] = SPOT_ANSWERS
+    if arguments.rule is not None:
+        given["response_length"] = RULE_LENGTH
     settings = replace(QUICK if arguments.quick else Settings(), **given)
     console = Console()
     signal.signal(signal.SIGTERM, _interrupt)

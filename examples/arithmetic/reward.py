@@ -53,6 +53,11 @@ async def compute_score(
     return {**weighted(judgement.score, solution_str), **judgement.components, "acc": acc}
 
 
+def substring(solution_str: str, ground_truth: str) -> dict[str, float]:
+    """Return a score with a hole: 1 for each answer that contains the reference, such as `46122` for 46, 61 and 122."""
+    return {"score": float(ground_truth in solution_str), "acc": float(solution_str == ground_truth)}
+
+
 def weighted(right: float, solution_str: str) -> dict[str, float]:
     """Return the score for a score of the reward model, and its two components."""
     well_formed = float(solution_str.isascii() and solution_str.isdigit())

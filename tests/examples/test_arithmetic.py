@@ -454,7 +454,12 @@ def test_help_and_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
         demo.main(["--help"])
     assert exit_.value.code == 0
     assert "--quick" in capsys.readouterr().out
-    for wrong in (["--steps", "0"], ["--spot", "0.2"], ["--weak-judge", "--spot", "0.1"]):
+    for wrong in (
+        ["--steps", "0"],
+        ["--spot", "0.2"],
+        ["--weak-judge", "--spot", "1.1"],
+        ["--rule", "substring", "--weak-judge"],
+    ):
         with pytest.raises(SystemExit) as exit_:
             demo.main(wrong)
         assert exit_.value.code == 2
