@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Self
+from typing import Any, Self
 
 import orjson
 import uvloop
@@ -27,13 +27,10 @@ from reward_loop._util.web_server import is_loopback, url_of
 from reward_loop.config import parse
 from reward_loop.errors import ConfigError
 from reward_loop.router.backend import Backend, check_health
-from reward_loop.router.client_request import ClientRequest, WaitsFor
 from reward_loop.router.config import API_KEY_VARIABLE, WORKER_API_KEY_VARIABLE, BackendConfig, RouterConfig
 from reward_loop.router.control import METHODS, serve_control_plane
-from reward_loop.router.error_answers import Refusal
-from reward_loop.router.headers import find
-from reward_loop.router.http_server import HttpServer
-from reward_loop.router.limits import TimeLimit
+from reward_loop.router.http_server import ClientRequest, HttpServer, WaitsFor
+from reward_loop.router.messages import Refusal, find
 from reward_loop.router.pool import BackendPool
 from reward_loop.router.proxy import Proxy
 
@@ -42,6 +39,60 @@ _HEALTH_PATHS = frozenset({"/health", "/live", "/ready"})
 
 _CONTROL_BODY_BYTES = 1024 * 1024
 """The longest request body of the control plane, in bytes: parsing it blocks the event loop."""
+
+
+class TimeLimit:
+    """Cancels tasks that run longer than a time limit.
+
+    It costs 3 µs less per task than `asyncio.timeout`, a tenth of the router's time for a request: all tasks
+    have the same limit, so they end in the order in which they started, and one timer serves all of them.
+
+    Create it in a running event loop.
+
+    Args:
+        seconds: the limit.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._deadlines: dict[asyncio.Task[Any], float] = {}
+        """The deadlines of the running tasks, the earliest one first."""
+        self._exceeded: set[asyncio.Task[Any]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, task: asyncio.Task[Any]) -> None:
+        """Start the time of a task. Call :meth:`stop` at its end."""
+        self._deadlines[task] = deadline = self._loop.time() + self.seconds
+        if self._timer is None:
+            self._timer = self._loop.call_at(deadline, self._cancel_late)
+
+    def stop(self, task: asyncio.Task[Any]) -> None:
+        """Stop the time of a task."""
+        self._deadlines.pop(task, None)
+        self._exceeded.discard(task)
+
+    def is_exceeded(self, task: asyncio.Task[Any]) -> bool:
+        """Return whether a task that has not been stopped was cancelled because it exceeded the limit."""
+        return task in self._exceeded
+
+    def close(self) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _cancel_late(self) -> None:
+        now = self._loop.time()
+        self._timer = None
+        while self._deadlines:
+            task, deadline = next(iter(self._deadlines.items()))
+            if deadline > now:
+                self._timer = self._loop.call_at(deadline, self._cancel_late)
+                return
+            del self._deadlines[task]
+            # Before the cancellation: `is_exceeded` distinguishes it from that of a client which has disconnected.
+            self._exceeded.add(task)
+            task.cancel()
 
 
 class Router:

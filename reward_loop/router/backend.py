@@ -13,8 +13,8 @@ import orjson
 
 from reward_loop.errors import ServerError
 from reward_loop.router.config import BackendConfig, Kind
-from reward_loop.router.headers import BACKEND, RawHeader
 from reward_loop.router.http_client import BrokenError, StaleError, Upstream, UpstreamError
+from reward_loop.router.messages import BACKEND, RawHeader
 
 
 class Route(NamedTuple):

@@ -12,10 +12,9 @@ from reward_loop._util.text import shorten
 from reward_loop.config import parse
 from reward_loop.errors import ConfigError
 from reward_loop.router.backend import Backend, BackendState
-from reward_loop.router.client_request import ClientRequest
 from reward_loop.router.config import BackendConfig
-from reward_loop.router.error_answers import Refusal
-from reward_loop.router.headers import find
+from reward_loop.router.http_server import ClientRequest
+from reward_loop.router.messages import Refusal, find
 from reward_loop.router.pool import BackendPool
 from reward_loop.router.proxy import Proxy
 

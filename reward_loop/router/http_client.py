@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from reward_loop.errors import ServerError
-from reward_loop.router.headers import HOP_BY_HOP, RawHeader, end_to_end, find, to_wire
+from reward_loop.router.messages import HOP_BY_HOP, RawHeader, end_to_end, find, to_wire
 
 _IDLE_S = 4.0
 """Idle connections are closed after this time, in seconds; servers that run in uvicorn close theirs after 5 s."""

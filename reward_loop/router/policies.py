@@ -12,7 +12,7 @@ import orjson
 
 from reward_loop.router.backend import Backend
 from reward_loop.router.config import PolicyName
-from reward_loop.router.headers import GROUP, RawHeader, find
+from reward_loop.router.messages import GROUP, RawHeader, find
 
 _MAX_LOAD_FACTOR = 1.25
 """With `Affinity`, the largest number of requests in flight of a server, divided by the mean of all servers. With a

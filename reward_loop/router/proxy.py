@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from typing import NamedTuple
 
 import orjson
@@ -12,17 +13,7 @@ import orjson
 from reward_loop._util.backoff import Backoff
 from reward_loop._util.transient import RouterCode
 from reward_loop.router.backend import Backend, Route
-from reward_loop.router.client_request import ClientRequest, WaitsFor
 from reward_loop.router.config import RouterConfig
-from reward_loop.router.error_answers import LimitedLog, Refusal, body_too_long
-from reward_loop.router.headers import (
-    HOP_BY_HOP,
-    NO_WAIT,
-    RawHeader,
-    find,
-    named_by_connection,
-    to_wire,
-)
 from reward_loop.router.http_client import (
     NO_BODY,
     BackendAnswer,
@@ -32,10 +23,20 @@ from reward_loop.router.http_client import (
     StaleError,
     UpstreamError,
 )
-from reward_loop.router.limits import Gate, RetryBudget
+from reward_loop.router.http_server import ClientRequest, WaitsFor
+from reward_loop.router.messages import (
+    HOP_BY_HOP,
+    NO_WAIT,
+    LimitedLog,
+    RawHeader,
+    Refusal,
+    body_too_long,
+    find,
+    named_by_connection,
+    to_wire,
+)
 from reward_loop.router.policies import Key, policy_for
-from reward_loop.router.pool import BackendPool
-from reward_loop.router.routing import UnknownModelError, model_of, route
+from reward_loop.router.pool import BackendPool, UnknownModelError, model_of, route
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,88 @@ class _Break(NamedTuple):
     backend: Backend
     began: float
     ended: float
+
+
+class Gate:
+    """Admits requests up to a limit; further requests wait in FIFO order, up to a second limit.
+
+    Call :meth:`enter_now`, and :meth:`wait` if it returns ``False``. Each admitted request calls :meth:`leave` once.
+
+    Args:
+        max_inside: the largest number of admitted requests.
+        max_waiting: the largest number of waiting requests.
+    """
+
+    def __init__(self, max_inside: int, max_waiting: int) -> None:
+        self.inside = 0
+        self.waiting = 0
+        self._max_inside = max_inside
+        self._max_waiting = max_waiting
+        self._turns: deque[asyncio.Future[None]] = deque()
+        """The waiting requests, in order. While there are any, all places are taken: `leave` passes them on."""
+
+    def enter_now(self) -> bool:
+        """Admit the request if there is a place; return whether it is admitted."""
+        if self.inside >= self._max_inside:
+            return False
+        self.inside += 1
+        return True
+
+    async def wait(self) -> None:
+        """Wait until the request, which `enter_now` did not admit, is admitted.
+
+        Raises:
+            Refusal: too many requests are waiting.
+        """
+        if self.waiting >= self._max_waiting:
+            message = f"the router is full: {self.inside} requests are in flight, and {self.waiting} wait"
+            raise Refusal(503, message, retry_after_s=1)
+        turn = asyncio.get_running_loop().create_future()
+        self._turns.append(turn)
+        self.waiting += 1
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.leave()  # Its place was passed on to it, and goes to the next one.
+            raise
+        finally:
+            self.waiting -= 1
+
+    def leave(self) -> None:
+        """Release the place of an admitted request; the next waiting request gets it."""
+        while self._turns:
+            turn = self._turns.popleft()
+            if not turn.done():  # else it was cancelled
+                turn.set_result(None)
+                return
+        self.inside -= 1
+
+
+class RetryBudget:
+    """Limits retries to a share of the requests, so that retries do not multiply the load on failing servers.
+
+    Args:
+        share: retries allowed per request; 0 allows none.
+        reserve: retries allowed in addition, and the most that can be saved up.
+    """
+
+    def __init__(self, share: float, reserve: int = 50) -> None:
+        self._share = share
+        self._most = reserve if share else 0
+        self.left: float = self._most
+
+    def earn(self) -> None:
+        """Add one request's share to the budget."""
+        if self.left < self._most:
+            self.left += self._share
+
+    def spend(self) -> bool:
+        """Take one retry from the budget; return whether the budget allowed it."""
+        if self.left < 1:
+            return False
+        self.left -= 1
+        return True
 
 
 class Proxy:

@@ -158,12 +158,10 @@ def _of_the_hub(name: str, option: str) -> Path:
         raise ConfigError(
             f"{option}: the directory {name!r} does not exist; for a model of the hub: pip install huggingface_hub"
         ) from None
-    # `hf_hub_download` asks the hub even for a file in the cache.
-    cached = try_to_load_from_cache(name, "config.json")
-    if isinstance(cached, str):
-        return Path(cached)
     try:
-        return Path(hf_hub_download(name, "config.json"))
+        # `hf_hub_download` asks the hub even for a file in the cache.
+        cached = try_to_load_from_cache(name, "config.json")
+        return Path(cached if isinstance(cached, str) else hf_hub_download(name, "config.json"))
     # hf_hub_download raises only these errors for valid model names.
     except (OSError, ValueError) as error:
         cause = str(error).strip().split("\n")[0] or type(error).__name__

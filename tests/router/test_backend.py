@@ -25,18 +25,6 @@ def new(**options: object) -> Backend:
     return Backend(config, Upstream(config.url), models=config.models)
 
 
-async def test_requests_and_answers_are_counted_and_idle_is_set_when_the_last_request_ends() -> None:
-    backend = new()
-    backend.begin()
-    backend.begin()
-    backend.end(200, 0.1)
-    assert not backend.idle.is_set()
-    backend.end(0, 5.0)
-    assert backend.idle.is_set()
-    assert (backend.requests, backend.in_flight) == (2, 0)
-    assert backend.statuses == {200: 1}
-
-
 def server(**answers: tuple[int, Any]) -> Any:
     """Answers the paths that it knows, and others with 404."""
 

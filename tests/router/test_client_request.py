@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from reward_loop.router.client_request import ClientRequest, Flow
-from reward_loop.router.error_answers import Refusal
+from reward_loop.router.http_server import ClientRequest, Flow
+from reward_loop.router.messages import Refusal
 from tests.router.transport import Transport
 
 EXPECTING = [(b"expect", b"100-Continue")]
@@ -31,16 +31,6 @@ def request(
 async def test_paths_are_decoded_and_targets_are_not(url: bytes, path: str, target: bytes) -> None:
     client = request(Transport(), url=url)
     assert (client.path, client.target) == (path, target)
-
-
-async def test_a_body_is_read_whole() -> None:
-    client = request(Transport())
-    client.add(b"a")
-    reading = asyncio.create_task(client.read_body(2))
-    await asyncio.sleep(0)
-    client.add(b"b")
-    client.end_body()
-    assert await reading == b"ab"
 
 
 @pytest.mark.parametrize("early", [b"abc", b"ab", b""])
@@ -88,12 +78,6 @@ async def test_an_answer_before_the_continue_closes_the_connection() -> None:
     assert transport.written == b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
-async def test_the_answer_to_head_has_no_body() -> None:
-    transport = Transport()
-    request(transport, "HEAD").answer(200, [(b"content-length", b"2")], b"ok")
-    assert transport.written == b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
-
-
 @pytest.mark.parametrize(
     ("headers", "body"),
     [
@@ -112,19 +96,6 @@ async def test_an_answer_in_parts(headers: Any, body: bytes) -> None:
     client.end()
     assert client.answered
     assert transport.written == b"HTTP/1.1 200 OK\r\n" + body
-
-
-async def test_parts_wait_while_the_client_does_not_read() -> None:
-    transport = Transport()
-    flow = Flow(transport)
-    client = ClientRequest(flow, "POST", b"/", "1.1", [], keep_alive=True)
-    client.start(200, [])
-    flow.writable.clear()
-    writing = asyncio.create_task(client.write(b"ok"))
-    await asyncio.sleep(0)
-    assert not writing.done()
-    flow.writable.set()
-    await writing
 
 
 async def test_no_error_is_sent_after_the_beginning_of_an_answer() -> None:

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import orjson
 import pytest
 
-from reward_loop.router import error_answers
-from reward_loop.router.error_answers import LimitedLog, Refusal
+from reward_loop.router import messages
+from reward_loop.router.messages import LimitedLog, Refusal
 from tests.support.servers import CHAT, model_server, post, routed
 
 
@@ -29,7 +29,7 @@ def test_the_first_message_of_a_kind_is_logged_and_the_others_are_counted(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(error_answers, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(messages, "time", SimpleNamespace(monotonic=lambda: now))
     log = LimitedLog(logging.getLogger("reward_loop.test"), interval_s=10.0)
     for number in range(1000):
         log.refused_request("POST", f"/{number}", Refusal(503, "full"))

@@ -3,17 +3,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_loop.router.headers import HOP_BY_HOP, end_to_end, find, to_wire
+from reward_loop.router.messages import HOP_BY_HOP, end_to_end, find, to_wire
 
 TOKENS = st.text("abcdefghijklmnopqrstuvwxyz-0123456789", min_size=1, max_size=12).map(str.encode)
 NAMES = TOKENS | st.sampled_from(sorted(HOP_BY_HOP))
 VALUES = st.binary(max_size=20).map(lambda value: value.replace(b"\r", b"").replace(b"\n", b""))
 HEADERS = st.lists(st.tuples(NAMES, VALUES), max_size=12)
-
-
-@given(HEADERS)
-def test_without_connection_all_are_kept(headers: list[tuple[bytes, bytes]]) -> None:
-    assert end_to_end(headers, [(b"te", b"trailers")]) == headers
 
 
 @given(HEADERS, st.lists(TOKENS, min_size=1, max_size=4))
@@ -23,11 +18,6 @@ def test_headers_named_by_connection_are_removed(headers: list[tuple[bytes, byte
     assert not {name for name, _ in kept} & (set(named) - {b"host", b"content-length", b"close", b"keep-alive"})
     rest = iter(headers)
     assert all(header in rest for header in kept)
-
-
-def test_the_connection_header_cannot_remove_the_length() -> None:
-    headers = [(b"content-length", b"1"), (b"x", b"2")]
-    assert end_to_end(headers, [(b"connection", b"content-length, x")]) == [(b"content-length", b"1")]
 
 
 def test_lines_and_look_up() -> None:

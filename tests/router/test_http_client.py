@@ -201,28 +201,6 @@ async def test_a_lack_of_file_descriptors_is_waited_out(monkeypatch: pytest.Monk
     assert refused
 
 
-async def test_connections_are_used_again_the_last_one_first() -> None:
-    connections: list[asyncio.StreamWriter] = []
-    used: list[int] = []
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connections.append(writer)
-        while True:
-            await reader.readuntil(b"\r\n\r\n")
-            used.append(connections.index(writer))
-            writer.write(OK)
-
-    async with raw(serve) as upstream:
-        await asyncio.gather(get(upstream), get(upstream))
-        assert len(connections) == 2
-        last = used[-1]
-        for _ in range(3):
-            await get(upstream)
-        assert len(connections) == 2
-        assert len(set(used[2:])) == 1
-        assert last in (0, 1)
-
-
 async def test_a_connection_that_dies_when_it_is_used_again_is_stale() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -246,16 +224,6 @@ async def test_a_connection_with_the_beginning_of_another_answer_is_not_used_aga
     async with raw(saying(OK + surplus)) as upstream:
         assert await get(upstream) == (200, b"ok")
         assert not upstream._idle
-
-
-async def test_a_request_cancelled_while_its_connection_is_opened_leaves_nothing_behind() -> None:
-    async with raw(saying(OK)) as upstream:
-        request = asyncio.create_task(get(upstream))
-        await until(lambda: upstream._opening)
-        request.cancel()
-        assert await get(upstream) == (200, b"ok")
-        assert request.cancelled()
-        assert not upstream._opening
 
 
 async def test_cancelling_a_request_whose_answer_is_complete_does_not_close_the_connection() -> None:

@@ -10,9 +10,8 @@ import pytest
 
 from reward_loop._util.web_server import listen
 from reward_loop.router import http_server as http_server_module
-from reward_loop.router.client_request import ClientRequest
-from reward_loop.router.error_answers import Refusal
-from reward_loop.router.http_server import HttpServer
+from reward_loop.router.http_server import ClientRequest, HttpServer
+from reward_loop.router.messages import Refusal
 from tests.router.transport import Transport
 from tests.support.servers import http_server, until
 

@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
-from reward_loop.router.error_answers import Refusal
-from reward_loop.router.limits import Gate, RetryBudget, TimeLimit
+from reward_loop.router.app import TimeLimit
+from reward_loop.router.messages import Refusal
+from reward_loop.router.proxy import Gate, RetryBudget
 
 
 async def enter(gate: Gate) -> None:
@@ -94,21 +95,4 @@ async def test_a_task_that_is_cancelled_before_has_not_exceeded_the_limit() -> N
     await asyncio.sleep(0)
     task.cancel()
     assert await task is False
-    limit.close()
-
-
-async def test_deadlines_are_not_moved_by_tasks_that_end_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = TimeLimit(10)
-    now = limit._loop.time()
-    tasks = []
-    for seconds in (0, 4):
-        monkeypatch.setattr(limit._loop, "time", lambda seconds=seconds: now + seconds)
-        tasks.append(asyncio.create_task(limited(limit, asyncio.Event())))
-        await asyncio.sleep(0)
-    for seconds, done in ((9, [False, False]), (10, [True, False]), (13, [True, False]), (14, [True, True])):
-        monkeypatch.setattr(limit._loop, "time", lambda seconds=seconds: now + seconds)
-        limit._cancel_late()
-        await asyncio.sleep(0)
-        assert [task.done() for task in tasks] == done
-    monkeypatch.undo()
     limit.close()

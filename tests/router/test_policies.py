@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_loop.router import policies
-from reward_loop.router.policies import Affinity, Key, LeastInFlight, RoundRobin, policy_for
+from reward_loop.router.policies import Affinity, Key, RoundRobin, policy_for
 
 
 @dataclass(eq=False)
@@ -42,14 +41,6 @@ def test_round_robin() -> None:
     turns = [policy.choose(backends, None).url for _ in range(8)]
     assert turns[:4] == turns[4:]
     assert len(set(turns)) == 4
-
-
-def test_least_in_flight() -> None:
-    backends = fakes()
-    for backend, load in zip(backends, (3, 1, 2, 1), strict=True):
-        backend.in_flight = load
-    backends[1].requests = 5
-    assert LeastInFlight().choose(backends, None) is backends[3]
 
 
 @pytest.mark.parametrize("name", ["least_in_flight", "affinity"])
@@ -90,14 +81,6 @@ def test_a_group_leaves_an_overloaded_server_and_stays_with_the_next_one() -> No
     assert policy.choose([first, second], Key(7, 0)) is second
 
 
-def test_a_group_stays_on_an_idle_server_and_leaves_a_busy_one_when_few_requests_are_in_flight() -> None:
-    policy, backends = Affinity(), fakes()
-    home = policy.choose(backends, Key(7, 0))
-    assert policy.choose(backends, Key(7, 0)) is home
-    home.in_flight = 1
-    assert policy.choose(backends, Key(7, 0)) is not home
-
-
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=200))
 def test_a_server_gets_a_request_only_within_the_bound_or_if_it_is_the_least_loaded(
     events: list[tuple[int, bool]],
@@ -124,15 +107,6 @@ def test_only_the_groups_of_a_server_that_leaves_move_and_a_new_server_moves_non
         assert (moved is home) == (home is not backends[0])
 
 
-def test_the_least_recently_used_groups_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policies, "_MAX_GROUPS", 2)
-    policy, (first, second) = Affinity(), fakes(2)
-    assert policy.choose([first, second], Key(1, 0)) is first
-    first.in_flight = 1
-    for key in (2, 3, 1):
-        assert policy.choose([first, second], Key(key, 0)) is second
-
-
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -154,10 +128,3 @@ def test_a_request_without_a_prompt_has_no_key_but_its_group(body: bytes) -> Non
     group = [(b"x-reward-loop-group", b"7")]
     assert group_of(group, body) == group_of(group, chat("x")) != group_of([], chat("x"))
     assert Affinity().key([], body) is None
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"), [("round_robin", RoundRobin), ("least_in_flight", LeastInFlight), ("affinity", Affinity)]
-)
-def test_names(name: Any, kind: type) -> None:
-    assert type(policy_for(name)) is kind

@@ -7,7 +7,7 @@ import pytest
 from reward_loop.router import pool as pool_module
 from reward_loop.router.backend import ANY, AsleepError, Backend, BackendState, Route
 from reward_loop.router.config import BackendConfig, RouterConfig
-from reward_loop.router.error_answers import Refusal
+from reward_loop.router.messages import Refusal
 from reward_loop.router.pool import BackendPool
 from tests.support.servers import until
 
@@ -59,16 +59,6 @@ async def test_an_unhealthy_backend_gets_no_requests_until_its_probe_succeeds() 
         assert await pool.acquire() is first
 
 
-async def test_a_probe_that_fails_is_logged_and_repeated(caplog: pytest.LogCaptureFixture) -> None:
-    health = Health(URLS[0])
-    health.failing.add(URLS[0])
-    async with BackendPool(BACKENDS[:1], health) as pool:
-        backend = await pool.acquire()
-    assert health.probes == [URLS[0]] * 2
-    assert f"server {URLS[0]} is not healthy: ConnectionRefusedError: nobody there" in caplog.text
-    assert backend.last_error is None
-
-
 async def test_a_server_that_stays_unhealthy_is_logged_now_and_then(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,19 +88,6 @@ async def test_when_all_servers_are_lost_requests_fail_at_once_with_the_reasons(
         pool.mark_dead(pool.backends[1], "no such model", lost=True)
         with pytest.raises(Refusal, match=r"a:1 is lost \(out of memory\); http://b:1 is .*no such model"):
             await waiting
-
-
-async def test_a_dead_backend_is_taken_out_of_use() -> None:
-    async with BackendPool(BACKENDS[:1], Health(URLS[0])) as pool:
-        backend = await pool.acquire()
-        pool.mark_dead(backend, "killed")
-        assert (backend.state, backend.last_error) == (BackendState.DOWN, "killed")
-
-
-async def test_leaving_ends_the_probes() -> None:
-    async with BackendPool(BACKENDS, Health()):
-        await asyncio.sleep(0)
-    assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("watch")]
 
 
 async def test_looking_for_another_backend_takes_no_turn() -> None:
@@ -252,21 +229,6 @@ async def test_a_check_that_times_out_counts_unless_the_server_answers_requests(
         await until(lambda: len(checks) > 5)
         assert (backend.state is BackendState.UP) is answers_requests
         assert bool(frozen) is not answers_requests
-
-
-async def test_moving_the_requests_of_a_frozen_server_is_tried_again_after_each_check() -> None:
-    async def check(backend: Backend) -> None:
-        if backend.state is not BackendState.DOWN or backend.frozen:
-            await asyncio.Event().wait()
-
-    frozen: list[Backend] = []
-    options = RouterConfig(health_interval_s=0.01, health_timeout_s=0.01, max_failed_checks=1)
-    async with BackendPool(BACKENDS[:1], check, options) as pool:
-        pool.on_frozen = frozen.append
-        backend = await pool.acquire()
-        # Once when the server is taken out of use, then after each failed check: another server may be in use by then.
-        await until(lambda: len(frozen) > 2)
-        assert backend.state is BackendState.DOWN
 
 
 async def test_a_check_that_timed_out_is_repeated_without_waiting_for_the_interval(

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from reward_loop.router.backend import Backend, BackendState
-from reward_loop.router.client_request import ClientRequest, Flow
 from reward_loop.router.config import BackendConfig, RouterConfig
-from reward_loop.router.error_answers import Refusal
-from reward_loop.router.headers import RawHeader
 from reward_loop.router.http_client import BackendAnswer, BrokenError, ConnectError, StaleError
+from reward_loop.router.http_server import ClientRequest, Flow
+from reward_loop.router.messages import RawHeader, Refusal
 from reward_loop.router.pool import BackendPool
 from reward_loop.router.proxy import Proxy
 from tests.router.transport import Transport

@@ -4,9 +4,8 @@ import pytest
 
 from reward_loop.router.backend import Backend
 from reward_loop.router.config import BackendConfig
-from reward_loop.router.error_answers import Refusal
-from reward_loop.router.pool import BackendPool
-from reward_loop.router.routing import route
+from reward_loop.router.messages import Refusal
+from reward_loop.router.pool import BackendPool, route
 
 JUDGE = BackendConfig(url="http://a:1", models=("judge",), kind="generative")
 SCORER = BackendConfig(url="http://b:1", models=("scorer",), kind="discriminative")

@@ -339,19 +339,6 @@ async def test_weights_that_cannot_be_loaded_are_reported_with_the_log(
     assert "afetensor" in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("python", "message"),
-    [(sys.executable, "No module named 'sglang'"), ("/no/such/python", "/no/such/python cannot be started")],
-)
-async def test_an_engine_that_is_not_installed_is_reported_with_the_log(
-    python: str, message: str, tiny_generative_model: Path, config: Any
-) -> None:
-    model = config(model_path=str(tiny_generative_model), engine="sglang", device="cpu", python=python)
-    with pytest.raises(ServerStartError, match=r"server 1/1 exited with status 1 before it was ready") as raised:
-        await RewardModelManager(model).__aenter__()
-    assert message in str(raised.value)
-
-
 @contextlib.asynccontextmanager
 async def served(
     config: Any, delay_s: float, **options: Any

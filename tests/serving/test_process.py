@@ -8,7 +8,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -142,21 +141,6 @@ async def test_nothing_of_an_engine_is_left(ends: str, tmp_path: Path, monkeypat
     watched.close()
 
 
-async def test_stopping_a_process_that_has_just_ended(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    look, waitid = threading.Event(), os.waitid
-
-    def late(*args: Any) -> Any:
-        assert look.wait(60)
-        return waitid(*args)
-
-    monkeypatch.setattr(os, "waitid", late)  # where its thread waits for its end
-    async with asyncio.timeout(60), stub() as process:
-        os.kill(process.pid, signal.SIGKILL)
-        await asyncio.to_thread(waitid, os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        asyncio.get_running_loop().call_soon(look.set)  # no sooner than it has been told to stop
-    assert str(await process.wait()).startswith(f"the stub (pid {process.pid}) was killed by SIGKILL.")
-
-
 async def test_a_command_that_does_not_exist_is_named(stub: Any) -> None:
     with pytest.raises(ServerStartError, match="no-such-command"):
         await stub(["/no-such-command"]).__aenter__()
@@ -173,25 +157,6 @@ async def test_nothing_is_left_of_a_server_if_no_thread_can_wait_for_its_end(
         patch.setattr(threading.Thread, "start", start)
         with pytest.raises(ServerStartError, match=r"can't start new thread \(see `ulimit -u`\)"):
             await server.__aenter__()
-    assert not psutil.pid_exists(server.pid)
-
-
-def ended_but_not_awaited() -> subprocess.Popen[bytes]:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    return process
-
-
-async def test_a_server_stops_where_no_process_can_be_awaited(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden(pid: int, flags: int = 0) -> int:
-        raise PermissionError("pidfd_open")
-
-    monkeypatch.setattr(os, "pidfd_open", forbidden)
-    server = stub()
-    other = await asyncio.to_thread(ended_but_not_awaited)
-    async with asyncio.timeout(60), server:
-        pass
-    assert other.wait() == 0
     assert not psutil.pid_exists(server.pid)
 
 

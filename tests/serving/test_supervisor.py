@@ -99,10 +99,6 @@ async def test_a_server_is_restarted_after_a_time_without_free_descriptors(monke
     await supervisor.stop()
 
 
-def test_the_first_restart_has_no_pause_and_the_others_growing_ones() -> None:
-    assert [supervision._pause_s(restarts) for restarts in (0, 1, 2, 3, 20)] == [0, 0.2, 0.4, 0.8, 30]
-
-
 async def test_restarts_are_limited_within_a_time_and_go_on_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     now, pauses = 1000.0, []
     go_on = asyncio.Semaphore(0)

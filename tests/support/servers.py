@@ -22,9 +22,8 @@ from fastapi import FastAPI
 
 from reward_loop._util.web_server import listen, url_of
 from reward_loop.router.app import Router
-from reward_loop.router.client_request import ClientRequest
 from reward_loop.router.config import RouterConfig
-from reward_loop.router.http_server import HttpServer
+from reward_loop.router.http_server import ClientRequest, HttpServer
 from tests.support.clock import until as until
 
 STUB_COMMAND = [sys.executable, str(Path(__file__).with_name("stub_server.py"))]

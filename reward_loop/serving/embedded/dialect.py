@@ -90,7 +90,6 @@ class ChatRequest(PromptRequest, SamplingOptions):
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     stop: str | list[str] | None = None
-    logprobs: bool = False
     stream: Literal[False] = False
     add_generation_prompt: bool = True
     reasoning_effort: str | None = None

@@ -174,17 +174,10 @@ class EmbeddedModel:
         return {
             "index": index,
             "message": {"role": "assistant", "content": text},
-            "logprobs": {"content": self._logprobs(generation)} if body.logprobs else None,
+            "logprobs": None,
             "finish_reason": finish_reason,
             "stop_reason": stop_reason,
         }
-
-    def _logprobs(self, generation: GeneratedTokens) -> list[dict[str, Any]]:
-        tokens = [self.tokenizer.decode([token]) for token in generation.token_ids]
-        return [
-            {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-            for token, logprob in zip(tokens, generation.logprobs, strict=True)
-        ]
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> list[int]:

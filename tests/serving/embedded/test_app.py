@@ -107,12 +107,9 @@ async def test_a_stop_string_ends_the_text(judge: Client) -> None:
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
 
 
-async def test_logprobs_are_of_the_chosen_tokens_and_the_context_is_the_default_limit(judge: Client) -> None:
-    answer = await judge.chat(logprobs=True, temperature=0, max_tokens=None)
-    choice = answer["choices"][0]
-    assert len(choice["logprobs"]["content"]) == answer["usage"]["completion_tokens"]
-    assert all(entry["logprob"] <= 0 for entry in choice["logprobs"]["content"])
-    assert choice["finish_reason"] == "stop" or answer["usage"]["total_tokens"] == 512
+async def test_the_context_is_the_default_limit(judge: Client) -> None:
+    answer = await judge.chat(temperature=0, max_tokens=None)
+    assert answer["choices"][0]["finish_reason"] == "stop" or answer["usage"]["total_tokens"] == 512
 
 
 async def test_classify_takes_every_form_of_input(scorer: Client) -> None:
@@ -141,7 +138,7 @@ CHAT_ERRORS = [
     ({"temperature": -1}, 400, "temperature"),
     ({"max_tokens": 10_000}, 400, "maximum context length is 512"),
     ({"stream": True}, 400, "stream"),
-    ({"top_logprobs": 3}, 400, "`top_logprobs`"),
+    ({"logprobs": True}, 400, "`logprobs`"),
     ({"min_tokens": 4}, 400, "`min_tokens`"),
     ({"chat_template_kwargs": {"tokenize": True}}, 400, "chat_template_kwargs cannot set tokenize"),
     ({"messages": [{"role": "user", "content": "a \ud800 b"}]}, 400, "lone"),
