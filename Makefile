@@ -18,15 +18,15 @@ help:  ## show this list
 	@echo
 	@echo 'make demo QUICK=1 is shorter; make demo ENGINE=vllm serves the reward model with vLLM;'
 	@echo 'make demo ARGS="--help" lists the options of the demo.'
-	@echo 'make test ARGS="-m \"not integration\"" runs only the fast tests; ARGS="-n 0" uses one process.'
+	@echo 'make test ARGS="-m fast" runs only the fast tests; ARGS="-n 0" uses one process.'
 	@echo 'make test VERL=0.9.2 runs the tests of the verl integration with that release of verl.'
 
 demo: setup  ## train a small policy with verl on rewards from a served reward model (about five minutes)
 	@$(BIN)/python -m examples.arithmetic.demo $(if $(QUICK),--quick) $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
 # SGLang and the site have environments of their own. Without them, their tests are skipped.
-TEST_ENVIRONMENTS := $(if $(VERL),.venv/verl-$(VERL)) .venv/trl \
-	$(if $(or $(VERL),$(findstring not integration,$(ARGS))),,test-sglang test-docs)
+TEST_ENVIRONMENTS := $(if $(findstring fast,$(ARGS)),,$(if $(VERL),.venv/verl-$(VERL)) .venv/trl \
+	$(if $(or $(VERL),$(findstring not integration,$(ARGS))),,test-sglang test-docs))
 
 # Two processes: with three, two cores are a few minutes faster, and tests with deadlines fail more often.
 test: setup  ## run all checks and tests

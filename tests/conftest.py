@@ -59,8 +59,13 @@ the first three uses no Ray: on a busy machine, Ray's start can exceed a fixed l
 INTEGRATION_ONLY = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.integration", re.MULTILINE)
 """The mark of a file that has only integration tests."""
 
-NEEDS_VERL = re.compile(r"^ *(from|import) verl\b|importorskip\([\"']verl|^from tests\.verl\b", re.MULTILINE)
+NEEDS_VERL = re.compile(
+    r"^ *(from|import) verl\b|importorskip\([\"']verl|^from tests\.(verl|managers\.(letters|rows))\b", re.MULTILINE
+)
 """What a file outside of ``tests/verl`` has if some of its tests need verl. All of its tests have the mark ``verl``."""
+
+SLOW = ("scoring/test_outages.py", "test_cli.py")
+"""Files without the mark `integration` that start processes or wait for seconds: their mark is ``processes``."""
 
 
 def needs_verl(path: Path) -> bool:
@@ -93,15 +98,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     On a busy machine, Ray, vLLM and SGLang can exceed fixed time limits of their own. The summary shows the errors of
     the first runs.
     """
+    folder = Path(__file__).parent
     of_verl = {path: needs_verl(path) for path in {item.path for item in items}}
+    slow = {folder / name for name in SLOW}
     for item in items:
         integration = item.get_closest_marker("integration")
-        item.add_marker("verl" if of_verl[item.path] else "processes" if integration else "fast")
+        processes = integration or item.path in slow
+        item.add_marker("verl" if of_verl[item.path] else "processes" if processes else "fast")
         if integration:
             item.add_marker(pytest.mark.flaky(reruns=1))
             if not item.get_closest_marker("timeout"):
                 item.add_marker(pytest.mark.timeout(INTEGRATION_TIMEOUT_S))
-    folder = Path(__file__).parent
     ranks = {folder / name: rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: (ranks.get(item.path, len(ranks)), not item.path.is_relative_to(folder / "verl")))
 

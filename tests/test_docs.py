@@ -151,6 +151,11 @@ def test_the_example_files_in_commands_exist() -> None:
         assert (ROOT / command[1]).is_file(), f"{page}: {command}"
 
 
+@pytest.mark.parametrize("row", between("wrong rewards").splitlines()[2:])
+def test_the_test_of_each_fault_exists(row: str) -> None:
+    assert (ROOT / re.findall(r"`(tests/[\w/.]+)` \|$", row)[0]).is_file()
+
+
 def test_the_files_where_changes_begin_exist() -> None:
     """The table of CONTRIBUTING.md: to change X, open Y."""
     text = (ROOT / "CONTRIBUTING.md").read_text()

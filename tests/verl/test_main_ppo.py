@@ -170,10 +170,8 @@ def test_the_module_turns_the_reward_loop_on(tmp_path: Path) -> None:
 
 def test_the_command_of_the_readme_passes_its_checks(tmp_path: Path, tiny_generative_model: Path) -> None:
     """All of them, up to the start of Ray, in verl's command: it needs eight GPUs to go on."""
-    judge, command = (
-        next(block for block in blocks("README.md") if "judge" in block.text and block.language == language)
-        for language in ("python", "bash")
-    )
+    (judge,) = [block for block in blocks("README.md") if block.file == "judge.py"]
+    (command,) = [block for block in blocks("README.md") if block.language == "bash"]
     (tmp_path / "judge.py").write_text(judge.text)
     write_data(tmp_path)
     ((text, _),) = command.commands
