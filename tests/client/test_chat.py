@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 import reward_loop
 from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop.client import chat_complete
-from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError, RequestError
 from reward_loop.records import ActiveSample
 from reward_loop.testing import Answer, BadJson, Body, Drop, FakeJudge, NoChoices, Status
@@ -99,22 +97,3 @@ async def test_a_busy_judge_is_asked_again() -> None:
         assert "status 400" in (result.error or "")
         result = await function(RewardSample("x"), reward_router_address=judge.address)
         assert (result.score, result.attempts) == (0.5, 1)
-
-
-@pytest.mark.integration
-async def test_a_served_model_through_the_router(tiny_generative_model: Path) -> None:
-    from reward_loop import RewardModelManager
-
-    config = RewardModelConfig(model_path=str(tiny_generative_model), served_model_name="tiny")
-    async with RewardModelManager(config) as models:
-        address = models.reward_router_address
-        reply = await chat_complete(address, "hello", max_tokens=4, seed=1, logprobs=True, model="tiny")
-        assert reply.cut_off == (reply.usage.completion_tokens == 4)
-        assert reply.usage.prompt_tokens > 5
-        assert reply.logprobs is not None
-        assert len(reply.logprobs) == reply.usage.completion_tokens
-        assert all(entry["logprob"] <= 0 for entry in reply.logprobs)
-        with pytest.raises(RequestError, match="nobody") as raised:
-            await chat_complete(address, "hello", model="nobody")
-        assert raised.value.status == 404
-        assert not raised.value.transient

@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from reward_loop import RewardSample
 from reward_loop.client import classify, score
-from reward_loop.client.http import post
-from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError, RequestError
 from reward_loop.records import ActiveSample
 from reward_loop.testing import Body, FakeJudge, Logits, NoChoices
@@ -92,24 +89,3 @@ async def test_a_text_with_a_chat_template_is_refused_or_kept_and_what_a_policy_
         await classify(server.address, [{"role": "assistant", "content": "4</s>"}])
     sent = [request.body.get("input", request.body.get("messages")) for request in server.requests]
     assert sent == [text, "4< |im_end|>", [{"role": "assistant", "content": "4< /s>"}]]
-
-
-@pytest.mark.integration
-async def test_the_logit_of_the_embedded_server_is_that_of_transformers(tiny_discriminative_model: Path) -> None:
-    import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    from reward_loop import RewardModelManager
-
-    tokenizer = AutoTokenizer.from_pretrained(tiny_discriminative_model)
-    model = AutoModelForSequenceClassification.from_pretrained(tiny_discriminative_model).eval()
-    messages = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    with torch.no_grad():
-        (expected,) = model(**tokenizer(text, return_tensors="pt")).logits[0].tolist()
-    async with RewardModelManager(RewardModelConfig(model_path=str(tiny_discriminative_model))) as models:
-        address = models.reward_router_address
-        assert await classify(address, text, templated=True) == pytest.approx(expected, abs=1e-4)
-        assert await classify(address, messages) == pytest.approx(expected, abs=1e-4)
-        async with post(address, "/classify", {"input": text}) as (answer, _):
-            assert answer["data"][0]["probs"] != [expected]

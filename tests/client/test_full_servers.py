@@ -10,6 +10,7 @@ from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop._util import backoff
 from reward_loop.client import chat_complete
 from reward_loop.errors import RequestError
+from reward_loop.testing import FakeJudge, Status
 from tests.support.clock import until
 
 
@@ -84,26 +85,9 @@ async def test_a_server_that_is_full_of_the_requests_of_others_is_asked_again_af
         await leaving
 
 
-async def test_a_request_that_is_refused_whatever_the_load_ends(monkeypatch):
-    monkeypatch.setattr("tests.client.test_full_servers.SECONDS", 0.02)
-    stop = asyncio.Event()
-
-    class Picky(Engine):
-        async def chat(self, request):
-            if "poison" in await request.text():
-                self.counts["poison"] += 1
-                return web.json_response({"error": "no"}, status=503)
-            return await super().chat(request)
-
-    async with Picky(503) as engine, asyncio.timeout(30), asyncio.TaskGroup() as others:
-
-        async def ask() -> None:
-            while not stop.is_set():
-                await chat_complete(engine.address, "x")
-
-        for _ in range(4):
-            others.create_task(ask())
+async def test_a_request_that_is_refused_whatever_the_load_ends():
+    async with FakeJudge() as server:
+        server.script(*[Status(503)] * 20)
         with pytest.raises(RequestError, match="status 503"):
-            await chat_complete(engine.address, "poison")
-        stop.set()
-    assert engine.counts["poison"] <= 10
+            await chat_complete(server.address, "poison")
+        assert len(server.requests) == 10

@@ -4,10 +4,8 @@ import asyncio
 import gc
 import gzip
 import re
-import resource
 import subprocess
 import sys
-import threading
 import traceback
 from collections import Counter
 from typing import Any
@@ -279,45 +277,10 @@ def many_calls(address: str) -> None:
     asyncio.run(many(address))
 
 
-def many_calls_of_three_loops(address: str) -> None:
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            asyncio.run(many(address))
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=run) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed, failed
-
-
 @pytest.mark.integration
-@pytest.mark.parametrize("name", ["many_calls", "many_calls_of_three_loops"])
-def test_calls_wait_for_a_connection_where_few_files_may_be_open(name: str) -> None:
+def test_calls_wait_for_a_connection_where_few_files_may_be_open() -> None:
     with FakeJudge(latency=0.01) as judge:
-        scenario(name, judge.address)
-
-
-def test_the_pool_has_half_of_the_descriptors_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    limit: tuple[int, int] = (1024, 4096)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: limit)
-    assert 1 <= http._max_connections() < 512
-    limit = (1, 1)
-    assert http._max_connections() == 1
-    limit = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    assert http._max_connections() == 0
-
-
-async def test_the_pool_of_an_event_loop_has_this_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reward_loop.client.http._max_connections", lambda: 7)
-    connector = (await shared_session()).connector
-    assert connector is not None
-    assert connector.limit == 7
+        scenario("many_calls", judge.address)
 
 
 def sender(body: bytes, *headers: tuple[bytes, bytes], status: int = 200) -> Any:
@@ -427,19 +390,6 @@ async def test_a_part_without_its_text_is_an_error(part: Any) -> None:
 async def test_a_byte_order_mark_and_text_that_is_not_unicode_lose_no_reply(body: bytes, text: str) -> None:
     async with serving(sender(body)) as url:
         assert (await chat_complete(url, "?")).text == text
-
-
-async def test_a_reply_without_content_is_empty_text() -> None:
-    async with FakeJudge() as judge:
-        judge.script(chat({"content": None}), chat({}))
-        assert [(await chat_complete(judge.address, "?")).text for _ in range(2)] == ["", ""]
-
-
-async def test_a_classification_without_logits_is_an_error() -> None:
-    async with FakeJudge() as judge:
-        judge.script(Body({"data": [{"probs": []}]}))
-        with pytest.raises(RequestError, match="without logits"):
-            await classify(judge.address, "?")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import aiohttp
 import pytest
 
 from reward_loop import ConfigError, RewardLoopConfig, RewardSample, ScoringFunction
@@ -16,10 +15,9 @@ from reward_loop.client import Choice, Judge, chat_complete, classify, score
 from reward_loop.config import RewardModelConfig, parse
 from reward_loop.errors import RequestError
 from reward_loop.limits import LocalLimits
-from reward_loop.serving import RewardModelManager
 from reward_loop.testing import FakeJudge, Stall
 from tests.support.clock import until
-from tests.support.servers import listed, serving
+from tests.support.servers import serving
 
 JUDGE = ("{{answer}}", Choice({"yes": 1.0, "no": 0.0}, after=None))
 MODELS = {"strong": {"max_concurrent": 2, "timeout": 0.05}}
@@ -162,35 +160,3 @@ def test_the_options_of_served_models_are_those_of_their_requests() -> None:
         RewardModelConfig(engine="external", urls=("http://h:1",), timeout=30).requests()
     with pytest.raises(ConfigError, match=r"models\.strong\.max_concurent: unknown option; did you mean 'max_concurr"):
         parse(RewardModelConfig, {"models": {"strong": {"max_concurent": 4}}}, "reward_model.server")
-
-
-@pytest.mark.integration
-async def test_a_model_behind_the_router_has_its_limit_and_its_deadline() -> None:
-    gate = Gate()
-    async with at(gate) as url, at(gate) as other:
-        external = {"engine": "external", "urls": (url,), "kind": "generative"}
-        config = RewardModelConfig(
-            models={"strong": {**external, "max_concurrent": 2, "timeout": 0.5}, "weak": {**external, "urls": (other,)}}
-        )
-        async with RewardModelManager(config) as models:
-
-            async def asks(solution_str: str, reward_router_address: str) -> float:
-                return float((await chat_complete(reward_router_address, "?", model=solution_str)).text == "yes")
-
-            options = RewardLoopConfig(models=config.requests(), retry={"max_attempts": 1})
-            function = ScoringFunction(asks, options=options)
-
-            def judged(name: str) -> asyncio.Task[Any]:
-                sample = RewardSample(name)
-                return asyncio.create_task(function(sample, reward_router_address=models.reward_router_address))
-
-            async with aiohttp.ClientSession(f"http://{models.reward_router_address}") as session:
-                while {server["state"] for server in await listed(session)} != {"up"}:  # noqa: ASYNC110
-                    await asyncio.sleep(0)
-            weak = [judged("weak") for _ in range(3)]
-            await until(lambda: gate.now == 3)
-            late = await asyncio.gather(*(judged("strong") for _ in range(3)))
-            gate.open.set()
-            assert [(await one).score for one in weak] == [1.0] * 3
-        assert all("no answer within 0.5 s" in (result.error or "") for result in late)
-        assert gate.most == 5  # three of the other model, and two

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -12,10 +11,9 @@ import pytest
 from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample
 from reward_loop.client import Judge, Judgement, Number, spot_check
 from reward_loop.client.panel import drawn
-from reward_loop.config import BudgetConfig, LimitConfig, RetryConfig
-from reward_loop.errors import ConfigError, ServerError
+from reward_loop.config import RetryConfig
+from reward_loop.errors import ConfigError
 from reward_loop.records import ActiveBatch, ActiveSample
-from reward_loop.records.reader import read_rows
 from reward_loop.testing import FakeJudge, Status
 from reward_loop.types import RewardResult
 
@@ -26,10 +24,6 @@ UNCHECKED = next(f"uid{i}" for i in range(99) if drawn(f"uid{i}", 0) >= 0.2)
 async def scored(value: Any) -> Any:
     await asyncio.sleep(0)
     return value
-
-
-async def failing(error: Exception) -> Any:
-    raise error
 
 
 def names(count: int, checked: bool, share: float = 0.2) -> list[str]:
@@ -120,41 +114,10 @@ async def test_a_checked_sample_never_gets_the_cheap_score_when_its_strong_judge
         assert (result.extra_info["judged_by"], result.attempts) == ("strong", 2)
 
 
-async def test_a_checked_sample_without_budget_has_no_score() -> None:
-    async with FakeJudge("Score: 1") as strong:
-        judge = Judge("{{answer}}", Number(1, 10), address=strong.address, limit="strong")
-
-        async def compute_score(solution_str: str) -> dict[str, Any]:
-            return (await spot_check(1.0, judge(answer=solution_str))).reward()
-
-        options = {"budget": BudgetConfig(max_tokens=1, at_cap="mask"), "limits": {"strong": LimitConfig()}}
-        results = await results_of(compute_score, names(3, True), **options)
-    assert results[0].score is not None
-    assert [result.score for result in results[1:]] == [None, None]
-
-
 async def test_a_sample_without_a_verdict_of_the_cheap_judge_is_unscored() -> None:
     without = Judgement(None, None, "", (await spot_check(1, scored(1), uid=UNCHECKED)).reply, "no verdict")
     for uid in (CHECKED, UNCHECKED):
         assert (await spot_check(without, scored(1.0), uid=uid)).unscored == "no verdict"
-
-
-async def test_the_first_error_of_a_judge_cancels_the_other_one() -> None:
-    cancelled = asyncio.Event()
-
-    async def slow() -> float:
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            cancelled.set()
-            raise
-        return 1.0
-
-    for asked in ((slow(), failing(ServerError("down"))), (failing(ServerError("down")), slow())):
-        cancelled.clear()
-        with pytest.raises(ServerError, match="down"):
-            await spot_check(*asked, uid=CHECKED)
-        assert cancelled.is_set()
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, 1.5, float("nan")])
@@ -169,18 +132,3 @@ async def test_an_invalid_share_is_refused(share: float) -> None:
 async def test_samples_without_a_single_uid_need_a_name(active: Any) -> None:
     with pytest.raises(ConfigError, match="pass the uid of each"), active:
         await spot_check(1.0, scored(1.0))
-
-
-async def test_the_record_has_what_the_reward_was_made_of(tmp_path: Path) -> None:
-    async def compute_score(solution_str: str) -> dict[str, Any]:
-        return (await spot_check(1.0, scored(0.0))).reward()
-
-    uids = [*names(1, True), *names(1, False)]
-    await results_of(compute_score, uids, log_dir=str(tmp_path))
-    rows = {row["uid"]: row for row in read_rows(tmp_path)}
-    for row in rows.values():
-        made = row["components"]
-        again = made["cheap"] + (made["strong"] - made["cheap"]) / made["chance"] if "strong" in made else made["cheap"]
-        assert row["score"] == pytest.approx(again)
-        chosen = drawn(f"{row['uid']}\n{row['generated_step']}", 0) < made["chance"]
-        assert chosen == (made["judged_by"] == "strong")
