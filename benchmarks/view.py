@@ -12,7 +12,7 @@ library's own writer; the others are copies with other values. Steps have 5,120 
   together.
 - `sample_ms_p95`: one sample. `filter_ms_p95`: the first 100 samples of a step, filtered by reward and sorted by a
   component, a field or the reward. `search_ms_p95`: the same with a text to search for.
-- `pairs_ms_p95`: the ten groups with the largest differences of rewards, of 16 steps.
+- `report_s`: the seconds of `reward-loop report` on the same folder, with the index that the viewer has built.
 - `follow_lag_s`: another process writes 2,000 records a second through the library's writer, in real time. The age of
   the oldest record that is not shown yet, just before an update: the largest of all updates.
 - `console_errors`: the errors in the console of a headless Chromium that opens the pages; null without Chromium and
@@ -182,8 +182,7 @@ PAGES = {
     "step/{step}": ".groups .tabulator-row",
     "step/{step}?sort=reward&order=desc": ".tabulator-row",
     "sample/{sample}": ".exchange .reply",
-    "pairs/{step}": "h1",
-    "judges": ".judge .histogram rect",
+    "judges": ".judge canvas",
     "timeline": "h2",
 }
 """The views of the page, each with an element that is there when its data are shown."""
@@ -277,17 +276,11 @@ def measure_requests(viewer: Viewer, count: int, times: int) -> dict[str, float]
         query = {"step": numbers.choice(steps), "min_reward": low, "sort": sort, "order": "desc", "limit": 100}
         assert viewer.get("samples", **query, **more)["total"] > 0 or more
 
-    def pairs() -> None:
-        last = numbers.choice(steps)
-        bounds = {"min.step": last - 15, "max.step": last}
-        assert viewer.get("groups", **bounds, sort="gap", order="desc", limit=10)["total"] > 0
-
     return {
         "page_ms_p95": p95_ms(page, times),
         "sample_ms_p95": p95_ms(lambda: viewer.get(f"sample/{numbers.choice(known)}"), times),
         "filter_ms_p95": p95_ms(filtered, times),
         "search_ms_p95": p95_ms(lambda: filtered(text=f"WORD{numbers.randrange(977)}"), times),
-        "pairs_ms_p95": p95_ms(pairs, times),
     }
 
 
@@ -382,6 +375,10 @@ def main() -> None:
             result |= console_errors(viewer, count)
             result |= measure_following(viewer, folder, count, seconds)
             result["rss_mb"] = round(max(result["rss_mb"], viewer.rss_mb()))
+        began = time.perf_counter()
+        report = [sys.executable, "-c", MAIN, "report", str(folder)]
+        subprocess.run(report, env={**os.environ, "XDG_CACHE_HOME": str(cache)}, check=True, stdout=subprocess.DEVNULL)
+        result["report_s"] = round(time.perf_counter() - began, 2)
     for name, value in result.items():
         print(f"{name:16}{f'{value:,}' if isinstance(value, int | float) else str(value):>12}")
     print(json.dumps(result))

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ from reward_loop.managers import GroupRewardLoopManager
 from reward_loop.offline.fields import Fields, check_fields
 from reward_loop.offline.folder import ScoredFolder, check_export, export
 from reward_loop.offline.inputs import Inputs, Row
-from reward_loop.offline.report import Report
+from reward_loop.offline.report_command import summary_of
 from reward_loop.offline.run import score_rows
 from reward_loop.records.reader import RecordsReader
 from tests.support.gsm8k import DATA, ROOT, needs_gsm8k
@@ -60,15 +61,19 @@ class Scored:
     rows: list
     """The rows of the input with their scores."""
     resumed: int
-    report: Report
+    folder: Path
+
+    @cached_property
+    def report(self):
+        return summary_of(self.folder)
 
     @property
     def outcomes(self):
-        return self.report.outcomes
+        return {name: count for name, count in self.report["outcomes"].items() if count}
 
     @property
     def mean(self):
-        return self.report.to_dict()["reward"]["mean"]
+        return self.report["reward"]["mean"]
 
 
 def score(
@@ -95,12 +100,9 @@ def score(
     with ScoredFolder.open(output, identity, restart=restart) as folder:
         folder.forget_unfinished(failed=retry_failed)
         resumed = score_rows(inputs, folder, manager, fields=fields, **kwargs)
-        report = Report()
-        for row in folder.rows():
-            report.add(row)
         exported = output.with_name(f"{output.name}.jsonl")
         export(inputs, folder, exported)
-    return Scored(read_jsonl(exported), resumed, report)
+    return Scored(read_jsonl(exported), resumed, output)
 
 
 ROWS = [{"solution_str": str(i), "ground_truth": str(i - i % 3), "id": f"q{i}"} for i in range(12)]
@@ -115,7 +117,7 @@ def test_every_row_has_a_record_and_is_exported_in_order_with_its_columns(tmp_pa
     assert all(row["outcome"] == "scored" and row["error"] is None for row in done.rows)
     assert done.rows[10]["components"]["length"] == 2
     assert progress == list(range(13))
-    assert (done.report.samples, done.mean, done.resumed) == (12, pytest.approx(1 / 3), 0)
+    assert (done.report["samples"], done.mean, done.resumed) == (12, pytest.approx(1 / 3), 0)
     assert {row["uid"] for row in RecordsReader(output).rows()} == {f"line {i + 1}" for i in range(12)}
     assert {path.suffix for path in output.rglob("*") if path.is_file()} == {".json", ".jsonl"}
 
@@ -151,7 +153,7 @@ def test_bad_rows_are_failed_rows(tmp_path):
     assert "nested too deeply" in errors[9]
     assert [row["score"] for row in (*done.rows[1:7], done.rows[9])] == [None] * 7
     assert done.outcomes == {"scored": 3, "failed": 7}
-    assert sum(count for count, *_ in done.report.causes.most_common()) == 7
+    assert sum(cause["count"] for cause in done.report["causes"]) == 7
 
 
 def test_unscored_failed_and_not_finite(tmp_path):
@@ -270,7 +272,7 @@ def test_a_manager_of_the_user_is_recorded(tmp_path):
     clipped = Clipped({"log_dir": str(tmp_path / "clipped")}, compute_score=exact)
     done = score(source, tmp_path / "clipped", manager=clipped)
     assert [row["score"] for row in done.rows] == [0.5, 0.0, 0.0]
-    assert done.report.samples == 3
+    assert done.report["samples"] == 3
 
 
 class Calls:
@@ -343,7 +345,7 @@ def test_a_file_system_that_refuses_records_stops_the_run_and_loses_nothing(tmp_
     before = {row["uid"] for row in RecordsReader(output).rows()}
     assert 0 < len(before) < 2400
     done = score(source, output)
-    assert (done.resumed, len(done.rows), done.report.samples) == (len(before), 2400, 2400)
+    assert (done.resumed, len(done.rows), done.report["samples"]) == (len(before), 2400, 2400)
 
 
 @pytest.mark.parametrize("change", ["input", "function"])
@@ -357,7 +359,7 @@ def test_another_run_is_not_continued(tmp_path, change):
     with pytest.raises(ConfigError, match=f"out has the records of a run with another {change}: .*--restart"):
         score(source, output, identity=identity)
     done = score(source, output, identity=identity, restart=True)
-    assert (done.resumed, done.report.samples) == (0, len(done.rows))
+    assert (done.resumed, done.report["samples"]) == (0, len(done.rows))
     assert score(source, output, identity=identity).resumed == len(done.rows)
 
 
@@ -440,7 +442,7 @@ def test_rows_wait_while_the_judge_is_away(tmp_path):
             return float((await chat_complete(address, solution_str)).text)
 
         done = score(source, tmp_path / "out", judge)
-    assert (done.outcomes, done.report.samples) == ({"scored": 12}, 12)
+    assert (done.outcomes, done.report["samples"]) == ({"scored": 12}, 12)
     assert any(row.get("outage_s", 0) > 0.5 for row in RecordsReader(tmp_path / "out").rows())
 
 
@@ -454,7 +456,7 @@ def test_failed_rows_of_a_finished_run_are_scored_again_where_asked(tmp_path):
     assert (done.outcomes, done.resumed) == ({"scored": 11, "failed": 1}, 10)
     done = score(source, output, last := fails_for(), config=config, retry_failed=True)
     # A row has one record, that of its last call.
-    assert (done.outcomes, done.report.samples) == ({"scored": 12}, 12)
+    assert (done.outcomes, done.report["samples"]) == ({"scored": 12}, 12)
     assert (set(again.calls), set(last.calls)) == ({"3", "7"}, {"7"})
     assert [(row["id"], row["score"], row["error"]) for row in done.rows] == [(f"q{i}", 1.0, None) for i in range(12)]
 
@@ -477,7 +479,7 @@ def test_rows_that_the_budget_left_out_are_scored_by_the_next_run(tmp_path, at_c
     assert len(calls) == 3
     done = score(source, output, judge, config=limits)
     assert (done.outcomes, done.resumed, len(calls)) == ({"scored": 11, "unscored": 1}, 3, 12)
-    assert (done.report.over_budget, done.report.stopped) == (0, 0)
+    assert (done.report["over_budget"], done.report["stopped"]) == (0, 0)
 
 
 def test_a_run_without_results_starts_over_with_another_function(tmp_path):
@@ -519,7 +521,7 @@ def test_rows_of_a_group_are_scored_together(tmp_path):
         folder.forget({"line 2"})
     seen.clear()
     again = score(source, output, manager=manager)
-    assert (again.rows, again.resumed, again.report.samples, seen) == (done.rows, 7, 10, [["1", "4", "7"]])
+    assert (again.rows, again.resumed, again.report["samples"], seen) == (done.rows, 7, 10, [["1", "4", "7"]])
     alone = write_jsonl(tmp_path / "alone.jsonl", [{"solution_str": "1"}])
     with pytest.raises(ConfigError, match=r"line 1 has no field `group` or `uid`.*--field group="):
         score(alone, tmp_path / "alone", manager=manager)

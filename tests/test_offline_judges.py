@@ -62,11 +62,10 @@ def test_the_judges_of_a_scoring_are_those_of_the_report_on_its_records(
     server: FakeJudge, function: str, options: tuple[str, ...], requests: int
 ) -> None:
     server.script(Status(500), "I cannot tell.")
-    options = (*options, "-O", "retry.initial_wait=0.001", "--price", "1:2", "--json")
+    options = (*options, "-O", "retry.initial_wait=0.001", "--json")
     scored = json.loads(score(server, function, *options))["judges"]
-    reported = json.loads(run("report", "rollouts.scored", "--price", "1:2", "--json"))["judges"]
-    assert scored == reported
-    judge = scored["judge-7b"]
+    assert scored == json.loads(run("report", "rollouts.scored", "--json"))["judges"]
+    (judge,) = json.loads(run("report", "rollouts.scored", "--price", "1:2", "--json"))["judges"]
     assert (judge["requests"], judge["errors"], judge["no_verdict"]) == (requests + 2, 1, 1)
     assert judge["cost"] == pytest.approx((judge["prompt_tokens"] + 2 * judge["completion_tokens"]) / 1e6)
 
@@ -74,15 +73,15 @@ def test_the_judges_of_a_scoring_are_those_of_the_report_on_its_records(
 def test_costs_are_shown_only_with_prices(server: FakeJudge) -> None:
     shown = score(server, "compute_score")
     assert "cost" not in shown
-    assert shown.split("judge-7b")[1].split()[:3] == [str(ROWS), "0", "0"]
-    assert "cost" in score(server, "compute_score", "--price", "1:2")
+    assert shown.split("judge-7b")[1].split()[:3] == [str(ROWS), "0.0%", "0.0%"]
+    assert "cost" in run("report", "rollouts.scored", "--price", "1:2")
 
 
 def test_a_retried_row_counts_with_its_latest_requests(server: FakeJudge) -> None:
     server.script(*[Status(400)] * 2)
     score(server, "compute_score")
     shown = score(server, "compute_score", "--retry-failed")
-    assert shown.split("judge-7b")[1].split()[:2] == [str(ROWS), "0"]
+    assert shown.split("judge-7b")[1].split()[:2] == [str(ROWS), "0.0%"]
 
 
 def test_no_judge_is_shown_for_a_function_without_requests(server: FakeJudge, tmp_path: Path) -> None:

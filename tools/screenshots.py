@@ -38,19 +38,12 @@ def open_sample(page: Page) -> None:
     page.locator(".exchange").first.wait_for()
 
 
-def compare_samples(page: Page) -> None:
-    open_sample(page)
-    page.locator(".group-list li", has_text="0.").last.get_by_role("link", name="Compare with").click()
-    page.locator(".side").first.wait_for()
-
-
 PICTURES = {
     "viewer-run": ("light", lambda page: show(page, "run", ".chart canvas")),
     "viewer-step": ("light", lambda page: show(page, BEST, ".tabulator-row")),
     "viewer-sample": ("light", open_sample),
-    "viewer-pair": ("light", compare_samples),
     "viewer-timeline": ("light", lambda page: show(page, f"timeline/{STEP}", "canvas")),
-    "viewer-judges": ("dark", lambda page: show(page, "judges", ".histogram")),
+    "viewer-judges": ("dark", lambda page: show(page, "judges", ".judge canvas")),
 }
 
 

@@ -102,13 +102,6 @@ def open_first(page: Page, view: str) -> None:
     page.locator(".exchange").first.wait_for()
 
 
-def compare_with_best(page: Page) -> None:
-    """Compare the best and the worst answer of a group of the last step."""
-    show(page, WORST, ".pane.groups .tabulator-row a")
-    page.locator(".pane.groups .tabulator-row", has_text="10-0").get_by_role("link", name="compare").click()
-    page.locator(".side").first.wait_for()
-
-
 Shot = tuple[int, Callable[["Page"], None]]
 """The height of a picture, and what opens its page."""
 
@@ -116,7 +109,6 @@ PICTURES: dict[Callable[[Path], None], dict[str, Shot]] = {
     hacked: {
         "tutorial-hacked-run": (505, lambda page: show(page, "run", ".chart canvas")),
         "tutorial-hacked-step": (600, lambda page: show(page, WORST, ".tabulator-row")),
-        "tutorial-hacked-pair": (740, compare_with_best),
     },
     first: {"tutorial-first": (600, lambda page: show(page, "samples", ".tabulator-row"))},
     with_api: {"tutorial-api": (1000, lambda page: open_first(page, "samples"))},

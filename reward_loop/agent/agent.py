@@ -28,7 +28,7 @@ from reward_loop.agent.pending import PendingRewards, group_sizes
 from reward_loop.errors import ConfigError, RewardLoopError, RewardsCancelledError
 from reward_loop.managers.groups import CALLER, Caller
 from reward_loop.managers.scorer import scored
-from reward_loop.records import STEP, Records, WaitsFor
+from reward_loop.records import STEP, Interval, Records, WaitsFor, seconds_of
 from reward_loop.types import RewardSample
 
 logger = logging.getLogger(__name__)
@@ -272,6 +272,9 @@ class StepEvents:
         self._step: int | None = None
         self._has_steps = False
         """Whether a step has begun. The other events are read only together with steps."""
+        self._waited_s = 0.0
+        self._pending: list[Interval] = []
+        """When the rewards were pending that have arrived in the current step."""
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -283,7 +286,9 @@ class StepEvents:
             with self._recorded(STEP, number):
                 yield
         finally:
-            self._step = None
+            if self._pending and self._records is not None:
+                self._records.write_overlap(number, self._waited_s, seconds_of(self._pending))
+            self._step, self._waited_s, self._pending = None, 0.0, []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -301,8 +306,12 @@ class StepEvents:
         if self._step is None:
             yield
             return
-        with self._recorded("wait_reward", self._step, "rewards"):
-            yield
+        start = time.time()
+        try:
+            with self._recorded("wait_reward", self._step, "rewards"):
+                yield
+        finally:
+            self._waited_s += time.time() - start
 
     @contextmanager
     def _recorded(self, name: str, step: int, waits_for: WaitsFor | None = None) -> Iterator[None]:
@@ -323,6 +332,8 @@ class StepEvents:
         if self._records is None or not self._has_steps or not isinstance(sample, RewardSample):
             return
         times = {"end": submitted, "scoring": submitted, "scored": time.time()}
+        if not sample.validate:
+            self._pending.append((submitted, times["scored"]))
         self._records.write_rollout(
             str(sample.uid),
             sample.group,

@@ -150,26 +150,29 @@ def read(folder: Path, count: int, after: float = 0.0) -> Recorded:
     Raises:
         ConfigError: the folder has no records.
     """
+    from reward_loop.index.index import open_index  # it imports DuckDB
+
     reader, chance, found = RecordsReader(folder), random.Random(0), Recorded([])
     chosen, sizes = list[dict[str, Any]](), dict[str, int]()
     routed, asked = (0.0, ""), set[str]()
-    for row in reader.rows():
-        for exchange in row.get("judges") or ():
-            url = urlsplit(str(exchange.get("url")))
-            asked.add(place := url.netloc if url.scheme == "http" else "")
-            routed = max(routed, (row["time"], place)) if exchange.get("backend") else routed
-        score = finite_number(row.get("score"))
-        if row["outcome"] != Outcome.SCORED or score is None:
-            continue
-        found.low, found.high = min(found.low, score), max(found.high, score)
-        if row["time"] <= after:
-            continue
-        found.samples, found.latest = found.samples + 1, max(found.latest, row["time"])
-        if _has_text(folder, row, sizes):
-            found.with_texts += 1
-            index = len(chosen) if len(chosen) < count else chance.randrange(found.with_texts)
-            if index < count:
-                chosen[index : index + 1] = [row]
+    with open_index(folder) as index:
+        for row in index.records():
+            for exchange in row.get("judges") or ():
+                url = urlsplit(str(exchange.get("url")))
+                asked.add(address := url.netloc if url.scheme == "http" else "")
+                routed = max(routed, (row["time"], address)) if exchange.get("backend") else routed
+            score = finite_number(row.get("score"))
+            if row["outcome"] != Outcome.SCORED or score is None:
+                continue
+            found.low, found.high = min(found.low, score), max(found.high, score)
+            if row["time"] <= after:
+                continue
+            found.samples, found.latest = found.samples + 1, max(found.latest, row["time"])
+            if _has_text(folder, row, sizes):
+                found.with_texts += 1
+                place = len(chosen) if len(chosen) < count else chance.randrange(found.with_texts)
+                if place < count:
+                    chosen[place : place + 1] = [row]
     found.address = routed[1] or (next(iter(asked)) if len(asked) == 1 else None) or None
     found.rows = [recorded_row(reader, row, str(row.get("uid") or row.get("id"))) for row in chosen]
     return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -28,10 +27,6 @@ FieldPaths = Annotated[
         "extra_info, extra_info.KEY, and for the records prompt, group, step. Default: the field with the name of the "
         "part. Repeatable.",
     ),
-]
-RecordsFolder = Annotated[
-    Path,
-    typer.Argument(metavar="DIR", help="A folder of records, such as checkpoints/.../rewards.", show_default=False),
 ]
 DataSource = Annotated[str | None, typer.Option(help="The data source of all rows.")]
 RewardKwargs = Annotated[
@@ -66,15 +61,6 @@ MoreOptions = Annotated[
         metavar="NAME=VALUE",
         help="Another option of the reward loop, e.g. [cyan]limits.judge.max_concurrent=8[/] or "
         "[cyan]retry.max_attempts=1[/]; the value is JSON or plain text. Repeatable.",
-    ),
-]
-Price = Annotated[
-    str | None,
-    typer.Option(
-        metavar="PROMPT:REPLY",
-        help="Add the cost of each judge, at these prices of a million tokens of requests and of replies, e.g. "
-        "[cyan]0.15:0.6[/].",
-        show_default=False,
     ),
 ]
 

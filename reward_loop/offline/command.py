@@ -19,8 +19,7 @@ from reward_loop.offline.fields import Fields, check_fields
 from reward_loop.offline.folder import MAX_BYTES, ScoredFolder, check_export
 from reward_loop.offline.folder import export as write_export
 from reward_loop.offline.inputs import Inputs
-from reward_loop.offline.report import Report
-from reward_loop.offline.report_command import outcomes_of, show_report
+from reward_loop.offline.report_command import outcomes_of, show_report, summary_of
 from reward_loop.offline.run import ScoringProgress, score_rows
 from reward_loop.scoring.load import source_hash
 
@@ -141,33 +140,31 @@ def score(
                     )
                 raise
             # Within the block, in which the folder is locked: another run could change the records.
-            report = Report()
-            for row in folder.rows():
-                report.add(row)
+            report = summary_of(path)
             if export is not None:
                 write_export(source, folder, export)
-        run = {"rows": report.samples, "resumed": resumed, "records": str(path), "export": export and str(export)}
+        run = {"rows": report["samples"], "resumed": resumed, "records": str(path), "export": export and str(export)}
         if as_json:
-            stdout.write(encode({**report.to_dict(), **run}).decode() + "\n")
+            stdout.write(encode({**report, **run}).decode() + "\n")
         else:
             out = console(stdout)
             show_report(report, out)
             earlier = f", {resumed} of them by an earlier run" if resumed else ""
-            out.print(f"\nrows: {report.samples}{earlier}")
+            out.print(f"\nrows: {report['samples']}{earlier}")
             out.print(f"records: {escape(str(path))}; in the browser: reward-loop view {escape(str(path))}")
-    failed = report.outcomes["failed"]
-    if not report.samples:
+    failed = report["outcomes"]["failed"]
+    if not report["samples"]:
         _err.print(f"note: {escape(source.name)} has no rows")
-    elif not report.outcomes["scored"]:
+    elif not report["outcomes"]["scored"]:
         _err.print(f"[bold red]error:[/] no row was scored: {outcomes_of(report)}")
     if failed:
         _err.print("To score the failed rows again, run the same command with --retry-failed.")
-    if report.over_budget:
+    if report["over_budget"]:
         _err.print(
-            f"The budget left {counted(report.over_budget, 'row')} without a score. To score them, rerun the command: "
-            "each run has the whole budget of -O budget.max_cost and -O budget.max_tokens."
+            f"The budget left {counted(report['over_budget'], 'row')} without a score. To score them, rerun the "
+            "command: each run has the whole budget of -O budget.max_cost and -O budget.max_tokens."
         )
-    if report.samples and not report.outcomes["scored"]:
+    if report["samples"] and not report["outcomes"]["scored"]:
         raise typer.Exit(1)
 
 

@@ -152,16 +152,19 @@ def _parse(name: str, line: bytes) -> Row:
 
 def _recorded(folder: Path) -> Iterator[Row]:
     """Yield the samples of records. If several have the same ``uid``, all but the first have a number after it."""
+    from reward_loop.index.index import open_index  # it imports DuckDB
+
     reader = _records(folder)
     seen = Counter[str]()
-    for index, row in enumerate(reader.rows()):
-        name = uid = str(row.get("uid") or f"row {index}")
-        # A uid may itself end in such a number: records of an earlier scoring have these names as uids.
-        while name in seen:
-            seen[uid] += 1
-            name = f"{uid} ({seen[uid]})"
-        seen[name] = 1
-        yield recorded_row(reader, row, name)
+    with open_index(folder) as index:
+        for number, row in enumerate(index.records()):
+            name = uid = str(row.get("uid") or f"row {number}")
+            # A uid may itself end in such a number: records of an earlier scoring have these names as uids.
+            while name in seen:
+                seen[uid] += 1
+                name = f"{uid} ({seen[uid]})"
+            seen[name] = 1
+            yield recorded_row(reader, row, name)
 
 
 def recorded_row(reader: RecordsReader, row: Mapping[str, Any], name: str) -> Row:

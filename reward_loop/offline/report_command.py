@@ -1,9 +1,10 @@
-"""The command ``reward-loop report``."""
+"""The command ``reward-loop report``, and the summary with which ``score`` ends."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,11 +15,14 @@ from rich.table import Table
 
 from reward_loop._util.json import encode
 from reward_loop._util.standard_streams import WIDE, console
-from reward_loop._util.text import counted, did_you_mean, duration, listing, rounded
+from reward_loop._util.text import counted, duration, rounded
 from reward_loop.errors import ConfigError
-from reward_loop.offline import cli_options
-from reward_loop.offline.report import SHOWN, Report
-from reward_loop.records import Price, RecordsReader, health, hidden_share, overlaps
+from reward_loop.index.phases import StepTimes
+from reward_loop.index.price import Price, PriceOption
+from reward_loop.records import NoRecordsError, health, hidden_share
+
+_CAUSES = 5
+"""The largest number of causes that are printed of each outcome."""
 
 _PARTS = 30
 """The largest number of rows of a table, and of warnings."""
@@ -29,69 +33,97 @@ Values = Mapping[str, Any]
 
 
 def report(
-    folder: cli_options.RecordsFolder,
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR", help="A folder of records, or two to compare.", show_default=False),
+    ],
     group_by: Annotated[
         str | None,
         typer.Option(
             metavar="FIELD",
-            help="Also count by the values of a field of the rows, e.g. [cyan]data_source[/], [cyan]step[/] or "
+            help="Also count by the values of a field of the samples, e.g. [cyan]data_source[/], [cyan]step[/] or "
             "[cyan]components.acc[/].",
         ),
     ] = None,
-    price: cli_options.Price = None,
+    price: PriceOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
-    """Summarise the records of a run, also while it runs.
+    """Summarise the records of a run, also while it runs, or compare two.
 
     Shows the outcomes with the causes of failures, the scores, the components,
     the groups whose rewards are all equal or missing, the latency and the
     failures of judges, the slowest and the costliest samples, and of a verl run
-    the warnings of its live numbers.
+    the warnings of its live numbers. Two folders are joined by the uids of their
+    samples: two functions on the same samples, as "score" writes them, or two
+    runs.
     docs/viewer.md describes the summary.
+
+    [bold]Example[/]
+
+      reward-loop report checkpoints/rewards checkpoints/rewards.scored
     """
-    out = console()
-    prices = Price.parse(price)
-    reader, found, fields = RecordsReader(folder), Report(group_by), set[str]()
-    for row in reader.rows():
-        found.add(row)
-        if group_by is not None:
-            fields |= row.keys() | {f"components.{name}" for name in row.get("components") or ()}
-    has_parts = found.parts or (found.validation and found.validation.parts)
-    if group_by is not None and (found.samples or found.validation) and not has_parts:
-        raise ConfigError(
-            f"--group-by: no row has a field {group_by!r}{did_you_mean(group_by, fields) or '.'} Known: "
-            f"{listing(fields)}"
-        )
-    warnings, overlap = health(folder), overlaps(folder)
+    # Here: DuckDB takes a while to import, and other commands do not need it.
+    from reward_loop.index import questions
+    from reward_loop.index.index import open_index
+
+    out, prices = console(), Price.parse(price)
+    if len(folders) > 2:
+        raise ConfigError(f"report: {len(folders)} folders are given: name one, or two to compare")
+    with open_index(folders[0]) as index:
+        if len(folders) == 2:
+            with open_index(folders[1]) as other:
+                by = group_by or ("step" if questions.run(index)["steps"] else "data_source")
+                compared = questions.compare(index, other, by)
+            if as_json:
+                print(encode(compared).decode())
+            else:
+                show_comparison(compared, folders, out)
+            return
+        found = questions.report(index, prices, group_by)
+        incomplete = index.incomplete
+    times, warnings = StepTimes(folders[0]).steps(), health(folders[0])
+    overlap = [{"step": step, **row, "phases": None} for step, row in times.items() if row["pending_s"] is not None]
     if as_json:
-        print(encode({**found.to_dict(prices), "overlap": overlap, "warnings": warnings}).decode())
+        print(encode({**found, "overlap": overlap, "warnings": warnings}).decode())
     else:
-        show_report(found, out, prices)
+        show_report(found, out)
         _show_overlap(overlap, out)
         _show_warnings(warnings, out)
-    if reader.incomplete:
+    if incomplete:
         console(stderr=True).print(
-            f"note: {counted(reader.incomplete, 'incomplete line')} left out: of processes that were killed, or that "
+            f"note: {counted(incomplete, 'incomplete line')} left out: of processes that were killed, or that "
             "are writing"
         )
 
 
-def show_report(report: Report, out: Console, price: Price | None = None) -> None:
-    """Print the whole summary, training and validation apart; with a price, also the costs of judges."""
-    if report.validation is None or report.samples:
-        if report.validation is not None:
+def summary_of(folder: Path) -> dict[str, Any]:
+    """Return the summary of a folder, which may have no records yet."""
+    from reward_loop.index import questions
+    from reward_loop.index.index import open_index
+
+    try:
+        with open_index(folder) as index:
+            return questions.report(index)
+    except NoRecordsError:
+        return questions.empty_report()
+
+
+def show_report(found: Values, out: Console) -> None:
+    """Print a summary of `questions.report`, training and validation apart."""
+    validation = found["validation"]
+    if validation is None or found["samples"]:
+        if validation is not None:
             out.print("[bold]Training[/]")
-        _show_samples(report, out, price)
-    if report.validation is not None:
-        out.print("\n[bold]Validation[/]" if report.samples else "[bold]Validation[/]")
-        _show_samples(report.validation, out, price)
+        _show_samples(found, out)
+    if validation is not None:
+        out.print("\n[bold]Validation[/]" if found["samples"] else "[bold]Validation[/]")
+        _show_samples(validation, out)
 
 
-def _show_samples(report: Report, out: Console, price: Price | None) -> None:
-    found = report.to_dict(price)
+def _show_samples(found: Values, out: Console) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_row("samples", str(found["samples"]))
-    table.add_row("outcomes", outcomes_of(report))
+    table.add_row("outcomes", outcomes_of(found))
     table.add_row("score", _spread(found["score"]))
     table.add_row("reward", _spread(found["reward"]))
     table.add_row("masked", str(found["masked"]))
@@ -102,11 +134,12 @@ def _show_samples(report: Report, out: Console, price: Price | None) -> None:
     if found["reported_cost"] is not None:
         table.add_row("cost", f"{rounded(found['reported_cost'])}, as reported by functions")
     out.print(table)
-    _show_causes("failed", found["causes"], out)
-    _show_causes("unscored", found["unscored_causes"], out)
+    for outcome in ("failed", "unscored"):
+        _show_causes(outcome, [cause for cause in found["causes"] if cause["outcome"] == outcome], out)
     if found["components"]:
-        rows = [(name, *map(values.get, ("count", *_SPREAD))) for name, values in found["components"].items()]
-        show_table(("component", "count", *_SPREAD), rows, out)
+        columns = ("count", "mean", "std", "min", "max")
+        rows = [(name, *map(values.get, columns)) for name, values in found["components"].items()]
+        show_table(("component", *columns), rows, out)
     if found["groups"]:
         out.print(
             f"\n{counted(found['groups'], 'group')}: {found['zero_variance']} with equal rewards, "
@@ -118,11 +151,11 @@ def _show_samples(report: Report, out: Console, price: Price | None) -> None:
             f"\nspot checks: the cheap judge accepted {accepts['value']:.1%} of {counted(accepts['count'], 'answer')} "
             f"that the strong judge rejects (95 % interval {low:.1%} to {high:.1%})"
         )
-    _show_judges(found["judges"], price is not None, out)
+    _show_judges(found["judges"], out)
     if found["costliest"]:
         shown = ", ".join(f"{one['sample']} {one['tokens']:,}" for one in found["costliest"])
         out.print(f"most tokens: {escape(shown)}")
-    if report.group_by is not None:
+    if "parts" in found:
         _show_parts(found, out)
 
 
@@ -148,9 +181,10 @@ def _show_warnings(warnings: Sequence[Values], out: Console) -> None:
     _note_more(warnings, out)
 
 
-def outcomes_of(report: Report) -> str:
-    """Return the counts of outcomes, such as ``1 failed, 5 scored``."""
-    return ", ".join(f"{report.outcomes[name]} {name}" for name in sorted(report.outcomes)) or "none"
+def outcomes_of(found: Values) -> str:
+    """Return the counts of outcomes of a summary, such as ``1 failed, 5 scored``."""
+    counts = found["outcomes"]
+    return ", ".join(f"{counts[name]} {name}" for name in sorted(counts) if counts[name]) or "none"
 
 
 def _spread(values: Values) -> str:
@@ -163,29 +197,34 @@ def _show_causes(outcome: str, causes: Sequence[Values], out: Console) -> None:
     if not causes:
         return
     out.print(f"\n{sum(cause['count'] for cause in causes)} {outcome}, of {counted(len(causes), 'cause')}:")
-    for cause in causes[:SHOWN]:
+    for cause in causes[:_CAUSES]:
         out.print(f"- {counted(cause['count'], 'time')}, first: {escape(cause['example'])}")
-    if len(causes) > SHOWN:
-        out.print(f"- and {counted(len(causes) - SHOWN, 'other cause')}")
+    if len(causes) > _CAUSES:
+        out.print(f"- and {counted(len(causes) - _CAUSES, 'other cause')}")
 
 
-def _show_judges(judges: Mapping[str, Values], with_cost: bool, out: Console) -> None:
-    columns = ["judge", "requests", "errors", "no\nverdict", "p50 s", "p95 s", "max s", "tokens"]
+def _show_judges(judges: Sequence[Values], out: Console) -> None:
+    models = [judge["model"] for judge in judges]
+    has_cost = any(judge["cost"] is not None for judge in judges)
+    columns = ["judge", "requests", "errors", "no\nverdict", "asked\nagain", "p50 s", "p95 s", "max s", "tokens"]
     rows = []
-    for name, judge in judges.items():
-        counts = (judge[key] for key in ("requests", "errors", "no_verdict"))
+    for judge in judges:
+        is_alone = models.count(judge["model"]) == 1
+        name = judge["model"] if is_alone else " ".join(filter(None, map(judge.get, ("model", "backend", "function"))))
+        shares = [f"{judge[key] / judge['requests']:.1%}" for key in ("errors", "no_verdict", "asked_again")]
         times = (judge["seconds"][key] for key in ("p50", "p95", "max"))
-        cost = (judge["cost"],) if with_cost else ()
-        rows.append((name, *counts, *times, f"{judge['prompt_tokens'] + judge['completion_tokens']:,}", *cost))
+        cost = (judge["cost"],) if has_cost else ()
+        tokens = f"{judge['prompt_tokens'] + judge['completion_tokens']:,}"
+        rows.append((name, judge["requests"], *shares, *times, tokens, *cost))
     if rows:
-        show_table([*columns, "cost"] if with_cost else columns, rows, out)
+        show_table([*columns, "cost"] if has_cost else columns, rows, out)
 
 
 def _show_parts(found: Values, out: Console) -> None:
     rows = []
     has_checks = bool(found["false_accepts"]["count"])
     for part in found["parts"][:_PARTS]:
-        outcomes = (part["outcomes"].get(name, 0) for name in ("scored", "unscored", "failed"))
+        outcomes = (part["outcomes"][name] for name in ("scored", "unscored", "failed"))
         means = part["score"]["mean"], part["score"]["std"], part["reward"]["mean"]
         accepts = (part["false_accepts"]["value"],) if has_checks else ()
         rows.append((part["value"], part["samples"], *outcomes, *means, *accepts))
@@ -196,18 +235,47 @@ def _show_parts(found: Values, out: Console) -> None:
     _note_more(found["parts"], out)
 
 
+def show_comparison(found: Values, folders: Sequence[Path], out: Console) -> None:
+    """Print a comparison of `questions.compare`."""
+    for name, folder in zip("AB", folders, strict=True):
+        out.print(f"{name}: {escape(str(folder))}")
+    if found["pairs"]:
+        agreement, correlation = found["agreement"], found["correlation"]
+        out.print(
+            f"{counted(found['pairs'], 'sample')} in both, {found['both']} with two scores: "
+            f"{'none' if agreement is None else f'{agreement:.1%}'} equal, correlation {_number(correlation)}"
+        )
+    else:
+        out.print("no sample is in both: the means of different samples are compared")
+    columns = ("mean\nA", "mean\nB", "B - A", "95 % interval", "scores\nA", "scores\nB")
+    rows = [
+        (
+            *("all" if part is found else part["value"], part["mean_a"], part["mean_b"], part["difference"]),
+            *(None if part["interval"] is None else " to ".join(map(rounded, part["interval"])),),
+            *(part["scored_a"], part["scored_b"]),
+        )
+        for part in [found, *found["parts"][:_PARTS]]
+    ]
+    show_table((found["by"], *columns), rows, out)
+    _note_more(found["parts"], out)
+    if found["furthest"]:
+        names = ("sample", "a", "b", "difference")
+        furthest = [tuple(one[name] for name in names) for one in found["furthest"]]
+        show_table(("largest differences", "A", "B", "B - A"), furthest, out)
+
+
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], out: Console) -> None:
     """Print a table of numbers, each row of which begins with its name."""
     table = Table(box=None, pad_edge=False)
-    table.add_column(escape(columns[0]), overflow="fold", min_width=12)
+    table.add_column(escape(columns[0]), no_wrap=True)
     for column in columns[1:]:
         table.add_column(column, justify="right", no_wrap=True)
     for name, *values in rows:
         table.add_row(escape(str(name)), *map(_number, values))
     out.print()
-    # On a narrow terminal, names are folded, and lines may be longer than it is wide: a cut number is another number.
-    needed = Measurement.get(out, out.options.update(max_width=WIDE), table).minimum
-    out.print(table, width=max(out.width, needed))
+    # On a narrow terminal, lines may be longer than it is wide: a cut name or number is another one.
+    needed = Measurement.get(out, out.options.update(max_width=WIDE), table).maximum
+    out.print(table, width=max(out.width, needed), soft_wrap=True)
 
 
 def _number(value: float | str | None) -> str:

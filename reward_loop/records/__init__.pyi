@@ -11,7 +11,7 @@ from reward_loop.records.events import HealthRecords as HealthRecords
 from reward_loop.records.events import Interval as Interval
 from reward_loop.records.events import health as health
 from reward_loop.records.events import hidden_share as hidden_share
-from reward_loop.records.events import overlaps as overlaps
+from reward_loop.records.events import live_numbers as live_numbers
 from reward_loop.records.events import read_events as read_events
 from reward_loop.records.events import seconds_of as seconds_of
 from reward_loop.records.events import union as union
@@ -19,14 +19,13 @@ from reward_loop.records.files import EVENTS as EVENTS
 from reward_loop.records.files import OVERLAP as OVERLAP
 from reward_loop.records.files import PHASE as PHASE
 from reward_loop.records.files import ROLLOUT as ROLLOUT
+from reward_loop.records.files import SAMPLE as SAMPLE
 from reward_loop.records.files import SUB_FOLDERS as SUB_FOLDERS
 from reward_loop.records.files import RecordFiles as RecordFiles
 from reward_loop.records.files import WaitsFor as WaitsFor
 from reward_loop.records.reader import NoRecordsError as NoRecordsError
-from reward_loop.records.reader import Price as Price
 from reward_loop.records.reader import RecordsReader as RecordsReader
 from reward_loop.records.reader import check_version as check_version
-from reward_loop.records.reader import false_accepts_of as false_accepts_of
 from reward_loop.records.reader import parse_line as parse_line
 from reward_loop.records.reader import read_rows as read_rows
 from reward_loop.records.watchdog import watch as watch

@@ -16,12 +16,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reward_loop.records.files import EVENTS, HEALTH, OVERLAP
+from reward_loop.records.files import EVENTS, HEALTH
 from reward_loop.records.reader import check_version, has_step, read_files, read_rows
 from reward_loop.records.writer import CLOSING_S, new_row, records
-
-_KIND_HEAD = 64
-"""The number of bytes within which an event has its kind."""
 
 STEP = "step"
 """The name of the phase that contains the phases of a training step."""
@@ -39,23 +36,6 @@ def read_events(folder: Path, steps: Collection[int] | None = None) -> Iterator[
         if event is not None:
             check_version(event.get("version", 0), path)
             yield {**event, "process": path.stem}
-
-
-def overlaps(folder: Path) -> list[dict[str, Any]]:
-    """Return ``step``, ``waiting_s``, ``pending_s`` and ``hidden_share`` of each step whose trainer has measured them.
-
-    Raises:
-        ConfigError: a newer version has written them.
-    """
-    # Rollouts, of which there may be millions, are not parsed.
-    events = read_rows(folder / EVENTS, lambda line: line.find(f'"{OVERLAP}"'.encode(), 0, _KIND_HEAD) >= 0)
-    # A resumed run repeats some steps: the latest event of each counts.
-    found = {event["step"]: event for event in sorted(events, key=lambda event: event["time"])}
-    return [
-        {name: found[step][name] for name in ("step", "waiting_s", "pending_s")}
-        | {"hidden_share": hidden_share(found[step]["waiting_s"], found[step]["pending_s"])}
-        for step in sorted(found)
-    ]
 
 
 VALUES, WARNING = "values", "warning"
@@ -89,9 +69,23 @@ def health(folder: Path) -> list[dict[str, Any]]:
     Raises:
         ConfigError: a newer version has written them.
     """
-    found = [row for row in read_rows(folder / HEALTH) if row.get("kind") == WARNING]
+    found = _health_rows(folder, WARNING)
     found.sort(key=lambda row: (row.get("time") or 0.0, row.get("step") or 0))
     return [{name: row.get(name) for name in _FIELDS} for row in found]
+
+
+def live_numbers(folder: Path) -> dict[int, dict[str, float]]:
+    """Return the live numbers of each step in a records folder; of a step that a resumed run repeats, the latest.
+
+    Raises:
+        ConfigError: a newer version has written them.
+    """
+    rows = sorted(_health_rows(folder, VALUES), key=lambda row: row["time"])
+    return {row["step"]: row["values"] for row in rows}
+
+
+def _health_rows(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [row for row in read_rows(folder / HEALTH) if row.get("kind") == kind]
 
 
 Interval = tuple[float, float]

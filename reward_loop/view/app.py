@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
+import logging
 import socket
 import threading
 from collections import defaultdict
@@ -29,36 +30,100 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from reward_loop._util.api_keys import has_key
 from reward_loop._util.json import encode
 from reward_loop._util.web_pages import is_known_host, own_names
-from reward_loop.errors import ConfigError
-from reward_loop.records import EVENTS, Price, RecordsReader
+from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.index import questions
+from reward_loop.index.filters import GROUPS_PARAMETERS, SAMPLES_PARAMETERS, SampleFilter, check_parameters
+from reward_loop.index.index import Index
+from reward_loop.index.phases import StepTimes
+from reward_loop.records import EVENTS, RecordsReader, live_numbers
 from reward_loop.records import health as read_health
-from reward_loop.view.filters import GROUPS_PARAMETERS, SAMPLES_PARAMETERS, check_parameters
-from reward_loop.view.index import Follower, Index
-from reward_loop.view.phases import PhaseReader
 from reward_loop.view.samples import SampleQueries
-from reward_loop.view.summaries import Summaries, judges, without_samples
 from reward_loop.view.timeline import timeline
+
+logger = logging.getLogger(__name__)
 
 STATIC = Path(__file__).parent / "static"
 
 HEARTBEAT_S = 15.0
 """Seconds after which an open stream of changes sends the state again, so that proxies keep it open."""
 
-_NO_EVENTS = dict.fromkeys(("phases", "hidden_share", "waiting_s"))
+_NO_EVENTS = dict.fromkeys(("phases", "hidden_share", "waiting_s", "pending_s"))
 """The fields of a step for which the trainer has recorded no events."""
 
 
-def create_app(index: Index, price: Price | None = None) -> FastAPI:
+INTERVAL_S = 0.5
+"""Seconds between two reads of the files. Polling is needed: shared file systems do not report changes."""
+
+
+class Follower:
+    """Reads new rows at intervals, and reports each change of the index.
+
+    Args:
+        index: the index.
+    """
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._changed = asyncio.Condition()
+        self._stopping = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.problem: str | None = None
+        """Why the last attempt to read new rows failed; ``None`` if it succeeded."""
+
+    async def run(self) -> None:
+        """Read new rows until `stop` is called."""
+        self._loop = asyncio.get_running_loop()
+        while not self._stopping.is_set():
+            try:
+                grown = await asyncio.to_thread(self._index.update)
+            except (OSError, EOFError, RewardLoopError) as error:
+                if self.problem is None:
+                    logger.warning("cannot read new records: %s", error)
+                self.problem, grown = str(error), False
+            else:
+                self.problem = None
+            if grown:
+                async with self._changed:
+                    self._changed.notify_all()
+            try:
+                async with asyncio.timeout(INTERVAL_S):
+                    await self._stopping.wait()
+            except TimeoutError:
+                continue
+
+    async def stop(self) -> None:
+        """End `run` and all `revisions`."""
+        self._stopping.set()
+        async with self._changed:
+            self._changed.notify_all()
+
+    def stop_from_signal(self) -> None:
+        """End all `revisions`, and `run`; may be called by a signal handler or by another thread."""
+        if self._loop is not None:
+            asyncio.run_coroutine_threadsafe(self.stop(), self._loop)
+
+    async def revisions(self, at_least_every_s: float) -> AsyncIterator[int]:
+        """Yield the revision of the index now, after each change, and at least at an interval; ends with `stop`."""
+        while not self._stopping.is_set():
+            seen = self._index.revision
+            yield seen
+            try:
+                async with asyncio.timeout(at_least_every_s), self._changed:
+                    await self._changed.wait_for(lambda: self._stopping.is_set() or self._index.revision != seen)  # noqa: B023
+            except TimeoutError:
+                continue
+
+
+def create_app(index: Index, price: questions.Price | None = None) -> FastAPI:
     """Return the ASGI app of the viewer, which follows the folder while it runs.
 
     Args:
         index: an open index, up to date.
         price: the price of tokens, for the cost of judges.
     """
-    follower, phases = Follower(index), PhaseReader(index.folder)
+    follower, times = Follower(index), StepTimes(index.folder)
     reading = threading.Lock()
-    reader, summaries = RecordsReader(index.folder), Summaries(index)
-    samples = SampleQueries(index, reader, price)
+    samples = SampleQueries(index, RecordsReader(index.folder), price)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -92,7 +157,7 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
         return _json(
             {
                 "folder": str(index.folder.absolute()),
-                **summaries.run(),
+                **questions.run(index),
                 "following": index.is_following,
                 "revision": index.revision,
                 "events": any((index.folder / EVENTS).glob("*.jsonl")),
@@ -105,20 +170,26 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
     def steps(validate: bool = False) -> Response:
         # Routes run in threads, and the reader of phases keeps its place in the files.
         with reading:
-            known = {} if validate else phases.steps()
+            known = {} if validate else times.steps()
         warnings: dict[Any, list[str]] = defaultdict(list)
         for warning in () if validate else read_health(index.folder):
             if warning["step"] is not None:
                 warnings[warning["step"]].append(warning["message"])
-        rows = summaries.steps(validate)
+        live = {} if validate else live_numbers(index.folder)
+        rows = questions.steps(index, validate)
         if others := (known.keys() | warnings.keys()) - {row["step"] for row in rows}:
             # With generation ahead, the samples of a step have the number of an earlier one.
-            rows += map(without_samples, others)
+            rows += [{**questions.empty_summary(), "step": step, "validate": False} for step in others]
             rows.sort(key=lambda row: (row["step"] is None, row["step"]))
         return _json(
             {
                 "rows": [
-                    {**row, **known.get(row["step"], _NO_EVENTS), "warnings": warnings.get(row["step"], [])}
+                    {
+                        **row,
+                        **known.get(row["step"], _NO_EVENTS),
+                        "warnings": warnings.get(row["step"], []),
+                        "live": live.get(row["step"], {}),
+                    }
                     for row in rows
                 ]
             }
@@ -126,7 +197,7 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
 
     @app.get("/api/overview", dependencies=_only("validate"))
     def overview(validate: bool = False) -> Response:
-        return _json(summaries.overview(validate))
+        return _json(questions.overview(index, validate))
 
     @app.get("/api/samples", dependencies=_only(*SAMPLES_PARAMETERS))
     def page(request: Request) -> Response:
@@ -145,12 +216,12 @@ def create_app(index: Index, price: Price | None = None) -> FastAPI:
 
     @app.get("/api/judges", dependencies=_only("step", "validate"))
     def all_judges(request: Request) -> Response:
-        return _json(judges(index, price, request.query_params))
+        return _json({"rows": questions.judges(index, price, SampleFilter.parse(request.query_params), by_step=True)})
 
     @app.get("/api/timeline", dependencies=_only("step"))
     def timeline_of(step: int) -> Response:
         try:
-            return _json(timeline(index.folder, step))
+            return _json(timeline(index, step))
         except ConfigError as error:
             raise HTTPException(404, str(error)) from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import webbrowser
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import quote
 
@@ -13,12 +14,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from reward_loop._util.standard_streams import console
 from reward_loop._util.web_server import api_key, open_listener, serve_until_signal, url_of
-from reward_loop.errors import ConfigError
-from reward_loop.offline import cli_options
-from reward_loop.records import Price
+from reward_loop.index.price import Price, PriceOption
 
 if TYPE_CHECKING:
-    from reward_loop.view.index import Index
+    from reward_loop.index.index import Index
 
 PORT = 8765
 
@@ -26,11 +25,14 @@ _err = console(stderr=True)
 
 
 def view(
-    folder: cli_options.RecordsFolder,
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="A folder of records, such as checkpoints/.../rewards.", show_default=False),
+    ],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = PORT,
     host: Annotated[str, typer.Option(help="Address to listen on. Without a key, only loopback.")] = "127.0.0.1",
     open_browser: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
-    price: cli_options.Price = None,
+    price: PriceOption = None,
     api_key_env: Annotated[
         str | None,
         typer.Option(
@@ -50,13 +52,10 @@ def view(
 
       ssh -L 8765:localhost:8765 NODE reward-loop view checkpoints/rewards
     """
+    # Here: DuckDB takes a while to import, and other commands do not need it.
+    from reward_loop.index.index import Index
+
     key, prices = api_key(api_key_env), Price.parse(price)
-    try:
-        from reward_loop.view.index import Index
-    except ModuleNotFoundError as error:
-        if error.name != "duckdb":
-            raise
-        raise ConfigError("reward-loop view needs DuckDB: pip install duckdb") from error
     # The port first: a port in use is found before the index of a large folder is built.
     with open_listener(host, port, key) as listener, Index(folder) as index:
         _update(index)
@@ -65,8 +64,7 @@ def view(
 
 def _update(index: Index) -> None:
     """Read all records, with a progress bar in a terminal."""
-    # Here, since it imports DuckDB: `view` has said by now what to do if it is missing.
-    from reward_loop.view.summaries import Summaries
+    from reward_loop.index.questions import keep_summaries
 
     progress = Progress(
         TextColumn("indexing"),
@@ -80,7 +78,7 @@ def _update(index: Index) -> None:
     with progress:
         task = progress.add_task("indexing", total=index.pending_bytes())
         index.update(lambda done: progress.update(task, completed=done))
-        Summaries(index).compute()
+        keep_summaries(index)
 
 
 def _serve(

@@ -15,9 +15,11 @@ import orjson
 
 from reward_loop._util.json import decode, encode
 from reward_loop.errors import ConfigError
-from reward_loop.records import Price, RecordsReader, parse_line
-from reward_loop.view.filters import SampleFilter, SortOrder
-from reward_loop.view.index import Index
+from reward_loop.index.filters import SampleFilter, SortOrder
+from reward_loop.index.index import Index
+from reward_loop.index.price import Price
+from reward_loop.index.questions import LARGEST
+from reward_loop.records import RecordsReader, parse_line
 from reward_loop.view.turns import prompt_turns, response_turns
 
 MAX_LIMIT = 10_000
@@ -33,17 +35,16 @@ _FIELDS = (
     "judge_s, judges, attempts, data_source, function, prompt_tokens, completion_tokens, time"
 )
 
-_GROUP_FIELDS = ("step", "validate", "group", "count", "scored", "failed", "mean", "std", "min", "max", "gap")
+_GROUP_FIELDS = ("step", "validate", "group", "count", "scored", "failed", "mean", "std", "min", "max")
 
-_GROUPS = """
+_GROUPS = f"""
 SELECT step, validate, "group", count(*) AS count, count(*) FILTER (outcome = 'scored') AS scored,
-    count(*) FILTER (outcome = 'failed') AS failed, avg(reward) AS mean, stddev_pop(reward) AS std,
+    count(*) FILTER (outcome = 'failed') AS failed, avg(reward) AS mean,
+    stddev_pop(CASE WHEN abs(reward) <= {LARGEST} THEN reward END) AS std,
     min(reward) AS min, max(reward) AS max,
     count(reward) > 1 AND min(reward) = max(reward) AS zero_variance,
     count(*) > 1 AND count(reward) = 0 AS all_failed,
-    arg_min(id, reward) AS worst, arg_max(id, reward) AS best,
-    CASE WHEN count(text_file) > 1 THEN max(reward) - min(reward) END AS gap,
-    any_value({id: id, text_file: text_file, text_offset: text_offset, text_bytes: text_bytes})
+    any_value({{id: id, text_file: text_file, text_offset: text_offset, text_bytes: text_bytes}})
         FILTER (text_file IS NOT NULL) AS place
 FROM samples
 """
@@ -87,9 +88,7 @@ class SampleQueries:
         return {"total": count[0]["n"], "offset": offset, "rows": rows}
 
     def groups(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """Return a page of groups, with the IDs of the samples with the highest and the lowest reward.
-
-        ``gap`` is the difference of their rewards, of groups whose texts were recorded.
+        """Return a page of groups, with the beginnings of their prompts.
 
         Raises:
             ConfigError: a parameter is not valid.

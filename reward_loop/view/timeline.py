@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from reward_loop._util.text import cut
 from reward_loop.errors import ConfigError
-from reward_loop.records import PHASE, ROLLOUT, STEP, RecordsReader, read_events
-from reward_loop.view.phases import Phase, Row, nest
+from reward_loop.index.filters import SampleFilter
+from reward_loop.index.index import Index
+from reward_loop.index.phases import Phase, Row, nest
+from reward_loop.records import PHASE, ROLLOUT, STEP, read_events
 
 Kind = Literal["rollout", "judge", "trainer"]
 
@@ -126,23 +127,24 @@ def near_steps(step: int) -> range:
     return range(step - OLDER, step + NEWER + 1)
 
 
-def timeline(folder: Path, step: int) -> dict[str, Any]:
+def timeline(index: Index, step: int) -> dict[str, Any]:
     """Return the timeline of a training step: lanes of spans, and a sentence about its longest phase.
 
     Times are in seconds since 1970. Spans of a lane are in the order of their starts, and may overlap.
 
     Args:
-        folder: a records folder.
+        index: the index of the records.
         step: the step.
 
     Raises:
-        NoRecordsError: there is no such folder, or it contains no records.
         ConfigError: nothing is recorded for this step.
     """
     near = near_steps(step)
-    rows: Sequence[Row] = list(RecordsReader(folder).rows_of(near))
+    bounds = (near[0], near[-1])
+    chosen = SampleFilter().also("step BETWEEN ? AND ? OR generated_step BETWEEN ? AND ?", *bounds, *bounds)
+    rows: Sequence[Row] = list(index.records(chosen))
     by_kind: dict[str, list[Row]] = defaultdict(list)
-    for event in read_events(folder, near):
+    for event in read_events(index.folder, near):
         by_kind[event["kind"]].append(event)
     phases = step_phases(by_kind[PHASE], step)
     times = [(phase.start, phase.end) for phase in phases]
@@ -150,7 +152,7 @@ def timeline(folder: Path, step: int) -> dict[str, Any]:
         times = [(event["start"], _end(event)) for event in by_kind[ROLLOUT] if event["step"] == step]
         times += [(scoring_start(row), row["time"]) for row in rows if row.get("step") == step]
     if not times:
-        raise ConfigError(f"{folder} has no records of step {step}")
+        raise ConfigError(f"{index.folder} has no records of step {step}")
     start, end = min(begun for begun, _ in times), max(ended for _, ended in times)
     rollouts = [event for event in by_kind[ROLLOUT] if _end(event) >= start and event["start"] <= end]
     rows = [row for row in rows if row["time"] >= start and scoring_start(row) <= end]

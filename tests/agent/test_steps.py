@@ -7,9 +7,10 @@ import pytest
 from reward_loop import BlockingRewardAgent, ConfigError, NaiveRewardLoopManager, RewardAgent, RewardLoopError
 from reward_loop import RewardSample as Sample
 from reward_loop.agent import agent as module
+from reward_loop.index.index import open_index
+from reward_loop.index.phases import StepTimes
 from reward_loop.records.events import read_events
 from reward_loop.records.reader import RecordsReader
-from reward_loop.view.phases import PhaseReader
 from reward_loop.view.timeline import timeline
 from tests.agent.judges import Gate, naive, within
 
@@ -51,9 +52,9 @@ async def test_the_hidden_share_is_that_of_the_time_without_waiting(tmp_path, cl
             await within(waiting)
             assert await pending  # no wait: the rewards are there
             clock.now += 1
-    (step,) = PhaseReader(tmp_path).steps().items()
+    (step,) = StepTimes(tmp_path).steps().items()
     phases = {"update": 6, "wait_reward": 2, "other": 1}
-    assert step == (3, {"phases": phases, "waiting_s": 2, "hidden_share": 1 - 2 / 8})
+    assert step == (3, {"phases": phases, "waiting_s": 2, "pending_s": 8, "hidden_share": 1 - 2 / 8})
 
 
 async def test_events_are_those_of_the_recorded_samples_with_and_without_uid(tmp_path):
@@ -75,7 +76,8 @@ def test_a_blocking_agents_step_has_a_timeline(tmp_path):
         with agent.phase("update"):
             pass
         pending.result(timeout=30)
-    drawn = timeline(tmp_path, 1)
+    with open_index(tmp_path) as index:
+        drawn = timeline(index, 1)
     lanes = {lane["name"]: [span["name"] for span in lane["spans"]] for lane in drawn["lanes"]}
     assert "update" in lanes["trainer"]
     assert "rollouts" not in lanes  # when a sample was generated is not known
@@ -88,7 +90,7 @@ async def test_a_step_that_raises_is_recorded_and_the_next_one_begins(tmp_path):
             raise ValueError("mine")
         with agent.step(2):
             pass
-    assert list(PhaseReader(tmp_path).steps()) == [1, 2]
+    assert list(StepTimes(tmp_path).steps()) == [1, 2]
 
 
 @pytest.mark.parametrize("records", [True, False])

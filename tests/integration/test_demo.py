@@ -15,8 +15,8 @@ import pytest
 from benchmarks.gpu_runs import FEW
 from examples.arithmetic import demo
 from examples.arithmetic.demo import QUICK, RECORDS
+from reward_loop.index.phases import StepTimes
 from reward_loop.records.reader import RecordsReader
-from reward_loop.view.phases import PhaseReader
 from tests.support.gsm8k import ROOT
 from tests.support.local_ray import in_local_ray
 from tools.browser import CHROMIUM, browser, server
@@ -70,7 +70,7 @@ def test_quick_demo(output: tuple[Path, str]) -> None:
     scored = [row for row in RecordsReader(records).rows() if row["outcome"] == "scored" and row.get("step")]
     assert len(scored) >= STEPS * QUICK.prompts * QUICK.answers
     assert all(row["judges"] for row in scored)
-    assert PhaseReader(records).steps().keys() == set(range(1, STEPS + 1))
+    assert StepTimes(records).steps().keys() == set(range(1, STEPS + 1))
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: install the package chromium")

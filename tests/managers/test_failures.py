@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from reward_loop import NaiveRewardLoopManager, RewardResult, RewardSample
+from reward_loop.index.index import open_index
+from reward_loop.index.questions import report
 from reward_loop.managers.failures import Failures
-from reward_loop.offline.report import Report
 from reward_loop.records import records
-from reward_loop.records.reader import RecordsReader
 
 
 def compute_score(solution_str: str) -> float | None:
@@ -100,15 +100,16 @@ async def test_one_cause_with_a_long_message_of_several_lines_is_one_short_line(
 async def test_records_have_the_cause_and_the_report_groups_by_it(tmp_path: Any) -> None:
     folder = str(tmp_path / "rewards")
     await results_of(FAILING, log_dir=folder)
-    report = Report()
     await asyncio.to_thread(records(folder).flush)
-    for row in RecordsReader(tmp_path / "rewards").rows():
-        report.add(row)
-    found = report.to_dict()
-    assert [cause["count"] for cause in found["causes"]] == [15, 4]
+    with open_index(tmp_path / "rewards") as index:
+        found = report(index)
+    assert [(cause["outcome"], cause["count"]) for cause in found["causes"]] == [
+        ("failed", 15),
+        ("failed", 4),
+        ("unscored", 2),
+    ]
     assert found["causes"][0]["cause"] == f"ValueError in compute_score ({__file__}:{line_of('float(solution_str)')})"
     assert found["causes"][1]["cause"] == f"KeyError in compute_score ({__file__}:{line_of('{}[')})"
-    assert [cause["count"] for cause in found["unscored_causes"]] == [2]
 
 
 async def test_wrong_values_of_one_function_are_one_cause() -> None:

@@ -9,7 +9,7 @@ from reward_loop.records import Records
 from reward_loop.records.events import read_events
 from reward_loop.records.files import EVENTS
 from reward_loop.records.reader import RecordsReader
-from tests.records.rows import sample, write
+from tests.records.rows import sample
 
 
 def test_events_are_written_beside_the_rows(tmp_path: Path) -> None:
@@ -66,47 +66,3 @@ def test_only_the_events_of_some_steps_are_read(tmp_path: Path) -> None:
     assert [event["step"] for event in read_events(tmp_path, [2, 3])] == [2]
     assert [event["step"] for event in read_events(tmp_path, range(2, 10**12))] == [2, 12]
     assert {event["process"] for event in read_events(tmp_path)} == {writer.path.stem}
-
-
-def test_the_advantage_is_that_of_the_last_row_of_the_sample(tmp_path: Path) -> None:
-    one, other = Records(tmp_path), Records(tmp_path)
-    one.write(sample("q_0", id="early", time=1.0))
-    one.write(sample("q_0", time=2.0, reward=0.5))
-    one.write(sample("masked_0"))
-    other.write_advantages(1, {"q_0": 0.25, "gone_0": 9.0})
-    other.write_advantages(2, {"q_0": -1.5})
-    assert one.flush()
-    assert other.flush()
-    rows = list(RecordsReader(tmp_path).rows())
-    assert [(row["uid"], row["time"], row.get("advantage")) for row in rows] == [
-        ("q_0", 1.0, None),
-        ("q_0", 2.0, -1.5),
-        ("masked_0", 1.0, None),
-    ]
-    assert rows[1]["reward"] == 0.5
-
-
-def test_the_latest_advantage_counts_in_whatever_file_it_is(tmp_path: Path) -> None:
-    advantage = {"version": 1, "kind": "advantage", "uid": "q_0", "step": 2}
-    write(tmp_path, sample("q_0"), advantage | {"time": 9.0, "advantage": 0.5}, name="host-1-a.jsonl")
-    write(tmp_path, advantage | {"time": 3.0, "advantage": -0.5}, name="host-2-b.jsonl")  # before the resume
-    assert [row["advantage"] for row in RecordsReader(tmp_path).rows()] == [0.5]
-
-
-def test_a_sample_has_the_step_that_trains_on_it_and_the_one_that_generated_it(tmp_path: Path) -> None:
-    writer = Records(tmp_path)
-    for uid, step in (("ahead_0", 2), ("masked_0", None), ("same_0", 1), ("waiting_0", None)):
-        writer.write(sample(uid, step=step, generated_step=1))  # only some modes know the step when they score
-    writer.write_advantages(2, {"ahead_0": 0.5, "masked_0": None})
-    writer.write_advantages(1, {"same_0": 0.5})
-    assert writer.flush()
-    found = {
-        row["uid"]: (row["step"], row.get("generated_step"), row.get("advantage"))
-        for row in RecordsReader(tmp_path).rows()
-    }
-    assert found == {
-        "ahead_0": (2, 1, 0.5),
-        "masked_0": (2, 1, None),
-        "same_0": (1, 1, 0.5),
-        "waiting_0": (None, 1, None),
-    }

@@ -11,7 +11,7 @@ import pytest
 
 from reward_loop.records import Records
 from tests.support.gsm8k import ROOT
-from tests.view.recorded import flushed, record
+from tests.support.recorded import flushed, record
 
 
 @pytest.fixture

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from reward_loop.index.index import open_index
+from reward_loop.index.phases import StepTimes
 from reward_loop.records.events import read_events
 from reward_loop.records.reader import RecordsReader
-from reward_loop.view.phases import PhaseReader
 from reward_loop.view.timeline import timeline
+from tests.support.counted import rows_that_count
 from tests.verl import rewards
 from tests.verl.away import AWAY_S
 from tests.verl.runs import Run
@@ -127,9 +129,9 @@ def check_events(run: Run, folder: Path, phases_of_mode: set[str], last: int | N
         phases_of_mode: phases that every step has.
         last: the last step that is checked, if later ones are special.
     """
-    rows = {row["uid"]: row for row in RecordsReader(folder).rows() if not row["validate"]}
+    rows = {row["uid"]: row for row in rows_that_count(folder) if not row["validate"]}
     rollouts = {event["uid"]: event for event in read_events(folder) if event["kind"] == "rollout"}
-    by_step = PhaseReader(folder).steps()
+    by_step = StepTimes(folder).steps()
     steps = sorted(step for step in run.steps if step > 0)
     assert sorted(by_step) == steps
     lanes: set[str] = set()
@@ -143,7 +145,7 @@ def check_events(run: Run, folder: Path, phases_of_mode: set[str], last: int | N
             assert seconds[name] == pytest.approx(timings[name], abs=1e-3), (step, name)
         assert {name for name in timings if timings[name] > 0} <= seconds.keys() | {"step", "testing"}
         assert sum(seconds.values()) == pytest.approx(timings["step"], abs=1e-3)
-        assert by_step[step]["waiting_s"] >= 0
+        assert (by_step[step]["waiting_s"] or 0.0) >= 0
         expected = advantages_by_uid(run.rollouts(step))
         trained = [row["uid"] for row in run.rollouts(step)]
         recorded = {uid: rows[uid.rsplit("_", 1)[0]].get("advantage") for uid in trained}
@@ -167,7 +169,8 @@ def check_timeline(folder: Path, step: int, metrics: dict[str, Any]) -> set[str]
 
     A step whose rewards had all arrived before it began has only the lane of the trainer.
     """
-    found = timeline(folder, step)
+    with open_index(folder) as index:
+        found = timeline(index, step)
     assert found["truncated"] == 0
     assert found["end"] - found["start"] > 0.95 * metrics["timing_s/step"]  # with a validation, it is longer
     assert found["longest"].startswith("The longest phase was ")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from reward_loop.records.reader import RecordsReader
+from tests.support.counted import rows_that_count
 from tests.verl.runs import Run, train
 
 pytestmark = pytest.mark.integration
@@ -41,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -
 def records(run: Run) -> dict[str, dict[str, Any]]:
     """The record of each rollout by its session."""
     folder = run.directory / "checkpoints" / "rewards"
-    rows = [row for row in RecordsReader(folder).rows() if not row["validate"]]
+    rows = [row for row in rows_that_count(folder) if not row["validate"]]
     assert len({row["uid"] for row in rows}) == len(rows)
     return {row["uid"]: row for row in rows}
 

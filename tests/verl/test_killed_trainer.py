@@ -13,10 +13,10 @@ import pytest
 import torch
 from starlette.testclient import TestClient
 
-from reward_loop.records.reader import RecordsReader
+from reward_loop.index.index import Index
+from reward_loop.index.phases import StepTimes
 from reward_loop.view.app import create_app
-from reward_loop.view.index import Index
-from reward_loop.view.phases import PhaseReader
+from tests.support.counted import rows_that_count
 from tests.verl import rewards
 from tests.verl.checks import advantages_by_uid, groups
 from tests.verl.minibatches import Update, recording, updates
@@ -97,7 +97,7 @@ def samples(calls: list[dict[str, Any]], step: int, *outcomes: str) -> Counter[t
 def records(run: Run, step: int) -> dict[str, dict[str, Any]]:
     """The latest record of each rollout of a step, by its name."""
     names = {row["uid"].rsplit("_", 1)[0] for row in run.rollouts(step)}
-    rows = RecordsReader(run.directory / "checkpoints" / "rewards").rows()
+    rows = rows_that_count(run.directory / "checkpoints" / "rewards")
     return {row["uid"]: row for row in rows if row["uid"] in names}
 
 
@@ -110,14 +110,15 @@ def test_the_viewer_shows_a_run_that_was_killed(killed: Part, tmp_path: Path, mo
             record = recorded[rollout["uid"].rsplit("_", 1)[0]]
             assert (record["step"], record["outcome"]) == (step, "scored")
             assert record["reward"] == pytest.approx(rollout["score"])
-    assert PhaseReader(folder).steps()[1]["phases"]["update_actor"] == pytest.approx(
+    assert StepTimes(folder).steps()[1]["phases"]["update_actor"] == pytest.approx(
         killed.steps[1]["timing_s/update_actor"], abs=1e-3
     )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    counted = {row["uid"] for row in rows_that_count(folder)}
     with Index(folder) as index:
         index.update()
         with TestClient(create_app(index)) as viewer:
-            assert viewer.get("/api/run").json()["samples"] == len({row["uid"] for row in RecordsReader(folder).rows()})
+            assert viewer.get("/api/run").json()["samples"] == len(counted)
             shown = viewer.get("/api/samples?step=2&limit=1").json()["rows"][0]
             assert viewer.get(f"/api/sample/{shown['id']}").json()["texts"]["response"]
 

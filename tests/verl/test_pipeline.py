@@ -13,10 +13,10 @@ from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
 from reward_loop import cli
+from reward_loop.index.index import Index
+from reward_loop.index.phases import StepTimes
 from reward_loop.records.events import read_events, seconds_of
 from reward_loop.view.app import create_app
-from reward_loop.view.index import Index
-from reward_loop.view.phases import PhaseReader
 from tests.verl.away import judge_that_goes_away
 from tests.verl.checks import (
     check_events,
@@ -151,7 +151,7 @@ def test_events_and_advantages_agree_with_verls_timings_and_rollouts(run: Run) -
     phases_of_mode = {"gen", "old_log_prob", "values", "adv", "update_critic", "update_actor", "update_weights"}
     folder = run.directory / "checkpoints" / "rewards"
     check_events(run, folder, phases_of_mode)
-    for step, found in PhaseReader(folder).steps().items():
+    for step, found in StepTimes(folder).steps().items():
         # Each update call is a phase.
         updates = [event for event in read_events(folder, [step]) if event.get("name") == "update_actor"]
         assert len(updates) == run.steps[step]["reward_pipeline/update_calls"]
@@ -162,7 +162,7 @@ def test_events_and_advantages_agree_with_verls_timings_and_rollouts(run: Run) -
 def test_log_report_and_viewer_show_the_same_hidden_share(run: Run) -> None:
     folder = run.directory / "checkpoints" / "rewards"
     logged = {step: run.steps[step]["reward_pipeline/hidden_share"] for step in range(1, 5)}
-    assert {step: found["hidden_share"] for step, found in PhaseReader(folder).steps().items()} == logged
+    assert {step: found["hidden_share"] for step, found in StepTimes(folder).steps().items()} == logged
     with Index(folder) as index:
         index.update()
         with TestClient(create_app(index)) as client:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from reward_loop.index.index import open_index
 from reward_loop.view.timeline import server_of, timeline
 from tests.serving.real_engines import IN_THE_ENGINE_PROCESS
 from tests.verl import rewards
@@ -145,7 +146,8 @@ def test_a_generative_vllm_judge_answers_for_each_rollout_during_generation_and_
     assert {row["completion_tokens"] for row in rows} <= set(range(1, rewards.JUDGE_TOKENS + 1))
     (server,) = {server_of(row["judges"][0]) for row in rows}
     # The rollouts of the last step are generated and judged during earlier ones.
-    lanes = [lane for step in LATER for lane in timeline(folder, step)["lanes"]]
+    with open_index(folder) as index:
+        lanes = [lane for step in LATER for lane in timeline(index, step)["lanes"]]
     assert {"rollout", "judge", "trainer"} == {lane["kind"] for lane in lanes}
     assert f"judge {server}" in {lane["name"] for lane in lanes if lane["kind"] == "judge"}
     assert rewards.processes_left("vllm", str(tiny_generative_model)) == []

@@ -16,12 +16,12 @@ import torch
 from starlette.testclient import TestClient
 from transformers import AutoTokenizer
 
+from reward_loop.index.index import Index, open_index
+from reward_loop.index.phases import StepTimes
 from reward_loop.records.events import health
-from reward_loop.records.reader import RecordsReader
 from reward_loop.view.app import create_app
-from reward_loop.view.index import Index
-from reward_loop.view.phases import PhaseReader
 from reward_loop.view.timeline import timeline
+from tests.support.counted import rows_that_count
 from tests.verl import rewards
 from tests.verl.away import judge_that_goes_away
 from tests.verl.checks import (
@@ -267,19 +267,21 @@ def test_the_records_of_a_run_whose_processes_were_killed_can_be_read(
     harried_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = harried_run.directory / "checkpoints" / "rewards"
-    recorded = {row["uid"] for row in RecordsReader(folder).rows()}
+    recorded_rows = rows_that_count(folder)
+    recorded = {row["uid"] for row in recorded_rows}
     # The reward worker that was killed has lost its last records.
     assert recorded & {row["uid"].rsplit("_", 1)[0] for step in (1, 2, 3) for row in harried_run.rollouts(step)}
-    found = PhaseReader(folder).steps()
+    found = StepTimes(folder).steps()
     for step in (1, 2, 3):
         timings = harried_run.steps[step]
         assert found[step]["phases"]["update_actor"] == pytest.approx(timings["timing_s/update_actor"], abs=1e-3)
-        assert "The longest phase was" in timeline(folder, step)["longest"]
+        with open_index(folder) as index:
+            assert "The longest phase was" in timeline(index, step)["longest"]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with Index(folder) as index:
         index.update()
         with TestClient(create_app(index)) as viewer:
-            assert viewer.get("/api/run").json()["samples"] == len(list(RecordsReader(folder).rows()))
+            assert viewer.get("/api/run").json()["samples"] == len(recorded_rows)
             shown = viewer.get("/api/samples?step=2&limit=1").json()["rows"][0]
             assert viewer.get(f"/api/sample/{shown['id']}").json()["texts"]["response"]
 

@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("duckdb")
-
 from starlette.testclient import TestClient
 
-from reward_loop.records import Price, Records
+from reward_loop.index.index import Index
+from reward_loop.index.price import Price
+from reward_loop.records import Records
 from reward_loop.records.events import HealthRecords
 from reward_loop.records.reader import RecordsReader
 from reward_loop.view.app import Guard, create_app
-from reward_loop.view.index import Index
-from tests.view import made_up
-from tests.view.recorded import exchange, flushed, record
+from tests.support import made_up
+from tests.support.recorded import exchange, flushed, record
 
 HOSTILE = "<script>alert(1)</script> \x1b[31m \ud800 \x00 \u2028 ünï"
 
@@ -102,28 +100,16 @@ def test_run(client: TestClient, folder: Path) -> None:
 
 def test_steps(client: TestClient) -> None:
     first, second, third = get(client, "steps")["rows"]
-    assert (first["step"], first["count"], first["groups"], first["scored"], first["failed"]) == (1, 8, 2, 7, 1)
+    assert (first["step"], first["samples"], first["groups"]) == (1, 8, 2)
+    assert first["outcomes"] == {"scored": 7, "unscored": 0, "failed": 1}
     assert first["reward"]["max"] == 9.0
     assert second["reward"]["p50"] == pytest.approx(0.3)
-    assert set(second["reward"]) == {"mean", "std", "min", "p10", "p50", "p90", "max"}
-    assert second["components"] == {"acc": pytest.approx(4 / 7), "text": None, "a/b": 4.0}
+    means = {name: values["mean"] for name, values in second["components"].items()}
+    assert means == {"acc": pytest.approx(4 / 7), "a/b": 4.0}
     assert (second["prompt_tokens"], third["prompt_tokens"]) == (60, 10)
     assert (first["phases"], first["hidden_share"], first["waiting_s"], first["warnings"]) == (None, None, None, [])
     (validation,) = get(client, "steps", validate="true")["rows"]
-    assert validation["count"] == 1
-
-
-def test_steps_have_the_false_accepts_of_spot_checks(tmp_path: Path) -> None:
-    made = [{"cheap": 1.0, "chance": 0.2, "judged_by": "cheap"}]
-    made += [{"strong": 0.0, "chance": 0.2, "false_accept": float(i < 2)} for i in range(8)]
-    made += [{"proof/false_accept": 1.0, "proof/chance": 0.2}, {"text": "false_accept", "not_false_accept": 1.0}]
-    rows = [made_up.row(f"g_{i}", 0.0, 1.0, components=components) for i, components in enumerate(made)]
-    rows.append(made_up.row("h_0", 0.0, 1.0, step=2))
-    with serving(made_up.write(tmp_path / "rewards", [], rows)) as client:
-        first, second = (row["false_accepts"] for row in get(client, "steps")["rows"])
-    assert (first["count"], first["value"]) == (9, pytest.approx(1 / 3))
-    assert first["interval"] == pytest.approx([0.1206, 0.6458], abs=1e-4)
-    assert second == {"count": 0, "value": None, "interval": None}
+    assert validation["samples"] == 1
 
 
 def test_samples_are_filtered_and_sorted(client: TestClient) -> None:
@@ -222,40 +208,21 @@ def test_groups(client: TestClient) -> None:
     assert get(client, "groups", step=99) == {"total": 0, "offset": 0, "rows": []}
 
 
-def test_groups_of_a_range_of_steps_by_the_gap_of_their_rewards(tmp_path: Path) -> None:
-    writer = Records(tmp_path)
-    rewards = {"a": (0.0, 0.3), "b": (0.1, 0.9), "c": (None, 0.5), "d": (None, None), "other step": (0.0, 1.0)}
-    for group, scores in rewards.items():
-        for number, score in enumerate(scores):
-            record(writer, f"{group}-{number}", score, group=group, step=9 if group == "other step" else 4)
-    for number, score in enumerate((0.0, 1.0)):
-        record(writer, f"no texts-{number}", score, group="no texts", step=5, full=0.0)
-    flushed(writer)
-    query = {"min.step": 4, "max.step": 5, "sort": "gap", "order": "desc"}
-    with serving(tmp_path) as client:
-        found = get(client, "groups", **query, limit=3)
-        assert (found["total"], [row["group"] for row in found["rows"]]) == (5, ["b", "a", "c"])
-        first, _, third = found["rows"]
-        pair = [get(client, f"sample/{first[side]}")["row"]["uid"] for side in ("best", "worst")]
-        assert (pair, first["gap"]) == (["b-1", "b-0"], pytest.approx(0.8))
-        assert (third["best"], third["gap"]) == (third["worst"], 0.0)
-        left = get(client, "groups", **query, offset=3)["rows"]
-        assert {row["group"]: row["gap"] for row in left} == {"d": None, "no texts": None}
-        assert left[0]["best"] is left[0]["worst"] is None
-
-
 def test_a_sample_has_its_turns(tmp_path: Path) -> None:
     writer = Records(tmp_path)
-    call = '<tool_call>{"name": "run", "arguments": {}}</tool_call>'
-    record(writer, "a", response=f"{call}\nuser\n<tool_response>2</tool_response>\nassistant\nIt is 2.")
+    function = {"name": "run", "arguments": "{}"}
+    answer = {"role": "assistant", "content": "It is 2.", "tool_calls": [{"id": "a", "function": function}]}
+    record(writer, "a", prompt=[answer, {"role": "tool", "tool_call_id": "a", "content": "2"}])
     record(writer, "b", response="It is 2.", full=0.0)
     flushed(writer)
     with serving(tmp_path) as client:
         first, second = (get(client, f"sample/{row['id']}") for row in get(client, "samples", sort="uid")["rows"])
-        assert first["turns"]["prompt"] is None
-        (part,) = first["turns"]["response"][0]["parts"]
-        assert part == {"kind": "call", "text": "{}", "name": "run", "id": None, "result": "2"}
-        assert first["turns"]["response"][1]["parts"][0]["text"] == "It is 2."
+        assert first["turns"]["response"] is None
+        text, call = first["turns"]["prompt"][0]["parts"]
+        assert (text["text"], call) == (
+            "It is 2.",
+            {"kind": "call", "text": "{}", "name": "run", "id": "a", "result": "2"},
+        )
         assert second["turns"] is None
 
 
@@ -267,35 +234,24 @@ def test_requests_that_could_write_are_rejected(client: TestClient) -> None:
 def test_judges(client: TestClient) -> None:
     (judge,) = get(client, "judges")["rows"]
     assert (judge["model"], judge["backend"]) == ("judge-7b", "http://10.0.0.1:2")
-    assert judge["calls"] == 13
-    assert sum(judge["seconds"]["histogram"]["counts"]) == 13
-    assert sum(judge["verdicts"]["counts"]) == 13
-    assert len(judge["verdicts"]["edges"]) == len(judge["verdicts"]["counts"]) + 1
+    assert judge["requests"] == 13
     assert [row["step"] for row in judge["by_step"]] == [1, 2, 3]
     first = judge["by_step"][0]
     assert (first["mean_score"], first["scores"]) == (2.5, {"p10": 0.5, "p90": 4.5})
-    assert get(client, "judges", step=2)["rows"][0]["calls"] == 6
+    assert get(client, "judges", step=2)["rows"][0]["requests"] == 6
 
 
-def test_the_slowest_requests_to_judges_name_their_samples(tmp_path: Path) -> None:
+def test_the_slowest_request_to_a_judge_names_its_sample(tmp_path: Path) -> None:
     writer = Records(tmp_path)
-    for number in range(30):
-        slow = [exchange(number, seconds=float(number))]
-        record(writer, f"s{number}", step=number % 2, exchanges=[*slow, exchange(100 + number, seconds=0.1)])
+    for number in range(6):
+        record(writer, f"s{number}", step=number % 2, exchanges=[exchange(number, seconds=float(number))])
     record(writer, "failed", None, step=1, exchanges=[exchange(7, seconds=40.0, score=None, error="timeout")])
-    record(writer, "no judge", step=1)
     flushed(writer)
     with serving(tmp_path) as client:
-        found = get(client, "judges", step=1)
-        slowest = found["slowest"]
-        assert found["rows"][0]["slowest"] == slowest[0]["id"]
-        assert [(one["uid"], one["seconds"]) for one in slowest[:2]] == [("failed", 40.0), ("s29", 29.0)]
-        assert len(slowest) == 10
-        first, second = slowest[:2]
-        assert (first["error"], second["error"], second["score"]) == (True, False, 29.0)
-        assert (first["model"], first["backend"], first["step"]) == ("judge-7b", "http://10.0.0.1:2", 1)
-        assert get(client, f"sample/{first['id']}")["row"]["uid"] == "failed"
-        assert get(client, "judges", step=5)["slowest"] == []
+        (judge,) = get(client, "judges", step=1)["rows"]
+        assert judge["seconds"]["max"] == 40.0
+        assert get(client, f"sample/{judge['slowest']}")["row"]["uid"] == "failed"
+        assert get(client, "judges", step=5) == {"rows": []}
 
 
 def test_failed_requests_count_for_the_only_model_of_their_server(tmp_path: Path) -> None:
@@ -307,23 +263,25 @@ def test_failed_requests_count_for_the_only_model_of_their_server(tmp_path: Path
     flushed(writer)
     with serving(tmp_path) as client:
         found = get(client, "judges")["rows"]
-    assert {(row["model"], row["calls"], row["errors"]) for row in found} == {
+    assert {(row["model"], row["requests"], row["errors"]) for row in found} == {
         ("judge-7b", 1, 0),
         ("judge-7b", 1, 1),
         ("http://b/v1", 1, 1),
     }
 
 
-def test_warnings_of_the_live_numbers(client: TestClient, tmp_path: Path) -> None:
+def test_the_live_numbers_and_their_warnings(client: TestClient, tmp_path: Path) -> None:
     assert get(client, "health") == {"warnings": []}
     made_up.write(tmp_path / "rewards", [], [made_up.row("u_0", 1.0, 3.0)])
     fields = {"step": 1, "monitor": "masked_share", "value": 0.9, "threshold": 0.5, "since": 1}
     health = HealthRecords(tmp_path / "rewards")
     health.write_warnings([{"message": "90 % of the samples are masked", **fields}])
+    health.write_values(1, {"masked_share": 0.9})
     flushed(health)
     with serving(tmp_path / "rewards") as client:
         assert get(client, "health")["warnings"] == [{"message": "90 % of the samples are masked", **fields}]
-        assert get(client, "steps")["rows"][0]["warnings"] == ["90 % of the samples are masked"]
+        (step,) = get(client, "steps")["rows"]
+        assert (step["warnings"], step["live"]) == (["90 % of the samples are masked"], {"masked_share": 0.9})
 
 
 def test_the_advantage_is_that_of_the_last_row_of_a_repeated_uid(tmp_path: Path) -> None:
@@ -346,51 +304,11 @@ def test_the_overview_of_samples_without_a_step(tmp_path: Path) -> None:
     made_up.write(tmp_path / "scored", [], rows)
     with serving(tmp_path / "scored") as client:
         found = get(client, "overview")
-    assert found["outcomes"] == [{"outcome": "scored", "count": 9}, {"outcome": "failed", "count": 3}]
-    assert found["causes"] == [
-        {"cause": "f raised KeyError: 'x'", "error": "f raised KeyError: 'x'", "count": 3, "id": "id-f0"}
-    ]
-    assert [row["uid"] for row in found["slowest"][:2]] == ["u8", "u7"]
-    assert found["rewards"] == {"edges": [-0.5, 0.5, 1.5, 2.5], "counts": [3, 3, 3], "centers": [0, 1, 2]}
-
-
-JUDGE = {"model": "m", "url": "u", "seconds": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("scores", "centers", "counts"),
-    [
-        ([1, 2, 2, 4, 10], list(range(1, 11)), [1, 2, 0, 1, 0, 0, 0, 0, 0, 1]),  # no verdict is 3, or 5 to 9
-        ([0.1, 0.3, 0.2, 0.7], [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7], [1, 1, 1, 0, 0, 0, 1]),
-        ([0, 1], [0, 1], [1, 1]),
-        ([1, 1, 1], [1], [3]),  # the axis has one number, not 1 and 1
-    ],
-)
-def test_a_histogram_of_equally_spaced_verdicts_has_a_bar_for_each(
-    tmp_path: Path, scores: list[float], centers: list[float], counts: list[int]
-) -> None:
-    rows = [
-        made_up.row(
-            f"u{i}", 0.0, 1.0, judges=[{"id": f"e{i}", "model": "m", "url": "u", "seconds": 1.0, "score": score}]
-        )
-        for i, score in enumerate(scores)
-    ]
-    made_up.write(tmp_path / "scored", [], rows)
-    with serving(tmp_path / "scored") as client:
-        (judge,) = get(client, "judges")["rows"]
-    assert judge["verdicts"]["centers"] == pytest.approx(centers)
-    assert judge["verdicts"]["counts"] == counts
-    assert len(judge["verdicts"]["edges"]) == len(counts) + 1
-
-
-def test_a_histogram_of_many_different_verdicts_has_intervals(tmp_path: Path) -> None:
-    judges = [JUDGE | {"id": f"e{i}", "score": i**1.5} for i in range(100)]
-    rows = [made_up.row(f"u{i}", 0.0, 1.0, judges=[judge]) for i, judge in enumerate(judges)]
-    made_up.write(tmp_path / "scored", [], rows)
-    with serving(tmp_path / "scored") as client:
-        (judge,) = get(client, "judges")["rows"]
-    assert "centers" not in judge["verdicts"]
-    assert (len(judge["verdicts"]["counts"]), sum(judge["verdicts"]["counts"])) == (20, 100)
+    (cause,) = found["causes"]
+    assert (cause["outcome"], cause["cause"], cause["count"]) == ("failed", "f raised KeyError: 'x'", 3)
+    assert cause["example"].startswith("sample f0: f raised KeyError: 'x'\n")
+    assert cause["id"] == "id-f0"
+    assert [row["sample"] for row in found["slowest"][:2]] == ["u8", "u7"]
 
 
 def test_a_sample_is_in_the_step_that_trains_on_it(tmp_path: Path) -> None:
@@ -405,19 +323,16 @@ def test_a_sample_is_in_the_step_that_trains_on_it(tmp_path: Path) -> None:
     with Index(tmp_path / "rewards") as index:
         index.update()
         with TestClient(create_app(index)) as client:
-            counts = {row["step"]: row["count"] for row in get(client, "steps")["rows"]}
+            counts = {row["step"]: row["samples"] for row in get(client, "steps")["rows"]}
             assert counts == {1: 2, 2: 4}
             writer.write_advantages(3, {"u4": None, "u5": None})
             flushed(writer)
             index.update()
-            assert {row["step"]: row["count"] for row in get(client, "steps")["rows"]} == {1: 2, 2: 2, 3: 2}
+            assert {row["step"]: row["samples"] for row in get(client, "steps")["rows"]} == {1: 2, 2: 2, 3: 2}
             (first, _) = get(client, "samples", step=2)["rows"]
             row = get(client, f"sample/{first['id']}")["row"]
             assert (row["step"], row["generated_step"]) == (2, 1)
-            assert [row["uid"] for row in RecordsReader(tmp_path / "rewards").rows() if row["step"] == 3] == [
-                "u4",
-                "u5",
-            ]
+            assert [row["uid"] for row in index.records() if row["step"] == 3] == ["u4", "u5"]
 
 
 def writer_rows(writer: Records) -> Iterator[bytes]:
@@ -496,7 +411,7 @@ def test_a_step_without_samples_has_its_phases_and_warnings(tmp_path: Path) -> N
     rows = [made_up.row("a_0", 1.0, 2.0), made_up.row("b_0", 1.0, 2.0, step=None)]
     with serving(made_up.write(tmp_path / "run", events, rows)) as client:
         found = get(client, "steps")["rows"]
-        assert [(row["step"], row["count"]) for row in found] == [(1, 1), (2, 0), (3, 0), (None, 1)]
+        assert [(row["step"], row["samples"]) for row in found] == [(1, 1), (2, 0), (3, 0), (None, 1)]
         assert found[1]["phases"]["update_actor"] == 5.0
         assert found[2]["warnings"] == ["a jump"]
         assert found[1].keys() == found[0].keys()
@@ -510,7 +425,7 @@ def test_a_step_without_samples_has_its_phases_and_warnings(tmp_path: Path) -> N
         ("run", "none"),
         ("samples", "data_source, group, limit, max.FIELD, max_reward, min.FIELD, min_reward, "),
         ("steps", "validate"),
-        ("groups", "limit, max.step, min.step, offset, order, sort, step, validate"),
+        ("groups", "limit, offset, order, sort, step, validate"),
         ("sample/any", "data_source, group, limit, "),
         ("judges", "step, validate"),
         ("timeline", "step"),

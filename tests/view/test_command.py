@@ -21,7 +21,7 @@ from reward_loop._util.web_server import listen
 from reward_loop.cli import app
 from reward_loop.errors import ConfigError
 from reward_loop.records import Records
-from tests.view.recorded import OtherProcess, flushed, record
+from tests.support.recorded import OtherProcess, flushed, record
 
 pytest.importorskip("duckdb")
 

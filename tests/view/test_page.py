@@ -16,7 +16,7 @@ import pytest
 
 from reward_loop import RewardSample
 from reward_loop.records.events import HealthRecords
-from tests.view import made_up
+from tests.support import made_up
 from tools.browser import CHROMIUM, browser, server
 from tools.example_run import WORDS_OF_THE_JUDGE, score, step_samples, write_run
 
@@ -68,21 +68,21 @@ def many_groups() -> Iterator[dict[str, Any]]:
 
 
 def rollouts() -> list[RewardSample]:
-    """Rollouts of an agent with a tool, in two groups; of the second one, the rewards differ more."""
+    """Conversations of an agent with a tool, in two groups."""
     found = []
     for group, size in (("small", 2), ("large", 4)):
         for i in range(size):
-            lines = "\\n".join(f"line {n}" for n in range(3 + 20 * i))
-            answer = f"{ATTACK} **Step {i}.**" + "\nand so on" * i
-            text = (
-                f"<think>\nI compute it, attempt {i}.\n</think>\n\n"
-                f'<tool_call>\n{{"name": "run_code", "arguments": {{"code": "print({i})\\n{lines}"}}}}\n</tool_call>\n'
-                f"user\n<tool_response>\nstdout: {i} {ATTACK}\n" + "output\n" * (1 + 30 * i) + "</tool_response>\n"
-                f"assistant\n{answer}"
-            )
+            code = f"print({i})\n" + "\n".join(f"line {n}" for n in range(3 + 20 * i))
+            call = {"id": "c", "function": {"name": "run_code", "arguments": json.dumps({"code": code})}}
+            completion = [
+                {"role": "assistant", "reasoning_content": f"I compute it, attempt {i}.", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "c", "content": f"stdout: {i} {ATTACK}\n" + "output\n" * (1 + 30 * i)},
+                {"role": "assistant", "content": f"{ATTACK} **Step {i}.**" + "\nand so on" * i},
+            ]
             prompt = [{"role": "system", "content": "You have a tool."}, {"role": "user", "content": f"Task {group}"}]
             names: dict[str, Any] = {"uid": f"{group}-{i}", "group": group, "prompt": prompt, "step": AGENT_STEP}
-            found.append(RewardSample(text, ground_truth="3", extra_info={"question": "?"}, **names))
+            extra = {"question": "?", "completion": completion}
+            found.append(RewardSample(f"Step {i}.", ground_truth="3", extra_info=extra, **names))
     return found
 
 
@@ -263,11 +263,9 @@ def test_a_sample_shows_the_words_of_the_judge_with_its_verdict_marked(page: Pag
     assert cost
     assert f"cost {cost[1]}" in page.locator(".exchange .about").inner_text()
     assert "gave three points" in reply.inner_text()
-    assert re.fullmatch(r"Score: (9|10)/10", reply.locator("mark").inner_text())
+    assert page.locator(".exchange .tag.verdict").inner_text().startswith("verdict ")
     assert "You are a strict teacher" in page.locator(".exchange .message").first.inner_text()
     assert "acc" in page.locator("aside").inner_text()
-    page.get_by_role("button", name="Markdown").click()
-    assert page.locator(".texts .markdown strong").first.inner_text() == "Step 1."
     page.get_by_text("Complete answer of the server").click()
     page.locator(".exchange details[open]", has_text='"choices"').wait_for()
 
@@ -287,36 +285,6 @@ def test_keys_go_through_the_samples_and_show_help(page: Page) -> None:
     assert page.evaluate("document.activeElement.type") == "search"
 
 
-def test_two_samples_side_by_side_mark_their_differences(page: Page) -> None:
-    open_first_sample(page, "step/4?group=s4-p1&sort=reward&order=desc")
-    page.get_by_role("link", name=re.compile("Compare with")).last.click()
-    page.wait_for_selector(".side.b")
-    assert page.locator(".side").count() == 2
-    assert page.locator(".exchange").count() >= 2
-    pages = page.locator(".side pre").all_inner_texts()
-    assert (page.locator(".side mark").count() > 0) == (pages[0] != pages[1])
-
-
-def test_a_warning_leads_in_two_clicks_to_two_rollouts_side_by_side(page: Page) -> None:
-    open_view(page, "run")
-    page.locator(".warnings").get_by_role("link", name="best and worst answers").click()
-    rows = page.locator("table.plain tbody tr")
-    rows.filter(has_text="large").wait_for()  # the page of the run also has such a table
-    groups = rows.locator("td:nth-child(5)").all_inner_texts()
-    gaps = [float(text) for text in rows.locator("td:first-child").all_inner_texts()]
-    assert "large" in groups
-    assert gaps == sorted(gaps, reverse=True)
-    page.get_by_role("row", name="large").get_by_role("link").click()
-    page.wait_for_selector("h1:has-text('Best and worst answer')")
-    best, worst = (float(text) for text in page.locator(".side-name b").all_inner_texts())
-    assert best - worst == pytest.approx(gaps[groups.index("large")], abs=0.002)
-    assert page.locator(".side.a .role").all_inner_texts() == ["assistant", "assistant"]
-    assert page.locator(".side.b .block.reasoning .tag").inner_text() == "differs"
-    page.locator(".side.b .block.reasoning summary").click()
-    assert re.fullmatch(r"\d", page.locator(".side.b .block.reasoning mark").first.inner_text())
-    assert page.locator(".two .exchange").count() == 2
-
-
 def test_a_rollout_shows_its_turns_with_calls_beside_their_results(page: Page) -> None:
     open_view(page, f"step/{AGENT_STEP}?where.uid=large-3")
     page.get_by_role("link", name="large-3").click()
@@ -324,15 +292,12 @@ def test_a_rollout_shows_its_turns_with_calls_beside_their_results(page: Page) -
     assert page.locator(".texts .role").all_inner_texts() == ["system", "user", "assistant", "assistant"]
     call, result = page.locator(".tool > .block").all()
     assert call.inner_text().startswith("call of run_code")
-    assert result.locator("summary").inner_text() == "result · 92 lines"
+    assert result.locator("summary").inner_text() == "result · 93 lines"
     assert result.locator("pre").count() == 0
     result.locator("summary").click()
     assert f"stdout: 3 {ATTACK}" in result.locator("pre").inner_text()
     assert call.bounding_box()["x"] < result.bounding_box()["x"]  # type: ignore[index]
     assert page.locator(".block.reasoning").get_attribute("open") is None
-    page.keyboard.press("m")
-    page.locator(".message .markdown strong", has_text="Step 3.").wait_for()
-    page.keyboard.press("m")
 
 
 def test_the_timeline_zooms(page: Page) -> None:
@@ -354,43 +319,15 @@ def test_the_timeline_zooms(page: Page) -> None:
     assert shown.inner_text() != whole
     page.mouse.dblclick(box["x"] + 500, box["y"] + 10)
     assert shown.inner_text() == whole
-    times = page.locator(".plain").inner_text()
-    assert "update_actor" in times
-    assert "judge-7b" in times
 
 
 def test_judges(page: Page) -> None:
     open_view(page, "judges")
     card = page.locator(".judge", has_text="judge-7b").first
-    card.locator(".histogram rect").nth(2).wait_for()
-    figures = card.locator(".figures")
-    assert re.search(r"Cost\s+[\d.]+", figures.inner_text())
-
-
-def test_the_false_accepts_of_spot_checks_have_a_chart_with_their_interval(chromium: Browser, tmp_path: Path) -> None:
-    rows = [
-        made_up.row(f"{step}_{i}", 0.0, 1.0, step=step, components={"false_accept": float(i < step), "chance": 0.2})
-        for step in (1, 2)
-        for i in range(4)
-    ]
-    made_up.write(tmp_path, [], rows)
-    with server(tmp_path) as address:
-        page = chromium.new_page(viewport={"width": 1366, "height": 1400}, base_url=address)
-        open_view(page, "run")
-        chart = page.locator(".charts > *", has_text="Wrong answers that the cheap judge accepts")
-        chart.locator("canvas").wait_for()
-        assert chart.locator(".entry").all_inner_texts() == ["share\n50 %", "95 % from\n15 %", "to\n85 %"]
-        page.close()
-
-
-def test_the_slowest_request_leads_to_its_sample(page: Page) -> None:
-    open_view(page, "judges")
-    slowest = page.locator("section[aria-label='Slowest requests'] tbody tr")
-    slowest.first.wait_for()
-    assert slowest.count() == 10
-    name = slowest.first.get_by_role("link").inner_text()
-    slowest.first.get_by_role("link").click()
-    page.locator(".view.sample h1", has_text=name).wait_for()
+    card.locator("canvas").nth(2).wait_for()
+    assert float(page.locator("table.plain tbody tr").first.locator("td").last.inner_text().replace(",", "")) > 0
+    page.locator("table.plain").get_by_role("link").first.click()
+    page.locator(".view.sample h1").wait_for()
 
 
 def test_a_sample_shows_its_calls_and_its_texts_among_the_components(page: Page) -> None:
@@ -404,19 +341,8 @@ def test_a_sample_shows_its_calls_and_its_texts_among_the_components(page: Page)
     assert calls.split("\n")[1:] == ["Attempt 1", "RewardModelError · 2.00 s", "Attempt 2, at 40.0 s", "2.00 s"]
 
 
-def test_a_step_without_requests_to_judges_has_no_judge_time_and_says_why(page: Page) -> None:
-    open_view(page, f"step/{RETRIED_STEP}")
-    figure = page.locator("dl.figures > div", has_text="Judge time of a sample").inner_text()
-    assert figure.endswith("no requests by reward_loop.client")
-    open_view(page, "step/2")
-    figure = page.locator("dl.figures > div", has_text="Judge time of a sample").inner_text()
-    assert "95 %: " in figure
-    open_view(page, "run")
-    page.wait_for_selector("h2:has-text('Steps')")
-    assert "Judge p95" in page.locator("table.plain").last.inner_text()
-
-
 def test_tables_show_texts_among_the_components_last(page: Page) -> None:
+    page.set_viewport_size({"width": 2200, "height": 860})
     open_view(page, f"step/{RETRIED_STEP}")
     page.locator(".pane:not(.groups) .tabulator-row a").first.wait_for()
     titles = page.locator(".pane:not(.groups) .tabulator-col-title").all_inner_texts()
@@ -436,14 +362,9 @@ def test_hostile_content_stays_text_on_dark_pages(page: Page) -> None:
         open_view(page, f"step/{HOSTILE_STEP}")
         page.locator(".tabulator-row a", has_text=words).click()
         page.wait_for_selector(f".view.sample h1:has-text('{words}')")
-        page.keyboard.press("m")
-        page.keyboard.press("m")
         assert page.locator(".view :is(img, script, b)").count() == 0
         shown = page.locator(".texts").inner_text()
         assert EXPECTED[words] in shown
-    page.keyboard.press("d")
-    page.wait_for_selector(".side.b")
-    assert page.locator(".view :is(img, script)").count() == 0
 
 
 def test_a_text_of_5_mb_is_cut_with_buttons_for_the_rest(page: Page) -> None:
@@ -496,7 +417,7 @@ def test_a_scored_file_has_an_overview(tmp_path: Path, chromium: Browser, monkey
         page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
         page.goto("/#/run")
         page.get_by_role("heading", name="Causes of failures").wait_for()
-        for heading in ("Rewards", "Outcomes", "Slowest samples"):
+        for heading in ("Outcomes", "Slowest samples"):
             assert page.get_by_role("heading", name=heading).count() == 1
         assert page.get_by_role("link", name="Timeline").count() == 0
         for cell in page.locator("td", has_text="raised").all():  # the cause, and the first error
@@ -549,12 +470,7 @@ def test_training_and_validation_are_apart_on_every_page(
             page.screenshot(path=f"{target.removesuffix('.png')}-samples.png", full_page=True)
 
         page.goto("/#/judges")
-        page.get_by_role("heading", name="grader").wait_for()
-        grader = page.locator(".judge", has_text="grader")
-        bars = grader.get_by_role("img", name="Scores of the verdicts").locator("rect")
-        titles = [bar.text_content() for bar in bars.all()]
-        assert titles == [f"{verdict}: {n}" for verdict, n in enumerate([1, 2, 0, 1, 0, 0, 0, 0, 0, 1], start=1)]
-        assert grader.get_by_role("img", name="Latency").locator("text").all_text_contents() == ["1.00 s"]
+        page.locator(".judge", has_text="grader").wait_for()
         without = page.locator(".judge", has_text="silent").locator("figure", has_text="Scores by step")
         assert "No values." in without.inner_text()
         assert without.locator("canvas").count() == 0
@@ -564,3 +480,19 @@ def test_training_and_validation_are_apart_on_every_page(
         page.wait_for_selector("text=No requests to judges")
         page.close()
     assert problems == []
+
+
+def test_no_column_of_the_samples_table_is_cut(page: Page) -> None:
+    open_view(page, "step/2")
+    page.locator(".pane:not(.groups) .tabulator-row a").first.wait_for()
+    cut = page.evaluate(
+        """() => {
+            const pane = document.querySelector(".pane:not(.groups)");
+            const holder = pane.querySelector(".tabulator-tableholder");
+            const shown = ".tabulator-col-title, .tabulator-cell:not([tabulator-field=uid])";
+            const texts = [...pane.querySelectorAll(shown)];
+            const isCut = (node) => node.scrollWidth > node.clientWidth + 1;
+            return [...texts.filter(isCut).map((node) => node.textContent), ...(isCut(holder) ? ["the table"] : [])];
+        }"""
+    )
+    assert cut == []

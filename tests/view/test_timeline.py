@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from reward_loop.errors import ConfigError
-from reward_loop.records.reader import NoRecordsError
+from reward_loop.index.index import open_index
 from reward_loop.view import timeline as module
-from reward_loop.view.timeline import timeline
-from tests.view.made_up import phases, rollout, row, write
+from tests.support.made_up import phases, rollout, row, write
 
 JUDGE = {"time": 14.5, "seconds": 3.4, "model": "qwen", "backend": "gpu-3", "verdict": 1.0, "status": 200}
 
@@ -29,6 +28,11 @@ reward."""
 
 ROLLOUTS = [rollout("a_0", 10.0, 12.0, 12.0, 13.0), rollout("b_0", 10.0, 14.0, 14.0, 18.0)]
 ROWS = [row("a_0", 12.0, 13.0), row("b_0", 14.2, 18.0, judges=[JUDGE])]
+
+
+def timeline(folder: Path, step: int) -> dict[str, Any]:
+    with open_index(folder) as index:
+        return module.timeline(index, step)
 
 
 def lanes(found: dict[str, Any]) -> dict[str, list[tuple[Any, ...]]]:
@@ -131,9 +135,7 @@ def test_the_shortest_spans_are_left_out_of_a_large_step(tmp_path: Path, monkeyp
     assert len(lanes(found)["trainer"]) == 5
 
 
-def test_an_unknown_step_and_a_folder_without_records_are_errors(tmp_path: Path) -> None:
+def test_an_unknown_step_is_an_error(tmp_path: Path) -> None:
     write(tmp_path / "rewards", SYNC, ROWS)
     with pytest.raises(ConfigError, match="no records of step 9"):
         timeline(tmp_path / "rewards", 9)
-    with pytest.raises(NoRecordsError, match="it does not exist"):
-        timeline(tmp_path / "none", 1)

@@ -37,16 +37,11 @@ export class Chart {
     Object.assign(this, { format, isStacked, range, onStep, marks: [], shape: "" });
     this.legend = el("div", { class: "legend" });
     this.at = el("span", { class: "at" });
-    this.reset = el(
-      "button",
-      { type: "button", class: "quiet small", hidden: true, onclick: () => this.showAll() },
-      "Reset zoom",
-    );
     this.canvas = el("div", { class: "canvas", role: "img", "aria-label": title });
     this.node = el(
       "figure",
       { class: isWide ? "chart wide" : "chart" },
-      el("figcaption", {}, el("h3", {}, title), this.reset, this.at),
+      el("figcaption", {}, el("h3", {}, title), this.at),
       this.legend,
       this.canvas,
     );
@@ -80,8 +75,8 @@ export class Chart {
     if (!this.plot) this.canvas.replaceChildren();
     const data = [steps, ...(this.isStacked ? stacked(series) : series.map((one) => one.values))];
     if (shape === this.shape) {
-      const isZoomed = !this.reset.hidden;
-      this.plot.setData(data, !isZoomed);
+      const [[known], { min, max }] = [this.plot.data, this.plot.scales.x];
+      this.plot.setData(data, min <= known[0] && max >= known.at(-1)); // a zoomed chart stays as it is
     } else {
       this.shape = shape;
       this.plot?.destroy();
@@ -93,10 +88,6 @@ export class Chart {
   close() {
     this.sizes.disconnect();
     this.plot?.destroy();
-  }
-
-  showAll() {
-    this.plot.setScale("x", { min: this.steps[0], max: this.steps.at(-1) });
   }
 
   options() {
@@ -121,15 +112,9 @@ export class Chart {
       hooks: {
         draw: [(plot) => drawMarks(plot, this.marks)],
         setCursor: [(plot) => this.showValues(plot.cursor.idx)],
-        setScale: [(plot, key) => key === "x" && this.noteZoom(plot)],
         ready: [(plot) => this.listen(plot)],
       },
     };
-  }
-
-  noteZoom(plot) {
-    const { min, max } = plot.scales.x;
-    this.reset.hidden = min <= this.steps[0] && max >= this.steps.at(-1);
   }
 
   listen(plot) {

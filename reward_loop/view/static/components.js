@@ -10,7 +10,7 @@ const SHORT_TEXT = 40;
  * @param {Object[]} steps: summaries of steps; a component of numbers has a mean in one
  */
 export function numbersOnly(names, steps) {
-  return names.filter((name) => steps.some((step) => typeof step.components?.[name] === "number"));
+  return names.filter((name) => steps.some((step) => name in step.components));
 }
 
 /** Returns the components that fit into a line, without the score, which is shown elsewhere. */

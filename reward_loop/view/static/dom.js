@@ -7,15 +7,7 @@
  * @param {...(Node|string|number|null|Array)} children: strings and numbers become text; null is left out
  */
 export function el(tag, attributes = {}, ...children) {
-  return fill(document.createElement(tag), attributes, children);
-}
-
-/** Returns a new element of SVG. */
-export function svg(tag, attributes = {}, ...children) {
-  return fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
-}
-
-function fill(element, attributes, children) {
+  const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
@@ -37,7 +29,7 @@ export function property(name) {
 }
 
 /** Returns a table with a head. A cell is a node or a text; a column that starts with ">" is aligned right. */
-export function table(columns, rows, { isNarrow = false } = {}) {
+export function table(columns, rows) {
   const right = columns.map((name) => (name.startsWith(">") ? "right" : null));
   const head = columns.map((name, i) => el("th", { scope: "col", class: right[i] }, name.replace(/^>/, "")));
   const body = rows.map((row) =>
@@ -49,7 +41,7 @@ export function table(columns, rows, { isNarrow = false } = {}) {
   );
   return el(
     "div",
-    { class: isNarrow ? "scroll narrow" : "scroll" },
+    { class: "scroll" },
     el("table", { class: "plain" }, el("thead", {}, el("tr", {}, head)), el("tbody", {}, body)),
   );
 }

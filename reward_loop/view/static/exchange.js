@@ -3,11 +3,10 @@
 import { el } from "./dom.js";
 import { count, number, plural, seconds, time, value } from "./format.js";
 import { conversation, textBlock, visible } from "./text.js";
-import { markVerdict } from "./verdict.js";
 
 /** Returns the card of an exchange. @param {Object} exchange: as in docs/records.md */
 export function exchangeCard(exchange, index) {
-  const { messages, request, response, reply, verdict } = exchange;
+  const { messages, request, response, reply } = exchange;
   const hasTexts = messages !== undefined || request !== undefined || response !== undefined;
   return el(
     "article",
@@ -22,9 +21,7 @@ export function exchangeCard(exchange, index) {
     problem(exchange),
     hasTexts ? null : el("p", { class: "hint" }, "The texts of this exchange were not recorded, or have been deleted."),
     messages === undefined || messages === null ? null : part("Request", conversation(messages)),
-    reply === undefined || reply === null
-      ? null
-      : part("Reply", textBlock(reply, { mark: (text) => markVerdict(text, verdict) }), "reply"),
+    reply === undefined || reply === null ? null : part("Reply", textBlock(reply), "reply"),
     raw("Other fields of the request", request),
     raw("Complete answer of the server", response),
   );
@@ -51,7 +48,7 @@ function about(exchange) {
     .join(" · ");
 }
 
-export function verdictTag({ verdict, score, unscored, error }) {
+function verdictTag({ verdict, score, unscored, error }) {
   if (error) return el("span", { class: "tag bad" }, "error");
   if (unscored) return el("span", { class: "tag warn" }, "no verdict");
   const shown = verdict ?? score;

@@ -1,9 +1,8 @@
 /** The table of groups: the responses to one prompt, with the spread of their rewards. */
 
 import { get } from "./api.js";
-import { el, withProperty } from "./dom.js";
+import { el } from "./dom.js";
 import { fixed, UNKNOWN } from "./format.js";
-import { link } from "./router.js";
 import { pagedTable } from "./table.js";
 import { visible } from "./text.js";
 
@@ -12,11 +11,10 @@ import { visible } from "./text.js";
  * @param {HTMLElement} element
  * @param {Object} options
  * @param {Object} options.query: step and validate
- * @param {{min, max}} options.range: of the rewards
  * @param {function(Object)} options.onGroup: called with the row that was clicked
  * @param {function(number)} options.onTotal: called with the number of groups
  */
-export function groupsTable(element, { query, range, onGroup, onTotal }) {
+export function groupsTable(element, { query, onGroup, onTotal }) {
   return pagedTable(element, {
     label: "Groups",
     rowHeight: 52,
@@ -31,7 +29,7 @@ export function groupsTable(element, { query, range, onGroup, onTotal }) {
         hozAlign: "right",
         cssClass: "number",
       },
-      { title: "Spread", field: "std", width: 92, cell: (row) => spread(row, range) },
+      { title: "Std", field: "std", width: 72, cell: (row) => fixed(row.std, 2), hozAlign: "right", cssClass: "number" },
     ],
     onRow: onGroup,
     onTotal,
@@ -54,23 +52,7 @@ function name(row) {
     row.zero_variance
       ? el("span", { class: "tag warn", title: "All rewards are equal: the group has no advantage" }, "equal")
       : null,
-    row.max > row.min ? el("a", { href: link("pair", [row.best, row.worst]), title: "Best and worst answer" }, " compare") : null,
     row.all_failed ? el("span", { class: "tag bad", title: "No sample has a reward" }, "all failed") : null,
     el("small", {}, visible((row.prompt ?? "").slice(0, 200))),
   );
-}
-
-/** Returns a line from the lowest to the highest reward with a dot at the mean. */
-function spread(row, { min, max }) {
-  if (row.mean === null) return el("span", { class: "muted" }, UNKNOWN);
-  const place = (reward) => (max > min ? (reward - min) / (max - min) : 0);
-  const node = el("span", {
-    class: "spread",
-    role: "img",
-    "aria-label": `from ${fixed(row.min)} to ${fixed(row.max)}`,
-    title: `${fixed(row.min)} to ${fixed(row.max)}, standard deviation ${fixed(row.std)}`,
-  });
-  withProperty(node, "--low", place(row.min));
-  withProperty(node, "--high", place(row.max));
-  return withProperty(node, "--mean", place(row.mean));
 }

@@ -1,10 +1,9 @@
-/** Judges by model and function: latency, failures, tokens, cost, verdicts over the steps. */
+/** Judges by model and function: requests, failures, latency, tokens, cost, and verdicts over the steps. */
 
 import { get } from "./api.js";
 import { Chart } from "./chart.js";
-import { el, empty, figures, table } from "./dom.js";
-import { count, fixed, number, percent, seconds, UNKNOWN } from "./format.js";
-import { histogram } from "./histogram.js";
+import { el, empty, table } from "./dom.js";
+import { count, fixed, number, percent, seconds } from "./format.js";
 import { link, open } from "./router.js";
 import { visible } from "./text.js";
 import { isValidation, toggle } from "./validation.js";
@@ -14,31 +13,25 @@ const MOST_CARDS = 12;
 /** Shows the judges of the run. */
 export async function showJudges(view, { query }, run) {
   const validate = isValidation(query, run);
-  const parts = {
-    head: el(
+  const shown = el("div");
+  view.append(
+    el(
       "div",
       { class: "title" },
       el("h1", {}, "Judges"),
       run.validation ? toggle("judges", validate, query) : null,
     ),
-    table: el("div"),
-    cards: el("div", { class: "cards" }),
-    slowest: el("div"),
-  };
-  view.append(parts.head, parts.table, parts.cards, parts.slowest);
+    shown,
+  );
   let charts = [];
 
   async function refresh() {
-    const { rows, slowest } = await get("judges", { ...query, validate });
-    rows.sort((a, b) => b.calls - a.calls);
+    const { rows } = await get("judges", { ...query, validate });
     charts.forEach((chart) => chart.close());
     charts = [];
-    parts.table.replaceChildren(rows.length > 1 ? overview(rows) : "");
-    parts.cards.replaceChildren(
-      ...(rows.length ? rows.slice(0, MOST_CARDS).map((row) => card(row, charts)) : [none()]),
-    );
+    const cards = rows.slice(0, MOST_CARDS).map((row) => card(row, charts));
+    shown.replaceChildren(rows.length ? overview(rows) : none(), el("div", { class: "cards" }, cards));
     charts.forEach((chart) => chart.draw());
-    parts.slowest.replaceChildren(...slowestRequests(slowest));
   }
 
   await refresh();
@@ -56,99 +49,61 @@ function name({ model, backend, function: asked }) {
   return [model ?? "model server", backend, asked].filter(Boolean).map(visible).join(" · ");
 }
 
-const rate = (row, amount) => percent(row.calls ? amount / row.calls : null);
-
 function overview(rows) {
+  const rate = (row, amount) => percent(row.requests ? amount / row.requests : null);
   const hasCost = rows.some((row) => row.cost !== null);
   const body = rows.map((row) => [
     name(row),
-    count(row.calls),
+    count(row.requests),
     rate(row, row.errors),
-    rate(row, row.unscored),
+    rate(row, row.no_verdict),
+    rate(row, row.asked_again),
     seconds(row.seconds.p50),
     seconds(row.seconds.p95),
-    count(row.prompt_tokens + row.completion_tokens),
+    longest(row),
+    count(row.prompt_tokens),
+    count(row.completion_tokens),
     ...(hasCost ? [number(row.cost)] : []),
   ]);
-  const columns = ["Judge", ">Requests", ">Errors", ">No verdict", ">p50", ">p95", ">Tokens"];
-  return table([...columns, ...(hasCost ? [">Cost"] : [])], body);
+  const columns = ["Judge", ">Requests", ">Errors", ">No verdict", ">Asked again", ">p50", ">p95", ">Longest"];
+  return table([...columns, ">Tokens read", ">written", ...(hasCost ? [">Cost"] : [])], body);
 }
 
 /** Returns the time of the longest request, with a link to its sample. */
 function longest({ seconds: { max }, slowest }) {
-  const text = `longest ${seconds(max)}`;
-  return slowest === null ? text : el("a", { href: link("sample", [slowest]) }, text);
-}
-
-/** Returns the table of the slowest requests, each with a link to its sample. */
-function slowestRequests(slowest) {
-  if (!slowest.length) return [];
-  const body = slowest.map((one) => [
-    seconds(one.seconds),
-    el("a", { href: link("sample", [one.id]) }, visible(one.uid ?? one.id)),
-    one.step ?? UNKNOWN,
-    name(one),
-    result(one),
-  ]);
-  const columns = [">Time", "Sample", ">Step", "Judge", "Result"];
-  return [
-    el("section", { "aria-label": "Slowest requests" }, el("h2", {}, "Slowest requests"), table(columns, body)),
-  ];
-}
-
-function result({ error, unscored, score }) {
-  if (error) return "error";
-  if (unscored) return "no verdict";
-  return score === null ? "answered" : `verdict ${number(score)}`;
+  return slowest === null ? seconds(max) : el("a", { href: link("sample", [slowest]) }, seconds(max));
 }
 
 function card(row, charts) {
-  const onStep = (step) => open("step", [step]);
   const steps = row.by_step.map((one) => one.step);
+  if (steps.every((step) => step === null)) return null;
   const each = (read) => row.by_step.map((one) => read(one) ?? null);
   const add = (options, series) => {
-    const chart = new Chart({ ...options, onStep });
+    const chart = new Chart({ ...options, onStep: (step) => open("step", [step]) });
     charts.push({ draw: () => chart.show(steps, series), close: () => chart.close() });
     return chart.node;
   };
-  const share = (field) => each((one) => (one.calls ? one[field] / one.calls : null));
-  const latency = [
-    { label: "median", values: each((one) => one.p50) },
-    { label: "95 %", values: each((one) => one.p95) },
-  ];
-  const failures = [
-    { label: "errors", values: share("errors") },
-    { label: "no verdict", values: share("unscored") },
-  ];
-  const hasSteps = steps.some((step) => step !== null);
+  const share = (field) => each((one) => (one.requests ? one[field] / one.requests : null));
   return el(
     "section",
     { class: "card judge" },
-    el("h2", {}, visible(row.model ?? "model server")),
-    el("p", { class: "about" }, [row.backend, row.function].filter(Boolean).map(visible).join(" · ")),
-    figures([
-      ["Requests", count(row.calls)],
-      ["Errors", rate(row, row.errors), count(row.errors)],
-      ["No verdict", rate(row, row.unscored), count(row.unscored)],
-      ["Latency", seconds(row.seconds.p50), `mean ${seconds(row.seconds.mean)}`],
-      ["95 %", seconds(row.seconds.p95), longest(row)],
-      ["Tokens", count(row.prompt_tokens + row.completion_tokens), `${count(row.completion_tokens)} written`],
-      row.cost !== null && ["Cost", number(row.cost), "at the prices of --price"],
-    ]),
+    el("h2", {}, name(row)),
     el(
       "div",
       { class: "charts" },
-      histogram("Latency", row.seconds.histogram, seconds),
-      histogram("Scores of the verdicts", row.verdicts),
-      hasSteps
-        ? add({ title: "Scores by step", format: (given) => fixed(given, 2) }, [
-            { label: "mean", values: each((one) => one.mean_score) },
-            { label: "10 %", values: each((one) => one.scores.p10), isEdge: true },
-            { label: "90 %", values: each((one) => one.scores.p90), isEdge: true },
-          ])
-        : null,
-      hasSteps ? add({ title: "Latency by step", format: seconds }, latency) : null,
-      hasSteps ? add({ title: "Failures by step", format: percent }, failures) : null,
+      add({ title: "Scores by step", format: (given) => fixed(given, 2) }, [
+        { label: "mean", values: each((one) => one.mean_score) },
+        { label: "10 %", values: each((one) => one.scores.p10), isEdge: true },
+        { label: "90 %", values: each((one) => one.scores.p90), isEdge: true },
+      ]),
+      add({ title: "Latency by step", format: seconds }, [
+        { label: "median", values: each((one) => one.seconds.p50) },
+        { label: "95 %", values: each((one) => one.seconds.p95) },
+      ]),
+      add({ title: "Failures by step", format: percent }, [
+        { label: "errors", values: share("errors") },
+        { label: "no verdict", values: share("no_verdict") },
+      ]),
     ),
   );
 }

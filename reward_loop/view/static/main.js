@@ -5,8 +5,6 @@ import { el, empty } from "./dom.js";
 import { plural } from "./format.js";
 import { showJudges } from "./judges.js";
 import { listen, showHelp, useShortcuts } from "./keys.js";
-import { showPair } from "./pair.js";
-import { showPairs } from "./pairs.js";
 import { link, open, parse } from "./router.js";
 import { showRun } from "./run.js";
 import { showSample } from "./sample.js";
@@ -22,15 +20,13 @@ const VIEWS = {
   step: showSamples,
   samples: showSamples,
   sample: showSample,
-  pair: showPair,
-  pairs: showPairs,
   timeline: showTimeline,
   judges: showJudges,
 };
 const LINKS = { run: "Run", samples: "Samples", timeline: "Timeline", judges: "Judges" };
 /** The fields of the run that tell whether it has the records of a view. */
 const NEEDS = { timeline: "events" };
-const PARENTS = { step: "samples", sample: "samples", pair: "samples", pairs: "samples" };
+const PARENTS = { step: "samples", sample: "samples" };
 
 const main = document.getElementById("main");
 let run = null;
@@ -135,9 +131,6 @@ async function start() {
   document.getElementById("help").addEventListener("click", showHelp);
   listen([
     { keys: ["/"], label: "Search the samples", run: () => view.search?.() ?? open("samples", [], { focus: 1 }) },
-    { keys: ["r"], label: "Run", run: () => open("run") },
-    { keys: ["s"], label: "Samples", run: () => open("samples") },
-    { keys: ["t"], label: "Timeline", run: () => open("timeline") },
   ]);
   try {
     run = await get("run");

@@ -5,9 +5,7 @@ import { Chart } from "./chart.js";
 import { numbersOnly } from "./components.js";
 import { el, empty, figures, table } from "./dom.js";
 import { count, fixed, number, percent, plural, seconds, time } from "./format.js";
-import { histogram } from "./histogram.js";
 import { link, open } from "./router.js";
-import { judgeHint } from "./samples_table.js";
 import { visible } from "./text.js";
 import { isValidation, toggle } from "./validation.js";
 
@@ -21,7 +19,7 @@ const NEWEST_STEPS = 50;
 const NEWEST_WARNINGS = 8;
 
 const each = (rows, read) => rows.map((row) => read(row) ?? null);
-const share = (row, amount) => (row.count ? amount / row.count : null);
+const share = (row, amount) => (row.samples ? amount / row.samples : null);
 
 /** The charts: their options, and their series for the rows of the steps. A chart without a value is left out. */
 const CHARTS = [
@@ -44,30 +42,40 @@ const CHARTS = [
     series: (rows, run) => components(rows, run, (most) => most > SMALL_COMPONENT),
   },
   {
-    title: "Wrong answers that the cheap judge accepts, by spot checks",
-    format: percent,
-    range: [0, 1],
-    series: (rows) => [
-      { label: "share", values: each(rows, (row) => row.false_accepts?.value) },
-      { label: "95 % from", values: each(rows, (row) => row.false_accepts?.interval?.[0]), isEdge: true },
-      { label: "to", values: each(rows, (row) => row.false_accepts?.interval?.[1]), isEdge: true },
-    ],
-  },
-  {
     title: "Samples without a score",
     format: percent,
     series: (rows) => [
-      { label: "unscored", values: each(rows, (row) => share(row, row.unscored)) },
-      { label: "failed", values: each(rows, (row) => share(row, row.failed)) },
+      { label: "unscored", values: each(rows, (row) => share(row, row.outcomes.unscored)) },
+      { label: "failed", values: each(rows, (row) => share(row, row.outcomes.failed)) },
       { label: "masked", values: each(rows, (row) => share(row, row.masked)), isDashed: true },
     ],
   },
   {
     title: "Groups without a signal",
     series: (rows) => [
-      { label: "all rewards equal", values: each(rows, (row) => row.zero_variance_groups) },
-      { label: "all failed", values: each(rows, (row) => row.all_failed_groups) },
+      { label: "all rewards equal", values: each(rows, (row) => row.zero_variance) },
+      { label: "all failed", values: each(rows, (row) => row.all_failed) },
     ],
+  },
+  {
+    title: "Live numbers: shares",
+    format: percent,
+    range: [0, 1],
+    series: (rows) => [
+      { label: "groups without variance", values: each(rows, (row) => row.live.zero_variance_groups) },
+      { label: "masked", values: each(rows, (row) => row.live.masked_share) },
+      { label: "no verdict", values: each(rows, (row) => row.live.no_verdict) },
+      { label: "repetitive", values: each(rows, (row) => row.live.repetition) },
+    ],
+  },
+  {
+    title: "Live numbers: length against reward, correlation",
+    series: (rows) => [{ label: "correlation", values: each(rows, (row) => row.live.length_correlation) }],
+  },
+  {
+    title: "Live numbers: judge's p95",
+    format: seconds,
+    series: (rows) => [{ label: "95 % of requests", values: each(rows, (row) => row.live.judge_p95_s) }],
   },
   {
     title: "Response length, mean tokens",
@@ -82,14 +90,6 @@ const CHARTS = [
     ],
   },
   {
-    title: "Judge tokens in a step",
-    format: count,
-    series: (rows) => [
-      { label: "prompt", values: each(rows, (row) => row.prompt_tokens) },
-      { label: "completion", values: each(rows, (row) => row.completion_tokens) },
-    ],
-  },
-  {
     title: "Time of a step by phase",
     format: seconds,
     isStacked: true,
@@ -100,11 +100,6 @@ const CHARTS = [
     format: percent,
     range: [0, 1],
     series: (rows) => [{ label: "hidden share", values: each(rows, (row) => row.hidden_share) }],
-  },
-  {
-    title: "Waiting for judges in a step",
-    format: seconds,
-    series: (rows) => [{ label: "waiting", values: each(rows, (row) => row.waiting_s) }],
   },
 ];
 
@@ -123,7 +118,7 @@ export async function showRun(view, route, run) {
     parts.head.replaceChildren(...head(run, part, rows, validate, rows.length ? null : all[0]));
     parts.warnings.replaceChildren(...warningList(warnings));
     showCharts(parts.charts, charts, rows, run, warnings, validate);
-    parts.steps.replaceChildren(rows.length ? stepTable(rows, run, validate) : await noSteps(run, part, all[0], validate));
+    parts.steps.replaceChildren(rows.length ? stepTable(rows, run, validate) : await noSteps(run, part, validate));
   }
 
   await refresh();
@@ -132,7 +127,7 @@ export async function showRun(view, route, run) {
 
 /** Returns the title and the figures; `alone` is the summary of samples without a step, if there are no others. */
 function head(run, part, rows, validate, alone) {
-  const scored = rows.filter((row) => row.count);
+  const scored = rows.filter((row) => row.samples);
   const last = scored.at(-1);
   const overlapped = rows.findLast((row) => row.hidden_share !== null);
   const unscored = part.samples - (part.outcomes.scored ?? 0);
@@ -158,7 +153,7 @@ function head(run, part, rows, validate, alone) {
       last && [
         "Judge time, last step",
         seconds(last.judge_s?.p95),
-        judgeHint(last, "95 % of samples: less"),
+        last.judge_s?.p95 == null ? "no requests by reward_loop.client" : "95 % of samples: less",
       ],
       overlapped && [
         "Judging hidden, last step",
@@ -191,7 +186,7 @@ function warningList(warnings) {
       {},
       el("a", { href: link("step", [warning.step]) }, `step ${warning.step}`),
       el("span", { class: "monitor" }, warning.monitor),
-      el("span", {}, warning.message, " ", pairsLink(warning)),
+      el("span", {}, warning.message),
     ),
   );
   const more = warnings.length - newest.length;
@@ -208,15 +203,10 @@ function warningList(warnings) {
   ];
 }
 
-/** Returns a link to the pairs of the steps of a warning. */
-function pairsLink({ since, step }) {
-  return el("a", { href: link("pairs", [since ?? step, step]) }, "best and worst answers");
-}
-
 /** Returns the series of the components whose largest mean is chosen. */
 function components(rows, run, isChosen) {
   return run.components
-    .map((name) => ({ label: name, values: each(rows, (row) => row.components?.[name]) }))
+    .map((name) => ({ label: name, values: each(rows, (row) => row.components[name]?.mean) }))
     .filter(({ values }) => values.some((value) => value !== null) && isChosen(Math.max(...values.map(Math.abs))))
     .slice(0, MOST_COMPONENTS);
 }
@@ -252,13 +242,13 @@ function stepTable(rows, run, validate) {
   const hasJudges = newest.some((row) => (row.judge_s?.p95 ?? null) !== null);
   const body = newest.map((row) => [
     el("a", { href: link("step", [row.step], query) }, row.step),
-    count(row.count),
+    count(row.samples),
     count(row.groups),
     fixed(row.reward?.mean),
     fixed(row.reward?.std),
-    ...components.map((name) => number(row.components?.[name] ?? null)),
-    count(row.count - row.scored),
-    count(row.zero_variance_groups),
+    ...components.map((name) => number(row.components[name]?.mean ?? null)),
+    count(row.samples - row.outcomes.scored),
+    count(row.zero_variance),
     number(row.response_length),
     ...(hasJudges ? [seconds(row.judge_s?.p50), seconds(row.judge_s?.p95)] : []),
     run.events ? el("a", { href: link("timeline", [row.step]) }, "timeline") : "",
@@ -269,15 +259,14 @@ function stepTable(rows, run, validate) {
   return el("section", {}, el("h2", {}, title), table(columns, body));
 }
 
-/** Returns what samples without a training step have in common; `summary` is their summary. */
-async function noSteps(run, part, summary, validate) {
+/** Returns what samples without a training step have in common. */
+async function noSteps(run, part, validate) {
   if (!run.samples)
     return empty(
       "No samples yet",
       "The folder has no complete row. This page shows samples as soon as they are written.",
     );
-  const { outcomes, causes, slowest, rewards } = await get("overview", { validate });
-  const means = Object.entries(summary?.components ?? {}).map(([name, mean]) => [visible(name), number(mean)]);
+  const { causes, slowest } = await get("overview", { validate });
   return el(
     "div",
     {},
@@ -288,26 +277,28 @@ async function noSteps(run, part, summary, validate) {
       el("a", { href: link("samples", [], { validate: validate ? 1 : null }) }, `Show the ${plural(part.samples, "sample")}`),
       run.models.length ? [" · ", el("a", { href: link("judges") }, "Show the judges")] : "",
     ),
-    el("div", { class: "charts" }, histogram("Rewards", rewards)),
     section(
       "Outcomes",
       ["Outcome", ">Samples"],
-      outcomes.map((row) => [el("a", { href: link("samples", [], { validate: validate ? 1 : null, outcome: row.outcome }) }, row.outcome), count(row.count)]),
+      Object.entries(part.outcomes).map(([outcome, amount]) => [
+        el("a", { href: link("samples", [], { validate: validate ? 1 : null, outcome }) }, outcome),
+        count(amount),
+      ]),
     ),
-    section("Components", ["Component", ">Mean"], means),
     section(
       "Causes of failures",
-      [">Samples", "Cause", "First error"],
+      [">Samples", "Outcome", "Cause", "First error"],
       causes.map((row) => [
         count(row.count),
+        row.outcome,
         visible(row.cause),
-        el("a", { href: link("sample", [row.id]) }, visible(row.error)),
+        el("a", { href: link("sample", [row.id]) }, visible(row.example)),
       ]),
     ),
     section(
       "Slowest samples",
       ["Sample", ">Time"],
-      slowest.map((row) => [el("a", { href: link("sample", [row.id]) }, visible(row.uid ?? row.id)), seconds(row.total_s)]),
+      slowest.map((row) => [el("a", { href: link("sample", [row.id]) }, visible(row.sample)), seconds(row.seconds)]),
     ),
   );
 }

@@ -2,35 +2,29 @@
 
 import { get } from "./api.js";
 import { isLong, shortComponents } from "./components.js";
-import { el, figures, withProperty } from "./dom.js";
-import { exchangeCard, raw, verdictTag } from "./exchange.js";
+import { el, figures } from "./dom.js";
+import { exchangeCard, raw } from "./exchange.js";
 import { count, fixed, number, plural, seconds, time, value } from "./format.js";
 import { outcomeMark } from "./outcome.js";
 import { link, open } from "./router.js";
 import { asText, conversation, textBlock, visible } from "./text.js";
 import { conversationOf } from "./turns.js";
 
-let isMarkdown = false;
-
 /** Shows the sample that the route names. Previous and next follow the order of the table that it was opened from. */
 export async function showSample(view, { args: [id], query }, run) {
   const sample = await get(`sample/${encodeURIComponent(id)}`, query);
   const { row, exchanges } = sample;
-  const texts = el("div", { class: "texts" });
-  const showTexts = () => texts.replaceChildren(...textParts(sample));
-  showTexts();
   view.append(
     head(sample, query),
     ...(row.error ? [el("p", { class: "note bad" }, visible(row.error))] : []),
     el(
       "div",
       { class: "sample-parts" },
-      el("div", {}, texts, judges(exchanges)),
+      el("div", {}, el("div", { class: "texts" }, textParts(sample)), judges(exchanges)),
       el(
         "aside",
         { "aria-label": "Reward and times" },
-        components(row),
-        verdicts(exchanges),
+        card("Components", shortComponents(row).map(([name, given]) => [name, value(given)])),
         times(row),
         calls(row),
         groupOf(sample, query),
@@ -44,43 +38,27 @@ export async function showSample(view, { args: [id], query }, run) {
     shortcuts: [
       { keys: ["j", "ArrowRight"], label: "Next sample", run: go(sample.next) },
       { keys: ["k", "ArrowLeft"], label: "Previous sample", run: go(sample.previous) },
-      { keys: ["m"], label: "Plain text or Markdown", run: () => ((isMarkdown = !isMarkdown), showTexts()) },
       { keys: ["u"], label: "Up to the table", run: () => open(...above(row, query)) },
-      { keys: ["d"], label: "Compare with the next sample of the group", run: () => compareWithNext(sample) },
     ],
   };
+}
 
-  function textParts({ row, texts: recorded, turns }) {
-    const part = (title, content, extra) => el("section", { class: "part" }, el("h2", {}, title, extra), content);
-    const long = longComponents(row, recorded);
-    if (!recorded)
-      return [el("p", { class: "note" }, "The texts of this sample were not recorded, or have been deleted."), ...long];
-    const shown = (field, show) =>
-      turns[field] ? conversationOf(turns[field], { isMarkdown }) : show(recorded[field], { isMarkdown });
-    const has = (field) => recorded[field] !== null && recorded[field] !== undefined;
-    return [
-      has("prompt") ? part("Prompt", shown("prompt", conversation), modes()) : null,
-      has("response") ? part("Response", shown("response", textBlock), has("prompt") ? null : modes()) : null,
-      has("solution_str") ? part("Response as the function received it", textBlock(recorded.solution_str)) : null,
-      has("ground_truth") ? part("Ground truth", textBlock(recorded.ground_truth)) : null,
-      Object.keys(recorded.extra_info ?? {}).length ? part("Extra info", textBlock(recorded.extra_info)) : null,
-      ...long,
-    ].filter(Boolean);
-  }
-
-  function modes() {
-    const mode = (label, chosen) =>
-      el(
-        "button",
-        {
-          type: "button",
-          "aria-pressed": String(isMarkdown === chosen),
-          onclick: () => ((isMarkdown = chosen), showTexts()),
-        },
-        label,
-      );
-    return el("span", { class: "segments" }, mode("Plain", false), mode("Markdown", true));
-  }
+function textParts({ row, texts: recorded, turns }) {
+  const part = (title, content) => el("section", { class: "part" }, el("h2", {}, title), content);
+  const long = longComponents(row, recorded);
+  if (!recorded)
+    return [el("p", { class: "note" }, "The texts of this sample were not recorded, or have been deleted."), ...long];
+  const of = (title, field, show = textBlock) => (recorded[field] == null ? null : part(title, show(recorded[field])));
+  const spoken = (title, field, show) =>
+    turns[field] ? part(title, conversationOf(turns[field])) : of(title, field, show);
+  return [
+    spoken("Prompt", "prompt", conversation),
+    spoken("Response", "response"),
+    of("Response as the function received it", "solution_str"),
+    of("Ground truth", "ground_truth"),
+    Object.keys(recorded.extra_info ?? {}).length ? of("Extra info", "extra_info") : null,
+    ...long,
+  ];
 }
 
 /** Returns the view above a sample: the arguments of `open`. */
@@ -128,27 +106,11 @@ function head({ row, cost, previous, next }, query) {
   );
 }
 
-/** Returns bars: `[label, number for the bar or null, text]`. */
-function bars(entries, most) {
-  return el(
-    "dl",
-    { class: "bars" },
-    entries.map(([label, amount, text]) =>
-      el(
-        "div",
-        {},
-        el("dt", {}, label),
-        el("dd", {}, text),
-        amount === null
-          ? null
-          : withProperty(
-              el("dd", { class: amount < 0 ? "bar negative" : "bar", "aria-hidden": "true" }),
-              "--share",
-              most ? Math.min(1, Math.abs(amount) / most) : 0,
-            ),
-      ),
-    ),
-  );
+/** Returns a card with a list of names and texts; null without entries. */
+function card(title, entries) {
+  if (!entries.length) return null;
+  const items = entries.map(([label, given]) => [el("dt", {}, visible(label)), el("dd", {}, visible(given))]);
+  return el("section", { class: "card" }, el("h2", {}, title), el("dl", { class: "fields" }, items));
 }
 
 /** Returns the components with longer texts, in full if the texts were recorded; a click opens each. */
@@ -159,60 +121,16 @@ function longComponents(row, recorded) {
   return [el("section", { class: "part" }, el("h2", {}, "Components with texts"), items)];
 }
 
-function components(row) {
-  const entries = shortComponents(row).map(([name, given]) => {
-    const amount = typeof given === "boolean" ? Number(given) : given;
-    return [visible(name), typeof amount === "number" ? amount : null, visible(value(given))];
-  });
-  if (!entries.length) return null;
-  // A bar is relative to 1, or to the power of ten above the component: ratings up to 10 and shares have a full bar.
-  const scaled = entries.map(([name, amount, text]) => [name, amount === null ? null : amount / scale(amount), text]);
-  return el("section", { class: "card" }, el("h2", {}, "Components"), bars(scaled, 1));
-}
-
-function scale(amount) {
-  return Math.abs(amount) <= 1 ? 1 : 10 ** Math.ceil(Math.log10(Math.abs(amount)));
-}
-
-/** Returns the list of the exchanges: a click shows the words of the judge, which are below the texts. */
-function verdicts(exchanges) {
-  if (!exchanges.length) return null;
-  const show = (index) => document.querySelectorAll(".exchange")[index]?.scrollIntoView({ block: "start" });
-  const items = exchanges.map((one, i) =>
-    el(
-      "li",
-      {},
-      el(
-        "button",
-        { type: "button", class: "link", title: visible(one.model ?? ""), onclick: () => show(i) },
-        visible(one.model ?? "model server"),
-      ),
-      el("span", { class: "right" }, verdictTag(one)),
-      el("span", { class: "small" }, seconds(one.seconds)),
-    ),
-  );
-  return el("section", { class: "card" }, el("h2", {}, "Judges"), el("ul", { class: "group-list" }, items));
-}
-
 function times(row) {
+  const judged = (row.judges ?? []).reduce((total, judge) => total + (judge.seconds ?? 0), 0);
   const entries = [
     ["Waiting for the batch", row.batch_s],
     ["Waiting for a worker", row.queue_s],
     ["Waiting for limits, retries", row.wait_s],
     ["Running the function", row.work_s],
-    ["Judges", (row.judges ?? []).reduce((total, judge) => total + (judge.seconds ?? 0), 0) || null],
-  ].filter(([, given]) => given);
-  if (!entries.length) return null;
-  const most = Math.max(row.total_s ?? 0, ...entries.map(([, given]) => given));
-  return el(
-    "section",
-    { class: "card" },
-    el("h2", {}, "Time"),
-    bars(
-      entries.map(([label, given]) => [label, given, seconds(given)]),
-      most,
-    ),
-  );
+    ["Judges", judged],
+  ];
+  return card("Time", entries.filter(([, given]) => given).map(([label, given]) => [label, seconds(given)]));
 }
 
 /** Returns the calls of the function: attempts. A single call is not listed. */
@@ -220,13 +138,11 @@ function calls(row) {
   const found = row.calls ?? [];
   if (found.length < 2) return null;
   const hasNames = found.some((call) => call.function !== found[0].function);
-  const most = Math.max(...found.map((call) => call.work_s ?? 0));
   const entries = found.map((call, i) => [
-    visible(hasNames ? call.function : `Attempt ${i + 1}`) + (i ? `, at ${seconds(call.start_s)}` : ""),
-    call.work_s ?? 0,
-    [call.error, seconds(call.work_s)].filter(Boolean).map(visible).join(" · "),
+    (hasNames ? call.function : `Attempt ${i + 1}`) + (i ? `, at ${seconds(call.start_s)}` : ""),
+    [call.error, seconds(call.work_s)].filter(Boolean).join(" · "),
   ]);
-  return el("section", { class: "card" }, el("h2", {}, "Calls of the function"), bars(entries, most));
+  return card("Calls of the function", entries);
 }
 
 function groupOf({ row, group }, query) {
@@ -237,34 +153,9 @@ function groupOf({ row, group }, query) {
       { "aria-current": one.id === row.id ? "true" : null },
       el("a", { href: link("sample", [one.id], query) }, visible(one.uid ?? one.id)),
       el("span", { class: "right" }, one.reward === null ? one.outcome : fixed(one.reward)),
-      one.id === row.id
-        ? el("span")
-        : el(
-            "a",
-            { class: "small", href: link("pair", [row.id, one.id]), "aria-label": `Compare with ${one.uid ?? one.id}` },
-            "compare",
-          ),
     ),
   );
-  const ends = bestAndWorst(group);
-  return el(
-    "section",
-    { class: "card" },
-    el("h2", {}, "Group", ends && el("a", { class: "small", href: link("pair", ends) }, "best and worst")),
-    el("ul", { class: "group-list" }, items),
-  );
-}
-
-/** Returns the IDs of the samples with the highest and the lowest reward; null if no rewards differ. */
-export function bestAndWorst(group) {
-  const known = group.filter(({ reward }) => reward !== null).sort((a, b) => b.reward - a.reward);
-  return known.length && known[0].reward > known.at(-1).reward ? [known[0].id, known.at(-1).id] : null;
-}
-
-function compareWithNext({ row, group }) {
-  const place = group.findIndex((one) => one.id === row.id);
-  const other = group[(place + 1) % group.length];
-  if (other && other.id !== row.id) open("pair", [row.id, other.id]);
+  return el("section", { class: "card" }, el("h2", {}, "Group"), el("ul", { class: "group-list" }, items));
 }
 
 function fields(row, run) {
@@ -276,16 +167,7 @@ function fields(row, run) {
     ["Batch", row.batch],
     ["Record", row.id],
   ].filter(([, given]) => given !== null && given !== undefined && given !== "");
-  return el(
-    "section",
-    { class: "card" },
-    el("h2", {}, "Record"),
-    el(
-      "dl",
-      { class: "fields" },
-      entries.map(([label, given]) => [el("dt", {}, label), el("dd", {}, visible(asText(given)))]),
-    ),
-  );
+  return card("Record", entries.map(([label, given]) => [label, asText(given)]));
 }
 
 function judges(exchanges) {

@@ -2,9 +2,8 @@
 
 import { el } from "./dom.js";
 import { count } from "./format.js";
-import { markdown } from "./markdown.js";
 
-export const SHOWN = 20_000;
+const SHOWN = 20_000;
 const MORE = 200_000;
 
 // Control characters except tab and line feed, and those that change the direction of text.
@@ -24,23 +23,16 @@ export function asText(value) {
   return typeof value === "string" ? value : (JSON.stringify(value, null, 2) ?? "");
 }
 
-/**
- * Returns a block with a text; above `SHOWN` characters, it is cut, with buttons for the rest.
- * @param {*} value
- * @param {Object} [options]
- * @param {boolean} [options.isMarkdown]
- * @param {function(string): Array<Node|string>} [options.mark]: returns the shown text in parts, to highlight some
- */
-export function textBlock(value, { isMarkdown = false, mark = (text) => [text] } = {}) {
+/** Returns a block with a text; above `SHOWN` characters, it is cut, with buttons for the rest. */
+export function textBlock(value) {
   const text = asText(value);
   const block = el("div", { class: "text" });
   show(SHOWN);
   return block;
 
   function show(length) {
-    const shown = visible(cutAt(text, length));
-    const content = isMarkdown ? markdown(shown) : el("pre", {}, mark(shown).flatMap(chunks));
-    block.replaceChildren(content, ...(text.length > length ? [rest(length)] : []));
+    const shown = el("pre", {}, chunks(visible(cutAt(text, length))));
+    block.replaceChildren(shown, ...(text.length > length ? [rest(length)] : []));
   }
 
   function rest(length) {
@@ -60,7 +52,7 @@ export function textBlock(value, { isMarkdown = false, mark = (text) => [text] }
  * line that is longer than a block, at a word.
  */
 function chunks(part) {
-  if (typeof part !== "string" || part.length <= SHOWN) return [part];
+  if (part.length <= SHOWN) return [part];
   const found = [];
   for (let from = 0; from < part.length;) {
     const next = part.slice(from, from + SHOWN);
@@ -79,9 +71,9 @@ function cutAt(text, length) {
 }
 
 /** Returns a prompt or the request of a judge: chat messages with their roles, or text. */
-export function conversation(value, options) {
+export function conversation(value) {
   if (!Array.isArray(value) || !value.every((one) => one && typeof one === "object" && "content" in one))
-    return textBlock(value, options);
+    return textBlock(value);
   return el(
     "div",
     { class: "conversation" },
@@ -90,7 +82,7 @@ export function conversation(value, options) {
         "div",
         { class: "message" },
         el("span", { class: "role" }, visible(String(message.role ?? "?")).slice(0, 40)),
-        textBlock(contentOf(message), options),
+        textBlock(contentOf(message)),
       ),
     ),
   );

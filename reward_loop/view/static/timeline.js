@@ -1,9 +1,10 @@
 /** The timeline of a step: lanes of generation, judges and training. */
 
 import { get } from "./api.js";
-import { el, empty, table } from "./dom.js";
+import { el, empty } from "./dom.js";
 import { plural, seconds, time } from "./format.js";
 import { link, open } from "./router.js";
+import { stepButtons, stepShortcuts } from "./steps.js";
 import { visible } from "./text.js";
 import { TimelineCanvas } from "./timeline_canvas.js";
 
@@ -28,39 +29,26 @@ export async function showTimeline(view, { args }, run) {
     view.append(
       empty("Nothing was recorded for this step", "A timeline needs the times of samples, judges or the trainer."),
     );
-    return { title: `Timeline of step ${step}`, shortcuts: stepShortcuts(step, run) };
+    return { title: `Timeline of step ${step}`, shortcuts: stepShortcuts("timeline", step, run) };
   }
   const showRange = (from, to) =>
     (range.textContent = `${seconds(from)} to ${seconds(to)} of ${seconds(timeline.end - timeline.start)}`);
   const drawing = new TimelineCanvas(timeline, (id) => open("sample", [id]), showRange);
-  view.append(...longestPhase(timeline), controls(drawing, range), drawing.node, ...notes(timeline), details(timeline));
+  view.append(...longestPhase(timeline), controls(drawing, range), drawing.node, ...notes(timeline));
   drawing.draw();
   return {
     title: `Timeline of step ${step}`,
-    shortcuts: [...zoomShortcuts(drawing), ...stepShortcuts(step, run)],
+    shortcuts: [...zoomShortcuts(drawing), ...stepShortcuts("timeline", step, run)],
     close: () => drawing.close(),
   };
 }
 
-function neighbour(step, run, direction) {
-  const place = run.steps.findIndex((one) => String(one) === String(step));
-  return place < 0 ? undefined : run.steps[place + direction];
-}
-
 function head(step, run, timeline) {
-  const go = (direction, label, text) => {
-    const target = neighbour(step, run, direction);
-    return el(
-      "a",
-      { class: "button", "aria-label": label, href: target === undefined ? null : link("timeline", [target]) },
-      text,
-    );
-  };
   return el(
     "div",
     { class: "title" },
     el("h1", {}, `Timeline of step ${step}`),
-    el("span", { class: "buttons" }, go(-1, "Previous step", "←"), go(1, "Next step", "→")),
+    stepButtons("timeline", step, run),
     el("a", { class: "button", href: link("step", [step]) }, "Samples"),
     el("p", { class: "about" }, `${seconds(timeline.end - timeline.start)} · from ${time(timeline.start)}`),
   );
@@ -112,48 +100,8 @@ function zoomShortcuts(drawing) {
   ];
 }
 
-function stepShortcuts(step, run) {
-  const go = (direction) => () => {
-    const target = neighbour(step, run, direction);
-    if (target !== undefined) open("timeline", [target]);
-  };
-  return [
-    { keys: ["]"], label: "Next step", run: go(1) },
-    { keys: ["["], label: "Previous step", run: go(-1) },
-  ];
-}
-
 function notes({ truncated }) {
   return truncated
     ? [el("p", { class: "note" }, `${plural(truncated, "span")} not shown: the shortest ones of large lanes.`)]
     : [];
-}
-
-function details(timeline) {
-  const lanes = timeline.lanes.flatMap(parts).map(([name, spans]) => [
-    visible(name),
-    plural(spans.length, "span"),
-    seconds(busy(spans)),
-    seconds(longest(spans)),
-  ]);
-  return el("section", {}, el("h2", {}, "Lanes"), table(["Lane", ">Spans", ">Busy", ">Longest"], lanes));
-}
-
-/** Returns the names and spans of a lane; of the trainer's, those of each phase. */
-function parts({ name, kind, spans }) {
-  return kind === "trainer" ? [...Map.groupBy(spans, (span) => span.name)] : [[name, spans]];
-}
-
-/** Returns the seconds in which a lane has at least one span. */
-function busy(spans) {
-  let [total, until] = [0, -Infinity];
-  for (const { start, end } of [...spans].sort((a, b) => a.start - b.start)) {
-    total += Math.max(0, end - Math.max(start, until));
-    until = Math.max(until, end);
-  }
-  return total;
-}
-
-function longest(spans) {
-  return spans.reduce((most, { start, end }) => Math.max(most, end - start), 0);
 }

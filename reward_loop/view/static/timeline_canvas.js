@@ -8,7 +8,7 @@ import { visible } from "./text.js";
 const LEFT = 168;
 const AXIS = 26;
 const SHORTEST_S = 0.001;
-const OTHER_STEP_ALPHA = 0.4;
+const OTHER_STEP_ALPHA = 0.65;
 const COLOURS = { rollout: "--lane-rollout", judge: "--lane-judge", trainer: "--lane-trainer" };
 
 /** A canvas with the lanes of a step. Times are seconds from its start. */
@@ -33,7 +33,7 @@ export class TimelineCanvas {
     this.canvas = el("canvas", {
       tabindex: "0",
       role: "img",
-      "aria-label": "Timeline of the step; the tables below have the same times",
+      "aria-label": "Timeline of the step",
     });
     this.tip = el("div", { class: "tip", hidden: true });
     this.node = el("div", { class: "timeline-canvas" }, this.canvas, this.tip);
@@ -215,7 +215,7 @@ export class TimelineCanvas {
       if (height > 8 && width > 4) box(ctx, x, y, width, height);
       else ctx.fillRect(x, y, width, height);
       ctx.globalAlpha = 1;
-      if (isOther && height > 3 && width > 3) outline(ctx, x, y, width, height);
+      if (isOther && height > 1.5 && width > 3) outline(ctx, x, y, width, height);
       if (lane.rowHeight >= 15) label(ctx, span.name, x, width, y + height / 2, colours.onLane);
     }
   }

@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 
 from reward_loop.errors import ConfigError
+from reward_loop.index import index as module
+from reward_loop.index.filters import SampleFilter
+from reward_loop.index.index import Index, IndexFailedError, open_index
+from reward_loop.index.questions import run, steps
 from reward_loop.records import Records, resumed_row
 from reward_loop.records.reader import NoRecordsError, RecordsReader
-from reward_loop.view import index as module
-from reward_loop.view.index import Follower, Index, IndexFailedError
-from reward_loop.view.summaries import Summaries
-from tests.view.recorded import OtherProcess, exchange, flushed, record
-
-pytest.importorskip("duckdb")
+from reward_loop.view.app import Follower
+from tests.records.rows import sample, write
+from tests.support.counted import rows_that_count
+from tests.support.recorded import OtherProcess, exchange, flushed, record
 
 
 @pytest.fixture
@@ -64,17 +66,12 @@ def test_what_a_resumed_run_does_again_does_not_count(folder: Path) -> None:
         expected = {"trained_0": 0.0, "kept_0": 0.0, "alone_0": 0.0, "again_0": 1.0}
         expected |= {"validated_0": 0.0, "validated_again": 1.0}
         assert rewards(index) == expected
-        assert [(step["step"], step["count"]) for step in Summaries(index).steps(False)] == [
-            (1, 1),
-            (2, 1),
-            (3, 1),
-            (None, 1),
-        ]
-    assert {row["uid"]: row["reward"] for row in RecordsReader(folder).rows()} == expected
-    assert [row["uid"] for row in RecordsReader(folder).rows_of([2])] == ["again_0"]
+        assert [(step["step"], step["samples"]) for step in steps(index, False)] == [(1, 1), (2, 1), (3, 1), (None, 1)]
+        assert {row["uid"]: row["reward"] for row in index.records()} == expected
+        assert [row["uid"] for row in index.records(SampleFilter().also("step = 2"))] == ["again_0"]
 
 
-def test_a_viewer_that_follows_a_resumed_run_books_its_samples_as_the_reader_does(folder: Path) -> None:
+def test_an_index_that_follows_a_resumed_run_books_its_samples_as_a_new_one_does(folder: Path) -> None:
     """The samples are generated ahead: only their advantages name the step that trains on them."""
     writer = Records(folder)
     for step in range(1, 21):
@@ -93,8 +90,10 @@ def test_a_viewer_that_follows_a_resumed_run_books_its_samples_as_the_reader_doe
             flushed(writer)
             index.update()
         found = {row["uid"]: row["step"] for row in index.rows("SELECT uid, step FROM samples")}
-    assert found == {row["uid"]: row["step"] for row in RecordsReader(folder).rows()}
-    assert found["again_14"] == 14
+        assert found == {row["uid"]: row["step"] for row in index.records()}
+        with open_index(folder) as new:
+            assert found == {row["uid"]: row["step"] for row in new.records()}
+    assert found == {f"before_{n}": n for n in range(1, 11)} | {f"again_{n}": n for n in range(11, 15)}
 
 
 def test_the_rows_are_those_of_the_reader(folder: Path) -> None:
@@ -304,9 +303,9 @@ def test_components_with_types_that_differ_between_rows(folder: Path) -> None:
     flushed(writer)
     with Index(folder) as index:
         index.update()
-        (step,) = Summaries(index).steps(False)
-    assert step["components"]["c"] == pytest.approx((1 + 1 + 3) / 3)
-    assert step["components"]['odd/"~name'] == pytest.approx(3.5)
+        (step,) = steps(index, False)
+    assert step["components"]["c"]["mean"] == pytest.approx((1 + 1 + 3) / 3)
+    assert step["components"]['odd/"~name']["mean"] == pytest.approx(3.5)
     assert "score" not in step["components"]
 
 
@@ -318,23 +317,22 @@ def test_summaries_follow_new_rows(folder: Path) -> None:
     flushed(writer)
     with Index(folder) as index:
         index.update()
-        summaries = Summaries(index)
-        (step,) = summaries.steps(False)
+        (step,) = steps(index, False)
         assert step["reward"]["mean"] == 1.5
         assert step["groups"] == 1
-        assert step["judge_s"] == {"p50": 0.5, "p95": 0.5}
+        assert (step["judge_s"]["p50"], step["judge_s"]["p95"]) == (0.5, 0.5)
         record(writer, "s4", None, group="g2", step=2)
         record(writer, "s5", None, group="g2", step=2)
         record(writer, "s6", 4.0, group="g")
         flushed(writer)
         index.update()
-        one, two = summaries.steps(False)
+        one, two = steps(index, False)
         assert one["reward"]["mean"] == 2.0
-        assert (two["failed"], two["all_failed_groups"], two["reward"]["mean"]) == (2, 1, None)
-        run = summaries.run()
-        outcomes = [run[kind]["outcomes"] for kind in ("training", "validation")]
+        assert (two["outcomes"]["failed"], two["all_failed"], two["reward"]["mean"]) == (2, 1, None)
+        found = run(index)
+        outcomes = [found[kind]["outcomes"] for kind in ("training", "validation")]
         assert outcomes == [{"scored": 5, "unscored": 0, "failed": 2}, {"scored": 1, "unscored": 0, "failed": 0}]
-        assert run["models"] == ["judge-7b"]
+        assert found["models"] == ["judge-7b"]
 
 
 @pytest.mark.parametrize("name", ["missing", "empty", "file"])
@@ -464,3 +462,46 @@ async def test_an_error_is_kept_until_reading_works_again(writer: Records, monke
             await anext(revisions)
             assert (problems[0], follower.problem) == ("the disk is full", None)
             await follower.stop()
+
+
+def test_the_advantage_is_that_of_the_last_row_of_the_sample(tmp_path: Path) -> None:
+    one, other = Records(tmp_path), Records(tmp_path)
+    one.write(sample("q_0", id="early", time=1.0))
+    one.write(sample("q_0", time=2.0, reward=0.5))
+    one.write(sample("masked_0"))
+    other.write_advantages(1, {"q_0": 0.25, "gone_0": 9.0})
+    other.write_advantages(2, {"q_0": -1.5})
+    assert one.flush()
+    assert other.flush()
+    rows = rows_that_count(tmp_path)
+    assert [(row["uid"], row["time"], row.get("advantage")) for row in rows] == [
+        ("q_0", 1.0, None),
+        ("q_0", 2.0, -1.5),
+        ("masked_0", 1.0, None),
+    ]
+    assert rows[1]["reward"] == 0.5
+
+
+def test_the_latest_advantage_counts_in_whatever_file_it_is(tmp_path: Path) -> None:
+    advantage = {"version": 1, "kind": "advantage", "uid": "q_0", "step": 2}
+    write(tmp_path, sample("q_0"), advantage | {"time": 9.0, "advantage": 0.5}, name="host-1-a.jsonl")
+    write(tmp_path, advantage | {"time": 3.0, "advantage": -0.5}, name="host-2-b.jsonl")  # before the resume
+    assert [row["advantage"] for row in rows_that_count(tmp_path)] == [0.5]
+
+
+def test_a_sample_has_the_step_that_trains_on_it_and_the_one_that_generated_it(tmp_path: Path) -> None:
+    writer = Records(tmp_path)
+    for uid, step in (("ahead_0", 2), ("masked_0", None), ("same_0", 1), ("waiting_0", None)):
+        writer.write(sample(uid, step=step, generated_step=1))  # only some modes know the step when they score
+    writer.write_advantages(2, {"ahead_0": 0.5, "masked_0": None})
+    writer.write_advantages(1, {"same_0": 0.5})
+    assert writer.flush()
+    found = {
+        row["uid"]: (row["step"], row.get("generated_step"), row.get("advantage")) for row in rows_that_count(tmp_path)
+    }
+    assert found == {
+        "ahead_0": (2, 1, 0.5),
+        "masked_0": (2, 1, None),
+        "same_0": (1, 1, 0.5),
+        "waiting_0": (None, 1, None),
+    }

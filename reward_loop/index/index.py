@@ -9,18 +9,16 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
 import hashlib
 import itertools
-import logging
 import os
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,9 +27,10 @@ import duckdb
 
 from reward_loop._util.json import encode
 from reward_loop.errors import RewardLoopError
-from reward_loop.records import RecordsReader, check_version, parse_line
-from reward_loop.view import tables
-from reward_loop.view.growth import Chunk, Lines, append, fingerprint, new_lines
+from reward_loop.index import tables
+from reward_loop.index.filters import SampleFilter
+from reward_loop.index.lines import Chunk, Lines, append, fingerprint, new_lines
+from reward_loop.records import SAMPLE, RecordsReader, check_version, parse_line
 
 CHUNK = 4 * 2**20
 """The size of a chunk in bytes. To find a row later, its chunk is read again."""
@@ -45,6 +44,9 @@ CURSORS = 4
 
 RECENT_S = 30.0
 """Seconds after the last new row for which a folder counts as growing."""
+
+
+_ALL = SampleFilter()
 
 
 class IndexFailedError(RewardLoopError):
@@ -102,6 +104,17 @@ class Index:
             return rows_of(cursor, query, parameters)
 
     @contextlib.contextmanager
+    def beside(self, other: Index) -> Iterator[tuple[duckdb.DuckDBPyConnection, str]]:
+        """Return a cursor that also reads another index, and the name of its samples there. The other one is closed."""
+        other._database.close()  # DuckDB opens a file once in a process
+        with self.cursor() as cursor:
+            cursor.execute(f"ATTACH {_quoted(other._path)} AS beside (READ_ONLY)")
+            try:
+                yield cursor, "beside.samples"
+            finally:
+                cursor.execute("DETACH beside")
+
+    @contextlib.contextmanager
     def writing(self) -> Iterator[duckdb.DuckDBPyConnection]:
         """Return a cursor within a transaction. No other thread changes the index during the transaction.
 
@@ -134,14 +147,42 @@ class Index:
             ``None`` if the file has been deleted or changed.
         """
         needle = encode(next(iter(fields.values())))
-        for part in self.rows("SELECT name, start, bytes FROM chunks WHERE chunk = ?", [chunk]):
-            content = _read(self.folder / part["name"], part["start"], part["bytes"])
+        for content in self._contents(chunk):
             at = -1
             while (at := content.find(needle, at + 1)) >= 0:
                 row = parse_line(content[content.rfind(b"\n", 0, at) + 1 : content.find(b"\n", at) + 1])
                 if row is not None and all(row.get(name) == value for name, value in fields.items()):
                     return row
         return None
+
+    def records(self, chosen: SampleFilter = _ALL) -> Iterator[dict[str, Any]]:
+        """Yield the whole rows of the samples that count: without those that a resumed run has done again.
+
+        A sample that was trained on has the ``step`` of the training, even if this was not known when it was scored,
+        and the field ``advantage``, if the trainer recorded it. Rows whose file was deleted are left out.
+
+        Args:
+            chosen: the samples; by default all.
+        """
+        with self.cursor() as cursor:
+            cursor.execute(_LAST)
+            query = f"SELECT DISTINCT chunk FROM samples WHERE {chosen.where} ORDER BY chunk"
+            chunks = [row["chunk"] for row in rows_of(cursor, query, chosen.parameters)]
+            for chunk in chunks:
+                query = _OF_CHUNK.format(where=chosen.where)
+                known = {_key(row): row for row in rows_of(cursor, query, [chunk, *chosen.parameters])}
+                for content in self._contents(chunk):
+                    for line in content.splitlines(keepends=True):
+                        row = parse_line(line) or {}
+                        if row.get("kind") == SAMPLE and (now := known.get(_key(row))) is not None:
+                            yield row | {name: now[name] for name in _BOOKED if now[name] is not None}
+
+    def _contents(self, chunk: int) -> Iterator[bytes]:
+        """Yield the parts of the files that are a chunk."""
+        for part in self.rows("SELECT name, start, bytes FROM chunks WHERE chunk = ?", [chunk]):
+            with contextlib.suppress(OSError), (self.folder / part["name"]).open("rb") as file:
+                file.seek(part["start"])
+                yield file.read(part["bytes"])
 
     @property
     def is_following(self) -> bool:
@@ -257,85 +298,39 @@ class Index:
         return {**known, **read}
 
 
+@contextlib.contextmanager
+def open_index(folder: Path) -> Iterator[Index]:
+    """Return the index of a records folder, with all complete lines; see `Index`."""
+    with Index(folder) as index:
+        index.update()
+        yield index
+
+
+def _key(row: Mapping[str, Any]) -> tuple[str, str, float]:
+    """Return what identifies a row: other programs may write rows without an ID."""
+    return str(row.get("id")), str(row.get("uid")), float(row.get("time") or 0.0)
+
+
+_BOOKED = ("step", "generated_step", "advantage")
+"""The fields of a row that later rows decide."""
+
+_LAST = """
+CREATE OR REPLACE TEMP TABLE last AS SELECT samples.rowid AS target, found.advantage
+FROM samples JOIN (SELECT uid, arg_max(advantage, time) AS advantage FROM advantages GROUP BY uid) AS found USING (uid)
+QUALIFY row_number() OVER (PARTITION BY uid ORDER BY samples.time DESC, id DESC) = 1
+"""
+_OF_CHUNK = """
+SELECT id, uid, time, step, generated_step, last.advantage
+FROM (SELECT *, rowid FROM samples) AS samples LEFT JOIN last ON last.target = samples.rowid
+WHERE chunk = ? AND ({where})
+"""
+
+
 def rows_of(cursor: duckdb.DuckDBPyConnection, query: str, parameters: Any = None) -> list[dict[str, Any]]:
     """Return the rows of a query, by the names of its columns."""
     cursor.execute(query, parameters)
     names = [column[0] for column in cursor.description or ()]
     return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
-
-
-def _read(path: Path, start: int, size: int) -> bytes:
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            return file.read(size)
-    except OSError:
-        return b""
-
-
-logger = logging.getLogger(__name__)
-
-INTERVAL_S = 0.5
-"""Seconds between two reads of the files. Polling is needed: shared file systems do not report changes."""
-
-
-class Follower:
-    """Reads new rows at intervals, and reports each change of the index.
-
-    Args:
-        index: the index.
-    """
-
-    def __init__(self, index: Index) -> None:
-        self._index = index
-        self._changed = asyncio.Condition()
-        self._stopping = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self.problem: str | None = None
-        """Why the last attempt to read new rows failed; ``None`` if it succeeded."""
-
-    async def run(self) -> None:
-        """Read new rows until `stop` is called."""
-        self._loop = asyncio.get_running_loop()
-        while not self._stopping.is_set():
-            try:
-                grown = await asyncio.to_thread(self._index.update)
-            except (OSError, EOFError, RewardLoopError) as error:
-                if self.problem is None:
-                    logger.warning("cannot read new records: %s", error)
-                self.problem, grown = str(error), False
-            else:
-                self.problem = None
-            if grown:
-                async with self._changed:
-                    self._changed.notify_all()
-            try:
-                async with asyncio.timeout(INTERVAL_S):
-                    await self._stopping.wait()
-            except TimeoutError:
-                continue
-
-    async def stop(self) -> None:
-        """End `run` and all `revisions`."""
-        self._stopping.set()
-        async with self._changed:
-            self._changed.notify_all()
-
-    def stop_from_signal(self) -> None:
-        """End all `revisions`, and `run`; may be called by a signal handler or by another thread."""
-        if self._loop is not None:
-            asyncio.run_coroutine_threadsafe(self.stop(), self._loop)
-
-    async def revisions(self, at_least_every_s: float) -> AsyncIterator[int]:
-        """Yield the revision of the index now, after each change, and at least at an interval; ends with `stop`."""
-        while not self._stopping.is_set():
-            seen = self._index.revision
-            yield seen
-            try:
-                async with asyncio.timeout(at_least_every_s), self._changed:
-                    await self._changed.wait_for(lambda: self._stopping.is_set() or self._index.revision != seen)  # noqa: B023
-            except TimeoutError:
-                continue
 
 
 _THREADS = 2
@@ -363,8 +358,8 @@ _NAME = "records"
 def index_file(folder: Path) -> Iterator[Path]:
     """Return the path for the index of a records folder; within ``with``, no other process uses it.
 
-    The file is in ``reward_loop/view`` of the user's cache directory, so that the next start is fast. If another viewer
-    uses it, or the directory cannot be written, the file is in a temporary directory, which is deleted at the end.
+    The file is in ``reward_loop/index`` of the user's cache directory, so that the next start is fast. If another
+    process uses it, or the directory cannot be written, the file is in a temporary directory, deleted at the end.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -376,7 +371,7 @@ def index_file(folder: Path) -> Iterator[Path]:
             # `_delete_old` reads from it when the index was last used.
             os.utime(lock.fileno())
         except (OSError, RuntimeError):  # RuntimeError: there is no home directory
-            path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="reward-loop-view-"))) / "index.duckdb"
+            path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="reward-loop-index-"))) / "index.duckdb"
         yield path
 
 
@@ -463,11 +458,14 @@ def _connect(path: Path) -> duckdb.DuckDBPyConnection:
     )
     try:
         # Only ATTACH has the option.
-        quoted = str(path).replace("'", "''")
-        return connection.execute(f"ATTACH '{quoted}' AS {_NAME} (ROW_GROUP_SIZE {ROW_GROUP})")
+        return connection.execute(f"ATTACH {_quoted(path)} AS {_NAME} (ROW_GROUP_SIZE {ROW_GROUP})")
     except duckdb.Error:
         connection.close()
         raise
+
+
+def _quoted(path: Path) -> str:
+    return "'" + str(path).replace("'", "''") + "'"
 
 
 def _spill(path: Path) -> Path:
@@ -482,7 +480,7 @@ def _chunks(path: Path) -> Path:
 
 def _cache_directory() -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    directory = Path(root) / "reward_loop" / "view"
+    directory = Path(root) / "reward_loop" / "index"
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     return directory
 

@@ -16,6 +16,12 @@ def phases(step: int, *found: tuple[Any, ...]) -> list[dict[str, Any]]:
     ]
 
 
+def overlap(step: int, waiting_s: float, pending_s: float) -> dict[str, Any]:
+    """The event of the seconds in which the trainer waited for rewards, and in which they were pending."""
+    event = {"version": 1, "kind": "overlap", "time": 9.0, "step": step}
+    return {**event, "waiting_s": waiting_s, "pending_s": pending_s}
+
+
 def rollout(uid: str, start: float, end: float, scoring: float | None, scored: float | None, **more: Any) -> dict:
     """The event of a rollout of step 1."""
     return {

@@ -40,7 +40,7 @@ _BOUNDS = {"min": ">=", "max": "<="}
 SAMPLES_PARAMETERS = (*_EQUAL, "min_reward", "max_reward", "text", *_PAGE, "where.FIELD", "min.FIELD", "max.FIELD")
 """All parameters of a page of samples. FIELD stands for any field, for a bound one with numbers."""
 
-GROUPS_PARAMETERS = ("step", "validate", "min.step", "max.step", *_PAGE)
+GROUPS_PARAMETERS = ("step", "validate", *_PAGE)
 """All parameters of a page of groups."""
 
 
@@ -55,6 +55,15 @@ def number_of(value: str) -> str:
     """Return SQL for the number that a JSON value is; null for values of other types. True counts 1."""
     text = f"{value}::VARCHAR"
     return f"CASE {text} WHEN 'true' THEN 1.0 WHEN 'false' THEN 0.0 ELSE try_cast({text} AS DOUBLE) END"
+
+
+def value_of(name: str) -> str:
+    """Return SQL for the value of a field; of a component, for its text.
+
+    Raises:
+        ConfigError: the field is unknown.
+    """
+    return f'"{name}"' if (json := _json_of(name)) is None else f"{json}->>'$'"
 
 
 def _quote(text: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ from typer.testing import CliRunner
 
 from reward_loop import cli
 from reward_loop.errors import ConfigError
-from reward_loop.offline.report import Report, Spread
-from reward_loop.records import Price
+from reward_loop.index.index import open_index
+from reward_loop.index.price import Price
+from reward_loop.index.questions import report as report_of
 from reward_loop.records.reader import RecordsReader
 from tests.records.rows import sample, write
 
@@ -58,29 +58,29 @@ def test_the_summary_of_a_folder(tmp_path: Path) -> None:
     found = summary(str(write(tmp_path / "r", *ROWS)))
     assert (found["samples"], found["masked"]) == (6, 3)
     assert found["outcomes"] == {"scored": 3, "unscored": 1, "failed": 2}
-    assert found["causes"] == [{"count": 2, "cause": "f raised: no", "example": "sample b2: f raised: no"}]
+    assert [(cause["outcome"], cause["count"], cause["cause"], cause["example"]) for cause in found["causes"]] == [
+        ("failed", 2, "f raised: no", "sample b2: f raised: no"),
+        ("unscored", 1, "unscored", "sample c2: the function returned no score"),
+    ]
     score = found["score"]  # 0, 1, 1
     assert (score["count"], score["mean"], score["min"], score["max"]) == (3, pytest.approx(2 / 3), 0.0, 1.0)
     assert score["std"] == pytest.approx((2 / 9) ** 0.5)
     assert (score["p50"], score["p95"]) == (1.0, 1.0)
     validation = found["validation"]
     assert (validation["samples"], validation["outcomes"]["scored"], validation["score"]["mean"]) == (1, 1, 4.0)
-    assert (validation["reward"]["mean"], validation["judges"]["judge-7b"]["requests"]) == (4.0, 1)
-    assert validation["validation"] is None
+    assert (validation["reward"]["mean"], validation["judges"][0]["requests"]) == (4.0, 1)
     assert found["components"]["acc"]["mean"] == pytest.approx(2 / 3)
     assert found["components"]["len"]["mean"] == 6.0
     assert set(found["components"]) == {"acc", "len"}
     # Group a has equal rewards, b one reward and a failure, c none; d has one sample only.
     counts = [found[name] for name in ("groups", "zero_variance", "all_failed", "partly_failed")]
     assert counts == [3, 1, 1, 1]
-    assert found["slowest"][0] == {"seconds": 9.0, "sample": "a2"}
-    assert found["costliest"] == [{"tokens": 70, "sample": "a2"}, {"tokens": 60, "sample": "b1"}]
-    judge = found["judges"]["judge-7b"]
+    assert found["slowest"][0] == {"seconds": 9.0, "sample": "a2", "id": "id-a2"}
+    assert [(one["tokens"], one["sample"]) for one in found["costliest"]] == [(70, "a2"), (60, "b1")]
+    (judge,) = found["judges"]
     assert (judge["requests"], judge["errors"], judge["no_verdict"]) == (2, 0, 1)
-    assert judge["statuses"] == {"200": 2}
     assert (judge["seconds"]["p50"], judge["seconds"]["max"]) == (1.0, 1.5)
-    (of_validation,) = validation["judges"].values()
-    assert (of_validation["errors"], of_validation["statuses"]) == (1, {"no answer": 1})
+    assert validation["judges"][0]["errors"] == 1
     assert (judge["prompt_tokens"], judge["completion_tokens"]) == (10, 50)
 
 
@@ -94,7 +94,7 @@ def test_the_summary_is_printed(tmp_path: Path) -> None:
         "step samples scored unscored failed score std reward 2 1 1 0 0 4 0 4",
         "2 failed, of 1 cause: - 2 times, first: sample b2: f raised: no",
         "3 groups: 1 with equal rewards, 1 without a reward, 1 with a reward for some samples only",
-        "judge-7b 2 0 1 1 1.45 1.5 60",
+        "judge-7b 2 0.0% 50.0% 0.0% 1 1.45 1.5 60",
         "most tokens: a2 70, b1 60",
         "slowest a2 9 s, b1 3 s, a1 1 s",
     ):
@@ -111,7 +111,7 @@ def test_the_cost_that_functions_reported_is_summed(tmp_path: Path) -> None:
 def test_samples_are_counted_by_a_field(tmp_path: Path) -> None:
     folder = str(write(tmp_path / "r", *ROWS))
     first, second = summary(folder, "--group-by", "step")["parts"]
-    assert (first["value"], first["samples"], first["outcomes"]) == (1, 4, {"scored": 3, "failed": 1})
+    assert (first["value"], first["samples"], first["outcomes"]) == (1, 4, {"scored": 3, "unscored": 0, "failed": 1})
     assert first["score"]["mean"] == pytest.approx(2 / 3)
     assert (second["value"], second["score"]["mean"], second["reward"]["mean"]) == (2, None, None)
     (of_validation,) = summary(folder, "--group-by", "step")["validation"]["parts"]
@@ -120,10 +120,13 @@ def test_samples_are_counted_by_a_field(tmp_path: Path) -> None:
     assert {part["value"]: part["samples"] for part in parts} == {False: 1, True: 2}
 
 
-def test_an_unknown_field_is_an_error_with_the_known_ones(tmp_path: Path) -> None:
-    shown = report(str(write(tmp_path / "r", *ROWS)), "--group-by", "stp", code=2)
-    assert "no row has a field 'stp'; did you mean 'step'?" in shown
-    assert "components.acc" in shown
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [("stp", "Unknown field 'stp'; did you mean 'step'?"), ("components.ac", "no sample has components.ac")],
+)
+def test_an_unknown_field_is_an_error_with_the_known_ones(tmp_path: Path, field: str, message: str) -> None:
+    shown = " ".join(report(str(write(tmp_path / "r", *ROWS)), "--group-by", field, code=2).split())
+    assert message in shown
 
 
 def test_the_causes_of_unscored_samples_are_counted(tmp_path: Path) -> None:
@@ -131,12 +134,12 @@ def test_the_causes_of_unscored_samples_are_counted(tmp_path: Path) -> None:
     rows = [sample(f"u{i}", outcome="unscored", masked=True, judges=no_number) for i in range(3)]
     rows += [sample("n", outcome="unscored"), sample("f", outcome="failed", error="sample f: f raised: no")]
     found = summary(str(write(tmp_path / "r", *rows)))
-    assert found["unscored_causes"] == [
-        {"count": 3, "example": "sample u0: the judge's reply has no verdict: no 'Score:' in the last line"}
-        | {"cause": "unscored: no ... in the last line"},
-        {"count": 1, "example": "sample n: the function returned no score"} | {"cause": "unscored"},
+    no_verdict = "the judge's reply has no verdict: no 'Score:' in the last line"
+    assert [(cause["outcome"], cause["count"], cause["cause"], cause["example"]) for cause in found["causes"]] == [
+        ("unscored", 3, "unscored: no ... in the last line", f"sample u0: {no_verdict}"),
+        ("failed", 1, "f raised: no", "sample f: f raised: no"),
+        ("unscored", 1, "unscored", "sample n: the function returned no score"),
     ]
-    assert [cause["count"] for cause in found["causes"]] == [1]
     assert "4 unscored, of 2 causes:" in report(str(tmp_path / "r"))
 
 
@@ -157,7 +160,7 @@ def test_failed_requests_count_for_the_only_model_of_their_server(tmp_path: Path
     unknown = exchange(3.0, url="http://b/v1", error="refused") | {"model": None}
     rows = [sample("1", judges=[failed]), sample("2", judges=[answered]), sample("3", judges=[unknown])]
     judges = summary(str(write(tmp_path / "r", *rows)))["judges"]
-    assert {name: (judge["requests"], judge["errors"]) for name, judge in judges.items()} == {
+    assert {judge["model"]: (judge["requests"], judge["errors"]) for judge in judges} == {
         "judge-7b": (2, 1),
         "http://b/v1": (1, 1),
     }
@@ -166,7 +169,7 @@ def test_failed_requests_count_for_the_only_model_of_their_server(tmp_path: Path
 def test_exchanges_of_a_batch_call_are_counted_once(tmp_path: Path) -> None:
     shared = [exchange(1.0), exchange(2.0)]
     rows = [sample(uid, score=1.0, batch="b7", judges=shared) for uid in "abc"]
-    assert summary(str(write(tmp_path / "r", *rows)))["judges"]["judge-7b"]["requests"] == 2
+    assert summary(str(write(tmp_path / "r", *rows)))["judges"][0]["requests"] == 2
 
 
 def test_incomplete_lines_are_left_out_with_a_note(tmp_path: Path) -> None:
@@ -178,10 +181,8 @@ def test_incomplete_lines_are_left_out_with_a_note(tmp_path: Path) -> None:
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
-    found = Report()
-    for row in RecordsReader(folder).rows():
-        found.add(row)
-    return found.to_dict()
+    with open_index(folder) as index:
+        return report_of(index)
 
 
 @pytest.mark.parametrize(
@@ -224,33 +225,23 @@ def test_hostile_texts_do_not_reach_the_terminal_as_markup(tmp_path: Path) -> No
     assert "[bold]f[/] raised" in shown
 
 
-def test_numbers_without_a_spread() -> None:
-    spread = Spread()
-    assert spread.to_dict()["mean"] is None
-    spread.add(float("nan"))
-    spread.add(2.0)
-    assert spread.to_dict() == {"count": 1, "mean": 2.0, "std": 0.0, "min": 2.0, "p50": 2.0, "p95": 2.0, "max": 2.0}
-
-
-def test_the_spread_of_numbers_near_the_range_of_float() -> None:
-    spread = Spread()
-    for value in (10**400, -(10**400), 1.5e308, -1.5e308, 1.0):
-        spread.add(value)
-    found = spread.to_dict()
-    assert (found["count"], found["min"], found["max"]) == (3, -1.5e308, 1.5e308)
-    assert found["mean"] == pytest.approx(0.0, abs=1e300)
-    assert found["std"] == pytest.approx(1.5e308 * (2 / 3) ** 0.5)
-    assert found["p95"] == pytest.approx(1.35e308)
+def test_numbers_whose_squares_are_beyond_the_range_of_float_are_left_out(tmp_path: Path) -> None:
+    scores = (2.0, 1.5e308, -1e200, None)
+    rows = [sample(f"{i}", score=score, step=i % 2, components={"c": score}) for i, score in enumerate(scores)]
+    found = summary_of(write(tmp_path / "r", *rows))
+    expected = {"count": 1, "mean": 2.0, "std": 0.0, "min": 2.0, "max": 2.0}
+    assert found["score"] == {**expected, **dict.fromkeys(("p10", "p50", "p90", "p95"), 2.0)}
+    assert found["components"] == {"c": expected}
 
 
 def test_the_report_has_the_cost_of_judges_at_given_prices(tmp_path: Path) -> None:
     folder = str(write(tmp_path / "run", *ROWS))
-    assert summary(folder)["judges"]["judge-7b"]["cost"] is None
+    assert summary(folder)["judges"][0]["cost"] is None
     assert "cost" not in report(folder)
-    found = summary(folder, "--price", "2:10")["judges"]["judge-7b"]
+    found = summary(folder, "--price", "2:10")["judges"][0]
     assert found["cost"] == pytest.approx((10 * 2 + 50 * 10) / 1e6)
     shown = " ".join(report(folder, "--price", "2000:10000").split())
-    assert "tokens cost judge-7b 2 0 1 1 1.45 1.5 60 0.52" in shown
+    assert "judge-7b 2 0.0% 50.0% 0.0% 1 1.45 1.5 60 0.52" in shown
     assert "expected the prices" in report(folder, "--price", "1", code=2)
 
 
@@ -291,17 +282,27 @@ def test_false_accepts_of_the_cheap_judge_come_from_the_random_checks_alone(tmp_
     assert "accepts" in text.split("step ")[-1]
 
 
-def test_a_false_accept_that_is_no_number_is_a_component_as_any_other() -> None:
-    found = Report()
-    for value in ("none", [1], {"a": 1}, math.nan, None):
-        found.add(sample("a", score=1.0, components={"false_accept": value}))
-    found.add(sample("b", score=1.0, components={"false_accept": True}))
-    assert found.to_dict()["false_accepts"]["count"] == 1
+def test_false_accepts_weigh_each_check_by_its_chance_and_other_values_are_components(tmp_path: Path) -> None:
+    values: list[Any] = ["none", [1], {"a": 1}, None]
+    found = [{"false_accept": value} for value in values]
+    found += [
+        {"judge/false_accept": accepted, "judge/chance": chance}
+        for chance, accepted in ((1.0, 1.0), (0.25, 0.0), ("?", True))
+    ]
+    folder = write(tmp_path / "r", *(sample(f"s{i}", components=components) for i, components in enumerate(found)))
+    assert summary_of(folder)["false_accepts"]["value"] == pytest.approx(2 / 6)
 
 
-def test_false_accepts_weigh_each_check_by_its_chance_also_below_the_name_of_a_component() -> None:
-    found = Report()
-    for chance, accepted in ((1.0, 1.0), (0.25, 0.0), ("?", 1.0)):
-        components = {"judge/false_accept": accepted, "judge/chance": chance}
-        found.add(sample("a", score=1.0, components=components))
-    assert found.to_dict()["false_accepts"]["value"] == pytest.approx(2 / 6)
+def test_exchanges_that_asked_again_are_counted(tmp_path: Path) -> None:
+    asked = [exchange(1.0, unscored="no verdict"), exchange(2.0, asked_again=True)]
+    folder = write(tmp_path / "r", sample("1", judges=asked), sample("2", judges=[exchange(3.0), exchange(4.0)]))
+    assert summary_of(folder)["judges"][0]["asked_again"] == 1
+    assert "judge-7b 4 0.0% 25.0% 25.0%" in " ".join(report(str(folder)).split())
+
+
+def test_names_are_whole_at_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, model = "format/" + "x" * 90, "organisation/" + "judge" * 20
+    rows = [sample("a", score=1.0, components={name: 1.0}, judges=[exchange(1.0) | {"model": model}])]
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = report(str(write(tmp_path / "r", *rows))).splitlines()
+    assert sum(line.startswith((f"{name}  ", f"{model}  ")) for line in lines) == 2

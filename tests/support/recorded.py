@@ -71,7 +71,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from reward_loop.records import Records
-from tests.view.recorded import flushed, record
+from tests.support.recorded import flushed, record
 
 writer = Records(sys.argv[1])
 for line in sys.stdin:

@@ -22,7 +22,7 @@ from typing import Any
 
 import duckdb
 
-LAYOUT = 13
+LAYOUT = 14
 """The version of these tables. An index with another version is built again."""
 
 _ROW = {
@@ -40,6 +40,7 @@ _ROW = {
     "score": "DOUBLE",
     "reward": "DOUBLE",
     "masked": "BOOLEAN",
+    "over_budget": "BOOLEAN",
     "error": "VARCHAR",
     "cause": "VARCHAR",
     "components": "JSON",
@@ -47,6 +48,7 @@ _ROW = {
     "total_s": "DOUBLE",
     "work_s": "DOUBLE",
     "attempts": "BIGINT",
+    "cost": "DOUBLE",
     "advantage": "DOUBLE",
     "prompt_tokens": "BIGINT",
     "completion_tokens": "BIGINT",
@@ -67,6 +69,7 @@ _EXCHANGE = {
     "seconds": "DOUBLE",
     "error": "VARCHAR",
     "unscored": "VARCHAR",
+    "asked_again": "BOOLEAN",
     "prompt_tokens": "BIGINT",
     "completion_tokens": "BIGINT",
     "score": "DOUBLE",
@@ -92,9 +95,10 @@ _TYPES = ", ".join(f"\"{name}\": '{kind}'" for name, kind in _LINE.items())
 # is a file with its number as name.
 _SAMPLES = f"""
 SELECT version, kind, id, uid, "group", step, generated_step, coalesce(validate, false) AS validate,
-    coalesce(time, 0) AS time, data_source, function, batch, outcome, score, reward, coalesce(masked, false) AS masked,
+    coalesce(time, 0) AS time, data_source, function, batch, outcome, score, reward, masked,
     left(error, {_ERROR}) AS error, cause, components::VARCHAR AS components, response_length,
-    coalesce(total_s, work_s) AS total_s, attempts, advantage, prompt_tokens, completion_tokens,
+    coalesce(total_s, work_s) AS total_s, attempts, cost,
+    coalesce(over_budget, false) AS over_budget, advantage, prompt_tokens, completion_tokens,
     text_file, text_offset, text_bytes, exchange_file, exchange_offset, exchange_bytes, kept, validates,
     judges AS exchanges,
     coalesce(len(judges), 0)::INTEGER AS judges, list_sum([j.seconds FOR j IN judges]) AS judge_s,
@@ -106,7 +110,8 @@ FROM read_json(?, format = 'newline_delimited', ignore_errors = true, maximum_ob
 _EXCHANGES = """
 SELECT sample, e.id, step, validate, function, batch, coalesce(e.model, e.url) AS model, e.url,
     e.backend, e.seconds,
-    coalesce(e.error, '') != '' AS error, coalesce(e.unscored, '') != '' AS unscored, e.prompt_tokens,
+    coalesce(e.error, '') != '' AS error, coalesce(e.unscored, '') != '' AS unscored,
+    coalesce(e.asked_again, false) AS asked_again, e.prompt_tokens,
     e.completion_tokens, e.score
 FROM (SELECT rowid AS sample, step, validate, function, batch, unnest(exchanges) AS e FROM samples)
 """
@@ -114,7 +119,9 @@ _NEW = "FROM samples WHERE chunk >= ? AND"
 _ADVANTAGES = f"SELECT uid, time, step, advantage {_NEW} kind = 'advantage' AND uid IS NOT NULL"
 _RESUMED = f"SELECT time, step, kept, validates {_NEW} kind = 'resumed'"
 
-# The rule of `records.reader.is_rolled_back`.
+# A sample does not count if a run that resumed later has done it again: its step is after the checkpoint, or it belongs
+# to the validation of the checkpoint's step, which the run repeats; and its group is not in the checkpoint. Without a
+# step, a sample was generated ahead: for the step after the one in which it was generated.
 _ROLLED_BACK = """
 CREATE OR REPLACE TEMP TABLE rolled_back AS
 SELECT DISTINCT samples.rowid AS target FROM samples JOIN resumed
