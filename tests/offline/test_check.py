@@ -6,9 +6,9 @@ import os
 import random
 import re
 import signal
+import socket
 import threading
 import types
-import urllib.request
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -364,34 +364,28 @@ async def test_a_row_without_a_ground_truth_is_neither_attacked_nor_scored_elsew
 
 async def test_a_failed_request_that_becomes_a_score_is_a_problem() -> None:
     async def asks(solution_str: str) -> float:
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        _, writer = await asyncio.open_connection(*server.getsockname())
         writer.close()
         return 1.0
 
     def asks_in_a_thread(solution_str: str) -> float:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/") as answer:
-            return float(answer.status == 200)
+        with socket.create_connection(server.getsockname()):
+            return 1.0
 
     async def swallows(solution_str: str) -> float:
         try:
             return await asks(solution_str)
-        except Exception:
+        except OSError:
             return 0.0
 
     def swallows_in_a_thread(solution_str: str) -> float:
         try:
             return asks_in_a_thread(solution_str)
-        except Exception:
+        except OSError:
             return 0.0
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read(1)
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-        writer.close()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        options = RewardLoopConfig.model_validate({"retry": {"max_attempts": 1}})
+    options = RewardLoopConfig.model_validate({"retry": {"max_attempts": 1}})
+    with socket.create_server(("127.0.0.1", 0), backlog=1000) as server:  # connects without being accepted
         for function in (asks, asks_in_a_thread):
             _, findings = await found(function, options=options)
             assert findings["a failed request"][0] == "ok"
@@ -400,5 +394,3 @@ async def test_a_failed_request_that_becomes_a_score_is_a_problem() -> None:
             status, text = findings["a failed request"]
             assert status == "problem"
             assert "scored 0, when its connection was refused" in text
-    _, findings = await found(fine)
-    assert "a failed request" not in findings

@@ -121,8 +121,3 @@ def test_a_function_that_never_lets_the_loop_run_ends_the_check_with_its_line(fi
     text = " ".join(done.stdout.split())
     assert re.search(r"compute_score \(.*spins\.py:[23]\) does not let the event loop run", text)
     assert "Fix: await slow calls" in text
-
-
-def plain(output: str) -> str:
-    """The output as one line of words."""
-    return " ".join(output.split())
