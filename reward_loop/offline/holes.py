@@ -202,7 +202,8 @@ class Attack:
     async def _attack_row(self, index: int) -> None:
         row, usable = self._rows[index], list[tuple[AttackedRow, Bounds]]()
         is_full = sum(one.type == row.type for one in self._rows[:index]) < _FULL_ROWS
-        for form in self._report.forms if is_full else self._report.forms[:1]:
+        # A program is read in the same way in all forms, and is slow to score.
+        for form in self._report.forms if is_full and row.type != "program" else self._report.forms[:1]:
             tried = replace(row, form=form)
             scores = await self._score(index, _controls(tried))
             if NOT_CALLED in scores:
