@@ -26,6 +26,9 @@ from reward_loop.types import Reward, RewardResult, RewardSample
 CONVERTER = "reward_loop.verl.samples:VerlSamples"
 """The class that converts the data and the configuration of verl, which is loaded only for these."""
 
+OF_VERL = frozenset({"actor_rollout_ref", "reward", "reward_loop", "reward_model", "trainer"})
+"""Groups of verl's configuration. A mapping without them has options of the reward loop, which need no verl."""
+
 
 class RewardLoopManagerBase:
     """Base class of reward managers. `run_single` calls `to_sample`, `score_one` and `to_reward`; override any of them.
@@ -74,7 +77,7 @@ class RewardLoopManagerBase:
             FunctionLoadError: the function requires an argument that the reward loop does not provide.
         """
         self.config = config
-        given = load_object(CONVERTER).options_of(config) if isinstance(config, Mapping) else config
+        given = load_object(CONVERTER).options_of(config) if self.of_verl else config
         self.options = parse(RewardLoopConfig, given, "reward_loop")
         self.tokenizer = tokenizer
         self.compute_score = compute_score
@@ -97,8 +100,8 @@ class RewardLoopManagerBase:
 
     @property
     def of_verl(self) -> bool:
-        """Whether the configuration may be that of verl."""
-        return isinstance(self.config, Mapping)
+        """Whether the configuration is that of verl."""
+        return isinstance(self.config, Mapping) and not OF_VERL.isdisjoint(self.config)
 
     @functools.cached_property
     def converter(self) -> Any:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 
 import pytest
 
@@ -44,3 +45,9 @@ async def test_a_sample_without_a_score_has_the_metric_by_which_verl_filters_gro
     assert reward["reward_extra_info"].get("acc") == expected
     assert "reward" not in reward["reward_extra_info"], "verl has a column of its own with this name"
     assert (await manager.run_single(RewardSample("1")))["reward_extra_info"]["acc"] == 1
+
+
+def test_options_in_a_mapping_need_no_verl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reward_loop.verl.samples", None)  # its import fails
+    manager = NaiveRewardLoopManager({"timeout": 60}, compute_score=lambda solution_str: 1.0)
+    assert manager.options.timeout == 60
