@@ -47,8 +47,6 @@ EXIT_BROKEN = 70
 
 _is_isolated = False
 
-_MAX_ANSWER_MB = 64
-
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -168,33 +166,27 @@ def _call(function: Function, key: str, arguments: bytes) -> CallOutcome:
 
 
 def _pack(outcome: CallOutcome) -> bytes:
-    """Pickle an outcome. For an exception, always send its `RemoteError`; also send the original if it unpickles."""
-    content, error, remote = None, outcome.error, None
+    """Pickle an outcome whose exception is a `RemoteError`, and the original exception, or ``b""`` in its place."""
+    original = b""
     if outcome.exception is not None:
-        remote = RemoteError.of(outcome.exception)
         with contextlib.suppress(Exception):
             pickled = pickle.dumps(outcome.exception)
             pickle.loads(pickled)  # many exceptions can be pickled but not unpickled
-            content = pickled
-    elif error is None:
-        try:
-            content = pickle.dumps(_portable(outcome.value))
-        except Exception as failure:
-            kind, why = type(outcome.value).__name__, f"{type(failure).__name__}: {failure}"
-            error = RewardFunctionError(f"returned a {kind}, which cannot be sent back from a worker process ({why})")
-    if content is not None and len(content) > _MAX_ANSWER_MB << 20:
-        if remote is None:
-            error = RewardFunctionError(
-                f"returned {len(content) >> 20} MB, more than the maximum of {_MAX_ANSWER_MB} MB for a worker process"
-            )
-        content = None
-    return pickle.dumps((content, outcome.work_s, error, remote))
+            original = pickled
+        outcome.exception = RemoteError.of(outcome.exception)
+    try:
+        outcome.value = _portable(outcome.value)
+        return pickle.dumps((outcome, original))
+    except Exception as failure:
+        kind, why = type(outcome.value).__name__, f"{type(failure).__name__}: {failure}"
+        error = RewardFunctionError(f"returned a {kind}, which cannot be sent back from a worker process ({why})")
+        return pickle.dumps((CallOutcome(None, None, outcome.work_s, error), b""))
 
 
 def _portable(value: Any) -> Any:
     """Return a returned value without classes that the trainer may not have."""
     if isinstance(value, list):  # of a batched function, whose items may be exceptions
-        return [item if isinstance(item, BaseException) else _portable(item) for item in value]
+        return [RemoteError.of(item) if isinstance(item, BaseException) else _portable(item) for item in value]
     return portable(value) if isinstance(value, Mapping | tuple) else value
 
 

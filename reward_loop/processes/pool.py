@@ -46,6 +46,7 @@ _START_SECONDS = 300.0
 """Seconds for importing the function's module. Importing verl with torch can take 30 s on a busy machine."""
 _GRACE_SECONDS = 2.0
 """Seconds after its deadline in which a child must have ended itself. On a busy machine it may not run at once."""
+_NOT_LOADED = "was not loaded in a worker process within {:g} s"
 _STACK_LINES = 8
 _READ_BYTES = 1 << 20
 
@@ -132,13 +133,11 @@ class WorkerProcesses:
         if self._slots is None or self._slots[0] is not loop:
             self._slots = loop, asyncio.Semaphore(self.max_processes)
         async with self._slots[1]:
-            # A child that dies before its call has nothing to do with it: perhaps memory had run out.
-            with contextlib.suppress(_NotStartedError):
-                return await self._call(call, timeout, begin)
             try:
                 return await self._call(call, timeout, begin)
-            except _NotStartedError as error:
-                raise RewardCrashedError(str(error)) from None
+            # A child that dies before its call has nothing to do with it: perhaps memory had run out. Once again, then.
+            except _NotStartedError:
+                return await self._call(call, timeout, begin)
 
     async def _call(self, call: bytes, timeout: float | None, begin: Callable[[], None]) -> CallOutcome:
         template = self._started()
@@ -147,22 +146,17 @@ class WorkerProcesses:
         try:
             self._fill(template)
             return await child.call(call, timeout, begin)
-        except _NotStartedError:
-            if self._template is template:
-                self._template, template.is_retired = None, True
-            raise
         except RewardCrashedError:
-            if not template.has_served and not child.has_started:
-                template.kill()  # it may hang in an import
+            if not child.has_started and self._template is template:
+                self._template = None  # it may be dead, or hang in an import; the next call starts another one
             raise
         finally:
             template.working -= 1
-            template.has_served |= child.has_started
             if child.is_usable:
                 template.idle.append(child)
             else:
                 child.close()
-            if not template.is_retired:
+            if template is self._template:
                 self._fill(template)
             elif not template.working:
                 await asyncio.to_thread(template.end)
@@ -199,14 +193,11 @@ class WorkerProcesses:
     def close(self) -> None:
         """Stop the idle processes, and the template when the last call in flight has ended. A later call starts new."""
         template, self._template = self._template, None
-        if template is not None:
-            template.is_retired = True
-            template.close_idle()
-            if not template.working:
-                template.end()
+        if template is not None and not template.working:
+            template.end()
 
 
-class _NotStartedError(Exception):
+class _NotStartedError(RewardCrashedError):
     """A child died before its call had started."""
 
 
@@ -219,10 +210,7 @@ class _TemplateProcess:
     def __init__(self, setup: bytes) -> None:
         self.idle: list[_Child] = []
         self.working = 0
-        self.is_retired = False
-        """Whether it ends with the calls in flight."""
-        self.has_served = False
-        """Whether a call has started."""
+        """The number of calls in flight. A template that is not that of its pool any more ends with the last one."""
         self._owner = os.getpid()
         path = [entry for entry in sys.path if isinstance(entry, str)]
         self._parent_death = ParentDeathPipe()
@@ -254,27 +242,19 @@ class _TemplateProcess:
             socket.send_fds(self._control, [b"f"], [theirs.fileno(), child.report_fd])
         return child
 
-    def close_idle(self) -> None:
-        """Stop the children without a call, unless they are those of the process from which this one was forked."""
-        while self.idle and self._owner == os.getpid():
-            self.idle.pop().close()
-
     def close(self) -> None:
-        """Stop the template and its children; see `close_idle`."""
+        """Stop the template and its children, unless they are those of the process from which this one was forked."""
         if self._owner != os.getpid():
             return
-        self.close_idle()
+        while self.idle:
+            self.idle.pop().close()
         self._parent_death.close()
         self._control.close()
         try:
             self._process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            self.kill()
-
-    def kill(self) -> None:
-        """Kill the template; its children end with it."""
-        self._process.kill()
-        self._process.wait()
+            self._process.kill()  # its children end with it
+            self._process.wait()
 
 
 class _Child:
@@ -304,7 +284,7 @@ class _Child:
                 error = _unpack(received.read(length)).error
             return None if error is None else error.problem
         except TimeoutError:
-            return f"was not loaded in a worker process within {_START_SECONDS:g} s"
+            return _NOT_LOADED.format(_START_SECONDS)
         except (OSError, struct.error):  # the end of the connection
             return _death(self._report())
         finally:
@@ -318,6 +298,7 @@ class _Child:
         """
         self.is_usable = self.has_started = False
         loop = asyncio.get_running_loop()
+        is_late = False
         # At the end of the connection, the child is dead, and the report says why.
         with contextlib.suppress(EOFError, ConnectionError):
             try:
@@ -334,13 +315,13 @@ class _Child:
                         # The child ends itself at the deadline, unless it cannot.
                         deadline.reschedule(None if timeout is None else loop.time() + timeout + _GRACE_SECONDS)
             except TimeoutError:
-                if self.has_started:
-                    raise TimeoutError(_at(self._report())) from None
-                raise RewardCrashedError(f"was not loaded in a worker process within {_START_SECONDS:g} s") from None
+                is_late = True
         report = self._report()
         if not self.has_started:
-            raise _NotStartedError(_death(report))
-        if report.startswith("Timeout"):  # the first line that `faulthandler` writes at the deadline
+            raise (
+                RewardCrashedError(_NOT_LOADED.format(_START_SECONDS)) if is_late else _NotStartedError(_death(report))
+            )
+        if is_late or report.startswith("Timeout"):  # the first line that `faulthandler` writes at the deadline
             raise TimeoutError(_at(report))
         raise RewardCrashedError(_death(report))
 
@@ -401,17 +382,14 @@ def _at(report: str) -> str:
 
 def _unpack(answer: bytes | bytearray) -> CallOutcome:
     """Return the outcome that a child has sent."""
-    content, seconds, error, remote = pickle.loads(answer)
-    found = None
     try:
-        if content is not None:
-            found = pickle.loads(content)
-    except Exception as failure:
-        error = RewardFunctionError(f"returned a value that cannot be unpickled ({type(failure).__name__}: {failure})")
-    if remote is None:
-        return CallOutcome(found, None, seconds, error)
-    if isinstance(found, BaseException):
-        with contextlib.suppress(Exception):  # a frozen dataclass
-            found.__cause__ = remote
-            return CallOutcome(None, found, seconds)
-    return CallOutcome(None, remote, seconds)
+        outcome, original = pickle.loads(answer)
+    except Exception as failure:  # of a class that this process does not have
+        problem = f"returned a value that cannot be unpickled ({type(failure).__name__}: {failure})"
+        return CallOutcome(None, None, 0.0, RewardFunctionError(problem))
+    # The class of the original may not exist here, or allow no cause.
+    with contextlib.suppress(Exception):
+        exception = pickle.loads(original)
+        exception.__cause__ = outcome.exception
+        outcome.exception = exception
+    return outcome

@@ -28,7 +28,6 @@ import gc
 import os
 import pickle
 import re
-import resource
 import select
 import signal
 import socket
@@ -211,10 +210,9 @@ class _Forks:
         for other in [*self._alive.values(), *self._dead]:
             other.connection.close()
             os.close(other.report_fd)
-        # If memory runs out, the kernel must kill a child, not the trainer. Crashes must not leave core files.
+        # If memory runs out, the kernel must kill a child, not the trainer.
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
-        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
     def _kill(self, fd: int) -> None:
         """Kill the child of a connection that the pool has shut down."""

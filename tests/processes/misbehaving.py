@@ -182,10 +182,6 @@ def returns_a_lock() -> Any:
     return threading.Lock()
 
 
-def returns_too_much() -> Any:
-    return {"score": 1.0, "log": b"0" * (65 << 20)}
-
-
 def returns_a_coroutine() -> Any:
     async def coroutine() -> float:
         return 1.0

@@ -235,7 +235,6 @@ FAILURE = RewardFunctionError
         ("closes_all_files", CRASH, "ended its worker process with exit status 70"),
         ("returns_a_lock", FAILURE, "returned a lock, which cannot be sent back from a worker process (TypeError"),
         ("returns_a_coroutine", FAILURE, "returned a coroutine, which cannot be sent back from a worker process"),
-        ("returns_too_much", FAILURE, "returned 65 MB, more than the maximum of 64 MB"),
     ],
 )
 async def test_a_call_without_a_result_fails_its_sample_only(one, does, error, message):
