@@ -54,15 +54,14 @@ OWN = {0: "raises", 1: "none", 2: "nan", 3: "hangs"}
 
 def judge() -> None:
     """Run the judge process: print its address, and serve until stdin is closed."""
-    from reward_loop.testing import BadJson, Drop, FakeJudge, NoChoices, Stall, Status
+    from reward_loop.testing import BadJson, Drop, FakeJudge, Stall, Status
 
     faults = {
         Status(429, retry_after=0.01): 0.10,
         Status(503): 0.03,
         Status(400): 0.02,
         Drop(): 0.03,
-        BadJson(): 0.02,
-        NoChoices(): 0.02,
+        BadJson(): 0.04,
         Stall(): 0.005,
     }
     with FakeJudge("1", faults=faults, latency=(0.0, 0.01)) as fake:

@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 from aiohttp import web
 
@@ -42,7 +42,6 @@ __all__ = [
     "Drop",
     "FakeJudge",
     "Logits",
-    "NoChoices",
     "Received",
     "Stall",
     "Status",
@@ -102,12 +101,7 @@ class BadJson:
     """Status 200, with truncated JSON."""
 
 
-@dataclass(frozen=True)
-class NoChoices:
-    """Status 200, with an empty list instead of the reply or the logits."""
-
-
-Behaviour = Answer | Logits | Body | Status | Stall | Drop | BadJson | NoChoices
+Behaviour = Answer | Logits | Body | Status | Stall | Drop | BadJson
 
 
 @dataclass(eq=False)
@@ -158,12 +152,10 @@ class FakeJudge:
             seed: the seed of random faults and latencies.
 
         Raises:
-            ConfigError: a probability is negative, their sum is more than 1, or a fault is not a `Behaviour`.
+            ConfigError: a probability is negative, or their sum is more than 1.
         """
         if faults and (min(faults.values()) < 0 or sum(faults.values()) > 1):
             raise ConfigError(f"faults: expected probabilities from 0 to 1 with a sum of at most 1, got {dict(faults)}")
-        for fault in faults or ():
-            _known(fault)
         self.requests: list[Received] = []
         """All requests received so far, except those to ``/health`` and ``/v1/models``."""
         self.model = model
@@ -191,11 +183,8 @@ class FakeJudge:
 
         Args:
             behaviours: the answers and faults; a string stands for an `Answer` with this text.
-
-        Raises:
-            ConfigError: an argument is not a `Behaviour` or a string.
         """
-        self._script.extend([_known(Answer(given) if isinstance(given, str) else given) for given in behaviours])
+        self._script.extend(Answer(given) if isinstance(given, str) else given for given in behaviours)
 
     def __enter__(self) -> Self:
         self._url = self._stack.enter_context(in_background(self._serve, name="fake-judge"))
@@ -308,16 +297,7 @@ class FakeJudge:
             return answer | {"data": [{"index": 0, "probs": list(done.values)}] if isinstance(done, Logits) else []}
         message = {"role": "assistant", "content": text}
         choice = {"index": 0, "message": message, "finish_reason": getattr(done, "finish_reason", "stop")}
-        return answer | {"object": "chat.completion", "choices": [] if isinstance(done, NoChoices) else [choice]}
-
-
-def _known(behaviour: Any) -> Behaviour:
-    if isinstance(behaviour, Behaviour):
-        return behaviour
-    names = ", ".join(kind.__name__ for kind in get_args(Behaviour))
-    raise ConfigError(
-        f"invalid behaviour {behaviour!r} of a fake judge: expected one of {names}, for example Status(503) or Drop()"
-    )
+        return answer | {"object": "chat.completion", "choices": [choice]}
 
 
 async def _health(_: web.Request) -> web.Response:

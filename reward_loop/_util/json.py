@@ -1,4 +1,4 @@
-"""Encode arbitrary Python values as strict JSON, decode JSON exactly, and find values by their path.
+"""Encode arbitrary Python values as strict JSON, decode JSON exactly, and find values by their path; `portable`.
 
 What a value is after it was written and read:
 
@@ -24,22 +24,20 @@ import contextlib
 import functools
 import json
 import math
-import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import fields, is_dataclass
 from datetime import date, datetime, time
 from enum import Enum
+from numbers import Real
 from typing import Any
 
 import orjson
 
-__all__ = ["BYTES", "MISSING", "decode", "encode", "encode_fast", "look_up", "to_json", "with_bytes"]
+__all__ = ["BYTES", "MISSING", "decode", "encode", "encode_fast", "look_up", "portable", "to_json", "with_bytes"]
 
 BYTES = "$bytes"
 """Bytes are written as an object with this key, and their base64 as its value."""
-
-_LIKE_BYTES = re.compile(r"\$+bytes")
 
 _DIGITS = bytes(48 if 48 <= byte <= 57 else byte for byte in range(256))
 """A table for `bytes.translate` that makes all digits 0."""
@@ -61,15 +59,10 @@ def encode(value: Any) -> bytes:
         return to_json(value)
 
 
-def to_json(value: Any, *, escape: bool = False) -> bytes:
-    """Encode a value as one line of strict UTF-8 JSON.
-
-    Args:
-        value: the value.
-        escape: whether objects that look like those of bytes, but are not, get a ``$`` more in front of their key.
-    """
+def to_json(value: Any) -> bytes:
+    """Encode a value as one line of strict UTF-8 JSON."""
     # A lone surrogate cannot be encoded as UTF-8; backslashreplace writes it as a JSON escape.
-    return json.dumps(_plain(value, escape), ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
+    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
 
 
 def decode(text: bytes | str, *, nan: bool = False) -> Any:
@@ -102,18 +95,16 @@ def _refuse(constant: str) -> Any:
 
 
 def with_bytes(value: Any) -> Any:
-    """Return a decoded value with bytes in place of the objects that stand for them, see `BYTES`; undoes the escape."""
+    """Return a decoded value with bytes in place of the objects that stand for them, see `BYTES`."""
     if isinstance(value, dict):
-        if len(value) == 1 and _LIKE_BYTES.fullmatch(key := next(iter(value))):
-            if key != BYTES:
-                return {key[1:]: with_bytes(value[key])}
+        if value.keys() == {BYTES}:
             with contextlib.suppress(ValueError, TypeError):  # another program has written it
                 return base64.b64decode(value[BYTES], validate=True)
         return {key: with_bytes(item) for key, item in value.items()}
     return [with_bytes(item) for item in value] if isinstance(value, list) else value
 
 
-def _plain(value: Any, escape: bool, depth: int = 0) -> Any:
+def _plain(value: Any, depth: int = 0) -> Any:
     """Return a value made of the types that JSON has, as `to_json` writes it."""
     if isinstance(value, int) and abs(value) > sys.float_info.max:  # most readers refuse it as a number
         return str(value) if value.bit_length() <= _MAX_BITS else hex(value)
@@ -126,23 +117,21 @@ def _plain(value: Any, escape: bool, depth: int = 0) -> Any:
     if isinstance(value, bytes | bytearray | memoryview):
         return {BYTES: base64.b64encode(value).decode()}
     if isinstance(value, Mapping):
-        return _with_text_keys(value, escape, depth)
+        return _with_text_keys(value, depth)
     if isinstance(value, list | tuple):
-        return [_plain(item, escape, depth + 1) for item in value]
-    return _plain(_known(value), escape, depth + 1)
+        return [_plain(item, depth + 1) for item in value]
+    return _plain(_known(value), depth + 1)
 
 
-def _with_text_keys(value: Mapping[Any, Any], escape: bool, depth: int) -> dict[str, Any]:
+def _with_text_keys(value: Mapping[Any, Any], depth: int) -> dict[str, Any]:
     """Return a mapping as `to_json` writes it. Keys that are text stay as they are; others may get their type."""
-    plain = {_text(key): _plain(item, escape, depth + 1) for key, item in value.items() if isinstance(key, str)}
-    if escape and len(value) == 1 and plain and _LIKE_BYTES.fullmatch(key := next(iter(plain))):
-        return {f"${key}": plain[key]}
+    plain = {_text(key): _plain(item, depth + 1) for key, item in value.items() if isinstance(key, str)}
     for key, item in value.items():
         if not isinstance(key, str):
             text = _text(key)
             while text in plain:
                 text += f" ({type(key).__name__})"
-            plain[text] = _plain(item, escape, depth + 1)
+            plain[text] = _plain(item, depth + 1)
     return plain
 
 
@@ -209,3 +198,33 @@ def look_up(data: Any, path: str) -> Any:
         if not dot:
             return value
     return value[path]
+
+
+_PLAIN = frozenset((type(None), bool, int, float, str, bytes))
+
+_KNOWN = frozenset(("datetime", "decimal", "fractions", "numpy", "torch", "uuid"))
+"""The modules whose values stay as they are: each process of a run has them."""
+
+
+def portable(value: Any) -> Any:
+    """Return a value without objects of classes that only its function's module has.
+
+    Members of an enumeration become their values, dataclasses and mappings dicts with texts as keys, other containers
+    lists, numbers floats, and all other objects their text.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, Enum):
+        return portable(value.value)
+    if kind.__module__.partition(".")[0] in _KNOWN:
+        return portable(value.tolist()) if getattr(value, "dtype", None) == "O" else value
+    if isinstance(value, Mapping):
+        return {str(key): portable(item) for key, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: portable(getattr(value, field.name)) for field in fields(value)}
+    if kind is tuple:
+        return tuple(map(portable, value))
+    if isinstance(value, list | tuple | Set):
+        return list(map(portable, value))
+    return float(value) if isinstance(value, Real) else str(value)

@@ -1,15 +1,16 @@
-"""Reads from an HTTP answer how long a service asks to wait, and whether waiting helps at all."""
+"""The pause before the next attempt: `Backoff`; how long an answer asks to wait, and whether waiting helps at all."""
 
 from __future__ import annotations
 
 import math
+import random
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from time import time
 
-__all__ = ["REFUSAL_STATUS", "asked_pause", "is_incurable", "is_out_of_credit", "retry_after_seconds"]
+__all__ = ["REFUSAL_STATUS", "Backoff", "asked_pause", "is_incurable", "is_out_of_credit", "retry_after_seconds"]
 
 REFUSAL_STATUS = frozenset({429, 529})
 """Too many requests (429), and Anthropic's status for an overloaded service (529)."""
@@ -145,3 +146,23 @@ def _date(text: str) -> datetime | None:
         except (ValueError, OverflowError, TypeError):
             continue
     return None
+
+
+FIRST_S, LONGEST_S = 0.5, 5.0
+"""The first and the longest pause in seconds, where no option sets them."""
+
+
+class Backoff:
+    """Pauses that double, each random between a half and the whole, so that many callers do not come back together."""
+
+    __slots__ = ("_longest_s", "_pause_s")
+
+    def __init__(self, first_s: float | None = None, longest_s: float | None = None) -> None:
+        self._longest_s = LONGEST_S if longest_s is None else longest_s
+        self._pause_s = min(FIRST_S if first_s is None else first_s, self._longest_s)
+
+    def next_s(self) -> float:
+        """Return the seconds of the next pause."""
+        pause = self._pause_s * random.uniform(0.5, 1)
+        self._pause_s = min(2 * self._pause_s, self._longest_s)
+        return pause

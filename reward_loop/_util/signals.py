@@ -87,17 +87,14 @@ def name_of(number: int) -> str:
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run ``main`` like `asyncio.run`, in an event loop that every signal wakes.
-
-    `asyncio.run` handles Ctrl-C only when its event loop wakes up: never, if the function hangs and another thread
-    received the signal, or if it arrived just before the loop began to wait.
+    """Run ``main`` like `asyncio.run`. The first Ctrl-C cancels it, the second one ends the process.
 
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed; ``main`` was cancelled and has ended.
     """
     ctrl_c = signal.getsignal(signal.SIGINT)
     if not isinstance(ctrl_c, _CtrlC):
-        return asyncio.run(_awake(main))
+        return asyncio.run(main)
     try:
         result = asyncio.run(_stopped_by(ctrl_c, main))
     except asyncio.CancelledError:
@@ -122,17 +119,4 @@ async def _stopped_by(ctrl_c: _CtrlC, main: Coroutine[Any, Any, T]) -> T:
             loop.call_soon_threadsafe(task.cancel)
 
     ctrl_c.stop = stop
-    return await _awake(main)
-
-
-async def _awake(main: Coroutine[Any, Any, T]) -> T:
-    if threading.current_thread() is not threading.main_thread():  # other threads cannot handle signals
-        return await main
-    # A loop with a handler for one signal is woken by all signals. SIGWINCH itself does not matter here.
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGWINCH, lambda: None)
-    try:
-        return await main
-    finally:
-        # asyncio closes the descriptor that wakes the loop first: a signal would then print an error.
-        loop.remove_signal_handler(signal.SIGWINCH)
+    return await main

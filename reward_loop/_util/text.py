@@ -163,25 +163,16 @@ def import_hint(error: BaseException) -> str:
 
     Empty if the error is another one, or the module is not near the file that imports it.
     """
-    if not isinstance(error, ImportError):
-        return ""
-    files = [
-        Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_file()
-    ]
-    if not files:
-        return ""
-    if error.name is None and "relative import" in str(error):
+    if isinstance(error, ImportError) and error.name is None and "relative import" in str(error):
         return (
             "; a file on its own has no package: write `import helper`, or name the module of a package that is on "
             "PYTHONPATH, such as package.reward:compute_score"
         )
-    for folder in list(files[-1].resolve().parents)[:_LEVELS]:
-        path = folder.joinpath(*(error.name or "").split("."))
-        found = next((one for one in (path.with_suffix(".py"), path) if error.name and one.exists()), None)
-        if found is None:
-            continue
-        if isinstance(error, ModuleNotFoundError):
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return ""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_file()]
+    for folder in [folder for file in files[-1:] for folder in Path(file).resolve().parents][:_LEVELS]:
+        path = folder.joinpath(*error.name.split("."))
+        if path.exists() or path.with_suffix(".py").exists():
             return f"; {error.name} is in {folder}: add that folder to PYTHONPATH"
-        if error.path is not None and not Path(error.path).resolve().is_relative_to(folder):
-            return f"; {error.path} was imported in place of {found}: rename that file"
     return ""

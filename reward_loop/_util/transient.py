@@ -6,7 +6,6 @@ import contextlib
 import errno
 import re
 import sys
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
@@ -44,18 +43,16 @@ TRANSIENT_STATUS = frozenset({408, 409, 425, 429})
 Anthropic retry these, except 425."""
 
 _TRANSIENT = {
-    "aiohttp": {"ClientConnectionError", "ClientPayloadError"},
-    "asyncio": {"IncompleteReadError"},
+    "aiohttp": {"ClientConnectionError"},
     "httpx": {"TransportError"},
-    "httpcore": {"NetworkError", "TimeoutException", "RemoteProtocolError"},
+    "httpcore": {"TimeoutException"},
     "openai": {"APIConnectionError"},
     "anthropic": {"APIConnectionError"},
-    "requests": {"ConnectionError", "Timeout", "ChunkedEncodingError"},
-    "urllib3": {"ProtocolError", "TimeoutError", "NewConnectionError"},
-    "http": {"IncompleteRead", "RemoteDisconnected"},
+    "requests": {"Timeout"},
+    "urllib3": {"TimeoutError"},
 }
-"""By package, the exception classes of broken connections; subclasses count too. They are named as text, so that none
-of these packages is imported."""
+"""By package, the exception classes of broken connections, in addition to `_UNREACHABLE`; subclasses count too. They
+are named as text, so that none of these packages is imported."""
 
 _PERMANENT = {
     "aiohttp": {"ClientConnectorCertificateError", "ClientSSLError", "InvalidURL"},
@@ -157,26 +154,7 @@ def address_of(error: BaseException) -> str:
         host, port = _attribute(cause, "host"), _attribute(cause, "port")
         if isinstance(host, str) and isinstance(port, int):
             return f"{host}:{port}"
-    return next(filter(None, map(_connected_to, _causes(error))), "")
-
-
-def _connected_to(error: BaseException) -> str:
-    """Return the server of the innermost connection of Python's own clients, whose errors do not have the address."""
-    address = ""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        names = frame.f_locals
-        match frame.f_globals.get("__name__"):
-            case "http.client":
-                host, port = (_attribute(names.get("self"), name) for name in ("host", "port"))
-            case "socket" if isinstance(names.get("address"), tuple):  # create_connection
-                host, port = names["address"][:2]
-            case "asyncio.streams" | "asyncio.base_events":  # open_connection, create_connection
-                host, port = names.get("host"), names.get("port")
-            case _:
-                continue
-        if isinstance(host, str) and isinstance(port, int | str):
-            address = f"{host}:{port}"
-    return address
+    return ""
 
 
 def _breaks_servers(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""What the library's servers share: listening sockets, options, serving until a signal, and disconnects.
+"""What the library's servers share: listening sockets, options, serving until a signal, disconnects, foreign web pages.
 
 No other module below the satellites opens a listening socket.
 """
@@ -6,11 +6,12 @@ No other module below the satellites opens a listening socket.
 from __future__ import annotations
 
 import argparse
+import functools
 import ipaddress
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +25,15 @@ if TYPE_CHECKING:
     import uvicorn
 
 __all__ = [
-    "KEEP_ALIVE_S",
     "add_arguments",
     "api_key",
+    "is_foreign_origin",
+    "is_known_host",
     "is_loopback",
     "listen",
     "listener_of",
     "open_listener",
+    "own_names",
     "reserve",
     "serve",
     "serve_until_signal",
@@ -38,9 +41,9 @@ __all__ = [
     "url_of",
 ]
 
-KEEP_ALIVE_S = 75
-"""Connections without a complete request are closed after this time, in seconds. It is longer than clients keep idle
-connections, so that the client closes them, not the server."""
+_KEEP_ALIVE_S = 75
+"""Idle connections are closed after this time, in seconds. It is longer than clients keep them, so that the client
+closes them, not the server."""
 
 _SAME_S = 1.0
 """After a signal, further signals are ignored for this time in seconds: launchers may send several at once."""
@@ -123,12 +126,10 @@ def _uvicorn_config(app: Any, *, grace_s: int, **options: Any) -> uvicorn.Config
     """
     import uvicorn  # takes 0.2 s
 
-    from reward_loop._util.uvicorn_limits import LimitedHttp
-
     return uvicorn.Config(
         app,
         loop="uvloop",
-        http=LimitedHttp,
+        http="httptools",
         # By default, uvicorn would take an app whose start-up fails for an app without lifespan, and serve it.
         lifespan="on",
         ws="none",
@@ -136,7 +137,7 @@ def _uvicorn_config(app: Any, *, grace_s: int, **options: Any) -> uvicorn.Config
         proxy_headers=False,
         # The router forwards the header `Server` of the backends.
         server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=grace_s,
         **options,
     )
@@ -261,3 +262,51 @@ async def stop_on_disconnect(receive: _Receive, work: Callable[[], Awaitable[Non
         # The group contains only the exception of `work`: `watch` does not fail.
         raise group.exceptions[0] from None
     return done
+
+
+# Protection of servers on this machine against web pages that a browser on this machine shows. A page may send requests
+# to any address that its browser can reach, loopback included. Two checks recognise them:
+#
+# - The origin: a browser names the page's server in the `Origin` header of each request that can change something.
+# - The host: a page whose name resolves to this machine (DNS rebinding) has this server's origin, but its own name
+#   stands in the `Host` header. An IP address cannot be rebound.
+
+
+def is_foreign_origin(origin: str | None, host: str) -> bool:
+    """Return whether a request comes from a page of another server.
+
+    Args:
+        origin: the ``Origin`` header; ``None`` if the request has none, as those of programs.
+        host: the ``Host`` header.
+    """
+    if origin is None:
+        return False
+    scheme, _, netloc = origin.lower().partition("://")
+    port = {"http": ":80", "https": ":443"}.get(scheme)
+    return port is None or not netloc or netloc.removesuffix(port) != host.lower().removesuffix(port)
+
+
+def is_known_host(host: str, names: Collection[str], any_address: bool) -> bool:
+    """Return whether the ``Host`` header contains one of the names, which are lower case. The port is not checked.
+
+    Args:
+        host: the header.
+        names: the accepted names and IP addresses.
+        any_address: whether all IP addresses are accepted.
+    """
+    before, _, port = host.rpartition(":")
+    name = (before if port.isdecimal() else host).strip("[]").lower()
+    name = name.removesuffix(".")  # which ends a name that is complete, as "localhost."
+    if name in names or not any_address:
+        return name in names
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+@functools.cache
+def own_names() -> frozenset[str]:
+    """Return the names of this machine, ``localhost`` included. The lookup is done once."""
+    return frozenset(name.lower() for name in ("localhost", socket.gethostname(), socket.getfqdn()))

@@ -29,8 +29,16 @@ from reward_loop._util.api_keys import has_key
 from reward_loop._util.json import encode
 from reward_loop._util.process import raise_descriptor_limit
 from reward_loop._util.text import did_you_mean, shorten
-from reward_loop._util.web_pages import is_foreign_origin, is_known_host, own_names
-from reward_loop._util.web_server import api_key, open_listener, serve_until_signal, stop_on_disconnect, url_of
+from reward_loop._util.web_server import (
+    api_key,
+    is_foreign_origin,
+    is_known_host,
+    open_listener,
+    own_names,
+    serve_until_signal,
+    stop_on_disconnect,
+    url_of,
+)
 from reward_loop.agent import PendingRewards, RewardAgent
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError, RewardsCancelledError

@@ -102,9 +102,6 @@ class BlockingPendingRewards:
         self._pending = pending
         self._agent = agent
 
-    def __repr__(self) -> str:
-        return f"Blocking{self._pending!r}"
-
     def __len__(self) -> int:
         """The number of samples."""
         return len(self._pending)

@@ -8,15 +8,15 @@ limits, budget, policies and records, as any other sample.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import Any
 
 from reward_loop._util.text import listing
-from reward_loop.agent.agent import RewardAgent, close_manager
-from reward_loop.agent.blocking import BlockingRewardAgent
+from reward_loop.agent.agent import close_manager
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError
 from reward_loop.managers.scorer import load_scorer, scored
@@ -82,7 +82,7 @@ async def scorer(
     reward_kwargs: Mapping[str, Any] | None = None,
     router_address: str | None = None,
 ) -> AsyncIterator[None]:
-    """Make a reward function, or a reward manager, the current scorer within the block, without a trainer.
+    """Make a reward function the current scorer within the block, without a trainer.
 
     It is current in the task that enters the block, and in the tasks that are started within it.
 
@@ -92,56 +92,31 @@ async def scorer(
             reward = await reward_loop.score("#### 4", ground_truth="4")
 
     Args:
-        function: the function, or its name: ``file.py:name`` or ``package.module:name``. Loaded in a thread. A
-            reward manager is used with its own options, limits and records, and stays open; other arguments are then
-            an error.
+        function: the function, or its name: ``file.py:name`` or ``package.module:name``. Loaded in a thread.
         config: the options.
         manager: the name or the import path of the reward manager.
         reward_kwargs: configured arguments of the function.
         router_address: ``host:port`` of model servers, which the function receives as ``reward_router_address``.
 
     Raises:
-        ConfigError: an option is invalid, a manager was given with further arguments, or an agent in place of its
-            manager.
+        ConfigError: an option is invalid.
         FunctionLoadError: the function cannot be found, or cannot be called with the arguments of the reward loop.
     """
-    if isinstance(function, RewardAgent | BlockingRewardAgent):
-        raise ConfigError(
-            f"scorer takes a function or a reward manager, not a {type(function).__name__}: pass the manager of a "
-            "RewardAgent, `scorer(agent.manager)`. The manager of a BlockingRewardAgent belongs to the agent's thread"
-        )
-    if not isinstance(function, type) and callable(getattr(function, "run_single", None)):
-        given = {"config": config, "reward_kwargs": reward_kwargs, "router_address": router_address}
-        ignored = [name for name, value in given.items() if value is not None] + ["manager"] * (manager != "naive")
-        if ignored:
-            raise ConfigError(
-                f"scorer: {listing(ignored)} would have no effect on the manager {type(function).__name__}: pass "
-                "these to its constructor"
-            )
-        with _scoring_by(function):
-            yield
-        return
     options = parse(RewardLoopConfig, config, "config")
     loaded = await asyncio.to_thread(
         load_scorer, function, manager, options, reward_kwargs=reward_kwargs, router_address=router_address
     )
+    name = function if isinstance(function, str) else getattr(loaded.manager, "name", type(loaded.manager).__name__)
     try:
-        with _scoring_by(loaded.manager, function if isinstance(function, str) else None):
+        with CurrentScorer(functools.partial(_score, loaded.manager, name), {}).in_use():
             yield
     finally:
         await close_manager(loaded.manager)
 
 
-def _scoring_by(manager: Any, name: str | None = None) -> AbstractContextManager[None]:
-    """Set a manager as the current scorer within the block. Messages contain the ``name``, by default its own."""
-    # A manager of the user may have none.
-    shown = name or getattr(manager, "name", type(manager).__name__)
-
-    async def score_one(sample: RewardSample) -> Reward:
-        _, reward = await scored(manager, sample, shown)
-        return reward
-
-    return CurrentScorer(score_one, {}).in_use()
+async def _score(manager: Any, name: str, sample: RewardSample) -> Reward:
+    _, reward = await scored(manager, sample, name)
+    return reward
 
 
 def _get() -> CurrentScorer:

@@ -133,10 +133,6 @@ class PendingRewards:
         if not samples:
             on_settled(self)
 
-    def __repr__(self) -> str:
-        state = "failed" if self.error else "done" if self.done() else "pending"
-        return f"{type(self).__name__}({state}, {self.completed} of {self.group_count} groups)"
-
     def __len__(self) -> int:
         """The number of samples."""
         return len(self._scored)

@@ -7,7 +7,7 @@ another one, and submits again what it has not received.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 import ray
 
 from reward_loop._util.process import raise_gc_threshold
+from reward_loop._util.text import listing
 from reward_loop.agent.agent import RewardAgent
 from reward_loop.agent.pending import MiniBatch, PendingRewards
 from reward_loop.config import RewardLoopConfig, parse
@@ -59,19 +60,18 @@ class AsyncRewardAgent:
         Ray may run two calls of an async actor in either order: wait for one answer before the next call.
 
         Args:
-            data: a list of `RewardSample`, or verl's ``DataProto``. Samples with the same ``uid`` are a group, wherever
-                they are. Without uids, or if all uids differ, the members of a group are neighbours.
+            data: a list of `RewardSample`, or verl's ``DataProto``. The members of a group are neighbours.
             group_size: the size of each group.
 
         Raises:
-            ConfigError: the batch does not divide into these groups.
+            ConfigError: the batch does not divide into these groups, or a group's uids differ in part.
         """
         if self._agent.loop is None:
             await self._agent.__aenter__()
-        order = _by_group(data, group_size)
-        rows = [data[i : i + 1] if hasattr(data, "batch") else data[i] for i in order]
+        _check_groups(data, group_size)
+        rows = [data[i : i + 1] if hasattr(data, "batch") else data[i] for i in range(len(data))]
         if rows:
-            self._batches.append(_Submitted(self._agent.submit(rows, group_size=group_size), order, data, group_size))
+            self._batches.append(_Submitted(self._agent.submit(rows, group_size=group_size), data, group_size))
         return len(rows)
 
     async def get(self, chunk_size: int, hook_func: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
@@ -130,8 +130,6 @@ class _Submitted:
     """A submitted batch, and how much of it was handed out."""
 
     pending: PendingRewards
-    order: list[int]
-    """The index of each of its samples in the caller's batch."""
     data: Any
     """The batch as it was submitted."""
     group_size: int
@@ -141,7 +139,7 @@ class _Submitted:
     def answer(self, last: int) -> tuple[list[int], Any, dict[str, Any]]:
         """Return the answer of `AsyncRewardAgent.get`, for the groups that are complete and not handed out."""
         groups = MiniBatch(tuple(self.pending.complete_groups(self.taken, last)))
-        rewards = {self.order[i]: reward for i, reward in zip(groups.indices, groups.rewards, strict=True)}
+        rewards = dict(zip(groups.indices, groups.rewards, strict=True))
         indices = sorted(rewards)
         scores = [rewards[i]["reward_score"] for i in indices]
         infos = [rewards[i]["reward_extra_info"] for i in indices]
@@ -153,13 +151,13 @@ class _Submitted:
         return indices, RewardLoopManagerBase.assemble_rm_scores(self.data[indices], scores), columns
 
 
-def _by_group(data: Any, group_size: int) -> list[int]:
-    """Return the sample indices, with the members of each group next to each other."""
-    uids = data.non_tensor_batch.get("uid") if hasattr(data, "batch") else [sample.uid for sample in data]
-    if uids is None or None in uids:
-        return list(range(len(data)))
-    sizes = Counter(uids)  # its keys are in the order in which they were counted
-    if len(sizes) < len(uids) and (wrong := [uid for uid in sizes if sizes[uid] != group_size]):
-        raise ConfigError(f"group_size is {group_size}, but {sizes[wrong[0]]} samples have the uid {wrong[0]!r}")
-    place = {uid: place for place, uid in enumerate(sizes)}
-    return sorted(range(len(uids)), key=lambda i: place[uids[i]])
+def _check_groups(data: Any, group_size: int) -> None:
+    """Raise an error if samples with one uid, as verl gives those of a prompt, are not neighbours."""
+    uids = data.non_tensor_batch.get("uid", ()) if hasattr(data, "batch") else [sample.uid for sample in data]
+    for first in range(0, len(uids), max(1, group_size)):
+        found = set(uids[first : first + group_size])
+        if 1 < len(found) < group_size:
+            raise ConfigError(
+                f"the group of samples {first} to {first + group_size - 1} has the uids {listing(map(str, found))}: "
+                "put the samples of a prompt next to each other, or give another group_size"
+            )

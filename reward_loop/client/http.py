@@ -24,9 +24,8 @@ import aiohttp
 
 from reward_loop._util.addresses import proxy_of, url_of
 from reward_loop._util.api_keys import api_key_of
-from reward_loop._util.backoff import Backoff
 from reward_loop._util.json import decode, encode
-from reward_loop._util.retry_after import asked_pause, is_incurable, is_out_of_credit
+from reward_loop._util.retry_after import Backoff, asked_pause, is_incurable, is_out_of_credit
 from reward_loop._util.text import shorten
 from reward_loop._util.transient import (
     RouterCode,

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
-from reward_loop._util.backoff import Backoff
+from reward_loop._util.retry_after import Backoff
 from reward_loop._util.text import counted
 from reward_loop.records import OUTAGE, current, waiting_for
 

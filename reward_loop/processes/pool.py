@@ -133,11 +133,13 @@ class WorkerProcesses:
         if self._slots is None or self._slots[0] is not loop:
             self._slots = loop, asyncio.Semaphore(self.max_processes)
         async with self._slots[1]:
+            # A child that dies before its call has nothing to do with it: perhaps memory had run out.
+            with contextlib.suppress(_NotStartedError):
+                return await self._call(call, timeout, begin)
             try:
                 return await self._call(call, timeout, begin)
-            # A child that dies before its call has nothing to do with it: perhaps memory had run out. Once again, then.
-            except _NotStartedError:
-                return await self._call(call, timeout, begin)
+            except _NotStartedError as error:
+                raise RewardCrashedError(error.problem) from None
 
     async def _call(self, call: bytes, timeout: float | None, begin: Callable[[], None]) -> CallOutcome:
         template = self._started()

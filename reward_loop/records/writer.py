@@ -21,7 +21,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple
 
-from reward_loop._util.json import BYTES, decode, encode_fast, to_json
+from reward_loop._util.json import decode, encode_fast, to_json
 from reward_loop._util.text import cut
 from reward_loop.errors import BudgetSpentError
 from reward_loop.records.active import ActiveSample
@@ -528,9 +528,6 @@ _LONE_SURROGATE = re.compile(rb"(?<!\\)((?:\\\\)*)\\(u[dD][89a-fA-F][0-9a-fA-F]{
 _WRITTEN = {"\n": "n", "\r": "r", "\t": "t"}
 """How JSON writes the line breaks of a secret, after a backslash."""
 
-_BYTES = f'{BYTES}":'.encode()
-"""In lines with bytes, and with objects of the user that look the same."""
-
 _secrets: dict[str, re.Pattern[bytes]] = {}
 
 
@@ -554,8 +551,6 @@ def encode_record(record: Mapping[str, Any]) -> bytes:
     """
     try:
         line = encode_fast(record)  # it rejects them; to search for them would take longer than to encode the record
-        if _BYTES in line:
-            line = _encode_slowly(record)
     except TypeError:
         line = _encode_slowly(record)
     for pattern in tuple(_secrets.values()):  # other threads may add keys
@@ -565,10 +560,10 @@ def encode_record(record: Mapping[str, Any]) -> bytes:
 
 def _encode_slowly(record: Mapping[str, Any]) -> bytes:
     try:
-        line = to_json(record, escape=True)
+        line = to_json(record)
     except Exception as error:  # a value whose str() raises, or a value that contains itself
         kept = {key: value for key, value in record.items() if isinstance(value, str | int | float | None)}
-        line = to_json({**kept, "record_error": f"{type(error).__name__}: {error}"}, escape=True)
+        line = to_json({**kept, "record_error": f"{type(error).__name__}: {error}"})
     return _LONE_SURROGATE.sub(rb"\1\\\\\2", line)
 
 

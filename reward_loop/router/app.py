@@ -22,8 +22,7 @@ import uvloop
 from reward_loop._util import web_server
 from reward_loop._util.api_keys import api_key_of, has_key
 from reward_loop._util.process import exit_with_parent, raise_descriptor_limit
-from reward_loop._util.web_pages import is_foreign_origin, is_known_host, own_names
-from reward_loop._util.web_server import is_loopback, url_of
+from reward_loop._util.web_server import is_foreign_origin, is_known_host, is_loopback, own_names, url_of
 from reward_loop.config import parse
 from reward_loop.errors import ConfigError
 from reward_loop.router.backend import Backend, check_health

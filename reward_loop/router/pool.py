@@ -33,7 +33,7 @@ from typing import Any, Self
 
 import orjson
 
-from reward_loop._util.backoff import Backoff
+from reward_loop._util.retry_after import Backoff
 from reward_loop._util.transient import RouterCode
 from reward_loop.router.backend import (
     ANY,

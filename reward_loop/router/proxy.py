@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import orjson
 
-from reward_loop._util.backoff import Backoff
+from reward_loop._util.retry_after import Backoff
 from reward_loop._util.transient import RouterCode
 from reward_loop.router.backend import Backend, Route
 from reward_loop.router.config import RouterConfig

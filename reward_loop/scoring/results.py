@@ -9,7 +9,7 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any
 
-from reward_loop._util.portable import portable
+from reward_loop._util.json import portable
 from reward_loop._util.text import first_line, listing, shorten
 from reward_loop._util.transient import out_of_credit, retry_after
 from reward_loop.errors import (
@@ -156,7 +156,7 @@ def normalise(returned: Any) -> tuple[float | None, dict[str, Any]]:
     The extra info depends on the type, as in verl:
 
     - A number or bool: ``{"acc": number}``.
-    - A dict: all its keys, including ``score``. Its values are made portable, see `_util.portable`.
+    - A dict: all its keys, including ``score``. Its values are made portable, see `portable`.
     - A tuple ``(score, prompt, explanation)``: the keys ``prompt`` and ``explanation``.
     - ``None``: empty.
 

@@ -44,7 +44,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 
-from reward_loop._util.backoff import Backoff
+from reward_loop._util.retry_after import Backoff
 from reward_loop._util.transient import (
     DOWN_STATUS,
     address_of,

@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reward_loop._util.api_keys import has_key
 from reward_loop._util.json import encode
-from reward_loop._util.web_pages import is_known_host, own_names
+from reward_loop._util.web_server import is_known_host, own_names
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.index import questions
 from reward_loop.index.filters import GROUPS_PARAMETERS, SAMPLES_PARAMETERS, SampleFilter, check_parameters

@@ -13,7 +13,6 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from reward_loop._util import uvicorn_limits
 from reward_loop._util.web_server import (
     api_key,
     is_loopback,
@@ -26,7 +25,6 @@ from reward_loop._util.web_server import (
 )
 from reward_loop.errors import ConfigError
 from tests.support.gsm8k import ROOT
-from tests.support.servers import serving
 
 
 def test_addresses() -> None:
@@ -174,79 +172,3 @@ async def test_work_is_cancelled_if_the_client_disconnects_first() -> None:
         await stop_on_disconnect(messages.get, fails)
     assert not await stop_on_disconnect(messages.get, waits)
     assert cancelled.is_set()
-
-
-class LimitedServer:
-    """A server of which a test reads all bytes."""
-
-    def __init__(self, url: str) -> None:
-        host, port = url.removeprefix("http://").split(":")
-        self.address = (host, int(port))
-
-    async def answer(self, *messages: bytes) -> bytes:
-        """Return what the server sends until it closes the connection."""
-        reader, writer = await asyncio.open_connection(*self.address)
-        async with asyncio.timeout(30):
-            answer = b""
-            for message in messages:
-                writer.write(message)
-                if message.endswith(b"\r\n\r\n"):
-                    answer += await reader.readuntil(b"ok")
-            with contextlib.suppress(ConnectionError):
-                answer += await reader.read()
-        writer.close()
-        return answer
-
-
-async def ok(scope: Any, receive: Any, send: Any) -> None:
-    while (await receive()).get("more_body"):
-        pass
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-    await send({"type": "http.response.body", "body": b"ok"})
-
-
-GET = b"GET / HTTP/1.1\r\nhost: h\r\n\r\n"
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [
-        (),
-        (b"GET / HT",),
-        (b"POST / HTTP/1.1\r\nhost: h\r\ncontent-length: 5\r\n\r\n1",),
-        (GET, b"\r\n"),
-        (GET, b"GET / HT"),
-        (GET,),
-    ],
-    ids=["silent", "half a head", "half a body", "a line after an answer", "half a second head", "idle"],
-)
-async def test_connections_without_a_complete_request_are_closed(
-    messages: tuple[bytes, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(uvicorn_limits, "KEEP_ALIVE_S", 0.2)
-    async with serving(ok, http=uvicorn_limits.LimitedHttp, timeout_keep_alive=1) as url:
-        answer = await LimitedServer(url).answer(*messages)
-        assert answer.count(b"200 OK") == messages.count(GET)
-
-
-async def test_a_long_answer_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uvicorn_limits, "KEEP_ALIVE_S", 0.05)
-
-    async def slow(scope: Any, receive: Any, send: Any) -> None:
-        await asyncio.sleep(0.3)
-        await ok(scope, receive, send)
-
-    async with serving(slow, http=uvicorn_limits.LimitedHttp, timeout_keep_alive=1) as url:
-        assert (await LimitedServer(url).answer(GET)).endswith(b"ok")
-
-
-async def test_heads_are_bounded_and_bodies_are_not() -> None:
-    async with serving(ok, http=uvicorn_limits.LimitedHttp) as url:
-        long = b"GET / HTTP/1.1\r\nhost: h\r\n" + b"".join(b"x%d: %s\r\n" % (n, b"y" * 900) for n in range(1200))
-        reader, writer = await asyncio.open_connection(*LimitedServer(url).address)
-        async with asyncio.timeout(30):
-            writer.write(long)
-            assert (await reader.readline()).startswith(b"HTTP/1.1 400 ")
-        writer.close()
-        body = b"POST / HTTP/1.1\r\nhost: h\r\ncontent-length: %d\r\nconnection: close\r\n\r" % (4 << 20)
-        assert (await LimitedServer(url).answer(body, b"\n" + b"z" * (4 << 20))).endswith(b"ok")

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 import reward_loop
-from reward_loop import NaiveRewardLoopManager
 from reward_loop.agent.environment import CurrentScorer
 from reward_loop.errors import ConfigError, FunctionLoadError, TooManyFailuresError
 from reward_loop.records import records
@@ -123,37 +122,4 @@ async def test_wrong_calls_are_named() -> None:
             pass
     with pytest.raises(ConfigError, match="timeout"):
         async with reward_loop.scorer(length, {"timeout": -1}):
-            pass
-
-
-async def test_a_given_manager_keeps_its_options_and_stays_open(tmp_path: Path) -> None:
-    async def hangs(solution_str: str) -> float:
-        await asyncio.Event().wait()
-        return 1.0
-
-    options = {"timeout": 0.01, "on_failed": "default", "default_score": -1.0, "log_dir": str(tmp_path)}
-    async with reward_loop.RewardAgent(NaiveRewardLoopManager(options, compute_score=hangs)) as agent:
-        for _ in range(2):  # the first block has not closed the manager
-            async with reward_loop.scorer(agent.manager):
-                reward = await reward_loop.score("x", uid="turn")
-            assert reward["reward_score"] == -1
-        submitted = await agent.submit([RewardSample("x", uid="batch")])
-    assert submitted[0]["reward_score"] == -1
-    assert [row["uid"] for row in RecordsReader(tmp_path).rows()] == ["turn", "turn", "batch"]
-
-
-@pytest.mark.parametrize(
-    "given", [{"config": {}}, {"manager": "rate_limited"}, {"reward_kwargs": {}}, {"router_address": "h:1"}]
-)
-async def test_a_given_manager_takes_no_further_arguments(given: dict[str, Any]) -> None:
-    manager = NaiveRewardLoopManager(compute_score=length)
-    with pytest.raises(ConfigError, match=rf"{next(iter(given))} would have no effect on the manager Naive"):
-        async with reward_loop.scorer(manager, **given):
-            pass
-
-
-@pytest.mark.parametrize("kind", [reward_loop.RewardAgent, reward_loop.BlockingRewardAgent])
-async def test_an_agent_is_not_a_scorer(kind: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"not a {kind.__name__}: pass the manager"):
-        async with reward_loop.scorer(kind(NaiveRewardLoopManager(compute_score=length))):
             pass

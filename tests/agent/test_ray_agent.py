@@ -52,14 +52,12 @@ async def test_the_last_chunk_may_be_smaller_and_a_hook_gets_it():
     assert (await within(agent.get(2, hook_func=hook, scale=2)))[0] == 1
 
 
-async def test_samples_with_the_same_uid_make_a_group():
+async def test_the_samples_of_a_prompt_are_neighbours():
     agent = AsyncRewardAgent(lambda solution_str: float(solution_str))
-    samples = [RewardSample(str(i), uid=uid) for i, uid in enumerate("abab")]
-    await agent.compute_reward_pipeline(samples, group_size=2)
-    chunks = [(await within(agent.get(2)))[0] for _ in range(2)]
-    assert sorted(chunks) == [[0, 2], [1, 3]]
-    with pytest.raises(ConfigError, match="3 samples have the uid 'a'"):
-        await agent.compute_reward_pipeline([RewardSample("", uid=uid) for uid in "aaab"], group_size=2)
+    for uids in ("aaab", "abcb"):
+        with pytest.raises(ConfigError, match=r"put the samples of a prompt next to each other"):
+            await agent.compute_reward_pipeline([RewardSample("", uid=uid) for uid in uids], group_size=4)
+    assert await agent.compute_reward_pipeline([RewardSample("1", uid=uid) for uid in "aabb"], group_size=2) == 4
 
 
 async def test_invalid_sizes_and_calls_are_refused():
@@ -96,7 +94,7 @@ class DataProto:
             "responses": torch.arange(count)[:, None].repeat(1, 4),
             "attention_mask": torch.tensor([[1] * (2 + 1 + i % 4) + [0] * (3 - i % 4) for i in range(count)]),
         }
-        uids = np.array([f"u{i % 2}" for i in range(count)], dtype=object)
+        uids = np.array([f"u{i // 2}" for i in range(count)], dtype=object)
         self.non_tensor_batch = {"uid": uids}
 
     def __len__(self):
@@ -144,11 +142,11 @@ async def test_post_processed_rewards_of_a_data_proto_are_in_its_records(tmp_pat
     agent = AsyncRewardAgent(Centred(), config={"log_dir": str(tmp_path)}, tokenizer=Tokenizer())
     await agent.compute_reward_pipeline(DataProto(4), group_size=2)
     _, rewards, _ = await within(agent.get(4))
-    assert rewards.sum(-1).tolist() == [0, 0, 2, 2]
+    assert rewards.sum(-1).tolist() == [0, 1, 0, 1]
     await agent.shutdown()
     assert await asyncio.to_thread(records(tmp_path).flush)
     found = {row["uid"]: (row["group"], row["score"], row["reward"]) for row in RecordsReader(tmp_path).rows()}
-    assert found == {"u0_0": ("u0", 0, 0), "u0_1": ("u0", 2, 2), "u1_0": ("u1", 0, 0), "u1_1": ("u1", 2, 2)}
+    assert found == {"u0_0": ("u0", 0, 0), "u0_1": ("u0", 1, 1), "u1_0": ("u1", 0, 0), "u1_1": ("u1", 1, 1)}
 
 
 async def test_shutdown():

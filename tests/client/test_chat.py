@@ -9,7 +9,7 @@ from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop.client import chat_complete
 from reward_loop.errors import ConfigError, RequestError
 from reward_loop.records import ActiveSample
-from reward_loop.testing import Answer, BadJson, Body, Drop, FakeJudge, NoChoices, Status
+from reward_loop.testing import Answer, BadJson, Body, Drop, FakeJudge, Status
 
 
 async def test_a_reply() -> None:
@@ -38,7 +38,7 @@ async def test_a_conversation_is_sent_as_it_is() -> None:
 
 async def test_an_answer_without_a_reply_is_an_error_that_shows_it() -> None:
     async with FakeJudge() as judge:
-        judge.script(NoChoices())
+        judge.script(Body({"choices": []}))
         with pytest.raises(RequestError, match="'choices': \\[\\]") as raised:
             await chat_complete(judge.address, "?")
         assert raised.value.transient
@@ -89,7 +89,7 @@ async def test_a_busy_judge_is_asked_again() -> None:
 
     options = RewardLoopConfig(retry={"initial_wait": 0.001, "max_attempts": 5})  # type: ignore[arg-type]
     async with FakeJudge("0.5") as judge:
-        judge.script(Status(429, retry_after=0.001), BadJson(), Drop(), NoChoices(), Status(400))
+        judge.script(Status(429, retry_after=0.001), BadJson(), Drop(), Body({"choices": []}), Status(400))
         function = ScoringFunction(compute_score, options=options)
         result = await function(RewardSample("x"), reward_router_address=judge.address)
         # The client repeats each request, and only the refusal is left to the retries of the function.

@@ -8,7 +8,7 @@ from reward_loop import RewardSample
 from reward_loop.client import classify, score
 from reward_loop.errors import ConfigError, RequestError
 from reward_loop.records import ActiveSample
-from reward_loop.testing import Body, FakeJudge, Logits, NoChoices
+from reward_loop.testing import Body, FakeJudge, Logits
 
 
 async def test_a_logit_or_the_logits() -> None:
@@ -50,7 +50,7 @@ async def test_the_shapes_of_vllms_answers(found: dict[str, Any], logits: Any) -
 
 async def test_an_answer_without_logits_is_an_error() -> None:
     async with FakeJudge() as judge:
-        judge.script(NoChoices(), NoChoices())
+        judge.script(*[Body({"data": []})] * 2)
         with pytest.raises(RequestError, match="without logits"):
             await classify(judge.address, "x")
         with pytest.raises(RequestError, match="a score for each document"):

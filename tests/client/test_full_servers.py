@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 
 from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
-from reward_loop._util import backoff
+from reward_loop._util import retry_after
 from reward_loop.client import chat_complete
 from reward_loop.errors import RequestError
 from reward_loop.testing import FakeJudge, Status
@@ -16,8 +16,8 @@ from tests.support.clock import until
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(backoff, "FIRST_S", 0.1)
-    monkeypatch.setattr(backoff, "LONGEST_S", 1.0)
+    monkeypatch.setattr(retry_after, "FIRST_S", 0.1)
+    monkeypatch.setattr(retry_after, "LONGEST_S", 1.0)
 
 
 ANSWER = {"choices": [{"message": {"content": "1"}, "finish_reason": "stop"}]}

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from reward_loop import Outcome, RewardLoopConfig, RewardLoopError, RewardResult, RewardSample, ScoringFunction
-from reward_loop._util import backoff
+from reward_loop._util import retry_after
 from reward_loop.client import chat_complete
 from reward_loop.config import RetryConfig
 
@@ -37,7 +37,7 @@ class Service:
 @pytest.fixture
 async def service(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Service]:
     for name in ("FIRST_S", "LONGEST_S"):
-        monkeypatch.setattr(backoff, name, 0.001)
+        monkeypatch.setattr(retry_after, name, 0.001)
     service, app = Service(), web.Application()
     app.router.add_post("/v1/chat/completions", service.chat)
     runner = web.AppRunner(app)

@@ -10,7 +10,7 @@ from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop.client import Judge, Number
 from reward_loop.errors import ConfigError, RequestError
 from reward_loop.records import ActiveSample
-from reward_loop.testing import FakeJudge, NoChoices, Status
+from reward_loop.testing import Body, FakeJudge, Status
 
 TEMPLATE = "Rate from 1 to 10: {{answer}}\nEnd with `Score: N`."
 
@@ -34,7 +34,7 @@ async def test_an_equal_request_is_answered_from_the_file_also_by_another_judge(
 
 async def test_answers_without_a_usable_reply_are_asked_for_again(tmp_path: Path) -> None:
     with FakeJudge("Score: 7") as server:
-        server.script(Status(400), NoChoices())
+        server.script(Status(400), Body({"choices": []}))
         with pytest.raises(RequestError, match="status 400"):
             await judge(tmp_path / "c")(server.address, answer="4")
         with pytest.raises(RequestError, match="without a reply"):

@@ -55,7 +55,7 @@ def test_the_wheel_has_all_public_names_and_runs_the_quickstart(tmp_path: Path) 
     run(*UV, "venv", "--quiet", "--python", sys.executable, tmp_path / "environment", cwd=tmp_path)
     run(*UV, "pip", "install", "--quiet", "--python", python, wheel, cwd=tmp_path)
 
-    table = (CLONE / "docs/architecture.md").read_text().partition("<!-- begin public modules -->")[2]
+    table = (CLONE / "docs/dev/architecture.md").read_text().partition("<!-- begin public modules -->")[2]
     modules = re.findall(r"`(reward_loop[.\w]*)`", table.partition("<!-- end")[0])
     assert len(modules) > 10
     printed = run(python, "-c", NAMES, "reward_loop", *modules, cwd=tmp_path).splitlines()

@@ -9,7 +9,6 @@ import faulthandler
 import os
 import pickle
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -153,16 +152,8 @@ def crashes() -> Any:
     return ctypes.string_at(0)
 
 
-def aborts() -> None:
-    os.abort()
-
-
 def kills_itself() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def gets_a_real_time_signal() -> None:
-    os.kill(os.getpid(), signal.SIGRTMIN + 3)
 
 
 def signals_its_group() -> None:
@@ -195,24 +186,10 @@ def closes_its_streams() -> float:
     return 1.0
 
 
-def closes_all_files() -> float:
-    os.closerange(0, 1024)
-    return 1.0
-
-
 def prints_a_lot() -> float:
     for _ in range(1000):
         print("x" * 1000)
         print("x" * 1000, file=sys.stderr)
-    return 1.0
-
-
-def disables_the_operating_system() -> float:
-    """Graders that run generated code take these away from it, as HumanEval's ``reliability_guard`` does."""
-    for module, names in ((os, "kill fork fchdir chdir getcwd setuid killpg unlink remove"), (shutil, "rmtree move")):
-        for name in names.split():
-            setattr(module, name, None)
-    faulthandler.disable()
     return 1.0
 
 
@@ -243,22 +220,6 @@ def state() -> dict[str, Any]:
         *(signal.getsignal(signal.SIGALRM), signal.alarm(0), os.kill, round(2.0), len(kept), pickle.dumps),
     ]
     return {"score": 1.0, "state": repr(found)}
-
-
-def works_for(seconds: float, limit: int) -> float:
-    """Limits its CPU time, as graders of code do, and uses some."""
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
-    end = time.process_time() + seconds
-    while time.process_time() < end:
-        pass
-    return 1.0
-
-
-def writes(path: str) -> float:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-    Path(path).write_bytes(b"0" * 100)
-    return 1.0
 
 
 def comes_back_twice() -> float:
@@ -293,13 +254,6 @@ def starts_one_that_leaks() -> float:
     leak = "import os, time; kept = []\nwhile True: kept.append(os.urandom(1 << 20)); time.sleep(0.005)"
     subprocess.run([sys.executable, "-c", leak])
     return 1.0
-
-
-def verifies(answer: str, gold: str) -> float:
-    """Math-Verify, which sets alarms."""
-    import math_verify
-
-    return float(math_verify.verify(math_verify.parse(gold), math_verify.parse(answer)))
 
 
 class StatusError(Exception):

@@ -13,7 +13,7 @@ import pytest
 from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample, limit
 from reward_loop.client import Choice, Judge, Number, chat_complete, classify, score
 from reward_loop.records import ActiveSample, current, exchanges_of, records
-from reward_loop.testing import Answer, BadJson, Body, FakeJudge, Logits, NoChoices, Stall, Status
+from reward_loop.testing import Answer, BadJson, Body, FakeJudge, Logits, Stall, Status
 
 JUDGE = Judge("Rate {{answer}}", Number(0, 10), max_tokens=9)
 KEY = 'planted-"key"-0123456789'
@@ -81,7 +81,7 @@ async def test_an_exchange_is_recorded_word_for_word(tmp_path: Path, function: A
         (Answer("Score: 7", "length"), {"finish_reason": "length", "score": None}),
         (Status(400, message="too long"), {"status": 400, "response": {"error": {"message": "too long"}}}),
         (BadJson(), {"status": 200, "error": "is not JSON"}),
-        (NoChoices(), {"status": 200, "error": "without a reply"}),
+        (Body({"choices": []}), {"status": 200, "error": "without a reply"}),
     ],
 )
 async def test_an_exchange_without_a_verdict_is_recorded_with_the_reason(

@@ -118,7 +118,7 @@ def test_a_function_of_a_script_from_standard_input_has_no_source_hash(monkeypat
         ("from mine.tools import x", "mine is in {folder}: add that folder to PYTHONPATH"),
         ("import my_parts.one", "my_parts is in {folder}/mine/rewards: add that folder to PYTHONPATH"),
         ("from .my_helper import x", "a file on its own has no package: write `import helper`, or"),
-        ("from json import my_x", "json/__init__.py was imported in place of {folder}/mine/rewards/json.py: rename"),
+        ("from json import my_x", ""),
         ("import no_such_module_anywhere", ""),
     ],
 )

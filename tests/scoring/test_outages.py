@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
-import json
 import logging
 import re
 import socket
 import ssl
 import struct
-import urllib.request
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +20,7 @@ import pytest
 import requests
 
 from reward_loop import Outcome, RewardLoopConfig, RewardSample, ScoringFunction
-from reward_loop._util import backoff
+from reward_loop._util import retry_after
 from reward_loop._util.transient import RouterCode
 from reward_loop._util.web_server import listen
 from reward_loop.client import chat_complete, classify
@@ -123,7 +120,7 @@ async def judge() -> AsyncIterator[Judge]:
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FIRST_S", "LONGEST_S"):
-        monkeypatch.setattr(backoff, name, 0.02)
+        monkeypatch.setattr(retry_after, name, 0.02)
 
 
 async def by_our_client(solution_str: str, reward_router_address: str) -> float:
@@ -172,27 +169,6 @@ async def by_openai(solution_str: str, reward_router_address: str) -> float:
     async with client:
         reply = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
     return float(reply.choices[0].message.content or "")
-
-
-def by_urllib(solution_str: str, reward_router_address: str) -> float:
-    request = urllib.request.Request(f"http://{reward_router_address}/v1/chat/completions", b"{}")
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as response:
-        return float(json.load(response)["choices"][0]["message"]["content"])
-
-
-def by_http_client(solution_str: str, reward_router_address: str) -> float:
-    connection = http.client.HTTPConnection(reward_router_address, timeout=60)
-    connection.request("POST", "/v1/chat/completions", b"{}")
-    return float(json.load(connection.getresponse())["choices"][0]["message"]["content"])
-
-
-async def by_a_stream(solution_str: str, reward_router_address: str) -> float:
-    host, port = reward_router_address.split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"POST / HTTP/1.1\r\ncontent-length: 0\r\n\r\n")
-    body = (await reader.read()).partition(b"\r\n\r\n")[2]
-    writer.close()
-    return float(json.loads(body)["choices"][0]["message"]["content"])
 
 
 CLIENTS = (
@@ -261,8 +237,8 @@ async def test_the_wait_is_not_part_of_the_deadline_and_holds_no_permit(judge: J
 
 
 async def test_one_call_at_a_time_asks_whether_the_judge_is_back(judge: Judge, monkeypatch: Any) -> None:
-    monkeypatch.setattr(backoff, "FIRST_S", 0.1)
-    monkeypatch.setattr(backoff, "LONGEST_S", 0.1)
+    monkeypatch.setattr(retry_after, "FIRST_S", 0.1)
+    monkeypatch.setattr(retry_after, "LONGEST_S", 0.1)
     at_once = most = 0
 
     async def closes_slowly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -496,28 +472,6 @@ async def test_a_request_that_breaks_servers_is_final(client: Any, status: int, 
     await judge.be(answers(status, error(RouterCode.REQUEST_BREAKS_SERVERS)))
     (result,) = await scored(scoring(client), judge)
     assert (result.outcome, result.attempts, judge.connections) == (Outcome.FAILED, 1, 1)
-
-
-@pytest.mark.parametrize(
-    ("client", "isolation"),
-    [(by_urllib, "thread"), (by_urllib, "process"), (by_http_client, "thread"), (by_a_stream, "thread")],
-)
-async def test_one_of_two_judges_is_away(client: Any, isolation: str, judge: Judge) -> None:
-    other = Judge()
-    await other.be(answers(200))
-    function = scoring(client, isolation=isolation, max_processes=2)
-    sample = asyncio.create_task(function(RewardSample("4"), reward_router_address=judge.address))
-    outages = function.limits.outages
-    async with asyncio.timeout(60):
-        await waiting(1, function)
-        for _ in range(20):  # the answers of the other judge are none of this one
-            assert (await function(RewardSample("4"), reward_router_address=other.address)).score == 7
-        assert not sample.done()
-        assert [away.address for away in outages.open] == [judge.address]
-        await judge.be(answers(200))
-        assert (await sample).score == 7
-    await other.stop()
-    await asyncio.to_thread(function.close)
 
 
 async def test_errors_without_an_address_stand_for_the_function_itself() -> None:
