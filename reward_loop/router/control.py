@@ -2,83 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from functools import partial
 from typing import Any
-from urllib.parse import parse_qs
 
 import orjson
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from reward_loop._util.text import shorten
-from reward_loop.config import parse
-from reward_loop.errors import ConfigError
 from reward_loop.router.backend import Backend, BackendState
 from reward_loop.router.config import BackendConfig
 from reward_loop.router.http_server import ClientRequest
-from reward_loop.router.messages import Refusal, find
+from reward_loop.router.messages import Refusal
 from reward_loop.router.pool import BackendPool
 from reward_loop.router.proxy import Proxy
 
-METHODS = {
-    "/metrics": ("GET",),
-    "/workers": ("GET", "POST", "DELETE"),
-    "/workers/hung": ("POST",),  # not GET, which any web page can send: the report would not reach the owner
-    "/workers/mark_dead": ("POST",),
-}
-"""The paths of the control plane, and their methods."""
+_PROBLEMS = 5
+"""The number of validation errors that the answer to an invalid request lists."""
 
 
-async def serve_control_plane(pool: BackendPool, proxy: Proxy, client: ClientRequest, body: bytes) -> None:
-    """Answer a request whose path is in `METHODS`.
+def control_plane(pool: BackendPool, proxy: Proxy) -> Callable[[ClientRequest, bytes], Awaitable[None]]:
+    """Return the control plane: a function that answers a request, given its body."""
+    return partial(_call_asgi, _app(pool, proxy))
 
-    Raises:
-        Refusal: the method, the query or the body is not valid, or the server is unknown.
+
+def _app(pool: BackendPool, proxy: Proxy) -> FastAPI:
+    """Return the endpoints. Most call the method of `BackendPool` that has their name.
+
+    The owner of the server processes calls ``mark_dead``.
     """
-    query = dict(parse_qs(client.target.partition(b"?")[2].decode("latin-1")))
+    app = FastAPI(openapi_url=None, redirect_slashes=False)
 
-    def argument(name: str) -> str:
-        if name not in query:
-            raise Refusal(422, f"query.{name} is missing", param=name)
-        return query[name][0]
+    @app.exception_handler(StarletteHTTPException)
+    async def refuse(request: Request, error: StarletteHTTPException) -> Response:
+        allow = (error.headers or {}).get("Allow")
+        return answer(request, Refusal(error.status_code, str(error.detail), allow=allow))
 
-    def backend() -> Backend:
-        url = argument("url")
-        if (found := pool.find(url)) is None:
-            raise Refusal(404, f"unknown server {shorten(url)}")
-        return found
+    @app.exception_handler(Refusal)
+    async def pass_on(request: Request, refusal: Refusal) -> Response:
+        return answer(request, refusal)
 
-    match client.method, client.path:
-        case "GET", "/metrics":
-            client.answer_ok(render(pool, proxy), b"text/plain; version=0.0.4; charset=utf-8")
-        case "GET", "/workers":
-            client.answer_ok(orjson.dumps([_shown(backend) for backend in pool.backends]))
-        case "POST", "/workers":
-            client.answer_ok(orjson.dumps(_shown(pool.add(_new_server(pool, client, body)))))
-        case "DELETE", "/workers":
-            await pool.remove(backend())
-            client.answer_ok(b"null")
-        case "POST", "/workers/hung":
-            # Waits until a server is hung; its owner restarts it.
-            client.answer_ok(orjson.dumps((await pool.next_hung()).url))
-        case "POST", "/workers/mark_dead":  # by the owner of the server processes
-            reason, lost = argument("reason"), query.get("lost") == ["true"]
-            pool.mark_dead(backend(), reason, lost=lost)
-            client.answer_ok(b"null")
-        case _:
-            allowed = ", ".join(METHODS[client.path])
-            raise Refusal(405, f"{client.path} takes {allowed}", allow=allowed)
+    @app.exception_handler(RequestValidationError)
+    async def refuse_invalid(request: Request, error: RequestValidationError) -> Response:
+        # Leave out the request's values, which may be long.
+        problems = [(".".join(map(str, problem["loc"])), problem["msg"]) for problem in error.errors()]
+        message = "; ".join(f"{where}: {what}" for where, what in problems[:_PROBLEMS])
+        return answer(request, Refusal(422, message[:1000], param=problems[0][0][:100]))
 
+    def answer(request: Request, refusal: Refusal) -> Response:
+        proxy.log.refused_request(request.method, request.url.path, refusal)
+        headers, body = refusal.render()
+        return Response(body, refusal.status, {name.decode(): value.decode() for name, value in headers})
 
-def _new_server(pool: BackendPool, client: ClientRequest, body: bytes) -> BackendConfig:
-    try:
-        config = parse(BackendConfig, orjson.loads(body), "body")
-    except (orjson.JSONDecodeError, ConfigError, RecursionError) as error:
-        raise Refusal(422, f"the body is not a server: {error}"[:1000]) from None
-    # Its requests would come back to itself until all places are in use.
-    if config.url == "http://" + (find(client.headers, b"host") or b"").decode("latin-1"):
-        raise Refusal(422, f"{config.url} is this router itself; name the address of a model server")
-    if pool.find(config.url):
-        raise Refusal(409, f"{config.url} is already a server of this router")
-    return config
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(render(pool, proxy), media_type=CONTENT_TYPE)
+
+    @app.get("/workers")
+    async def list_backends() -> list[dict[str, Any]]:
+        return [_shown(backend) for backend in pool.backends]
+
+    @app.post("/workers", status_code=201)
+    async def add(backend: BackendConfig, request: Request) -> dict[str, Any]:
+        # Its requests would come back to itself until all places are in use.
+        if backend.url == str(request.base_url).rstrip("/"):
+            raise HTTPException(422, f"{backend.url} is this router itself; name the address of a model server")
+        if pool.find(backend.url):
+            raise HTTPException(409, f"{backend.url} is already a server of this router")
+        return _shown(pool.add(backend))
+
+    @app.delete("/workers")
+    async def remove(url: str) -> None:
+        await pool.remove(find(url))
+
+    @app.post("/workers/hung")  # not GET, which any web page can send: the report would not reach the owner
+    async def next_hung() -> str:
+        """Wait until a server is hung, and return its URL; its owner restarts it."""
+        return (await pool.next_hung()).url
+
+    @app.post("/workers/mark_dead")
+    async def mark_dead(url: str, reason: str, lost: bool = False) -> None:
+        pool.mark_dead(find(url), reason, lost=lost)
+
+    def find(url: str) -> Backend:
+        backend = pool.find(url)
+        if backend is None:
+            raise HTTPException(404, f"unknown server {shorten(url)}")
+        return backend
+
+    return app
 
 
 def _shown(backend: Backend) -> dict[str, Any]:
@@ -93,6 +109,49 @@ def _shown(backend: Backend) -> dict[str, Any]:
         "last_error": backend.last_error,
     }
 
+
+async def _call_asgi(app: Callable[[Any, Any, Any], Awaitable[None]], client: ClientRequest, body: bytes) -> None:
+    """Call an ASGI app, and send its answer to the client when the app has returned.
+
+    Args:
+        app: the app; its answers have a ``Content-Length``.
+        client: the request. Its task is cancelled when the client disconnects, so the app gets no message of that.
+        body: the body of the request.
+    """
+    raw_path, _, query = client.target.partition(b"?")
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": client.version,
+        "scheme": "http",
+        "method": client.method,
+        "root_path": "",
+        "path": client.path,
+        "raw_path": raw_path,
+        "query_string": query,
+        "headers": client.headers,
+    }
+    unread = [body]
+    head: MutableMapping[str, Any] = {}
+    parts: list[bytes] = []
+
+    async def receive() -> MutableMapping[str, Any]:
+        if not unread:
+            await asyncio.Event().wait()  # Until the task is cancelled.
+        return {"type": "http.request", "body": unread.pop()}
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            head.update(message)
+            return
+        parts.append(message.get("body", b""))
+
+    await app(scope, receive, send)
+    # Only now: the client may send its next request as soon as it has the answer.
+    client.answer(head["status"], head["headers"], b"".join(parts))
+
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _PREFIX = "reward_loop_router_"
 

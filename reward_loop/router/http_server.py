@@ -173,9 +173,9 @@ class ClientRequest:
         self.answered = True
         self._flow.transport.write(self._message(status, headers, b"", b"" if self.method == "HEAD" else body))
 
-    def answer_ok(self, body: bytes, content_type: bytes = b"application/json") -> None:
+    def answer_json(self, body: bytes) -> None:
         """Send a complete answer with status 200."""
-        self.answer(200, [(b"content-type", content_type), (b"content-length", b"%d" % len(body))], body)
+        self.answer(200, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))], body)
 
     def refuse(self, refusal: Refusal) -> None:
         """Send an error answer, unless the answer has begun."""

@@ -208,7 +208,7 @@ class Proxy:
             pool, path = self._pool, client.path
             if pool.several_models and path == "/v1/models" and client.method == "GET":
                 models = [{"id": name, "object": "model", "owned_by": "reward_loop"} for name in sorted(pool.models)]
-                client.answer_ok(orjson.dumps({"object": "list", "data": models}))
+                client.answer_json(orjson.dumps({"object": "list", "data": models}))
                 return
             if body or client.method in _WITH_BODY:
                 headers += b"content-length: %d\r\n" % len(body)

@@ -8,13 +8,20 @@ from typing import Any
 import aiohttp
 import pytest
 
+from reward_loop.router import app, control
 from tests.support.servers import CHAT, listed, model_server, post, routed, serving
+
+
+def test_the_router_passes_on_the_paths_that_the_control_plane_has() -> None:
+    nothing: Any = None
+    routes: Any = control._app(nothing, nothing).routes
+    assert {route.path for route in routes} == app._CONTROL_PATHS
 
 
 async def test_servers_come_and_go_while_it_runs() -> None:
     async with routed(model_server("a")) as (url, urls, session), serving(model_server("a")) as other:
         async with session.post("/workers", json={"url": other, "kind": "generative"}) as response:
-            assert response.status == 200
+            assert response.status == 201
         async with session.post("/workers", json={"url": other}) as response:
             assert response.status == 409
         async with session.post("/workers", json={"url": "ftp://x"}) as response:
@@ -91,10 +98,10 @@ async def refused(session: aiohttp.ClientSession, method: str, path: str, **opti
         ("DELETE", "/workers", {}, 422, "query.url"),
         ("DELETE", "/workers", {"params": {"url": "http://x:1"}}, 404, "unknown server 'http://x:1'"),
         ("POST", "/workers/mark_dead", {"params": {"url": "http://x:1"}}, 422, "query.reason"),
-        ("PUT", "/workers", {}, 405, "/workers takes GET, POST, DELETE"),
-        ("GET", "/workers/mark_dead", {}, 405, "takes POST"),
+        ("PUT", "/workers", {}, 405, "Method Not Allowed"),
+        ("GET", "/workers/mark_dead", {}, 405, "Method Not Allowed"),
         ("DELETE", "/health", {}, 405, "GET and HEAD"),
-        ("POST", "/metrics", {}, 405, "takes GET"),
+        ("POST", "/metrics", {}, 405, "Method Not Allowed"),
     ],
 )
 async def test_errors_of_the_control_plane_have_the_shape_of_the_others(
@@ -155,7 +162,7 @@ async def test_with_a_key_any_host_name_is_accepted() -> None:
     async with routed(model_server("a"), api_key="k") as (_, _, session):
         headers = {"Host": "router.cluster.local", "Origin": "http://dashboard.cluster.local"}
         async with session.post("/workers", json={"url": "http://x:1"}, headers=headers) as response:
-            assert response.status == 200
+            assert response.status == 201
 
 
 async def test_health_without_a_server_has_the_shape_of_the_other_errors() -> None:
