@@ -306,3 +306,34 @@ def test_names_are_whole_at_80_columns(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("COLUMNS", "80")
     lines = report(str(write(tmp_path / "r", *rows))).splitlines()
     assert sum(line.startswith((f"{name}  ", f"{model}  ")) for line in lines) == 2
+
+
+def test_two_scorings_are_joined_by_uid(tmp_path: Path) -> None:
+    scores = {"a": (1.0, 1.0), "b": (0.0, 1.0), "c": (0.5, 0.75), "d": (1.0, None), "e": (1.0, 1.0)}
+    folders = [
+        write(tmp_path / name, *(sample(uid, step=1 + (uid > "b"), score=pair[i]) for uid, pair in scores.items()))
+        for i, name in enumerate("ab")
+    ]
+    write(folders[0], sample("only a", step=1, score=1.0), name="more.jsonl")
+    found = summary(*map(str, folders))
+    assert (found["pairs"], found["both"], found["agreement"]) == (5, 4, 0.5)
+    assert found["difference"] == pytest.approx(1.25 / 4)
+    low, high = found["interval"]
+    assert (low + high) / 2 == pytest.approx(found["difference"])
+    assert [(part["value"], part["difference"]) for part in found["parts"]] == [(1, 0.5), (2, pytest.approx(0.125))]
+    assert [(one["sample"], one["difference"]) for one in found["furthest"]] == [("b", 1.0), ("c", 0.25)]
+    shown = " ".join(report(*map(str, folders)).split())
+    assert "5 samples in both, 4 with two scores: 50.0% equal" in shown
+    assert "b 0 1 1" in shown
+
+
+def test_two_runs_without_a_common_sample_are_compared_by_their_means(tmp_path: Path) -> None:
+    first, second = (
+        write(tmp_path / name, *(sample(f"{name}{i}", step=1, score=float(i % 2 or base)) for i in range(4)))
+        for name, base in (("a", 0), ("b", 0.5))
+    )
+    found = summary(str(first), str(second))
+    assert (found["pairs"], found["mean_a"], found["mean_b"], found["difference"]) == (0, 0.5, 0.75, 0.25)
+    assert found["interval"][0] < 0.25 < found["interval"][1]
+    assert "no sample is in both" in report(str(first), str(second))
+    assert "name one, or two to compare" in " ".join(report(str(first), str(second), str(first), code=2).split())
