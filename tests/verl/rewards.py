@@ -241,6 +241,21 @@ def _is_over(step: int) -> bool:
     return (_beside_the_log("rollouts") / f"{step}.jsonl").exists()
 
 
+async def of_a_game(solution_str: str, ground_truth: str, extra_info: dict) -> dict[str, Any]:
+    """Judges a game of ``examples/guessing``, after some time; fails for one game in ten."""
+    from examples.guessing.reward import compute_score
+
+    await asyncio.sleep(number(solution_str) % 7 / 10)
+    result = await compute_score(ground_truth, extra_info)
+    result["score"] += number(solution_str) % 97 / 97
+    outcome = "failed" if number(solution_str) % 10 == 1 else "scored"
+    line = {"score": result["score"], "outcome": outcome, "split": extra_info["split"]}
+    _log(output=solution_str, gts=ground_truth, guesses=extra_info["guesses"], **line)
+    if outcome == "failed":
+        raise ConnectionError("the judge of the environment is gone")
+    return result
+
+
 def plain(solution_str: str, ground_truth: str, extra_info: dict) -> float:
     """A sync function that scores everything."""
     score = (number(solution_str) % 100) / 100

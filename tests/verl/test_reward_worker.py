@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import resource
 from collections.abc import Callable
@@ -172,18 +171,6 @@ async def test_verls_options_of_a_manager_take_effect(with_function: Settings) -
     assert reward["reward_extra_info"]["overlong"] is True
 
 
-async def test_a_combination_of_functions(with_function: Settings) -> None:
-    source = """
-from reward_loop import combine
-def accuracy(solution_str, ground_truth): return float(ground_truth in solution_str)
-def brevity(solution_str): return -len(solution_str)
-compute_score = combine(accuracy=(accuracy, 1), brevity=(brevity, 0.01))
-"""
-    worker = RewardWorker(with_function(source), None)
-    assert await scores_of(worker, "1+1=2", "1+1=3") == [pytest.approx(1.0 - 0.05), pytest.approx(-0.05)]
-    assert (await info_of(worker, "1+1=2"))["brevity"] == -5
-
-
 async def test_a_batch_function(with_function: Settings) -> None:
     source = "def compute_score(solution_strs, unit): return [unit * len(text) for text in solution_strs]\n"
     worker = RewardWorker(with_function(source, "reward_model.reward_manager=batch", unit=10), None)
@@ -199,14 +186,6 @@ async def test_without_a_function_verls_rules_apply_by_data_source(with_function
     unknown = await info_of(worker, "2", data_source="nonesuch")
     assert unknown["reward_outcome"] == "failed"
     assert "nonesuch" in unknown["reward_error"]
-
-
-@pytest.mark.parametrize("manager", ["naive", "remote", "prime"])
-async def test_functions_run_in_processes_if_asked_to(with_function: Settings, manager: str) -> None:
-    source = "import os\n\ndef compute_score(solution_str):\n    return float(os.getpid())\n"
-    options = "reward_loop.isolation=process", f"reward_model.reward_manager={manager}"
-    (pid,) = await scores_of(RewardWorker(with_function(source, *options), None), "4")
-    assert pid not in (0.0, os.getpid())
 
 
 async def test_an_empty_response_and_a_missing_ground_truth(with_function: Settings) -> None:
